@@ -5,7 +5,7 @@ Started by torchrun with Megatron-LM's flags; see docs/training.md.
 
 import sys
 
-from megatron.dpp.train.pretrain import main
+from megatron.dpp_train.loop.pretrain import main
 
 if __name__ == "__main__":
     sys.exit(main("bert"))

@@ -224,8 +224,8 @@ def _marked(tasks: list[tuple[str, int, int]]) -> Iterator[None]:
     """List every task, and mark its begin and end by blocks of sizes that nothing else has."""
     import torch
 
-    from megatron.dpp.mcore.static import Step, around_steps
-    from megatron.dpp.mcore.steps import Stage
+    from megatron.dpp.core.static import Step, around_steps
+    from megatron.dpp.core.steps import Stage
 
     def mark(end: bool) -> None:
         torch.empty(_MARK[end], dtype=torch.uint8, device="cuda")

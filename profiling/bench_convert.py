@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from megatron.dpp.convert.folder import Shards
-from megatron.dpp.models import HfConfig, entries
-from megatron.dpp.models.fields import CONFIG, parse_config
-from megatron.dpp.models.weights import find_weights
+from megatron.dpp_train.hf import HfConfig, entries
+from megatron.dpp_train.hf.fields import CONFIG, parse_config
+from megatron.dpp_train.hf.folder import Shards
+from megatron.dpp_train.hf.weights import find_weights
 
 SHARD_BYTES = 5 * 10**9
 SAMPLE_SECONDS = 0.005

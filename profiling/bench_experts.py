@@ -25,7 +25,7 @@ from typing import Any
 import harness
 import torch
 
-from megatron.dpp.mcore import cpu
+from megatron.dpp.core import cpu
 
 ON_GPU = torch.cuda.is_available()
 
@@ -52,7 +52,7 @@ def _config(args: Namespace, **more: Any) -> Any:
 
 
 def _spec(config: Any, *, grouped: bool) -> Any:
-    from megatron.dpp.mcore.layers import block_spec
+    from megatron.dpp_train.model.layers import block_spec
 
     return block_spec(config, grouped_experts=grouped)
 
@@ -125,7 +125,7 @@ def _run_experts(chunk: _Chunk, store: Any, given: tuple[Any, ...]) -> dict[str,
 
 def _time_experts(args: Namespace) -> Iterator[tuple[object, ...]]:
     """Rows: tokens, router, phase, ms of the loop and of the grouped product, and their ratio."""
-    from megatron.dpp.mcore.wgrad.linear import WeightGradients
+    from megatron.dpp.core.wgrad.linear import WeightGradients
 
     chunks = {name: _Chunk(args, grouped=name == "grouped") for name in ("loop", "grouped")}
     stores = {name: WeightGradients([chunk]) for name, chunk in chunks.items()}

@@ -126,8 +126,8 @@ class Model:
         )
         from megatron.core.models.gpt import GPTModel
 
-        from megatron.dpp.mcore.layers import block_spec
-        from megatron.dpp.mcore.wgrad import fused as fused_wgrad
+        from megatron.dpp.core.wgrad import fused as fused_wgrad
+        from megatron.dpp_train.model.layers import block_spec
 
         if self.config.gradient_accumulation_fusion:
             fused_wgrad.provide()
@@ -169,7 +169,7 @@ class Model:
         )
 
     def _forward(self, iterator: Any, model: Any) -> Any:
-        from megatron.dpp.mcore.packed import packed_params
+        from megatron.dpp_train.model.packed import packed_params
 
         given, packed = next(iterator), None
         if len(given.lengths) == 1 and not given.width:

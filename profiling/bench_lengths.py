@@ -42,7 +42,7 @@ from bench_sleeping import (
 from lengths_plans import LENGTHS, PACKED_ROW, Microbatches, Plans, longest_of, mean_tokens
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.mcore.static import ChannelExchange, over_channels, ring_channels
+from megatron.dpp.core.static import ChannelExchange, over_channels, ring_channels
 from megatron.dpp.schedule import Geometry, Kind, Scheduler, parse_cap
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.trace import NullRecorder

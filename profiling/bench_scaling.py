@@ -24,7 +24,7 @@ from typing import Any
 import harness
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.launch.main import plan
+from megatron.dpp_train.launch.main import plan
 
 MODES = {
     "dp": (1, "--mode simple"),
@@ -101,7 +101,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _devices(args: argparse.Namespace) -> list[int]:
     if args.devices:
         return [int(word) for word in args.devices.split(",")]
-    from megatron.dpp.plan.device import find_machine
+    from megatron.dpp_train.cost.device import find_machine
 
     most = len(os.sched_getaffinity(0)) if args.cpu else find_machine().num_gpus
     if most == 0:

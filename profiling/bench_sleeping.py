@@ -250,7 +250,7 @@ def _delayed(transport: Any, injector: Any, ranks: tuple[int, ...]) -> Any:
 
 def open_static(args: argparse.Namespace, v: int) -> Any:
     """Our channels under a static schedule where links are to be slow; None keeps gloo."""
-    from megatron.dpp.mcore.static import ChannelExchange, ring_channels
+    from megatron.dpp.core.static import ChannelExchange, ring_channels
     from megatron.dpp.runtime.links import open_links
 
     ranks, injector = tuple(range(args.ranks)), _injector(args, v)
@@ -265,7 +265,7 @@ def measure(args: argparse.Namespace, name: Any, m: int) -> dict[str, Any]:
     """Median seconds of a schedule's step, and its ratio to the busiest rank's own work."""
     from megatron.core import parallel_state
 
-    from megatron.dpp.mcore.static import over_channels
+    from megatron.dpp.core.static import over_channels
 
     static, v = name.kind == "static", name.num_chunks
     parallel_state.initialize_model_parallel(
@@ -306,7 +306,7 @@ def measure(args: argparse.Namespace, name: Any, m: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def cpu_rank() -> Any:
     """This process as a rank on the CPU."""
-    from megatron.dpp.mcore import cpu
+    from megatron.dpp.core import cpu
 
     support = cpu.install()
     dist.init_process_group("gloo")

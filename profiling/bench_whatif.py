@@ -93,11 +93,11 @@ def _rank(args: argparse.Namespace) -> None:
 
 def _compare(args: argparse.Namespace, run: Path) -> str:
     """The measured gain beside the predicted one, as lines of text."""
-    from megatron.dpp.trace.align import align
-    from megatron.dpp.trace.analysis.model import read_iterations
-    from megatron.dpp.trace.analysis.summary import Analysis
-    from megatron.dpp.trace.analysis.work import JobShape
-    from megatron.dpp.trace.reader import open_run
+    from megatron.dpp.report.align import align
+    from megatron.dpp.report.analysis.model import read_iterations
+    from megatron.dpp.report.analysis.summary import Analysis
+    from megatron.dpp.report.analysis.work import JobShape
+    from megatron.dpp.report.reader import open_run
 
     files = open_run(run)
     alignment = align(files)
@@ -133,8 +133,8 @@ def _row(name: str, runs: list[tuple[float, float]], quiet: list[float]) -> str:
 
 def _removed(troubled: Any) -> tuple[str, list[tuple[float, float]]]:
     """The cause that gains most, and each iteration's time now and predicted without it."""
-    from megatron.dpp.plan.recorded import recorded_runs
-    from megatron.dpp.plan.whatif import WhatIf, removal
+    from megatron.dpp.report.recorded import recorded_runs
+    from megatron.dpp.report.whatif import WhatIf, removal
 
     ranks, runs = troubled.shape.pipelines()[0], recorded_runs(troubled)
     found = [("nobody", [(run.window, run.window) for run in runs])]

@@ -282,8 +282,8 @@ def train(
 
 
 def train_planned(found: Any) -> list[dict[str, Any]]:
-    """As :func:`train`, of a run that ``megatron.dpp.launch.main.plan`` resolved."""
-    from megatron.dpp.launch.job import hardware_queues
+    """As :func:`train`, of a run that ``megatron.dpp_train.launch.main.plan`` resolved."""
+    from megatron.dpp_train.launch.job import hardware_queues
 
     resolved = found.resolved
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or hardware_queues(resolved.parsed)

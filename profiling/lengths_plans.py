@@ -7,10 +7,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megatron.dpp.plan.batches import BatchSettings, share_batch
-from megatron.dpp.plan.lengths import orders
-from megatron.dpp.plan.orders import PipelineModel
+from megatron.dpp.sim.batches import BatchSettings, share_batch
 from megatron.dpp.sim.lengths import MIXES, LengthCosts, sft
+from megatron.dpp.sim.orders import PipelineModel
+from megatron.dpp.sim.packing import orders
 
 PACKED_ROW = 8192
 """Tokens of every microbatch of ``packed8k``."""

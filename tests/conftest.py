@@ -25,7 +25,10 @@ from tests.runtime.launcher import has_gpu
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-_WITH_FLAGS = ("cli", "convert", "inference", "launch", "plan", "tools", "train")
+_WITH_FLAGS = (
+    *("checkpoint", "cost", "data", "generate", "hf", "launch", "loop", "model", "optimizer"),
+    *("options", "preflight", "tokenizers", "tools"),
+)
 """Folders of tests of what command lines lead to, where errors name flags."""
 
 

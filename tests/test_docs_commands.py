@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 import pytest
 
 from megatron.dpp.__main__ import COMMANDS
-from megatron.dpp.cli import arguments
-from megatron.dpp.cli.environment import VARIABLES
-from megatron.dpp.commands.run import take_flags
-from megatron.dpp.launch import cli
+from megatron.dpp.run import take_flags
+from megatron.dpp_train.launch import cli
+from megatron.dpp_train.options import arguments
+from megatron.dpp_train.options.environment import VARIABLES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
@@ -133,7 +133,7 @@ def check_program(program: str, words: list[str]) -> None:
 
 
 def check_module(module: str, words: list[str]) -> None:
-    if module.startswith("megatron.dpp.commands."):
+    if module.startswith("megatron.dpp.doctor"):
         check_command([module.rpartition(".")[2], *words])
     elif module in ("megatron.dpp", "megatron.dpp.run"):
         check_command([*module.split(".")[2:], *words])
@@ -177,10 +177,10 @@ def check_command(words: list[str]) -> None:
     elif name == "bench":
         check_benchmark(given)
     elif name == "estimate":
-        parser = importlib.import_module("megatron.dpp.commands.estimate")._parser()
+        parser = importlib.import_module("megatron.dpp_train.launch.estimate_command")._parser()
         parse_training(parser.parse_known_args(given)[1])
     else:
-        accepted(importlib.import_module(f"megatron.dpp.{COMMANDS[name][0]}").main, given)
+        accepted(importlib.import_module(COMMANDS[name][0]).main, given)
 
 
 def check_benchmark(given: list[str]) -> None:

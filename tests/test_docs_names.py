@@ -7,7 +7,7 @@ import re
 import pytest
 
 from megatron.dpp.__main__ import COMMANDS
-from megatron.dpp.cli.environment import VARIABLES
+from megatron.dpp_train.options.environment import VARIABLES
 from tests.conftest import REPOSITORY
 from tests.test_docs_commands import known_flags
 

@@ -20,8 +20,8 @@ QUESTION = re.compile(
     r"(?:What|Whether|How|Why|Which|When|Where|Who|Is|Are|Does|Do|Were|Was|Can|Has|Have)\b"
 )
 BOOLEANS_OF_OTHERS = {
-    "megatron/dpp/mcore/training/fsdp.py: finish_grad_sync(force_all_reduce)",
-    "megatron/dpp/mcore/wgrad/linear.py: forward(allreduce_dgrad)",
+    "megatron/dpp_train/model/fsdp.py: finish_grad_sync(force_all_reduce)",
+    "megatron/dpp/core/wgrad/linear.py: forward(allreduce_dgrad)",
 }
 """Positional booleans that another library's signature asks for: DistributedDataParallel's
 ``finish_grad_sync`` and ``torch.autograd.Function.forward``.
@@ -129,7 +129,7 @@ def positional_booleans(function: Function) -> Iterator[str]:
 
 def test_public_functions_take_booleans_by_keyword() -> None:
     wrong, met = [], set()
-    for name in tracked("megatron/dpp/*.py"):
+    for name in tracked("megatron/*.py"):
         for node in public_functions(tree_of(name)):
             for parameter in positional_booleans(node):
                 place = f"{name}: {node.name}({parameter})"

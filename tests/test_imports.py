@@ -1,4 +1,4 @@
-"""Holds the table of docs/architecture.md: which package may import which, and what is public."""
+"""Holds the tables of docs/architecture.md: which package may import which, and what is public."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 
 import megatron.dpp
-from megatron.dpp import trace
 from tests.sources import ROOT, tree_of
 
-PACKAGE = ROOT / "megatron" / "dpp"
+ENGINE, TRAINER = ROOT / "megatron" / "dpp", ROOT / "megatron" / "dpp_train"
 
-# A room may import itself and the rooms named here, all of which stand above it in this table: so
+# A room may import itself and the rooms named here, all of which stand above it in its table: so
 # no arrow runs upwards.
-MAY_IMPORT = {
+ENGINE_ROOMS = {
     "errors": set(),
     "naming": {"errors"},
     "direction": set(),
@@ -30,89 +29,87 @@ MAY_IMPORT = {
     "safe_files": set(),
     "processes": set(),
     "locks": {"errors", "safe_files"},
-    "text_files": {"errors", "safe_files"},
-    "tokenizers": {"errors", "safe_files", "text_files"},
-    "models": {"errors", "safe_files", "text_files"},
+    "index_files": {"errors", "safe_files"},
+    "command_line": {"errors", "naming", "processes", "safe_files"},
     "inject": {"errors"},
     "schedule": {"config", "direction", "errors", "safe_files"},
-    "trace": {"config", "direction", "errors", "locks", "schedule", "safe_files"},
-    "sim": {"config", "direction", "errors", "schedule", "trace", "safe_files"},
-    "pictures": {"errors", "sim", "trace", "safe_files"},
-    "plan": {"config", "errors", "naming", "schedule", "sim", "trace", "safe_files"},
+    "flags": {"config", "errors", "naming", "schedule"},
+    "trace": {"config", "direction", "errors", "locks", "safe_files", "schedule"},
+    "sim": {"config", "direction", "errors", "safe_files", "schedule", "trace"},
     "transport": {"config", "direction", "errors", "hosts"},
-    "mcore": {"config", "direction", "errors", "processes", "trace", "transport"},
+    "core": {"config", "direction", "errors", "processes", "trace", "transport"},
     "runtime": {
         *("config", "direction", "errors", "hosts", "inject", "schedule", "trace"),
-        *("transport", "mcore"),
+        *("transport", "core"),
     },
-    "cli": {
-        *("config", "errors", "locks", "text_files", "tokenizers", "schedule", "trace", "plan"),
-        *("inject", "models", "naming", "safe_files"),
+    "plugin": {"config", "errors", "core", "runtime", "schedule", "trace"},
+    "report": {
+        *("command_line", "config", "errors", "hosts", "locks", "processes", "safe_files"),
+        *("schedule", "trace", "sim"),
     },
-    "convert": {"cli", "errors", "locks", "models", "safe_files", "text_files"},
+}
+BASE = {
+    *("errors", "config", "hosts", "locks", "index_files", "command_line", "inject", "flags"),
+    *("naming", "processes", "safe_files"),
+}
+OPEN_TO_THE_TRAINER = {
+    *BASE,
+    *("schedule", "sim", "trace", "report"),
+    *("core.cpu", "core.compat", "core.experts", "core.wgrad.fused", "core.wgrad.te"),
+}
+"""Rooms and modules of the engine that the trainer may import, beside the front door."""
+
+TRAINER_ROOMS = {
+    "text_files": set(),
+    "tokenizers": {"text_files"},
+    "options": {"text_files", "tokenizers"},
+    "optimizer": set(),
+    "state": {"options", "optimizer", "tokenizers"},
+    "exits": {"state"},
+    "initialize": {"options", "state"},
+    "checkpoint": {"exits", "hf", "model", "optimizer", "options", "state"},
+    "hf": {"checkpoint", "options", "state", "text_files", "tokenizers"},
+    "cost": {"options"},
+    "data": {"checkpoint", "cost", "exits", "options", "state", "text_files", "tokenizers"},
+    "model": {"data", "options", "optimizer", "state", "text_files"},
+    "preflight": {
+        *("checkpoint", "cost", "data", "hf", "options", "text_files", "tokenizers"),
+    },
+    "generate": {
+        *("checkpoint", "cost", "data", "hf", "initialize", "model", "options", "preflight"),
+        *("state", "text_files", "tokenizers"),
+    },
     "launch": {
-        *(
-            "config",
-            "errors",
-            "models",
-            "hosts",
-            "locks",
-            "processes",
-            "safe_files",
-            "text_files",
-            "tokenizers",
-            "schedule",
-            "plan",
-            "cli",
-            "naming",
-        ),
+        *("checkpoint", "cost", "data", "hf", "options", "preflight", "text_files", "tokenizers"),
     },
-    "train": {
-        *("config", "errors", "locks", "text_files", "tokenizers", "schedule", "trace", "plan"),
-        *("transport", "mcore", "runtime", "cli", "convert", "models"),
-        *("naming", "processes", "safe_files"),
+    "loop": {
+        *("checkpoint", "cost", "data", "exits", "hf", "initialize", "model", "optimizer"),
+        *("options", "preflight", "state", "tokenizers"),
     },
-    "inference": {"errors", "models", "plan", "mcore", "cli", "train"},
-    "plugin": {"config", "errors", "mcore", "runtime", "schedule", "trace"},
-    "commands": {
-        *("config", "errors", "hosts", "text_files", "pictures", "tokenizers", "schedule"),
-        *("trace", "sim"),
-        *("plan", "transport", "mcore", "cli", "launch", "plugin", "convert", "models"),
-        *("inference", "locks", "naming", "processes", "safe_files"),
-    },
+    "bench_command": set(),
+    "compare_losses_command": set(),
 }
-RECORDING = {
-    *("clock", "host", "lines", "recorder", "scalars", "schema", "step_lengths", "vocabulary"),
-    "writer",
-}
-"""The modules of ``trace`` that a training program loads. The others read what they wrote."""
-ENGINE = {"transport", "mcore", "runtime", "plugin", "train"}
-DOORS = {"__init__", "__main__", "doctor", "estimate", "run", "sim.__main__"}
-"""Entry points, which may import any room."""
-WITHOUT_TORCH = {
-    *(
-        "errors",
-        "naming",
-        "direction",
-        "config",
-        "hosts",
-        "locks",
-        "processes",
-        "safe_files",
-        "text_files",
-        "tokenizers",
-        "models",
-        "inject",
-        "pictures",
-        "schedule",
-    ),
-    *("sim", "plan", "cli"),
-    "launch",
-}
+BELOW = {"checkpoint": {"hf", "model"}}
+"""Arrows that run upwards: a checkpoint's start is filled from a Hugging Face folder, and its
+shards are those of a model."""
+
+DOORS = {"__init__", "__main__", "doctor", "doctor_rdma", "run", "sim.__main__", "sim.command"}
+"""Entry points of the engine, which may import any of its rooms."""
+WITHOUT_TORCH = (
+    *("megatron.dpp", "megatron.dpp.schedule", "megatron.dpp.sim.command", "megatron.dpp.flags"),
+    *("megatron.dpp.__main__", "megatron.dpp.inject", "megatron.dpp.hosts", "megatron.dpp.locks"),
+    *("megatron.dpp.run", "megatron.dpp.report.report_command", "megatron.dpp.report.whatif"),
+    *("megatron.dpp_train.launch.main", "megatron.dpp_train.launch.scripts"),
+    *("megatron.dpp_train.preflight.check", "megatron.dpp_train.data.preprocess_command"),
+    *("megatron.dpp_train.cost.plan_command", "megatron.dpp_train.launch.estimate_command"),
+    *("megatron.dpp_train.hf.fields", "megatron.dpp_train.tokenizers"),
+)
+"""Modules that answer within a fraction of a second, so that neither they nor what they import
+loads PyTorch."""
 PUBLIC = {
     "Action", "ConfigError", "DataError", "DppConfig", "DppError", "DppSchedule", "Geometry",
-    "Kind", "ScheduleError", "Scheduler", "TransportError", "__version__", "open_recorder",
-    "open_transport",
+    "Kind", "ScheduleError", "Scheduler", "StaticSchedule", "TransportError", "__version__",
+    "open_recorder", "open_transport",
 }  # fmt: skip
 
 
@@ -133,43 +130,48 @@ def imports_of_nodes(nodes: Iterable[ast.AST], path: Path) -> Iterator[tuple[int
 
 def module_of(path: Path) -> str:
     """``megatron/dpp/sim/clock.py`` -> ``sim.clock``."""
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    package = TRAINER if path.is_relative_to(TRAINER) else ENGINE
+    return ".".join(path.relative_to(package).with_suffix("").parts)
 
 
-def files_of(room: str) -> list[Path]:
-    folder = PACKAGE / room
-    files = sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{room}.py"]
-    return [path for path in files if module_of(path) not in DOORS]
+def files_of(package: Path, room: str) -> list[Path]:
+    folder = package / room
+    files = sorted(folder.rglob("*.py")) if folder.is_dir() else [package / f"{room}.py"]
+    return [path for path in files if package == TRAINER or module_of(path) not in DOORS]
 
 
-def test_every_room_is_in_the_table() -> None:
-    rooms = {module_of(path).split(".")[0] for path in PACKAGE.rglob("*.py")}
-    assert rooms - DOORS == set(MAY_IMPORT)
+@pytest.mark.parametrize(
+    ("package", "table"), [(ENGINE, ENGINE_ROOMS), (TRAINER, TRAINER_ROOMS)], ids=["dpp", "train"]
+)
+def test_every_room_is_in_the_table(package: Path, table: dict[str, set[str]]) -> None:
+    rooms = {module_of(path).split(".")[0] for path in package.rglob("*.py")}
+    assert rooms - DOORS == set(table)
 
 
-def test_no_arrow_of_the_table_runs_upwards() -> None:
-    above: set[str] = set()
-    for room, allowed in MAY_IMPORT.items():
-        assert allowed <= above, room
-        above.add(room)
+def test_no_arrow_of_the_tables_runs_upwards() -> None:
+    for table in (ENGINE_ROOMS, TRAINER_ROOMS):
+        above: set[str] = set()
+        for room, allowed in table.items():
+            assert allowed - BELOW.get(room, set()) <= above, room
+            above.add(room)
 
 
-def modules() -> dict[str, Path]:
-    """Name below ``megatron.dpp`` -> file, packages by their own name."""
-    return {module_of(path).removesuffix(".__init__"): path for path in PACKAGE.rglob("*.py")}
+def name_of(path: Path) -> str:
+    """``megatron/dpp/sim/__init__.py`` -> ``megatron.dpp.sim``."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def arrows() -> dict[str, set[str]]:
     """Module -> the modules of ours that it imports while it is imported itself."""
-    known = modules()
+    known = {name_of(path): path for p in (ENGINE, TRAINER) for path in p.rglob("*.py")}
     found: dict[str, set[str]] = {}
     for module, path in known.items():
-        tree = tree_of(str(path))
-        names = [name for _, name in imports_of_nodes(top_level(tree), path)]
-        below = [name.removeprefix("megatron.dpp.") for name in names if "megatron.dpp." in name]
+        names = [name for _, name in imports_of_nodes(top_level(tree_of(str(path))), path)]
+        below = [name for name in names if name.startswith("megatron.dpp")]
         found[module] = {
             name if name in known else name.rpartition(".")[0] for name in below
         } & set(known)
+        found[module] -= {module, "megatron.dpp"}  # the front door loads names when asked for
     return found
 
 
@@ -181,9 +183,9 @@ def top_level(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 def test_no_circle_of_modules() -> None:
-    """Circles within a room count too. Prints the table of rooms."""
+    """Circles within a room count too. Prints the tables of rooms."""
     below = arrows()
-    for room, allowed in MAY_IMPORT.items():
+    for room, allowed in [*ENGINE_ROOMS.items(), *TRAINER_ROOMS.items()]:
         print(f"{room:<12} -> {', '.join(sorted(allowed))}")
     try:
         tuple(graphlib.TopologicalSorter(below).static_order())
@@ -191,44 +193,50 @@ def test_no_circle_of_modules() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-@pytest.mark.parametrize("room", MAY_IMPORT)
-def test_a_package_imports_only_what_the_table_allows(room: str) -> None:
-    files = files_of(room)
-    assert files
-    allowed = MAY_IMPORT[room] | {room}
+def foreign(package: Path, room: str) -> Iterator[tuple[Path, int, str, str]]:
+    """File, line, package and name below it of each import of ours that leaves a room."""
+    for path in files_of(package, room):
+        for line, name in imports_of(path):
+            top, _, rest = name.removeprefix("megatron.").partition(".")
+            if top in ("dpp", "dpp_train") and rest:
+                own = top == package.name and rest.split(".")[0] == room
+                if not own:
+                    yield path.relative_to(ROOT), line, top, rest
+
+
+@pytest.mark.parametrize("room", ENGINE_ROOMS)
+def test_a_room_of_the_engine_imports_only_what_the_table_allows(room: str) -> None:
+    allowed = ENGINE_ROOMS[room]
     wrong = [
-        f"{path.relative_to(ROOT)}:{line} imports {name}"
-        for path in files
-        for line, name in imports_of(path)
-        if name.startswith("megatron.dpp.") and name.split(".")[2] in set(MAY_IMPORT) - allowed
+        f"{path}:{line} imports {top}.{name}"
+        for path, line, top, name in foreign(ENGINE, room)
+        if top != "dpp" or name.split(".")[0] in set(ENGINE_ROOMS) - allowed
     ]
     assert not wrong
 
 
-def test_recording_imports_no_analysis() -> None:
-    recording = {f"megatron.dpp.trace.{name}" for name in RECORDING}
-    files = [PACKAGE / "trace" / f"{name}.py" for name in (*RECORDING, "__init__")]
-    files += [path for room in ENGINE for path in files_of(room)]
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line} imports {name}"
-        for path in files
-        for line, name in imports_of(path)
-        if name.startswith(("megatron.dpp.trace.", "megatron.dpp.pictures"))
-        and not any(f"{name}.".startswith(f"{each}.") for each in recording)
-        and name.rpartition(".")[2] not in trace.__all__
-    ]
+@pytest.mark.parametrize("room", TRAINER_ROOMS)
+def test_a_room_of_the_trainer_imports_only_what_the_table_allows(room: str) -> None:
+    wrong = []
+    for path, line, top, name in foreign(TRAINER, room):
+        if top == "dpp_train":
+            good = name.split(".")[0] in TRAINER_ROOMS[room]
+        else:
+            doors = {".".join(name.split(".")[:n]) for n in (1, 2, 3)}
+            good = bool(doors & OPEN_TO_THE_TRAINER) or name in PUBLIC
+        if not good:
+            wrong.append(f"{path}:{line} imports {top}.{name}")
     assert not wrong
 
 
-@pytest.mark.parametrize("room", sorted(WITHOUT_TORCH))
-def test_schedules_and_simulator_do_without_torch(room: str) -> None:
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line} imports {name}"
-        for path in files_of(room)
-        for line, name in imports_of(path)
-        if name.split(".")[0] == "torch" or name.startswith("megatron.core")
-    ]
-    assert not wrong
+def test_what_answers_at_once_does_without_torch() -> None:
+    code = (
+        f"import importlib, sys\nfor name in {WITHOUT_TORCH!r}:\n    importlib.import_module(name)"
+        "\n    heavy = {'torch', 'megatron.core'} & set(sys.modules)\n"
+        "    assert not heavy, f'{name} loads {heavy}'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def private_names_of_core(path: Path) -> Iterator[tuple[int, str]]:
@@ -250,9 +258,9 @@ def private_names_of_core(path: Path) -> Iterator[tuple[int, str]]:
                 yield node.lineno, f"{owner}.{node.attr}"
 
 
-def test_only_mcores_table_knows_megatron_cores_private_names() -> None:
-    """Also within ``mcore`` they are reached through ``mcore.compat`` only."""
-    folders = (PACKAGE, ROOT / "profiling", ROOT / "tools", ROOT / "examples")
+def test_only_one_table_knows_megatron_cores_private_names() -> None:
+    """Also within ``core`` they are reached through ``core.compat`` only."""
+    folders = (ENGINE, TRAINER, ROOT / "profiling", ROOT / "tools", ROOT / "examples")
     wrong = [
         f"{path.relative_to(ROOT)}:{line} uses {name}"
         for folder in folders
@@ -260,15 +268,6 @@ def test_only_mcores_table_knows_megatron_cores_private_names() -> None:
         for line, name in private_names_of_core(path)
     ]
     assert not wrong
-
-
-def test_importing_the_front_door_loads_no_torch() -> None:
-    code = (
-        "import sys, megatron.dpp, megatron.dpp.schedule, megatron.dpp.sim; "
-        "sys.exit('torch' in sys.modules or 'megatron.core' in sys.modules)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
 
 
 def test_public_names_are_these_and_exist() -> None:

@@ -16,15 +16,15 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.dpp import locks
-from megatron.dpp.cli import preflight
-from megatron.dpp.cli.arguments import parse_args
-from megatron.dpp.cli.files import written_directories
 from megatron.dpp.errors import DataError
-from megatron.dpp.launch.job import find_job, refuse_taken
 from megatron.dpp.trace import TraceLayout, open_recorder
+from megatron.dpp_train.launch.job import find_job, refuse_taken
+from megatron.dpp_train.options.arguments import parse_args
+from megatron.dpp_train.preflight import check as preflight
+from megatron.dpp_train.preflight.files import written_directories
+from tests.checkpoint.test_full_disk import FLAGS
+from tests.loop.several import corpus
 from tests.runtime.launcher import REPOSITORY, start, wait
-from tests.train.several import corpus
-from tests.train.test_full_disk import FLAGS
 
 _HOLD = """
 import sys, time
@@ -122,10 +122,10 @@ DOORS = (
     ("train", "--save={0}"),
     ("train", "--run-dir {0}"),
     ("-m megatron.dpp train", "--save {0}"),
-    ("-m megatron.dpp.launch gpt-sample node", "--save {0}"),
-    ("-m megatron.dpp.launch gpt-sample node", "{0}"),
-    ("-m megatron.dpp.launch bert master", "--save {0}"),
-    ("-m megatron.dpp.launch flags pretrain_gpt.py", "--save {0}"),
+    ("-m megatron.dpp_train.launch gpt-sample node", "--save {0}"),
+    ("-m megatron.dpp_train.launch gpt-sample node", "{0}"),
+    ("-m megatron.dpp_train.launch bert master", "--save {0}"),
+    ("-m megatron.dpp_train.launch flags pretrain_gpt.py", "--save {0}"),
 )
 """(a launcher behind ``python``, words that name a directory)."""
 
@@ -201,8 +201,8 @@ def test_the_last_word_names_the_directory(tmp_path: Path) -> None:
 
 def test_a_refusal_waits_for_no_import() -> None:
     code = (
-        "import sys, megatron.dpp.launch.door, megatron.dpp.launch.__main__\n"
-        "slow = {'argparse', 'torch', 'numpy', 'megatron.dpp.cli', 'megatron.dpp.plan'}\n"
+        "import sys, megatron.dpp_train.launch.door, megatron.dpp_train.launch.__main__\n"
+        "slow = {'argparse', 'torch', 'numpy', 'megatron.dpp_train.options'}\n"
         "sys.exit(', '.join(slow & set(sys.modules)) or 0)"
     )
     ran = subprocess.run(

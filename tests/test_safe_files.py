@@ -16,27 +16,36 @@ from typing import Any
 import pytest
 
 from megatron.dpp import locks
-from megatron.dpp.cli import checkpoint_files, checkpoint_reader, checksums, durable
-from megatron.dpp.cli.sequence_files import read_lengths
-from megatron.dpp.cli.yaml_file import defaults_from_yaml
-from megatron.dpp.commands import preprocess
-from megatron.dpp.commands.chats import find_template
-from megatron.dpp.convert.to_megatron import unfinished
 from megatron.dpp.errors import DataError, DppError
-from megatron.dpp.launch.home import copy_output
-from megatron.dpp.models import read_config
-from megatron.dpp.models.weights import find_weights
-from megatron.dpp.pictures.picture import Picture
+from megatron.dpp.index_files import read_lengths
+from megatron.dpp.report.pictures.picture import Picture
+from megatron.dpp.report.reader import read_header
 from megatron.dpp.schedule import Geometry
 from megatron.dpp.schedule.recording import DecisionRecorder, Recording
 from megatron.dpp.sim.measured import load_costs
-from megatron.dpp.text_files import read_mapping, read_text
-from megatron.dpp.tokenizers import build_tokenizer
 from megatron.dpp.trace import TraceLayout, open_recorder
-from megatron.dpp.trace.reader import read_header
 from megatron.dpp.trace.step_lengths import StepLengths, write_step
-from megatron.dpp.train.diagnostics import note_progress
-from megatron.dpp.train.metrics import MetricsFile
+from megatron.dpp_train.checkpoint import (
+    checksums,
+    durable,
+)
+from megatron.dpp_train.checkpoint import (
+    files as checkpoint_files,
+)
+from megatron.dpp_train.checkpoint import (
+    reader as checkpoint_reader,
+)
+from megatron.dpp_train.data import preprocess_command as preprocess
+from megatron.dpp_train.data.chats import find_templates
+from megatron.dpp_train.hf import read_config
+from megatron.dpp_train.hf.to_megatron import unfinished
+from megatron.dpp_train.hf.weights import find_weights
+from megatron.dpp_train.launch.home import copy_output
+from megatron.dpp_train.loop.metrics import MetricsFile
+from megatron.dpp_train.options.yaml_file import defaults_from_yaml
+from megatron.dpp_train.state import note_progress
+from megatron.dpp_train.text_files import read_mapping, read_text
+from megatron.dpp_train.tokenizers import build_tokenizer
 
 VICTIM = b"years of work"
 _LAYOUT = TraceLayout(data=0, pipeline=0, tensor=0, data_size=1, pipeline_size=1, tensor_size=1)
@@ -148,7 +157,7 @@ def _tokenizer(path: Path) -> object:
 
 READ: dict[str, Callable[[Path], object]] = {
     "text": read_text,
-    "template": lambda path: find_template(str(path), None),
+    "template": lambda path: find_templates(str(path), None),
     "yaml": read_mapping,
     "--yaml-cfg": lambda path: defaults_from_yaml(str(path), ArgumentParser()),
     "vocabulary": _tokenizer,

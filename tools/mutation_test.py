@@ -124,9 +124,9 @@ def sample(mutants: list[Mutant], size: int, seed: int) -> list[Mutant]:
 
 
 def changed_lines(branch: str) -> dict[str, set[int]]:
-    """Lines of each module of megatron/dpp that differ from where this branch left another."""
+    """Lines of each module of megatron that differ from where this branch left another."""
     base = _git("merge-base", "HEAD", branch).strip()
-    text = _git("diff", "--unified=0", "--no-prefix", base, "--", "megatron/dpp/*.py")
+    text = _git("diff", "--unified=0", "--no-prefix", base, "--", "megatron/*.py")
     found: dict[str, set[int]] = {}
     module = ""
     for line in text.splitlines():
@@ -289,7 +289,7 @@ class Choice:
         total.combine(parts, strict=False)
         data = total.get_data()
         lines = {
-            "megatron/dpp/" + file.rpartition("megatron/dpp/")[2]: sorted(data.lines(file) or ())
+            "megatron/" + file.rpartition("megatron/")[2]: sorted(data.lines(file) or ())
             for file in data.measured_files()
         }
         return {

@@ -20,7 +20,7 @@ import torch
 from megatron.dpp import DppConfig, DppSchedule  # DPP
 
 if not torch.cuda.is_available():
-    from megatron.dpp.mcore import cpu
+    from megatron.dpp.core import cpu
 
     cpu.install()  # megatron-core names CUDA in many places; this answers from the CPU
 
@@ -32,7 +32,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from megatron.dpp.mcore.layers import block_spec
+from megatron.dpp_train.model.layers import block_spec
 
 CHUNKS, LENGTH, BATCH, VOCABULARY = 2, 32, 4, 64
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatron.dpp.config import DppConfig
     from megatron.dpp.errors import ConfigError, DataError, DppError, ScheduleError, TransportError
     from megatron.dpp.runtime.dynamic import DppSchedule
+    from megatron.dpp.runtime.static import StaticSchedule
     from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler
     from megatron.dpp.trace import open_recorder
     from megatron.dpp.transport import open_transport
@@ -43,6 +44,7 @@ _HOME = {
     "Kind": "schedule",
     "ScheduleError": "errors",
     "Scheduler": "schedule",
+    "StaticSchedule": "runtime.static",
     "TransportError": "errors",
     "open_recorder": "trace",
     "open_transport": "transport",
@@ -60,6 +62,7 @@ __all__ = [
     "Kind",
     "ScheduleError",
     "Scheduler",
+    "StaticSchedule",
     "TransportError",
     "__version__",
     "open_recorder",

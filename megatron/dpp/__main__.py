@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,26 +12,48 @@ from typing import NoReturn
 from megatron.dpp import __version__
 from megatron.dpp.errors import exit_with
 
+_ENGINE, _TRAINER = "megatron.dpp.", "megatron.dpp_train."
 COMMANDS = {
-    "preprocess": ("commands.preprocess", "turn JSON lines into token files"),
-    "convert": ("commands.convert", "turn a Hugging Face model into a checkpoint, and back"),
-    "generate": ("commands.generate", "print a model's answers to prompts"),
-    "evaluate": ("commands.evaluate", "print a model's perplexity, or its scores on tasks"),
-    "estimate": ("commands.estimate", "print the memory and time that a run will need"),
-    "plan": ("commands.plan", "choose layers per stage, chunks per rank and the memory cap"),
-    "run": ("commands.run", "run a Megatron-LM script of yours with the dynamic pipeline"),
-    "sim": ("commands.sim", "simulate, compare and draw schedules"),
-    "train": ("launch.door", "train a model: choose a layout, print it, start torchrun"),
-    "monitor": ("commands.monitor", "show a traced run live"),
-    "report": ("commands.report", "say where the time of a traced run went"),
-    "plots": ("commands.plots", "draw a traced run as PNG files"),
-    "aggregate": ("commands.aggregate", "merge the traces of all ranks for Perfetto"),
-    "compare-losses": ("commands.compare_losses", "compare static and dynamic schedule bit by bit"),
-    "bench": ("commands.bench", "run a benchmark of the source tree"),
-    "env": ("commands.env", "print the environment variables that are read or set"),
-    "doctor": ("commands.doctor", "print what this machine offers the transport"),
+    "preprocess": (_TRAINER + "data.preprocess_command", "turn JSON lines into token files"),
+    "convert": (
+        _TRAINER + "hf.convert_command",
+        "turn a Hugging Face model into a checkpoint, and back",
+    ),
+    "generate": (_TRAINER + "generate.generate_command", "print a model's answers to prompts"),
+    "evaluate": (
+        _TRAINER + "generate.evaluate_command",
+        "print a model's perplexity, or its scores on tasks",
+    ),
+    "estimate": (
+        _TRAINER + "launch.estimate_command",
+        "print the memory and time that a run will need",
+    ),
+    "plan": (
+        _TRAINER + "cost.plan_command",
+        "choose layers per stage, chunks per rank and the memory cap",
+    ),
+    "run": (_ENGINE + "run", "run a Megatron-LM script of yours with the dynamic pipeline"),
+    "sim": (_ENGINE + "sim.command", "simulate, compare and draw schedules"),
+    "train": (_TRAINER + "launch.door", "train a model: choose a layout, print it, start torchrun"),
+    "monitor": (_ENGINE + "report.monitor_command", "show a traced run live"),
+    "report": (_ENGINE + "report.report_command", "say where the time of a traced run went"),
+    "plots": (_ENGINE + "report.plots_command", "draw a traced run as PNG files"),
+    "aggregate": (
+        _ENGINE + "report.aggregate_command",
+        "merge the traces of all ranks for Perfetto",
+    ),
+    "compare-losses": (
+        _TRAINER + "compare_losses_command",
+        "compare static and dynamic schedule bit by bit",
+    ),
+    "bench": (_TRAINER + "bench_command", "run a benchmark of the source tree"),
+    "env": (
+        _TRAINER + "options.env_command",
+        "print the environment variables that are read or set",
+    ),
+    "doctor": (_ENGINE + "doctor", "print what this machine offers the transport"),
 }
-"""Sub-command -> (module under ``megatron.dpp`` with ``main(argv) -> int``, summary)."""
+"""Sub-command -> (module with ``main(argv) -> int``, summary)."""
 
 
 def usage() -> str:
@@ -58,12 +81,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] not in COMMANDS:
         print(f"megatron-dpp: unknown command {words[0]!r}: expected one of {', '.join(COMMANDS)}")
         return 2
-    status: int = _main_of(words[0])(words[1:])
+    try:
+        command = _main_of(words[0])
+    except MissingTrainer:
+        print(
+            f"megatron-dpp: {words[0]} is a command of the trainer: install megatron-dpp-train "
+            f"{__version__}",
+            file=sys.stderr,
+        )
+        return 2
+    status: int = command(words[1:])
     return status
 
 
+class MissingTrainer(Exception):
+    """A command of the trainer was asked for, which is not installed."""
+
+
 def _main_of(command: str) -> Callable[..., int]:
-    module = importlib.import_module(f"megatron.dpp.{COMMANDS[command][0]}")
+    name = COMMANDS[command][0]
+    if name.startswith(_TRAINER) and importlib.util.find_spec(_TRAINER.rstrip(".")) is None:
+        raise MissingTrainer
+    module = importlib.import_module(name)
     main: Callable[..., int] = module.main
     return main
 

@@ -1,9 +1,174 @@
-"""``python -m megatron.dpp.doctor``: the same as ``megatron-dpp doctor``."""
+"""``megatron-dpp doctor``: prints what this machine offers the transport, and what to do.
 
+Each probe is one function that changes nothing. The exit status is 1 when PyTorch, the C++
+extension or shared memory is missing, which every machine needs. ``--rdma`` probes RDMA alone
+(``doctor_rdma.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import resource
+import shutil
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
-from megatron.dpp.commands.doctor import main
-from megatron.dpp.errors import exit_with
+from megatron.dpp import doctor_rdma
+from megatron.dpp.doctor_rdma import Finding
+from megatron.dpp.errors import TransportError, exit_with, use_names
+from megatron.dpp.naming import in_flags
+
+
+def probe_extension() -> Finding:
+    """The C++ side of the transport."""
+    from megatron.dpp.transport.native import load_native
+
+    try:
+        native = load_native()
+    except TransportError as error:
+        return Finding("C++ extension", "missing", str(error))
+    return Finding("C++ extension", "ok", f"transport version {native.abi_version}")
+
+
+def probe_packages() -> Finding:
+    """PyTorch, which the probes of the extension and of GPUs need."""
+    if importlib.util.find_spec("torch") is not None:
+        return Finding("Python", "ok", f"{sys.executable}, with PyTorch")
+    advice = "bash tools/setup.sh prints the Python that has it, and installs what is missing"
+    return Finding("Python", "missing", f"{sys.executable} has no PyTorch", advice)
+
+
+def probe_memory() -> Finding:
+    """Anonymous shared memory, which does not depend on the size of /dev/shm."""
+    try:
+        os.close(os.memfd_create("dpp-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    except OSError as error:
+        advice = "allow memfd_create in the container's seccomp profile"
+        return Finding("shared memory", "missing", f"memfd_create: {error.strerror}", advice)
+    lines = map(str.split, Path("/proc/meminfo").read_text().splitlines())
+    available = next((int(line[1]) for line in lines if line[0] == "MemAvailable:"), 0)
+    return Finding("shared memory", "ok", f"memfd works, {available >> 20} GiB available")
+
+
+def probe_locked_memory() -> Finding:
+    """The limit on locked memory, which RDMA and pinned memory need."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft == resource.RLIM_INFINITY:
+        return Finding("locked memory", "ok", "unlimited")
+    advice = "for RDMA: ulimit -l unlimited (docker: --ulimit memlock=-1)"
+    return Finding("locked memory", "note", f"limited to {soft >> 10} KiB", advice)
+
+
+def probe_descriptors() -> Finding:
+    """The limit on open descriptors; each peer needs about four."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    advice = "" if soft >= 1024 else "ulimit -n 4096"
+    return Finding("descriptors", "note" if advice else "ok", f"{soft} (at most {hard})", advice)
+
+
+def probe_namespaces() -> Finding:
+    """Namespaces of this process: ranks of a host need a common PID and network namespace."""
+    names = ", ".join(f"{kind} {os.readlink(f'/proc/self/ns/{kind}')}" for kind in ("pid", "net"))
+    contained = Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
+    advice = "start all ranks of a host in one container, or with --pid=host --net=host"
+    return Finding("namespaces", "note" if contained else "ok", names, advice if contained else "")
+
+
+def probe_cores() -> Finding:
+    """Cores; ranks spin before they sleep only when every rank of the host has a core."""
+    cores = len(os.sched_getaffinity(0))
+    return Finding("cores", "ok", f"{cores} for this process; ranks spin while there are no more")
+
+
+def probe_gpus() -> Finding:
+    """CUDA devices that torch can use."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Finding("GPUs", "note", "torch finds no CUDA device; tensors stay on the CPU")
+    count = torch.cuda.device_count()
+    reachable = sum(
+        torch.cuda.can_device_access_peer(one, other)
+        for one in range(count)
+        for other in range(count)
+        if one != other
+    )
+    text = f"{count} devices, {reachable} of {count * (count - 1)} directions with peer access"
+    advice = "" if reachable == count * (count - 1) else "links without it are staged"
+    return Finding("GPUs", "note" if advice else "ok", text, advice)
+
+
+def probe_rdma() -> Finding:
+    """InfiniBand or RoCE devices."""
+    root = Path("/sys/class/infiniband")
+    devices = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
+    if not devices:
+        return Finding("RDMA", "note", "no device; links between hosts use TCP (--node-ips)")
+    if not Path("/dev/infiniband").is_dir():
+        advice = "docker: --device=/dev/infiniband --cap-add=IPC_LOCK"
+        return Finding("RDMA", "note", f"{', '.join(devices)}, but no /dev/infiniband", advice)
+    ports = [
+        f"{device} port {port.name}: {(port / 'state').read_text().strip()}"
+        for device in devices
+        for port in sorted((root / device / "ports").iterdir())
+    ]
+    return Finding("RDMA", "ok", "; ".join(ports), "doctor --rdma tries each of them")
+
+
+def probe_compiler() -> Finding:
+    """The compiler that builds the extension; running needs none."""
+    path = shutil.which((os.environ.get("CXX", "").split() or ["g++"])[0])
+    advice = "" if path else "apt-get install g++"
+    return Finding("C++ compiler", "ok" if path else "note", path or "none", advice)
+
+
+PROBES: tuple[Callable[[], Finding], ...] = (
+    probe_memory,
+    probe_locked_memory,
+    probe_descriptors,
+    probe_namespaces,
+    probe_cores,
+    probe_rdma,
+    doctor_rdma.gpu_direct,
+    probe_compiler,
+)
+
+
+def findings(*, rdma_only: bool) -> Iterator[Finding]:
+    """Run the probes."""
+    if rdma_only:
+        yield from (probe_locked_memory(), probe_rdma(), *doctor_rdma.findings())
+        return
+    packages = probe_packages()
+    yield packages
+    if packages.state == "ok":
+        yield from (probe_extension(), probe_gpus())
+    yield from (probe() for probe in PROBES)
+
+
+@use_names(in_flags)
+def main(words: Sequence[str] = ()) -> int:
+    """Print all findings.
+
+    Returns:
+        1 when something necessary is missing, else 0.
+    """
+    parser = argparse.ArgumentParser(
+        prog="megatron-dpp doctor",
+        description="Print what this machine offers the transport, and what to do.",
+    )
+    parser.add_argument("--rdma", action="store_true", help="probe RDMA alone, every port of it")
+    found = list(findings(rdma_only=parser.parse_args(words).rdma))
+    width = max(len(finding.name) for finding in found)
+    for finding in found:
+        print(f"{finding.name:{width}}  {finding.state:7}  {finding.text}")
+        if finding.advice:
+            print(f"{'':{width}}           -> {finding.advice}")
+    return 1 if any(finding.state == "missing" for finding in found) else 0
+
 
 if __name__ == "__main__":
     exit_with(lambda: main(sys.argv[1:]))

@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.core import compat
+from megatron.dpp.core.rng import needs_task_rng
 from megatron.dpp.errors import ConfigError, one_line
-from megatron.dpp.mcore import compat
-from megatron.dpp.mcore.rng import needs_task_rng
 from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.runtime.host_trace import StepTrace
 from megatron.dpp.schedule import find_policy

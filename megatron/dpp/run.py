@@ -1,9 +1,191 @@
-"""``python -m megatron.dpp.run SCRIPT ...``: the same as ``megatron-dpp run``, for torchrun."""
+"""``megatron-dpp run SCRIPT ...``: run a Megatron-LM script, unmodified, with the dynamic pipeline.
 
+    torchrun --nproc-per-node 8 -m megatron.dpp.run pretrain_gpt.py --use-dpp [its flags]
+
+Settings of the dynamic pipeline are taken from the command line before the script reads it, and
+from variables: ``USE_DPP=1``, and ``DPP_X`` for each ``--dpp-x``. A flag wins over its variable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import runpy
 import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from megatron.dpp.commands.run import main
-from megatron.dpp.errors import exit_with
+from megatron.dpp.config import DppConfig, option_fields
+from megatron.dpp.errors import ConfigError, Naming, exit_with, require, tell_torchrun, use_names
+from megatron.dpp.flags import Parser, add_dpp_flags, dpp_config, given_flags, refuse_unknown
+from megatron.dpp.naming import flag_of, renamed
+from megatron.dpp.schedule import find_policy
+from megatron.dpp.trace.host import HostTrace, trace_fields
+
+_BAD_INPUT = 2
+_SWITCHES = ("--use-dpp", "--dpp-strict", "--dpp-trace", "--dpp-trace-only")
+_TRACE_VALUES = [field for field in trace_fields() if field.name != "only"]
+_STATES = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
+
+
+def usage() -> str:
+    """The help of the command."""
+    names = " ".join(flag_of(field.name) for field in option_fields())
+    return f"""\
+usage: megatron-dpp run SCRIPT [SCRIPT'S FLAGS] [--use-dpp] [--dpp-*]
+       torchrun ... -m megatron.dpp.run SCRIPT [the same]
+
+Run a training script of Megatron-LM, unmodified, with a dynamic pipeline.
+
+  --use-dpp      run the dynamic pipeline, not megatron-core's (USE_DPP=1)
+  --dpp-strict   end with an error where megatron-core's schedule would run
+  --dpp-trace    record what every rank does
+                 (--dpp-trace-dir, --dpp-trace-interval, --dpp-trace-iterations)
+  --dpp-trace-only  the same for the script's own schedule, without --use-dpp
+
+Settings, each also a variable (--dpp-policy: DPP_POLICY):
+{textwrap.fill(names, 79, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)}
+A flag wins over its variable. docs/plugin.md describes what is honoured."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(add_help=False, allow_abbrev=False)
+    for flag in _SWITCHES:
+        parser.add_argument(flag, action="store_true")
+    for field in _TRACE_VALUES:
+        kind = type(field.default or "")
+        parser.add_argument(f"--dpp-trace-{field.name}", type=kind, default=field.default)
+    add_dpp_flags(parser)
+    return parser
+
+
+def flags_of(environment: Mapping[str, str]) -> Iterator[str]:
+    """The flags that variables stand for.
+
+    Raises:
+        ConfigError: a switch is neither on nor off.
+    """
+    switches: dict[str, tuple[str, str | None]] = {
+        flag.strip("-").replace("-", "_").upper(): (flag, None) for flag in _SWITCHES
+    }
+    values = {
+        f"DPP_TRACE_{field.name.upper()}": f"--dpp-trace-{field.name}" for field in _TRACE_VALUES
+    }
+    for field in option_fields():
+        name, flag = f"DPP_{field.name.upper()}", flag_of(field.name)
+        if isinstance(field.default, bool):
+            switches[name] = (flag, flag.replace("--", "--no-", 1))
+        else:
+            values[name] = flag
+    yield from (
+        f"{flag}={environment[name]}" for name, flag in values.items() if environment.get(name)
+    )
+    for name, (on, off) in switches.items():
+        value = environment.get(name, "")
+        if value:
+            require(value.lower() in _STATES, f"{name}={value}: expected 1 or 0")
+            chosen = on if _STATES[value.lower()] else off
+            yield from [chosen] if chosen else []
+
+
+def names_in(words: Sequence[str], environment: Mapping[str, str]) -> Naming:
+    """Names settings by their variables where these give them, else by flags."""
+    flags = given_flags(_parser(), words)
+    names = {
+        field.name: f"DPP_{field.name.upper()}"
+        for field in option_fields()
+        if f"dpp_{field.name}" not in flags and environment.get(f"DPP_{field.name.upper()}")
+    }
+    return renamed(names, "=")
+
+
+def take_flags(
+    words: Sequence[str], environment: Mapping[str, str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Split a command line into the settings of the dynamic pipeline and the script's own flags.
+
+    Raises:
+        ConfigError: an unknown ``--dpp-*``, or a value of the wrong type.
+    """
+    parser, words = _parser(), [*flags_of(environment), *words]
+    given, rest = parser.parse_known_args(words)
+    refuse_unknown(parser, [word for word in rest if word.startswith(("--dpp-", "--no-dpp-"))])
+    if given.use_dpp and given.dpp_trace_only:
+        raise ConfigError(
+            "--dpp-trace-only records the script's own schedule: give --dpp-trace with --use-dpp"
+        )
+    spelled = given_flags(parser, words)
+    if not given.use_dpp and environment.get("RANK", "0") == "0":
+        _warn_of_idle(spelled, traces=given.dpp_trace_only)
+    return given, rest
+
+
+def _warn_of_idle(spelled: Mapping[str, str], *, traces: bool) -> None:
+    """Name the flags that have no effect without the dynamic pipeline."""
+    idle = [flag for name, flag in spelled.items() if not (traces and name.startswith("dpp_trace"))]
+    hint = " (--dpp-trace-only records the script's own schedule)" if "dpp_trace" in spelled else ""
+    if idle:
+        names = ", ".join(idle)
+        print(f"megatron-dpp: without --use-dpp no effect: {names}{hint}", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the script.
+
+    Returns:
+        0; 2 for bad flags or settings. The script's own exit status and errors are its own.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("--help", "-h"):
+        print(usage())
+        return 0 if words else _BAD_INPUT
+    try:
+        script, *flags = words
+        require(Path(script).is_file(), f"{script}: no such script (it comes before its flags)")
+        with use_names(names_in(flags, os.environ)):
+            given, rest = take_flags(flags, os.environ)
+            config = dpp_config(given)
+            find_policy(config.policy)
+            _run(script, rest, _plugin(given, config))
+    except ConfigError as error:
+        tell_torchrun(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    return 0
+
+
+def _plugin(given: argparse.Namespace, config: DppConfig) -> dict[str, Any] | None:
+    """The arguments of :func:`megatron.dpp.plugin.installed`; None where it is not wanted."""
+    if not (given.use_dpp or given.dpp_trace_only):
+        return None
+    traces = {field.name: getattr(given, f"dpp_trace_{field.name}") for field in trace_fields()}
+    trace = HostTrace(**traces) if given.dpp_trace or given.dpp_trace_only else None
+    return {"config": config, "strict": given.dpp_strict, "trace": trace}
+
+
+def _run(script: str, flags: Sequence[str], plugin_arguments: dict[str, Any] | None) -> None:
+    """Run ``script`` as ``python SCRIPT FLAGS`` does, with the plugin if it has arguments. On a
+    machine without a GPU megatron-core runs on the CPU.
+    """
+    sys.argv = [script, *flags]
+    # Before anything of megatron-core is imported: the script's checkout comes first.
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    import torch
+
+    if not torch.cuda.is_available():
+        from megatron.dpp.core import cpu
+
+        cpu.install(host=True)
+    with contextlib.ExitStack() as around:
+        if plugin_arguments is not None:
+            from megatron.dpp import plugin
+
+            around.enter_context(plugin.installed(**plugin_arguments))
+        runpy.run_path(script, run_name="__main__")
+
 
 if __name__ == "__main__":
     exit_with(lambda: main(sys.argv[1:]))

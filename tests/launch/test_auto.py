@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from megatron.dpp.launch import auto, cli
-from megatron.dpp.launch.layout import Layout
-from megatron.dpp.launch.main import _plain, find_setting, plan
-from megatron.dpp.launch.nodes import find_nodes
-from megatron.dpp.launch.resolve import Setting, base_flags
-from megatron.dpp.launch.settle import shape_from
-from megatron.dpp.launch.start import prepare
-from megatron.dpp.plan.estimate import estimate
-from megatron.dpp.plan.shape import RunShape
+from megatron.dpp_train.cost.estimate import estimate
+from megatron.dpp_train.cost.shape import RunShape
+from megatron.dpp_train.launch import auto, cli
+from megatron.dpp_train.launch.layout import Layout
+from megatron.dpp_train.launch.main import _plain, find_setting, plan
+from megatron.dpp_train.launch.nodes import find_nodes
+from megatron.dpp_train.launch.resolve import Setting, base_flags
+from megatron.dpp_train.launch.settle import shape_from
+from megatron.dpp_train.launch.start import prepare
 from tests.launch.test_train import H200
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import make_sample_data
 import pytest
 
-from megatron.dpp.commands import report
+from megatron.dpp.report import report_command as report
 from tests.conftest import REPOSITORY
 
 

@@ -6,11 +6,11 @@ import subprocess
 
 import pytest
 
-from megatron.dpp.cli.fields import core_fields
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.launch import cli
-from megatron.dpp.launch.flags import from_argv, to_argv
-from megatron.dpp.launch.main import main, plan
+from megatron.dpp_train.launch import cli
+from megatron.dpp_train.launch.flags import from_argv, to_argv
+from megatron.dpp_train.launch.main import main, plan
+from megatron.dpp_train.options.fields import core_fields
 from tests.launch.test_train import ROOT
 
 
@@ -95,9 +95,11 @@ def test_an_estimate_is_printed_once(
 ) -> None:
     """``train`` prints the estimate only in a dry run; otherwise the run prints it."""
     started: list[bool] = []
-    monkeypatch.setattr("megatron.dpp.launch.main.find_python", lambda words, dry_run: "python")
     monkeypatch.setattr(
-        "megatron.dpp.launch.main.launch", lambda *args, dry_run: started.append(not dry_run)
+        "megatron.dpp_train.launch.main.find_python", lambda words, dry_run: "python"
+    )
+    monkeypatch.setattr(
+        "megatron.dpp_train.launch.main.launch", lambda *args, dry_run: started.append(not dry_run)
     )
     for more, by_us in (([], False), (["--dry-run"], True)):
         main(["--mode", "zero", "--procs", "1", "--mock-data", *more])

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.dpp.cli.arguments import parse_args
-from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import DataError
-from megatron.dpp.launch import home
-from megatron.dpp.launch.home import check_home, make_home, with_home
 from megatron.dpp.locks import LOCK_NAME, lock_directory
-from megatron.dpp.train.job import _link_trace
+from megatron.dpp_train.launch import home
+from megatron.dpp_train.launch.home import check_home, make_home, with_home
+from megatron.dpp_train.loop.job import _link_trace
+from megatron.dpp_train.options.arguments import parse_args
+from megatron.dpp_train.options.run_config import RunConfig
 from tests.conftest import REPOSITORY
 
 ARGV = ["--num-layers", "4", "--hidden-size", "64", "--pipeline-model-parallel-size", "2"]
@@ -57,7 +57,7 @@ def test_flags_that_name_a_place_are_kept(tmp_path: Path) -> None:
 def test_the_log_holds_what_is_printed_and_streams_stay_apart(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from megatron.dpp.launch.home import copy_output\n"
+        "from megatron.dpp_train.launch.home import copy_output\n"
         "copy_output(Path(sys.argv[1]))\n"
         "os.execvp('sh', ['sh', '-c', 'seq 20000; echo wrong >&2; exit 7'])"
     )
@@ -165,7 +165,7 @@ _START = """
 import os, sys
 from pathlib import Path
 from megatron.dpp.errors import DppError
-from megatron.dpp.launch.home import copy_output
+from megatron.dpp_train.launch.home import copy_output
 from megatron.dpp.locks import lock_directory
 home = Path(sys.argv[1])
 try:

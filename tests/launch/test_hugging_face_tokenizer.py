@@ -9,14 +9,14 @@ from typing import Any
 import numpy
 import pytest
 
-from megatron.dpp.cli import preflight
-from megatron.dpp.commands import preprocess
-from megatron.dpp.commands.chats import ChatEncoder, find_templates
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.launch.main import main
-from megatron.dpp.launch.start import prepare
-from megatron.dpp.tokenizers import HuggingFaceTokenizer
-from tests.convert import tiny
+from megatron.dpp_train.data import preprocess_command as preprocess
+from megatron.dpp_train.data.chats import ChatEncoder, find_templates
+from megatron.dpp_train.launch.main import main
+from megatron.dpp_train.launch.start import prepare
+from megatron.dpp_train.preflight import check as preflight
+from megatron.dpp_train.tokenizers import HuggingFaceTokenizer
+from tests.hf import tiny
 
 TEXTS = ["It's 1234567 and\n\n  the  year 2024, isn't IT?", "a chat \u00fc <|end|> b" * 3]
 CHAT = [

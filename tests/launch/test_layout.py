@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.launch.layout import Divisible, Layout, nearest_layout, possible_layouts
+from megatron.dpp_train.launch.layout import Divisible, Layout, nearest_layout, possible_layouts
 from tests.launch.test_train import args_of
 
 

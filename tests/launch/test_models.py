@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.launch.flags import MODELS, model_flags
-from megatron.dpp.launch.main import plan
-from megatron.dpp.launch.settle import shape_from
-from megatron.dpp.models import Sizes, num_parameters
-from megatron.dpp.models.fields import FAMILIES
-from megatron.dpp.plan.memory import model_parameters
+from megatron.dpp_train.cost.memory import model_parameters
+from megatron.dpp_train.hf import Sizes, num_parameters
+from megatron.dpp_train.hf.fields import FAMILIES
+from megatron.dpp_train.launch.flags import MODELS, model_flags
+from megatron.dpp_train.launch.main import plan
+from megatron.dpp_train.launch.settle import shape_from
 
 PARAMETERS = {
     "gpt2": ("gpt2", 124_439_808),

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp.launch.main import plan
+from megatron.dpp_train.launch.main import plan
+from tests.loop.several import corpus
 from tests.parity.runs import train
-from tests.train.several import corpus
 
 SMALL = (
     "--procs 2 --num-layers 4 --hidden-size 64 --seq-length 64 --batch-size 8 "

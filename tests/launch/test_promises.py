@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp.cli.checkpoint_files import TRACKER
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.launch.cli import MODES
-from megatron.dpp.launch.flags import resume_flags
-from megatron.dpp.launch.main import plan
-from megatron.dpp.launch.resolve import _heads
-from megatron.dpp.launch.scripts import settings_of
-from megatron.dpp.plan.device import known_gpu
+from megatron.dpp_train.checkpoint.files import TRACKER
+from megatron.dpp_train.cost.device import known_gpu
+from megatron.dpp_train.launch.cli import MODES
+from megatron.dpp_train.launch.flags import resume_flags
+from megatron.dpp_train.launch.main import plan
+from megatron.dpp_train.launch.resolve import _heads
+from megatron.dpp_train.launch.scripts import settings_of
 from tests.conftest import REPOSITORY
 
 CONFIGS = sorted((REPOSITORY / "configs" / "models").glob("*.yaml"))

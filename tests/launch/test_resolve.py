@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.launch.job import hardware_queues
-from megatron.dpp.launch.main import main, plan
+from megatron.dpp_train.launch.job import hardware_queues
+from megatron.dpp_train.launch.main import main, plan
 
 ARTIFICIAL = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50303"
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy
 import pytest
 
-from megatron.dpp.cli import hf_files
-from megatron.dpp.cli.arguments import parse_args
-from megatron.dpp.commands import preprocess
-from megatron.dpp.commands.chats import ChatEncoder
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.launch.start import prepare
-from megatron.dpp.tokenizers import PIECES, build_tokenizer
+from megatron.dpp_train.data import preprocess_command as preprocess
+from megatron.dpp_train.data.chats import ChatEncoder
+from megatron.dpp_train.hf import files as hf_files
+from megatron.dpp_train.launch.start import prepare
+from megatron.dpp_train.options.arguments import parse_args
+from megatron.dpp_train.tokenizers import PIECES, build_tokenizer
 
 TEXTS = [
     "It is 1234567 and\n\n  the  year 2024.",

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp.launch.flags import ROOT, Flags
-from megatron.dpp.launch.start import describe_tokens, length_note, prepare
-from tests.cli.test_sequences import index
+from megatron.dpp_train.launch.flags import ROOT, Flags
+from megatron.dpp_train.launch.start import describe_tokens, length_note, prepare
+from tests.options.test_sequences import index
 
 BERT_VOCAB = {"--vocab-file": str(ROOT / "datasets_bert" / "vocab.txt")}
 
@@ -76,7 +76,7 @@ def test_a_changed_encoding_of_chats_has_files_of_its_own(
     chats = tmp_path / "chats.jsonl"
     chats.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     old = prepare("gpt", str(chats), {"--sft": True}).flags["--data-path"]
-    monkeypatch.setattr("megatron.dpp.launch.start.CHAT_ENCODING", 0)
+    monkeypatch.setattr("megatron.dpp_train.launch.start.CHAT_ENCODING", 0)
     assert prepare("gpt", str(chats), {"--sft": True}).flags["--data-path"] != old
 
 

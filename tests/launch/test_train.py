@@ -13,22 +13,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.dpp.cli.arguments import parse_args, warnings_of
-from megatron.dpp.cli.files import check_split
-from megatron.dpp.cli.planned import take_plan
-from megatron.dpp.cli.preflight import build_vocabulary
 from megatron.dpp.errors import ConfigError, DppError
-from megatron.dpp.launch import cli
-from megatron.dpp.launch.flags import MODELS, model_flags, to_argv
-from megatron.dpp.launch.layout import Layout
-from megatron.dpp.launch.main import main, plan
-from megatron.dpp.launch.nodes import find_nodes
-from megatron.dpp.launch.resolve import Setting, base_flags, resolve
-from megatron.dpp.launch.settle import checked, shape_from
-from megatron.dpp.launch.start import prepare
-from megatron.dpp.plan.device import gpu_device
-from megatron.dpp.plan.memory import model_parameters
-from tests.cli.test_preflight import WITHOUT_TORCH
+from megatron.dpp_train.cost.device import gpu_device
+from megatron.dpp_train.cost.memory import model_parameters
+from megatron.dpp_train.cost.planned import take_plan
+from megatron.dpp_train.launch import cli
+from megatron.dpp_train.launch.flags import MODELS, model_flags, to_argv
+from megatron.dpp_train.launch.layout import Layout
+from megatron.dpp_train.launch.main import main, plan
+from megatron.dpp_train.launch.nodes import find_nodes
+from megatron.dpp_train.launch.resolve import Setting, base_flags, resolve
+from megatron.dpp_train.launch.settle import checked, shape_from
+from megatron.dpp_train.launch.start import prepare
+from megatron.dpp_train.options.arguments import parse_args, warnings_of
+from megatron.dpp_train.preflight.check import build_vocabulary
+from megatron.dpp_train.preflight.files import check_split
+from tests.preflight.test_check import WITHOUT_TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
 H200 = Setting(per_node=8, num_nodes=1, on_gpu=True, device=gpu_device("NVIDIA H200", 141 * 2**30))
@@ -261,7 +261,7 @@ def test_dry_run_prints_flags_and_command_without_importing_torch() -> None:
     assert result.returncode == 0, result.stderr
     assert "--tensor-model-parallel-size 2\n" in result.stdout
     command = result.stdout.splitlines()[-1]
-    assert "megatron.dpp.train.torchrun --nproc_per_node 4 " in command  # torchrun
+    assert "megatron.dpp_train.launch.torchrun --nproc_per_node 4 " in command  # torchrun
     assert "pretrain_gpt.py " in command
     assert " --use-dpp" in command
 

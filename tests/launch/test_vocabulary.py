@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy
 import pytest
 
-from megatron.dpp.cli.files import _check_ids
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.launch import vocabulary
-from megatron.dpp.launch.main import plan
-from megatron.dpp.launch.start import describe_tokens, prepare, run_preparation
-from megatron.dpp.launch.vocabulary import sample_vocabulary, tokenizer_flags
-from megatron.dpp.tokenizers import build_tokenizer
+from megatron.dpp_train.data import vocabulary
+from megatron.dpp_train.data.vocabulary import sample_vocabulary, tokenizer_flags
+from megatron.dpp_train.launch.main import plan
+from megatron.dpp_train.launch.start import describe_tokens, prepare, run_preparation
+from megatron.dpp_train.preflight.files import _check_ids
+from megatron.dpp_train.tokenizers import build_tokenizer
 
 
 @pytest.fixture

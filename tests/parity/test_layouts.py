@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.loop.several import corpus
 from tests.parity.runs import REPOSITORY, Result, train
-from tests.train.several import corpus
 
 DATA = REPOSITORY / "datasets_gpt"
 FLAGS = (

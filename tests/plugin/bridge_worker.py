@@ -19,7 +19,7 @@ from unittest.mock import MagicMock
 
 import torch
 
-from megatron.dpp.mcore import cpu
+from megatron.dpp.core import cpu
 
 cpu.install()
 

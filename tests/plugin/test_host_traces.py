@@ -7,10 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp.commands import monitor, plots, report, sim
+from megatron.dpp.report import (
+    monitor_command as monitor,
+)
+from megatron.dpp.report import (
+    plots_command as plots,
+)
+from megatron.dpp.report import (
+    report_command as report,
+)
+from megatron.dpp.report.reader import open_run, read_events
 from megatron.dpp.schedule import Geometry
 from megatron.dpp.schedule.reference import reference_order
-from megatron.dpp.trace.reader import open_run, read_events
+from megatron.dpp.sim import command as sim
 from tests.plugin.hosts import DYNAMIC, PP2X2, Hosts, records
 
 pytestmark = pytest.mark.timeout(500)  # each test runs a host up to three times

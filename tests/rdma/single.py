@@ -16,7 +16,7 @@ import sys
 from megatron.core import parallel_state  # noqa: F401  (imported before the ranks are forked)
 
 import megatron.dpp.runtime.dynamic  # noqa: F401
-from megatron.dpp.train.pretrain import main
+from megatron.dpp_train.loop.pretrain import main
 
 RANKS = 2
 

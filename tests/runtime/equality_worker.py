@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.dpp.mcore import cpu
+from megatron.dpp.core import cpu
 
 SUPPORT = cpu.install() if not torch.cuda.is_available() else None
 
@@ -47,15 +47,15 @@ from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from megatron.core.utils import get_model_config  # noqa: E402
 
 from megatron.dpp import DppConfig, DppSchedule, plugin  # noqa: E402
-from megatron.dpp.mcore import context  # noqa: E402
-from megatron.dpp.mcore.compat import replaced  # noqa: E402
-from megatron.dpp.mcore.experts import GroupedExperts  # noqa: E402
-from megatron.dpp.mcore.graphs.reductions import Reductions  # noqa: E402
-from megatron.dpp.mcore.layers import block_spec, prediction_spec  # noqa: E402
-from megatron.dpp.mcore.packed import packed_params, positions  # noqa: E402
-from megatron.dpp.mcore.wgrad import fused as fused_wgrad  # noqa: E402
+from megatron.dpp.core.compat import replaced  # noqa: E402
+from megatron.dpp.core.experts import GroupedExperts  # noqa: E402
+from megatron.dpp.core.graphs.reductions import Reductions  # noqa: E402
+from megatron.dpp.core.wgrad import fused as fused_wgrad  # noqa: E402
 from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
 from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder  # noqa: E402
+from megatron.dpp_train.model import context  # noqa: E402
+from megatron.dpp_train.model.layers import block_spec, prediction_spec  # noqa: E402
+from megatron.dpp_train.model.packed import packed_params, positions  # noqa: E402
 from tests.runtime.rerun import Rerun  # noqa: E402
 
 VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2

@@ -30,10 +30,10 @@ _CLONE_NEWNET = 0x40000000
 
 def preload() -> None:
     """Imports what runs need, as they do it themselves: megatron-core after the stand-ins."""
-    from megatron.dpp.mcore import cpu
+    from megatron.dpp.core import cpu
 
     support = cpu.install()
-    importlib.import_module("megatron.dpp.train.job")
+    importlib.import_module("megatron.dpp_train.loop.job")
     support.close()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a process with {len(threads)} threads must not be forked"

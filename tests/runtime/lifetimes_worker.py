@@ -20,7 +20,7 @@ from megatron.core import parallel_state  # isort: skip - lets megatron-core do 
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron.dpp import DppConfig, DppSchedule
-from megatron.dpp.mcore.graphs.slots import ChunkGraphs
+from megatron.dpp.core.graphs.slots import ChunkGraphs
 from megatron.dpp.runtime.static import StaticSchedule
 from tests.runtime.rerun import Rerun
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.dpp.mcore import cpu
+from megatron.dpp.core import cpu
 
 SUPPORT = cpu.install() if not torch.cuda.is_available() else None
 

@@ -39,9 +39,9 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
 
 from megatron.dpp import ConfigError, DppSchedule  # noqa: E402
 from megatron.dpp.config import ENGINE_ROWS  # noqa: E402
-from megatron.dpp.mcore.layers import SdpaAttention  # noqa: E402
-from megatron.dpp.mcore.layers import block_spec as training_spec  # noqa: E402
-from megatron.dpp.mcore.wgrad.te import delay_weight_gradients, is_delayed  # noqa: E402
+from megatron.dpp_train.model.layers import SdpaAttention  # noqa: E402
+from megatron.dpp_train.model.layers import block_spec as training_spec  # noqa: E402
+from megatron.dpp.core.wgrad.te import delay_weight_gradients, is_delayed  # noqa: E402
 
 if REAL:
     import transformer_engine

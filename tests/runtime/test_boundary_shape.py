@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.core import boundary, steps
+from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore import boundary, steps
-from megatron.dpp.mcore.steps import Stage, StepCall
 from megatron.dpp.runtime import dynamic
 from tests.runtime.test_stage import Chunk, config_with
 from tests.runtime.test_step_call import FakeGroup

@@ -14,12 +14,12 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import random as parallel_random
 
-from megatron.dpp.mcore.graphs import rng as captured_rng
-from megatron.dpp.mcore.graphs import slots
-from megatron.dpp.mcore.graphs.block import GraphedBlock
-from megatron.dpp.mcore.graphs.capture import cuda_capture
-from megatron.dpp.mcore.graphs.pools import Pools
-from megatron.dpp.mcore.graphs.rng import CapturedRng, RecomputedDraws
+from megatron.dpp.core.graphs import rng as captured_rng
+from megatron.dpp.core.graphs import slots
+from megatron.dpp.core.graphs.block import GraphedBlock
+from megatron.dpp.core.graphs.capture import cuda_capture
+from megatron.dpp.core.graphs.pools import Pools
+from megatron.dpp.core.graphs.rng import CapturedRng, RecomputedDraws
 from tests.runtime.rerun import Rerun
 from tests.runtime.test_graphs import SHAPE, Block, Chunk
 

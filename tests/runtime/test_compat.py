@@ -19,12 +19,12 @@ import pytest
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
+from megatron.dpp.core import compat, cpu
+from megatron.dpp.core.compat import TABLE, PrivateName, check_version, form_of
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore import compat, cpu
-from megatron.dpp.mcore.compat import TABLE, PrivateName, check_version, form_of
 
 ROOT = Path(__file__).resolve().parents[2]
-MCORE = ROOT / "megatron" / "dpp" / "mcore"
+CORE, TRAINER = ROOT / "megatron" / "dpp" / "core", ROOT / "megatron" / "dpp_train"
 SOURCES = Path(os.environ.get("DPP_MEGATRON_SOURCES", ROOT.parent / "shared" / "megatron-lm"))
 """Archives ``NAME.tar.xz`` of Megatron-LM, each with a folder ``NAME/megatron/core``."""
 
@@ -162,7 +162,8 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 def test_every_entry_is_needed_where_it_says(entry: PrivateName) -> None:
     last = entry.key.rpartition(":")[2].rpartition(".")[2]
     for user in entry.users.split():
-        assert last in (MCORE / user).read_text(encoding="utf-8"), user
+        path = CORE / user if (CORE / user).is_file() else TRAINER / user
+        assert last in path.read_text(encoding="utf-8"), user
 
 
 def test_forms_of_one_name_follow_each_other() -> None:

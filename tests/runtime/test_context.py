@@ -11,9 +11,9 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.dpp.mcore import context, packed
-from megatron.dpp.mcore.layers import SdpaAttention
-from megatron.dpp.mcore.packed import PackedSelfAttention, packed_params
+from megatron.dpp_train.model import context, packed
+from megatron.dpp_train.model.layers import SdpaAttention
+from megatron.dpp_train.model.packed import PackedSelfAttention, packed_params
 
 TOKENS, HEADS, GROUPS, SIZE = 24, 4, 2, 8
 SCALE = 0.3

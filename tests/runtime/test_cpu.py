@@ -15,8 +15,8 @@ import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
 
+from megatron.dpp.core import compat, cpu
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore import compat, cpu
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.core.boundary import Boundaries, Tokens
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore.boundary import Boundaries, Tokens
 from megatron.dpp.runtime import dynamic
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.dynamic import DppSchedule

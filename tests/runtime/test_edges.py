@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.core import rng
+from megatron.dpp.core.boundary import Tokens
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, PeerDead
 from megatron.dpp.inject import Injector
-from megatron.dpp.mcore import rng
-from megatron.dpp.mcore.boundary import Tokens
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.delayed import DelayedTransport

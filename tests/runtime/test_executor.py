@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.core.boundary import boundaries
 from megatron.dpp.errors import ConfigError, PeerDead, TransferTimeout
-from megatron.dpp.mcore.boundary import boundaries
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.executor import Executor, Links
 from megatron.dpp.runtime.links import why_not_ahead

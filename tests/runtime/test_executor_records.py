@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.dpp.report.reader import read_events, read_header
 from megatron.dpp.schedule import Geometry
 from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder
-from megatron.dpp.trace.reader import read_events, read_header
 from megatron.dpp.transport.fake import FakeTransport, VirtualClock
 from tests.runtime.test_executor_contract import LAST, network_of, put, rank_of
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatron.dpp.trace.align import align
-from megatron.dpp.trace.analysis.summary import analyse, summary
-from megatron.dpp.trace.reader import open_run
+from megatron.dpp.report.align import align
+from megatron.dpp.report.analysis.summary import analyse, summary
+from megatron.dpp.report.reader import open_run
 from tests.runtime.cases import (
     ALLGATHER,
     EXPERTS,

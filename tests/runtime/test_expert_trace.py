@@ -9,8 +9,8 @@ import pytest
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
-from megatron.dpp.mcore import expert_trace
-from megatron.dpp.mcore.expert_trace import traced_experts
+from megatron.dpp.core import expert_trace
+from megatron.dpp.core.expert_trace import traced_experts
 
 COUNTS = torch.tensor([3, 0])
 

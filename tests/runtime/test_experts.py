@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.dpp.core import experts
+from megatron.dpp.core.experts import GroupedExperts, GroupedLinear, weight_gradients
+from megatron.dpp.core.graphs.slots import _reasons_of_experts
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore import experts
-from megatron.dpp.mcore.experts import GroupedExperts, GroupedLinear, weight_gradients
-from megatron.dpp.mcore.graphs.slots import _reasons_of_experts
 
 COUNTS = [5, 0, 9]
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron.dpp.core import grad_sync
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore import grad_sync
 from tests.runtime.test_stage import Chunk, config_with, stage_of
 
 

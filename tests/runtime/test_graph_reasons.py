@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron.dpp.mcore.graphs import slots
+from megatron.dpp.core.graphs import slots
 from tests.runtime.test_graphs import Block
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.dpp.core.graphs import block as graphed_block
+from megatron.dpp.core.graphs import slots as graphs
+from megatron.dpp.core.graphs.pools import Pools, Slot
+from megatron.dpp.core.graphs.rng import CapturedRng
 from megatron.dpp.errors import SetupError
-from megatron.dpp.mcore.graphs import block as graphed_block
-from megatron.dpp.mcore.graphs import slots as graphs
-from megatron.dpp.mcore.graphs.pools import Pools, Slot
-from megatron.dpp.mcore.graphs.rng import CapturedRng
 from megatron.dpp.runtime.dynamic import why_no_graphs
 from tests.runtime.rerun import Rerun
 

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 
+from megatron.dpp.core.rng import _derive
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector, Task
-from megatron.dpp.mcore.rng import _derive
 from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.transport.base import ChannelSpec, Direction
 from megatron.dpp.transport.fake import FakeNetwork

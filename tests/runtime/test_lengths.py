@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.mcore.boundary import Tokens
+from megatron.dpp.core.boundary import Tokens
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.runtime.executor import Executor, Tensors

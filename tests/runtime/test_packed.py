@@ -13,9 +13,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore import packed
-from megatron.dpp.mcore.layers import SdpaAttention
-from megatron.dpp.mcore.packed import Documents, documents_of, packed_params, positions
+from megatron.dpp_train.model import packed
+from megatron.dpp_train.model.layers import SdpaAttention
+from megatron.dpp_train.model.packed import Documents, documents_of, packed_params, positions
 
 LENGTHS = [3, 1, 0, 5]
 STARTS = torch.tensor([0, 3, 4, 4, 9], dtype=torch.int32)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.mcore.graphs import reductions
-from megatron.dpp.mcore.graphs.capture import cuda_capture
-from megatron.dpp.mcore.graphs.reductions import Reductions
-from megatron.dpp.mcore.graphs.rng import CapturedRng
+from megatron.dpp.core.graphs import reductions
+from megatron.dpp.core.graphs.capture import cuda_capture
+from megatron.dpp.core.graphs.reductions import Reductions
+from megatron.dpp.core.graphs.rng import CapturedRng
 
 DEADLINE = 20.0
 

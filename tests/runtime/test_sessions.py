@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.core.boundary import Boundaries
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector, Task
-from megatron.dpp.mcore.boundary import Boundaries
 from megatron.dpp.runtime import dynamic
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.delayed import DelayedTransport

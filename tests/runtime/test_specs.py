@@ -14,10 +14,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.dpp.core.experts import GroupedExperts
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore import layers, packed
-from megatron.dpp.mcore.experts import GroupedExperts
-from megatron.dpp.mcore.layers import SdpaAttention, TorchNorm
+from megatron.dpp_train.model import layers, packed
+from megatron.dpp_train.model.layers import SdpaAttention, TorchNorm
 
 
 def test_attention_keeps_to_the_masks_that_samples_bring() -> None:

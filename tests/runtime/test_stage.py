@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.dpp.core import boundary, grad_sync, steps
+from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore import boundary, grad_sync, steps
-from megatron.dpp.mcore.steps import Stage, StepCall
 
 
 class Group:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.core.boundary import Boundaries
+from megatron.dpp.core.static import Step
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector, Task
-from megatron.dpp.mcore.boundary import Boundaries
-from megatron.dpp.mcore.static import Step
 from megatron.dpp.runtime import static
 from megatron.dpp.runtime.static import StaticSchedule
 from megatron.dpp.runtime.topology import Topology

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.errors import PeerDead, TransferTimeout
-from megatron.dpp.mcore import compat
-from megatron.dpp.mcore.static import (
+from megatron.dpp.core import compat
+from megatron.dpp.core.static import (
     ChannelExchange,
     Step,
     _Trace,
@@ -18,6 +17,7 @@ from megatron.dpp.mcore.static import (
     over_channels,
     ring_channels,
 )
+from megatron.dpp.errors import PeerDead, TransferTimeout
 from megatron.dpp.transport.base import Direction
 from megatron.dpp.transport.fake import FakeNetwork
 

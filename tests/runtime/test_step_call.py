@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.dpp.core import compat
+from megatron.dpp.core.steps import StepCall
+from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore import compat
-from megatron.dpp.mcore.steps import StepCall
-from megatron.dpp.mcore.wgrad.linear import WeightGradients
 
 
 class FakeGroup:

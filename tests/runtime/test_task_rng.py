@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.mcore import rng
-from megatron.dpp.mcore.rng import TaskRng
+from megatron.dpp.core import rng
+from megatron.dpp.core.rng import TaskRng
 
 NAMES = ("model-parallel-rng", "expert-parallel-rng")
 """Generators of which each tensor-parallel rank, or each rank of an expert group, has its own."""

@@ -14,8 +14,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore.wgrad.te import (
+from megatron.dpp.core.wgrad.te import (
     DelayedModules,
     _has_trained_weight,
     adding,
@@ -24,6 +23,7 @@ from megatron.dpp.mcore.wgrad.te import (
     refuse_delayed,
     why_fused,
 )
+from megatron.dpp.errors import ConfigError
 from tests.runtime import te_double
 from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, UNLIKE, case
 from tests.runtime.launcher import run_ranks, shared_gpus

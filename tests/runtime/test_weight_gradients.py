@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.dpp.core.wgrad import fused, linear
+from megatron.dpp.core.wgrad.linear import WeightGradients, gather_buffers
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore.wgrad import fused, linear
-from megatron.dpp.mcore.wgrad.linear import WeightGradients, gather_buffers
 
 
 class Linear(torch.nn.Module):

@@ -4,16 +4,16 @@ import json
 
 import pytest
 
-from megatron.dpp.commands.sim import main
 from megatron.dpp.errors import DataError
-from megatron.dpp.pictures.schedules import _slices, draw
+from megatron.dpp.report.pictures.schedules import _slices, draw
 from megatron.dpp.schedule import Action, Kind
+from megatron.dpp.sim.command import main
 from megatron.dpp.sim.conditions import uniform
 from megatron.dpp.sim.costs import Shape, even_costs
 from megatron.dpp.sim.measured import load_costs
 from megatron.dpp.sim.result import Result, Slot, format_grid
 from megatron.dpp.sim.schedules import ScheduleConfig
-from tests.cli.test_sequences import index
+from tests.options.test_sequences import index
 
 
 def run(capsys, *arguments):
@@ -209,7 +209,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_simulation(
     capsys, monkeypatch, tmp_path
 ):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("megatron.dpp.commands.sim._runner", lambda *_: pytest.fail("simulated"))
+    monkeypatch.setattr("megatron.dpp.sim.command._runner", lambda *_: pytest.fail("simulated"))
     status, out, err = run(capsys, "--png", str(tmp_path / "step.png"))
     assert status == 2 and not out and "--png needs matplotlib" in err
 

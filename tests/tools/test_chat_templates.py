@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron.dpp.commands.chats import ChatEncoder, Sample
-from megatron.dpp.commands.json_lines import BadLine
-from megatron.dpp.tokenizers import HuggingFaceTokenizer
-from megatron.dpp.tokenizers.templates import ChatTemplate, TemplateRefusal
-from tests.convert import tiny
+from megatron.dpp_train.data.chats import ChatEncoder, Sample
+from megatron.dpp_train.data.json_lines import BadLine
+from megatron.dpp_train.tokenizers import HuggingFaceTokenizer
+from megatron.dpp_train.tokenizers.templates import ChatTemplate, TemplateRefusal
+from tests.hf import tiny
 from tests.tools.chats_of_all_kinds import CHATS, TEMPLATES
 
 FOLDERS = {"trl": "chat_templates", "axolotl": "utils/chat_templates/templates"}

@@ -10,11 +10,11 @@ import make_sample_data
 import numpy
 import pytest
 
-from megatron.dpp.commands import preprocess
-from megatron.dpp.commands.chats import PLAIN, ChatEncoder, find_templates
-from megatron.dpp.commands.json_lines import BadLine
 from megatron.dpp.errors import DataError
-from megatron.dpp.tokenizers import GPT2BPETokenizer, Tokenizer
+from megatron.dpp_train.data import preprocess_command as preprocess
+from megatron.dpp_train.data.chats import PLAIN, ChatEncoder, find_templates
+from megatron.dpp_train.data.json_lines import BadLine
+from megatron.dpp_train.tokenizers import GPT2BPETokenizer, Tokenizer
 from tests.conftest import REPOSITORY
 
 VOCAB = REPOSITORY / "datasets_gpt" / "vocab.json"

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.dpp import command_line as common
 from megatron.dpp.__main__ import COMMANDS
 from megatron.dpp.__main__ import main as command
-from megatron.dpp.commands import bench, common
+from megatron.dpp_train import bench_command as bench
 
 ROOT = Path(__file__).resolve().parents[2]
 SCREEN = 40

@@ -22,19 +22,19 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from megatron.dpp import errors
-from megatron.dpp.cli import preflight
-from megatron.dpp.cli.arguments import parse_args, warnings_of
-from megatron.dpp.cli.environment import check_visible_gpus
-from megatron.dpp.cli.files import check_outputs, warnings_of_data
-from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.launch.main import plan
 from megatron.dpp.trace import TraceLayout, open_recorder
+from megatron.dpp_train.launch.main import plan
+from megatron.dpp_train.options.arguments import parse_args, warnings_of
+from megatron.dpp_train.options.environment import check_visible_gpus
+from megatron.dpp_train.options.run_config import RunConfig
+from megatron.dpp_train.preflight import check as preflight
+from megatron.dpp_train.preflight.files import check_outputs, warnings_of_data
+from tests.checkpoint.test_full_disk import FLAGS
+from tests.checkpoint.test_full_disk import run as train
 from tests.conftest import REPOSITORY
+from tests.loop.several import corpus
 from tests.tools.test_launch_scripts import run
-from tests.train.several import corpus
-from tests.train.test_full_disk import FLAGS
-from tests.train.test_full_disk import run as train
 
 PATH = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
 
@@ -51,7 +51,7 @@ def test_a_killed_launcher_takes_its_rank_along(tmp_path: Path) -> None:
     words = f"{FLAGS} {corpus()} --train-iters 1000000 --metrics-file {tmp_path}/m".split()
     torchrun = subprocess.Popen(
         [
-            *(sys.executable, "-m", "megatron.dpp.train.torchrun", "--standalone"),
+            *(sys.executable, "-m", "megatron.dpp_train.launch.torchrun", "--standalone"),
             *("--nproc_per_node", "1", str(REPOSITORY / "pretrain_gpt.py"), *words),
         ],
         env={**os.environ, "PYTHONPATH": PATH, "OMP_NUM_THREADS": "1"},

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.dpp.cli.arguments import parse_args
-from megatron.dpp.cli.run_config import RunConfig
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.launch import job, nodes, scripts
-from megatron.dpp.launch.start import Data
+from megatron.dpp_train.launch import job, nodes, scripts
+from megatron.dpp_train.launch.start import Data
+from megatron.dpp_train.options.arguments import parse_args
+from megatron.dpp_train.options.run_config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {"gpt": "gpt3/train_gpt3_175b", "bert": "bert/train_bert_340m"}

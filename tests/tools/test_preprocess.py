@@ -20,9 +20,9 @@ import psutil
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.dpp.commands import preprocess
 from megatron.dpp.locks import scratch_directory
-from megatron.dpp.tokenizers import build_tokenizer
+from megatron.dpp_train.data import preprocess_command as preprocess
+from megatron.dpp_train.tokenizers import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = ROOT / "datasets_gpt" / "vocab.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 import make_sample_data
 import pytest
 
-from megatron.dpp.tokenizers import build_tokenizer
+from megatron.dpp_train.tokenizers import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 

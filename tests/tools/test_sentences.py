@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.dpp.commands.sentences import make_splitter
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp_train.data.sentences import make_splitter
 
 CASES = {
     "One. Two.": ["One.", "Two."],

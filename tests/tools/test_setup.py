@@ -14,7 +14,7 @@ import pytest
 import setup_environment
 from setup_environment import Environment, SetupFailed
 
-from megatron.dpp.commands import doctor
+from megatron.dpp import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP_PY = """

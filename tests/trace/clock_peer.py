@@ -12,7 +12,7 @@ import time
 from types import SimpleNamespace
 
 from megatron.dpp.trace import TraceLayout, open_recorder
-from tests.trace.synthetic import Channel
+from tests.report.synthetic import Channel
 
 MESSAGES = 200
 _WORDS = struct.Struct("qq")

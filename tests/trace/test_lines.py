@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import DataError
-from megatron.dpp.trace import lines as module
-from megatron.dpp.trace.lines import EventLines, first_line, header, last_line
-from megatron.dpp.trace.reader import (
+from megatron.dpp.report.reader import (
     find_directory,
     open_run,
     parse_event,
     read_events,
     read_header,
 )
+from megatron.dpp.trace import lines as module
+from megatron.dpp.trace.lines import EventLines, first_line, header, last_line
 from megatron.dpp.trace.schema import TraceLayout, parse_iterations
-from tests.trace.synthetic import Channel, Run, write
+from tests.report.synthetic import Channel, Run, write
 
 START = 10_000_000
 CHANNEL = Channel(3, 4, 1, int(Direction.BACKWARD))

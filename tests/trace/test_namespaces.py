@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp.trace.align import align
-from megatron.dpp.trace.merge import merge
-from megatron.dpp.trace.reader import open_run
+from megatron.dpp.report.align import align
+from megatron.dpp.report.merge import merge
+from megatron.dpp.report.reader import open_run
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFSET_S = 1234

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.dpp.report.reader import open_run, read_events
 from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder, parse_iterations
-from megatron.dpp.trace.reader import open_run, read_events
 from megatron.dpp.trace.writer import TraceWriter
-from tests.trace.synthetic import Channel
+from tests.report.synthetic import Channel
 
 LAYOUT = TraceLayout(
     data=0, pipeline=0, tensor=0, data_size=1, pipeline_size=1, tensor_size=1, num_chunks=2

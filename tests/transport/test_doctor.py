@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron.dpp.commands import doctor
+from megatron.dpp import doctor
 from megatron.dpp.errors import TransportUnavailable
 
 

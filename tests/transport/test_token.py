@@ -15,10 +15,10 @@ from torch.distributed import HashStore
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, ProtocolError, SetupError, TransportError
-from megatron.dpp.train import torchrun
 from megatron.dpp.transport import TransportOptions, open_transport
 from megatron.dpp.transport.job_token import TokenFile, read_token
 from megatron.dpp.transport.rendezvous import Rendezvous
+from megatron.dpp_train.launch import torchrun
 from tests.transport.kinds import PATIENCE, of_rank, opened, pair
 
 TOKEN_KEY = "dpp/main/1/token"

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.mcore.graphs.capture import Capture
-from megatron.dpp.mcore.rng import needs_task_rng
+from megatron.dpp.core.graphs.capture import Capture
+from megatron.dpp.core.rng import needs_task_rng
 from megatron.dpp.runtime.failure import explained, reason, report
 from megatron.dpp.trace import NullRecorder, Recorder
 from megatron.dpp.transport.base import Transport

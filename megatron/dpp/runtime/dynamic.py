@@ -21,17 +21,17 @@ from typing import Any
 import torch
 
 from megatron.dpp.config import GRAPHS_PAY_FROM, DppConfig
+from megatron.dpp.core.boundary import Boundaries
+from megatron.dpp.core.expert_trace import traced_experts
+from megatron.dpp.core.graphs.pools import POOL_GROWTH
+from megatron.dpp.core.graphs.slots import ChunkGraphs
+from megatron.dpp.core.memory import room
+from megatron.dpp.core.rng import TaskRng
+from megatron.dpp.core.steps import Stage, StepCall
+from megatron.dpp.core.wgrad.linear import WeightGradients
+from megatron.dpp.core.wgrad.te import refuse_delayed
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector
-from megatron.dpp.mcore.boundary import Boundaries
-from megatron.dpp.mcore.expert_trace import traced_experts
-from megatron.dpp.mcore.graphs.pools import POOL_GROWTH
-from megatron.dpp.mcore.graphs.slots import ChunkGraphs
-from megatron.dpp.mcore.memory import room
-from megatron.dpp.mcore.rng import TaskRng
-from megatron.dpp.mcore.steps import Stage, StepCall
-from megatron.dpp.mcore.wgrad.linear import WeightGradients
-from megatron.dpp.mcore.wgrad.te import refuse_delayed
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.decisions import Decisions

@@ -3,7 +3,7 @@
     poll channels -> tell the Scheduler what arrived -> ask for the next action -> run it -> send
     its output
 
-The executor decides nothing: the Scheduler or the stage's leader picks tasks, ``mcore.steps.Stage``
+The executor decides nothing: the Scheduler or the stage's leader picks tasks, ``core.steps.Stage``
 runs them, and the transport moves tensors. ``DppSchedule`` builds one per iteration.
 """
 
@@ -56,7 +56,7 @@ Tensors = torch.Tensor | list[torch.Tensor]
 
 
 class TaskRunner(Protocol):
-    """The part of ``mcore.steps.Stage`` that the executor needs."""
+    """The part of ``core.steps.Stage`` that the executor needs."""
 
     def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors: ...
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from megatron.dpp.mcore import compat
-from megatron.dpp.mcore.static import traced
-from megatron.dpp.mcore.steps import default_groups
+from megatron.dpp.core import compat
+from megatron.dpp.core.static import traced
+from megatron.dpp.core.steps import default_groups
 from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder, parse_iterations
 from megatron.dpp.trace.host import HostTrace
 

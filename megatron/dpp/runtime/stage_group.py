@@ -15,7 +15,7 @@ import torch
 from megatron.core import parallel_state
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
-from megatron.dpp.mcore.steps import StepCall
+from megatron.dpp.core.steps import StepCall
 
 
 @dataclass(frozen=True)

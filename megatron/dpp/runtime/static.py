@@ -16,11 +16,9 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
-from megatron.dpp.errors import ConfigError
-from megatron.dpp.inject import Injector, Task
-from megatron.dpp.mcore.graphs.slots import ChunkGraphs
-from megatron.dpp.mcore.rng import TaskRng
-from megatron.dpp.mcore.static import (
+from megatron.dpp.core.graphs.slots import ChunkGraphs
+from megatron.dpp.core.rng import TaskRng
+from megatron.dpp.core.static import (
     ChannelExchange,
     Step,
     around_steps,
@@ -28,8 +26,10 @@ from megatron.dpp.mcore.static import (
     ring_channels,
     traced,
 )
-from megatron.dpp.mcore.steps import StepCall
-from megatron.dpp.mcore.wgrad.te import refuse_delayed
+from megatron.dpp.core.steps import StepCall
+from megatron.dpp.core.wgrad.te import refuse_delayed
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.inject import Injector, Task
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.runtime.links import open_links

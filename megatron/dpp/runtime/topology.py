@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
+from megatron.dpp.core.steps import StepCall
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.mcore.steps import StepCall
 from megatron.dpp.schedule import Geometry
 from megatron.dpp.transport.base import ChannelSpec
 

@@ -1,6 +1,6 @@
-"""``python -m megatron.dpp.sim``: see ``commands/sim.py``."""
+"""``python -m megatron.dpp.sim``: see ``command.py``."""
 
-from megatron.dpp.commands.sim import main
 from megatron.dpp.errors import exit_with
+from megatron.dpp.sim.command import main
 
 exit_with(main)

@@ -1,0 +1,76 @@
+"""Parts that the sub-commands share: their parser, their error line, the source tree."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.errors import DataError, DppError, use_names
+from megatron.dpp.naming import in_flags
+from megatron.dpp.processes import exits_on_sigterm
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The source tree. In an installed package: the folder of the packages."""
+
+
+def new_parser(prog: str, description: str, usage: str = "[options]") -> argparse.ArgumentParser:
+    """A parser with one usage line and narrow columns, so that the help fits on a screen."""
+    return argparse.ArgumentParser(
+        prog=prog,
+        usage=f"{prog} {usage}",
+        description=description,
+        formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30),
+    )
+
+
+def guarded(prog: str, run: Callable[[], int]) -> int:
+    """Exit status of ``run``; an error becomes one line on standard error, and status 1."""
+    try:
+        with use_names(in_flags), exits_on_sigterm():
+            return run()
+    except BrokenPipeError:
+        raise
+    except (DppError, OSError) as error:
+        print(f"{prog}: {error}", file=sys.stderr)
+        return 1
+
+
+def progress_bar(total_bytes: int, **settings: Any) -> Any:
+    """A bar of ``tqdm`` over bytes; silent where standard error is no terminal, or without tqdm."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return _NoBar()
+    form = "{percentage:3.0f}%|{bar:20}| {rate_fmt}, {remaining} left{postfix}"
+    defaults = {"unit": "B", "unit_scale": True, "bar_format": form, "disable": None}
+    return tqdm(total=total_bytes, **{**defaults, "leave": False, **settings})
+
+
+class _NoBar(contextlib.nullcontext["_NoBar"]):
+    """Takes the calls of a bar and shows nothing."""
+
+    def __enter__(self) -> _NoBar:
+        return self
+
+    def update(self, amount: int) -> None:
+        pass
+
+    def set_postfix_str(self, text: str, *, refresh: bool) -> None:
+        pass
+
+
+def from_source_tree(name: str) -> Path:
+    """A file that only the source tree has.
+
+    Raises:
+        DataError: this is an installed package.
+    """
+    path = ROOT / name
+    if not path.exists():
+        raise DataError(f"{name} needs the source tree: {ROOT} is an installed package")
+    return path

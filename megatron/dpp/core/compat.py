@@ -1,0 +1,468 @@
+"""The private and patched names of megatron-core and Transformer Engine that this project uses.
+
+``TABLE`` holds each name once: where it is, its parameters, who needs it, and the versions of
+megatron-core that have it in this form. Code in ``core`` reads such a name by :func:`lookup` and
+replaces it by :func:`patched`; both check it first. ``tests/runtime/test_compat.py`` checks the
+table against the installed megatron-core and against the sources of other versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import megatron.core
+
+from megatron.dpp.errors import ConfigError
+
+OLDEST, NEWEST = "0.16.1", "0.20"
+"""The versions of megatron-core that ``TABLE`` was checked against."""
+
+
+class PrivateName(NamedTuple):
+    """One name.
+
+    Args:
+        key: ``module:name`` under ``megatron.core``, or in full for Transformer Engine.
+        users: files of ``megatron/dpp/core`` that need it, separated by spaces.
+        parameters: of a function, separated by spaces; None for a class or a value.
+        since, until: the first version with this form, and the first without it.
+        renamed: the name under which this form is found, where it is not that of ``key``.
+        optional: missing where a package that megatron-core imports is not installed.
+    """
+
+    key: str
+    users: str
+    parameters: str | None = None
+    since: str = OLDEST
+    until: str = ""
+    renamed: str = ""
+    optional: bool = False
+
+    @property
+    def module(self) -> str:
+        """Dotted name of the module."""
+        module = self.key.partition(":")[0]
+        return module if module.startswith("transformer_engine") else f"megatron.core.{module}"
+
+    @property
+    def name(self) -> str:
+        """Name within the module; a class's attribute has the class before a dot."""
+        return self.renamed or self.key.partition(":")[2]
+
+    def is_of(self, version: str) -> bool:
+        """True if a version of megatron-core has this form."""
+        numbers = numbers_of(version)
+        ended = self.until and numbers >= numbers_of(self.until)
+        return not ended and numbers >= numbers_of(self.since)
+
+
+_BUCKETS = "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
+_DDP = "distributed.distributed_data_parallel:DistributedDataParallel"
+_DISTRIBUTED = "optimizer.distrib_optimizer:DistributedOptimizer"
+_WRITES = "dist_checkpointing.strategies.filesystem_async"
+
+GET_SCHEDULE = "pipeline_parallel.schedules:get_forward_backward_func"
+"""The function by which every host fetches its schedule."""
+
+DIRECT_SCHEDULES = tuple(
+    f"pipeline_parallel.schedules:forward_backward_pipelining_{how}_interleaving"
+    for how in ("without", "with")
+)
+"""Schedules that some hosts call without fetching them."""
+
+OFFLOAD_RESET = (
+    "pipeline_parallel.fine_grained_activation_offload:"
+    "FineGrainedActivationOffloadingInterface.reset"
+)
+MTP_LAYER = (
+    "transformer.multi_token_prediction:MultiTokenPredictionLayerSubmodules.transformer_layer"
+)
+
+TABLE = (
+    PrivateName(GET_SCHEDULE, "compat.py", "pp_size vp_size", until="0.19"),
+    PrivateName(
+        GET_SCHEDULE, "compat.py", "pp_size vp_size schedule_pg_collection", since="0.19"
+    ),
+    *(PrivateName(key, "compat.py") for key in DIRECT_SCHEDULES),
+    PrivateName(
+        "pipeline_parallel.schedules:forward_step",
+        "static.py",
+        "forward_step_func data_iterator model num_microbatches input_tensor forward_data_store "
+        "config cp_group_size collect_non_loss_data checkpoint_activations_microbatch "
+        "is_first_microbatch current_microbatch vp_stage is_last_stage",
+    ),
+    PrivateName(
+        "pipeline_parallel.schedules:backward_step",
+        "boundary.py static.py",
+        "input_tensor output_tensor output_tensor_grad model_type config",
+        until="0.17",
+    ),
+    PrivateName(
+        "pipeline_parallel.schedules:backward_step",
+        "boundary.py static.py",
+        "input_tensor output_tensor output_tensor_grad config",
+        since="0.17",
+    ),
+    PrivateName(
+        "pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
+        "static.py",
+        "self tensor_send_next tensor_send_prev recv_prev recv_next tensor_shape wait_on_reqs",
+    ),
+    PrivateName(
+        "pipeline_parallel.p2p_communication:_p2p_ops",
+        "cpu.py",
+        "tensor_send_prev tensor_recv_prev tensor_send_next tensor_recv_next group "
+        "prev_pipeline_rank next_pipeline_rank",
+    ),
+    PrivateName("tensor_parallel.random:_get_all_rng_states", "graphs/rng.py", ""),
+    PrivateName(
+        "tensor_parallel.random:_set_all_rng_states",
+        "graphs/rng.py",
+        "cpu_rng_state cuda_rng_state cuda_rng_state_tracker",
+    ),
+    PrivateName("tensor_parallel.random:CudaRNGStatesTracker.states_", "rng.py graphs/rng.py"),
+    PrivateName(
+        "tensor_parallel.random:CudaRNGStatesTracker.use_cudagraphable_rng", "graphs/rng.py"
+    ),
+    PrivateName("tensor_parallel.random:_lazy_call", "cpu.py"),
+    PrivateName("tensor_parallel.random:_lazy_init", "cpu.py"),
+    PrivateName("tensor_parallel.layers:_grad_accum_fusion_available", "wgrad/fused.py"),
+    PrivateName(
+        "tensor_parallel.layers:fused_weight_gradient_mlp_cuda", "wgrad/fused.py", optional=True
+    ),
+    PrivateName(
+        "tensor_parallel.layers:ColumnParallelLinear._forward_impl",
+        "wgrad/linear.py",
+        "self input weight *args **kwargs",
+    ),
+    PrivateName(
+        "tensor_parallel.layers:RowParallelLinear._forward_impl",
+        "wgrad/linear.py",
+        "self input weight *args **kwargs",
+    ),
+    PrivateName(f"{_DDP}._make_backward_post_hook", "wgrad/linear.py", "self param"),
+    PrivateName(f"{_DDP}.bucket_groups", "grad_sync.py graphs/reductions.py"),
+    PrivateName(f"{_DDP}.expert_parallel_bucket_groups", "grad_sync.py"),
+    PrivateName(f"{_DDP}.param_to_bucket_group", "graphs/reductions.py"),
+    PrivateName(f"{_DDP}.force_all_reduce", "grad_sync.py graphs/reductions.py"),
+    PrivateName(
+        f"{_BUCKETS}.check_grads",
+        "optimizer/grad_checks.py",
+        "self check_for_nan_or_inf check_for_large",
+    ),
+    PrivateName(
+        f"{_BUCKETS}.register_grad_ready",
+        "grad_sync.py graphs/reductions.py",
+        "self param force_all_reduce",
+    ),
+    PrivateName(f"{_BUCKETS}.start_grad_sync", "grad_sync.py", "self force_all_reduce"),
+    PrivateName(f"{_BUCKETS}.is_last_microbatch", "grad_sync.py graphs/reductions.py"),
+    PrivateName(f"{_BUCKETS}.is_first_batch", "grad_sync.py"),
+    PrivateName(f"{_BUCKETS}.grad_reduce_handle", "grad_sync.py"),
+    PrivateName(f"{_BUCKETS}.params", "grad_sync.py"),
+    PrivateName("optimizer:_get_param_groups", "optimizer/optimizer.py",
+                "model_chunks config config_overrides"),
+    PrivateName("optimizer.optimizer:MegatronOptimizer.init_state_fn", "checkpoint/first_state.py"),
+    PrivateName(f"{_DISTRIBUTED}.is_stub_optimizer", "optimizer/optimizer.py"),
+    PrivateName(
+        f"{_DISTRIBUTED}._init_optimizer_states_with_dummy_values", "optimizer/optimizer.py", "self"
+    ),
+    PrivateName(
+        f"{_DISTRIBUTED}._set_main_param_and_optimizer_states",
+        "optimizer/optimizer.py",
+        "self model_param tensors",
+    ),
+    PrivateName(
+        f"{_DISTRIBUTED}._get_main_param_and_optimizer_states",
+        "optimizer/optimizer.py",
+        "self model_param",
+    ),
+    PrivateName(
+        "optimizer.optimizer:_multi_tensor_copy_this_to_that",
+        "optimizer/fused_step.py",
+        "this that overflow_buf",
+    ),
+    PrivateName("optimizer.optimizer:multi_tensor_scale_impl", "optimizer/fused_step.py cpu.py"),
+    PrivateName(
+        "optimizer.optimizer:get_grad_norm_fp32",
+        "optimizer/fused_step.py",
+        "grads_for_norm norm_type grad_stats_parallel_group",
+    ),
+    PrivateName(
+        "optimizer.optimizer:clip_grad_by_total_norm_fp32",
+        "optimizer/fused_step.py",
+        "parameters max_norm total_norm use_decoupled_grad",
+    ),
+    PrivateName("optimizer.clip_grads:l2_norm_impl", "optimizer/fused_step.py cpu.py"),
+    PrivateName("optimizer.clip_grads:multi_tensor_scale_impl", "optimizer/fused_step.py cpu.py"),
+    PrivateName("optimizer.clip_grads:multi_tensor_scale_tensor_impl", "cpu.py", since="0.17"),
+    PrivateName("optimizer:Adam", "cpu.py"),
+    PrivateName("optimizer:SGD", "cpu.py"),
+    PrivateName("optimizer:USING_PYTORCH_OPTIMIZER", "cpu.py"),
+    PrivateName("optimizer.distrib_optimizer:Adam", "cpu.py"),
+    PrivateName("optimizer.distrib_optimizer:HAVE_APEX_OR_TE", "cpu.py"),
+    PrivateName("transformer.transformer_block:LayerNormImpl", "cpu.py"),
+    PrivateName("models.backends:LNImpl", "cpu.py"),
+    PrivateName("models.gpt.gpt_layer_specs:LNImpl", "cpu.py"),
+    PrivateName(
+        "dist_checkpointing.optimizer:to_local_if_dtensor", "model/fsdp.py", "tensor"
+    ),
+    PrivateName(f"{_WRITES}:_get_write_results_queue", "checkpoint/writers.py", "", until="0.17"),
+    PrivateName(
+        f"{_WRITES}:_get_write_results_queue",
+        "checkpoint/writers.py",
+        "mp_mode",
+        since="0.17",
+        renamed="get_write_results_queue",
+    ),
+    PrivateName(f"{_WRITES}:_results_queue", "checkpoint/writers.py"),
+    PrivateName(
+        f"{_WRITES}:FileSystemWriterAsync.write_preloaded_data",
+        "checkpoint/writers.py",
+        "transform_list local_proc_idx write_bucket results_queue count_queue use_fsync **kwargs",
+    ),
+    PrivateName(OFFLOAD_RESET, "compat.py", "", until="0.20"),
+    PrivateName(OFFLOAD_RESET, "compat.py", "process_group", since="0.20"),
+    PrivateName(MTP_LAYER, "compat.py", until="0.17"),
+    PrivateName(
+        MTP_LAYER,
+        "compat.py",
+        since="0.17",
+        renamed="MultiTokenPredictionLayerSubmodules.mtp_model_layer",
+    ),
+    PrivateName("models.bert.bert_lm_head:LNImpl", "model/layers.py"),
+    PrivateName(
+        "transformer.moe.moe_utils:te_general_gemm", "model/layers.py cpu.py", optional=True
+    ),
+    PrivateName("jit:jit_fuser", "cpu.py"),
+    PrivateName("jit:noop_decorator", "cpu.py", "func"),
+    PrivateName("transformer.module:_FLOAT_TYPES", "cpu.py"),
+    PrivateName("transformer.module:_HALF_TYPES", "cpu.py"),
+    PrivateName("transformer.module:_BF16_TYPES", "cpu.py"),
+    PrivateName("distributed.torch_fully_sharded_data_parallel:DeviceMesh", "cpu.py"),
+    PrivateName(
+        "transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+        "cpu.py",
+        "tensor as_numpy record_stream",
+    ),
+    PrivateName(
+        "transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.cuda_dtoh_stream", "cpu.py"
+    ),
+    PrivateName(
+        "transformer_engine.pytorch.module._common:WeightGradStore.delay_wgrad_compute",
+        "wgrad/te.py",
+        "self",
+        optional=True,
+    ),
+    PrivateName(
+        "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.backward_dw",
+        "wgrad/te.py",
+        "self",
+        optional=True,
+    ),
+)  # fmt: skip
+
+
+def numbers_of(version: str) -> tuple[int, ...]:
+    """The numbers of a version, without what marks a pre-release or a build.
+
+    >>> numbers_of("0.17.0rc1")
+    (0, 17, 0)
+    """
+    return tuple(int(number) for number in re.findall(r"(?:^|\.)(\d+)", version)[:3])
+
+
+def check_version(version: str) -> None:
+    """Warn of a megatron-core that is newer than ``TABLE``.
+
+    Raises:
+        ConfigError: it is older.
+    """
+    if numbers_of(version) < numbers_of(OLDEST):
+        raise ConfigError(
+            f"megatron-core {version} is too old: MegatronDPP needs {OLDEST} or newer"
+        )
+    if numbers_of(version)[:2] > numbers_of(NEWEST) and os.environ.get("RANK", "0") == "0":
+        warnings.warn(
+            f"megatron-core {version} is newer than {NEWEST}, the newest that MegatronDPP was "
+            "checked against",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+VERSION: str = megatron.core.__version__
+"""The version of the megatron-core that is imported, whatever is installed beside it."""
+check_version(VERSION)
+
+
+def form_of(key: str, version: str = VERSION) -> PrivateName:
+    """The form that a name of ``TABLE`` has in a version of megatron-core.
+
+    Raises:
+        KeyError: ``TABLE`` has none.
+    """
+    for entry in TABLE:
+        if entry.key == key and entry.is_of(version):
+            return entry
+    raise KeyError(f"{key} of megatron-core {version} is not in the table of {__name__}")
+
+
+def has(key: str, version: str = VERSION) -> bool:
+    """True if a version of megatron-core has a name of ``TABLE``; some came after ``OLDEST``."""
+    return any(entry.key == key and entry.is_of(version) for entry in TABLE)
+
+
+@functools.cache
+def resolve(key: str) -> tuple[Any, str]:
+    """The module or class that holds a name of ``TABLE``, and the name there.
+
+    Raises:
+        ConfigError: this megatron-core does not have the name, or with other parameters.
+    """
+    entry = form_of(key)
+    *classes, name = entry.name.split(".")
+    expected = f"{entry.module}.{entry.name}"
+    try:
+        owner: Any = functools.reduce(getattr, classes, importlib.import_module(entry.module))
+        value = getattr(owner, name, None) if entry.optional else getattr(owner, name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"megatron-core {VERSION} has no {expected}: use a version from {OLDEST} to {NEWEST}"
+        ) from error
+    if entry.parameters is not None and value is not None:
+        found = parameters_of(value)
+        if found != entry.parameters:
+            raise ConfigError(
+                f"megatron-core {VERSION}: {expected} has the parameters ({found}) and not "
+                f"({entry.parameters}): use a version from {OLDEST} to {NEWEST}"
+            )
+    return owner, name
+
+
+def parameters_of(function: Callable[..., Any]) -> str:
+    """A function's parameters as ``TABLE`` has them."""
+    marks: dict[Any, str] = {
+        inspect.Parameter.VAR_POSITIONAL: "*",
+        inspect.Parameter.VAR_KEYWORD: "**",
+    }
+    parameters = inspect.signature(function).parameters.values()
+    return " ".join(marks.get(parameter.kind, "") + parameter.name for parameter in parameters)
+
+
+def lookup(key: str) -> Any:
+    """The present value of a name of ``TABLE``; errors are those of :func:`resolve`."""
+    return getattr(*resolve(key))
+
+
+def assign(key: str, value: Any) -> None:
+    """Give a name of ``TABLE`` another value for good."""
+    setattr(*resolve(key), value)
+
+
+def patched(key: str, wrapper: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """Let ``wrapper(original, ...)`` answer for a name of ``TABLE`` while the block runs."""
+    return replaced(*resolve(key), wrapper)
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Let ``wrapper(original, ...)`` answer for ``owner.name`` while the block runs; blocks may
+    nest.
+    """
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def field_name(key: str) -> str:
+    """The name of a class's field of ``TABLE`` in this megatron-core."""
+    return resolve(key)[1]
+
+
+def reset_offload(groups: Any, *, forward_only: bool) -> None:
+    """End a step of offloaded activations; 0.20 does so after evaluation, too."""
+    reset, takes_group = lookup(OFFLOAD_RESET), form_of(OFFLOAD_RESET).parameters == "process_group"
+    if takes_group:
+        reset(process_group=groups.tp_dp_cp)
+    elif not forward_only:
+        reset()
+
+
+def importers(function: Callable[..., Any], key: str = GET_SCHEDULE) -> list[Any]:
+    """The modules that hold ``function`` under the name of ``key``: megatron-core's own, and every
+    host's that has imported it by name.
+    """
+    name = key.partition(":")[2]
+    modules = [(module, getattr(module, "__dict__", {})) for module in list(sys.modules.values())]
+    return [module for module, names in modules if names.get(name) == function]
+
+
+def is_multimodule(given: Any) -> bool:
+    """True for process groups, or a communicator, of several modules (0.17 and newer)."""
+    return given is not None and type(given).__name__.startswith("MultiModule")
+
+
+def has_multimodule(keywords: dict[str, Any]) -> bool:
+    """True if a call of a schedule is one of several modules."""
+    return any(is_multimodule(keywords.get(name)) for name in ("pg_collection", "p2p_communicator"))
+
+
+def pipeline_size(groups: Any = None) -> int:
+    """Ranks of the pipeline, by the given process groups or else megatron-core's own."""
+    from megatron.core import parallel_state
+
+    group = groups.pp if groups else parallel_state.get_pipeline_model_parallel_group()
+    return int(group.size())
+
+
+def static_schedule(original: Callable[..., Any], keywords: dict[str, Any]) -> Callable[..., Any]:
+    """megatron-core's own schedule for one call, by its ``get_forward_backward_func``."""
+    from megatron.core.pipeline_parallel import schedules
+    from megatron.core.utils import get_model_config
+
+    groups, model = keywords.get("pg_collection"), keywords["model"]
+    own: Callable[..., Any] = schedules.forward_backward_pipelining_without_interleaving
+    if not has_multimodule(keywords):
+        config = get_model_config(model[0] if isinstance(model, list) else model)
+        own = original(pipeline_size(groups), config.virtual_pipeline_model_parallel_size)
+    return own
+
+
+def _host_argument(name: str) -> int:
+    """An argument of Megatron-LM's training code; 0 where the host is another or has none."""
+    variables = sys.modules.get("megatron.training.global_vars")
+    args = getattr(variables, "_GLOBAL_ARGS", None)
+    return int(getattr(args, name, None) or 0)
+
+
+def longest_length(config: Any) -> int:
+    """The sequence length that the host was started with: Megatron-LM's ``--seq-length``, or the
+    ``seq_length`` of Megatron-Bridge's model; 0 where neither is known.
+    """
+    of_model = getattr(config, "seq_length", None)
+    return max(_host_argument("seq_length"), of_model if isinstance(of_model, int) else 0)
+
+
+def host_iteration(otherwise: int) -> int:
+    """The number of the host's training step, which a resumed run continues; ``otherwise`` where
+    the host is not Megatron-LM's training loop.
+    """
+    return _host_argument("curr_iteration") or otherwise

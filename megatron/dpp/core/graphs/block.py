@@ -1,0 +1,398 @@
+"""One chunk's transformer block as CUDA graphs.
+
+F, B and one W per layer of a chunk are captured over the pool of a *slot* (``pools.py``) at the
+chunk's first forward in the slot, or at the end of the step in which the slot was made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.utils import get_model_config
+
+from megatron.dpp.core.graphs.capture import Capture
+from megatron.dpp.core.graphs.pools import Pools, Slot, Slots, alike
+from megatron.dpp.core.graphs.reductions import Additions, Reductions
+from megatron.dpp.core.graphs.rng import CapturedRng, RecomputedDraws
+from megatron.dpp.core.wgrad.linear import (
+    DeferredWork,
+    WeightGradients,
+    decoder_block,
+    gather_buffers,
+    gradient_accumulator,
+)
+from megatron.dpp.core.wgrad.te import DelayedModules, adding, real_gradient
+from megatron.dpp.errors import one_line
+
+
+class _Graphs:
+    """The graphs of one chunk in one slot.
+
+    Args:
+        owner: the chunk's block, its own forward and its parameters.
+        slot, slots: the memory.
+        options: the arguments of the block besides its input.
+    """
+
+    def __init__(
+        self, owner: GraphedBlock, slot: Slot, slots: Slots, options: Mapping[str, Any]
+    ) -> None:
+        self._owner, self._slot, self._slots = owner, slot, slots
+        self.options = {
+            name: torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+            for name, value in options.items()
+        }
+        self._copied: dict[str, tuple[torch.Tensor, int]] = {}
+        self._aliases = owner.aliases()
+        self._live: torch.Tensor | None = None
+        self._begun: dict[str, torch.Tensor] = {}
+        self._deferred: dict[int, list[DeferredWork]] = {}
+        self._waiting: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+        self._added: Additions
+        self._unfinished = 0
+        self._draws = owner.recomputed(partial(owner.run, slot.input, self.options), slot.input)
+        self._forward = owner.capture(self._run_forward, slot.pool)
+        with owner.repeating(self._draws):
+            self._backward = owner.capture(self._run_backward, slot.pool)
+        layers = range(owner.num_layers - 1, -1, -1) if owner.store is not None else ()
+        self._weights = {n: owner.capture(partial(self._run_weight, n), slot.pool) for n in layers}
+        self._gathered_into = gather_buffers()  # kept: a replay writes there
+
+    def _run_forward(self) -> None:
+        recomputable = self._draws.handed_out() if self._draws else contextlib.nullcontext()
+        with self._owner.using(self._aliases), recomputable:
+            self._live = self._owner.run(self._slot.input, self.options)
+        self._slot.output.copy_(self._live.detach())
+
+    def _run_backward(self) -> None:
+        assert self._live is not None
+        owner = self._owner
+        self._added, self._waiting = owner.reductions.additions(), {}
+        with contextlib.ExitStack() as around:
+            around.enter_context(owner.using(self._aliases))  # parts may be computed again
+            around.enter_context(owner.reductions.held_back())
+            if owner.store is not None:
+                self._deferred = around.enter_context(owner.store.divert())
+            for number, alias in enumerate(self._aliases):
+                hook = alias.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    partial(self._add, number)
+                )
+                around.callback(hook.remove)
+            # Not autograd.grad, which recomputation refuses.
+            torch.autograd.backward(self._live, self._slot.grad_output)
+        self._live = None
+        self._slots.grad_input.copy_(_taken(self._slot.input))
+        for layer, entry in owner.delayed.take(self._waiting) if owner.delayed is not None else ():
+            self._deferred[layer].append(entry)
+        self._waiting = {}
+
+    def _add(self, number: int, alias: Any) -> None:
+        """Add a new gradient to its parameter's, or keep it for a W of Transformer Engine's
+        layers.
+        """
+        (parameter, accumulate), delayed = self._owner.accumulators[number], self._owner.delayed
+        if getattr(alias, "grad_added_to_main_grad", False):
+            parameter.grad_added_to_main_grad = True
+        if delayed is not None and delayed.knows(parameter):
+            self._waiting[parameter] = real_gradient(alias)
+            alias.grad = None
+        else:
+            accumulate(_taken(alias))
+            self._added.add(parameter)
+
+    def _run_weight(self, layer: int) -> None:
+        for work in self._deferred.pop(layer, ()):
+            work.compute()
+
+    @torch.no_grad()
+    def forward(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+        """Replay F. The result is the slot's buffer, valid until the microbatch's backward."""
+        self._slot.input.copy_(hidden)
+        for name, value in options.items():
+            if isinstance(value, torch.Tensor):
+                self._copy_option(name, value)
+        self._begun = self._draws.states() if self._draws else {}
+        with self._owner.drawing():
+            self._forward.replay()
+        return self._slot.output.detach()
+
+    def _copy_option(self, name: str, value: torch.Tensor) -> None:
+        """Copy an argument in; a constant one (rotary embeddings) is copied once."""
+        known = self._copied.get(name)
+        if known is None or known[0] is not value or known[1] != value._version:
+            self.options[name].copy_(value)
+            self._copied[name] = (value, value._version)
+
+    @torch.no_grad()
+    def backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Replay B. The result is a copy, as it may be sent after the buffer is used again."""
+        self._slot.grad_output.copy_(gradient)
+        if self._draws:
+            self._draws.rewind(self._begun)
+        self._backward.replay()
+        self._owner.reductions.start(self._added)
+        self._unfinished = len(self._weights)
+        for layer in self._weights:
+            assert self._owner.store is not None
+            self._owner.store.defer(layer, _WeightReplay(self, layer))
+        if not self._weights:
+            self._slots.give_back(self._slot)
+        return self._slots.grad_input.clone()
+
+    def weight(self, layer: int) -> None:
+        """Replay one layer's W; the last one gives the slot back."""
+        self._weights[layer].replay()
+        self._unfinished -= 1
+        if not self._unfinished:
+            self._slots.give_back(self._slot)
+
+
+@dataclass(frozen=True)
+class _WeightReplay:
+    """A captured W; its memory is the slot's and counted with the activation."""
+
+    graphs: _Graphs
+    layer: int
+
+    def num_bytes(self) -> int:
+        return 0
+
+    def compute(self) -> None:
+        self.graphs.weight(self.layer)
+
+
+class _Replay(torch.autograd.Function):
+    """A block's forward and backward, replayed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, graphs: _Graphs, options: Mapping[str, Any]
+    ) -> torch.Tensor:
+        ctx.graphs = graphs
+        return graphs.forward(hidden, options)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.graphs.backward(gradient), None, None
+
+
+class GraphedBlock:
+    """One chunk's transformer block, whose training forwards are replayed while it is bound.
+
+    Args:
+        chunk: the chunk of the block; its gradients are added as DDP adds them.
+        store: takes deferred weight gradients; None for a fused backward.
+        delayed: the chunk's modules that delay theirs by themselves; None if there are none.
+        capture: see :data:`Capture`.
+        rng: the source of random draws; None if none are drawn.
+        say: called with the reason why something runs without graphs.
+    """
+
+    def __init__(
+        self,
+        chunk: torch.nn.Module,
+        store: WeightGradients | None,
+        delayed: DelayedModules | None,
+        capture: Capture,
+        rng: CapturedRng | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._rng = rng
+        self._recomputes = bool(get_model_config(chunk).recompute_granularity)
+        self._recomputed: dict[torch.Size, RecomputedDraws] = {}
+        block: Any = decoder_block(chunk)
+        self._block = block
+        self.chunk: Any = chunk
+        self.store, self.delayed, self.capture, self._say = store, delayed, capture, say
+        self.num_layers = len(block.layers)
+        self.accumulators = [
+            (parameter, gradient_accumulator(parameter, chunk))
+            for parameter in block.parameters()
+            if parameter.requires_grad
+        ]
+        self.reductions = Reductions(chunk, [parameter for parameter, _ in self.accumulators])
+        self._pools: Pools | None = None
+        self._signatures: dict[int, Any] = {}
+        self._failed = False
+        self._original = block.forward
+
+    def bind(self, pools: Pools | None) -> None:
+        """Replay the block's forwards over these slots; None restores its own forward."""
+        self._pools = pools
+        if pools is not None:
+            self._block.forward = self._call
+        else:
+            del self._block.forward
+
+    def complete(self, slots: Slots) -> None:
+        """Capture this block in the slots where it has not run yet, between two steps: within a
+        step a capture would delay the whole pipeline.
+        """
+        known = next((slot.graphs[self] for slot in slots.made if self in slot.graphs), None)
+        if known is None:
+            return
+        for slot in slots.made:
+            if self not in slot.graphs and not self._failed:
+                self._capture_in(slot, slots, known.options)
+
+    def addresses(self) -> list[int]:
+        """The parameters' addresses, which graphs use."""
+        return [parameter.data_ptr() for parameter, _ in self.accumulators]
+
+    def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
+        """Run the block's own forward."""
+        block, given = self._block, self._block.input_tensor
+        block.input_tensor = hidden
+        try:
+            output = self._original(hidden_states=hidden if block.pre_process else None, **options)
+        finally:
+            block.input_tensor = given
+        if not isinstance(output, torch.Tensor) or not alike(output, hidden):
+            raise TypeError("its output is no tensor of its input's shape and dtype")
+        return output
+
+    def aliases(self) -> list[torch.nn.Parameter]:
+        """Parameters over the same memory, to compute with while capturing.
+
+        DDP made the real ones' gradient accumulators on the default stream; autograd would make
+        that stream wait for the captured one, which CUDA refuses.
+        """
+        aliases = []
+        for parameter, _ in self.accumulators:
+            alias = torch.nn.Parameter(parameter.detach())  # compiled parts expect a Parameter
+            alias.__dict__.update(parameter.__dict__)  # Megatron's marks, and main_grad
+            alias.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            aliases.append(alias)
+        return aliases
+
+    @contextlib.contextmanager
+    def using(self, aliases: list[torch.nn.Parameter]) -> Iterator[None]:
+        """Let the block compute with these instead of its parameters."""
+        originals = (parameter for parameter, _ in self.accumulators)
+        alias_of = dict(zip(originals, aliases, strict=True))
+        tables = [module._parameters for module in self._block.modules()]
+        own = [dict(table) for table in tables]
+        for table in tables:
+            table.update((name, alias_of.get(p, p)) for name, p in table.items() if p is not None)
+        try:
+            with adding(self._block.modules()):
+                yield
+        finally:
+            for table, original in zip(tables, own, strict=True):
+                table.update(original)
+
+    def recomputed(
+        self, forward: Callable[[], Any], example: torch.Tensor
+    ) -> RecomputedDraws | None:
+        """The random draws that a backward of such inputs repeats; None if it repeats none.
+
+        Args:
+            forward: runs the block's forward eagerly.
+        """
+        if self._rng is None or not self._recomputes:
+            return None
+        if example.shape not in self._recomputed:
+            with torch.no_grad():
+                self._recomputed[example.shape] = RecomputedDraws(forward)
+        return self._recomputed[example.shape]
+
+    def repeating(self, draws: RecomputedDraws | None) -> AbstractContextManager[None]:
+        """Register these draws' generators with a capture."""
+        return self._rng.repeating(draws) if self._rng and draws else contextlib.nullcontext()
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Give a replay the tracker's random states."""
+        return self._rng.replaying() if self._rng is not None else contextlib.nullcontext()
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        block = self._block
+        if self._pools is None or args or not (block.training and torch.is_grad_enabled()):
+            return self._original(*args, **kwargs)
+        options = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
+        if isinstance(hidden, torch.Tensor) and not hidden.requires_grad:
+            if not self.accumulators:
+                return self._original(**kwargs)
+            # All layers before it are frozen, and the parameters are no inputs of the replay:
+            # autograd would not run its backward.
+            hidden = hidden.detach().requires_grad_()
+        graphs = self._graphs(self._pools, hidden, options)
+        if graphs is None:
+            return self._original(**kwargs)
+        return _Replay.apply(hidden, graphs, options)  # type: ignore[no-untyped-call]
+
+    def _graphs(self, pools: Pools, hidden: Any, options: Mapping[str, Any]) -> _Graphs | None:
+        """Graphs in a free slot; None if this call must run eagerly."""
+        slots = pools.of(hidden)
+        if slots is None:
+            self._say(f"microbatches that are not of {pools.lengths} run without graphs")
+            return None
+        signature = _signature(hidden, options)
+        rows = len(slots.grad_input)
+        known = self._signatures[rows] = self._signatures.get(rows) or signature
+        if signature is None or signature != known:
+            self._say("inputs unlike the first run without graphs")
+            return None
+        if self._failed:
+            return None
+        slot = slots.take(self)
+        if slot is None:
+            self._say(
+                "microbatches for which the memory of the activation cap is spent run without "
+                "graphs (--dpp-length-buckets)"
+            )
+            return None
+        if self not in slot.graphs:
+            before, fresh = _reserved(hidden), not slot.graphs
+            self._capture_in(slot, slots, options)
+            if self._failed:
+                if not fresh:
+                    slots.give_back(slot)
+                return None
+            if fresh:
+                slots.add(slot, _reserved(hidden) - before)
+        found: _Graphs = slot.graphs[self]
+        return found
+
+    def _capture_in(self, slot: Slot, slots: Slots, options: Mapping[str, Any]) -> None:
+        """Add this block's graphs to a slot; if that fails, it runs eagerly from then on."""
+        try:
+            slot.graphs[self] = _Graphs(self, slot, slots, options)
+        except Exception as error:  # whatever it is, this chunk can be run without
+            first: BaseException = error
+            while first.__context__ is not None:
+                first = first.__context__
+            self._failed = True
+            self._say(f"runs without graphs: {one_line(first, 200)}")
+
+
+def _taken(tensor: torch.Tensor) -> torch.Tensor:
+    """Take a tensor's gradient away from it."""
+    gradient, tensor.grad = tensor.grad, None
+    assert gradient is not None
+    return gradient
+
+
+def _reserved(tensor: torch.Tensor) -> int:
+    return torch.cuda.memory_reserved() if tensor.is_cuda else 0
+
+
+def _signature(hidden: Any, options: Mapping[str, Any]) -> Any:
+    """The properties that must be equal to replay a graph; None if a value cannot be compared."""
+    if not isinstance(hidden, torch.Tensor):
+        return None
+    described: list[Any] = [hidden.shape, hidden.dtype]
+    for name, value in options.items():
+        if isinstance(value, torch.Tensor):
+            described.append((name, value.shape, value.dtype, value.device))
+        elif value is None or isinstance(value, bool | int | float | str):
+            described.append((name, value))
+        else:
+            return None
+    return described

@@ -1,0 +1,240 @@
+"""CUDA graphs of a chunk's forward, backward and weight gradients.
+
+Launching the kernels of one task costs the host milliseconds, which a schedule that decides late
+cannot hide. ``ChunkGraphs`` captures the transformer block of each model chunk once and replays it
+with one launch. Embedding, LM head and loss stay eager.
+
+Tasks run in no fixed order, so graphs cannot share memory in one: every chunk activation in flight
+has a *slot*, a memory pool and buffers, from its F until its last W. A slot is made when a forward
+finds none free, so the activation cap bounds their number. Any chunk may use any slot, one at a
+time. megatron-core's own graphs (``--cuda-graph-impl local``) share one pool in the order of a
+static schedule.
+
+A chunk that cannot be captured runs eagerly, and the reason is logged once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import get_model_config
+
+from megatron.dpp.config import ENGINE_ROWS
+from megatron.dpp.core.graphs.block import GraphedBlock
+from megatron.dpp.core.graphs.capture import Capture, cuda_capture
+from megatron.dpp.core.graphs.pools import Pools
+from megatron.dpp.core.graphs.rng import CapturedRng
+from megatron.dpp.core.rng import needs_task_rng
+from megatron.dpp.core.wgrad.linear import WeightGradients, decoder_block
+
+_WARM_UP_STEPS = 2
+"""Eager training steps before the capture, for initialisation and measurements."""
+
+
+class ChunkGraphs:
+    """The CUDA graphs of one rank's model chunks.
+
+    Args:
+        chunks: in chunk order, each wrapped by megatron-core's DistributedDataParallel.
+        store: the deferred weight gradients of the same chunks; None with a fused backward.
+        log: called with a line per reason and per change of size.
+        wanted: asked once, after the first steps, with the numbers of the chunks that can be
+            captured, whether to capture at all.
+        capture: how work is captured; None captures CUDA graphs on the current device.
+        rows: lengths of a block's inputs that are captured; the longest alone without them.
+        most: activations of the longest microbatch that slots of several lengths may hold.
+    """
+
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        store: WeightGradients | None,
+        log: Callable[[str], None],
+        wanted: Callable[[Sequence[int]], bool],
+        capture: Capture | None = None,
+        *,
+        rows: Sequence[int] = (),
+        most: Callable[[], float] | None = None,
+    ) -> None:
+        self._log, self._said, self._wanted = log, set[str](), wanted
+        self._rows, self._most = rows, most
+        self._blocks: list[GraphedBlock] = []
+        self._numbers: list[int] = []
+        self._pools: Pools | None = None
+        self._slot_bytes = 0.0
+        self._addresses: list[list[int]] = []
+        self._num_steps = 0
+        self._num_said = 0
+        self._by_engine = any(_has_engine_layers(chunk) for chunk in chunks)
+        rng = CapturedRng()
+        draws = capture is None and needs_task_rng(chunks)
+        capture = capture or cuda_capture(rng)
+        for number, chunk in enumerate(chunks):
+            say = partial(self._say, number)
+            reason = why_not(chunk)
+            if reason is None:
+                delayed = store.delayed_by_modules(number) if store is not None else None
+                self._numbers.append(number)
+                self._blocks.append(
+                    GraphedBlock(chunk, store, delayed, capture, rng if draws else None, say)
+                )
+            else:
+                say(f"runs without graphs: {reason}")
+
+    @property
+    def awaits_size(self) -> bool:
+        """True until :meth:`keep_size` is called, if chunks may be captured."""
+        return bool(self._blocks) and not self._slot_bytes
+
+    def slot_bytes(self, eager: float) -> float:
+        """Bytes of one chunk activation of the longest microbatch in a slot; 0 without slots.
+
+        Args:
+            eager: its bytes without graphs, by which an estimate from shorter ones is judged.
+        """
+        return self._pools.slot_bytes(eager) if self._pools is not None else 0
+
+    def keep_size(self, slot_bytes: float) -> None:
+        """Take an activation's size, and drop this step's slots: a cap in bytes allows fewer."""
+        self._slot_bytes, self._pools = slot_bytes, None
+
+    def close(self) -> None:
+        """Free the graphs, without which NCCL's communicators cannot be destroyed."""
+        self._blocks.clear()
+        self._pools = None
+        gc.collect()  # graphs and their slots know each other
+
+    def _say(self, chunk: int, text: str) -> None:
+        line = f"CUDA graphs: chunk {chunk} {text}"
+        if line not in self._said:
+            self._said.add(line)
+            self._log(line)
+
+    @contextlib.contextmanager
+    def bound(self, example: torch.Tensor) -> Iterator[None]:
+        """Replay graphs in one training step; the model is restored after it.
+
+        Args:
+            example: a tensor like a block's input, [s, b, h].
+        """
+        self._num_steps += 1
+        deciding = self._num_steps == _WARM_UP_STEPS + 1 and self._blocks
+        if deciding and not (self._wanted(self._numbers) and self._attends(example)):
+            self._blocks.clear()
+        if self._num_steps <= _WARM_UP_STEPS or not self._blocks:
+            yield
+            return
+        self._make_room(example)
+        for block in self._blocks:
+            block.bind(self._pools)
+        try:
+            yield
+        finally:
+            for block in self._blocks:
+                block.bind(None)
+        if self._pools is not None and self._pools.num_made != self._num_said:
+            self._complete(self._pools)
+
+    def _complete(self, pools: Pools) -> None:
+        """Capture every block in each slot that this step has made, and say how many there are."""
+        self._num_said = pools.num_made
+        for slots in pools.all():
+            for block in self._blocks:
+                block.complete(slots)
+        made = [slots for slots in pools.all() if slots.made]
+        total = sum(len(slots.made) * slots.slot_bytes for slots in made)
+        size = f"{pools.slot_bytes() / (1 << 20):.0f} MiB"
+        if len(made) > 1:
+            size = f"{len(made)} lengths, {total / (1 << 20):.0f} MiB together"
+        self._log(f"CUDA graphs: memory for {self._num_said} chunk activations of {size}")
+
+    def _attends(self, example: torch.Tensor) -> bool:
+        """True if attention can be captured for inputs like this one, [s, b, h]."""
+        if not self._by_engine:
+            return True
+        lengths = self._rows or [len(example)]
+        kept = [length for length in lengths if length % ENGINE_ROWS == 0]
+        if kept:
+            self._rows = kept
+            return True
+        self._log(
+            f"CUDA graphs: not used: cuDNN's attention in Transformer Engine's layers is wrong in "
+            f"graphs for sequences of {', '.join(map(str, lengths))}, no multiple of {ENGINE_ROWS}"
+        )
+        return False
+
+    def _make_room(self, example: torch.Tensor) -> None:
+        """Make new slots at the start and whenever parameters have moved."""
+        addresses = [block.addresses() for block in self._blocks]
+        if self._pools is None or addresses != self._addresses:
+            self._pools = None
+            if example.is_cuda:
+                gc.collect()  # graphs and their slots know each other
+                torch.cuda.empty_cache()  # memory of the eager steps
+            self._pools = Pools(example.detach(), self._rows, self._most)
+            self._addresses, self._num_said = addresses, 0
+
+
+def why_not(chunk: torch.nn.Module) -> str | None:
+    """The reason why a chunk cannot be captured; None if it can."""
+    config, block = get_model_config(chunk), decoder_block(chunk)
+    if not isinstance(chunk, DistributedDataParallel):
+        return f"{type(chunk).__name__} is not megatron-core's DistributedDataParallel"
+    if block is None or not len(block.layers):
+        return "it has no transformer layers"
+    reasons = {
+        **_reasons_of_experts(config, block),
+        "some microbatches are recomputed and others are not": (
+            config.num_microbatches_with_partial_activation_checkpoints is not None
+        ),
+        "8- and 4-bit layers keep scales per step": config.fp8 or config.fp4,
+        "--overlap-param-gather waits inside the layers": chunk.ddp_config.overlap_param_gather,
+        "--cuda-graph-impl captures them already": config.cuda_graph_impl != "none",
+        "activations are offloaded": config.cpu_offloading
+        or config.fine_grained_activation_offloading,
+        "Transformer Engine's tensor-parallel layers have not been tried": (
+            config.tensor_model_parallel_size > 1 and _has_engine_layers(block)
+        ),
+        "context parallelism has streams of its own": config.context_parallel_size > 1,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _reasons_of_experts(config: Any, block: torch.nn.Module) -> dict[str, bool]:
+    """The reasons why experts cannot be captured, and which of them hold.
+
+    Experts with a padded capacity have fixed shapes, and nothing in their forward asks the device
+    for a number.
+    """
+    if not config.num_moe_experts:
+        return {}
+    balancing = config.moe_router_load_balancing_type
+    kinds = {balancing} if isinstance(balancing, str) else set(balancing)
+    return {
+        "experts take varying shapes, unless --moe-pad-expert-input-to-capacity pads them": (
+            not config.moe_pad_expert_input_to_capacity
+        ),
+        "only the dispatcher alltoall keeps the numbers of tokens off the device": (
+            config.moe_token_dispatcher_type != "alltoall"
+        ),
+        "routers of type sinkhorn and global_aux_loss depend on numbers of the device": bool(
+            kinds & {"sinkhorn", "global_aux_loss"}
+        ),
+        "noise of routers has not been tried": bool(
+            config.moe_input_jitter_eps or config.moe_router_force_load_balancing
+        ),
+        "shared experts beside the dispatcher have a stream of their own": (
+            config.moe_shared_expert_overlap
+        ),
+        "Transformer Engine's experts have not been tried": _has_engine_layers(block),
+    }
+
+
+def _has_engine_layers(module: torch.nn.Module) -> bool:
+    return any(type(m).__module__.startswith("transformer_engine") for m in module.modules())

@@ -1,0 +1,68 @@
+"""Reads the index of Megatron's token files: their documents and the lengths of these."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.errors import DataError
+from megatron.dpp.safe_files import open_to_read
+
+MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = 34
+"""Bytes of an index before its lengths."""
+
+TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+"""Bytes per token of megatron-core's dtype codes."""
+
+
+def check_index(prefix: str) -> tuple[int, int]:
+    """Compare the sizes of ``prefix.idx`` and ``prefix.bin`` with what the index's header says.
+
+    Returns:
+        The number of its sequences and of its documents.
+
+    Raises:
+        DataError: a file is missing, is no index, or is shorter than it should be.
+    """
+    index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
+    for path in (index, data):
+        if not path.is_file():
+            raise DataError(
+                f"{path}: no such file (data prefixes are given without .bin and .idx; "
+                "megatron-dpp preprocess makes both)"
+            )
+    with open_to_read(index) as file:
+        header: Any = file.read(34)
+        if len(header) < 34 or header[:9] != MAGIC:
+            raise DataError(f"{index}: not a Megatron index (bad header)")
+        version, code, sequences, documents = struct.unpack("<QBQQ", header[9:34])
+        if version != 1 or code not in TOKEN_BYTES:
+            raise DataError(
+                f"{index}: version {version}, dtype code {code}: expected version 1 and a code of "
+                "1 to 8"
+            )
+        expected = 34 + sequences * (4 + 8) + documents * 8
+        actual = index.stat().st_size
+        if actual not in (expected, expected + sequences):  # multimodal indices have modes
+            raise DataError(f"{index}: {actual} bytes, but its header says {expected}: cut short?")
+        if not sequences:
+            raise DataError(f"{index}: holds no sequence")
+        file.seek(34 + (sequences - 1) * 4)
+        (length,) = struct.unpack("<i", file.read(4))
+        file.seek(34 + sequences * 4 + (sequences - 1) * 8)
+        (pointer,) = struct.unpack("<q", file.read(8))
+    needed = pointer + length * TOKEN_BYTES[code]
+    if data.stat().st_size != needed:
+        raise DataError(f"{data}: {data.stat().st_size} bytes, but {index.name} says {needed}")
+    return sequences, documents - 1  # it holds where each begins, and the end
+
+
+def read_lengths(prefix: str) -> Any:
+    """Tokens of each document in ``prefix.idx``, which is whole."""
+    import numpy
+
+    with open_to_read(prefix + ".idx") as index:
+        (count,) = struct.unpack("<Q", index.read(_HEADER)[18:26])
+        return numpy.fromfile(index, dtype=numpy.int32, count=count)

@@ -1,0 +1,75 @@
+"""``megatron-dpp aggregate``: merge the trace files of all ranks into one for Perfetto.
+
+    megatron-dpp aggregate --benchmark_dir benchmark/data-1-pipeline-4-tensor-1-dpp
+
+Prints how well the ranks' clocks could be aligned.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.dpp.command_line import ROOT, guarded, new_parser, progress_bar
+from megatron.dpp.report.align import Alignment
+from megatron.dpp.report.merge import merge
+from megatron.dpp.report.reader import TraceFile, find_directory, open_run
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp aggregate") -> int:
+    """Run the command; returns 1 after an error."""
+    parser = new_parser(prog, "Merge the trace files of all ranks into one for ui.perfetto.dev.")
+    add = parser.add_argument
+    add("--benchmark_dir", "--benchmark-dir", default="runs/latest", metavar="DIR",
+        help="home or traces of a run (default: runs/latest)")  # fmt: skip
+    add("--output", metavar="FILE",
+        help="merged trace; .json.gz compresses it (default: DIR/aggregated.json)")  # fmt: skip
+    add("--allow-missing", action="store_true", help="merge although files of ranks are missing")
+    options = parser.parse_args(argv)
+    return guarded(prog, lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    directory = find_directory(options.benchmark_dir, ROOT)
+    files = open_run(directory, allow_missing=options.allow_missing)
+    output = Path(options.output) if options.output else files[0].path.parent / "aggregated.json"
+    with progress_bar(2 * sum(file.size for file in files)) as bar:
+
+        def progress(phase: str, file: TraceFile) -> None:
+            bar.set_postfix_str(f"{phase} rank {file.rank}", refresh=False)
+            bar.update(file.size)
+
+        alignment, count = merge(files, output, progress=progress)
+    print(_describe(alignment))
+    short = [file.rank for file in files if not file.complete]
+    if short:
+        print(f"cut short (the run was killed or is still running): ranks {_ranges(short)}")
+    print(f"{count} events of {len(files)} ranks in {output}; open it in https://ui.perfetto.dev")
+    return 0
+
+
+def _describe(alignment: Alignment) -> str:
+    clocks = alignment.summary()
+    if len(clocks) == 1:
+        return "clocks: all ranks read one clock; nothing to align"
+    lines = [
+        f"clocks: {len(clocks)}, aligned by messages; "
+        f"uncertainty at most {alignment.uncertainty_ns / 1000:.1f} us"
+    ]
+    lines += [
+        f"  ranks {_ranges(clock['ranks'])}: offset {clock['offset_ns'] / 1e6:+.3f} ms, "
+        f"within {clock['uncertainty_ns'] / 1000:.1f} us"
+        for clock in clocks
+    ]
+    return "\n".join(lines)
+
+
+def _ranges(ranks: list[int]) -> str:
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][1] == rank - 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)

@@ -1,0 +1,230 @@
+"""Iterations of a run as objects, all ranks on one clock.
+
+Reads the ranks' files side by side, so that one iteration of all ranks is in memory at a time
+however long the run was. The other modules of this package take :class:`Iteration` objects and
+never see a file.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron.dpp.report.align import Alignment
+from megatron.dpp.report.reader import Event, MessageId, TraceFile, message_of, read_events
+from megatron.dpp.trace.vocabulary import EventKind, read_cause
+
+
+class TaskRun(NamedTuple):
+    """A task that ran; ``start`` and ``end`` are ns on the run's reference clock."""
+
+    start: int
+    end: int
+    kind: str
+    chunk: int
+    microbatch: int
+    piece: int
+
+    @property
+    def length(self) -> int:
+        """Nanoseconds."""
+        return self.end - self.start
+
+
+class ExpertsRun(NamedTuple):
+    """A rank's experts of one layer in one forward: ``tokens`` of each, the first one's number, and
+    the first rank of their expert-parallel group.
+    """
+
+    start: int
+    end: int
+    chunk: int
+    microbatch: int
+    layer: int
+    first: int
+    group: int
+    tokens: list[int]
+
+
+class Wait(NamedTuple):
+    """A stretch in which a rank ran no task, and why."""
+
+    start: int
+    end: int
+    cause: str
+    detail: str
+
+
+class Span(NamedTuple):
+    """Other work: optimizer, gradient reduction, data."""
+
+    start: int
+    end: int
+    name: str
+
+
+class Send(NamedTuple):
+    """A message on its way: ``ready`` is when its tensor could be copied."""
+
+    ready: int
+    message: MessageId
+    num_bytes: int
+    kind: str
+
+
+class Arrival(NamedTuple):
+    """A message received: when it was sent (None: unknown), seen complete, and taken. ``ahead``: it
+    was taken before that, and ``arrived`` is when the receiver's device had come to it and had it.
+    """
+
+    sent: int | None
+    arrived: int
+    taken: int
+    message: MessageId
+    num_bytes: int
+    ahead: bool = False
+
+
+@dataclass(slots=True)
+class RankIteration:
+    """One rank in one iteration, each list in order of time."""
+
+    rank: int
+    number: int
+    start: int = 0
+    end: int = 0
+    tasks: list[TaskRun] = field(default_factory=list)
+    experts: list[ExpertsRun] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
+    peaks: dict[str, float] = field(default_factory=dict)
+    """Largest value of each counter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """All ranks' share of one iteration."""
+
+    number: int
+    ranks: dict[int, RankIteration]
+
+    @property
+    def start(self) -> int:
+        """Start of the first rank."""
+        return min(rank.start for rank in self.ranks.values())
+
+    @property
+    def end(self) -> int:
+        """End of the last rank, optimizer included."""
+        return max(rank.end for rank in self.ranks.values())
+
+
+class IterationBuilder:
+    """Turns the events of one rank, fed one by one, into its iterations.
+
+    Args:
+        file: the rank's header.
+        alignment: puts times on the run's reference clock; without one they stay on the rank's own.
+    """
+
+    def __init__(self, file: TraceFile, alignment: Alignment | None = None) -> None:
+        self._file, self._alignment = file, alignment
+        self._current = RankIteration(file.rank, -1)
+
+    def _interval(self, event: Event) -> tuple[int, int]:
+        start = self._file.time_ns(event)
+        if self._alignment is not None:
+            start = self._alignment.to_global(self._file.rank, start)
+        return start, start + self._file.duration_ns(event)
+
+    def feed(self, event: Event) -> RankIteration | None:
+        """The iteration that this event ends, if it does."""
+        if event.get("cat") != EventKind.ITERATION:
+            self._add(self._current, event)
+            return None
+        whole, self._current = self._current, RankIteration(self._file.rank, -1)
+        whole.number = event["args"]["iteration"]
+        whole.start, whole.end = self._interval(event)
+        for events in (whole.tasks, whole.waits, whole.spans):
+            events.sort()
+        return whole
+
+    def _add(self, current: RankIteration, event: Event) -> None:
+        cat, args = event["cat"], event["args"]
+        if cat == EventKind.COUNTER:
+            name, value = event["name"], float(args["value"])
+            current.peaks[name] = max(value, current.peaks.get(name, value))
+            return
+        start, end = self._interval(event)
+        if cat == EventKind.TASK:
+            what = (args["kind"], args["chunk"], args["microbatch"], args["piece"])
+            current.tasks.append(TaskRun(start, end, *what))
+        elif cat == EventKind.EXPERTS:
+            where = (args[name] for name in ExpertsRun._fields[2:])
+            current.experts.append(ExpertsRun(start, end, *where))
+        elif cat == EventKind.WAIT:
+            cause = read_cause(args["cause"])
+            current.waits.append(Wait(start, end, cause, args.get("detail", "")))
+        elif cat == EventKind.SPAN:
+            current.spans.append(Span(start, end, event["name"]))
+        else:
+            self._add_message(current, event, start, end)
+
+    def _add_message(self, current: RankIteration, event: Event, start: int, end: int) -> None:
+        message, args = message_of(event), event["args"]
+        if message is None:
+            return
+        if event["cat"] == EventKind.SEND:
+            current.sends.append(Send(start, message, args["bytes"], args["kind"]))
+            return
+        sent = args.get("sent_ns")
+        if sent is not None and self._alignment and message.source in self._alignment.clocks:
+            sent = self._alignment.to_global(message.source, sent)
+        ahead = args.get("ahead", False)
+        current.arrivals.append(Arrival(sent, start, end, message, args["bytes"], ahead))
+
+
+def _iterations(file: TraceFile, alignment: Alignment) -> Iterator[RankIteration]:
+    """Whole iterations only, without one that a crash cut short."""
+    builder = IterationBuilder(file, alignment)
+    for event in read_events(file):
+        whole = builder.feed(event)
+        if whole is not None:
+            yield whole
+
+
+def _allow_open_files(count: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + 64
+    if soft < wanted:
+        least = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
+
+
+def read_iterations(
+    files: list[TraceFile], alignment: Alignment, only: Collection[int] | None = None
+) -> Iterator[Iteration]:
+    """The iterations that every rank has finished, in order.
+
+    Args:
+        files: the run's files.
+        alignment: their clocks.
+        only: numbers of the iterations wanted (default: all).
+    """
+    _allow_open_files(len(files))
+    streams = [_iterations(file, alignment) for file in files]
+    heads = [next(stream, None) for stream in streams]
+    while all(head is not None for head in heads):
+        ranks = [head for head in heads if head is not None]
+        number = max(rank.number for rank in ranks)
+        if all(rank.number == number for rank in ranks):
+            if only is None or number in only:
+                yield Iteration(number, {rank.rank: rank for rank in ranks})
+            number += 1
+        for index, rank in enumerate(ranks):
+            if rank.number < number:
+                heads[index] = next(streams[index], None)

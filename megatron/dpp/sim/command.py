@@ -1,0 +1,426 @@
+"""``megatron-dpp sim``: simulate, compare and draw schedules.
+
+    megatron-dpp sim --pp 4 --chunks 2 --microbatches 8
+    megatron-dpp sim --pp 8 --chunks 2 --microbatches 32 --jitter 0.3 --compare --seeds 10
+    megatron-dpp sim --pp 4 --microbatches 32 --lengths sft --compare --seeds 10
+    megatron-dpp sim --costs costs.json --microbatches 32 --compare --png step.png
+
+``sim/measured.py`` describes cost files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.dpp.command_line import new_parser
+from megatron.dpp.errors import ConfigError, DppError, require_value, use_names
+from megatron.dpp.index_files import check_index, read_lengths
+from megatron.dpp.naming import renamed
+from megatron.dpp.report.pictures.picture import check_png
+from megatron.dpp.report.pictures.schedules import draw
+from megatron.dpp.safe_files import read_bytes
+from megatron.dpp.schedule import Geometry, parse_cap
+from megatron.dpp.schedule.policies import BUILT_IN
+from megatron.dpp.sim import conditions
+from megatron.dpp.sim.conditions import CONDITIONS, Change, chain, condition_costs, uniform
+from megatron.dpp.sim.costs import Costs, Shape
+from megatron.dpp.sim.lengths import MIXES, LengthCosts, histogram, parse_lengths
+from megatron.dpp.sim.measured import MeasuredCosts, load_costs
+from megatron.dpp.sim.packing import orders
+from megatron.dpp.sim.result import Result, format_grid
+from megatron.dpp.sim.schedules import STATIC, find_schedule, run_static
+
+_GRID_COLUMNS = 260
+"""Wider grids are not printed unless asked for: they would wrap."""
+
+_LEAST_SHOWN = 16
+"""Lengths from which a histogram is printed."""
+
+_MOST_SIGMA = 5.0
+_MOST = {"lead": 1e6, "hop": 1e6, "head": 1e6, "jitter": _MOST_SIGMA}
+"""Largest values; with a larger sigma a single task dominates a run."""
+
+_Run = Callable[[Shape, Costs], Result]
+
+_NAMES = {
+    "activation_cap": "--cap",
+    "policy": "--policy",
+    "microbatch_group_size_per_vp_stage": "--group",
+}
+"""Settings whose flags have other names here than in training."""
+
+
+@use_names(renamed(_NAMES))
+def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp sim") -> int:
+    """Run the command; returns 2 for options that cannot be."""
+    args = _parser(prog).parse_args(argv)
+    try:
+        _run(args)
+    except DppError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    text = "Simulate pipeline schedules. Unit of time: a rank's F; s with --costs."
+    parser = new_parser(prog, text)
+    add = parser.add_argument
+    add("--pp", type=int, default=4, metavar="P", help="pipeline ranks (default 4)")
+    add("--chunks", type=int, default=2, metavar="V", help="model chunks per rank (default 2)")
+    add("--microbatches", type=int, metavar="M", help="default 8, or a list's")
+    add("--group", type=int, metavar="N", help="microbatch group size (default: P)")
+    add("--grid", action=argparse.BooleanOptionalAction, help="print the grid (default: if narrow)")
+    add("--png", metavar="FILE", help="draw the first seed (FILE.svg: SVG)")
+    _add_schedule_flags(parser)
+    _add_cost_flags(parser)
+    return parser
+
+
+def _add_schedule_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("schedule").add_argument
+    policies = (*BUILT_IN, "earlier-dpp")
+    add(
+        "--policy",
+        action="append",
+        metavar="NAME",
+        help=f"{', '.join((*policies, *STATIC))}, or module:function; repeatable; default dynamic",
+    )
+    add("--compare", action="store_true", help="add static schedules, earlier DPP, dynamic fused")
+    add("--cap", default="auto", metavar="C", help="as --dpp-activation-cap (default auto)")
+    add(
+        "--split-backward",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="W apart from B (default yes)",
+    )
+    add("--w-pieces", type=int, default=1, metavar="N", help="pieces of a chunk's W (default 1)")
+    add("--beta", type=float, default=0.0, metavar="X", help="share that a B frees (default 0)")
+    add("--lead", type=float, default=0.0, metavar="T", help="choose T before a task ends (0)")
+
+
+def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("costs and what varies, applied in this order").add_argument
+    add("--costs", metavar="FILE", help="measured costs; they set --pp and --chunks")
+    add("--condition", choices=list(CONDITIONS), metavar="NAME", help=", ".join(CONDITIONS))
+    add("--hop", type=float, default=0.01, metavar="T", help="time of a hop (0.01 chunk forwards)")
+    add("--head", type=float, metavar="T", help="add T to the last stage's F, B and W")
+    add("--jitter", type=float, metavar="SIGMA", help="lognormal factor per task")
+    add(
+        "--lengths",
+        metavar="WHAT",
+        help="sft, long, LIST, FILE, or SIGMA of times",
+    )
+    add("--longest", type=int, metavar="TOKENS", help="unit of --cap (default: of --lengths)")
+    add("--slow-rank", metavar="RANK:FACTOR", help="as in 1:1.5")
+    add("--slow-link", metavar="A-B:TIME", help="as in 0-1:2, in chunk forwards")
+    add("--transient", metavar="FACTORx:SHARE%", help="slow ranks now and then, as 2x:20%%")
+    add("--seed", type=int, default=0, metavar="N", help="first seed (default 0)")
+    add("--seeds", type=int, default=1, metavar="N", help="seeds to average over (default 1)")
+
+
+def _run(args: argparse.Namespace) -> None:
+    if args.png and not args.png.endswith(".svg"):
+        check_png("--png")  # before minutes of simulation
+    measured = load_costs(args.costs) if args.costs else None
+    lengths = _Lengths.parse(args.lengths, args.longest)
+    if args.microbatches is None:
+        args.microbatches = lengths.count or 8
+    if measured is None:
+        shape = Shape(args.pp, args.chunks, args.microbatches)
+    else:
+        shape = measured.shape(args.microbatches)
+    _check(args, shape, measured)
+    if lengths.source and (measured or args.condition):
+        raise ConfigError(
+            f"--lengths {args.lengths}: --costs and --condition have costs of their own; give "
+            "SIGMA, or leave them out"
+        )
+    change = chain(*_changes(args, shape, lengths.sigma))
+    names = args.policy or ["dynamic"]
+    runs = {name: _runner(name, args) for name in names}
+    if args.compare:
+        runs |= _comparison(args, shape, measured)
+        if lengths.source:
+            runs["dynamic, cap by count"] = _by_count(_runner("dynamic", args))
+            static = "interleaved" if shape.num_chunks > 1 else "1f1b"
+            for name in (static, "dynamic"):
+                runs[f"{name}, best order"] = _in_best_order(_runner(name, args))
+    unit = "s" if measured else ""
+    results: dict[str, list[Result]] = {name: [] for name in runs}
+    for seed in range(args.seed, args.seed + args.seeds):
+        drawn = lengths.shape(shape, seed)
+        base = _base(args, drawn, measured, seed)
+        costs = change(base, shape, random.Random(f"change {seed}"))
+        for name, run in runs.items():
+            results[name].append(run(drawn, costs))
+    _report(args, dataclasses.replace(shape, largest=lengths.longest), results, unit)
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    """The meaning of ``--lengths``: a sigma, or a source of lengths in tokens (``source(seed,
+    number)``).
+
+    Args:
+        sigma: of a lognormal factor on each microbatch's times; sizes stay equal.
+        longest: tokens of the longest sequence, in whose activations the cap is given.
+        count: of a list; 0 for a distribution.
+    """
+
+    sigma: float | None = None
+    source: Callable[[int, int], Sequence[int]] | None = None
+    longest: int = 0
+    count: int = 0
+
+    @classmethod
+    def parse(cls, text: str | None, longest: int | None) -> _Lengths:
+        if text is None:
+            return cls()
+        if text in MIXES:
+            mix = MIXES[text]
+
+            def draw(seed: int, number: int) -> Sequence[int]:
+                rng = random.Random(f"lengths {seed}")
+                return [mix.draw(rng) for _ in range(number)]
+
+            return cls(None, draw, longest or mix.longest)
+        if (sigma := _number(text)) is not None:
+            if not 0 <= sigma <= _MOST_SIGMA:
+                raise ConfigError(
+                    f"--lengths {text}: a sigma must be a number from 0 to {_MOST_SIGMA:g}"
+                )
+            return cls(sigma)
+        if text.endswith((".idx", ".bin")):
+            return cls._of_index(text[:-4], longest)
+        given = parse_lengths(text if "," in text else _read(text))
+        if len(given) >= _LEAST_SHOWN:
+            print("\n".join(histogram(given)))
+
+        def take(seed: int, number: int) -> Sequence[int]:
+            return [given[(seed * number + i) % len(given)] for i in range(number)]
+
+        return cls(None, take, longest or max(given), len(given))
+
+    @classmethod
+    def _of_index(cls, prefix: str, longest: int | None) -> _Lengths:
+        """Documents of token files, drawn at random as training draws them."""
+        check_index(prefix)
+        given = [max(1, int(length) - 1) for length in read_lengths(prefix)]
+        if longest:
+            given = [min(length, longest) for length in given]
+        print("\n".join(histogram(given)))
+
+        def draw(seed: int, number: int) -> Sequence[int]:
+            rng = random.Random(f"lengths {seed}")
+            return [rng.choice(given) for _ in range(number)]
+
+        return cls(None, draw, longest or max(given))
+
+    def shape(self, shape: Shape, seed: int) -> Shape:
+        """``shape`` with the sizes of one seed."""
+        if self.source is None:
+            return shape
+        sizes = tuple(self.source(seed, shape.num_microbatches))
+        if max(sizes) > self.longest:
+            raise ConfigError(
+                f"--longest {self.longest}: a microbatch has {max(sizes)} tokens; raise it"
+            )
+        return dataclasses.replace(shape, sizes=sizes, largest=self.longest)
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _read(path: str) -> str:
+    try:
+        return read_bytes(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--lengths {path}: expected sft, long, SIGMA, lengths like 1000,8000, or a file of "
+            f"them: {error}"
+        ) from error
+
+
+def _check(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None) -> None:
+    if min(shape.num_ranks, shape.num_chunks, shape.num_microbatches, args.seeds) < 1:
+        raise ConfigError("--pp, --chunks, --microbatches and --seeds must be at least 1")
+    require_value(args, "w_pieces", args.w_pieces >= 1, "at least 1")
+    for flag, most in _MOST.items():
+        value = getattr(args, flag)
+        if value is not None and not 0 <= value <= most:
+            raise ConfigError(f"--{flag} {value:g}: must be a number from 0 to {most:g}")
+    first = Geometry(shape.num_ranks, 0, shape.num_chunks, shape.num_microbatches)
+    if parse_cap(args.cap, first).needs_measuring:
+        raise ConfigError(
+            f"--cap {args.cap}: bytes mean nothing to the simulator; give chunk activations as a "
+            "multiple of the pipeline size like 1.5p, megatron or strict"
+        )
+    if measured and args.condition:
+        raise ConfigError("--condition has costs of its own; with --costs use --jitter and so on")
+    if measured and not measured.split and args.split_backward:
+        raise ConfigError(
+            f"{args.costs} has no W times (its run had a fused backward): add --no-split-backward"
+        )
+
+
+def _base(
+    args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None, seed: int
+) -> Costs:
+    if measured:
+        return measured.costs(shape.num_microbatches, random.Random(f"samples {seed}"))
+    if args.condition:
+        return condition_costs(args.condition, shape, seed)
+    if shape.sizes:
+        return LengthCosts.transformer().of(
+            [[size] for size in shape.sizes],
+            num_ranks=shape.num_ranks,
+            num_chunks=shape.num_chunks,
+            hop=args.hop,
+        )
+    return uniform(shape, args.hop)
+
+
+def _changes(args: argparse.Namespace, shape: Shape, sigma: float | None) -> list[Change]:
+    found: list[Change] = []
+    if args.head is not None:
+        found.append(conditions.heavy_head(args.head))
+    if args.jitter is not None:
+        found.append(conditions.jitter(args.jitter))
+    if sigma is not None:
+        found.append(conditions.lengths(sigma))
+    if args.slow_rank:
+        found.append(_slow_rank(args.slow_rank, shape))
+    if args.slow_link:
+        found.append(_slow_link(args.slow_link, shape))
+    if args.transient:
+        factor, share = _numbers("--transient", args.transient, "{}x:{}%", "2x:20%")
+        if not (0 < share < 100 and factor > 0):
+            raise ConfigError(
+                f"--transient {args.transient}: the factor must be above 0, and the share above 0 "
+                "and below 100 %"
+            )
+        found.append(conditions.transient_all(factor, share / 100))
+    return found
+
+
+def _slow_rank(text: str, shape: Shape) -> Change:
+    rank, factor = _numbers("--slow-rank", text, "#:{}", "1:1.5")
+    if rank >= shape.num_ranks:
+        raise ConfigError(f"--slow-rank {text}: there are ranks 0 .. {shape.num_ranks - 1}")
+    if factor == 0:
+        raise ConfigError(f"--slow-rank {text}: the factor must be above 0")
+    return conditions.slow_rank(factor, int(rank))
+
+
+def _slow_link(text: str, shape: Shape) -> Change:
+    a, b, hop = _numbers("--slow-link", text, "#-#:{}", "0-1:2")
+    last = shape.num_ranks - 1
+    wraps = shape.num_chunks > 1 and (a, b) == (last, 0)  # on to the next chunk of the first rank
+    if not (wraps or b == a + 1 <= last):
+        raise ConfigError(
+            f"--slow-link {text}: {a:g} and {b:g} are not neighbours: expected A-B with "
+            f"B = A + 1, up to {last}" + (f", or {last}-0" if shape.num_chunks > 1 else "")
+        )
+    return conditions.slow_link(chunk_forwards=hop, rank=int(a))
+
+
+def _numbers(flag: str, text: str, form: str, example: str) -> list[float]:
+    pattern = form.replace("#", r"(\d+)").replace("{}", r"(\d+\.?\d*)")
+    match = re.fullmatch(pattern, text)
+    if match is None:
+        raise ConfigError(f"{flag} {text}: expected a value like {example}")
+    return [float(group) for group in match.groups()]
+
+
+def _runner(name: str, args: argparse.Namespace) -> _Run:
+    if name in STATIC:
+        return lambda shape, costs: run_static(name, shape, costs, beta=args.beta, group=args.group)
+    schedule = find_schedule(
+        name,
+        cap=args.cap,
+        split_backward=args.split_backward,
+        beta=args.beta,
+        w_pieces=args.w_pieces,
+        group=args.group,
+    )
+    return lambda shape, costs: schedule.run(shape, costs, lead=args.lead)
+
+
+def _by_count(run: _Run) -> _Run:
+    """The same schedule with a cap that counts microbatches, whatever their size."""
+    return lambda shape, costs: run(dataclasses.replace(shape, sizes=()), costs)
+
+
+def _in_best_order(run: _Run) -> _Run:
+    """The same schedule with the microbatches in the best of the planner's orders."""
+
+    def best(shape: Shape, costs: Costs) -> Result:
+        totals = [sum(row[0][i] for row in costs.durations) for i in range(shape.num_microbatches)]
+        found = [
+            run(
+                dataclasses.replace(shape, sizes=tuple(shape.sizes[i] for i in order)),
+                costs.permuted(order),
+            )
+            for order in orders(totals, shape.num_ranks).values()
+        ]
+        return min(found, key=lambda result: result.makespan)
+
+    return best
+
+
+def _comparison(
+    args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None
+) -> dict[str, _Run]:
+    names = [*STATIC, "earlier-dpp"]
+    if measured and not measured.split:
+        names.remove("zb-h1")
+    if shape.num_chunks == 1:
+        names.remove("interleaved")
+    runs = {name: _runner(name, args) for name in names}
+    fused = argparse.Namespace(**{**vars(args), "split_backward": False})
+    return runs | {"dynamic, fused": _runner("dynamic", fused)}
+
+
+def _report(
+    args: argparse.Namespace, shape: Shape, results: dict[str, list[Result]], unit: str
+) -> None:
+    plural = "es" if shape.num_microbatches > 1 else ""
+    print(
+        f"{shape.num_ranks} ranks x {shape.num_chunks} chunks, "
+        f"{shape.num_microbatches} microbatch{plural}, {args.seeds} seed(s)"
+    )
+    print(f"{'schedule':24s} {'makespan':>10s} {'ratio':>7s} {'peak':>6s}  peak by rank")
+    for name, runs in results.items():
+        first = runs[0]
+        makespan = statistics.fmean(run.makespan for run in runs)
+        ratio = statistics.fmean(run.ratio for run in runs)
+        chunks = len(first.slots) and 1 + max(s.action.chunk for s in first.slots[0])
+        peaks = [held / chunks for held in first.peak_held]
+        shown = " ".join(f"{peak:.3g}" for peak in peaks[:16]) + (" ..." if peaks[16:] else "")
+        print(f"{name:24s} {makespan:9.4g}{unit or ' '} {ratio:7.3f} {max(peaks):6.3g}  {shown}")
+    of = " of the longest sequence" if shape.largest else ""
+    print(f"ratio: makespan / the busiest rank's own work; peak: whole ranks' activations{of} held")
+    for name, runs in results.items():
+        grid = format_grid(runs[0].slots)
+        narrow = max(map(len, grid.splitlines())) <= _GRID_COLUMNS
+        if args.grid or (args.grid is None and narrow and name in (args.policy or ["dynamic"])):
+            print(f"\n{name}\n{grid}")
+    if args.png:
+        try:
+            draw({name: runs[0] for name, runs in results.items()}, unit).write(Path(args.png))
+        except OSError as error:
+            raise ConfigError(f"--png {args.png}: {error.strerror}") from error
+        print(f"drawn: {args.png}")

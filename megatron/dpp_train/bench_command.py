@@ -1,0 +1,33 @@
+"""``megatron-dpp bench NAME``: run a benchmark of the source tree, ``profiling/bench_NAME.py``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megatron.dpp.command_line import from_source_tree, guarded
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.processes import run_child
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp bench") -> int:
+    """Exit status of the benchmark; 0 for the list of names, 1 where there is no such benchmark."""
+    return guarded(prog, lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _run(words: list[str]) -> int:
+    scripts = {
+        path.stem.removeprefix("bench_"): path
+        for path in sorted(from_source_tree("profiling").glob("bench_*.py"))
+        if "__main__" in path.read_text(encoding="utf-8")
+    }
+    if not words or words[0] in ("-h", "--help"):
+        print("usage: megatron-dpp bench NAME [options]     (NAME --help lists the options)\n")
+        for name, path in scripts.items():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            summary = next(line for line in lines if line.startswith('"""')).strip('"')
+            print(f"  {name:<15} {summary}")
+        return 0
+    if words[0] not in scripts:
+        raise ConfigError(f"no benchmark {words[0]!r}: expected one of {', '.join(scripts)}")
+    return run_child([sys.executable, str(scripts[words[0]]), *words[1:]])

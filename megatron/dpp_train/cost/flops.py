@@ -1,0 +1,90 @@
+"""Floating point operations (FLOPs) of training: matrix products only, without recompute."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+
+from megatron.dpp.sim.lengths import LengthCosts, read_costs
+from megatron.dpp_train.cost.from_flags import model_of
+from megatron.dpp_train.cost.shape import ModelShape
+from megatron.dpp_train.options.layer_patterns import layers_with_experts
+
+
+def layer_weights(model: ModelShape, ffn_hidden_size: int | None = None) -> int:
+    """Elements of a layer's weight matrices: multiply-adds per token of its linear layers.
+
+    Args:
+        ffn_hidden_size: width of the MLP in place of what a token passes in the model's.
+    """
+    width = model.active_width if ffn_hidden_size is None else ffn_hidden_size
+    attention = model.hidden_size * (2 * model.queries + 2 * model.keys)
+    return attention + model.hidden_size * width * (3 if model.gated else 2)
+
+
+def core_products(model: ModelShape) -> int:
+    """Multiply-adds per token of attention's core (scores and context) under a causal mask; without
+    one there are twice as many.
+    """
+    return model.seq_length * model.queries
+
+
+def flops_per_token(model: ModelShape, widths: Sequence[int], *, outputs: int | None = None) -> int:
+    """FLOPs of a token's forward and backward: 2 per multiply-add, three products per weight.
+
+    Attention counts as causal, as in Megatron-LM's count.
+
+    Args:
+        widths: each layer's MLP width.
+        outputs: width of all that follows the layers; the vocabulary by default.
+    """
+    layers = sum(layer_weights(model, width) + core_products(model) for width in widths)
+    head = model.vocab_size if outputs is None else outputs
+    return 6 * (layers + model.hidden_size * head)
+
+
+def flops_per_iteration(args: argparse.Namespace, batch_size: int) -> float:
+    """FLOPs of an iteration over ``batch_size`` samples as Megatron-LM logs them: experts and
+    layers that predict further tokens included, the gate of ``--quick-geglu`` not.
+    """
+    further = args.mtp_num_layers or 0
+    experts = (args.moe_ffn_hidden_size or 0) * args.moe_router_topk if args.num_experts else 0
+    experts += (args.moe_shared_expert_intermediate_size or 0) if args.num_experts else 0
+    pattern = layers_with_experts(args)
+    pattern = [*pattern, *pattern[-1:] * further]  # further layers are like the last
+    widths = [experts if with_experts else args.ffn_hidden_size for with_experts in pattern]
+    joints = further * (2 * args.hidden_size + 3)  # projection of state and embedding; norms
+    model = dataclasses.replace(model_of(args), gated=bool(args.swiglu))
+    outputs = joints + (1 + further) * args.padded_vocab_size
+    tokens = batch_size * args.seq_length
+    return float(tokens * flops_per_token(model, widths, outputs=outputs))
+
+
+def flops_of_lengths(args: argparse.Namespace, tokens: int, squares: int) -> float:
+    """FLOPs of an iteration over sequences of unlike length, counted as
+    :func:`flops_per_iteration`.
+
+    Args:
+        tokens: sum of their lengths, without padding.
+        squares: sum of their squared lengths.
+    """
+    short, longer = (
+        flops_per_iteration(argparse.Namespace(**{**vars(args), "seq_length": length}), 1) / length
+        for length in (1, 2)
+    )  # of a token: attention grows with the length, the rest does not
+    return (2 * short - longer) * tokens + (longer - short) * squares
+
+
+def length_costs(args: argparse.Namespace) -> LengthCosts:
+    """Times of a stage over the lengths of sequences: those of ``--length-costs``, else of a layer
+    by its FLOPs, in units of a token's share without attention.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    if args.length_costs:
+        return read_costs(args.length_costs)
+    model = model_of(args)
+    square = model.queries / layer_weights(model)
+    return LengthCosts(per_square=(square, 2.5 * square, 0.0))

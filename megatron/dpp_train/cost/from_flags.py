@@ -1,0 +1,181 @@
+"""Shapes of a run and of its model, from checked training flags."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from megatron.dpp.config import ENGINE_ROWS
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.naming import flag_name
+from megatron.dpp_train.cost.shape import ExpertShape, ModelShape, Precision, RunSchedule, RunShape
+from megatron.dpp_train.options.layer_patterns import layers_with_experts, layout_stages
+
+
+def shape_of(
+    args: argparse.Namespace, *, on_gpu: bool, arch: str = "gpt", per_node: int | None = None
+) -> RunShape:
+    """The shape of a run from flags that ``cli.preflight`` has checked.
+
+    Args:
+        per_node: ranks of each node; all of them by default.
+
+    Raises:
+        ConfigError: a kind of model that is not estimated.
+    """
+    for name in ("multi_latent_attention", "mtp_num_layers"):
+        if getattr(args, name):
+            raise ConfigError(f"{flag_name(name)}: models with it are not estimated")
+    if args.num_experts and not all(layers_with_experts(args)):
+        raise ConfigError("--moe-layer-freq: models with dense layers too are not estimated")
+    replicas = args.micro_batch_size * args.data_parallel_size
+    shard, instances = _sharding(args)
+    model = model_of(args, arch=arch)
+    local = args.transformer_impl == "local"
+    return RunShape(
+        model=dataclasses.replace(model, flash=not local or on_gpu),
+        layers=_layers(args),
+        tensor=args.tensor_model_parallel_size,
+        pipeline=args.pipeline_model_parallel_size,
+        data=args.data_parallel_size,
+        context=args.context_parallel_size,
+        gathers_keys=local,
+        sequence_parallel=args.sequence_parallel,
+        per_node=per_node or args.world_size,
+        mapped=args.use_tp_pp_dp_mapping,
+        micro_batch=args.micro_batch_size,
+        num_microbatches=args.global_batch_size // replicas,
+        precision=_precision(args),
+        shard=shard,
+        instances=instances,
+        recompute=args.recompute_granularity or "none",
+        recompute_num_layers=args.recompute_num_layers or 1,
+        schedule=_schedule(args, on_gpu=on_gpu),
+        expert=args.expert_model_parallel_size,
+        expert_tensor=args.expert_tensor_parallel_size or 1,
+    )
+
+
+def stage_shape_of(args: argparse.Namespace) -> RunShape:
+    """One microbatch of the model on a pipeline rank that would hold all layers, for planning.
+
+    Data-parallel sharding and recompute are left out.
+    """
+    return RunShape(
+        model=model_of(args),
+        layers=(args.num_layers,),
+        tensor=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        micro_batch=args.micro_batch_size,
+        expert=args.expert_model_parallel_size,
+        expert_tensor=args.expert_tensor_parallel_size or 1,
+    )
+
+
+def model_of(args: argparse.Namespace, *, arch: str = "gpt") -> ModelShape:
+    """The model alone, with flash attention. All layers count as layers with experts if there are
+    experts.
+    """
+    heads = args.num_attention_heads
+    learned = args.position_embedding_type == "learned_absolute"
+    return ModelShape(
+        arch=arch,
+        hidden_size=args.hidden_size,
+        seq_length=args.seq_length,
+        vocab_size=args.padded_vocab_size,
+        num_heads=heads,
+        num_groups=args.num_query_groups if args.group_query_attention else heads,
+        head_size=args.kv_channels,
+        ffn_hidden_size=args.ffn_hidden_size,
+        gated=bool(args.swiglu or args.quick_geglu),
+        num_positions=args.max_position_embeddings if learned else 0,
+        rotary=args.position_embedding_type in ("rope", "yarn"),
+        tied=not args.untie_embeddings_and_output_weights,
+        linear_bias=args.add_bias_linear,
+        qkv_bias=args.add_qkv_bias,
+        norm_vectors=1 if args.normalization == "RMSNorm" else 2,
+        binary_head=arch == "bert" and args.bert_binary_head,
+        fused_loss=args.cross_entropy_loss_fusion,
+        hidden_dropout=args.hidden_dropout > 0,
+        attention_dropout=args.attention_dropout > 0,
+        experts=_experts(args),
+        qk_norm=args.qk_layernorm,
+    )
+
+
+def _experts(args: argparse.Namespace) -> ExpertShape | None:
+    if not args.num_experts:
+        return None
+    return ExpertShape(
+        number=args.num_experts,
+        topk=args.moe_router_topk,
+        ffn_hidden_size=args.moe_ffn_hidden_size,
+        shared=args.moe_shared_expert_intermediate_size or 0,
+    )
+
+
+def _schedule(args: argparse.Namespace, *, on_gpu: bool) -> RunSchedule:
+    graphs = args.dpp_cuda_graphs if on_gpu and _captured(args) else "off"
+    if not args.use_dpp:
+        return RunSchedule(cuda_graphs=graphs)
+    return RunSchedule(
+        dynamic=True,
+        policy=args.dpp_policy,
+        cap=args.dpp_activation_cap,
+        split_backward=args.dpp_split_backward,
+        cuda_graphs=graphs,
+    )
+
+
+def _captured(args: argparse.Namespace) -> bool:
+    """``core.graphs`` can capture this run's chunks as CUDA graphs."""
+    engine = args.transformer_impl == "transformer_engine"
+    obstacles = (
+        args.overlap_param_gather,
+        args.deepspeed_zero_stage,
+        args.context_parallel_size > 1,
+        args.num_experts,
+        engine and (args.tensor_model_parallel_size > 1 or args.seq_length % ENGINE_ROWS),
+    )
+    return not any(obstacles)
+
+
+def _precision(args: argparse.Namespace) -> Precision:
+    half = args.fp16 or args.bf16
+    wide = not half or (args.accumulate_allreduce_grads_in_fp32 and not args.deepspeed_zero_stage)
+    momentum = 4 if args.sgd_momentum else 0
+    moments = 8 if args.optimizer == "adam" else momentum  # each moment in fp32
+    return Precision(element=2 if half else 4, gradient=4 if wide else 2, moments=moments)
+
+
+def _sharding(args: argparse.Namespace) -> tuple[str, int]:
+    """The kind of data-parallel sharding, and the groups that share an optimizer each."""
+    kinds = ("none", "optimizer", "gradients", "parameters")
+    stage = int(args.use_distributed_optimizer)
+    instances = args.num_distributed_optimizer_instances if stage else 1
+    if args.use_torch_fsdp2:
+        stage = 3 if args.torch_fsdp2_reshard_after_forward else 2
+    return kinds[args.deepspeed_zero_stage or stage], instances
+
+
+def _layers(args: argparse.Namespace) -> tuple[int, ...]:
+    """Layers of each virtual stage, as megatron-core distributes them."""
+    pipeline = args.pipeline_model_parallel_size
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    if args.pipeline_model_parallel_layout is not None:
+        parts = layout_stages(args.pipeline_model_parallel_layout)
+        return tuple(stage.count("t") for stage in parts)
+    ends = {
+        0: args.decoder_first_pipeline_num_layers,
+        pipeline - 1: args.decoder_last_pipeline_num_layers,
+    }
+    given = {rank: count for rank, count in ends.items() if count is not None}
+    embedding = int(args.account_for_embedding_in_pipeline_split)
+    loss = int(args.account_for_loss_in_pipeline_split)
+    rest = args.num_layers + embedding + loss - sum(given.values())
+    inner = pipeline - len(given)
+    per_rank = [given.get(rank, rest // max(inner, 1)) for rank in range(pipeline)]
+    stages = [per_rank[stage % pipeline] // chunks for stage in range(pipeline * chunks)]
+    stages[0] -= embedding
+    stages[-1] -= loss
+    return tuple(stages)

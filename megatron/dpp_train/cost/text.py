@@ -1,0 +1,143 @@
+"""An estimate as a few lines of text."""
+
+from __future__ import annotations
+
+from megatron.dpp_train.cost.estimate import Estimate
+from megatron.dpp_train.cost.memory import interleaving_factor, published_layer_bytes
+from megatron.dpp_train.cost.shape import RunShape
+
+_SHARDS = {
+    "none": "",
+    "optimizer": ", optimizer sharded (ZeRO 1)",
+    "gradients": ", optimizer and gradients sharded (ZeRO 2)",
+    "parameters": ", optimizer, gradients and parameters sharded (ZeRO 3)",
+}
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as text.
+
+    >>> size(3 * 2**30)
+    '3.00 GiB'
+    """
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def count(number: float) -> str:
+    """A large number as text.
+
+    >>> count(345_000_000)
+    '345.0 M'
+    """
+    for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= factor:
+            return f"{number / factor:.1f} {unit}"
+    return f"{number:.0f}"
+
+
+def _several(number: int, word: str, ending: str = "s") -> str:
+    return f"{number} {word}{'' if number == 1 else ending}"
+
+
+def layout_line(shape: RunShape) -> str:
+    """The parallel layout in one line."""
+    parts = [f"tensor {shape.tensor}", f"pipeline {shape.pipeline}"]
+    parts += [f"{shape.chunks} chunks"] if shape.chunks > 1 else []
+    parts += [f"context {shape.context}"] if shape.context > 1 else []
+    parts += [f"data {shape.data}"]
+    schedule = f"{shape.schedule.policy} schedule" if shape.schedule.dynamic else "static"
+    text = f"{' x '.join(parts)} = {shape.world_size} ranks"
+    if shape.pipeline > 1:
+        text += f", {schedule}"
+    return text + _SHARDS[shape.shard]
+
+
+def _uneven(shape: RunShape) -> list[str]:
+    """The layers of each stage where they differ, chunk by chunk."""
+    if len(set(shape.layers)) == 1:
+        return []
+    chunks = [
+        " ".join(map(str, shape.layers[first : first + shape.pipeline]))
+        for first in range(0, len(shape.layers), shape.pipeline)
+    ]
+    return [f"layers        of each rank: {', then '.join(chunks)}"]
+
+
+def lines(found: Estimate) -> list[str]:
+    """The estimate, without a heading."""
+    shape, device = found.shape, found.device
+    graphs = ", replaying CUDA graphs" if found.replayed else ""
+    precision = "fp32" if shape.element_bytes == 4 else "16 bit"
+    table = [
+        f"layout        {layout_line(shape)}",
+        *_uneven(shape),
+        f"batch         {_several(shape.global_batch, 'sample')} of {shape.model.seq_length} "
+        f"tokens: {_several(shape.num_microbatches, 'microbatch', 'es')} of {shape.micro_batch} on "
+        f"{_several(shape.data, 'replica')}",
+        f"parameters    {found.parameters:,} ({count(found.parameters)}), {precision}; "
+        f"{count(found.flops_per_token)}FLOP per token",
+        "",
+        "per rank         weights   gradients   optimizer  activations  backward      sum",
+    ]
+    table += [_rank_line(found, rank) for rank in range(shape.pipeline)]
+    table += [
+        f"  of {size(device.memory_bytes)} on {device.name}; activations by the published formula: "
+        f"{_published(shape)}",
+        "",
+        _bubble_line(found),
+        f"traffic       per rank and iteration: {_traffic(found)}",
+        f"time          {found.seconds * 1e3:.1f} ms per iteration, "
+        f"{found.tokens_per_second:,.0f} tokens/s, at {device.flops / 1e12:.3g} TFLOP/s in matrix "
+        f"products ({device.source}){graphs}",
+    ]
+    return table
+
+
+def _rank_line(found: Estimate, rank: int) -> str:
+    memory = found.ranks[rank]
+    parts = (
+        memory.weights,
+        memory.gradients,
+        memory.optimizer,
+        memory.activations,
+        memory.workspace,
+        memory.total,
+    )
+    return f"  stage {rank:<3d} " + " ".join(f"{size(part):>11s}" for part in parts)
+
+
+def _published(shape: RunShape) -> str:
+    layer = published_layer_bytes(shape)
+    whole = layer * shape.num_layers * interleaving_factor(shape.pipeline, shape.chunks)
+    return f"{size(whole)} on the first stage (16 bit, with dropout, {size(layer)} a layer)"
+
+
+def _bubble_line(found: Estimate) -> str:
+    shape = found.shape
+    if shape.pipeline == 1:
+        return "bubble        none: no pipeline"
+    formula = found.bubble_formula
+    return (
+        f"bubble        (p-1)/(v*m) = {formula:.1%} of the ideal time, "
+        f"{formula / (1 + formula):.1%} of the whole; this schedule with these stages, simulated: "
+        f"{found.bubble:.1%} of the whole"
+    )
+
+
+def _traffic(found: Estimate) -> str:
+    sent = found.traffic
+    parts = []
+    if found.shape.pipeline > 1:
+        parts.append(f"pipeline {size(sent.pipeline)} in hops of {size(sent.hop)}")
+    if found.shape.tensor > 1:
+        parts.append(f"tensor {size(sent.tensor)}")
+    if found.shape.data * found.shape.context > 1:
+        parts.append(f"data {size(sent.data)}")
+    if sent.experts:
+        parts.append(f"experts {size(sent.experts)}")
+    if sent.context:
+        parts.append(f"context {size(sent.context)}")
+    return ", ".join(parts) or "none"

@@ -1,0 +1,274 @@
+"""Reads a line of chats: its form, messages, tools, and which answers have a loss.
+
+Every field of the usual forms (OpenAI's, TRL's, axolotl's, ShareGPT, Alpaca) is honoured or refused
+by its name. Other fields are named in a note.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.dpp_train.data.json_lines import BadLine
+
+Message = dict[str, Any]
+
+_SETTINGS = "chat_template_kwargs"
+_ABOUT_ALL = "tools", "documents", _SETTINGS
+"""Fields beside the messages of every form."""
+_REFUSED = {
+    "chosen": "pairs of preferences are not trained on",
+    "rejected": "pairs of preferences are not trained on",
+    "functions": 'give them as "tools"',
+    "function_call": 'give it as "tool_calls"',
+    "images": "only text is trained on",
+    "image": "only text is trained on",
+    "videos": "only text is trained on",
+    "audios": "only text is trained on",
+    "audio": "only text is trained on",
+    "refusal": 'give it as "content"',
+    "train_detail": "an answer is trained on as a whole",
+    "training_detail": "an answer is trained on as a whole",
+}
+"""Fields of a line or a message that change what is trained on, and are not supported."""
+_LOSS = "weight", "train", "training"
+"""Fields of an answer that say whether it has a loss: OpenAI's and axolotl's."""
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "system": "system",
+    "developer": "developer",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+}
+"""ShareGPT's names of roles, and the usual ones."""
+_CALLS = "function_call", "tool_call"
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A line's chat.
+
+    Args:
+        messages: as templates read them.
+        trained: for each message, whether it is an answer with a loss.
+        more: further variables of the template, such as ``tools``.
+        notes: what a user should know about the line.
+    """
+
+    messages: list[Message]
+    trained: list[bool]
+    more: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def read_chat(document: dict[str, Any]) -> Chat:
+    """The chat of a line, whatever its form.
+
+    Raises:
+        BadLine: the line has none of the forms, or a field that cannot be honoured.
+    """
+    given = {name: value for name, value in document.items() if value is not None}
+    found = next((each for each in _FORMS if each[0] <= given.keys()), None)
+    if found is None:
+        keys = ", ".join(sorted(document)) or "none"
+        raise BadLine(
+            'neither "messages", "conversations", "prompt" and "completion", nor "instruction" and '
+            f'"output" (its keys: {keys})'
+        )
+    _, name, read = found
+    _refuse_fields(given, "the line")
+    form = _Form(given)
+    messages = read(form)
+    more = {key: _read_json(form.take(key), key) for key in _ABOUT_ALL if given.get(key)}
+    more |= _settings(more.pop(_SETTINGS, {}))
+    trained = [_checked(number, message) for number, message in enumerate(messages, 1)]
+    trained[: form.prompt] = [False] * form.prompt
+    notes = [f"read as {name}"]
+    notes += [f'field "{key}" is not used' for key in sorted(given.keys() - form.taken)]
+    return Chat([_without_loss(m) for m in messages], trained, more, tuple(notes))
+
+
+class _Form:
+    """The fields of a line, and which are used."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.given = given
+        self.taken: set[str] = set()
+        self.prompt = 0
+        """Messages at the beginning that have no loss."""
+
+    def take(self, name: str, default: Any = None) -> Any:
+        self.taken.add(name)
+        return self.given.get(name, default)
+
+
+def _messages(form: _Form) -> list[Message]:
+    return _system(form) + _list(form.take("messages"), "messages")
+
+
+def _conversations(form: _Form) -> list[Message]:
+    found = _list(form.take("conversations"), "conversations")
+    return _system(form) + [_of_share_gpt(n, each) for n, each in enumerate(found, 1)]
+
+
+def _prompt_and_completion(form: _Form) -> list[Message]:
+    prompt = _side(form.take("prompt"), "prompt", "user")
+    form.prompt = len(prompt)
+    return prompt + _side(form.take("completion"), "completion", "assistant")
+
+
+def _instruction_and_output(form: _Form) -> list[Message]:
+    found = _system(form)
+    for turn in form.take("history", []):
+        if not isinstance(turn, list) or len(turn) != 2:
+            raise BadLine('"history" is no list of questions with their answers')
+        found += _pair(*turn)
+    question, more = form.take("instruction"), form.take("input", "")
+    if not isinstance(question, str) or not isinstance(more, str):
+        raise BadLine('"instruction" or "input" is no text')
+    return found + _pair(f"{question}\n{more}" if more.strip() else question, form.take("output"))
+
+
+_FORMS: tuple[tuple[set[str], str, Callable[[_Form], list[Message]]], ...] = (
+    ({"messages"}, "messages", _messages),
+    ({"conversations"}, "ShareGPT (conversations)", _conversations),
+    ({"prompt", "completion"}, "prompt and completion", _prompt_and_completion),
+    ({"instruction", "output"}, "Alpaca (instruction, input, output)", _instruction_and_output),
+)
+"""Fields that tell a form, its name, and what reads it."""
+
+
+def _system(form: _Form) -> list[Message]:
+    text = form.take("system", "") or form.take("system_prompt", "")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _pair(question: Any, answer: Any) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _side(value: Any, name: str, role: str) -> list[Message]:
+    return _list(value, name) if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def _list(value: Any, name: str) -> list[Message]:
+    value = _read_json(value, name)
+    if not isinstance(value, list) or not value:
+        raise BadLine(f'"{name}" is no list of messages')
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, dict):
+            raise BadLine(f'message {number} of "{name}" is no object')
+    return value
+
+
+def _of_share_gpt(number: int, given: Message) -> Message:
+    """A message with ``role`` and ``content``, from ``from`` and ``value``."""
+    if "role" in given:
+        return given
+    more = {key: value for key, value in given.items() if key not in ("from", "value")}
+    named, value = given.get("from"), given.get("value")
+    if named not in _ROLES:
+        raise BadLine(f"message {number} is from {named!r}; expected one of {', '.join(_ROLES)}")
+    if named not in _CALLS:
+        return {"role": _ROLES[named], "content": value, **more}
+    calls = _read_json(value, f"value of message {number}")
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(each, dict) and "name" in each for each in calls):
+        raise BadLine(f"message {number} is a call without a name")
+    functions = [{"type": "function", "function": each} for each in calls]
+    return {"role": "assistant", "content": "", "tool_calls": functions, **more}
+
+
+def _settings(given: Any) -> dict[str, Any]:
+    taken = {"messages", "add_generation_prompt"} & set(given)
+    if not isinstance(given, dict) or taken:
+        raise BadLine(f'"{_SETTINGS}" is no object of further variables of the template')
+    return given
+
+
+def _read_json(value: Any, name: str) -> Any:
+    """A value that tables often hold as the text of its JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise BadLine(f'"{name}" is a text, but no JSON ({error})') from error
+
+
+def _refuse_fields(given: Mapping[str, Any], where: str) -> None:
+    for name, why in _REFUSED.items():
+        if given.get(name):
+            raise BadLine(f'{where} has "{name}": {why}')
+    if isinstance(given.get("label"), bool):
+        raise BadLine(f'{where} has "label": judged answers are not trained on')
+
+
+def _checked(number: int, message: Message) -> bool:
+    """True for an answer with a loss; refuses a message that is broken."""
+    where = f"message {number}"
+    content, calls = message.get("content"), message.get("tool_calls")
+    if not isinstance(message.get("role"), str):
+        raise BadLine(f"{where} lacks a text for role")
+    _refuse_fields(message, where)
+    if calls is not None and (
+        not isinstance(calls, list) or not all(isinstance(each, dict) for each in calls)
+    ):
+        raise BadLine(f'{where}: "tool_calls" is no list of objects')
+    if not isinstance(content, (str, list)) and not (content is None and calls):
+        raise BadLine(f"{where} lacks a text for content")
+    for part in content if isinstance(content, list) else []:
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise BadLine(f"{where} has a part that is no text ({kind}): only text is trained on")
+    for text in texts_of(message):
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise BadLine(f"{where} holds half a surrogate pair") from error
+    if message["role"] != "assistant":
+        return False
+    if not calls and not plain_text(content).strip():
+        raise BadLine(f"the answer in {where} is empty")
+    losses = {name: message[name] for name in _LOSS if message.get(name) is not None}
+    for name, value in losses.items():
+        if value not in (0, 1):
+            raise BadLine(f'{where}: "{name}" is {value!r}; an answer has a loss (1) or none (0)')
+    return all(losses.values())
+
+
+def _without_loss(message: Message) -> Message:
+    return {name: value for name, value in message.items() if name not in _LOSS}
+
+
+def plain_text(content: Any) -> str:
+    """The text of a message, whose parts are put together."""
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content)
+    return content or ""
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """All texts in a message or its tools, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from texts_of(key)
+            yield from texts_of(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from texts_of(each)

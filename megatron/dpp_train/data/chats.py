@@ -1,0 +1,312 @@
+"""Chats for ``preprocess --sft``, ``generate`` and ``evaluate``: a template turns messages into
+text, whose answers are marked.
+
+A template with ``{% generation %}`` blocks says itself what an answer is. With any other, it is the
+text that the template adds to that of the messages before it with ``add_generation_prompt``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.errors import DataError
+from megatron.dpp_train.data.chat_forms import is_whole, variants
+from megatron.dpp_train.data.chat_lines import Chat, Message, read_chat, texts_of
+from megatron.dpp_train.data.json_lines import BadLine
+from megatron.dpp_train.text_files import nearest_path, read_text
+from megatron.dpp_train.tokenizers import Tokenizer
+from megatron.dpp_train.tokenizers.templates import ChatTemplate, Rendered, Span, TemplateRefusal
+
+CHAT_KEY, ANSWERS_KEY = "chat", "answers"
+"""Keys of the output: token ids, and 1 for each token of an answer."""
+
+PLAIN = (
+    "{% for message in messages %}"
+    "{% if message.role == 'assistant' %}Assistant: {{ message.content }}{{ eos_token }}"
+    "{% else %}{{ message.role | capitalize }}: {{ message.content }}\n{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""The template of a tokenizer without one: a line per message, which its role begins. The end of
+text closes an answer."""
+
+_TOOL_USE = "tool_use"
+_ANSWER = "\ue000"
+"""An answer that no chat has, to find where answers begin."""
+_LEFT_OUT = (
+    "the template leaves out a part of the messages (reasoning of earlier turns, for example)"
+)
+_CONTENTS = "tools", "tool_calls", "documents"
+"""Fields without which a chat is another one: a template must use them."""
+
+
+def templates_beside(folder: Path) -> dict[str, str]:
+    """The chat templates among a tokenizer's files, by name: ``default``, and where there is one
+    ``tool_use``, which chats with tools take.
+
+    Raises:
+        DataError: a file is unreadable.
+    """
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        more = folder / "additional_chat_templates" / f"{_TOOL_USE}.jinja"
+        tools = {_TOOL_USE: read_text(more)} if more.is_file() else {}
+        return {"default": read_text(file), **tools}
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return {}
+    try:
+        found: Any = json.loads(read_text(file)).get("chat_template")
+        if isinstance(found, list):  # several, by name
+            named = {str(each["name"]): str(each["template"]) for each in found}
+            return named if "default" in named else {}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{file}: holds no chat template ({error!r})") from error
+    return {} if found is None else {"default": str(found)}
+
+
+def find_templates(
+    name: str, vocabulary: str | None, *, flag: str = "--sft-tokenizer-prompt-format"
+) -> dict[str, str]:
+    """The templates that a flag names: ``default`` are those beside the vocabulary (a file or a
+    directory), ``auto`` these or else ``plain``, any other a file.
+
+    Returns:
+        As :func:`templates_beside`, with ``default`` at least.
+
+    Raises:
+        DataError: there is none.
+    """
+    if name == "plain":
+        return {"default": PLAIN}
+    flag = f"{flag} {name}"
+    if name in ("auto", "default"):
+        folder = Path(vocabulary or ".")
+        folder = folder if folder.is_dir() else folder.parent
+        found = templates_beside(folder)
+        if not found and name == "default":
+            raise DataError(
+                f"{flag}: neither chat_template.jinja nor a chat_template in "
+                f"tokenizer_config.json is in {folder}; name a file, or plain"
+            )
+        return found or {"default": PLAIN}
+    path = Path(name)
+    if not path.is_file():
+        raise DataError(
+            f"{flag}: expected auto, default, plain, or a file with a template{nearest_path(path)}"
+        )
+    if path.name == "tokenizer_config.json":
+        found = templates_beside(path.parent)
+        if not found:
+            raise DataError(f"{flag}: it has no chat_template")
+        return found
+    return {"default": read_text(path)}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A chat to train on: token ids, and 1 for each token of an answer, 0 for all others."""
+
+    ids: list[int]
+    marks: list[int]
+
+
+class ChatEncoder:
+    """Turns a line's messages into token ids and the marks of the answers.
+
+    Args:
+        templates: ``default``, and where there is one ``tool_use`` for chats with tools.
+        flag: names a template, for errors.
+
+    Raises:
+        DataError: a template is no template, or names a token that the vocabulary lacks; Jinja
+            is not installed.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        templates: Mapping[str, str],
+        *,
+        flag: str = "--sft-tokenizer-prompt-format",
+    ) -> None:
+        self._tokenizer = tokenizer
+        named = tokenizer.template_tokens()
+        names = {name for name in ("default", _TOOL_USE) if name in templates}
+        self._templates = {name: ChatTemplate(templates[name], named) for name in names}
+        self._special = tokenizer.special_tokens()
+        end = named["eos_token"]
+        texts = [template.text for template in self._templates.values()]
+        if end not in self._special and any(end in t or "eos_token" in t for t in texts):
+            raise DataError(
+                f"the chat template ends answers with {end}, which the vocabulary lacks; name the "
+                f"vocabulary's own token in a template of yours ({flag} FILE)"
+            )
+
+    def encode(self, document: dict[str, Any]) -> tuple[list[Sample], tuple[str, ...]]:
+        """The samples of a chat, and notes on what was done: one sample, or several where the
+        template changes earlier turns once others follow.
+
+        Raises:
+            BadLine: the line holds no chat, an empty answer, or none that has a loss.
+        """
+        chat = self._fit(read_chat(document))
+        if not any(message["role"] == "assistant" for message in chat.messages):
+            raise BadLine("no message has the role assistant")
+        if not any(chat.trained):
+            raise BadLine("none of its answers has a loss")
+        notes: list[str] = list(chat.notes)
+        if self._template_of(chat).marks_answers:
+            texts = [self._marked(chat)]
+        else:
+            texts = self._compared(chat, notes)
+        return [self._sample(text, spans) for text, spans in texts], tuple(dict.fromkeys(notes))
+
+    def ask(self, document: dict[str, Any]) -> tuple[list[int], list[Message]]:
+        """Token ids behind which a model answers, and the messages that they stand for: those of
+        the document without an answer at its end.
+
+        Raises:
+            BadLine: the document holds no chat, or no message to answer.
+        """
+        chat = read_chat(document)
+        if chat.messages[-1]["role"] == "assistant":
+            chat = replace(chat, messages=chat.messages[:-1])
+        if not chat.messages:
+            raise BadLine("no message to answer")
+        chat = self._fit(chat)
+        text = self._render(chat, len(chat.messages), ask=True).text
+        return self._tokenizer.tokenize_chat(text, (), self._special)[0], chat.messages
+
+    def _sample(self, text: str, spans: tuple[Span, ...]) -> Sample:
+        """The tokens up to the last of an answer."""
+        ids, marks = self._tokenizer.tokenize_chat(text, spans, self._special)
+        end = max((place for place, mark in enumerate(marks, 1) if mark), default=0)
+        if not end:
+            raise BadLine("its answers have no token")
+        return Sample(ids[:end], marks[:end])
+
+    # --- what the template takes ---
+
+    def _fit(self, chat: Chat) -> Chat:
+        """The chat in the form that the template takes, told by what it renders of it."""
+        self._refuse_special(chat)
+        self._refuse_unused(chat)
+        problem: BadLine | None = None
+        usable: Chat | None = None
+        for each in variants(chat):
+            try:
+                text = self._render(each, len(each.messages), ask=False).text
+            except BadLine as error:
+                problem = problem or error
+                continue
+            if is_whole(each, text):
+                return each
+            usable = usable or each
+        if usable is None:
+            raise problem or BadLine("the chat template takes no form of it")
+        return replace(usable, notes=(*usable.notes, _LEFT_OUT))
+
+    def _template_of(self, chat: Chat) -> ChatTemplate:
+        tools = chat.more.get("tools") and self._templates.get(_TOOL_USE)
+        return tools or self._templates["default"]
+
+    def _refuse_special(self, chat: Chat) -> None:
+        for text in texts_of([chat.messages, chat.more]):
+            held = [token for token in self._special if token in text]
+            if held:
+                raise BadLine(f"a message holds the special token {held[0]}")
+
+    def _refuse_unused(self, chat: Chat) -> None:
+        names = {
+            name for each in (chat.more, *chat.messages) for name, value in each.items() if value
+        }
+        for name in _CONTENTS:
+            if name in names and name not in self._template_of(chat).text:
+                raise BadLine(f'the chat template has no place for "{name}"')
+
+    def _render(
+        self, chat: Chat, count: int, *, ask: bool, answer: Message | None = None
+    ) -> Rendered:
+        """The text of the first messages, and of one more."""
+        messages = [*chat.messages[:count], *([] if answer is None else [answer])]
+        try:
+            return self._template_of(chat).render(messages, ask=ask, **chat.more)
+        except TemplateRefusal as error:
+            raise BadLine(f"the chat template refuses it: {error}") from error
+
+    # --- answers ---
+
+    def _marked(self, chat: Chat) -> tuple[str, tuple[Span, ...]]:
+        """A chat whose template marks its answers."""
+        whole = self._render(chat, len(chat.messages), ask=False)
+        answers = [
+            t for m, t in zip(chat.messages, chat.trained, strict=True) if m["role"] == "assistant"
+        ]
+        spans = whole.answers
+        if not all(answers):
+            if len(answers) != len(spans):
+                raise BadLine(
+                    f"the template marks {len(spans)} answers of {len(answers)}, so those without "
+                    "a loss cannot be told"
+                )
+            spans = tuple(span for span, trained in zip(spans, answers, strict=True) if trained)
+        spans = tuple(span for span in spans if span[0] < span[1])
+        if not spans:
+            raise BadLine("the template marks no answer ({% generation %})")
+        return whole.text, spans
+
+    def _compared(self, chat: Chat, notes: list[str]) -> list[tuple[str, tuple[Span, ...]]]:
+        """A chat whose answers are what the template adds: one text as long as earlier turns stay
+        as they are, else several."""
+        texts: list[tuple[str, tuple[Span, ...]]] = []
+        done: tuple[str, tuple[Span, ...]] = "", ()
+        for number, trained in enumerate(chat.trained):
+            if not trained:
+                continue
+            text, start = self._answer(chat, number, notes)
+            if done[1] and not text[:start].startswith(done[0]):
+                texts.append(done)
+                done = "", ()
+            done = text, (*done[1], (start, len(text)))
+        if texts:
+            notes.append("made one sample per answer: the template changes earlier turns")
+        return [*texts, done]
+
+    def _answer(self, chat: Chat, number: int, notes: list[str]) -> tuple[str, int]:
+        """The text of a chat up to an answer's end, and where the answer begins."""
+        before = self._render(chat, number, ask=True).text
+        after = self._render(chat, number + 1, ask=False).text
+        if after.startswith(before):
+            return after, len(before)
+        base = self._render(chat, number, ask=False).text
+        other = self._render(chat, number, ask=False, answer=_other(chat.messages[number])).text
+        start = _shared(before, after, other)
+        if start >= _shared(before, base):
+            notes.append(f"trained answers as chats hold them, not behind {before[start:]!r}")
+            return after, start
+        header = before[len(base) :] if before.startswith(base) else ""
+        place = after.rfind(header, 0, _shared(after, other)) if header else -1
+        if place < 0:
+            raise BadLine(f"the template changes what comes before message {number + 1}")
+        notes.append(
+            "put answers behind the prompt of generation, which the template changes later"
+        )
+        return before + after[place + len(header) :], len(before)
+
+
+def _other(answer: Mapping[str, Any]) -> Message:
+    """An answer in the same form, with another text."""
+    parts = isinstance(answer.get("content"), list)
+    content: Any = [{"type": "text", "text": _ANSWER}] if parts else _ANSWER
+    return {"role": "assistant", "content": content}
+
+
+def _shared(*texts: str) -> int:
+    """Characters with which all texts begin."""
+    differ = (place for place, each in enumerate(zip(*texts, strict=False)) if len(set(each)) > 1)
+    return next(differ, min(map(len, texts)))

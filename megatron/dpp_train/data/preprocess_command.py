@@ -1,0 +1,453 @@
+"""``megatron-dpp preprocess``: turn JSON lines into the token files that training reads.
+
+The flags and the output are those of Megatron-LM's ``preprocess_data.py``, byte for byte. A bad
+line is named with its file and number, sentences are split in the same run, a dead worker is an
+error, and the output gets its names only when all of it is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import glob
+import gzip
+import importlib
+import multiprocessing
+import os
+import sys
+import time
+import warnings
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+import numpy as np
+
+from megatron.dpp.command_line import new_parser, progress_bar
+from megatron.dpp.errors import ConfigError, DataError, DppError, require_value, use_names
+from megatron.dpp.locks import scratch_directory
+from megatron.dpp.naming import flag_name, in_flags
+from megatron.dpp.processes import end_with_starter, exits_on_sigterm
+from megatron.dpp.safe_files import open_to_read
+from megatron.dpp_train.data.chats import ANSWERS_KEY, CHAT_KEY, ChatEncoder, find_templates
+from megatron.dpp_train.data.json_lines import BadLine, parse_line, text_of
+from megatron.dpp_train.data.sentences import SPLITTERS, make_splitter
+from megatron.dpp_train.tokenizers import PIECE_TYPES, TOKENIZER_TYPES, tokenizer_for
+
+_BATCH_LINES = 64
+_BATCH_BYTES = 1 << 20
+_BATCHES_PER_WORKER = 4
+_MOST_BAD_LINES_SHOWN = 20
+_MOST_NOTES_SHOWN = 40
+_CHAT_TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", *PIECE_TYPES)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One document of one key: its token ids (int32, one axis) and the length of each sentence."""
+
+    ids: np.ndarray
+    lengths: list[int]
+
+
+@dataclass(frozen=True)
+class Line:
+    """The documents of a line, by key, and what a user should know about them."""
+
+    documents: list[dict[str, Encoded]]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Consecutive lines of one input file; ``consumed`` is the part of the file read so far."""
+
+    path: str
+    first_number: int
+    lines: list[bytes]
+    consumed: int
+
+
+@dataclass
+class Totals:
+    """Counts of the output."""
+
+    documents: int = 0
+    sentences: int = 0
+    tokens: int = 0
+    answers: int = 0
+    bad_lines: list[str] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, documents: dict[str, Encoded]) -> None:
+        """Count a document of each key."""
+        self.documents += 1
+        for key, document in documents.items():
+            if key == ANSWERS_KEY:
+                self.answers += int(document.ids.sum())
+                continue
+            self.sentences += len(document.lengths)
+            self.tokens += document.ids.size
+
+
+class Encoder:
+    """Turns a line into token ids, as the command's options say.
+
+    Raises:
+        DppError: at construction, when vocabulary, tokenizer or sentence data are not usable.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._append_eod, self._keys = args.append_eod, _keys(args)
+        self._tokenizer = tokenizer_for(args)
+        self.vocab_size = self._tokenizer.vocab_size
+        self._chats = ChatEncoder(self._tokenizer, _templates(args)) if args.sft else None
+        self._split = None
+        if args.split_sentences:
+            self._split = make_splitter(
+                args.sentence_splitter, args.lang, keep_newlines=args.keep_newlines
+            )
+
+    def encode_line(self, line: bytes) -> Line:
+        """Encodes each of the asked keys of one JSON line; raises :class:`BadLine`."""
+        document = parse_line(line)
+        if self._chats is None:
+            return Line([{key: self._encode(text_of(document, key)) for key in self._keys}])
+        samples, notes = self._chats.encode(document)
+        documents = []
+        for sample in samples:
+            self._check(sample.ids)
+            found = {CHAT_KEY: sample.ids, ANSWERS_KEY: sample.marks}
+            documents.append(
+                {key: Encoded(np.asarray(v, np.int32), [len(v)]) for key, v in found.items()}
+            )
+        return Line(documents, notes)
+
+    def _encode(self, text: str | list[str]) -> Encoded:
+        ids: list[int] = []
+        lengths: list[int] = []
+        for sentence in self._sentences(text):
+            try:
+                sentence_ids = self._tokenizer.tokenize(sentence)
+            except (ValueError, TypeError) as error:
+                raise BadLine(f"cannot be tokenized: {error}") from error
+            if sentence_ids:
+                ids.extend(sentence_ids)
+                lengths.append(len(sentence_ids))
+        if ids and self._tokenizer.begin:
+            ids[:0] = self._tokenizer.begin
+            lengths[0] += len(self._tokenizer.begin)
+        if ids and self._append_eod:
+            ids.append(self._tokenizer.eod)
+            lengths[-1] += 1
+        self._check(ids)
+        return Encoded(np.asarray(ids, dtype=np.int32), lengths)
+
+    def _check(self, ids: list[int]) -> None:
+        size = min(self.vocab_size, 1 << 31)  # ids are stored in 32 bits
+        if ids and not 0 <= min(ids) <= max(ids) < size:
+            outside = min(ids) if min(ids) < 0 else max(ids)
+            raise BadLine(f"token {outside} is outside a vocabulary of {size}")
+
+    def _sentences(self, text: str | list[str]) -> list[str]:
+        if isinstance(text, list):
+            return text
+        return self._split(text) if self._split else [text]
+
+
+_of_process: list[Encoder] = []
+"""The encoder of this process: building one reads a vocabulary, so a worker does it once."""
+
+
+def _begin(args: argparse.Namespace) -> None:
+    _of_process[:] = [Encoder(args)]
+
+
+def encode_batch(args: argparse.Namespace, lines: list[bytes]) -> list[Line | str]:
+    """Encodes lines in a worker; a bad line becomes the text that says why it is bad."""
+    if not _of_process:  # here, as an error of an initializer ends the worker without its text
+        _begin(args)
+    (encoder,) = _of_process
+    results: list[Line | str] = []
+    for line in lines:
+        try:
+            results.append(encoder.encode_line(line))
+        except BadLine as error:
+            results.append(str(error))
+    return results
+
+
+def find_inputs(pattern: str) -> list[str]:
+    """The files that ``--input`` names, in sorted order when it is a glob pattern."""
+    paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
+    if not paths:
+        raise DataError(f"--input {pattern}: no such file")
+    for path in paths:
+        if not os.path.isfile(path):
+            raise DataError(f"--input {path}: not a file")
+    return paths
+
+
+def read_batches(paths: list[str]) -> Iterator[Batch]:
+    """Cuts the files into batches of lines, in order; ``.gz`` files are decompressed."""
+    for path in paths:
+        with open_to_read(path) as raw:
+            stream: Any = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw
+            consumed, number = 0, 1
+            while True:
+                try:
+                    lines = _next_lines(stream)
+                except (OSError, EOFError) as error:
+                    raise DataError(f"{path}, behind line {number - 1}: {error}") from error
+                if not lines:
+                    break
+                yield Batch(path, number, lines, raw.tell() - consumed)
+                consumed = raw.tell()
+                number += len(lines)
+
+
+def _next_lines(stream: IO[bytes]) -> list[bytes]:
+    lines: list[bytes] = []
+    num_bytes = 0
+    while len(lines) < _BATCH_LINES and num_bytes < _BATCH_BYTES:
+        line = stream.readline()
+        if not line:
+            break
+        lines.append(line)
+        num_bytes += len(line)
+    return lines
+
+
+def encode_all(
+    args: argparse.Namespace, batches: Iterator[Batch]
+) -> Iterator[tuple[Batch, list[Line | str]]]:
+    """Encodes batches in ``--workers`` processes and yields them in their order.
+
+    At most ``_BATCHES_PER_WORKER`` batches per worker are in flight, so memory stays bounded.
+    """
+    if args.workers == 1:
+        for batch in batches:
+            yield batch, encode_batch(args, batch.lines)
+        return
+    # A fork server has no threads and has imported the tokenizers once for all its children.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megatron.dpp_train.tokenizers"])
+    with ProcessPoolExecutor(args.workers, context, end_with_starter) as executor:
+        window: deque[tuple[Batch, Future[list[Line | str]]]] = deque()
+        try:
+            for batch in batches:
+                window.append((batch, executor.submit(encode_batch, args, batch.lines)))
+                if len(window) > _BATCHES_PER_WORKER * args.workers:
+                    oldest, future = window.popleft()
+                    yield oldest, future.result()
+            for oldest, future in window:
+                yield oldest, future.result()
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a worker process died (killed by the system for want of memory?): "
+                f"try fewer than --workers {args.workers}"
+            ) from error
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
+def _indexed_dataset() -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it recommends Transformer Engine, which nothing here uses
+        return importlib.import_module("megatron.core.datasets.indexed_dataset")
+
+
+class Writer:
+    """The ``.bin`` and ``.idx`` files of all keys, under temporary names until :meth:`publish`.
+
+    The temporary folder lies beside the output (renaming stays within one file system) and goes
+    away on leaving the ``with`` block, whatever happened.
+    """
+
+    def __init__(self, prefix: str, keys: tuple[str, ...], level: str, dtype: Any) -> None:
+        self._targets = {key: Path(f"{prefix}_{key}_{level}") for key in keys}
+        self._dtype = dtype
+        self._builders: dict[str, Any] = {}
+
+    def __enter__(self) -> Writer:
+        first = next(iter(self._targets.values()))
+        first.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            scratch = scratch_directory(first.parent, f".{first.name}.partial-")
+            self._folder = stack.enter_context(scratch)
+            for key, target in self._targets.items():
+                path = self._partial(target, ".bin")
+                builder = _indexed_dataset().IndexedDatasetBuilder(str(path), dtype=self._dtype)
+                stack.callback(builder.data_file.close)
+                self._builders[key] = builder
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def add(self, encoded: dict[str, Encoded]) -> None:
+        for key, document in encoded.items():
+            self._builders[key].add_document(document.ids, document.lengths)
+
+    def publish(self) -> list[Path]:
+        """Gives all files their names and returns these; each ``.idx`` comes after its ``.bin``.
+
+        Old indices go first: a crash in between leaves files without an index, which nothing
+        takes for a data set, and never an old index beside new data.
+        """
+        for key, target in self._targets.items():
+            self._builders[key].finalize(str(self._partial(target, ".idx")))
+        for target in self._targets.values():
+            Path(f"{target}.idx").unlink(missing_ok=True)
+        published = []
+        for target in self._targets.values():
+            for suffix in (".bin", ".idx"):
+                os.replace(self._partial(target, suffix), f"{target}{suffix}")
+                published.append(Path(f"{target}{suffix}"))
+        return published
+
+    def _partial(self, target: Path, suffix: str) -> Path:
+        return self._folder / f"{target.name}{suffix}"
+
+
+def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
+    """Encodes all documents of ``--input`` into ``PREFIX_KEY_{document,sentence}.{bin,idx}``.
+
+    Returns:
+        What was written, and the files.
+
+    Raises:
+        DataError: a bad line without ``--skip-bad-lines``, no document at all, or a broken input.
+    """
+    paths = find_inputs(args.input)
+    level = "sentence" if args.split_sentences else "document"
+    _begin(args)  # before megatron-core's slow import: a missing vocabulary is named at once
+    dtype = _indexed_dataset().DType.optimal_dtype(_of_process[0].vocab_size)
+    totals = Totals()
+    bar = progress_bar(
+        sum(os.path.getsize(path) for path in paths),
+        mininterval=0.2 if sys.stderr.isatty() else 10.0,
+        disable=False,
+        leave=True,
+    )
+    with bar, Writer(args.output_prefix, _keys(args), level, dtype) as writer:
+        for batch, results in encode_all(args, read_batches(paths)):
+            _take_batch(batch, results, writer, totals, skip_bad_lines=args.skip_bad_lines)
+            bar.set_postfix_str(f"{totals.documents} documents", refresh=False)
+            bar.update(batch.consumed)
+        if not totals.sentences:
+            raise DataError(f"{', '.join(paths)}: {totals.documents} documents and not one token")
+        return totals, writer.publish()
+
+
+def _take_batch(
+    batch: Batch,
+    results: list[Line | str],
+    writer: Writer,
+    totals: Totals,
+    *,
+    skip_bad_lines: bool,
+) -> None:
+    for number, result in enumerate(results, batch.first_number):
+        if isinstance(result, str):
+            message = f"{batch.path}, line {number}: {result}"
+            if not skip_bad_lines:
+                raise DataError(f"{message} (--skip-bad-lines leaves such lines out)")
+            totals.bad_lines.append(message)
+            continue
+        totals.notes.update(result.notes)
+        for documents in result.documents:
+            writer.add(documents)
+            totals.add(documents)
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    text = "Turn JSON lines into the token files that training reads."
+    parser = new_parser(prog, text, "--input FILES --output-prefix PREFIX [options]")
+    parser.allow_abbrev = False
+    data = parser.add_argument_group("input and output").add_argument
+    data("--input", required=True, metavar="FILES", help="JSON lines; .gz and glob patterns too")
+    data("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to encode (text)")
+    data("--output-prefix", required=True, metavar="PREFIX", help="output path without a suffix")
+    data("--skip-bad-lines", action="store_true", help="leave bad lines out")
+    tokens = parser.add_argument_group("tokenizer").add_argument
+    tokens("--tokenizer-type", required=True, choices=TOKENIZER_TYPES, metavar="TYPE",
+           help=", ".join(TOKENIZER_TYPES))  # fmt: skip
+    tokens("--vocab-file", metavar="FILE")
+    tokens("--merge-file", metavar="FILE")
+    tokens("--tokenizer-model", metavar="FILE", help="its file, or the directory")
+    tokens("--vocab-size", type=int, metavar="N", help="for NullTokenizer")
+    tokens("--vocab-extra-ids", type=int, default=0, metavar="N")
+    tokens("--append-eod", action="store_true", help="end documents with a token")
+    chats = parser.add_argument_group("chats").add_argument
+    chats("--sft", action="store_true", help="lines hold messages, or prompt and completion")
+    chats("--sft-tokenizer-prompt-format", default="auto", metavar="NAME",
+          help="auto, default (tokenizer's), plain, or a file")  # fmt: skip
+    sentences = parser.add_argument_group("sentences (BERT)").add_argument
+    sentences("--split-sentences", action="store_true")
+    sentences("--sentence-splitter", choices=SPLITTERS, default="nltk", metavar="NAME",
+              help="nltk (Punkt model), or rules (English)")  # fmt: skip
+    sentences("--keep-newlines", action="store_true")
+    sentences("--lang", default="english", help="language of the Punkt model")
+    runtime = parser.add_argument_group("runtime").add_argument
+    runtime("--workers", type=int, default=os.cpu_count() or 1, metavar="N", help="processes")
+    for flag in ("--keep-sequential-samples", "--legacy-tokenizer"):
+        runtime(flag, action="store_true", help="always on")
+    for flag in ("--partitions", "--log-interval"):
+        runtime(flag, type=int, metavar="N", help=argparse.SUPPRESS)
+    return parser
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    require_value(args, "workers", args.workers >= 1, "at least 1")
+    if len(set(args.json_keys)) != len(args.json_keys):
+        raise ConfigError(f"--json-keys {' '.join(args.json_keys)}: a key is named twice")
+    for name in ("partitions", "log_interval"):
+        if getattr(args, name) not in (None, 1):
+            flag = flag_name(name)
+            print(f"warning: {flag} has no effect: one run writes one output", file=sys.stderr)
+    if args.sft and (args.split_sentences or args.tokenizer_type not in _CHAT_TOKENIZERS):
+        kinds = " or ".join(_CHAT_TOKENIZERS)
+        raise ConfigError(f"--sft needs --tokenizer-type {kinds} and whole documents")
+    if args.tokenizer_type.startswith("Bert") and not args.split_sentences:
+        print("warning: BERT's data needs --split-sentences", file=sys.stderr)
+
+
+def _templates(args: argparse.Namespace) -> dict[str, str]:
+    return find_templates(args.sft_tokenizer_prompt_format, args.tokenizer_model or args.vocab_file)
+
+
+def _keys(args: argparse.Namespace) -> tuple[str, ...]:
+    return (CHAT_KEY, ANSWERS_KEY) if args.sft else tuple(args.json_keys)
+
+
+@use_names(in_flags)
+def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp preprocess") -> int:
+    """Run the command; returns 1 after an error."""
+    start = time.monotonic()
+    try:
+        args = _parser(prog).parse_args(argv)
+        _check_arguments(args)
+        with exits_on_sigterm():
+            totals, files = preprocess(args)
+    except (DppError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for note, count in totals.notes.most_common(_MOST_NOTES_SHOWN):
+        print(f"note: {count} {'line' if count == 1 else 'lines'}: {note}", file=sys.stderr)
+    for message in totals.bad_lines[:_MOST_BAD_LINES_SHOWN]:
+        print(f"skipped: {message}", file=sys.stderr)
+    tokens = f"{totals.tokens} tokens"
+    tokens += f" ({totals.answers} in answers)" if args.sft else ""
+    print(
+        f"{totals.documents} documents, {totals.sentences} sequences, {tokens} in "
+        f"{time.monotonic() - start:.1f} s, {len(totals.bad_lines)} bad lines skipped: "
+        + ", ".join(str(path) for path in files)
+    )
+    return 0

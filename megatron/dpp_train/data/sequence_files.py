@@ -1,0 +1,54 @@
+"""Files of sequences of unlike length: their names, and checks of their lengths before a run."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.index_files import read_lengths
+
+CHAT_SUFFIX, ANSWERS_SUFFIX = "_chat_document", "_answers_document"
+"""Endings of the prefixes that ``preprocess --sft`` writes: token ids, and 1 for each token of an
+answer."""
+
+
+def answers_prefix(prefix: str) -> str:
+    """The prefix of the marks of chats whose tokens are at ``prefix``."""
+    return prefix.removesuffix(CHAT_SUFFIX) + ANSWERS_SUFFIX
+
+
+def check_prefix(prefix: str) -> None:
+    """Refuse a prefix that ``preprocess --sft`` has not written: a DataError with the command."""
+    if not prefix.endswith(CHAT_SUFFIX):
+        raise DataError(
+            f"--sft with data {prefix}: expected a prefix that ends in {CHAT_SUFFIX}; "
+            "`megatron-dpp preprocess --sft` makes one from JSON lines, `megatron-dpp train --sft "
+            "--data FILE.jsonl` runs it by itself"
+        )
+
+
+def check_lengths(prefix: str, args: argparse.Namespace) -> None:
+    """Refuse documents that no microbatch holds; ``prefix``'s index is whole.
+
+    Raises:
+        ConfigError: a packed microbatch does not hold the longest document.
+        DataError: documents exceed ``--seq-length`` with ``--overlong error``, or none is left.
+    """
+    lengths = read_lengths(prefix) - 1  # the last token is a label alone
+    longest, most = int(lengths.max()), args.seq_length
+    long = int((lengths > most).sum())
+    if long and args.overlong == "error":
+        raise DataError(
+            f"{prefix}.idx: {long} of {len(lengths)} documents exceed --seq-length {most}, the "
+            f"longest with {longest} tokens; raise it, or cut or skip them (--overlong cut, "
+            "--overlong skip)"
+        )
+    usable = (lengths >= 1) & ((lengths <= most) if args.overlong == "skip" else True)
+    if not usable.any():
+        raise DataError(f"{prefix}.idx: no document has 2 to {most + 1} tokens; raise --seq-length")
+    held = min(int(lengths[usable].max()), most)
+    if args.packing != "none" and held > args.packing_budget:
+        raise ConfigError(
+            f"--packing-budget {args.packing_budget} is below the longest sequence of {prefix}, "
+            f"{held} tokens; raise it, or lower --seq-length with --overlong cut or skip"
+        )

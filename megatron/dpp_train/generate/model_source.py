@@ -1,0 +1,304 @@
+"""The model that ``generate`` and ``evaluate`` read: files, tokenizer, and what computes it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.dpp.errors import ConfigError, DataError, one_line, require_value
+from megatron.dpp.locks import scratch_directory
+from megatron.dpp_train.checkpoint.files import Found, check_whole, find_named
+from megatron.dpp_train.checkpoint.saved_args import saved_args
+from megatron.dpp_train.data.chats import ChatEncoder, find_templates
+from megatron.dpp_train.data.vocabulary import tokenizer_flags
+from megatron.dpp_train.hf import HfConfig, read_config
+from megatron.dpp_train.hf.fields import CONFIG, find_origin
+from megatron.dpp_train.hf.files import tokens_of
+from megatron.dpp_train.hf.model import check_same, completed
+from megatron.dpp_train.text_files import nearest_path, read_text
+from megatron.dpp_train.tokenizers import NullTokenizer, Tokenizer, tokenizer_for
+
+if TYPE_CHECKING:
+    from megatron.dpp_train.generate.engine import Engine
+
+_ENGINES = ("auto", "megatron", "transformers")
+_DTYPES = ("float32", "bfloat16", "float16")
+_TEMPLATE = "--chat-template"
+_VOCABULARY = ("tokenizer_model", "vocab_file")
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL, and the options that say how it is read and computed."""
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder to read")
+    parser.add_argument("--step", type=int, metavar="N", help="iteration (default: the latest)")
+    parser.add_argument("--tokenizer", metavar="T", help="DIR_OR_FILE (default: the model's)")
+    parser.add_argument(
+        _TEMPLATE, metavar="T", help="FILE, default or plain (default: the run's or tokenizer's)"
+    )
+    parser.add_argument(
+        "--engine", choices=_ENGINES, default="auto", help="auto: megatron, if it has the family"
+    )
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there"
+    )
+    parser.add_argument("--dtype", choices=_DTYPES, help="default: bfloat16 on GPUs, else float32")
+    parser.add_argument(
+        "--batch-size", type=int, default=8, metavar="N", help="sequences at once (default 8)"
+    )
+
+
+def check_model_flags(args: argparse.Namespace) -> None:
+    """Raises ConfigError for values of these flags that mean nothing."""
+    require_value(args, "batch_size", args.batch_size >= 1, "at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model.
+
+    Args:
+        found: its checkpoint; None for a Hugging Face folder.
+        saved: arguments of the run that saved the checkpoint; None if it holds none.
+        folder: the Hugging Face folder, or that which the checkpoint's model comes from.
+        config: its ``config.json``; None without one, and for a family that only transformers
+            knows.
+    """
+
+    path: Path
+    found: Found | None
+    saved: Any
+    folder: Path | None
+    config: HfConfig | None
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens that a sequence may have, where that is known."""
+        if self.found is None:
+            known = self.config and self.config.flags["max-position-embeddings"]
+        else:
+            known = getattr(self.saved, "max_position_embeddings", None)
+        return int(known) if known else None
+
+
+def find_source(path: Path, step: int | None, engine: str) -> Source:
+    """The model at ``path``: a Hugging Face folder, a directory of checkpoints, or one of them.
+
+    Args:
+        step: iteration of the checkpoint; the latest when None.
+
+    Raises:
+        ConfigError: ``--step`` of a Hugging Face folder.
+        DataError: there is no model, or it is not whole.
+    """
+    if not path.is_dir():
+        raise DataError(f"{path}: no such directory{nearest_path(path)}")
+    if (path / CONFIG).is_file():
+        if step is not None:
+            raise ConfigError(f"--step: {path} is a Hugging Face model, not a checkpoint")
+        return Source(
+            path=path, found=None, saved=None, folder=path, config=_known_config(path, engine)
+        )
+    found = find_named(path, step)
+    if found is None:
+        raise DataError(f"{path}: neither a Hugging Face model nor a checkpoint is there")
+    if found.is_deepspeed:
+        raise DataError(f"{path}: saved by DeepSpeed's engine, which alone can read it")
+    check_whole(found, 1, 1)
+    saved = saved_args(found)
+    if saved is None:
+        raise DataError(f"{found.path}: holds no arguments, so its model is not known")
+    started = [getattr(saved, name, None) for name in ("load_hf", "pretrained_checkpoint", "load")]
+    folder = find_origin(found.path.parent, started)
+    config = _config_of(folder, saved) if folder else None
+    folder = folder if config else None
+    return Source(path=path, found=found, saved=saved, folder=folder, config=config)
+
+
+def _config_of(folder: Path, saved: Any) -> HfConfig | None:
+    """The ``config.json`` of a checkpoint's model; None where it is broken or another model's."""
+    try:
+        config = read_config(folder)
+        check_same(completed(saved), config, "", "", "")
+    except DataError:
+        return None
+    return config
+
+
+def _known_config(folder: Path, engine: str) -> HfConfig | None:
+    """The ``config.json`` of a folder; None for a family that only transformers may know."""
+    try:
+        return read_config(folder)
+    except DataError:
+        from megatron.dpp_train.generate.by_transformers import is_installed
+
+        if engine == "transformers" or (engine == "auto" and is_installed()):
+            return None
+        raise
+
+
+def tokenizer_of(source: Source, choice: str | None) -> tuple[Tokenizer, str | None]:
+    """The model's tokenizer, and the file or directory beside which its chat template is.
+
+    Args:
+        choice: ``--tokenizer``; None takes that of the run, or of the Hugging Face folder.
+
+    Raises:
+        ConfigError: the choice means nothing.
+        DataError: no tokenizer is known, or a file is missing.
+    """
+    if choice is None and getattr(source.saved, "tokenizer_type", None):
+        return _of_run(source.saved)
+    if choice is None and source.folder is None:
+        raise DataError(f"{source.path}: its tokenizer is not known (--tokenizer DIR_OR_FILE)")
+    if choice is not None and choice.partition(":")[0] == "train":
+        raise ConfigError(
+            f"--tokenizer {choice}: would train a new one; name the model's: DIR_OR_FILE, gpt2 or "
+            "sample"
+        )
+    flags = tokenizer_flags("gpt", choice or str(source.folder), None)
+    values = {name.strip("-").replace("-", "_"): value for name, value in flags.items()}
+    named = argparse.Namespace(**{"tokenizer_type": "GPT2BPETokenizer", **values})
+    place = next(values[name] for name in _VOCABULARY if name in values)
+    return tokenizer_for(named), place
+
+
+def _of_run(saved: Any) -> tuple[Tokenizer, str | None]:
+    """The tokenizer with which a checkpoint was trained."""
+    places = [getattr(saved, name, None) for name in _VOCABULARY]
+    try:
+        tokenizer = tokenizer_for(saved)
+    except (ConfigError, DataError) as error:
+        raise DataError(f"the run's tokenizer: {error}; name it (--tokenizer)") from error
+    return tokenizer, next(filter(None, places), None)
+
+
+def chat_encoder(
+    source: Source, tokenizer: Tokenizer, place: str | None, choice: str | None = None
+) -> ChatEncoder:
+    """The encoder of chats, with the template of the run or the tokenizer.
+
+    Args:
+        place: from :func:`tokenizer_of`.
+        choice: ``--chat-template``; None takes that of the run, or of the tokenizer.
+
+    Raises:
+        DataError: the template is missing or broken.
+    """
+    if isinstance(tokenizer, NullTokenizer):
+        raise DataError(
+            f"{source.path}: its tokenizer reads numbers, not chats; name another (--tokenizer "
+            "DIR_OR_FILE)"
+        )
+    form = choice or getattr(source.saved, "sft_tokenizer_prompt_format", None) or "auto"
+    return ChatEncoder(tokenizer, find_templates(form, place, flag=_TEMPLATE), flag=_TEMPLATE)
+
+
+def ends_of(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens that end a text: those of ``generation_config.json``, or else of ``config.json``, and
+    the tokenizer's.
+
+    Raises:
+        DataError: a file is broken.
+    """
+    found: Any = None
+    for name in ("generation_config.json", CONFIG):
+        path = source.folder and source.folder / name
+        if found is None and path and path.is_file():
+            try:
+                found = dict(json.loads(read_text(path))).get("eos_token_id")
+            except (ValueError, TypeError) as error:
+                raise DataError(f"{path}: not a JSON object ({error})") from error
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    return frozenset((*ends, tokenizer.eod))
+
+
+def vocabulary_of(source: Source, tokenizer: Tokenizer) -> int:
+    """Tokens that exist: those that the run counted, rows of ``config.json``, else the tokenizer's
+    tokens. The model may have more rows, which are padding."""
+    known = tokens_of(source.found, source.saved) if source.found else None
+    if known is None and source.config:
+        known = source.config.sizes.vocab
+    return known or tokenizer.vocab_size
+
+
+def check_ids(ids: Sequence[int], vocabulary: int, where: str) -> None:
+    """Refuse tokens that the model does not have: a DataError names the place and one of them."""
+    wrong = [token for token in ids if not 0 <= token < vocabulary]
+    if wrong:
+        raise DataError(
+            f"{where}: token {wrong[0]} is outside the model's vocabulary of {vocabulary}; is "
+            "--tokenizer another model's?"
+        )
+
+
+@contextlib.contextmanager
+def opened(source: Source, args: argparse.Namespace, vocabulary: int) -> Iterator[Engine]:
+    """The engine that computes the model, until the end of the block.
+
+    Args:
+        args: with the flags of :func:`add_model_flags`.
+        vocabulary: tokens that exist.
+
+    Raises:
+        ConfigError: the device or its memory does not suffice, or a package is missing.
+        DataError: the model is damaged.
+    """
+    import torch
+
+    try:
+        with _engine(source, args, vocabulary) as engine:
+            yield engine
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{one_line(error, 200)}: use a smaller --batch-size, or a device with more memory"
+        ) from error
+
+
+@contextlib.contextmanager
+def _engine(source: Source, args: argparse.Namespace, vocabulary: int) -> Iterator[Engine]:
+    from megatron.dpp_train.generate import by_megatron, by_transformers
+
+    if args.engine == "transformers" or (source.found is None and source.config is None):
+        by_transformers.check_installed()
+        with exported(source) as folder:
+            yield by_transformers.TransformersEngine(folder, args.device, args.dtype)
+        return
+    with by_megatron.megatron_engine(
+        source.found or source.path, vocabulary=vocabulary, device=args.device, dtype=args.dtype
+    ) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def exported(source: Source) -> Iterator[Path]:
+    """The model as a Hugging Face folder; that of a checkpoint is temporary.
+
+    Raises:
+        DataError: the checkpoint's ``config.json`` is not known.
+    """
+    if source.found is None:
+        yield source.path
+        return
+    if source.folder is None:
+        raise DataError(
+            f"{source.found.path}: no config.json of its model is known, which an export needs; "
+            "make one with megatron-dpp convert --like DIR or --family NAME, and name that"
+        )
+    from megatron.dpp_train.hf.to_hf import to_hf
+
+    place = Path(tempfile.gettempdir())
+    with scratch_directory(place, "megatron-dpp-") as scratch:
+        target = scratch / "model"
+        to_hf(
+            source.found.path,
+            target,
+            like=source.folder,
+            progress=lambda _: None,
+        )
+        yield target

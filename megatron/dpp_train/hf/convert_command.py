@@ -1,0 +1,97 @@
+"""``megatron-dpp convert``: a Hugging Face model to a Megatron checkpoint, and back."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.dpp.command_line import guarded, new_parser, progress_bar
+from megatron.dpp.errors import DataError
+from megatron.dpp_train.hf import TABLES
+from megatron.dpp_train.hf.fields import CONFIG
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp convert") -> int:
+    """Run the command; returns 1 after an error."""
+    args = _parser(prog).parse_args(argv)
+    return guarded(prog, lambda: _run(args))
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    text = (
+        "Turn a Hugging Face model into a Megatron checkpoint that any layout loads, or a "
+        "checkpoint into a Hugging Face model. SOURCE says which: the former has a config.json."
+    )
+    parser = new_parser(prog, text, "SOURCE TARGET [options]")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder to read")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="folder to make")
+    parser.add_argument("--dtype", choices=_DTYPES, help="type of the tensors (default: as is)")
+    group = parser.add_argument_group("from a checkpoint")
+    group.add_argument(
+        "--like", type=Path, metavar="DIR", help="Hugging Face folder of the same model"
+    )
+    group.add_argument("--family", choices=tuple(TABLES), help="kind of model, without --like")
+    group.add_argument("--step", type=int, metavar="N", help="iteration (default: the latest)")
+    group.add_argument(
+        "--shard-size", type=float, default=5.0, metavar="GB", help="largest file (default 5)"
+    )
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    import torch
+
+    from megatron.dpp_train.hf.to_hf import to_hf
+    from megatron.dpp_train.hf.to_megatron import to_megatron
+
+    if not args.source.is_dir():
+        raise DataError(f"{args.source}: no such directory")
+    if not 0 < args.shard_size < math.inf:
+        raise DataError(f"--shard-size {args.shard_size:g}: must be above 0 and finite")
+    from_hf = (args.source / CONFIG).is_file()
+    for name in ("like", "family", "step"):
+        if from_hf and getattr(args, name) is not None:
+            raise DataError(f"--{name}: {args.source} is a Hugging Face model, not a checkpoint")
+    dtype = getattr(torch, args.dtype) if args.dtype else None
+    start, total = time.monotonic(), 0
+    with progress_bar(_bytes_of(args.source)) as bar:
+
+        def progress(done: int) -> None:
+            nonlocal total
+            total += done
+            bar.update(done)
+
+        if from_hf:
+            notes = to_megatron(args.source, args.target, dtype=dtype, progress=progress)
+        else:
+            config = to_hf(
+                args.source,
+                args.target,
+                like=args.like,
+                family=args.family,
+                step=args.step,
+                dtype=dtype,
+                shard_bytes=int(args.shard_size * 10**9),
+                progress=progress,
+            )
+            notes = list(config.notes)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    seconds = time.monotonic() - start
+    print(f"{args.target}: {total / 10**9:.3f} GB in {seconds:.1f} s")
+    return 0
+
+
+def _bytes_of(source: Path) -> int:
+    """Bytes of the files that hold tensors, for the progress bar."""
+    return sum(
+        path.stat().st_size
+        for pattern in ("*.safetensors", "*.distcp", "*/*.distcp")
+        for path in source.glob(pattern)
+    )

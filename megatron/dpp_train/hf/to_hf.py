@@ -1,0 +1,119 @@
+"""Turns a Megatron checkpoint of any layout into a folder that transformers loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.dpp.errors import DataError
+from megatron.dpp_train.checkpoint import checksums
+from megatron.dpp_train.checkpoint import files as checkpoint_files
+from megatron.dpp_train.checkpoint.saved_args import saved_args
+from megatron.dpp_train.hf import Entry, HfConfig, Part, entries, read_config, write_config
+from megatron.dpp_train.hf.checkpoint import Stored
+from megatron.dpp_train.hf.fields import CONFIG, find_origin, parse_config
+from megatron.dpp_train.hf.folder import Shards, copy_files, one_dtype
+from megatron.dpp_train.hf.model import check_same, completed
+from megatron.dpp_train.hf.rules import split
+from megatron.dpp_train.hf.to_megatron import Progress, unfinished
+
+SHARD_BYTES = 5 * 10**9
+
+
+def to_hf(
+    source: Path,
+    target: Path,
+    *,
+    like: Path | None = None,
+    family: str | None = None,
+    step: int | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress,
+) -> HfConfig:
+    """Write the model of ``source``, a checkpoint or a directory of them, to ``target``, which must
+    not exist.
+
+    Args:
+        like: a Hugging Face folder of the same model: its ``config.json`` and tokenizer are copied.
+            Found by itself beside a converted checkpoint, and where training started from one.
+        family: the kind of model, for a checkpoint that never was one of Hugging Face's.
+        step: iteration of the checkpoint; the latest by default.
+        dtype: of the tensors; as they are in the checkpoint by default.
+        progress: called with the bytes of each tensor that is written.
+
+    Raises:
+        DataError: the checkpoint is missing, damaged, or of another model; the target exists.
+    """
+    found = checkpoint_files.find_named(source, step)
+    if found is None:
+        raise DataError(f"{source}: neither a Hugging Face model nor a checkpoint is there")
+    args = saved_args(found)
+    started = [getattr(args, name, None) for name in ("load_hf", "pretrained_checkpoint", "load")]
+    like = like or find_origin(found.path.parent, started)
+    if like is None and family is None:
+        raise DataError(
+            f"{source}: its config.json is not known; name the folder of the model that training "
+            "started from (--like DIR), or the kind of model (--family NAME)"
+        )
+    sums = checksums.read(found.path) or {}
+    checksums.check(found.path, sums, list(sums))
+    stored = Stored(found.path)
+    config = read_config(like) if like else _from_args(str(family), args, source)
+    if args is not None:
+        where = str(like / CONFIG) if like else f"--family {family}"
+        check_same(completed(args), config, str(source), where, "give the model's own (--like DIR)")
+        config = _with_tokens(config, getattr(args, "loss_vocab_size", None), where)
+    tensors = _checked(stored, config)
+    kind = dtype or one_dtype({each.key: stored.dtype(each) for each in tensors}, found.path)
+    shapes = {part.name: part.shape for each in tensors for part in each.parts}
+    with unfinished(target) as scratch:
+        with Shards(scratch, shapes, kind, shard_bytes) as shards:
+            for entry in tensors:
+                parts = split(entry.rule, stored.read(entry).to(kind), config.sizes)
+                for part, tensor in zip(entry.parts, parts, strict=True):
+                    shards.add(part.name, tensor)
+                    progress(tensor.nbytes)
+            shards.finish()
+        if like is not None:
+            copy_files(like, scratch)
+        _write_config(scratch / CONFIG, config.content, kind)
+    return config
+
+
+def _with_tokens(config: HfConfig, count: int | None, where: str) -> HfConfig:
+    """``config`` with the tokens that a run counted; its tokenizer may have had more."""
+    if count is None or count <= config.sizes.vocab:
+        return config
+    return parse_config({**config.content, "vocab_size": count}, where)
+
+
+def _checked(stored: Stored, config: HfConfig) -> list[Entry]:
+    """The entries to read: of twins that which is stored. All of the model must be there, and no
+    more."""
+    chosen: dict[tuple[Part, ...], Entry] = {}
+    tensors = list(entries(config.family, config.sizes))
+    for each in tensors:
+        first = chosen.setdefault(each.parts, each)
+        if each.twin and not stored.holds(first) and stored.holds(each):
+            chosen[each.parts] = each
+    for each in chosen.values():
+        stored.check(each)
+    stored.check_rest(tensors, config.family)
+    return list(chosen.values())
+
+
+def _from_args(family: str, args: Any, source: Path) -> HfConfig:
+    if args is None:
+        raise DataError(f"{source}: holds no arguments; name a folder of the same model (--like)")
+    content = write_config(family, completed(args), "float32")
+    return parse_config(content, f"the arguments in {source}")
+
+
+def _write_config(path: Path, content: dict[str, Any], kind: torch.dtype) -> None:
+    name = "dtype" if "dtype" in content else "torch_dtype"
+    content = content | {name: str(kind).removeprefix("torch.")}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,95 @@
+"""Turns a Hugging Face folder into a Megatron checkpoint that any layout loads."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from megatron.dpp.errors import DataError
+from megatron.dpp.locks import lock_directory
+from megatron.dpp.safe_files import private_directory
+from megatron.dpp_train.checkpoint import checksums
+from megatron.dpp_train.checkpoint import files as checkpoint_files
+from megatron.dpp_train.hf import Entry, checkpoint
+from megatron.dpp_train.hf.fields import CONFIG, ORIGIN
+from megatron.dpp_train.hf.folder import Folder, copy_files, one_dtype
+from megatron.dpp_train.hf.model import saved_args
+from megatron.dpp_train.hf.rules import join
+
+Progress = Callable[[int], None]
+
+
+def to_megatron(
+    source: Path, target: Path, *, dtype: torch.dtype | None = None, progress: Progress
+) -> list[str]:
+    """Convert the model in ``source`` to a checkpoint in ``target``, which must not exist.
+
+    Args:
+        dtype: of the checkpoint; that of the source by default.
+        progress: called with the bytes of each tensor that is written.
+
+    Returns:
+        Notes: fields of ``config.json`` that no flag stands for.
+
+    Raises:
+        DataError: the source cannot be converted, or the target exists.
+    """
+    folder = Folder(source)
+    sizes = folder.config.sizes
+    kind = dtype or one_dtype(folder.dtypes, source)
+
+    def read(entry: Entry) -> torch.Tensor:
+        whole = join(entry.rule, folder.read(entry), sizes)
+        progress(whole.nbytes)
+        return whole
+
+    with unfinished(target) as scratch:
+        release = scratch / "release"
+        release.mkdir()
+        checkpoint.write(
+            release,
+            list(folder.entries()),
+            sizes,
+            kind,
+            read,
+            saved_args(folder.config),
+        )
+        checksums.write(release)
+        origin = scratch / ORIGIN
+        origin.mkdir()
+        shutil.copyfile(source / CONFIG, origin / CONFIG)
+        copy_files(source, origin)
+        (scratch / checkpoint_files.TRACKER).write_text("release", encoding="utf-8")
+    folder.close()
+    return list(folder.config.notes)
+
+
+@contextmanager
+def unfinished(target: Path) -> Iterator[Path]:
+    """A directory beside ``target`` that gets its name at the end. Until then nothing takes it for
+    a result; after a kill the next attempt removes it.
+
+    Raises:
+        DataError: ``target`` exists, or another process writes it.
+    """
+    target = target.absolute()
+    scratch = target.with_name(f".{target.name}.unfinished")
+    try:
+        if target.exists():
+            raise DataError(f"{target}: exists; name another target, or remove it")
+        private_directory(scratch)
+        with lock_directory(scratch, "convert:"):
+            new = scratch / "new"
+            try:
+                shutil.rmtree(new, ignore_errors=True)  # left by a kill
+                new.mkdir()
+                yield new
+                new.rename(target)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as error:
+        raise DataError(f"{target}: {error.strerror or error}") from error

@@ -1,0 +1,106 @@
+"""``megatron-dpp estimate --ranks 8 [Megatron's flags]``: memory, traffic and time of a run.
+
+    megatron-dpp estimate --ranks 4 --num-layers 24 --hidden-size 1024 \
+        --num-attention-heads 16 --seq-length 1024 --micro-batch-size 4 --bf16 \
+        --padded-vocab-size 50304 --tensor-model-parallel-size 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+
+from megatron.dpp.errors import ConfigError, DppError, require, use_names
+from megatron.dpp.naming import flag_name, in_flags
+from megatron.dpp_train.cost.device import Device, find_machine, known_gpu
+from megatron.dpp_train.cost.estimate import estimate
+from megatron.dpp_train.cost.from_flags import shape_of
+from megatron.dpp_train.cost.text import lines
+
+_ASSUMED = "--transformer-impl local --micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0"
+"""Defaults of flags that training requires and an estimate hardly depends on."""
+_VOCABULARY = 50304
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-dpp estimate",
+        description="Memory, traffic, bubble and time of a run, before it starts.",
+        epilog="All other arguments are the flags of pretrain_gpt.py.",
+    )
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes of the run")
+    parser.add_argument("--per-node", type=int, metavar="N", help="of each node (default: all)")
+    parser.add_argument("--arch", choices=("gpt", "bert"), default="gpt")
+    parser.add_argument("--gpu", metavar="NAME", help="H100, H200, ...; default: this machine")
+    parser.add_argument("--memory", type=float, metavar="GiB", help="memory of one device")
+    parser.add_argument("--tflops", type=float, metavar="T", help="its rate in matrix products")
+    return parser
+
+
+def _check(known: argparse.Namespace) -> None:
+    for name in ("ranks", "per_node", "memory", "tflops"):
+        value = getattr(known, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{flag_name(name)} {value:g}: must be above 0")
+
+
+def device_of(
+    ranks: int, gpu: str | None, memory: float | None, tflops: float | None
+) -> tuple[bool, Device]:
+    """``(on_gpu, device)``: this machine's device or the named GPU, with the given figures."""
+    if gpu is None:
+        machine = find_machine(ranks)
+        on_gpu, device = machine.num_gpus > 0, machine.device
+    else:
+        on_gpu, device = True, known_gpu(gpu)
+    if memory is not None:
+        device = dataclasses.replace(device, memory_bytes=memory * 2**30)
+    if tflops is not None:
+        device = dataclasses.replace(device, flops=tflops * 1e12, source="given")
+    return on_gpu, device
+
+
+@use_names(in_flags)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the estimate; returns the exit status."""
+    from megatron.dpp_train.preflight.check import BAD_INPUT
+
+    known, flags = _parser().parse_known_args(argv)
+    try:
+        _check(known)
+        args = _checked(flags, known.ranks, known.arch)
+        on_gpu, device = device_of(known.ranks, known.gpu, known.memory, known.tflops)
+        shape = shape_of(args, on_gpu=on_gpu, arch=known.arch, per_node=known.per_node)
+        found = estimate(shape, device)
+    except DppError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    print("\n".join(lines(found)))
+    return 0
+
+
+def _checked(flags: Sequence[str], ranks: int, arch: str) -> argparse.Namespace:
+    """The training script's arguments, with ``--dpp-plan`` carried out."""
+    from megatron.dpp_train.cost.planned import take_plan
+    from megatron.dpp_train.options import arguments
+    from megatron.dpp_train.options.validate import validate
+    from megatron.dpp_train.preflight import check as preflight
+
+    args = arguments.parse_args([*_ASSUMED.split(), *flags])
+    require(args.seq_length, "--seq-length is required")
+    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
+    named = (args.data_path, args.train_data_path, args.data_args_path)
+    args.mock_data = args.mock_data or not any((*named, args.per_split_data_args_path))
+    has_vocabulary = args.vocab_file or args.tokenizer_type
+    checked = validate(args, ranks, arch)
+    if has_vocabulary:
+        checked, _ = preflight.build_vocabulary(checked)
+    checked = checked.with_(padded_vocab_size=checked.padded_vocab_size or _VOCABULARY)
+    if checked.dpp_plan:
+        checked = take_plan(checked)
+    if checked.use_dpp:
+        preflight.check_schedule(checked, one_node=False)
+    return checked

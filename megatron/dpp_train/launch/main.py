@@ -1,0 +1,342 @@
+"""``megatron-dpp train``: from command line to torchrun (docs/USAGE_GUIDE.md)."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.dpp import __version__
+from megatron.dpp.errors import ConfigError, DataError, DppError, use_names
+from megatron.dpp.naming import in_flags
+from megatron.dpp_train.cost.device import cpu_device, find_machine, gpu_device, known_gpu
+from megatron.dpp_train.cost.estimate import Estimate, estimate
+from megatron.dpp_train.cost.memory import least_bytes
+from megatron.dpp_train.cost.planned import SHAPES
+from megatron.dpp_train.cost.shape import RunShape
+from megatron.dpp_train.cost.text import lines, size
+from megatron.dpp_train.launch import auto, cli
+from megatron.dpp_train.launch.flags import Flags, check_known, whole
+from megatron.dpp_train.launch.job import INTERRUPTED, find_job, launch, refuse_taken
+from megatron.dpp_train.launch.layout import Layout, nearest_multiple
+from megatron.dpp_train.launch.nodes import Nodes, find_nodes
+from megatron.dpp_train.launch.resolve import (
+    Resolved,
+    Setting,
+    asked_batch,
+    asked_layout,
+    base_flags,
+    forms,
+    resolve,
+    shard_of,
+)
+from megatron.dpp_train.launch.settle import checked, settled, shape_from
+from megatron.dpp_train.launch.start import (
+    describe_tokens,
+    find_python,
+    length_note,
+    prepare,
+    require_tokenizer,
+    run_preparation,
+    show,
+    split_of,
+)
+from megatron.dpp_train.options.environment import check_visible_gpus
+from megatron.dpp_train.preflight.files import check_data, check_outputs, check_start
+
+_BAD_INPUT = 2
+_DEFAULT_PROCS = 2
+
+
+@use_names(in_flags)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Resolve and start. Returns where nothing is started; else this process becomes torchrun."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if "--completion" in words:
+            print(cli.completion((words[words.index("--completion") + 1 :] or [""])[0]))
+            return 0
+        if "--version" in words:
+            print(f"megatron-dpp {__version__}")
+            return 0
+        if "--help" in words or "-h" in words:
+            print(cli.help_text(_mode_of(words)))
+            return 0
+        _start(plan(words), words)
+        return 0  # of a dry run
+    except DppError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    except KeyboardInterrupt:  # while nodes wait for each other
+        return INTERRUPTED
+    except BrokenPipeError:  # piped into head: whoever read has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+@use_names(in_flags)
+def refused() -> bool:
+    """Print what is wrong with the command line, as far as that needs no package; True if so."""
+    try:
+        _, rest = cli.parse(sys.argv[1:])
+        check_known(rest, cli.NAMES)
+        find_nodes(os.environ)
+    except DppError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return True
+    return False
+
+
+def _mode_of(words: list[str]) -> str | None:
+    for index, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name == "--mode":
+            mode = value or (words[index + 1 : index + 2] or [""])[0]
+            if mode not in (*cli.MODES, "deepspeed"):
+                raise ConfigError(f"--mode {mode}: nearest possible: {', '.join(cli.MODES)}")
+            return mode
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A resolved command line and its estimate.
+
+    Args:
+        heading: lines about the choice.
+        warnings: lines behind the estimate.
+        preparation: the command that makes the token files; None where they exist.
+        own_split: ``--split`` was not given. It is chosen again when the token files exist.
+    """
+
+    options: argparse.Namespace
+    resolved: Resolved
+    setting: Setting
+    nodes: Nodes
+    heading: list[str]
+    estimate: Estimate
+    warnings: list[str]
+    preparation: list[str] | None
+    own_split: bool
+
+
+def plan(words: Sequence[str]) -> Plan:
+    """Resolve a command line; nothing is written or started.
+
+    Raises:
+        ConfigError: something cannot work; names the nearest that can.
+        DataError: a file is missing.
+    """
+    options, rest = cli.parse(words)
+    check_known(rest, cli.NAMES)
+    if options.config and not Path(options.config).is_file():
+        raise DataError(f"--config {options.config}: No such file or directory")
+    options.batch_size = asked_batch(options, rest)
+    nodes = find_nodes(os.environ)
+    setting = find_setting(options, nodes)
+    flags = base_flags(options, rest, setting)
+    data = prepare(
+        options.arch or "gpt",
+        options.data,
+        flags,
+        skip_bad_lines=options.skip_bad_lines,
+        tokenizer=options.tokenizer,
+    )
+    require_tokenizer(options.data, flags, options.tokenizer)
+    flags |= data.flags
+    own_split = not {"--split", "--yaml-cfg"} & set(flags)
+    if own_split:
+        flags |= split_of(flags)
+    if options.mode == "auto":
+        best = _best(options, flags, setting)
+        resolved, found = best[0].resolved, best[0].estimate
+        heading, warnings = [*auto.report(best[:3], setting), ""], []
+    else:
+        asked = resolve(
+            options, flags, setting, layout=asked_layout(options, flags), shard=shard_of(options)
+        )
+        asked, resolved, found = _fitting(options, asked, flags, setting)
+        heading, warnings = [f"mode {options.mode}{_planned(asked)}"], _warnings(found.shape)
+    _check_files(resolved, setting, tokens_exist=data.preparation is None)
+    if data.preparation is None:
+        warnings = [*warnings, *length_note(resolved.flags)]
+    return Plan(
+        options=options,
+        resolved=resolved,
+        setting=setting,
+        nodes=nodes,
+        heading=heading,
+        estimate=found,
+        warnings=warnings,
+        preparation=data.preparation,
+        own_split=own_split,
+    )
+
+
+def _fitting(
+    options: argparse.Namespace, asked: Resolved, flags: Flags, setting: Setting
+) -> tuple[Resolved, Resolved, Estimate]:
+    """The fastest form of a run that fits: as asked for, settled, and its estimate. Where none
+    does, a ConfigError names the nearest."""
+    memory, fitting, needs = setting.device.memory_bytes, [], []
+    for form in forms(asked, setting):
+        try:
+            needs.append(least_bytes(shape_from(form, setting, plan=False)))
+        except ConfigError:
+            if form is asked:
+                raise
+            continue  # what was asked for may run, in no other form
+        if needs[-1] <= memory:
+            resolved = settled(form, setting)
+            found = estimate(shape_from(resolved, setting), setting.device)
+            needs[-1] = found.peak_bytes
+            if needs[-1] <= memory:
+                fitting.append((form, resolved, found))
+    if not fitting:
+        raise _does_not_fit(options, min(needs), flags, setting)
+    return min(fitting, key=lambda each: each[2].seconds)
+
+
+def _planned(asked: Resolved) -> str:
+    """A note where ranks have different numbers of layers."""
+    plan = asked.flags.get("--dpp-plan")
+    if plan == SHAPES:
+        return ", layers laid out by what they cost (--chunks N: as many on every stage)"
+    return f", layers laid out by what they took in {plan}" if plan else ""
+
+
+def _start(found: Plan, words: Sequence[str]) -> None:
+    """Set up, preprocess, and become torchrun. With another Python than this one, do all of it
+    again there: what it has installed decides what a run can do."""
+    options, resolved = found.options, found.resolved
+    sizes = {"GPUS_PER_NODE": str(found.setting.per_node), **found.nodes.environment()}
+    job = find_job({**os.environ, **sizes})
+    if options.run_dir:
+        os.environ["RUN_DIR"] = options.run_dir
+    if not options.dry_run:
+        refuse_taken(job, resolved.parsed)
+        if options.procs is None:
+            check_visible_gpus(os.environ)
+    python = find_python(words, dry_run=options.dry_run)
+    # The run that follows says it itself, unless a preparation keeps it waiting.
+    says_itself = "--estimate" in resolved.flags and not (options.dry_run or found.preparation)
+    needs = [] if says_itself else lines(found.estimate)
+    print("\n".join([*found.heading, *needs, *found.warnings]), flush=True)
+    if found.preparation:
+        preparation = [python, *found.preparation]
+        if options.dry_run:
+            print("\nfirst:", shlex.join(preparation))
+        else:
+            run_preparation(preparation)
+            if found.own_split:
+                resolved.give(split_of(resolved.flags))
+            tokens = [describe_tokens(resolved.flags), *length_note(resolved.flags)]
+            print("\n".join(tokens), flush=True)
+    script = f"pretrain_{resolved.arch}.py"
+    print(f"\nflags of {script}:\n{show(resolved.argv)}\n", flush=True)
+    if not found.setting.on_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    resolved.give(job.flags())
+    launch(job, python, script, resolved.argv, resolved.parsed, dry_run=options.dry_run)
+
+
+def find_setting(options: argparse.Namespace, nodes: Nodes) -> Setting:
+    """Devices and their number.
+
+    Raises:
+        ConfigError: more GPUs than there are.
+    """
+    if options.procs is not None:
+        device = cpu_device(options.procs)
+        return _setting(options, nodes, per_node=options.procs, on_gpu=False, device=device)
+    figures = (options.tflops, options.memory, options.bandwidth)
+    if options.gpu is not None or (options.dry_run and None not in figures):
+        return _imagined(options, nodes)
+    machine = find_machine(_DEFAULT_PROCS)
+    asked = options.gpus
+    if asked is not None and asked > machine.num_gpus:
+        nearest = f"--gpus {machine.num_gpus}" if machine.num_gpus else f"--procs {asked}"
+        raise ConfigError(
+            f"--gpus {asked}: this node has {machine.num_gpus}; nearest possible: {nearest}, or "
+            f"--dry-run --gpu NAME for what {asked} of another machine would do"
+        )
+    on_gpu = machine.num_gpus > 0
+    per_node = options.gpus or machine.num_gpus or _DEFAULT_PROCS
+    return _setting(options, nodes, per_node=per_node, on_gpu=on_gpu, device=machine.device)
+
+
+def _imagined(options: argparse.Namespace, nodes: Nodes) -> Setting:
+    """GPUs that this machine need not have, for a dry run: of a known kind, or of given figures."""
+    if not options.dry_run:
+        raise ConfigError(f"--gpu {options.gpu}: only a plan can be made for it; add --dry-run")
+    device = known_gpu(options.gpu) if options.gpu else gpu_device("GPU of given figures", 0)
+    return _setting(options, nodes, per_node=options.gpus or 8, on_gpu=True, device=device)
+
+
+def _setting(options: argparse.Namespace, nodes: Nodes, **found: object) -> Setting:
+    setting = Setting(num_nodes=nodes.count, **found)  # type: ignore[arg-type]
+    device = setting.device
+    if options.tflops is not None:
+        device = dataclasses.replace(device, flops=options.tflops * 1e12, source="given")
+    if options.bandwidth is not None:
+        device = dataclasses.replace(device, bytes_per_second=options.bandwidth * 1e9)
+    if options.memory is not None:
+        device = dataclasses.replace(device, memory_bytes=options.memory * 2**30)
+    return dataclasses.replace(setting, device=device)
+
+
+def _check_files(resolved: Resolved, setting: Setting, *, tokens_exist: bool) -> None:
+    """Check checkpoint, outputs and data before text is tokenised, which may take hours."""
+    args = checked(resolved, setting)
+    check_start(args)
+    check_outputs(args)
+    if tokens_exist:
+        check_data(args, resolved.arch)
+
+
+def _warnings(shape: RunShape) -> list[str]:
+    """Options that cannot take effect."""
+    if shape.shard == "none" or shape.data * shape.context > 1:
+        return []
+    return ["warning: there is one replica, so --mode zero shards nothing; nearest: --mode 3d"]
+
+
+def _plain(options: argparse.Namespace, flags: Flags, setting: Setting) -> RunShape:
+    """The run on one device, which ``auto`` starts from. A batch that was not asked for is made to
+    fit as many replicas as there are devices."""
+    plain = argparse.Namespace(**vars(options))
+    plain.mode = "simple"
+    batch = whole(flags, "--global-batch-size")
+    if options.batch_size is None and batch % setting.world_size:
+        batch = nearest_multiple(batch, setting.world_size)
+    alone = dataclasses.replace(setting, per_node=1, num_nodes=1)
+    flags = {**flags, "--global-batch-size": batch, "--micro-batch-size": 1}
+    flags.pop("--dpp-inject", None)  # it may name ranks of a pipeline
+    return shape_from(resolve(plain, flags, alone, layout=Layout(), shard="none"), alone)
+
+
+def _does_not_fit(
+    options: argparse.Namespace, need_bytes: float, flags: Flags, setting: Setting
+) -> ConfigError:
+    need = f"the fullest rank needs {size(need_bytes)} of {size(setting.device.memory_bytes)}"
+    if options.mode == "megatron":  # its file holds the batch, and the layout
+        return ConfigError(f"{need}; more devices, or a layout in --config, divide the model")
+    plain = _plain(options, flags, setting)
+    fitting = auto.candidates(options, flags, setting, plain)
+    if fitting:
+        return ConfigError(f"{need}; nearest that fits: {fitting[0].command()}")
+    return ConfigError(f"{need}; {auto.why_nothing_fits(options, flags, setting, plain)}")
+
+
+def _best(options: argparse.Namespace, flags: Flags, setting: Setting) -> list[auto.Candidate]:
+    """Mode ``auto``: all layouts that fit, the best first."""
+    plain = _plain(options, flags, setting)
+    found = auto.candidates(options, flags, setting, plain)
+    if not found:
+        raise ConfigError(auto.why_nothing_fits(options, flags, setting, plain))
+    return found

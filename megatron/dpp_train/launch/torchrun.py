@@ -1,0 +1,131 @@
+"""torchrun with one line instead of its traceback when a node is missing, a rank fails, or Ctrl-C
+is pressed, and without the folder that it leaves in the temporary directory.
+
+``python -m megatron.dpp_train.launch.torchrun`` takes torchrun's arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import tempfile
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    c10d_rendezvous_backend,
+    static_tcp_rendezvous,
+)
+from torch.distributed.run import main
+
+_FAILED = 1
+_SAID_HERE = ("api", "errors.error_handler")
+"""PyTorch's loggers whose lines about a rank that failed repeat the one printed here."""
+_LOOPBACK = "127.0.0.1"
+_GRACE_S = 5.0
+"""Time for PyTorch's own error, which names the nodes that are missing."""
+
+
+class _LocalStore(TCPStore):
+    """A store whose server, whatever its ``host_name``, listens on the loopback address alone."""
+
+    def __init__(self, host_name: str, port: int = 0, *rest: Any, **options: Any) -> None:
+        server = options.get("is_master", rest[1] if len(rest) > 1 else False)
+        if server:
+            listener = socket.create_server((_LOOPBACK, port), backlog=2048)
+            port = listener.getsockname()[1]
+            options["master_listen_fd"] = listener.detach()  # the store's from here on
+        super().__init__(_LOOPBACK, port, *rest, **options)
+
+
+class _TimedStore(TCPStore):
+    """A store that ends the process where its server does not answer in time: something else may
+    listen on its port, and PyTorch then waits for ever."""
+
+    def __init__(self, host: str, port: int, *rest: Any, **options: Any) -> None:
+        seconds = next(each for each in rest if isinstance(each, timedelta)).total_seconds()
+        late = threading.Timer(seconds + _GRACE_S, _end, (host, port, seconds))
+        late.daemon = True
+        late.start()
+        try:
+            super().__init__(host, port, *rest, **options)
+        finally:
+            late.cancel()
+
+
+def _end(host: str, port: int, seconds: float) -> None:
+    _say(
+        f"error: {host}:{port} accepts connections and does not answer within "
+        f"WAIT_SECONDS={seconds:.0f}: another program listens there; name another MASTER_PORT"
+    )
+    os._exit(_FAILED)
+
+
+def _stay_on_this_host() -> None:
+    """Bind the stores of a run on one node to the loopback address."""
+    c10d_rendezvous_backend.TCPStore = _LocalStore  # type: ignore[attr-defined]
+    torch.distributed.TCPStore = _LocalStore  # type: ignore[attr-defined]
+    sys.argv[1:1] = ["--local-addr", _LOOPBACK]
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """False for torchrun's banner that several processes of a node get one thread each."""
+    return "OMP_NUM_THREADS" not in record.getMessage()
+
+
+def run() -> int:
+    """Runs torchrun; 1 when the nodes do not meet in time or a rank fails, 128 plus the number of
+    a signal that ended it."""
+    logging.getLogger("torch.distributed.run").addFilter(_is_worth_a_line)
+    for name in _SAID_HERE:
+        logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(
+            logging.CRITICAL
+        )
+    try:
+        with tempfile.TemporaryDirectory(prefix="torchrun_", ignore_cleanup_errors=True) as folder:
+            os.environ.setdefault("PET_LOG_DIR", folder)  # as --log-dir, which wins
+            if "--standalone" in sys.argv:
+                _stay_on_this_host()
+            else:
+                static_tcp_rendezvous.TCPStore = _TimedStore  # type: ignore[attr-defined,assignment]
+            main()
+    except DistStoreError as error:
+        return _say(
+            f"error: not all nodes came ({str(error).rstrip('.')}): start run_worker_*.sh with the "
+            "same NUM_NODES and MASTER_PORT on every other node within WAIT_SECONDS, and check "
+            "that MASTER_ADDR and the port can be reached from there"
+        )
+    except DistNetworkError as error:
+        why = str(error).rstrip(".")
+        remedy = "check MASTER_ADDR, MASTER_PORT and the firewall"
+        if "EADDRINUSE" in why:
+            remedy = "another run has this port; name another MASTER_PORT, or on one node none"
+        return _say(f"error: the processes cannot meet ({why}): {remedy}")
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = f"with exit code {failure.exitcode}"
+        if failure.exitcode < 0:
+            how = f"by {failure.signal_name()}"
+        return _say(f"error: rank {rank} (process {failure.pid}) ended first, {how}: see above why")
+    except SignalException as error:
+        return _say(f"ended by {error.sigval.name}; its processes are gone", 128 + error.sigval)
+    except KeyboardInterrupt:  # before there are processes
+        return _say("ended by SIGINT", 130)
+    return 0
+
+
+def _say(text: str, code: int = _FAILED) -> int:
+    print(text, file=sys.stderr, flush=True)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(run())

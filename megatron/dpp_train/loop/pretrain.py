@@ -1,0 +1,103 @@
+"""Entry point of ``pretrain_gpt.py`` and ``pretrain_bert.py``: from command line to exit code.
+
+A launcher that has checked a run hands its settings over in a file (``--run-config``). A
+``torchrun`` of one's own gives flags, which each rank checks.
+
+Settings that cannot work are printed once, as one line, and end every rank with exit code 2 before
+a process group exists; most are found before PyTorch is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron.dpp.errors import ConfigError, DataError, DppError, tell_torchrun, use_names
+from megatron.dpp.locks import lock_directory
+from megatron.dpp.naming import in_flags
+from megatron.dpp.processes import end_with_parent
+from megatron.dpp_train.options import arguments, run_file
+from megatron.dpp_train.options.run_config import RunConfig
+from megatron.dpp_train.preflight import check as preflight
+from megatron.dpp_train.preflight.files import warnings_of_data, written_directories
+from megatron.dpp_train.tokenizers import Tokenizer, tokenizer_for
+
+_FAILED = 1
+_INTERRUPTED = 130
+
+
+@use_names(in_flags)
+def main(task_name: str, argv: Sequence[str] | None = None) -> int:
+    """Trains; returns the process's exit code.
+
+    Args:
+        task_name: ``gpt`` or ``bert``.
+        argv: the command line; ``sys.argv`` when None.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks would outlive a kill -9 of it
+        end_with_parent()
+    rank, world_size = arguments.rank_and_world()
+    held = contextlib.ExitStack()
+    try:
+        args, tokenizer = _settings(task_name, argv, world_size)
+        if rank == 0:  # at once: the lock is taken only when PyTorch is there
+            preflight.check_not_taken(args)
+        args = _settled(args)
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        args.dpp.node_ip(rank, world_size, ranks_per_node)
+        if rank == 0:
+            for flag, folder in written_directories(args):
+                lock = held.enter_context(lock_directory(folder, flag))
+                if lock.warning:
+                    print(f"warning: {lock.warning}", file=sys.stderr, flush=True)
+    except (ConfigError, DataError) as error:
+        tell_torchrun(f"error: {error}")
+        if rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        held.close()
+        return preflight.BAD_INPUT
+    with held:
+        return _train(args, task_name, rank, tokenizer)
+
+
+def _settings(
+    task_name: str, argv: Sequence[str] | None, world_size: int
+) -> tuple[RunConfig, Tokenizer]:
+    """The checked settings, and the tokenizer."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if run_file.FLAG not in words:
+        return preflight.check(task_name, words, world_size)
+    if len(words) != 2 or words[0] != run_file.FLAG:
+        raise ConfigError(f"{run_file.FLAG} FILE holds all settings: no other flag goes with it")
+    args = run_file.read(words[1], task_name, world_size)
+    return args, tokenizer_for(args)
+
+
+def _train(args: RunConfig, task_name: str, rank: int, tokenizer: Tokenizer) -> int:
+    if rank == 0:
+        for line in [*arguments.warnings_of(args), *warnings_of_data(args, task_name)]:
+            print(f"warning: {line}", file=sys.stderr, flush=True)
+    try:
+        from megatron.dpp_train.loop.job import run_job
+
+        run_job(args, task_name, rank, tokenizer)
+    except DppError as error:
+        tell_torchrun(f"error on rank {rank}: {error}")
+        print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
+        return _FAILED
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    return 0
+
+
+def _settled(args: RunConfig) -> RunConfig:
+    """Settles the values that need PyTorch, and lets megatron-core check them."""
+    if args.disable_jit_fuser:  # read when PyTorch is imported
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    from megatron.dpp_train.model.configs import check_with_core, settled
+
+    args = settled(args)
+    check_with_core(args)
+    return args

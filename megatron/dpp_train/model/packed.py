@@ -1,0 +1,325 @@
+"""Packed sequences: several documents in one microbatch, each with its own positions and attention.
+
+A forward step passes megatron-core's ``PackedSeqParams`` in the format ``thd`` to the model, made
+by :func:`packed_params`. Transformer Engine's layers take it as it is. The local layers are built
+from the attention here, as megatron-core's own refuses packed sequences.
+
+On GPUs nothing here reads a tensor on the host, so that a task can be launched ahead of its input.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import inspect
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp_train.model import context
+
+CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+"""Masks of causal attention."""
+_LARGEST_HEAD = 256
+"""Largest head size of the variable-length kernels."""
+_OWN_FORMAT = "documents"
+"""Format of the parameters between the attention classes here: [t, 1, heads, size], with rotary
+embeddings of each token.
+"""
+
+
+def packed_params(
+    cu_seqlens: torch.Tensor, max_seqlen: int, documents: Documents | None = None
+) -> PackedSeqParams:
+    """The parameters of one packed microbatch.
+
+    Args:
+        cu_seqlens: int32 [n + 1], the first token of each of n documents, and the number of tokens.
+            Padding is a document, too.
+        max_seqlen: tokens of the longest document.
+        documents: what :func:`documents_of` gives for them, if not the plain one.
+    """
+    params = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=int(max_seqlen),
+        max_seqlen_kv=int(max_seqlen),
+    )
+    if documents is not None:
+        params._documents = documents
+    return params
+
+
+def positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The position of each of ``tokens`` tokens in its document, [tokens]."""
+    return Documents(cu_seqlens, tokens).positions(tokens)
+
+
+class Documents:
+    """The documents of one packed microbatch, with tensors that all its layers share.
+
+    Args:
+        starts: int32 [n + 1], see :func:`packed_params`.
+        longest: tokens of the longest document.
+    """
+
+    def __init__(self, starts: torch.Tensor, longest: int) -> None:
+        self.starts, self.longest = starts, longest
+        self._positions: torch.Tensor | None = None
+        self._allowed: dict[bool, torch.Tensor] = {}
+        self._bounds: list[int] = []
+
+    def positions(self, tokens: int) -> torch.Tensor:
+        """The position of each token in its document."""
+        if self._positions is None:
+            places = self._places(tokens)
+            self._positions = (places - self.starts[self._numbers(places)]).long()
+        return self._positions
+
+    def allowed(self, tokens: int, *, causal: bool) -> torch.Tensor:
+        """The mask of one attention over all documents, [tokens, tokens]: True where a query may
+        see a key.
+        """
+        if causal not in self._allowed:
+            places = self._places(tokens)
+            numbers = self._numbers(places)
+            same = numbers[:, None] == numbers[None, :]
+            self._allowed[causal] = same & (places[:, None] >= places) if causal else same
+        return self._allowed[causal]
+
+    def bounds(self, tokens: int) -> list[tuple[int, int]]:
+        """First and last token of each document, read on the host.
+
+        Raises:
+            ConfigError: the documents are not those of this microbatch.
+        """
+        if not self._bounds:
+            bounds = [int(bound) for bound in self.starts.tolist()]
+            lengths = [end - begin for begin, end in itertools.pairwise(bounds)]
+            wrong = (bounds[0], bounds[-1]) != (0, tokens) or min(lengths, default=0) < 0
+            if wrong or max(lengths, default=0) > self.longest:
+                raise ConfigError(
+                    f"cu_seqlens {bounds} with max_seqlen {self.longest} and {tokens} tokens: it "
+                    "must grow from 0 to the number of tokens, and max_seqlen must hold the "
+                    "longest document"
+                )
+            self._bounds = bounds
+        return list(itertools.pairwise(self._bounds))
+
+    def _places(self, tokens: int) -> torch.Tensor:
+        return torch.arange(tokens, dtype=self.starts.dtype, device=self.starts.device)
+
+    def _numbers(self, places: torch.Tensor) -> torch.Tensor:
+        """The number of each token's document; tokens after the last one count as one more."""
+        return torch.searchsorted(self.starts[1:], places, right=True)
+
+
+def documents_of(params: PackedSeqParams) -> Documents:
+    """The documents of a packed microbatch, the same object for all layers of a chunk."""
+    found = getattr(params, "_documents", None)
+    if found is None:
+        found = Documents(params.cu_seqlens_q, params.max_seqlen_q)
+        params._documents = found
+    return found
+
+
+class PackedSelfAttention(SelfAttention):  # type: ignore[misc]
+    """megatron-core's self-attention for packed sequences, too: each token gets the rotary
+    embedding of its position without a wait for the device.
+    """
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        rotary_pos_emb: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **options: Any,
+    ) -> Any:
+        """Attend; see megatron-core's ``Attention.forward``."""
+        if packed_seq_params is not None:
+            config = self.config
+            parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+            parts *= config.context_parallel_size
+            places = documents_of(packed_seq_params).positions(hidden_states.shape[0] * parts)
+            if config.context_parallel_size > 1:
+                places = context.own_part(places, parallel_state.get_context_parallel_group())
+            if isinstance(rotary_pos_emb, torch.Tensor):
+                rotary_pos_emb = rotary_pos_emb[places]
+            elif rotary_pos_emb is not None:
+                rotary_pos_emb = tuple(each[places] for each in rotary_pos_emb)
+            packed_seq_params = copy.copy(packed_seq_params)  # shares the documents
+            packed_seq_params.qkv_format = _OWN_FORMAT
+        return super().forward(
+            hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params, **options,
+        )  # fmt: skip
+
+
+class PackedDotProductAttention(DotProductAttention):  # type: ignore[misc]
+    """megatron-core's local attention, which attends to each document of a packed microbatch
+    alone.
+    """
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *args: Any,
+        packed_seq_params: PackedSeqParams | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Attend; see megatron-core's ``DotProductAttention.forward``."""
+        attend = super().forward
+        if packed_seq_params is None:
+            output: torch.Tensor = attend(query, key, value, attention_mask, *args, **options)
+            return output
+        q, k, v = as_packed(query, key, value)
+        bounds = documents_of(packed_seq_params).bounds(len(q))
+        parts = [
+            attend(q[begin:end], k[begin:end], v[begin:end], None, *args, **options)
+            for begin, end in bounds
+            if end > begin
+        ]
+        return torch.cat(parts)
+
+
+def as_packed(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Query, key and value of a packed microbatch as [t, 1, heads, size].
+
+    Raises:
+        ConfigError: the microbatch has several rows.
+    """
+    packed = [tensor.unsqueeze(1) if tensor.dim() == 3 else tensor for tensor in tensors]
+    if packed[0].shape[1] != 1:
+        raise ConfigError(
+            f"packed sequences with --micro-batch-size {packed[0].shape[1]}: a packed microbatch "
+            "is one row, so --micro-batch-size must be 1"
+        )
+    return packed
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    mask_type: AttnMaskType = AttnMaskType.causal,
+) -> torch.Tensor:
+    """Attention within each document; query [t, 1, np, hn], key and value [t, 1, ng, hn].
+
+    A GPU runs the first of these that is there: PyTorch's variable-length attention,
+    flash-attention's, PyTorch's attention with a mask. A CPU attends to one document at a time.
+
+    Returns:
+        [t, 1, np * hn].
+    """
+    causal, tokens = mask_type in CAUSAL, len(query)
+    kernel = _kernel(query, dropout) if query.is_cuda else None
+    if kernel is not None:
+        q, k, v = (tensor.squeeze(1) for tensor in (query, key, value))
+        output = kernel(q, k, v, documents, causal=causal, scale=scale, dropout=dropout)
+        return output.reshape(tokens, 1, -1)
+    q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    sdpa = functools.partial(
+        F.scaled_dot_product_attention, dropout_p=dropout, scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    if query.is_cuda:
+        output = sdpa(q, k, v, attn_mask=documents.allowed(tokens, causal=causal))
+    else:
+        parts = [
+            sdpa(*(each[:, :, begin:end] for each in (q, k, v)), is_causal=causal)
+            for begin, end in documents.bounds(tokens)
+            if end > begin
+        ]
+        output = torch.cat(parts, dim=2)
+    return output.permute(2, 0, 1, 3).reshape(tokens, 1, -1)
+
+
+def _kernel(query: torch.Tensor, dropout: float) -> Callable[..., torch.Tensor] | None:
+    """A variable-length kernel for this query on a GPU; None if there is none."""
+    size = query.shape[-1]
+    if query.dtype not in (torch.float16, torch.bfloat16) or size % 8 or size > _LARGEST_HEAD:
+        return None
+    if torch.cuda.get_device_capability(query.device) < (8, 0):
+        return None
+    if not dropout and _imported("torch.nn.attention.varlen", "varlen_attn") is not None:
+        return _by_torch
+    return _by_flash_attention if _imported("flash_attn", "flash_attn_varlen_func") else None
+
+
+@functools.cache
+def _imported(module: str, name: str) -> Callable[..., Any] | None:
+    """A function of a package, None if it is not there."""
+    try:
+        found: Callable[..., Any] | None = getattr(importlib.import_module(module), name, None)
+    except (ImportError, OSError):
+        return None
+    return found
+
+
+@functools.cache
+def _options_of(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
+
+
+def _by_torch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, *,
+    causal: bool, scale: float, dropout: float,
+) -> torch.Tensor:  # fmt: skip
+    """``torch.nn.attention.varlen``, whose options differ between PyTorch 2.10 and 2.13."""
+    function = _imported("torch.nn.attention.varlen", "varlen_attn")
+    assert function is not None and not dropout
+    known: frozenset[str] = _options_of(function)
+    options: dict[str, Any] = {}
+    if "window_size" in known:
+        options["window_size"] = (-1, 0) if causal else (-1, -1)
+    else:
+        options["is_causal"] = causal
+    usual = 1.0 / math.sqrt(q.shape[-1])
+    if "scale" in known:
+        options["scale"] = scale
+    elif scale != usual:
+        q = q * (scale / usual)
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in known:
+            options["enable_gqa"] = True
+        else:
+            k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+    starts, longest = documents.starts, documents.longest
+    output: torch.Tensor = function(q, k, v, starts, starts, longest, longest, **options)
+    return output
+
+
+def _by_flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, *,
+    causal: bool, scale: float, dropout: float,
+) -> torch.Tensor:  # fmt: skip
+    """flash-attention's own function."""
+    function = _imported("flash_attn", "flash_attn_varlen_func")
+    assert function is not None
+    starts, longest = documents.starts, documents.longest
+    output: torch.Tensor = function(
+        q, k, v, starts, starts, longest, longest, dropout_p=dropout, softmax_scale=scale,
+        causal=causal,
+    )  # fmt: skip
+    return output

@@ -1,0 +1,456 @@
+"""Checks that flags fit together, and derives values: Megatron-LM's rules, as errors that name the
+flag.
+
+:func:`validate` runs on every rank, before any process group exists. It imports neither torch nor
+megatron-core. ``train.configs.settled`` turns names of dtypes into dtypes and
+switches kernels off that are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+
+from megatron.dpp.errors import ConfigError, core_setting, require, require_multiple, require_value
+from megatron.dpp.naming import flag_name
+from megatron.dpp.trace import parse_iterations
+from megatron.dpp_train.options.run_config import RunConfig
+from megatron.dpp_train.options.validate_experts import check_experts, check_prediction
+from megatron.dpp_train.options.validate_layout import check_cut, check_plan, virtual_stages
+from megatron.dpp_train.options.validate_ranges import (
+    check_batches,
+    check_engine,
+    check_heads,
+    check_learning_rate,
+    check_optimizer_kind,
+    check_ranges,
+    check_yarn,
+)
+from megatron.dpp_train.options.validate_sequences import check_sequences
+from megatron.dpp_train.tokenizers import PIECE_TYPES
+
+Args = argparse.Namespace
+
+TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
+
+
+def validate(args: Args, world_size: int, arch: str | None = None) -> RunConfig:
+    """Check parsed ``args``, which stay as they are, and derive what Megatron derives.
+
+    Args:
+        arch: ``gpt`` or ``bert``, which differ in tokenizer and possible flags; None checks
+            neither.
+
+    Raises:
+        ConfigError: the first setting that cannot work.
+    """
+    draft = Args(**vars(args))
+    draft.world_size = world_size
+    if arch is not None:
+        _family(draft, arch)
+    for rule in RULES:
+        rule(draft)
+    return RunConfig(vars(draft))
+
+
+def check_sizes(args: Args, world_size: int) -> None:
+    """Apply the rules on sizes, layout and batch alone, which need no package.
+
+    Raises:
+        ConfigError: the first setting that cannot work.
+    """
+    draft = Args(**vars(args))
+    draft.world_size = world_size
+    for rule in _SIZE_RULES:
+        rule(draft)
+
+
+def _family(args: Args, arch: str) -> None:
+    args.tokenizer_type = args.tokenizer_type or TOKENIZERS[arch]
+    if arch != "bert":
+        return
+    require(
+        args.tokenizer_type not in ("HuggingFaceTokenizer", *PIECE_TYPES),
+        f"--tokenizer-type {args.tokenizer_type}: BERT needs BertWordPieceLowerCase or "
+        "BertWordPieceCase, and a vocab.txt",
+    )
+    for name in ("sft", "variable_length", "num_experts", "mtp_num_layers"):
+        flag = flag_name(name)
+        require(not getattr(args, name), f"{flag}: only for GPT; BERT models have no such option")
+    require(
+        args.context_parallel_size == 1,
+        f"--context-parallel-size {args.context_parallel_size}: BERT's attention is not causal; "
+        "only GPT's sequences are cut",
+    )
+    require(
+        not args.full_validation,
+        "--full-validation: BERT's data sets have no natural end; give --eval-iters",
+    )
+
+
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+
+
+def _shape(args: Args) -> None:
+    args.num_layers = args.num_layers or args.encoder_num_layers
+    for name in _SIZES:
+        require(getattr(args, name), f"{core_setting(name)} is required")
+    args.seq_length = args.seq_length or args.encoder_seq_length
+    require(args.seq_length, f"{core_setting('seq_length')} is required")
+    args.encoder_seq_length = args.seq_length
+    args.loss_vocab_size = None  # until build_vocabulary has read the files
+    args.decoder_seq_length = None  # of no model here, yet static schedules would send that much
+    for name in (*_SIZES, "ffn_hidden_size", "kv_channels", "seq_length"):
+        value = getattr(args, name)
+        require_value(args, name, value is None or value >= 1, "at least 1")
+    if args.ffn_hidden_size is None:
+        wide = int((4 * args.hidden_size * 2 / 3) / 64) * 64
+        args.ffn_hidden_size = wide if args.swiglu else 4 * args.hidden_size
+        require(
+            args.ffn_hidden_size,
+            f"--swiglu with {core_setting('hidden_size', args.hidden_size)}: two thirds of "
+            "four times that, in multiples of 64, are 0; give --ffn-hidden-size",
+        )
+    if args.kv_channels is None:
+        require_multiple(args, "hidden_size", "num_attention_heads")
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    require(
+        args.max_position_embeddings >= args.seq_length,
+        f"{core_setting('max_position_embeddings', args.max_position_embeddings)} is below "
+        f"{core_setting('seq_length', args.seq_length)}",
+    )
+    if args.use_rotary_position_embeddings:
+        args.position_embedding_type = "rope"
+    require(
+        args.add_position_embedding or args.position_embedding_type in ("rope", "yarn"),
+        "--no-position-embedding: use --position-embedding-type none",
+    )
+    args.apply_rope_fusion &= args.position_embedding_type == "rope"
+    args.bias_gelu_fusion &= args.add_bias_linear and not (args.squared_relu or args.quick_geglu)
+    args.add_qkv_bias |= args.add_bias_linear
+    require(
+        args.swiglu + args.squared_relu + args.quick_geglu <= 1,
+        "--swiglu, --squared-relu and --quick-geglu exclude each other",
+    )
+
+
+def _layout(args: Args) -> None:
+    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    context = args.context_parallel_size
+    model = tensor * pipeline * context
+    for name in ("tensor_model", "pipeline_model", "context"):
+        name = f"{name}_parallel_size"
+        require_value(args, name, getattr(args, name) >= 1, "at least 1")
+    require(
+        args.world_size % model == 0,
+        f"{args.world_size} processes cannot hold "
+        f"{core_setting('tensor_model_parallel_size', tensor)} x "
+        f"{core_setting('pipeline_model_parallel_size', pipeline)} x "
+        f"{core_setting('context_parallel_size', context)}: start a multiple of {model}",
+    )
+    args.data_parallel_size = args.world_size // model
+    require(
+        not args.hybrid_context_parallel,
+        "--hybrid-context-parallel is not supported here: it gives each sequence ranks of its own, "
+        "by a schedule of its own; leave it out",
+    )
+    for name in ("num_attention_heads", "ffn_hidden_size"):
+        require_multiple(args, name, "tensor_model_parallel_size")
+    if context > 1:
+        require(
+            args.seq_length % (2 * context) == 0,
+            f"{core_setting('seq_length', args.seq_length)} is not a multiple of twice "
+            f"{core_setting('context_parallel_size', context)}",
+        )
+    if tensor == 1:
+        args.sequence_parallel = False
+    if args.sequence_parallel:
+        require(
+            args.seq_length % (tensor * context) == 0,
+            f"{core_setting('seq_length', args.seq_length)} is not divisible by "
+            f"{core_setting('tensor_model_parallel_size', tensor)} x "
+            f"{core_setting('context_parallel_size', context)} (--sequence-parallel)",
+        )
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = tensor
+
+
+def _batch(args: Args) -> None:
+    require(
+        args.micro_batch_size is not None and args.micro_batch_size > 0,
+        f"{core_setting('micro_batch_size')} is required",
+    )
+    step = args.micro_batch_size * args.data_parallel_size
+    if args.global_batch_size is None:
+        args.global_batch_size = step
+    require(
+        args.global_batch_size % step == 0 or args.decrease_batch_size_if_needed,
+        f"{core_setting('global_batch_size', args.global_batch_size)} is not a multiple of "
+        f"{core_setting('micro_batch_size', args.micro_batch_size)} x {args.data_parallel_size} "
+        "data-parallel replicas",
+    )
+
+
+def _length_of_training(args: Args) -> None:
+    require(
+        (args.train_iters is None) != (args.train_samples is None),
+        "give exactly one of --train-iters and --train-samples",
+    )
+    iterations, samples = ("lr_decay_iters", "rampup_batch_size"), ("lr_decay_samples",)
+    wrong = samples + iterations[1:] if args.train_iters is not None else iterations[:1]
+    mode = "--train-iters" if args.train_iters is not None else "--train-samples"
+    for name in wrong:
+        require(getattr(args, name) is None, f"{flag_name(name)} does not go with {mode}")
+    warm = "lr_warmup_samples" if args.train_iters is not None else "lr_warmup_iters"
+    require(not getattr(args, warm), f"{flag_name(warm)} does not go with {mode}")
+    if args.lr_warmup_fraction is not None:
+        require(
+            not args.lr_warmup_iters and not args.lr_warmup_samples,
+            "--lr-warmup-fraction excludes --lr-warmup-iters and --lr-warmup-samples",
+        )
+
+
+def _precision(args: Args) -> None:
+    require(not (args.fp16 and args.bf16), "--fp16 and --bf16 exclude each other")
+    if args.fp16 and not args.loss_scale:  # NaN is then a message to the loss scaler
+        args.check_for_nan_in_loss_and_grad = False
+    if args.bf16:
+        if args.grad_reduce_in_bf16:
+            args.accumulate_allreduce_grads_in_fp32 = False
+        elif args.main_grads_dtype == "fp32":
+            args.accumulate_allreduce_grads_in_fp32 = True
+    half = args.fp16 or args.bf16
+    require(not args.fp16_lm_cross_entropy or args.fp16, "--fp16-lm-cross-entropy needs --fp16")
+    require(
+        not args.fp32_residual_connection or half,
+        "--fp32-residual-connection needs --fp16 or --bf16",
+    )
+    args.attention_softmax_in_fp32 |= args.apply_query_key_layer_scaling
+
+
+def _optimizer(args: Args) -> None:
+    args.apply_wd_to_qk_layernorm |= args.no_weight_decay_cond_type is not None
+    require(args.lr is not None or args.skip_train, "--lr is required")
+    require(
+        args.lr is None or args.min_lr <= args.lr,
+        f"--min-lr {args.min_lr} is above --lr {args.lr}",
+    )
+    if args.weight_decay_incr_style == "constant":
+        require(
+            args.start_weight_decay is None and args.end_weight_decay is None,
+            "--start/end-weight-decay need --weight-decay-incr-style linear or cosine",
+        )
+        args.start_weight_decay = args.end_weight_decay = args.weight_decay
+    else:
+        require(
+            args.start_weight_decay is not None and args.end_weight_decay is not None,
+            f"--weight-decay-incr-style {args.weight_decay_incr_style} needs "
+            "--start-weight-decay and --end-weight-decay",
+        )
+    if args.overlap_param_gather:
+        require(
+            args.use_distributed_optimizer and args.overlap_grad_reduce,
+            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+        )
+    require(
+        args.ddp_num_buckets is None or args.ddp_bucket_size is None,
+        "--ddp-num-buckets and --ddp-bucket-size exclude each other",
+    )
+
+
+_NOT_WITH_FSDP2 = {
+    "--pipeline-model-parallel-size above 1": "; nearest: --use-distributed-optimizer",
+    "--expert-model-parallel-size above 1": "",
+    "--use-distributed-optimizer": "",
+    "--use-dpp": "",
+    "--fp16": "; nearest: --bf16",
+    "--ckpt-format torch": "",
+    "--calculate-per-token-loss": "",
+    "--log-params-norm": "",
+}
+"""Flags that PyTorch's FSDP2 excludes -> what to use in their place."""
+_NOT_WITH_DEEPSPEED = dict.fromkeys(
+    (
+        "--tensor-model-parallel-size above 1", "--pipeline-model-parallel-size above 1",
+        "--context-parallel-size above 1", "--expert-model-parallel-size above 1",
+        "--use-distributed-optimizer", "--use-torch-fsdp2", "--use-dpp", "--overlap-grad-reduce",
+        "--ckpt-format torch", "--async-save", "--skip-train", "--num-experts", "--mtp-num-layers",
+        "--calculate-per-token-loss", "--log-params-norm", "--log-num-zeros-in-grad",
+        "--check-weight-hash-across-dp-replicas-interval",
+    ),
+    "",
+)  # fmt: skip
+"""Flags that DeepSpeed's engine excludes."""
+
+
+def _exclude(args: Args, name: str, excluded: dict[str, str]) -> None:
+    """Refuse what does not go with the flag ``name``: ``--flag``, ``--flag value`` or ``--flag
+    above 1``."""
+    for text, nearest in excluded.items():
+        flag, _, value = text.partition(" ")
+        now = getattr(args, flag[2:].replace("-", "_"))
+        given = now > 1 if value == "above 1" else now == value if value else now
+        require(not given, f"{name} does not go with {text}{nearest}")
+
+
+def _fully_sharded(args: Args) -> None:
+    if args.use_torch_fsdp2:
+        _exclude(args, "--use-torch-fsdp2", _NOT_WITH_FSDP2)
+        args.gradient_accumulation_fusion = False
+
+
+def _deepspeed(args: Args) -> None:
+    if not args.deepspeed_zero_stage:
+        return
+    name = f"--deepspeed-zero-stage {args.deepspeed_zero_stage}"
+    require(
+        importlib.util.find_spec("deepspeed"),
+        f"{name}: DeepSpeed is not installed; DS_BUILD_OPS=0 pip install deepspeed, or use "
+        "--use-distributed-optimizer (stage 1) or --use-torch-fsdp2 (2 and 3)",
+    )
+    _exclude(args, name, _NOT_WITH_DEEPSPEED)
+    args.gradient_accumulation_fusion = False
+
+
+def _memory(args: Args) -> None:
+    if args.recompute_activations:
+        args.recompute_granularity = "selective"
+    require(
+        args.recompute_granularity != "selective" or args.recompute_method is None,
+        "--recompute-method needs --recompute-granularity full",
+    )
+    require(
+        args.recompute_granularity != "full" or args.recompute_method is not None,
+        "--recompute-granularity full needs --recompute-method uniform or block",
+    )
+    if args.recompute_granularity == "full" and args.recompute_num_layers is None:
+        raise ConfigError("--recompute-granularity full needs --recompute-num-layers")
+
+
+def _kernels(args: Args) -> None:
+    if args.spec is not None:
+        require(
+            args.spec == ["local"],
+            f"--spec {' '.join(args.spec)}: only local is possible here; a layer of your own goes "
+            "into your own training loop (examples/gpt3/own_loop.py)",
+        )
+        args.transformer_impl = "local"
+    if args.transformer_impl == "local":
+        args.no_persist_layer_norm = True
+        require(
+            args.context_parallel_size == 1 or not args.reset_attention_mask,
+            f"--context-parallel-size {args.context_parallel_size} with --reset-attention-mask: "
+            "the local layers cut causal attention alone; leave one of them out",
+        )
+        needs_kernels = {
+            "--multi-latent-attention": args.multi_latent_attention,
+            "--apply-layernorm-1p": args.layernorm_zero_centered_gamma,
+            "--fp8-format": args.fp8,
+            "--moe-permute-fusion": args.moe_permute_fusion,
+            "--moe-router-fusion": args.moe_router_fusion,
+            "--moe-latent-size": args.moe_latent_size,
+        }
+        for flag, given in needs_kernels.items():
+            require(
+                not given,
+                f"{flag} needs modules of Transformer Engine, which the local layers have no "
+                "substitute for; use --transformer-impl transformer_engine",
+            )
+
+
+def _data(args: Args) -> None:
+    separate = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    sources = {
+        "--mock-data": args.mock_data,
+        "--data-path": args.data_path,
+        "--data-args-path": args.data_args_path,
+        "--train/valid/test-data-path": any(separate),
+        "--per-split-data-args-path": args.per_split_data_args_path,
+    }
+    given = [name for name, value in sources.items() if value]
+    require(given, "no data: give --data-path, --train-data-path or --mock-data")
+    require(len(given) == 1, f"{' and '.join(given)} exclude each other")
+    if (args.data_path or args.data_args_path) and args.split is None:
+        args.split = "969, 30, 1"
+    args.dataloader_type = args.dataloader_type or "single"
+
+
+def _checkpoints(args: Args) -> None:
+    if args.save:
+        require(
+            args.save_interval is not None and args.save_interval > 0,
+            "--save needs --save-interval of at least 1",
+        )
+    if args.save_retain_interval is not None:
+        require(
+            args.save_interval and args.save_retain_interval % args.save_interval == 0,
+            f"--save-retain-interval {args.save_retain_interval} is not a multiple of "
+            f"--save-interval {args.save_interval}",
+        )
+    require(
+        not args.async_save or args.ckpt_format == "torch_dist",
+        "--async-save needs --ckpt-format torch_dist",
+    )
+
+
+def _evaluation(args: Args) -> None:
+    require(
+        args.eval_interval or not args.eval_iters or args.skip_train,
+        "--eval-interval is required (or --eval-iters 0)",
+    )
+    require_value(args, "log_interval", args.log_interval > 0, "at least 1")
+    require_value(args, "clip_grad", math.isfinite(args.clip_grad), "finite")
+
+
+def _writers(args: Args) -> None:
+    require(
+        not args.wandb_project or importlib.util.find_spec("wandb") is not None,
+        f"--wandb-project {args.wandb_project}: Weights & Biases is not installed; pip install "
+        "wandb",
+    )
+
+
+def _trace(args: Args) -> None:
+    require_value(args, "trace_interval", args.trace_interval >= 1, "at least 1")
+    try:
+        parse_iterations(args.trace_iterations or "0")
+    except ValueError as error:
+        raise ConfigError(f"--trace-iterations: {error}") from error
+
+
+_SIZE_RULES = (
+    _shape,
+    check_heads,
+    check_yarn,
+    _layout,
+    check_plan,
+    virtual_stages,
+    _batch,
+    check_batches,
+)
+RULES = (
+    *_SIZE_RULES,
+    _length_of_training,
+    _precision,
+    _optimizer,
+    check_learning_rate,  # needs the weight decay that _optimizer derives
+    check_optimizer_kind,
+    _fully_sharded,
+    _deepspeed,
+    _memory,
+    check_cut,  # needs the recompute granularity of _memory
+    _kernels,
+    check_engine,  # needs the layers' implementation of _kernels, as the next
+    check_experts,
+    check_prediction,
+    _data,
+    check_sequences,  # needs the kind of loader of _data
+    _checkpoints,
+    _evaluation,
+    check_ranges,
+    _writers,
+    _trace,
+)
+"""In this order: each rule may read what those before it have derived. A rule derives first and
+checks then, and writes to the draft of :func:`validate` alone."""

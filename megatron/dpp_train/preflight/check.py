@@ -1,0 +1,193 @@
+"""Checks a run by its flags and files alone, in a fraction of a second.
+
+The launcher calls :func:`check_parsed` before it starts any process; ranks that were started with
+flags call :func:`check`. Neither torch nor megatron-core is imported. What needs a GPU, a process
+group or the other ranks is left to ``initialize``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from megatron.dpp.config import DppConfig, missing_package
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.inject import Injector
+from megatron.dpp.locks import check_free
+from megatron.dpp.schedule import (
+    Geometry,
+    check_recording,
+    check_room,
+    find_policy,
+    parse_cap,
+    replica_path,
+)
+from megatron.dpp_train.checkpoint.saved_args import take_checkpoint_args
+from megatron.dpp_train.cost.planned import take_plan
+from megatron.dpp_train.hf.files import loaded_tokens
+from megatron.dpp_train.options import arguments
+from megatron.dpp_train.options.run_config import RunConfig
+from megatron.dpp_train.options.validate import validate
+from megatron.dpp_train.options.validate_experts import replicas_in_step
+from megatron.dpp_train.preflight.files import check_files, check_tokens, written_directories
+from megatron.dpp_train.tokenizers import Tokenizer, padded_vocab_size, tokenizer_for
+
+BAD_INPUT = 2
+"""Exit code of a process whose settings cannot work."""
+
+_MOST_ROOM = Geometry(num_ranks=1000, rank=0, num_chunks=1, num_microbatches=1)
+"""A geometry in which every possible cap passes."""
+
+
+def check(
+    task_name: str, argv: Sequence[str] | None, world_size: int
+) -> tuple[RunConfig, Tokenizer]:
+    """Parsed and checked flags with what Megatron derives from them, and the tokenizer.
+
+    Args:
+        task_name: ``gpt`` or ``bert``.
+        argv: the command line; ``sys.argv`` when None.
+        world_size: number of processes of the job.
+
+    Raises:
+        ConfigError: a flag is unknown, or settings do not fit together.
+        DataError: a file is missing or broken.
+    """
+    here = os.environ.get("LOCAL_WORLD_SIZE")
+    parsed = arguments.parse_args(argv)
+    return check_parsed(task_name, parsed, world_size, int(here) if here else None)
+
+
+def check_parsed(
+    task_name: str, parsed: argparse.Namespace, world_size: int, here: int | None
+) -> tuple[RunConfig, Tokenizer]:
+    """As :func:`check`, of flags that are parsed already.
+
+    Args:
+        here: processes of this node; None where nothing says so.
+    """
+    take_checkpoint_args(parsed)
+    args = validate(parsed, world_size, task_name)
+    if args.multi_node and here == world_size:
+        raise ConfigError(
+            f"--multi-node: all {world_size} processes are on this node; start the others "
+            "(NUM_NODES, run_worker_*.sh), or leave the flag out"
+        )
+    here = here or world_size
+    check_values(args)
+    if missing := missing_package(args.dpp.transport):
+        raise ConfigError(missing)
+    if args.use_dpp:
+        _check_addresses(args.dpp, world_size, here)
+    check_files(args, task_name)
+    args, tokenizer = build_vocabulary(args)
+    if arguments.rank_and_world()[0] == 0:
+        check_tokens(args)
+    if args.dpp_plan:
+        args = take_plan(args)
+    if args.use_dpp:
+        check_schedule(args, one_node=here == world_size)
+    return args, tokenizer
+
+
+def check_not_taken(args: RunConfig, *, by_launcher: bool = False) -> None:
+    """Refuse directories of checkpoints and traces that another run writes.
+
+    Args:
+        by_launcher: a trace that ``--trace-dir`` names no place for gets one of its own.
+
+    Raises:
+        DataError: naming that run's process and host.
+    """
+    for flag, folder in written_directories(args):
+        if not (by_launcher and flag == "--trace-dir" and "trace_dir" not in args.given):
+            check_free(folder, flag)
+
+
+def check_values(args: RunConfig) -> None:
+    """Refuse values of ``--dpp-*`` flags that mean nothing (ConfigError), also in a run that does
+    not use them."""
+    find_policy(args.dpp_policy)
+    parse_cap(args.dpp_activation_cap, _MOST_ROOM)
+    if args.dpp_inject and not args.use_dpp:  # static schedules heed it
+        _check_injection(args)
+
+
+def _check_injection(args: RunConfig) -> None:
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    for rank in range(args.pipeline_model_parallel_size):
+        Injector(args.dpp_inject, rank, args.pipeline_model_parallel_size, 0, num_chunks=chunks)
+
+
+def check_schedule(args: RunConfig, *, one_node: bool) -> None:
+    """Check the policy, every rank's cap, ``--dpp-inject`` and ``--dpp-replay``.
+
+    Args:
+        one_node: recordings of all ranks are on this node. On several nodes each rank looks for its
+            own.
+
+    Raises:
+        ConfigError: the first that cannot work.
+    """
+    policy = find_policy(args.dpp_policy)
+    if args.dpp_inject:
+        _check_injection(args)
+    ranks = args.pipeline_model_parallel_size
+    ramped = bool(args.rampup_batch_size) or args.packing != "none"  # steps differ in microbatches
+    for rank in range(ranks):
+        geometry = Geometry(
+            num_ranks=ranks,
+            rank=rank,
+            num_chunks=args.virtual_pipeline_model_parallel_size or 1,
+            num_microbatches=args.global_batch_size
+            // (args.micro_batch_size * args.data_parallel_size),
+            group=args.microbatch_group_size_per_vp_stage or None,
+        )
+        cap = parse_cap(args.dpp_activation_cap, geometry)
+        if not cap.needs_measuring:
+            check_room(policy, geometry, cap.chunks, split_backward=args.dpp_split_backward)
+        if args.dpp_replay and one_node:
+            for replica in range(0, args.data_parallel_size, replicas_in_step(args)):
+                path = replica_path(args.dpp_replay, replica)
+                check_recording(path, geometry, ramped=ramped)
+
+
+def _check_addresses(config: DppConfig, world_size: int, ranks_per_node: int) -> None:
+    """``--node-ips``: one per node or one per rank, and no two nodes share one."""
+    nodes: dict[str | None, int] = {}
+    for rank in range(world_size):
+        address = config.node_ip(rank, world_size, ranks_per_node)
+        node = rank // ranks_per_node
+        if address is not None and nodes.setdefault(address, node) != node:
+            raise ConfigError(
+                f"--node-ips {config.node_ips}: {address} stands for node {nodes[address]} and "
+                f"node {node}"
+            )
+
+
+def build_vocabulary(args: RunConfig) -> tuple[RunConfig, Tokenizer]:
+    """``args`` with ``padded_vocab_size`` and ``loss_vocab_size``, and the tokenizer.
+
+    ``loss_vocab_size`` is the number of tokens that a loaded model has: the loss does not count the
+    rows behind them. It is None where it counts all rows, as Megatron's does.
+
+    Raises:
+        ConfigError: a given ``--padded-vocab-size`` is too small.
+        DataError: a vocabulary's file cannot be read.
+    """
+    tokenizer = tokenizer_for(args)
+    if args.padded_vocab_size is None:
+        size = padded_vocab_size(
+            tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+        )
+        args = args.with_(padded_vocab_size=size)
+    if args.padded_vocab_size < tokenizer.vocab_size:
+        raise ConfigError(
+            f"--padded-vocab-size {args.padded_vocab_size} is below the vocabulary's "
+            f"{tokenizer.vocab_size}"
+        )
+    existing = loaded_tokens(args)
+    if existing is not None:  # a token that was added to the tokenizer exists, too
+        args = args.with_(loss_vocab_size=max(existing, tokenizer.vocab_size))
+    return args, tokenizer

@@ -1,0 +1,141 @@
+"""Base class of the tokenizers, and the configuration beside their files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.errors import DataError
+from megatron.dpp_train.text_files import read_text
+
+END_OF_TEXT = "<|endoftext|>"
+CHAT_ENCODING = 2
+"""Version of the ids and marks that a chat becomes. Raise it with any change of them: names of
+token files depend on it, so that old ones are not taken for new."""
+_NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_SPECIAL = re.compile(r"<\|[^|\s]+\|>")
+
+
+class Tokenizer:
+    """The attributes that megatron-core's dataset classes and our tools use.
+
+    ``unique_identifiers`` goes into the hash under which megatron-core caches its sample indices.
+    A special token that a kind lacks raises :class:`NotImplementedError`, as megatron-core expects.
+
+    Args:
+        vocab: token text to id, in the order of the file (BERT draws replacements by that order).
+        special: attribute to id, for example ``eod``, which ends a document.
+        paths, options: identify the tokenizer.
+    """
+
+    vocab: dict[str, int]
+    inv_vocab: dict[int, str]
+    vocab_size: int
+    """Number of ids with special tokens, without the padding to the model's size."""
+    eod: int
+    cls: int
+    sep: int
+    pad: int
+    mask: int
+    bos: int
+    eos: int
+    begin: tuple[int, ...] = ()
+    """Ids that start a document."""
+
+    def __init__(
+        self, vocab: dict[str, int], special: dict[str, int], *paths: str, **options: object
+    ) -> None:
+        if vocab:
+            self.vocab, self.vocab_size = vocab, len(vocab)
+            self.inv_vocab = {index: token for token, index in vocab.items()}
+        self.__dict__.update(special)
+        self.unique_identifiers: dict[str, Any] = {
+            "class": type(self).__name__,
+            "tokenizer_path": list(paths),
+            **{name: str(value) for name, value in options.items()},
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        kind = NotImplementedError if name in Tokenizer.__annotations__ else AttributeError
+        raise kind(f"{type(self).__name__} has no attribute '{name}'")
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of ``text``, without special tokens."""
+        raise NotImplementedError
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """Text of ``ids``, as near to the original as the kind allows."""
+        raise NotImplementedError
+
+    def special_tokens(self) -> dict[str, int]:
+        """Tokens that only a chat template may write, with their ids."""
+        return {text: index for text, index in self.vocab.items() if _SPECIAL.fullmatch(text)}
+
+    def template_tokens(self) -> dict[str, str]:
+        """Tokens that chat templates name."""
+        return {"bos_token": "", "eos_token": END_OF_TEXT}
+
+    def tokenize_chat(
+        self, text: str, answers: Sequence[tuple[int, int]], special: dict[str, int]
+    ) -> tuple[list[int], list[int]]:
+        """Ids of a chat's text, and 1 for each of an answer, else 0.
+
+        Args:
+            answers: first character and the one behind the last, in order.
+            special: tokens that are one id each.
+        """
+        ids: list[int] = []
+        marks: list[int] = []
+        ends = [0, *(place for answer in answers for place in answer), len(text)]
+        for number, (start, end) in enumerate(itertools.pairwise(ends)):
+            new = self.tokenize_part(text[start:end], special)
+            ids += new
+            marks += [number % 2] * len(new)
+        return ids, marks
+
+    def tokenize_part(self, text: str, special: dict[str, int]) -> list[int]:
+        """Ids of a part of a chat's text, whose ``special`` tokens are one each."""
+        ids: list[int] = []
+        end = 0
+        for match in _SPECIAL.finditer(text):
+            if match.group() in special:
+                ids += self.tokenize(text[end : match.start()])
+                ids.append(special[match.group()])
+                end = match.end()
+        return ids + self.tokenize(text[end:])
+
+
+def config_beside(file: Path) -> dict[str, Any]:
+    """The ``tokenizer_config.json`` of a tokenizer; empty where there is none."""
+    beside = file.with_name("tokenizer_config.json")
+    try:
+        return dict(json.loads(read_text(beside))) if beside.is_file() else {}
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{beside}: not a JSON object ({error})") from error
+
+
+def template_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The tokens that a configuration names, such as ``eos_token``."""
+    more = config.get("extra_special_tokens")
+    named = {**(more if isinstance(more, dict) else {}), **{n: config.get(n) for n in _NAMED}}
+    tokens = {n: t.get("content") if isinstance(t, dict) else t for n, t in named.items()}
+    return {name: token for name, token in tokens.items() if isinstance(token, str)}
+
+
+def named_in(config: dict[str, Any], vocab: dict[str, int], file: Path) -> dict[str, str]:
+    """``bos_token`` and ``eos_token``, as far as the configuration names them."""
+    named: dict[str, str] = {}
+    found = template_tokens(config)
+    for name in ("bos_token", "eos_token"):
+        token = found.get(name)
+        if token is None:
+            continue
+        if token not in vocab:
+            beside = file.with_name("tokenizer_config.json")
+            raise DataError(f"{beside}: {name} is {token!r}, which {file.name} lacks")
+        named[name] = token
+    return named

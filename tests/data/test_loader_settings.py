@@ -1,0 +1,83 @@
+"""The settings of a run that loaders of sequences take: workers, padding, plans."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.dpp.sim.batches import LengthCosts
+from megatron.dpp_train.data import samples as data
+from megatron.dpp_train.data import sequences
+from megatron.dpp_train.exits import prepare_worker
+from tests.data.test_sequences import chats, dataset
+
+__all__ = ["chats"]
+
+ARGS = {
+    "virtual_pipeline_model_parallel_size": None, "use_dpp": True, "data_parallel_size": 1,
+    "pipeline_model_parallel_size": 1, "micro_batch_size": 1, "packing": "none",
+    "packing_budget": 0, "length_multiple": 4, "length_buckets": (), "order": "planned",
+    "seq_length": 8, "global_batch_size": 2, "num_workers": 2, "device": "cpu", "seed": 3,
+    "exit_signal_handler": True, "dataloader_type": "single", "data_sharding": True,
+}  # fmt: skip
+
+
+class Lengths:
+    """A data set of sequences that only have lengths."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def length(self, number: int) -> int:
+        return 5 + number
+
+
+@pytest.fixture
+def args(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sequences, "length_costs", lambda _: LengthCosts())
+    monkeypatch.setattr(sequences.mpu, "get_data_parallel_rank", lambda: 0)
+    monkeypatch.setattr(sequences, "pipeline_model", lambda args: "model")
+    monkeypatch.setattr(sequences, "OrderPlanner", lambda model: f"planner of {model}")
+    return argparse.Namespace(**ARGS)
+
+
+def planner(loader: Any) -> Any:
+    return next((value for value in vars(loader.plans).values() if value == "planner of model"), 0)
+
+
+def test_an_evaluation_keeps_its_order_and_a_row_its_multiple(args: Any) -> None:
+    made = sequences.sequence_loader(args, Lengths(), 0, reads=False)
+    plain = sequences.sequence_loader(args, Lengths(), 0, reads=False, plain=True)
+    assert made is not None and plain is not None
+    assert planner(made) == "planner of model" and planner(plain) == 0
+    for loader in (made, plain):
+        assert loader.plans.settings.shape((5,)) == (1, 8)
+
+
+@pytest.mark.parametrize("outlives", [True, False])
+def test_workers_are_as_many_as_asked_for_and_prepared(args: Any, outlives: bool) -> None:
+    """Those of samples of one length, too."""
+    args.exit_signal_handler = outlives
+    loader = sequences.sequence_loader(args, Lengths(), 0, reads=True)
+    assert loader is not None
+    for found in (loader._loader(), data._loader(args, range(8), 0)):
+        assert found.num_workers == 2
+        assert found.worker_init_fn.func is prepare_worker
+        assert found.worker_init_fn.keywords == {"outlives_sigterm": outlives}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data.mpu, "get_data_parallel_rank", lambda: 0)
+    monkeypatch.setattr(data.mpu, "get_data_parallel_world_size", lambda: 1)
+
+
+def test_orders_of_two_epochs_are_kept(chats: Path) -> None:
+    """A batch may reach into the next epoch; all before it are forgotten."""
+    made = dataset(chats)
+    for number in range(5 * len(made._documents)):
+        made.length(number)
+    assert len(made._orders) == 2 and max(made._orders) == 4

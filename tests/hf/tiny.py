@@ -1,0 +1,128 @@
+"""Tiny random models of every family, made with transformers."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.dpp_train.hf import read_config
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_GPT2 = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 4}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {**SIZES, "rope_parameters": _LLAMA3}),
+    "mistral": ("Mistral", {**SIZES, "sliding_window": 4096}),
+    "qwen2": ("Qwen2", {**SIZES, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**SIZES, "head_dim": 16}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        },
+    ),
+    "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4, "num_key_value_heads": 4}),
+    "gpt2": ("GPT2", {**_GPT2, "bos_token_id": 0, "eos_token_id": 0}),
+}
+"""Family -> the start of transformers' class names, and its settings."""
+
+
+def make(family: str, folder: Path, *, shard: str = "1GB", **more: Any) -> Path:
+    """A model whose parameters are all drawn, norms and biases too."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    start, settings = MODELS[family]
+    head = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
+    config = getattr(transformers, f"{start}Config")(**settings | more)
+    torch.manual_seed(1)
+    model = getattr(transformers, f"{start}{head}")(config)
+    for name, parameter in model.named_parameters():
+        scale = parameter.ndim == 1 and name.endswith("weight")
+        torch.nn.init.normal_(parameter, mean=float(scale), std=0.2)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def load(folder: Path) -> Any:
+    """The model in a folder, as transformers loads it."""
+    import transformers
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+
+
+def words(folder: Path) -> list[str]:
+    """The flags of the model in a folder."""
+    return read_config(folder).words()
+
+
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""The splitting rule of Llama 3. Qwen's differs in its digits alone."""
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+def add_tokenizer(folder: Path, texts: list[str], size: int) -> None:
+    """A tokenizer as Llama 3 has it, beside a model: at most ``size`` tokens learned from texts."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=["<|begin|>", "<|end|>", "<|start|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(texts, trainer)
+    made.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", special_tokens=[("<|begin|>", 0)]
+    )
+    made.enable_truncation(4)
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    config = {
+        "bos_token": {"__type": "AddedToken", "content": "<|begin|>", "special": True},
+        "eos_token": "<|end|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))

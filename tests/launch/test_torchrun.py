@@ -1,0 +1,108 @@
+"""Every end of torchrun is one line to a user, without a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.run import config_from_args, parse_args
+
+from megatron.dpp_train.launch import torchrun as launch
+from tests.runtime.launcher import start, wait
+
+
+def failed(exit_code: int) -> ChildFailedError:
+    failure = ProcessFailure(local_rank=1, pid=77, exitcode=exit_code, error_file="none")
+    return ChildFailedError("pretrain_gpt.py", {1: failure})
+
+
+ENDS = {
+    "failed": (failed(3), 1, "error: rank 1 (process 77) ended first, with exit code 3"),
+    "killed": (failed(-9), 1, "ended first, by SIGKILL: see above why"),
+    "interrupted": (SignalException("told to", signal.SIGINT), 130, "ended by SIGINT; its"),
+    "early": (KeyboardInterrupt(), 130, "ended by SIGINT"),
+    "taken": (
+        DistNetworkError("no server on 6000, name: EADDRINUSE"),
+        1,
+        "EADDRINUSE): another run has this port; name another MASTER_PORT",
+    ),
+    "alone": (DistStoreError("timed out."), 1, "error: not all nodes came (timed out): start"),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_every_end_is_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error, code, text = ENDS[name]
+
+    def end() -> None:
+        raise error
+
+    monkeypatch.setattr(launch, "main", end)
+    assert launch.run() == code
+    said = capsys.readouterr().err
+    assert text in said
+    assert len(said.splitlines()) == 1
+
+
+def test_torchruns_folder_is_gone_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "environ", {})
+    seen = []
+
+    def write() -> None:
+        folder = Path(os.environ["PET_LOG_DIR"])
+        (folder / "attempt_0").mkdir()
+        seen.append(folder)
+
+    monkeypatch.setattr(launch, "main", write)
+    assert launch.run() == 0
+    assert seen[0].parent == tmp_path
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_several_processes_of_a_node_get_one_thread_each_without_a_banner(
+    count: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    words = ["torchrun", f"--nproc_per_node={count}", "--standalone", "script.py"]
+
+    def configure() -> None:
+        config_from_args(parse_args(words[1:]))
+
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(launch, "main", configure)
+    assert launch.run() == 0
+    assert os.environ.get("OMP_NUM_THREADS") == (None if count == 1 else "1")
+    assert "OMP_NUM_THREADS" not in caplog.text
+
+
+_MEET = """
+import sys
+from datetime import timedelta
+from megatron.dpp_train.launch.torchrun import _TimedStore
+_TimedStore("127.0.0.1", int(sys.argv[1]), 2, False, timedelta(seconds=1), multi_tenant=True)
+"""
+
+
+def test_a_port_of_another_program_ends_the_wait(tmp_path: Path) -> None:
+    script = tmp_path / "meet.py"
+    script.write_text(_MEET)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        (result,) = wait(start(script, 1, [str(port)]), 120)
+    assert result.returncode == 1
+    assert f"error: 127.0.0.1:{port} accepts connections and does not answer" in result.output
+    assert "WAIT_SECONDS=1: another program listens there" in result.output

@@ -1,0 +1,115 @@
+"""Workers of data loaders."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing.util
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from megatron.dpp_train.exits import prepare_worker
+
+RANK = Path(__file__).with_name("loader_worker.py")
+collected: list[int] = []
+
+
+class Loop:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        collected.append(1)
+
+
+class Collecting(torch.utils.data.Dataset[int]):
+    """A set whose only item is the number of inherited objects that its reader collected."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        gc.collect()
+        return len(collected)
+
+
+def test_a_worker_collects_nothing_that_it_inherits() -> None:
+    """Objects that belong to threads of the rank crashed a worker that collected them."""
+    gc.collect()
+    collected.clear()
+    gc.disable()
+    try:
+        Loop()
+        loader = torch.utils.data.DataLoader(
+            Collecting(),
+            num_workers=1,
+            worker_init_fn=partial(prepare_worker, outlives_sigterm=False),
+        )
+        assert [int(item) for item in loader] == [0]
+    finally:
+        gc.enable()
+    gc.collect()
+    assert collected, "this process still collects it"
+
+
+class Folders(Collecting):
+    """A set whose item says whether its reader gets a folder of its own that is there."""
+
+    def __getitem__(self, index: int) -> int:
+        return int(os.path.isdir(multiprocessing.util.get_temp_dir()))
+
+
+@pytest.mark.parametrize("inherits", [False, True])
+def test_a_worker_that_needs_a_folder_gets_a_new_one_and_ends_in_silence(
+    inherits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """The folder of the socket is gone by then, and an end in good order leaves none."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    rank: Any = multiprocessing.current_process()
+    monkeypatch.setattr(rank, "_config", dict(rank._config))
+    rank._config.pop("tempdir", None)
+    if inherits:
+        (tmp_path / "rank's").mkdir()
+        rank._config["tempdir"] = str(tmp_path / "rank's")
+    loader = torch.utils.data.DataLoader(
+        Folders(), num_workers=1, worker_init_fn=partial(prepare_worker, outlives_sigterm=False)
+    )
+    assert [int(item) for item in loader] == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["rank's"] * inherits
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("own", [[], ["own folder"]], ids=["no folder", "own folder"])
+def test_a_killed_rank_leaves_no_worker_and_its_workers_no_folder(
+    own: list[str], tmp_path: Path
+) -> None:
+    path = os.pathsep.join([str(RANK.parents[2]), os.environ.get("PYTHONPATH", "")])
+    rank = subprocess.Popen(
+        [sys.executable, str(RANK), *own],
+        env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1",
+             "PYTHONPATH": path},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert rank.stdout is not None and rank.stdout.readline() == "5\n"
+        workers = psutil.Process(rank.pid).children()
+        assert len(workers) == 2
+        # While they work there is no folder of theirs that an end could leave.
+        assert len(list(tmp_path.glob("pymp-*"))) == len(own)
+        rank.kill()
+        _, alive = psutil.wait_procs(workers, timeout=10)
+        assert not alive
+        assert len(list(tmp_path.glob("pymp-*"))) == len(own)
+    finally:
+        rank.kill()
+        rank.communicate()

@@ -1,0 +1,304 @@
+"""Models that flags ask for, batches of a stage, and losses."""
+
+from __future__ import annotations
+
+import argparse
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp_train.data import samples as data
+from megatron.dpp_train.data.sequences import Microbatch
+from megatron.dpp_train.model import tasks
+from megatron.dpp_train.options.arguments import parse_args
+from megatron.dpp_train.state import LossCheck
+from tests.model.test_configs import settled
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --num-experts 4 "
+    "--max-position-embeddings 8 --transformer-impl local --device cpu"
+)
+
+
+def parsed(*flags: str) -> Any:
+    return argparse.Namespace(**vars(parse_args([*FLAGS.split(), *flags])), loss_vocab_size=None)
+
+
+@pytest.mark.parametrize("more", ["", "--moe-grouped-gemm"])
+def test_grouped_products_are_asked_of_all_layers(more: str, monkeypatch: Any) -> None:
+    asked: list[bool] = []
+
+    def spec(*_: Any, grouped_experts: bool, **__: Any) -> None:
+        asked.append(grouped_experts)
+
+    monkeypatch.setattr(tasks, "block_spec", spec)
+    monkeypatch.setattr(tasks, "prediction_spec", spec)
+    monkeypatch.setattr(tasks, "GPTModel", lambda **_: None)
+    args = parsed(*more.split())
+    tasks.build_gpt(args, None, vp_stage=None, pre_process=True)  # type: ignore[arg-type]
+    assert asked == [bool(more)] * 2
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_layers_are_asked_for_the_masks_of_documents(
+    given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that make a causal mask by themselves would let documents see each other."""
+    asked: list[bool] = []
+
+    def spec(*_: Any, own_masks: bool, **__: Any) -> None:
+        asked.append(own_masks)
+
+    monkeypatch.setattr(tasks, "block_spec", spec)
+    monkeypatch.setattr(tasks, "prediction_spec", spec)
+    monkeypatch.setattr(tasks, "GPTModel", lambda **_: None)
+    args = parsed(*["--reset-attention-mask"] * given)
+    tasks.build_gpt(args, None, vp_stage=None, pre_process=True)  # type: ignore[arg-type]
+    assert asked == [given] * 2
+
+
+def built(kind: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, Any]:
+    """The arguments of the model's class."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(tasks, "block_spec", lambda *_, **__: SimpleNamespace(
+        layer_specs=["layer"], layer_norm="norm"
+    ))  # fmt: skip
+    monkeypatch.setattr(tasks, "prediction_spec", lambda *_, **__: "further")
+    for name in ("GPTModel", "BertModel"):
+        monkeypatch.setattr(tasks, name, lambda **options: given.update(options))
+    args = parsed(*flags)
+    build = tasks.build_gpt if kind == "gpt" else tasks.build_bert
+    build(args, None, vp_stage=1, pre_process=True, post_process=False)  # type: ignore[arg-type]
+    return given
+
+
+def test_positions_and_embeddings_are_those_of_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = (
+        "--position-embedding-type rope --rotary-percent 0.5 --rotary-base 77 --use-rope-scaling "
+        "--rope-scaling-factor 3 --untie-embeddings-and-output-weights"
+    )
+    given = built("gpt", monkeypatch, *flags.split())
+    expected = {
+        "position_embedding_type": "rope", "rotary_percent": 0.5, "rotary_base": 77,
+        "rope_scaling": True, "rope_scaling_factor": 3.0, "max_sequence_length": 8,
+        "share_embeddings_and_output_weights": False, "mtp_block_spec": "further", "vp_stage": 1,
+        "pre_process": True, "post_process": False, "parallel_output": True,
+    }  # fmt: skip
+    assert {name: given[name] for name in expected} == expected
+    assert built("gpt", monkeypatch)["share_embeddings_and_output_weights"] is True
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_the_cross_entropy_is_computed_in_half_precision_if_asked(
+    half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = built("gpt", monkeypatch, *["--fp16-lm-cross-entropy"] * half)
+    assert given["fp16_lm_cross_entropy"] is half
+
+
+@pytest.mark.parametrize("with_head", [True, False])
+def test_berts_second_head_has_sentence_types(
+    with_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = built("bert", monkeypatch, *([] if with_head else ["--bert-no-binary-head"]))
+    assert given["add_binary_head"] is with_head
+    assert given["num_tokentypes"] == (2 if with_head else 0)
+    assert given["vp_stage"] == 1, "the number of the chunk"
+
+
+@pytest.mark.parametrize(
+    ("implementation", "device", "expected"),
+    [("local", "cpu", "megatron"), ("local", "cuda", "torch"),
+     ("transformer_engine", "cpu", "transformer_engine")],
+)  # fmt: skip
+def test_local_layers_are_megatrons_on_a_cpu_alone(
+    implementation: str, device: str, expected: str
+) -> None:
+    args: Any = argparse.Namespace(transformer_impl=implementation, device=device)
+    assert tasks._layer_implementation(args) == expected
+
+
+INPUTS, LABELS = {"tokens", "position_ids"}, {"labels", "loss_mask"}
+
+
+@pytest.mark.parametrize("further", [None, 1])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("last", [True, False])
+def test_a_stage_reads_what_it_computes_with(first: bool, last: bool, further: int | None) -> None:
+    """The prediction of further tokens needs the inputs on the last stage as well."""
+    args: Any = argparse.Namespace(mtp_num_layers=further)
+    layout = tasks._gpt_layout(args, (2, 8), first=first, last=last)
+    inputs = INPUTS if first or further else set()
+    assert set(layout) == inputs | (LABELS if last else set())
+    assert all(shape == (2, 8) for shape, _ in layout.values())
+    assert all(
+        dtype == (torch.float32 if name == "loss_mask" else torch.int64)
+        for name, (_, dtype) in layout.items()
+    )
+
+
+def _run(**changes: Any) -> Any:
+    args = {"packing": "none", "micro_batch_size": 1, "context_parallel_size": 1,
+            "calculate_per_token_loss": False, "mtp_num_layers": None, "seq_length": 4,
+            "create_attention_mask_in_dataloader": False, "variable_lengths": False,
+            "check_for_nan_in_loss_and_grad": True, "bert_binary_head": True}  # fmt: skip
+    return SimpleNamespace(
+        args=argparse.Namespace(**args | changes), device=torch.device("cpu"), iteration=0, rank=0,
+        loss_check=LossCheck(),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor-parallel rank that reads itself, and a context rank with the first half of a row."""
+    monkeypatch.setattr(
+        tasks,
+        "tensor_parallel_batch",
+        lambda sample, layout, device: {n: sample[n] for n in layout},
+    )
+    monkeypatch.setattr(
+        tasks,
+        "get_batch_on_this_cp_rank",
+        lambda b: {n: t[:, : t.shape[1] // 2] for n, t in b.items()},
+    )
+
+
+@pytest.mark.usefixtures("half")
+@pytest.mark.parametrize(
+    ("changes", "factor"),
+    [
+        ({}, None),
+        ({"micro_batch_size": 2}, 0.5),
+        ({"packing": "even"}, 0.5),
+        ({"context_parallel_size": 2}, 1.0),
+        ({"packing": "even", "context_parallel_size": 4}, 2.0),
+        ({"packing": "even", "calculate_per_token_loss": True}, None),
+        ({"context_parallel_size": 2, "calculate_per_token_loss": True}, None),
+    ],
+)
+def test_sequences_weigh_the_same_wherever_they_are(
+    changes: dict[str, Any], factor: float | None
+) -> None:
+    """By the microbatch's share, and by the ranks over which megatron-core takes the mean."""
+    names = ("tokens", "position_ids", "labels", "loss_mask", "loss_weights")
+    sample = {name: torch.ones(1, 8) for name in names}
+    microbatch = Microbatch((3, 4), (1, 8), 0.5, sample)
+    run = _run(**changes)
+    batch = tasks._sequence_batch(run, microbatch, first=False, last=True)
+    expected = None if factor is None else [[factor] * 4]
+    assert (batch["loss_weights"].tolist() if "loss_weights" in batch else None) == expected
+    assert batch["labels"].shape == (1, 4) and "tokens" not in batch
+    packed = "packing" in changes
+    for stage in (batch, tasks._sequence_batch(run, microbatch, first=False, last=False)):
+        assert ("cu_seqlens" in stage) is packed
+    first = tasks._sequence_batch(run, microbatch, first=True, last=False)
+    assert "loss_weights" not in first and "tokens" in first
+
+
+@pytest.mark.usefixtures("half")
+def test_context_ranks_take_their_part_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = {name: torch.arange(4)[None] for name in (*INPUTS, *LABELS)}
+    monkeypatch.setattr(tasks, "ends", lambda stage: (True, True))
+    batch = tasks._gpt_batch(_run(), iter([sample]), None)
+    assert {name: tensor.tolist() for name, tensor in batch.items()} == {
+        name: [[0, 1]] for name in (*INPUTS, *LABELS)
+    }
+
+
+def test_a_weighted_loss_counts_as_one_and_is_reported_by_tokens() -> None:
+    output, mask = torch.tensor([[1.0, 3.0, 5.0]]), torch.tensor([[1.0, 1.0, 0.0]])
+    weights = torch.tensor([[0.5, 0.25, 0.0]])
+    loss, count, report = tasks.gpt_loss(_run(), mask, output, weights=weights)
+    assert (loss.item(), count.item()) == (1.25, 1)
+    assert report["lm loss"].tolist() == [4.0, 2.0]
+
+
+def test_berts_loss_is_that_of_both_heads_without_unknown_orders() -> None:
+    logits = torch.tensor([[2.0, 0.0], [0.0, 3.0], [9.0, 9.0]], requires_grad=True)
+    tokens, mask = torch.tensor([[1.0, 3.0]] * 3), torch.tensor([[1.0, 0.0]] * 3)
+    order = torch.tensor([0, 1, -1])
+    loss, report = tasks.bert_loss(_run(), mask, order, (tokens, logits))
+    expected = torch.nn.functional.cross_entropy(logits[:2], order[:2])
+    assert loss.item() == pytest.approx(1.0 + expected.item())
+    assert report["lm loss"].item() == 1.0
+    assert report["sop loss"].item() == pytest.approx(expected.item())
+
+
+@pytest.mark.parametrize("with_head", [True, False])
+def test_bert_tells_sentences_apart_for_its_second_head(with_head: bool) -> None:
+    given: dict[str, Any] = {}
+
+    def model(*words: Any, **options: Any) -> None:
+        given.update(options, words=words)
+
+    names = ("text", "padding_mask", "types", "labels", "loss_mask", "is_random")
+    tasks._bert_forward(_run(bert_binary_head=with_head), model, {name: name for name in names})
+    assert given == {
+        "words": ("text", "padding_mask"), "lm_labels": "labels",
+        "tokentype_ids": "types" if with_head else None,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_gpt_is_given_its_whole_batch(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prediction of further tokens masks its losses by itself."""
+    monkeypatch.setattr(tasks, "packed_params", lambda *given: given)
+    given: dict[str, Any] = {}
+
+    def model(*words: Any, **options: Any) -> str:
+        given.update(options, words=words)
+        return "output"
+
+    names = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
+    names += ("cu_seqlens", "max_seqlen") * packed
+    run = _run()
+    output, loss = tasks._gpt_forward(run, model, {name: name for name in names})
+    assert given == {
+        "words": ("tokens", "position_ids", "attention_mask"), "labels": "labels",
+        "loss_mask": "loss_mask",
+        "packed_seq_params": ("cu_seqlens", "max_seqlen") if packed else None,
+    }  # fmt: skip
+    assert output == "output" and loss.args == (run, "loss_mask")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "reading"), [("gpt", [True, False, True]), ("bert", [True, True, True])]
+)
+def test_stages_in_the_middle_read_the_masks_of_berts_layers(
+    name: str, reading: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "ends", lambda stage: (stage == 0, stage == 2))
+    assert [data._is_read(tasks.TASKS[name], stage) for stage in range(3)] == reading
+
+
+DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+
+
+@pytest.mark.parametrize("given", [None, *DOCUMENTS])
+def test_documents_of_a_sample_are_told_apart_as_the_flags_say(given: str | None) -> None:
+    flags = "" if given is None else f"--{given.replace('_', '-')}"
+    run: Any = SimpleNamespace(args=settled(flags), tokenizer=SimpleNamespace(vocab_size=100))
+    kind, config = tasks.gpt_datasets(run)
+    assert kind is tasks.MockGPTDataset
+    assert [name for name in DOCUMENTS if getattr(config, name)] == [given] * (given is not None)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_end_of_a_document_has_a_loss_unless_it_is_masked(
+    masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "dataset_values", lambda args, tokenizer: {})
+    monkeypatch.setattr(tasks, "SequenceConfig", argparse.Namespace)
+    run = _run(
+        variable_lengths=True, eod_mask_loss=masked, sft=True, overlong="cut",
+        per_dataset_sequences_path=None, reset_position_ids=False, reset_attention_mask=False,
+        object_storage_cache_path=None, data_parallel_size=2, tensor_model_parallel_size=4,
+        sequence_parallel=False,
+    )  # fmt: skip
+    run.tokenizer = SimpleNamespace(eod=99)
+    kind, config = tasks.gpt_datasets(run)
+    assert kind is tasks.SequenceDataset
+    assert config.end_of_document == (99 if masked else None)  # type: ignore[attr-defined]
+    assert config.chats is True and config.sequence_parallel_size == 0  # type: ignore[attr-defined]

@@ -1,0 +1,153 @@
+"""Lengths of documents are checked before any process starts."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from megatron.dpp.config import DppConfig
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.sim.lengths import read_costs
+from megatron.dpp_train.options.validate_sequences import _check_buckets, _check_packing
+from megatron.dpp_train.preflight.files import check_data
+
+LENGTHS = (5, 40, 9, 101)
+
+
+def index(prefix: Path) -> None:
+    """A pair of token files with these lengths."""
+    count = len(LENGTHS)
+    header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, count, count + 1)
+    starts = 2 * numpy.cumsum([0, *LENGTHS[:-1]])
+    parts = [numpy.array(LENGTHS, "i4"), starts.astype("i8"), numpy.arange(count + 1)]
+    body = b"".join(part.tobytes() for part in parts)
+    Path(f"{prefix}.idx").write_bytes(header + body)
+    Path(f"{prefix}.bin").write_bytes(bytes(2 * sum(LENGTHS)))
+
+
+def checked(prefix: Path, **changes: Any) -> None:
+    values = {
+        "sft": True,
+        "variable_length": False,
+        "seq_length": 100,
+        "overlong": "error",
+        "packing": "none",
+        "packing_budget": 0,
+        "length_costs": None,
+        "mock_data": False,
+        "data_args_path": None,
+        "data_path": [str(prefix)],
+        "split": "1,0,0",
+    }
+    check_data(argparse.Namespace(**{**values, **changes}), "gpt")
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    index(tmp_path / "x_chat_document")
+    index(tmp_path / "x_answers_document")
+    return tmp_path / "x_chat_document"
+
+
+def test_a_document_that_just_fits_is_good(chats: Path) -> None:
+    checked(chats)
+
+
+def test_long_documents_are_counted_and_named(chats: Path) -> None:
+    with pytest.raises(DataError, match=r"2 of 4 documents exceed --seq-length 30.* 100 tokens"):
+        checked(chats, seq_length=30)
+    checked(chats, seq_length=30, overlong="cut")
+    checked(chats, seq_length=30, overlong="skip")
+    with pytest.raises(DataError, match="no document has 2 to 3 tokens"):
+        checked(chats, seq_length=2, overlong="skip")
+
+
+def test_a_budget_below_the_longest_sequence_is_refused(chats: Path) -> None:
+    packed = {"packing": "even", "packing_budget": 60}
+    with pytest.raises(ConfigError, match=r"--packing-budget 60 is below .* 100 tokens"):
+        checked(chats, **packed)
+    checked(chats, **packed, seq_length=50, overlong="skip")
+
+
+def test_costs_are_read_before_the_run(chats: Path, tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    with pytest.raises(DataError, match=r"--length-costs .*costs.json: expected the file that"):
+        checked(chats, length_costs=str(costs))
+    costs.write_text('{"fixed": 0.1, "per_token": [1, 2, 3], "per_square": [0, 0, 0]}')
+    checked(chats, length_costs=str(costs))
+    assert read_costs(str(costs)).total([2]) == pytest.approx(12.3)
+
+
+def test_tokens_without_marks_of_answers_are_refused(tmp_path: Path) -> None:
+    index(tmp_path / "x_text_document")
+    with pytest.raises(DataError, match="preprocess --sft"):
+        checked(tmp_path / "x_text_document")
+    index(tmp_path / "y_chat_document")
+    with pytest.raises(DataError, match="y_answers_document"):
+        checked(tmp_path / "y_chat_document")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"dpp_length_buckets": "wide"}, "wide: expected off, geometric, or ascending lengths"),
+        ({"dpp_length_buckets": "64,32"}, "64,32: expected off, geometric, or ascending lengths"),
+        ({"dpp_length_buckets": "9" * 5000}, "9: expected off, geometric, or ascending lengths"),
+        ({"dpp_length_buckets": "\u0663\u0662,64"}, ",64: expected off, geometric, or ascending"),
+        ({"dpp_length_buckets": "32,128"}, "128 is above the longest sequence, 64"),
+        ({"dpp_length_buckets": "30,60", "length_multiple": 4}, "30 is no multiple of 4"),
+        ({"packing": "even"}, "packed rows run without CUDA graphs"),
+        ({"num_experts": 4}, "routers would send padding to experts"),
+    ],
+)
+def test_buckets_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
+    values = {
+        "dpp_length_buckets": "32,64", "packing": "none", "num_experts": None, "seq_length": 64,
+        "length_multiple": 2,
+    }  # fmt: skip
+    args = argparse.Namespace(**values)
+    _check_buckets(args)
+    assert args.length_buckets == (32, 64)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        _check_buckets(argparse.Namespace(**{**values, **changes}))
+
+
+def test_a_packed_row_holds_what_the_longest_document_is_cut_to(chats: Path) -> None:
+    cut = {"seq_length": 50, "overlong": "cut", "packing": "ffd"}
+    checked(chats, **cut, packing_budget=50)
+    with pytest.raises(ConfigError, match=r"--packing-budget 49 is below .*, 50 tokens"):
+        checked(chats, **cut, packing_budget=49)
+
+
+def test_geometric_buckets_grow_by_the_root_of_two() -> None:
+    geometric = DppConfig(length_buckets="geometric")
+    found = geometric.buckets(16384)
+    assert found[:6] == (256, 384, 512, 768, 1024, 1536) and found[-1] == 16384
+    assert len(found) == 13 and all(length % 128 == 0 for length in found)
+    assert geometric.buckets(100) == (100,)
+    assert geometric.buckets(1000, 4) == (256, 384, 512, 768, 1000)
+    assert DppConfig().buckets(1000) == ()
+
+
+def test_further_tokens_of_packed_and_cut_rows_are_refused() -> None:
+    """megatron-core looks for the next token in a document's part on the same rank."""
+    args = argparse.Namespace(
+        packing="ffd",
+        packing_budget=None,
+        micro_batch_size=1,
+        context_parallel_size=2,
+        transformer_impl="local",
+        mtp_num_layers=1,
+        seq_length=64,
+    )
+    with pytest.raises(ConfigError, match="does not go with --mtp-num-layers 1"):
+        _check_packing(args)
+    args.mtp_num_layers = None
+    _check_packing(args)
+    assert args.packing_budget == 64

@@ -1,0 +1,59 @@
+"""Files of settings: read, merged with the command line, and saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp_train.options import settings
+from megatron.dpp_train.options.arguments import parse_args
+from megatron.dpp_train.text_files import read_text
+from tests.options.test_arguments import checked
+
+
+def test_saved_settings_start_the_same_run_again(tmp_path: Path) -> None:
+    args = checked(
+        "--bf16 --lr-decay-style cosine --no-bias-gelu-fusion --attention-backend local "
+        "--window-size 8,0 --no-rope-freq ([0]*3+[1])*2"
+    )
+    args = args.with_(padded_vocab_size=128)
+    path = settings.save(args, tmp_path / "deep")
+    again = parse_args(["--yaml-cfg", str(path)])
+    assert {k: v for k, v in again.parsed.items() if k not in ("given", "yaml_cfg")} == {
+        k: v for k, v in args.parsed.items() if k not in ("given", "yaml_cfg")
+    }
+    assert '# params_dtype: "torch.bfloat16"' in path.read_text()
+    said = settings.summary(args, "gpt")
+    assert len(said.splitlines()) == 3
+    assert "8 layers of 64" in said
+
+
+def test_yaml_settings_lie_between_defaults_and_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "language_model:\n  init_method_std: 0.5\n  attention_backend: local\n"
+        "no-bias-gelu-fusion: true\nlr: 0.25\nadam-beta1: 0.5\n"
+    )
+    args = checked(f"--yaml-cfg {path}")
+    assert (args.init_method_std, args.adam_beta1, args.lr) == (0.5, 0.5, 1e-3)
+    assert args.attention_backend.name == "local"
+    assert not args.bias_gelu_fusion
+    plain = parse_args([])
+    assert (plain.init_method_std, plain.bias_gelu_fusion) == (0.02, True), "the next has its own"
+    path.write_text("language_model:\n  hiden_size: 3\n")
+    with pytest.raises(ConfigError, match="did you mean hidden"):
+        checked(f"--yaml-cfg {path}")
+    path.write_text("- 3\n")
+    with pytest.raises(DataError, match="expected a mapping"):
+        checked(f"--yaml-cfg {path}")
+
+
+def test_files_of_settings_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "latin"
+    path.write_bytes(b"lr: 1\n# \xe9t\xe9\n")
+    with pytest.raises(DataError, match=r"--yaml-cfg .*latin: not UTF-8 text \(invalid"):
+        parse_args(["--yaml-cfg", str(path)])
+    with pytest.raises(DataError, match=r"latin: not UTF-8 text \(invalid"):
+        read_text(str(path))

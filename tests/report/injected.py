@@ -1,0 +1,62 @@
+"""Runs with a known disturbance, and their analysis."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+from megatron.dpp.report.align import align
+from megatron.dpp.report.analysis.summary import Analysis, analyse
+from megatron.dpp.report.reader import open_run
+from tests.report.synthetic import MS, Run, base_cost, write
+
+CAUSES = (
+    "slow-rank", "slow-link", "jitter", "heavy-stage", "transient", "uneven-microbatches",
+)  # fmt: skip
+
+
+def draw(*key: int | str) -> random.Random:
+    return random.Random("/".join(map(str, key)))
+
+
+def inject(run: Run, cause: str, seed: int) -> Run:
+    """The same run with one disturbance. The seed chooses its rank or link."""
+    culprit = draw(seed, "who").randrange(run.ranks - 1)
+
+    def cost(iteration: int, rank: int, kind: str, chunk: int, microbatch: int) -> int:
+        factor = 1.0
+        last = (rank, chunk) == (run.ranks - 1, run.chunks - 1)
+        if (cause == "slow-rank" and rank == culprit) or (cause == "heavy-stage" and last):
+            factor = 1.5
+        elif cause == "jitter":
+            noise = draw(seed, iteration, rank, kind, chunk, microbatch)
+            factor = max(1.0, noise.lognormvariate(-0.045, 0.3))
+        elif cause == "uneven-microbatches":
+            factor = max(1.0, draw(seed, iteration, microbatch).lognormvariate(-0.1, 0.5))
+        elif cause == "transient" and rank == culprit:
+            factor = 2.0 if draw(seed, iteration, kind, chunk, microbatch).random() < 0.25 else 1.0
+        return round(base_cost(run, kind) * factor)
+
+    def hop(iteration: int, source: int, destination: int) -> int:
+        slow = cause == "slow-link" and {source, destination} == {culprit, culprit + 1}
+        return 100_000 + (12 * MS if slow else 0)
+
+    return dataclasses.replace(run, cost=cost, hop=hop, seed=seed)
+
+
+def culprit_of(run: Run, cause: str, seed: int) -> str | None:
+    """The name that the analysis must give."""
+    who = draw(seed, "who").randrange(run.ranks - 1)
+    return {
+        "none": None,
+        "slow-rank": f"rank {who}",
+        "transient": f"rank {who}",
+        "slow-link": f"link {who}-{who + 1}",
+        "heavy-stage": f"rank {run.ranks - 1}, chunk {run.chunks - 1}",
+    }.get(cause, "all ranks")
+
+
+def analysed(run: Run, directory: Path, **options: int) -> Analysis:
+    files = open_run(write(run, directory))
+    return analyse(files, align(files), **options)

@@ -1,0 +1,252 @@
+"""Clocks: the true offset always lies within the uncertainty that is reported."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.dpp.errors import DataError
+from megatron.dpp.report.align import Alignment, ClockOffset, _group_of, align, solve
+from megatron.dpp.report.reader import TraceFile, open_run
+from megatron.dpp.trace.schema import TraceLayout
+from tests.report.synthetic import Run, write
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_offsets_of_seconds_are_found_within_the_stated_uncertainty(tmp_path, seed):
+    draw = random.Random(seed)
+    offset = {rank: draw.randrange(-5 * 10**9, 5 * 10**9) for rank in range(4)}
+    clocks = {rank: f"clock{rank}" for rank in range(4)}
+    run = Run(chunks=2, seed=seed, offset=offset, clocks=clocks, jitter=0.3)
+    alignment = align(open_run(write(run, tmp_path)))
+    assert len(alignment.offsets) == 4
+    for rank in range(4):
+        found = alignment.offsets[f"clock{rank}"]
+        error = abs(found.points[0][1] - (offset[0] - offset[rank]))
+        assert error <= found.uncertainty_ns
+        assert found.uncertainty_ns < 1_000_000
+
+
+def test_collectives_align_ranks_that_exchange_no_messages(tmp_path):
+    run = Run(ranks=2, clocks={0: "a", 1: "b"}, offset={1: 3 * 10**9})
+    directory = write(run, tmp_path)
+    for path in directory.glob("*.json"):
+        kept = [
+            line
+            for line in path.read_text().splitlines(keepends=True)
+            if '"cat":"send"' not in line and '"cat":"arrival"' not in line
+        ]
+        path.write_text("".join(kept))
+    found = align(open_run(directory)).offsets["b"]
+    assert abs(found.points[0][1] + 3 * 10**9) <= found.uncertainty_ns <= 1_000_000
+
+
+@pytest.mark.parametrize("seconds", [-200, 11, 300])
+def test_wall_clocks_may_be_far_apart(tmp_path, seconds):
+    """Both directions of one moment must fall into the same window."""
+    run = Run(ranks=2, iterations=20, clocks={0: "a", 1: "b"}, offset={1: 3 * 10**9})
+    directory = write(run, tmp_path)
+    (path,) = directory.glob("*-pipeline-1-*")
+    unix = 1_700_000_000 * 10**9
+    late = f'"start_unix_ns":{unix + seconds * 10**9}'
+    path.write_text(path.read_text().replace(f'"start_unix_ns":{unix}', late))
+    found = align(open_run(directory)).offsets["b"]
+    assert abs(found.points[0][1] + 3 * 10**9) <= found.uncertainty_ns <= 1_000_000
+
+
+def test_messages_without_a_send_time_are_paired_with_their_sends(tmp_path):
+    run = Run(ranks=2, clocks={0: "a", 1: "b"}, offset={1: -(10**9)})
+    directory = write(run, tmp_path)
+    for path in directory.glob("*.json"):
+        kept = [line for line in path.read_text().splitlines() if '"cat":"span"' not in line]
+        text = "\n".join(kept).replace('"sent_ns"', '"unused"')
+        path.write_text(text + "\n")
+    found = align(open_run(directory)).offsets["b"]
+    assert abs(found.points[0][1] - 10**9) <= found.uncertainty_ns <= 200_000
+
+
+def files_on(clocks: str, starts: tuple[int, ...] = (0, 0, 0)) -> list[TraceFile]:
+    """The file of each stage of a pipeline, on the clock of that letter."""
+    return [
+        TraceFile(
+            path=Path("x"), rank=rank, device="cpu", host="h", process=1, clock=clock, run="r",
+            start_ns=start, start_unix_ns=0, complete=True,
+            layout=TraceLayout(
+                data=0, pipeline=rank, tensor=0, data_size=1, pipeline_size=len(clocks),
+                tensor_size=1,
+            ),
+        )
+        for rank, (clock, start) in enumerate(zip(clocks, starts, strict=False))
+    ]  # fmt: skip
+
+
+def arrival(source: int, sent_ns: int, arrived_ns: int, start_ns: int = 0) -> dict[str, object]:
+    """An arrival in the file that begins at ``start_ns``."""
+    args = {"source": source, "sent_ns": sent_ns, "iteration": 0, "microbatch": 0}
+    return {"ts": (arrived_ns - start_ns) / 1000, "cat": "arrival", "name": "a", "args": args}
+
+
+def aligned(
+    monkeypatch: pytest.MonkeyPatch, files: list[TraceFile], found: list[list[dict[str, object]]]
+) -> Alignment:
+    monkeypatch.setattr(
+        "megatron.dpp.report.align.read_events", lambda file, only: iter(found[file.rank])
+    )
+    return align(files)
+
+
+@pytest.mark.parametrize("late", ["entered", "left"])
+def test_of_ranks_with_one_clock_the_last_to_enter_and_the_first_to_leave_count(late, monkeypatch):
+    """Rank 1 shares the clock of rank 0, and bounds that of rank 2 the closest."""
+    times = {0: (0, 1000), 1: (900, 1000) if late == "entered" else (0, 100), 2: (0, 1000)}
+
+    def events(file, only):
+        enters, leaves = times[file.rank]
+        args = {"iteration": 0, "group": "world"}
+        span = {"ts": enters, "dur": leaves - enters, "cat": "span", "name": "x", "args": args}
+        return iter([span])
+
+    monkeypatch.setattr("megatron.dpp.report.align.read_events", events)
+    ((_, offset, uncertainty),) = align(files_on("aab")).offsets["b"].points
+    assert abs(offset) == 450_000 and (offset > 0) == (late == "entered")
+    assert uncertainty == 550_000
+
+
+def test_a_collective_is_that_of_the_ranks_that_differ_in_its_group_alone():
+    layout = TraceLayout(data=1, pipeline=2, tensor=3, data_size=2, pipeline_size=3, tensor_size=4)
+    file = SimpleNamespace(layout=layout)
+    assert _group_of(file, "data") == ("data", 2, 3)
+    assert _group_of(file, "pipeline") == ("pipeline", 1, 3)
+    assert _group_of(file, "tensor") == ("tensor", 1, 2)
+    assert _group_of(file, "world") == ("world",)
+
+
+def test_ranks_without_messages_are_refused_by_name(tmp_path):
+    run = Run(ranks=3, clocks={2: "far"})
+    directory = write(run, tmp_path)
+    for path in directory.glob("*.json"):
+        kept = [
+            line
+            for line in path.read_text().splitlines(keepends=True)
+            if '"direction":"backward"' not in line and '"group"' not in line
+        ]
+        path.write_text("".join(kept))
+    with pytest.raises(DataError, match=r"clocks of ranks 2 cannot be aligned"):
+        align(open_run(directory))
+
+
+def test_one_clock_that_contradicts_itself_is_an_error(tmp_path):
+    run = Run(ranks=2, offset={1: -(10**9)})
+    with pytest.raises(DataError, match=r"arrived .* before it was sent"):
+        align(open_run(write(run, tmp_path)))
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_true_offsets_satisfy_every_bound_and_so_does_the_estimate(data):
+    names = [f"c{i}" for i in range(data.draw(st.integers(2, 6)))]
+    true = {name: data.draw(st.integers(-(10**10), 10**10)) for name in names}
+    true[names[0]] = 0
+    delays = st.integers(1, 10**6)
+    bounds = {}
+    for a, b in itertools.pairwise(names):
+        bounds[a, b] = true[a] - true[b] + data.draw(delays)
+        bounds[b, a] = true[b] - true[a] + data.draw(delays)
+    if len(names) > 2 and data.draw(st.booleans()):
+        bounds[names[0], names[-1]] = true[names[0]] - true[names[-1]] + data.draw(delays)
+    found = solve(names[0], names, bounds)
+    for name in names:
+        assert abs(found[name][0] - true[name]) <= found[name][1]
+    for (a, b), bound in bounds.items():
+        assert found[a][0] - found[b][0] <= bound + 1
+
+
+def test_small_contradictions_widen_the_uncertainty_and_large_ones_are_errors():
+    drifted = {("a", "b"): 5_000, ("b", "a"): -9_000}
+    offset, uncertainty = solve("a", ["a", "b"], drifted)["b"]
+    assert uncertainty >= 2_000
+    assert -9_000 - uncertainty <= offset <= 5_000 + uncertainty
+    # 2.5 us each would do; bounds are widened by 1 us, 2 us, 4 us.
+    assert solve("a", ["a", "b"], {("a", "b"): 5_000, ("b", "a"): -10_000})["b"] == (-7_500, 5_500)
+    with pytest.raises(DataError, match="contradict"):
+        solve("a", ["a", "b"], {("a", "b"): 0, ("b", "a"): -10_000_000})
+
+
+def test_offsets_run_straight_between_windows():
+    offset = ClockOffset(((100, 10, 1), (200, 30, 2)))
+    assert [offset.at(t) for t in (0, 100, 150, 200, 900)] == [10, 10, 20, 30, 30]
+    assert offset.uncertainty_ns == 2
+
+
+S = 10**9
+
+
+def test_a_window_that_bounds_a_clock_from_one_side_tells_nothing_and_the_others_stay(monkeypatch):
+    """Clock b is 100 s ahead, and 40 us more 20 s later. Messages take 1 us and 3 us."""
+    lead, later = 100 * S, 100 * S + 40_000
+    ahead = {1 * S: lead, 12 * S: lead, 21 * S: later}
+    to_b = [arrival(0, sent, sent + own + 1_000, lead) for sent, own in ahead.items()]
+    to_a = [arrival(1, sent + own, sent + 3_000) for sent, own in ahead.items() if sent != 12 * S]
+    found = aligned(monkeypatch, files_on("ab", (0, lead)), [to_a, to_b])
+    # The middles of the first and the third window of 10 s, each on the clock's own time.
+    assert found.offsets["a"].points == ((5 * S, 0, 0), (25 * S, 0, 0))
+    first, third = 1_000 - lead, 1_000 - later
+    assert found.offsets["b"].points == (
+        (5 * S - first, first, 2_000), (25 * S - third, third, 2_000)
+    )  # fmt: skip
+    assert found.to_global(1, 5 * S - first) == 5 * S
+    assert found.summary()[1] == {
+        "clock": "b", "ranks": [1], "offset_ns": first, "uncertainty_ns": 2_000, "windows": 2
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("late_ns", [-1_000_000, 0, 1_000_000])
+def test_a_short_trace_at_the_border_of_two_windows_is_aligned(late_ns, monkeypatch):
+    """Rank 1 begins its iteration a millisecond after rank 0, or before: its wall clock seems to
+    differ by that much."""
+
+    def iteration(start_ns):
+        args = {"iteration": 0}
+        return {"ts": start_ns / 1000, "dur": 0, "cat": "iteration", "name": "i", "args": args}
+
+    begin = 10 * S
+    to_a = [iteration(begin), arrival(1, begin + 2_000_000, begin + 2_003_000)]
+    to_b = [iteration(begin + late_ns), arrival(0, begin + 1_000_000, begin + 1_001_000)]
+    found = aligned(monkeypatch, files_on("ab"), [to_a, to_b])
+    ((_, offset, uncertainty),) = found.offsets["b"].points
+    assert (offset, uncertainty) == (1_000, 2_000)
+
+
+def test_of_several_messages_the_fastest_bounds_a_clock(monkeypatch):
+    to_b = [arrival(0, S, S + delay) for delay in (9_000, 5_000, 7_000)]
+    to_a = [arrival(1, S, S + delay) for delay in (4_000, 3_000, 8_000)]
+    found = aligned(monkeypatch, files_on("ab"), [to_a, to_b])
+    assert found.offsets["b"].points == ((5 * S + 1_000, -1_000, 4_000),)
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_on_one_clock_a_message_may_arrive_when_it_was_sent_and_no_earlier(monkeypatch, early):
+    files, found = files_on("aa"), [[], [arrival(0, 5_000 + early, 5_000)]]
+    if not early:
+        assert aligned(monkeypatch, files, found).uncertainty_ns == 0
+        return
+    with pytest.raises(DataError, match="a from rank 0 arrived 1 ns before it was sent"):
+        aligned(monkeypatch, files, found)
+
+
+def test_messages_of_ranks_without_a_file_bound_nothing(monkeypatch):
+    found = [[arrival(7, 9 * S, S)], []]
+    assert aligned(monkeypatch, files_on("aa"), found).offsets.keys() == {"a"}
+
+
+def test_files_are_read_in_order_and_their_reader_is_told(monkeypatch):
+    monkeypatch.setattr("megatron.dpp.report.align.read_events", lambda file, only: iter(()))
+    told = []
+    align(files_on("aaa"), lambda file: told.append(file.rank))
+    assert told == [0, 1, 2]

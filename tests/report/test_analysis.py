@@ -1,0 +1,286 @@
+"""The analysis finds injected causes, accounts for all time, and predicts gains."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.report.analysis.decisions import differing_decisions
+from megatron.dpp.report.analysis.limits import Limit
+from megatron.dpp.report.analysis.link_times import LinkSamples, link_samples
+from megatron.dpp.report.analysis.model import (
+    Arrival,
+    Iteration,
+    MessageId,
+    RankIteration,
+    Send,
+    TaskRun,
+    Wait,
+)
+from megatron.dpp.report.analysis.sentences import EVEN_LAYERS, sentences, straggler_text
+from megatron.dpp.report.analysis.stragglers import Culprit
+from megatron.dpp.report.analysis.summary import summary
+from megatron.dpp.report.analysis.times import length, subtract, union
+from megatron.dpp.report.reader import read_events
+from megatron.dpp.report.recorded import cost_file, recorded_runs
+from megatron.dpp.report.whatif import WhatIf, other_schedules, removal, schedule_of
+from megatron.dpp.schedule import Geometry, reference_order
+from megatron.dpp.sim.measured import load_costs
+from tests.report.injected import CAUSES, analysed, culprit_of, inject
+from tests.report.synthetic import Run
+
+
+def run_for(seed: int) -> Run:
+    return Run(chunks=1 + seed % 2, microbatches=10, iterations=6)
+
+
+def check_culprits(analysis, cause, expected):
+    assert [(c.kind, c.name) for c in analysis.culprits] == [(cause, expected)]
+    (culprit,) = analysis.culprits
+    assert culprit.share == 1.0
+    assert culprit.rank not in culprit.victims
+    assert straggler_text({**vars(culprit), "name": culprit.name})
+
+
+def gain(times, before):
+    return 1 - sum(t.total for t in times) / sum(t.total for t in before)
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(6), *(pytest.param(s, marks=pytest.mark.slow) for s in range(6, 20))]
+)
+def test_the_culprit_is_named_and_its_removal_gains_what_was_predicted(tmp_path, seed):
+    run = run_for(seed)
+    quiet = analysed(inject(run, "none", seed), tmp_path)
+    assert quiet.culprits == []
+    for cause in CAUSES:
+        slow = analysed(inject(run, cause, seed), tmp_path)
+        check_culprits(slow, cause, culprit_of(run, cause, seed))
+        ranks, runs = slow.shape.pipelines()[0], recorded_runs(slow)
+        what_if = WhatIf(runs)
+        assert what_if.fidelity == pytest.approx(1.0, abs=0.005)
+        change = removal(slow.culprits[0], runs, ranks)
+        assert change is not None
+        predicted, measured = what_if.predict("", change).gain, gain(quiet.times, slow.times)
+        assert predicted == pytest.approx(measured, rel=0.1), cause
+
+
+def test_a_rank_slow_in_the_last_iterations_only_has_a_since(tmp_path):
+    run = Run(iterations=8)
+    slow = inject(run, "slow-rank", 0)
+    whole, culprit = slow.cost, int(culprit_of(run, "slow-rank", 0).split()[1])
+    slow.cost = lambda i, *rest: whole(i, *rest) if i >= 5 else 10_000_000
+    (found,) = analysed(slow, tmp_path).culprits
+    assert (found.kind, found.rank, found.since) == ("slow-rank", culprit, 5)
+    assert found.share == pytest.approx(3 / 7)
+
+
+def test_every_nanosecond_of_the_window_is_accounted_for(tmp_path):
+    analysis = analysed(Run(chunks=2), tmp_path, skip=0)
+    assert len(analysis.times) == 3
+    for times in analysis.times:
+        assert times.ideal == max(rank.busy for rank in times.ranks.values())
+        assert times.window >= times.ideal
+        for rank in times.ranks.values():
+            assert rank.busy + rank.other + sum(rank.idle.values()) == rank.window
+            assert sum(rank.kinds.values()) == rank.busy
+            assert rank.tail == {"host": 50_000, "optimizer": 1_000_000}
+            assert rank.overlap <= rank.sending
+
+
+def test_totals_equal_those_summed_from_the_events(tmp_path):
+    analysis = analysed(Run(chunks=2), tmp_path, skip=0)
+    report = summary(analysis)
+    for file, row in zip(analysis.files, report["ranks"], strict=True):
+        events = list(read_events(file))
+        for kind in "FBW":
+            total = sum(e["dur"] for e in events if e["args"].get("kind") == kind)
+            assert row["kinds_ms"][kind] * 3 == pytest.approx(total / 1000, rel=1e-9)
+        sent = sum(e["args"]["bytes"] for e in events if e["cat"] == "send")
+        assert row["sent_bytes"] * 3 == sent
+        held = max(e["args"]["value"] for e in events if e["cat"] == "counter")
+        assert row["peaks"]["held"] == held
+    json.dumps(report, allow_nan=False)
+    assert sum(report["totals"]["bubble_by_cause"].values()) == pytest.approx(
+        report["totals"]["bubble"]
+    )
+    assert sentences(report)[-1] == "No straggler."
+
+
+def test_other_schedules_do_not_name_the_run_itself(tmp_path):
+    """A run whose W comes in pieces has the same schedule as its simulation."""
+    runs = recorded_runs(analysed(Run(chunks=2), tmp_path))
+    plan = dataclasses.replace(schedule_of(runs[-1]), w_pieces=6)
+    found = other_schedules(runs[-1], plan, [1.0] * 4)
+    assert "dynamic schedule" not in [name for name, _, _ in found]
+    assert {other.w_pieces for _, _, other in found} == {6}
+    assert "1 chunk per rank" in [name for name, _, _ in found]
+
+
+def test_a_finding_says_how_often_and_what_to_do():
+    straggler = {
+        "kind": "heavy-stage",
+        "name": "rank 1, chunk 1",
+        "factor": 1.45,
+        "share": 1.0,
+        "since": 5,
+        "victims": [0],
+    }
+    assert straggler_text(straggler) == (
+        "the stage of rank 1, chunk 1 has 1.45 times the work of the others, in every iteration; "
+        "waiting most meanwhile: rank 0; megatron-dpp plan moves layers away from it"
+    )
+    assert "in 70 % of the iterations, since iteration 5" in straggler_text(
+        straggler | {"share": 0.7}
+    )
+
+
+def test_a_heavy_stages_work_is_not_promised_away(tmp_path):
+    report = summary(analysed(Run(chunks=2), tmp_path))
+    heavy = {"name": "without heavy-stage (rank 1, chunk 1)", "gain": 0.174}
+    report["what_if"] = [heavy, {"name": EVEN_LAYERS, "gain": 0.072}]
+    assert sentences(report)[-1].endswith(
+        "17.4 % of an iteration if that work were gone; laid out evenly over all stages 7.2 %."
+    )
+    report["what_if"] = [heavy | {"name": "without slow-rank (rank 1)"}]
+    assert sentences(report)[-1].endswith("17.4 % of an iteration.")
+
+
+def test_the_recorded_costs_are_a_cost_file_of_the_simulator(tmp_path):
+    runs = recorded_runs(analysed(Run(chunks=2), tmp_path))
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(cost_file(runs)))
+    costs = load_costs(path)
+    assert (costs.num_ranks, costs.num_chunks, costs.split) == (4, 2, True)
+    assert costs.tasks[3][0][0] == pytest.approx(0.005, rel=0.1)
+    assert costs.run is not None and costs.run.dynamic
+    assert costs.run.num_microbatches == runs[0].shape.num_microbatches
+    assert costs.run.seconds == pytest.approx(statistics.median_low(run.window for run in runs))
+
+
+def test_a_static_schedule_differs_from_the_static_order_nowhere(tmp_path):
+    shape = analysed(Run(iterations=1, policy="megatron", split=False), tmp_path).shape
+    order = [str(action) for action in reference_order(Geometry(4, 1, 1, 8))]
+    tasks = [TaskRun(i, i + 1, t[1], int(t[0]), int(t[2]), 0) for i, t in enumerate(order)]
+    assert differing_decisions(RankIteration(1, 0, tasks=tasks), shape) == 0
+    tasks[0], tasks[1] = tasks[1], tasks[0]
+    assert differing_decisions(RankIteration(1, 0, tasks=tasks), shape) == 1
+    assert differing_decisions(RankIteration(1, 0, tasks=tasks[:3]), shape) is None
+
+
+def test_replicas_tell_a_heavy_stage_from_a_slow_rank():
+    from megatron.dpp.report.analysis.stragglers import StragglerSearch
+    from megatron.dpp.report.analysis.work import JobShape, Work
+
+    places = {rank: rank % 4 for rank in range(12)}
+    shape = JobShape(4, 1, places, {rank: (rank // 4, 0) for rank in range(12)}, "dpp")
+
+    def search(slow: set[int]) -> list[Culprit]:
+        tasks = {
+            (rank, 0): {"F": dict.fromkeys(range(8), 150 if rank in slow else 100)}
+            for rank in range(12)
+        }
+        works = [Work(number, tasks) for number in range(3)]
+        return StragglerSearch(shape, works, [{}] * 3, dict.fromkeys(places, 0)).find()
+
+    assert [(c.kind, c.rank) for c in search({3})] == [("slow-rank", 3)]
+    assert [(c.kind, c.rank) for c in search({1, 5})] == [("slow-rank", 1), ("slow-rank", 5)]
+    assert [(c.kind, c.rank) for c in search({1, 5, 9})] == [
+        ("heavy-stage", rank) for rank in (1, 5, 9)
+    ]
+
+
+def test_iterations_that_not_all_ranks_finished_do_not_count(tmp_path):
+    run = Run(ranks=2, iterations=3)
+    whole = analysed(run, tmp_path / "whole", skip=0)
+    path = whole.files[1].path
+    text = path.read_text()
+    path.write_text(text[: text.index('"name":"iteration 2"') - 5])
+    again = analysed(run, tmp_path / "other", skip=0)
+    assert len(again.times) == 3
+    from megatron.dpp.report.align import align
+    from megatron.dpp.report.analysis.summary import analyse
+    from megatron.dpp.report.reader import open_run
+
+    files = open_run(path.parent)
+    assert [t.number for t in analyse(files, align(files), skip=0).times] == [0, 1]
+    with pytest.raises(DataError, match="2 iterations that all 2 ranks finished, 2 of them skip"):
+        analyse(files, align(files), skip=2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60))), st.data())
+def test_interval_arithmetic_agrees_with_sets(pairs, data):
+    spans = [(min(p), max(p)) for p in pairs]
+    holes = [(min(p), max(p)) for p in data.draw(st.lists(st.tuples(*[st.integers(0, 60)] * 2)))]
+
+    def points(intervals):
+        return {x for a, b in intervals for x in range(a, b)}
+
+    merged = union(spans)
+    assert points(merged) == points(spans)
+    assert length(merged) == len(points(spans))
+    left = subtract(merged, union(holes))
+    assert points(left) == points(spans) - points(holes)
+    assert length(left) == len(points(left))
+
+
+def test_limits():
+    totals = {"bubble": 0.3, "iteration_ms": 10.0, "bubble_by_cause": {"message": 0.2}}
+    assert "0.3" in Limit.parse("bubble>0.25").broken(totals)
+    assert Limit.parse("bubble > 0.35").broken(totals) is None
+    assert Limit.parse("bubble.message>=0.2").broken(totals)
+    assert Limit.parse("bubble.host>0").broken(totals) is None
+    for text in ("bubble", "bubble>x", ">1", "bubble>1e"):
+        with pytest.raises(ConfigError, match="expected a total and a limit"):
+            Limit.parse(text)
+    with pytest.raises(ConfigError, match="no such total; there are bubble, iteration_ms"):
+        Limit.parse("nothing>1").broken(totals)
+    with pytest.raises(ConfigError, match=r"bubble.mesage: no such cause; there are drain, host"):
+        Limit.parse("bubble.mesage>0.1").broken(totals)
+
+
+def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
+    """A busy receiver sees a message when its task ends, which bounds the delay from above only."""
+    from megatron.dpp.report.analysis.stragglers import StragglerSearch
+    from megatron.dpp.report.analysis.work import JobShape, Work
+    from megatron.dpp.report.recorded import _hop_delay
+
+    busy = LinkSamples(any=[11_000_000, 12_000_000, 9_000_000])
+    quick = LinkSamples(any=[200_000] * 3, clean=[200_000] * 3)
+    links = {(0, 1): quick, (1, 2): busy, (2, 1): busy, (2, 3): quick}
+    shape = JobShape(4, 1, {r: r for r in range(4)}, dict.fromkeys(range(4), (0, 0)), "dpp")
+    tasks = {(rank, 0): {"F": dict.fromkeys(range(8), 10_000_000)} for rank in range(4)}
+    works = [Work(number, tasks) for number in range(3)]
+    assert StragglerSearch(shape, works, [links] * 3, dict.fromkeys(range(4), 0)).find() == []
+    assert _hop_delay(links, range(4), 1) == pytest.approx(200e-6)
+    slow = links | {(1, 2): LinkSamples(any=busy.any, clean=busy.any)}
+    (found,) = StragglerSearch(shape, works, [slow] * 3, dict.fromkeys(range(4), 0)).find()
+    assert (found.name, found.factor) == ("link 1-2", 55.0)
+    assert _hop_delay(slow, range(4), 1) == pytest.approx(11e-3)
+
+
+def test_a_message_taken_ahead_is_timed_only_where_the_device_was_idle():
+    """A busy device reaches the message after its own task, so that time is not the link's."""
+
+    def sampled(previous_end: int) -> LinkSamples:
+        message = MessageId(0, 1, 0, "forward", 0)
+        sender = RankIteration(0, 4, sends=[Send(1_000_000, message, 1 << 20, "cuda_ipc")])
+        receiver = RankIteration(
+            1, 4,
+            tasks=[
+                TaskRun(0, previous_end, "B", 0, 0, 0), TaskRun(1_950_000, 3_000_000, "F", 0, 0, 0),
+            ],
+            waits=[Wait(100_000, 1_960_000, "message", "F0")],
+            arrivals=[Arrival(900_000, 1_940_000, 1_945_000, message, 1 << 20, ahead=True)],
+        )  # fmt: skip
+        iteration = Iteration(4, {0: sender, 1: receiver})
+        return link_samples(iteration)[0, 1]
+
+    assert sampled(previous_end=1_900_000).clean == []
+    assert sampled(previous_end=950_000).clean == [940_000]

@@ -1,0 +1,83 @@
+"""The metrics and settings beside a run's traces, whole or half written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.dpp.report import run_files
+from megatron.dpp.report.run_files import (
+    home_of,
+    model_text,
+    read_metrics,
+    read_settings,
+    run_facts,
+)
+
+
+def _write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"iterat')
+    return path
+
+
+def test_lines_of_one_iteration_are_one_and_a_resumed_run_replaces_its_own(tmp_path: Path) -> None:
+    path = _write(
+        tmp_path / "metrics.jsonl", {"iteration": 1, "loss": 9}, {"iteration": 2, "loss": 8},
+        {"iteration": 2, "set": "valid", "loss": 1}, {"iteration": 3, "loss": 7}, ["iteration"],
+        {"loss": 0}, {"iteration": 2, "loss": 6}, {"iteration": 2, "sum": "x"}, {"iteration": 3},
+    )  # fmt: skip
+    found = [{"iteration": 1, "loss": 9}, {"iteration": 2, "loss": 6, "sum": "x"}, {"iteration": 3}]
+    assert read_metrics(path) == found
+    assert read_metrics(tmp_path / "none") == []
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 6), max_size=12))
+def test_iterations_are_read_once_and_in_order(tmp_path_factory: Any, written: list[int]) -> None:
+    """Those that count are the last of their number, and not beyond the last line's."""
+    path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
+    _write(path, *({"iteration": each, "place": i} for i, each in enumerate(written)))
+    found = {each["iteration"]: each["place"] for each in read_metrics(path)}
+    expected: dict[int, int] = {}
+    for place, each in enumerate(written):
+        expected = {number: at for number, at in expected.items() if number < each}
+        expected[each] = place
+    assert found == expected and list(found) == sorted(found)
+
+
+def test_a_look_at_the_end_skips_the_line_that_it_begins_in(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    path = _write(tmp_path / "metrics.jsonl", *({"iteration": i} for i in range(1, 9)))
+    monkeypatch.setattr(run_files, "_TAIL_BYTES", 50)
+    assert [each["iteration"] for each in read_metrics(path, last_only=True)] == [7, 8]
+    assert len(read_metrics(path)) == 8
+    monkeypatch.setattr(run_files, "_TAIL_BYTES", 1 << 16)
+    assert len(read_metrics(path, last_only=True)) == 8
+
+
+def test_settings_that_were_given_stand_out_from_defaults(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / "traces" / "data-1").mkdir(parents=True)
+    (home / "settings.yaml").write_text(
+        "num_layers: 8\n# hidden_size: 128\nnot a setting\n# words: that are no JSON\n"
+        'params_dtype: "torch.bfloat16"\n# seq_length: null\n'
+    )
+    given_, every = read_settings(home / "settings.yaml")
+    assert given_ == {"num_layers": 8, "params_dtype": "torch.bfloat16"}
+    assert every == given_ | {"hidden_size": 128, "seq_length": None}
+    assert model_text(every) == "8 layers of 128, bfloat16"
+    assert model_text({"num_layers": 0}) == ""
+    _write(home / "metrics.jsonl", {"iteration": 1})
+    _write(tmp_path / "other", {"iteration": 2})
+    assert home_of(home / "traces" / "data-1") == home
+    assert home_of(tmp_path / "plain" / "data-1") == tmp_path / "plain"
+    facts = run_facts(home / "traces" / "data-1")
+    assert facts["metrics"] == [{"iteration": 1}]
+    assert facts["flags"] == {"--num-layers": 8, "--params-dtype": "torch.bfloat16"}
+    facts = run_facts(home / "traces" / "data-1", str(tmp_path / "other"))
+    assert facts["metrics"] == [{"iteration": 2}]

@@ -1,0 +1,128 @@
+"""The live page: one page from memory, while the files of a run grow."""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.report.monitor_command import _parser
+from megatron.dpp.report.web import LivePage, open_server
+from tests.report.synthetic import Run, write
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def monitor(*arguments: str, **settings) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "megatron.dpp", "monitor", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=ROOT, text=True, **pipes, **settings)
+
+
+@pytest.fixture
+def page(tmp_path):
+    """A function that fetches from a live page of ``tmp_path``, which is made anew each time."""
+    options = _parser("monitor").parse_args(["--web", "--benchmark_dir", str(tmp_path)])
+    live = LivePage(options, 0.01)
+    server = open_server(live, "127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+
+    def fetch(path="/", method="GET", **headers):
+        live._due = 0.0  # else it rests ten times as long as it worked
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+        return answer.status, text
+
+    yield fetch
+    server.shutdown()
+    thread.join(30)
+    server.server_close()
+    assert not thread.is_alive()
+
+
+def badge(text: str) -> str:
+    return re.search(r'<div id="live"[^>]*>(.*?)</div>', text)[1]
+
+
+def test_the_page_waits_for_the_run_and_follows_it_to_its_end(page, tmp_path):
+    status, text = page()
+    assert (status, badge(text)) == (200, "waiting")
+    assert "no trace" in text
+    directory = write(Run(ranks=2, iterations=4), tmp_path / "traces")
+    whole = {path: path.read_text() for path in directory.iterdir()}
+    for path, content in whole.items():
+        cut = content.index('"name":"iteration 2"')
+        alive = re.sub(r'"process":\d+', f'"process":{os.getpid()}', content[:cut], count=1)
+        path.write_text(alive)
+    text = page()[1]
+    assert "<dt>traced</dt><dd>2 iterations" in text
+    for path, content in whole.items():
+        path.write_text(content)
+    text = page()[1]
+    assert badge(text).startswith("ended, ")
+    assert "<dt>traced</dt><dd>3 iterations, without iteration 0" in text
+    assert page()[1] == text  # nothing changed: not built again
+
+
+def test_nothing_but_the_page_is_served(page, tmp_path):
+    (tmp_path / "secret.txt").write_text("secret")
+    for path in ("/secret.txt", "/../secret.txt", "/..%2fsecret.txt", "//etc/passwd", "/traces/"):
+        assert page(path)[0] == 404, path
+    assert page(Host="evil.example")[0] == 403
+    assert page(Host="localhost:1")[0] == 200
+    assert page(method="HEAD") == (200, "")
+    assert page(method="POST")[0] == 501
+
+
+def test_ports_that_cannot_be_had_are_named(page, tmp_path):
+    live = LivePage(_parser("monitor").parse_args([]), 1.0)
+    with pytest.raises(ConfigError, match="--port 70000: must be in 0"):
+        open_server(live, "127.0.0.1", 70_000)
+    open_server(live, "::1", 0).server_close()
+    taken = open_server(live, "127.0.0.1", 0)
+    with taken, pytest.raises(ConfigError, match=f"--port {taken.server_port}: in use on "):
+        open_server(live, "127.0.0.1", taken.server_port)
+    with pytest.raises(ConfigError, match="--port 0: Cannot assign"):
+        open_server(live, "192.0.2.1", 0)
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_listens_on_this_machine_alone_and_stops(tmp_path, end):
+    write(Run(ranks=2), tmp_path)
+    heeding = functools.partial(signal.signal, end, signal.SIG_DFL)  # a shell's job ignores SIGINT
+    words = ("--web", "--port", "0", "--benchmark_dir", str(tmp_path))
+    process = monitor(*words, preexec_fn=heeding)
+    try:
+        address = process.stdout.readline().split()[-1]
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
+        assert process.stdout.readline() == "Ctrl-C ends it\n"
+        process.send_signal(end)
+        _, errors = process.communicate(timeout=150)
+    finally:
+        process.kill()
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_the_monitor_finds_traces_and_metrics_in_the_home_of_a_run(tmp_path):
+    directory = write(Run(ranks=2), tmp_path / "home" / "traces")
+    line = {"iteration": 3, "lm loss": 3.25, "tokens/s": 4200.0}
+    (tmp_path / "home" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    process = monitor("--interval", "0.1", "--benchmark_dir", str(tmp_path / "home"))
+    text, errors = process.communicate(timeout=150)
+    assert (process.returncode, errors) == (0, "")
+    assert text.splitlines()[0] == str(directory)
+    assert "iteration 3  loss 3.2500  4200 tokens/s" in text

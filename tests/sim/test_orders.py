@@ -1,0 +1,221 @@
+"""The planner of microbatches' order: what it picks, in its own process too."""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.sim import orders as module
+from megatron.dpp.sim.batches import BatchPlans, BatchSettings
+from megatron.dpp.sim.lengths import LengthCosts, sft
+from megatron.dpp.sim.orders import OrderPlanner, PipelineModel, PlannedOrder, plan_order
+
+COSTS = LengthCosts.transformer(1024)
+
+
+def drawn(seed: int, count: int = 16) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[sft(rng)] for _ in range(count)]
+
+
+def model(policy: str | None, num_chunks: int = 2, num_ranks: int = 2) -> PipelineModel:
+    return PipelineModel(
+        num_ranks=num_ranks, num_chunks=num_chunks, longest=16384, policy=policy, costs=COSTS
+    )
+
+
+@pytest.mark.parametrize("policy", [None, "dynamic", "depth-first"])
+@pytest.mark.parametrize("num_chunks", [1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_plan_is_never_slower_than_the_drawn_order(
+    policy: str | None, num_chunks: int, seed: int
+) -> None:
+    microbatches, one = drawn(seed), model(policy, num_chunks)
+    found = plan_order(one, microbatches)
+    ordered = [microbatches[i] for i in found.order]
+    assert sorted(found.order) == list(range(16))
+    assert one.seconds(ordered, found.policy) <= one.seconds(microbatches)
+    assert found.policy in (None, "megatron") and (policy == "dynamic" or found.policy is None)
+
+
+def test_sorting_gains_for_a_static_schedule() -> None:
+    microbatches, one = drawn(3, 32), model(None, num_ranks=4)
+    found = plan_order(one, microbatches)
+    assert found.name != "drawn"
+    ordered = [microbatches[i] for i in found.order]
+    assert one.seconds(ordered) < 0.9 * one.seconds(microbatches)
+
+
+def test_one_rank_and_equal_lengths_keep_the_drawn_order() -> None:
+    assert plan_order(model("dynamic", 1, 1), drawn(0)).name == "drawn"
+    assert plan_order(model("dynamic"), [[512]] * 8).name == "drawn"
+
+
+def test_another_process_plans_the_same() -> None:
+    planner = OrderPlanner(model("dynamic"))
+    try:
+        planner.ask(16, drawn(1))
+        assert planner.take(0, drawn(0)) == plan_order(model("dynamic"), drawn(0))
+        assert planner.take(16, drawn(1)) == plan_order(model("dynamic"), drawn(1))
+        assert planner._process is not None
+        planner._process.kill()
+        assert planner.take(32, drawn(2)) == plan_order(model("dynamic"), drawn(2))
+    finally:
+        planner.close()
+        planner.close()
+
+
+def test_batches_are_planned_a_step_ahead() -> None:
+    lengths = [each[0] for each in drawn(5, 48)]
+    settings = BatchSettings(num_ranks=2, order="planned", costs=COSTS)
+    with pytest.raises(ConfigError, match="needs a planner"):
+        BatchPlans(lambda a, b: lengths[a:b], 16, 0, settings)
+    planner = OrderPlanner(model("dynamic"))
+    plans = BatchPlans(lambda a, b: lengths[a:b], 16, 0, settings, planner)
+    try:
+        for first in (0, 16, 32):
+            batch = [[length] for length in lengths[first : first + 16]]
+            expected = plan_order(model("dynamic"), batch)
+            assert plans.microbatches(first) == [[first + i] for i in expected.order]
+            assert plans.own_lengths(first) == [batch[i] for i in expected.order]
+            assert plans.policy(first) == expected.policy
+    finally:
+        plans.close()
+
+
+def found_with(times: dict[tuple[str, str | None], float], monkeypatch: Any) -> PlannedOrder:
+    """The plan of two microbatches where orders and policies take these times, others 10."""
+
+    def seconds(own: Any, microbatches: Any, policy: str | None = None) -> float:
+        name = {(1, 2): "drawn", (2, 1): "turned"}[tuple(each[0] for each in microbatches)]
+        return times.get((name, policy), 10.0)
+
+    monkeypatch.setattr(module, "orders", lambda *_: {"drawn": [0, 1], "turned": [1, 0]})
+    monkeypatch.setattr(PipelineModel, "seconds", seconds)
+    return plan_order(model("dynamic"), [[1], [2]])
+
+
+@pytest.mark.parametrize(
+    ("times", "name", "policy"),
+    [
+        ({}, "drawn", None),
+        ({("turned", None): 9.0}, "turned", None),
+        ({("turned", None): 9.99}, "drawn", None),
+        ({("turned", None): 9.97}, "turned", None),
+        ({("drawn", "megatron"): 9.0}, "drawn", "megatron"),
+        ({("turned", "megatron"): 9.0}, "turned", "megatron"),
+        ({("turned", "megatron"): 9.0, ("turned", None): 9.01}, "turned", None),
+        ({("turned", "megatron"): 9.0, ("turned", None): 9.03}, "turned", "megatron"),
+    ],
+)
+def test_another_order_or_policy_must_gain_two_thousandths(
+    times: dict[tuple[str, str | None], float], name: str, policy: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    found = found_with(times, monkeypatch)
+    assert (found.name, found.policy) == (name, policy)
+    assert found.order == ([0, 1] if name == "drawn" else [1, 0])
+
+
+def test_steps_of_many_tasks_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 microbatches, 2 ranks, 2 chunks, F, B and W."""
+    for most, name in ((24, "turned"), (23, "drawn")):
+        monkeypatch.setattr(module, "_MOST_TASKS", most)
+        assert found_with({("turned", None): 1.0}, monkeypatch).name == name
+
+
+class Pipe:
+    """The planner's process: answers each line by the lengths in it."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.answers: list[str] = []
+        self.stdin = self.stdout = self
+
+    def write(self, line: str) -> None:
+        value = json.loads(line)
+        if isinstance(value, list):
+            self.asked.append(value)
+            self.answers.append(json.dumps({"order": value[0], "name": "n", "policy": None}))
+
+    def flush(self) -> None: ...
+
+    def kill(self) -> None:
+        self.answers.clear()
+
+    def communicate(self) -> None: ...
+
+    def readline(self) -> str:
+        return self.answers.pop(0) + "\n" if self.answers else ""
+
+
+def test_each_key_is_asked_once_and_gets_its_own_answer() -> None:
+    planner, pipe = OrderPlanner(model("dynamic")), Pipe()
+    planner._process = pipe  # type: ignore[assignment]
+    for key in (1, 2, 3, 2):
+        planner.ask(key, [[key]])
+    assert pipe.asked == [[[1]], [[2]], [[3]]]
+    assert planner.take(2, [[2]]).order == [2]
+    planner.ask(2, [[2]])
+    assert [planner.take(key, [[key]]).order for key in (3, 1, 2, 4)] == [[3], [1], [2], [4]]
+    assert pipe.asked == [[[1]], [[2]], [[3]], [[4]]]
+    assert planner.waited > 0
+
+
+def test_the_newest_answers_are_kept() -> None:
+    planner, pipe = OrderPlanner(model("dynamic")), Pipe()
+    planner._process = pipe  # type: ignore[assignment]
+    for key in range(20):
+        assert planner.take(key, [[key]]).order == [key]
+    assert list(planner._answers) == list(range(12, 20))
+
+
+def test_a_process_that_is_gone_is_replaced_by_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, pipe = OrderPlanner(model("dynamic")), Pipe()
+    planner._process = pipe  # type: ignore[assignment]
+    planner.ask(1, [[1]])
+    planner.ask(2, [[2]])
+    pipe.answers.clear()
+    monkeypatch.setattr(module, "plan_order", lambda _, given: PlannedOrder(given[0], "own"))
+    assert planner.take(2, [[2]]) == PlannedOrder([2], "own")
+    pipe.asked.clear()
+    assert planner.take(1, [[1]]).order == [1], "an answer that was lost is asked for again"
+    assert pipe.asked == [[[1]]]
+
+
+def test_a_planner_that_was_closed_asks_the_next_process_again() -> None:
+    planner, first, second = OrderPlanner(model("dynamic")), Pipe(), Pipe()
+    planner._process = first  # type: ignore[assignment]
+    planner.ask(1, [[1]])
+    planner.close()
+    assert planner._process is None
+    planner._process = second  # type: ignore[assignment]
+    assert planner.take(1, [[1]]).order == [1] and second.asked == [[[1]]]
+
+
+def test_a_model_survives_its_way_to_the_process() -> None:
+    """The costs are those of the run, also in a process that reads JSON."""
+    costs = LengthCosts(fixed=3.0, per_token=(1.0, 2.0, 0.5), per_square=(0.1, 0.2, 0.0))
+    sent = PipelineModel(
+        num_ranks=3, num_chunks=2, longest=64, policy="depth-first", cap="strict",
+        split_backward=False, costs=costs, overhead=0.25,
+    )  # fmt: skip
+    lines: list[str] = []
+    stream: Any = SimpleNamespace(write=lines.append, flush=lambda: None)
+    module._write(stream, module.asdict(sent))
+    assert module._model_of(json.loads(lines[0])) == sent
+
+
+def test_time_is_in_the_unit_of_the_costs() -> None:
+    """One rank runs all tasks, one after the other; time between two tasks counts."""
+    costs = LengthCosts(per_token=(1.0, 2.0, 3.0))
+    alone = PipelineModel(num_ranks=1, num_chunks=1, longest=9, policy="dynamic", costs=costs)
+    assert alone.seconds([[4], [5]]) == pytest.approx(9 * 6.0)
+    assert alone.seconds([[4, 1], [5]], "megatron") == pytest.approx(10 * 6.0)
+    later = module.replace(alone, overhead=0.5)
+    assert later.seconds([[4], [5]]) == pytest.approx(9 * 6.0 + 5 * 0.5)
