@@ -60,6 +60,26 @@ def test_a_rank_counts_its_own_part_of_a_microbatchs_tokens() -> None:
     assert dataclasses.replace(call, seq_length=1).tokens(1).largest == 1
 
 
+@pytest.mark.parametrize(
+    ("varies", "most", "named"),
+    [
+        (True, 5, "DppConfig(max_tokens=5)"),
+        (True, 0, "seq_length=2 times micro_batch_size=3"),
+        (False, 0, "seq_length=2 times micro_batch_size=3"),
+    ],
+)
+def test_a_microbatch_beyond_the_bound_names_the_setting_that_gave_it(
+    varies: bool, most: int, named: str
+) -> None:
+    call = dataclasses.replace(call_of(variable_seq_lengths=varies), seq_length=2)
+    tokens = call.tokens(call.longest(most), most)
+    assert tokens.count(torch.zeros(2, 3, 8)) == 6
+    with pytest.raises(ConfigError) as caught:
+        tokens.count(torch.zeros(5, 3, 8))
+    assert f"15 tokens, and links and the memory cap have room for 6 ({named})" in str(caught.value)
+    assert "DppConfig(max_tokens=15), or more" in str(caught.value)
+
+
 @pytest.mark.parametrize(("varies", "rows"), [(True, 96), (False, 16)])
 def test_the_most_tokens_are_those_of_the_longest_sequence_where_lengths_vary(
     varies: bool, rows: int

@@ -37,7 +37,7 @@ def call_of(chunks: int = 1, **given: Any) -> Any:
         "forward_step_func": "the user's", "longest": lambda most: max(8, most),
         "boundaries": lambda length: Boundaries(length, (length,), (length,)),
         "boundary_example": lambda *_: torch.zeros(3),
-        "tokens": lambda longest: Tokens(longest, 4),
+        "tokens": lambda longest, _: Tokens(longest, 4),
     }  # fmt: skip
     return SimpleNamespace(**usual | given)
 

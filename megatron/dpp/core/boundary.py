@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron.dpp.core import compat
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, setting
 
 _BACKWARD_STEP = "pipeline_parallel.schedules:backward_step"
 
@@ -64,21 +64,37 @@ class Tokens:
         largest: tokens of the longest microbatch on this rank.
         hidden: the last dimension; 0 where boundaries have shapes of their own.
         parts: ranks among which a microbatch's tokens are divided.
+        bound: the setting that says how many tokens the longest has, for an error; empty where a
+            longer one is no error here.
     """
 
     largest: int
     hidden: int
     parts: int = 1
+    bound: str = ""
 
     def of_rank(self, sizes: Sequence[int]) -> list[int] | None:
         """This rank's tokens of microbatches of these sizes; None where boundaries do not tell."""
         return [size // self.parts for size in sizes] if self.hidden else None
 
     def count(self, tensors: Tensors) -> int | None:
-        """The tokens of ``tensors``; None if they are no hidden states."""
+        """The tokens of ``tensors``; None if they are no hidden states.
+
+        Raises:
+            ConfigError: there are more than those of the longest.
+        """
         if not isinstance(tensors, torch.Tensor) or tensors.dim() < 2 or not self.hidden:
             return None
-        return tensors.numel() // self.hidden if tensors.shape[-1] == self.hidden else None
+        if tensors.shape[-1] != self.hidden:
+            return None
+        found = tensors.numel() // self.hidden
+        if self.bound and found > self.largest:
+            raise ConfigError(
+                f"a microbatch has {found * self.parts} tokens, and links and the memory cap have "
+                f"room for {self.largest * self.parts} ({self.bound}): give the most tokens of a "
+                f"microbatch ({setting('max_tokens', found * self.parts)}, or more)"
+            )
+        return found
 
 
 def boundaries(

@@ -25,7 +25,7 @@ from megatron.dpp.core.boundary import Boundaries, Tensors, Tokens
 from megatron.dpp.core.grad_sync import GradSync
 from megatron.dpp.core.memory import is_readable, saved_bytes
 from megatron.dpp.core.wgrad.linear import WeightGradients
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, core_setting, setting
 
 _GROUPS = (
     *("tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp"),
@@ -178,14 +178,19 @@ class StepCall:
                 )
         return found
 
-    def tokens(self, longest: int) -> Tokens:
+    def tokens(self, longest: int, max_tokens: int = 0) -> Tokens:
         """Counts the tokens of this call's microbatches, of which those of unlike length have at
-        most ``longest`` per sequence.
+        most ``longest`` per sequence; ``max_tokens`` as in :meth:`longest`.
         """
         varies = getattr(self.config, "variable_seq_lengths", False)
         shape, _ = self._boundary(longest if varies else self.length)
         hidden = 0 if self.adjust_tensor_shapes_fn else shape[-1]
-        return Tokens(max(1, shape[0] * shape[1]), hidden, self._parts)
+        if varies and max_tokens and -(-max_tokens // self.micro_batch_size) >= longest:
+            bound = setting("max_tokens", max_tokens)
+        else:
+            size = core_setting("micro_batch_size", self.micro_batch_size)
+            bound = f"{core_setting('seq_length', longest if varies else self.length)} times {size}"
+        return Tokens(max(1, shape[0] * shape[1]), hidden, self._parts, bound)
 
     def captured_rows(self, settings: DppConfig) -> list[int]:
         """Rows of this rank's part of each length that ``--dpp-length-buckets`` names, up to the

@@ -177,7 +177,8 @@ class DppSchedule(PipelineSchedule):
         iteration: int,
     ) -> tuple[int, int]:
         """Run the tasks; returns the tokens of the longest microbatch and of the first."""
-        links, tokens = session.links, stage.call.tokens(stage.call.longest(self.config.max_tokens))
+        links, most = session.links, self.config.max_tokens
+        tokens = stage.call.tokens(stage.call.longest(most), most)
         sizes, self._announced = self._announced, None
         known = tokens.of_rank(sizes) if sizes and session.group.one_replica else None
         scheduler = decisions.scheduler(

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.dpp.errors import ScheduleError, core_setting
+from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule.actions import Geometry, Kind
 from megatron.dpp.schedule.reference import Reference
 
@@ -185,8 +185,7 @@ class KnownSizes:
             raise ScheduleError(f"{what}, but there are microbatches 0 .. {len(self.known) - 1}")
         if not 0 <= size <= self.largest:
             raise ScheduleError(
-                f"{what}; the memory cap was set for sizes from 0 to {self.largest} "
-                f"({core_setting('seq_length')} times {core_setting('micro_batch_size')})"
+                f"{what}; the memory cap was set for sizes from 0 to {self.largest}"
             )
         before = self.known[microbatch]
         if before is not None and before != size:

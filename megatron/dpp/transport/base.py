@@ -19,7 +19,14 @@ from typing import NamedTuple
 import torch
 
 from megatron.dpp.direction import Direction as Direction
-from megatron.dpp.errors import ConfigError, PeerDead, TransferTimeout, TransportError
+from megatron.dpp.errors import (
+    ConfigError,
+    PeerDead,
+    TransferTimeout,
+    TransportError,
+    core_setting,
+    setting,
+)
 
 _EXPLAIN_SECONDS = 1.0
 _NAP_SECONDS = 0.05
@@ -286,14 +293,17 @@ class Transport(abc.ABC):
 
 
 def check_payload(tensor: torch.Tensor, spec: ChannelSpec) -> None:
-    """Raise ``ValueError`` for a tensor that cannot travel on a channel."""
+    """Raise ``ValueError`` for a tensor that cannot travel on a channel; a :class:`ConfigError` for
+    one that is too large.
+    """
     if not tensor.is_contiguous():
         raise ValueError(
             f"{spec}: a tensor of shape {tuple(tensor.shape)} is not contiguous; call .contiguous()"
         )
     if tensor.nbytes > spec.slot_bytes:
-        raise ValueError(
+        raise ConfigError(
             f"{spec}: a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} has "
             f"{tensor.nbytes} bytes, the channel's slots have {spec.slot_bytes}: give the longest "
-            "length (--seq-length), or the most tokens of a microbatch (--dpp-max-tokens)"
+            f"length ({core_setting('seq_length')}), or the most tokens of a microbatch "
+            f"({setting('max_tokens')})"
         )
