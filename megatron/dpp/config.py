@@ -31,6 +31,9 @@ KIND_PACKAGES = {"nixl": "pip install --no-deps nixl nixl-cu12 (or nixl-cu13)"}
 CUDA_GRAPHS = ("auto", "on", "off")
 """Values of ``cuda_graphs``."""
 
+FORWARD_ONLY_ORDERS = ("auto", "megatron", "dynamic")
+"""Values of ``forward_only_order``."""
+
 ENGINE_ROWS = 128
 """Transformer Engine's attention (cuDNN 9.19) is right in CUDA graphs for sequences of multiples of
 this; of 16 and 64 a replay accessed memory that is not its own.
@@ -88,6 +91,11 @@ class DppConfig:
         "activations a rank may hold: auto, megatron (its worst rank's peak), static (and no more "
         "than its batches so far needed), strict (its peak rank by rank), a multiple of the "
         "pipeline size like 1.5p, or bytes like 20GiB",
+    )
+    forward_only_order: str = _option(
+        "auto",
+        "order of forward-only steps over chunks: megatron (megatron-core's own), dynamic (what is "
+        "ready), auto (megatron if the model replays its routing, dynamic otherwise)",
     )
     split_backward: bool = _option(
         True, "run a layer's weight gradients apart from its input gradients, to fill waiting times"
@@ -229,6 +237,11 @@ class DppConfig:
             raise ConfigError(
                 f"{setting('cuda_graphs', self.cuda_graphs)}: expected one of "
                 f"{', '.join(CUDA_GRAPHS)}"
+            )
+        if self.forward_only_order not in FORWARD_ONLY_ORDERS:
+            raise ConfigError(
+                f"{setting('forward_only_order', self.forward_only_order)}: expected one of "
+                f"{', '.join(FORWARD_ONLY_ORDERS)}"
             )
         self.buckets(sys.maxsize)
         for name in ("gpudirect", "rdma_adaptive_routing"):

@@ -50,10 +50,12 @@ def test_each_call_has_the_policy_that_it_asks_for() -> None:
 
 @pytest.mark.parametrize("policy", ["megatron", "breadth-first"])
 def test_an_evaluation_runs_depth_first_whatever_the_policy(policy: str) -> None:
-    """It holds no activations. A waiting policy would hold up outputs, and no cap bounds them."""
+    """If the call asks for no order: a waiting policy takes longer, and there is no cap to keep."""
     evaluation = Geometry(2, 0, 2, 4, forward_only=True)
-    made = decisions(policy=policy).scheduler(evaluation, split=False)
-    assert made.policy is BUILT_IN["depth-first"]
+    made = decisions(policy=policy)
+    for asked, expected in ((None, "depth-first"), ("megatron", "megatron")):
+        found = made.scheduler(evaluation, split=False, policy=asked)
+        assert found.policy is BUILT_IN[expected]
 
 
 def test_a_replayed_evaluation_runs_in_the_recorded_order(tmp_path: Path) -> None:

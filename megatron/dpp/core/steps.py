@@ -112,6 +112,12 @@ class StepCall:
         """True if the routers balance their load over all replicas."""
         return "global_aux_loss" in getattr(self.config, "moe_router_load_balancing_type", ())
 
+    @property
+    def replays_routing(self) -> bool:
+        """True if routers replay recorded choices, by megatron-core's setting or by verl's."""
+        names = ("moe_enable_routing_replay", "enable_routing_replay")
+        return any(getattr(self.config, name, False) for name in names)
+
     def refuse_ordered(self) -> None:
         """Refuse settings whose bookkeeping needs megatron-core's own order.
 

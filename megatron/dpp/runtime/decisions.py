@@ -121,7 +121,7 @@ class Decisions:
         Args:
             largest: tokens of the longest microbatch.
             sizes: tokens of each microbatch, where they are known beforehand.
-            policy: in the place of the configuration's.
+            policy: in the place of the configuration's, or of depth-first where ``forward_only``.
 
         Raises:
             ConfigError: the cap is too small, the policy cannot work with it, sizes are wrong, or a
@@ -138,7 +138,7 @@ class Decisions:
             replay = self._next_replay(self._replay, geometry, split)
             allowance = self._allowance(geometry, split)
             return self._build(geometry, split, replay, largest, allowance, sizes)
-        chosen = policy or self._config.policy
+        chosen = policy or ("depth-first" if geometry.forward_only else self._config.policy)
         key = (geometry, split, largest, chosen)
         known = self._schedulers.pop(key, None)
         if known is None:
@@ -199,8 +199,7 @@ class Decisions:
         sizes: Sequence[int] | None,
     ) -> Scheduler:
         if geometry.forward_only:
-            chosen = policy if self._replay else "depth-first"
-            return Scheduler(geometry, policy=chosen, split_backward=False, largest=largest)
+            return Scheduler(geometry, policy=policy, split_backward=False, largest=largest)
         measured = self._measured
         # Room for all microbatches is not known before a cap in bytes is.
         waits = (

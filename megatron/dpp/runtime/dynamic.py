@@ -182,7 +182,11 @@ class DppSchedule(PipelineSchedule):
         sizes, self._announced = self._announced, None
         known = tokens.of_rank(sizes) if sizes and session.group.one_replica else None
         scheduler = decisions.scheduler(
-            geometry, split=split, largest=tokens.largest, sizes=known, policy=self.policy
+            geometry,
+            split=split,
+            largest=tokens.largest,
+            sizes=known,
+            policy=self._policy_of(stage.call),
         )
         decider = decider_for(scheduler, links.channels.receiving, links.transport.board)
         decider.start(links.consumed)
@@ -207,6 +211,14 @@ class DppSchedule(PipelineSchedule):
         self.num_out_of_order = scheduler.num_out_of_order
         self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
         return tokens.largest, executor.first_size or tokens.largest
+
+    def _policy_of(self, call: StepCall) -> str | None:
+        """The policy of a call in the place of the configuration's, if there is one."""
+        if not call.forward_only:
+            return self.policy
+        order = self.config.forward_only_order
+        keeps = order == "megatron" or (order == "auto" and call.replays_routing)
+        return "megatron" if keeps else "depth-first"
 
     def _account(
         self, call: StepCall, longest: float, decisions: Decisions, measured: Stage | None

@@ -58,7 +58,8 @@ class Job:
         self.generators = [drawn(case) for _ in self.chunks]
         self.losses: list[Any] = []
         self.norms: list[Any] = []
-        self.order: list[tuple[int, bool]] = []
+        self.order: list[int] = []
+        """The chunk of each call of :meth:`forward_step`."""
 
     def microbatches(self, chunk: int) -> Iterator[torch.Tensor]:
         """Endless tokens [b, s + 1], alike for all chunks."""
@@ -68,6 +69,7 @@ class Job:
             )
 
     def forward_step(self, iterator: Any, model: Any) -> Any:
+        self.order.append(next(n for n, chunk in enumerate(self.chunks) if chunk is model))
         tokens = next(iterator).cuda()
         inputs, labels = own_part(tokens[:, :-1]), own_part(tokens[:, 1:])
         places = torch.arange(inputs.shape[1], device="cuda").expand(MICRO_BATCH, -1)
@@ -236,6 +238,17 @@ def bridge(fetch: Fetch, case: dict[str, Any]) -> dict[str, Any]:
     return job.found()
 
 
+def replays(fetch: Fetch, case: dict[str, Any]) -> dict[str, Any]:
+    """Forward-only steps whose calls the host sorts by megatron-core's table, as verl's router
+    replay does.
+    """
+    job = Job(case, fetch)
+    job.config.moe_enable_routing_replay = case.get("told", True)
+    for _ in range(3):
+        job.call(case["m"], forward_only=True)
+    return job.found() | {"order": job.order}
+
+
 def freezes(fetch: Fetch, case: dict[str, Any]) -> dict[str, Any]:
     """Weights whose names hold one of ``turns`` are frozen every other step, on all stages or on
     ``stage`` alone.
@@ -253,6 +266,6 @@ def freezes(fetch: Fetch, case: dict[str, Any]) -> dict[str, Any]:
 
 
 LOOPS: dict[str, Callable[[Fetch, dict[str, Any]], dict[str, Any]]] = {
-    loop.__name__: loop for loop in (accumulates, verl, slime, bridge, freezes)
+    loop.__name__: loop for loop in (accumulates, verl, slime, bridge, replays, freezes)
 }
 """By the name in a case's ``loop``."""

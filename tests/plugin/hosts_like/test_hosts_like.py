@@ -59,6 +59,16 @@ def test_functions_that_a_host_sets_and_clears_between_steps() -> None:
     check(2, case("slime", "slime"), case("slime v1", "slime", v=1), case("bridge", "bridge"))
 
 
+def test_forward_only_steps_keep_the_order_of_calls_where_a_host_needs_it() -> None:
+    """A model whose routers replay says so; other hosts ask for it."""
+    asked = {"forward_only_order": "megatron", "inject": LATE}
+    check(
+        2,
+        case("replays", "replays", m=8),
+        case("asked for", "replays", asked, m=8, told=False),
+    )
+
+
 @pytest.mark.slow
 def test_functions_that_a_host_of_two_replicas_sets_and_clears_between_steps() -> None:
     both = OPTIMIZED
