@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron.dpp import DppConfig, plugin
+from megatron.dpp.errors import TransportError
 from tests.plugin.hosts_like.loops import LOOPS
 from tests.runtime.equality_worker import initialize, start
 
@@ -57,9 +58,24 @@ def compare(case: dict[str, Any], expected: Any, got: Any, what: str) -> None:
         assert expected == got, f"{name}: {expected} and {got}"
 
 
+def fail(case: dict[str, Any]) -> None:
+    """Run with settings under which a rank fails; each rank's error must name the reason."""
+    for settings, rank, reason in case.get("fails", ()):
+        try:
+            with plugin.installed(DppConfig(**settings), strict=True):
+                run(case | {"failing": rank == dist.get_rank()})
+        except Exception as error:
+            assert reason in str(error), error
+            assert dist.get_rank() == rank or isinstance(error, TransportError), error
+        else:
+            raise AssertionError(f"{case['name']}: no error on rank {dist.get_rank()}")
+        dist.barrier()
+
+
 def run_case(case: dict[str, Any]) -> None:
     initialize(case)
     expected = run(case)
+    fail(case)
     for settings in case["runs"]:
         with plugin.installed(DppConfig(**settings), strict=True):
             got = run(case)
