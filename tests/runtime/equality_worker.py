@@ -35,6 +35,7 @@ from megatron.core.distributed.param_and_grad_buffer import (  # noqa: E402
     _ParamAndGradBucketGroup,
 )
 from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
@@ -136,14 +137,17 @@ def build_chunk(case: dict[str, Any], config: Any, ddp_config: Any, chunk: int) 
     implementation = case.get("spec", "torch")
     own = {"implementation": implementation, "vp_stage": stage}
     own["grouped_experts"] = case.get("grouped", False)
-    block = block_spec(config, **own)
+    if implementation == "host":  # layers that a host builds, of every version of megatron-core
+        block: Any = get_gpt_layer_local_spec()
+    else:
+        block = block_spec(config, **own)
     model = GPTModel(
         config, block, VOCABULARY, SEQUENCE, pre_process=pre, post_process=post, vp_stage=stage,
         share_embeddings_and_output_weights=not case.get("untied"),
         position_embedding_type=case.get(
             "positions", "none" if config.mtp_num_layers else "learned_absolute"
         ),
-        mtp_block_spec=prediction_spec(config, **own),
+        mtp_block_spec=None if implementation == "host" else prediction_spec(config, **own),
     )  # fmt: skip
     model.model_type = 1
     found = any(isinstance(module, GroupedExperts) for module in model.modules())

@@ -23,7 +23,14 @@ MOST = 2 * 16
 
 def case(name: str, loop: str, *runs: dict[str, Any], **layout: Any) -> dict[str, Any]:
     """A case of two stages x two chunks, if ``layout`` names no others."""
-    given = {"p": 2, "v": 2, "m": 2, "layers": 4, "runs": runs or [{"inject": LATE}]}
+    given = {
+        "p": 2,
+        "v": 2,
+        "m": 2,
+        "layers": 4,
+        "spec": "host",
+        "runs": runs or [{"inject": LATE}],
+    }
     return {"name": name, "loop": loop, **given, **layout}
 
 
