@@ -91,7 +91,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     modes = f"one of {', '.join(MODES)}; may be repeated (None: all)"
     add("--only", action="append", choices=MODES, metavar="MODE", help=modes)
     add("--json", metavar="FILE", help="write the rows there too")
-    add("--plot", metavar="FILE", help="draw tokens/s over devices")
+    add("--plot", metavar="FILE", help="draw tokens/s over devices as SVG")
     args = parser.parse_args(argv)
     args.model = args.model or (["sample"] if args.cpu else ["medium", "large"])
     args.devices = _devices(args)
@@ -154,7 +154,7 @@ def _print_table(model: str, rows: list[Row]) -> None:
 
 
 def _draw(rows: list[Row], path: str) -> None:
-    lines, dotted = {}, []
+    lines, dashed = {}, []
     for model in dict.fromkeys(row.model for row in rows):
         own = [row for row in rows if row.model == model]
         base = next((row for row in own if row.devices == 1), None)
@@ -166,8 +166,8 @@ def _draw(rows: list[Row], path: str) -> None:
         if base:
             most = max(row.devices for row in rows)
             ideal = [base.tokens_per_second, base.tokens_per_second * most]
-            dotted.append(([1, most], ideal))
-    harness.draw_lines(path, lines, ("devices", "tokens/s (dotted: in proportion)"), dotted)
+            dashed.append(([1, most], ideal))
+    harness.draw_lines(path, "Tokens/s over devices", lines, "devices", dashed)
 
 
 if __name__ == "__main__":

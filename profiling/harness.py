@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -121,26 +122,22 @@ def write_json(path: str | os.PathLike[str] | None, facts: object) -> None:
 
 def draw_lines(
     path: str,
+    title: str,
     lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    labels: tuple[str, str],
-    dotted: Sequence[tuple[Sequence[float], Sequence[float]]] = (),
+    of: str,
+    dashed: Sequence[tuple[Sequence[float], Sequence[float]]] = (),
 ) -> None:
-    """Write a picture of lines (name to x and y), with dotted ones without a name beside them."""
-    import matplotlib
+    """Write an SVG of lines (name to x and y) over ``of``, with dashed ones without a name."""
+    from megatron.dpp.report.pictures.axes import Curve, draw_curves
+    from megatron.dpp.report.pictures.picture import Picture
+    from megatron.dpp.report.pictures.runs import RUN_COLOURS
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for name, (x, y) in lines.items():
-        axes.plot(x, y, marker="o", label=name)
-    for x, y in dotted:
-        axes.plot(x, y, linestyle=":", color="grey")
-    axes.set_xlabel(labels[0])
-    axes.set_ylabel(labels[1])
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path)
+    picture = Picture(title, 700.0, "dashed: in proportion" if dashed else "")
+    colours = itertools.cycle(RUN_COLOURS)
+    curves = [Curve(name, next(colours), x, y) for name, (x, y) in lines.items()]
+    curves += [Curve("", "dim", x, y, dashed=True) for x, y in dashed]
+    draw_curves(picture, curves, zero=True, of=of)
+    picture.write(Path(path))
 
 
 def free_port() -> int:

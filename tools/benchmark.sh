@@ -4,18 +4,13 @@
 #
 #   tools/benchmark.sh [--model NAME] [--devices 1,2,4] [--only MODE] [...]
 #
-# Arguments are profiling/bench_scaling.py's. Results go to benchmark/scaling.json and scaling.png.
+# Arguments are profiling/bench_scaling.py's. Results go to benchmark/scaling.json and scaling.svg.
 # PYTHON names an interpreter that has everything; without it, set-up runs first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 PYTHON=${PYTHON:-$(bash tools/setup.sh)}
 mkdir -p benchmark
-arguments=(--json benchmark/scaling.json "$@")
-if "$PYTHON" -c 'import matplotlib' 2>/dev/null; then
-  arguments+=(--plot benchmark/scaling.png)
-else
-  echo "no plot: matplotlib is not installed" >&2
-fi
+arguments=(--json benchmark/scaling.json --plot benchmark/scaling.svg "$@")
 if ! command -v nvidia-smi >/dev/null || [[ -z $(nvidia-smi -L 2>/dev/null) ]]; then
   arguments+=(--cpu)
 fi

@@ -37,7 +37,7 @@ COMMANDS = {
     "train": (_TRAINER + "launch.door", "train a model: choose a layout, print it, start torchrun"),
     "monitor": (_ENGINE + "report.monitor_command", "show a traced run live"),
     "report": (_ENGINE + "report.report_command", "say where the time of a traced run went"),
-    "plots": (_ENGINE + "report.plots_command", "draw a traced run as PNG files"),
+    "plots": (_ENGINE + "report.plots_command", "draw a run as SVG files"),
     "aggregate": (
         _ENGINE + "report.aggregate_command",
         "merge the traces of all ranks for Perfetto",

@@ -56,7 +56,7 @@ def read_by_all_commands(
     words = ["--costs", str(costs), "--microbatches", "8", "--no-grid", simulated]
     assert sim.main(words) == 0
     assert "dynamic" in capsys.readouterr().out
-    assert plots.main(where) == 0 and list((folder / "plots").glob("*.png"))
+    assert plots.main(where) == 0 and list((folder / "plots").glob("*.svg"))
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from megatron.dpp.report.analysis.model import (
     TaskRun,
     Wait,
 )
+from megatron.dpp.report.analysis.report_data import Prediction, Totals
 from megatron.dpp.report.analysis.sentences import EVEN_LAYERS, sentences, straggler_text
 from megatron.dpp.report.analysis.stragglers import Culprit
 from megatron.dpp.report.analysis.summary import summary
@@ -45,7 +46,7 @@ def check_culprits(analysis, cause, expected):
     (culprit,) = analysis.culprits
     assert culprit.share == 1.0
     assert culprit.rank not in culprit.victims
-    assert straggler_text({**vars(culprit), "name": culprit.name})
+    assert straggler_text(culprit)
 
 
 def gain(times, before):
@@ -97,19 +98,17 @@ def test_every_nanosecond_of_the_window_is_accounted_for(tmp_path):
 def test_totals_equal_those_summed_from_the_events(tmp_path):
     analysis = analysed(Run(chunks=2), tmp_path, skip=0)
     report = summary(analysis)
-    for file, row in zip(analysis.files, report["ranks"], strict=True):
+    for file, row in zip(analysis.files, report.ranks, strict=True):
         events = list(read_events(file))
         for kind in "FBW":
             total = sum(e["dur"] for e in events if e["args"].get("kind") == kind)
-            assert row["kinds_ms"][kind] * 3 == pytest.approx(total / 1000, rel=1e-9)
+            assert row.kinds_ms[kind] * 3 == pytest.approx(total / 1000, rel=1e-9)
         sent = sum(e["args"]["bytes"] for e in events if e["cat"] == "send")
-        assert row["sent_bytes"] * 3 == sent
+        assert row.sent_bytes * 3 == sent
         held = max(e["args"]["value"] for e in events if e["cat"] == "counter")
-        assert row["peaks"]["held"] == held
-    json.dumps(report, allow_nan=False)
-    assert sum(report["totals"]["bubble_by_cause"].values()) == pytest.approx(
-        report["totals"]["bubble"]
-    )
+        assert row.peaks["held"] == held
+    json.dumps(report.numbers(), allow_nan=False)
+    assert sum(report.totals.bubble_by_cause.values()) == pytest.approx(report.totals.bubble)
     assert sentences(report)[-1] == "No straggler."
 
 
@@ -124,31 +123,24 @@ def test_other_schedules_do_not_name_the_run_itself(tmp_path):
 
 
 def test_a_finding_says_how_often_and_what_to_do():
-    straggler = {
-        "kind": "heavy-stage",
-        "name": "rank 1, chunk 1",
-        "factor": 1.45,
-        "share": 1.0,
-        "since": 5,
-        "victims": [0],
-    }
+    straggler = Culprit("heavy-stage", 1.45, 1.0, 5, rank=1, chunk=1, victims=(0,))
     assert straggler_text(straggler) == (
         "the stage of rank 1, chunk 1 has 1.45 times the work of the others, in every iteration; "
         "waiting most meanwhile: rank 0; megatron-dpp plan moves layers away from it"
     )
     assert "in 70 % of the iterations, since iteration 5" in straggler_text(
-        straggler | {"share": 0.7}
+        dataclasses.replace(straggler, share=0.7)
     )
 
 
 def test_a_heavy_stages_work_is_not_promised_away(tmp_path):
     report = summary(analysed(Run(chunks=2), tmp_path))
-    heavy = {"name": "without heavy-stage (rank 1, chunk 1)", "gain": 0.174}
-    report["what_if"] = [heavy, {"name": EVEN_LAYERS, "gain": 0.072}]
+    heavy = Prediction("without heavy-stage (rank 1, chunk 1)", 1000, 826)
+    report.what_if = [heavy, Prediction(EVEN_LAYERS, 1000, 928)]
     assert sentences(report)[-1].endswith(
         "17.4 % of an iteration if that work were gone; laid out evenly over all stages 7.2 %."
     )
-    report["what_if"] = [heavy | {"name": "without slow-rank (rank 1)"}]
+    report.what_if = [dataclasses.replace(heavy, name="without slow-rank (rank 1)")]
     assert sentences(report)[-1].endswith("17.4 % of an iteration.")
 
 
@@ -231,7 +223,7 @@ def test_interval_arithmetic_agrees_with_sets(pairs, data):
 
 
 def test_limits():
-    totals = {"bubble": 0.3, "iteration_ms": 10.0, "bubble_by_cause": {"message": 0.2}}
+    totals = Totals(10.0, 10.0, 9.0, 6.0, 1.5, 1.0, 0.3, {"message": 0.2}, 0)
     assert "0.3" in Limit.parse("bubble>0.25").broken(totals)
     assert Limit.parse("bubble > 0.35").broken(totals) is None
     assert Limit.parse("bubble.message>=0.2").broken(totals)
@@ -239,7 +231,7 @@ def test_limits():
     for text in ("bubble", "bubble>x", ">1", "bubble>1e"):
         with pytest.raises(ConfigError, match="expected a total and a limit"):
             Limit.parse(text)
-    with pytest.raises(ConfigError, match="no such total; there are bubble, iteration_ms"):
+    with pytest.raises(ConfigError, match="no such total; there are bubble, ideal_ms, ideal_r"):
         Limit.parse("nothing>1").broken(totals)
     with pytest.raises(ConfigError, match=r"bubble.mesage: no such cause; there are drain, host"):
         Limit.parse("bubble.mesage>0.1").broken(totals)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.dpp.report.align import align
 from megatron.dpp.report.analysis.experts import Line, loads_of
 from megatron.dpp.report.analysis.model import ExpertsRun, Iteration, RankIteration
+from megatron.dpp.report.analysis.report_data import Report
 from megatron.dpp.report.analysis.sentences import EVEN_EXPERTS
+from megatron.dpp.report.building import build_report
 from megatron.dpp.report.merge import merge
 from megatron.dpp.report.pictures.charts import plot_experts
 from megatron.dpp.report.pictures.page import page
 from megatron.dpp.report.reader import open_run
-from megatron.dpp.report.report_command import add_run_options, build_report
+from megatron.dpp.report.report_command import add_run_options
 from tests.report.synthetic import MS, Run, write
 
 TOKEN_NS = 20_000
@@ -39,30 +40,30 @@ def run_of(most: int, replicas: int = 2) -> Run:
     return Run(ranks=2, replicas=replicas, experts=experts, cost=cost, jitter=0.0)
 
 
-def reported(directory: Path) -> dict[str, Any]:
+def reported(directory: Path) -> Report:
     parser = argparse.ArgumentParser()
     add_run_options(parser)
     return build_report(parser.parse_args(["--benchmark_dir", str(directory)]), quiet=True)[0]
 
 
-def words(report: dict[str, Any]) -> str:
-    return "\n".join(report["sentences"])
+def words(report: Report) -> str:
+    return "\n".join(report.sentences)
 
 
 def test_the_report_says_that_experts_and_not_the_pipeline_cost_the_time(tmp_path: Path) -> None:
     report = reported(write(run_of(350), tmp_path))
-    rows = report["experts"]
-    assert [(row["layer"], row["ranks"]) for row in rows] == [(1, [0, 1]), (2, [2, 3])]
+    rows = report.pipeline.experts
+    assert [(row.layer, row.ranks) for row in rows] == [(1, [0, 1]), (2, [2, 3])]
     for row in rows:
-        assert row["imbalance"] == pytest.approx(263 / 100, rel=0.01)
-        assert row["rank_imbalance"] == pytest.approx(350 / 200, rel=0.01)
-        assert row["lost_ms"] == pytest.approx(150 * TOKEN_NS / MS, rel=0.01)
-    gain = next(row["gain"] for row in report["what_if"] if row["name"] == EVEN_EXPERTS)
+        assert row.imbalance == pytest.approx(263 / 100, rel=0.01)
+        assert row.rank_imbalance == pytest.approx(350 / 200, rel=0.01)
+        assert row.lost_ms == pytest.approx(150 * TOKEN_NS / MS, rel=0.01)
+    gain = next(row.gain for row in report.pipeline.what_if if row.name == EVEN_EXPERTS)
     # 3 of 13 ms in each task; the optimizer's time stays, and the hops'.
     assert gain == pytest.approx(3 / 13, rel=0.05)
     assert "The imbalance of experts, and not the pipeline, costs most" in words(report)
-    assert all(one["expert_imbalance"] == max(r["worst"] for r in rows)
-               for one in report["iterations"])  # fmt: skip
+    assert all(one.expert_imbalance == max(r.worst for r in rows)
+               for one in report.pipeline.iterations)  # fmt: skip
     picture = plot_experts(report, 700.0)
     assert picture is not None and "gets 2.63 times" in picture.title
     assert "Experts: tokens per layer" in page(report)
@@ -78,7 +79,7 @@ def test_a_small_imbalance_costs_less_than_the_pipeline(tmp_path: Path) -> None:
 def test_a_rank_with_all_experts_waits_for_none(tmp_path: Path) -> None:
     report = reported(write(run_of(350, replicas=1), tmp_path))
     assert "No rank waits for another's experts" in words(report)
-    assert not any(row["name"] == EVEN_EXPERTS for row in report["what_if"])
+    assert not any(row.name == EVEN_EXPERTS for row in report.pipeline.what_if)
 
 
 def test_a_run_without_experts_does_not_speak_of_them(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from megatron.dpp.errors import DataError
 from megatron.dpp.report.analysis.work import JobShape, Work
 from megatron.dpp.report.length_report import fit, gains, length_lines, length_report, samples_of
-from megatron.dpp.report.pictures.page import _lengths
+from megatron.dpp.report.pictures import tables
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.lengths import LengthCosts, sft
 from megatron.dpp.trace.step_lengths import FILE, StepLengths, read_steps, write_step
@@ -69,21 +69,21 @@ def test_the_section_has_classes_padding_and_gains(tmp_path: Path) -> None:
     works = [work(number, step(number)) for number in (1, 2)]
     section = length_report(works, SHAPE, tmp_path, 2)
     assert section is not None
-    assert 0 < section["padding"] < 0.05
-    assert sum(row["microbatches"] for row in section["size_classes"]) == 32
-    times = {(row["schedule"], row["plan"]): row["seconds"] for row in section["gains"]}
+    assert 0 < section.padding < 0.05
+    assert sum(row.microbatches for row in section.size_classes) == 32
+    times = {(row.schedule, row.plan): row.seconds for row in section.gains}
     assert times["dynamic", "drawn"] < times["static", "drawn"]
     own = sum(COSTS.total(lengths) for lengths in step(2).microbatches)
     assert own < times["dynamic", "drawn"] < 1.5 * own  # seconds of a rank's own work
     assert min(s for (name, _), s in times.items() if name == "static") < times["static", "drawn"]
     text = "\n".join(length_lines(section))
     assert "dynamic" in text and "padding" in text
-    (ran,) = (row for row in section["gains"] if row["ran"])
-    assert (ran["schedule"], ran["plan"], ran["saves"]) == ("dynamic", "as it ran", 0)
-    best = min(section["gains"], key=lambda row: row["seconds"])
+    (ran,) = (row for row in section.gains if row.ran)
+    assert (ran.schedule, ran.plan, ran.saves) == ("dynamic", "as it ran", 0)
+    best = min(section.gains, key=lambda row: row.seconds)
     assert "The dynamic schedule in the order that ran takes" in text
     assert "policy dynamic, the default cap" in text
-    assert f"{best['plan']}, would save {best['saves']:.1%}" in text
+    assert f"{best.plan}, would save {best.saves:.1%}" in text
 
 
 @pytest.mark.parametrize(("asked", "found"), [(1, 1), (2, 2), (7, 2)])
@@ -95,18 +95,18 @@ def test_the_plans_are_those_of_the_step_asked_for_or_the_last(
         write_step(tmp_path / FILE.format(0), number, each)
     works = [work(number, each) for number, each in steps.items()]
     section = length_report(works, SHAPE, tmp_path, asked)
-    assert section is not None and section["iteration"] == found
-    assert section["gains"] == gains(steps[found], LengthCosts(**section["costs"]), SHAPE)
+    assert section is not None and section.iteration == found
+    assert section.gains == gains(steps[found], LengthCosts(**section.costs), SHAPE)
 
 
 def test_the_row_that_ran_is_marked_whatever_ran() -> None:
     drawn = step(3)
     drawn = StepLengths(drawn.as_drawn(), list(range(16)), drawn.padded)
     static = JobShape(2, 2, {0: 0, 1: 1}, {0: (0, 0), 1: (0, 0)}, "pp")
-    (ran,) = (row for row in gains(drawn, COSTS, static) if row["ran"])
-    assert (ran["schedule"], ran["plan"], ran["gain"]) == ("static", "drawn", 1)
+    (ran,) = (row for row in gains(drawn, COSTS, static) if row.ran)
+    assert (ran.schedule, ran.plan, ran.gain) == ("static", "drawn", 1)
     packed = StepLengths([[900, 200], [3000], [40, 50, 60], [800]], [0, 1, 2, 3], 5050)
-    plans = {row["plan"].split(", ")[0] for row in gains(packed, COSTS, SHAPE)}
+    plans = {row.plan.split(", ")[0] for row in gains(packed, COSTS, SHAPE)}
     assert "one per microbatch" in plans
 
 
@@ -114,13 +114,10 @@ def test_the_page_shows_the_section(tmp_path: Path) -> None:
     write_step(tmp_path / FILE.format(0), 1, step(1))
     section = length_report([work(1, step(1))], SHAPE, tmp_path, 1)
     assert section is not None
-    text = _lengths({"lengths": section})
-    assert section["sentence"] in text and "as it ran (ran)" in text
-    assert text.count("<tr>") == 2 + len(section["gains"]) + len(section["size_classes"])
-    assert text.count("<svg") == 2 and "\N{MICRO SIGN}s per token" in text
-    few = {**section, "gains": [], "gains_sentence": "", "size_classes": []}
-    assert "<svg" not in _lengths({"lengths": few})
-    assert _lengths({"lengths": None}) == ""
+    text = tables.lengths(section, "<svg>")
+    assert section.sentence in text and "as it ran (ran)" in text
+    assert text.count("<tr>") == 2 + len(section.gains) + len(section.size_classes)
+    assert text.count("<svg") == 1 and "\N{MICRO SIGN}s per token" in text
 
 
 def test_a_run_without_lengths_has_no_section(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from megatron.dpp.report.run_files import (
     model_text,
     read_metrics,
     read_settings,
-    run_facts,
+    read_training,
 )
 
 
@@ -76,8 +76,8 @@ def test_settings_that_were_given_stand_out_from_defaults(tmp_path: Path) -> Non
     _write(tmp_path / "other", {"iteration": 2})
     assert home_of(home / "traces" / "data-1") == home
     assert home_of(tmp_path / "plain" / "data-1") == tmp_path / "plain"
-    facts = run_facts(home / "traces" / "data-1")
-    assert facts["metrics"] == [{"iteration": 1}]
-    assert facts["flags"] == {"--num-layers": 8, "--params-dtype": "torch.bfloat16"}
-    facts = run_facts(home / "traces" / "data-1", str(tmp_path / "other"))
-    assert facts["metrics"] == [{"iteration": 2}]
+    training = read_training(home)
+    assert training.metrics == [{"iteration": 1}]
+    assert training.flags == {"--num-layers": 8, "--params-dtype": "torch.bfloat16"}
+    training = read_training(home, str(tmp_path / "other"))
+    assert training.metrics == [{"iteration": 2}]

@@ -151,7 +151,7 @@ def test_lengths_come_from_token_files(capsys, tmp_path):
         (["--lead", "-1"], "--lead -1"),
         (["--jitter", "nan"], "--jitter nan"),
         (["--cap", "20GiB"], "--cap 20GiB"),
-        (["--png", "/nowhere/step.png"], "--png /nowhere/step.png"),
+        (["--svg", "/nowhere/step.svg"], "--svg /nowhere/step.svg"),
         (["--jitter", "1e9"], "--jitter 1e+09: must be a number from 0 to 5"),
         (["--transient", "2x:0%"], "share"),
         (["--transient", "0x:20%"], "the factor must be above 0"),
@@ -198,20 +198,10 @@ def test_broken_cost_files_are_named(tmp_path, changes, message):
 
 
 def test_pictures(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "step.png"
-    status, _, _ = run(capsys, "--pp", "2", "--microbatches", "4", "--png", str(picture))
-    assert status == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_that_cannot_be_drawn_is_refused_before_the_simulation(
-    capsys, monkeypatch, tmp_path
-):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("megatron.dpp.sim.command._runner", lambda *_: pytest.fail("simulated"))
-    status, out, err = run(capsys, "--png", str(tmp_path / "step.png"))
-    assert status == 2 and not out and "--png needs matplotlib" in err
+    picture = tmp_path / "step.svg"
+    status, out, _ = run(capsys, "--pp", "2", "--microbatches", "4", "--svg", str(picture))
+    assert status == 0 and f"drawn: {picture}" in out
+    assert picture.read_text().startswith("<svg")
 
 
 def test_uniform_is_the_designs_unit():

@@ -12,9 +12,9 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.report.analysis.report_data import Lengths, PlanRow, SizeClass
 from megatron.dpp.report.analysis.work import JobShape, Work
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.batches import BatchSettings, share_batch
@@ -91,35 +91,33 @@ def fit(samples: Sequence[Sample]) -> LengthCosts | None:
     )
 
 
-def size_classes(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """A row per power of two of a microbatch's tokens: its microbatches, their mean tokens, and
-    microseconds per token of each kind of task."""
+def size_classes(samples: Sequence[Sample]) -> list[SizeClass]:
+    """A row per power of two of a microbatch's tokens."""
     classes: dict[int, list[Sample]] = {}
     for sample in samples:
         classes.setdefault((sum(sample.lengths) - 1).bit_length(), []).append(sample)
     rows = []
     for power, found in sorted(classes.items()):
-        row: dict[str, Any] = {"up_to": 1 << power}
-        row["microbatches"] = sum(sample.kind is Kind.F for sample in found)
-        row["tokens"] = statistics.fmean(sum(sample.lengths) for sample in found)
+        times: dict[str, float | None] = {}
         for name, kind in _NAMES.items():
             own = [sample for sample in found if sample.kind is kind]
             tokens = sum(sum(sample.lengths) for sample in own)
-            row[name] = sum(sample.seconds for sample in own) / tokens * 1e6 if own else None
-        rows.append(row)
+            times[name] = sum(sample.seconds for sample in own) / tokens * 1e6 if own else None
+        count = sum(sample.kind is Kind.F for sample in found)
+        mean = statistics.fmean(sum(sample.lengths) for sample in found)
+        rows.append(SizeClass(1 << power, count, mean, **times))
     return rows
 
 
-def gains(step: StepLengths, costs: LengthCosts, shape: JobShape) -> list[dict[str, Any]]:
+def gains(step: StepLengths, costs: LengthCosts, shape: JobShape) -> list[PlanRow]:
     """Simulated seconds of a step under each schedule: in the drawn order, in the best of the named
-    orders, packed evenly, and with one sequence per microbatch. ``ran`` marks the
-    run's schedule and order. A dynamic schedule is simulated with policy ``dynamic``, the default
-    cap and split backwards, whatever the run had. ``saves`` is the share of the marked row's time
-    that a row saves, ``gain`` is over the first row.
+    orders, packed evenly, and with one sequence per microbatch. A dynamic schedule is simulated
+    with policy ``dynamic``, the default cap and split backwards, whatever the run had.
     """
     drawn = step.as_drawn()
     own = "dynamic" if shape.schedule == "dpp" else "static"
-    rows: list[dict[str, Any]] = []
+    times: dict[tuple[str, str], float] = {}
+    ran = own, "as it ran"
     for schedule, policy in (("static", None), ("dynamic", "dynamic")):
         model = PipelineModel(
             num_ranks=shape.num_ranks,
@@ -128,25 +126,21 @@ def gains(step: StepLengths, costs: LengthCosts, shape: JobShape) -> list[dict[s
             policy=policy,
             costs=costs,
         )
-        plans = [("drawn", model.seconds(drawn))]
+        times[schedule, "drawn"] = model.seconds(drawn)
         for name, microbatches in _shared(drawn, model):
             found = plan_order(model, microbatches)
             ordered = [microbatches[i] for i in found.order]
-            plans.append((f"{name}{found.name}", model.seconds(ordered, found.policy)))
-        if schedule == own:
-            plans.append(("as it ran", model.seconds(step.microbatches)))
-        rows += [{"schedule": schedule, "plan": p, "seconds": s} for p, s in plans]
-    ran = rows.index(next(row for row in rows if row["plan"] == "as it ran"))
-    if step.microbatches == drawn:  # it has a row already
-        now = rows.pop(ran)
-        ran = rows.index(now | {"plan": "drawn"})
-    first, now = rows[0]["seconds"], rows[ran]["seconds"]
-    unique: dict[tuple[str, str], dict[str, Any]] = {}
-    for number, row in enumerate(rows):
-        more = {"ran": number == ran, "saves": 1 - row["seconds"] / now}
-        key = row["schedule"], row["plan"]
-        unique.setdefault(key, row | more | {"gain": first / row["seconds"]})
-    return list(unique.values())
+            seconds = model.seconds(ordered, found.policy)
+            times.setdefault((schedule, f"{name}{found.name}"), seconds)
+        if schedule == own and step.microbatches != drawn:
+            times[ran] = model.seconds(step.microbatches)
+    if ran not in times:  # it has a row already
+        ran = own, "drawn"
+    first, now = next(iter(times.values())), times[ran]
+    return [
+        PlanRow(*key, seconds, ran=key == ran, saves=1 - seconds / now, gain=first / seconds)
+        for key, seconds in times.items()
+    ]
 
 
 def _shared(drawn: list[list[int]], model: PipelineModel) -> Iterator[tuple[str, list[list[int]]]]:
@@ -178,7 +172,7 @@ def _packed(microbatches: Sequence[Sequence[int]], model: PipelineModel) -> list
 
 def length_report(
     works: Sequence[Work], shape: JobShape, folder: Path, number: int
-) -> dict[str, Any] | None:
+) -> Lengths | None:
     """The section's numbers, None for a run that wrote no lengths.
 
     Args:
@@ -193,64 +187,64 @@ def length_report(
     costs = fit(samples)
     number = number if number in steps else found[-1][0]
     rows = gains(steps[number], costs, shape) if costs and shape.num_ranks > 1 else []
-    section: dict[str, Any] = {
-        "iteration": number,
-        "tokens_per_step": real / len(found),
-        "padding": 1.0 - real / max(sum(step.padded for _, step in found), 1),
-        "longest": max(itertools.chain(*itertools.chain(*(s.microbatches for _, s in found)))),
-        "costs": None if costs is None else vars(costs),
-        "size_classes": size_classes(samples),
-        "gains": rows,
-    }
-    section["sentence"] = (
-        f"Sequences: {section['tokens_per_step']:,.0f} tokens a step on the first replica, "
-        f"{section['padding']:.1%} of what ran was padding; the longest has "
-        f"{section['longest']:,}."
+    tokens, padded = real / len(found), sum(step.padded for _, step in found)
+    padding = 1.0 - real / max(padded, 1)
+    longest = max(itertools.chain(*itertools.chain(*(s.microbatches for _, s in found))))
+    return Lengths(
+        iteration=number,
+        tokens_per_step=tokens,
+        padding=padding,
+        longest=longest,
+        costs=None if costs is None else dict(vars(costs)),
+        size_classes=size_classes(samples),
+        gains=rows,
+        sentence=(
+            f"Sequences: {tokens:,.0f} tokens a step on the first replica, {padding:.1%} of what "
+            f"ran was padding; the longest has {longest:,}."
+        ),
+        gains_sentence=_gains_sentence(rows) if rows else "",
     )
-    section["gains_sentence"] = _gains_sentence(section) if rows else ""
-    return section
 
 
-def length_lines(section: Mapping[str, Any]) -> list[str]:
+def length_lines(section: Lengths) -> list[str]:
     """The section as text."""
     lines = [
-        section["sentence"],
+        section.sentence,
         f"  {'up to':>8s}{'microbatches':>14s}{'mean tokens':>13s}  us per token: F, B, W",
     ]
-    for row in section["size_classes"]:
-        times = ", ".join("-" if row[k] is None else f"{row[k]:.3g}" for k in _NAMES)
-        lines.append(f"  {row['up_to']:8d}{row['microbatches']:14d}{row['tokens']:13.0f}  {times}")
-    if section["gains"]:
-        lines.append(section["gains_sentence"])
+    for size in section.size_classes:
+        times = ", ".join("-" if t is None else f"{t:.3g}" for t in (size.F, size.B, size.W))
+        lines.append(f"  {size.up_to:8d}{size.microbatches:14d}{size.tokens:13.0f}  {times}")
+    if section.gains:
+        lines.append(section.gains_sentence)
         lines.append("  simulated: schedule, order, ms, gain over the first, saved of what ran")
         lines.append(
             "  (dynamic has policy dynamic, the default cap and split backwards throughout)"
         )
-    for row in section["gains"]:
+    for row in section.gains:
         lines.append(
-            f"  {row['schedule']:10s}{row['plan']:42s}{row['seconds'] * 1e3:10.1f}"
-            f"{row['gain']:8.2f}{row['saves']:+8.1%}{'  (ran)' if row['ran'] else ''}"
+            f"  {row.schedule:10s}{row.plan:42s}{row.seconds * 1e3:10.1f}"
+            f"{row.gain:8.2f}{row.saves:+8.1%}{'  (ran)' if row.ran else ''}"
         )
     return lines
 
 
-def _gains_sentence(section: Mapping[str, Any]) -> str:
+def _gains_sentence(rows: Sequence[PlanRow]) -> str:
     """The gain of the run's schedule and order over the static schedule as drawn, and that of the
     best row; by the simulator.
     """
-    rows = section["gains"]
-    ran = next(row for row in rows if row["ran"])
-    best = min(rows, key=lambda row: row["seconds"])
-    change = _against(1 / ran["gain"] - 1)
+    ran = next(row for row in rows if row.ran)
+    best = min(rows, key=lambda row: row.seconds)
+    change = _against(1 / ran.gain - 1)
     did = (
-        f"The {ran['schedule']} schedule in the order that ran takes {change} the static schedule "
+        f"The {ran.schedule} schedule in the order that ran takes {change} the static schedule "
         "in the drawn order"
     )
     if ran is rows[0]:
         did = "The run had the static schedule in the drawn order"
-    if best["saves"] < 0.005:
+    if best.saves < 0.005:
         return f"{did}; no other row takes 0.5 % less."
-    return f"{did}; {best['schedule']}, {best['plan']}, would save {best['saves']:.1%} of that."
+    return f"{did}; {best.schedule}, {best.plan}, would save {best.saves:.1%} of that."
 
 
 def _against(change: float) -> str:

@@ -10,6 +10,7 @@ and outlive ranks.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
@@ -110,7 +111,7 @@ def _stragglers(files: list[FollowedFile], iterations: list[Iteration]) -> list[
     works = [work_of(iteration) for iteration in iterations]
     waits = dict.fromkeys(shape.pipeline, 0)
     found = StragglerSearch(shape, works, [{} for _ in works], waits).find()
-    return [straggler_text({**vars(c), "name": c.name, "victims": ()}) for c in found]
+    return [straggler_text(dataclasses.replace(culprit, victims=())) for culprit in found]
 
 
 def view(run: FollowedRun, metrics: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from megatron.dpp.report.analysis.report_data import Training
 from megatron.dpp.safe_files import open_to_read, read_bytes
 
 _TAIL_BYTES = 1 << 16
@@ -76,12 +77,25 @@ def model_text(settings: dict[str, Any]) -> str:
     return ", ".join([*parts, *([dtype] if dtype else [])])
 
 
-def run_facts(directory: Path, metrics_file: str | None = None) -> dict[str, Any]:
-    """``metrics``, ``model`` and ``flags`` of the run whose traces lie in ``directory``."""
-    home = home_of(directory)
+def checkpoints_of(settings: dict[str, Any], home: Path) -> list[int]:
+    """Iterations of the checkpoints in the directory that the settings name (``save``)."""
+    named = settings.get("save")
+    folder = Path(named) if named else home / "checkpoints"
+    return sorted(
+        int(path.name.removeprefix("iter_"))
+        for path in (folder if folder.is_absolute() else home / folder).glob("iter_*")
+        if path.name.removeprefix("iter_").isdigit()
+    )
+
+
+def read_training(home: Path, metrics_file: str | None = None) -> Training:
+    """The metrics and settings of the run in ``home``."""
     given, every = read_settings(home / SETTINGS)
-    return {
-        "metrics": read_metrics(Path(metrics_file) if metrics_file else home / METRICS),
-        "model": model_text(every),
-        "flags": {f"--{name.replace('_', '-')}": value for name, value in given.items()},
-    }
+    return Training(
+        home=home,
+        metrics=read_metrics(Path(metrics_file) if metrics_file else home / METRICS),
+        model=model_text(every),
+        flags={f"--{name.replace('_', '-')}": value for name, value in given.items()},
+        total=every.get("train_iters"),
+        checkpoints=checkpoints_of(every, home),
+    )

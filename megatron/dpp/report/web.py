@@ -22,10 +22,10 @@ from typing import Any
 from megatron.dpp.command_line import ROOT
 from megatron.dpp.errors import ConfigError, DppError, require
 from megatron.dpp.hosts import is_loopback, with_port
+from megatron.dpp.report.building import build_report
 from megatron.dpp.report.follow import alive, newest_run
 from megatron.dpp.report.pictures.page import fill, page
 from megatron.dpp.report.reader import TraceFile, find_directory, open_run
-from megatron.dpp.report.report_command import build_report
 
 _REST = 10.0
 """Seconds of rest for each second that building the page took."""

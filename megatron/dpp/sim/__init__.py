@@ -1,6 +1,6 @@
 """The simulator: a virtual clock that drives the same Scheduler as training does.
 
 It serves to choose settings before a run, to explain a run, and to test ``schedule``. Read
-``clock.py`` first, then ``costs.py`` (its input) and ``conditions.py`` (variation). Pure Python;
-only PNG files need matplotlib. Its command line is ``python -m megatron.dpp.sim``.
+``clock.py`` first, then ``costs.py`` (its input) and ``conditions.py`` (variation). Pure Python.
+Its command line is ``python -m megatron.dpp.sim``.
 """

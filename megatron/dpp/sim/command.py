@@ -3,7 +3,7 @@
     megatron-dpp sim --pp 4 --chunks 2 --microbatches 8
     megatron-dpp sim --pp 8 --chunks 2 --microbatches 32 --jitter 0.3 --compare --seeds 10
     megatron-dpp sim --pp 4 --microbatches 32 --lengths sft --compare --seeds 10
-    megatron-dpp sim --costs costs.json --microbatches 32 --compare --png step.png
+    megatron-dpp sim --costs costs.json --microbatches 32 --compare --svg step.svg
 
 ``sim/measured.py`` describes cost files.
 """
@@ -24,7 +24,6 @@ from megatron.dpp.command_line import new_parser
 from megatron.dpp.errors import ConfigError, DppError, require_value, use_names
 from megatron.dpp.index_files import check_index, read_lengths
 from megatron.dpp.naming import renamed
-from megatron.dpp.report.pictures.picture import check_png
 from megatron.dpp.report.pictures.schedules import draw
 from megatron.dpp.safe_files import read_bytes
 from megatron.dpp.schedule import Geometry, parse_cap
@@ -79,7 +78,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--microbatches", type=int, metavar="M", help="default 8, or a list's")
     add("--group", type=int, metavar="N", help="microbatch group size (default: P)")
     add("--grid", action=argparse.BooleanOptionalAction, help="print the grid (default: if narrow)")
-    add("--png", metavar="FILE", help="draw the first seed (FILE.svg: SVG)")
+    add("--svg", metavar="FILE", help="draw the first seed as SVG")
     _add_schedule_flags(parser)
     _add_cost_flags(parser)
     return parser
@@ -128,8 +127,6 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    if args.png and not args.png.endswith(".svg"):
-        check_png("--png")  # before minutes of simulation
     measured = load_costs(args.costs) if args.costs else None
     lengths = _Lengths.parse(args.lengths, args.longest)
     if args.microbatches is None:
@@ -418,9 +415,9 @@ def _report(
         narrow = max(map(len, grid.splitlines())) <= _GRID_COLUMNS
         if args.grid or (args.grid is None and narrow and name in (args.policy or ["dynamic"])):
             print(f"\n{name}\n{grid}")
-    if args.png:
+    if args.svg:
         try:
-            draw({name: runs[0] for name, runs in results.items()}, unit).write(Path(args.png))
+            draw({name: runs[0] for name, runs in results.items()}, unit).write(Path(args.svg))
         except OSError as error:
-            raise ConfigError(f"--png {args.png}: {error.strerror}") from error
-        print(f"drawn: {args.png}")
+            raise ConfigError(f"--svg {args.svg}: {error.strerror}") from error
+        print(f"drawn: {args.svg}")

@@ -11,9 +11,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.dpp.report.analysis.model import Iteration
+from megatron.dpp.report.analysis.report_data import LayerRow
 from megatron.dpp.report.analysis.work import Cell
 
 _MS = 1e6
@@ -142,24 +142,22 @@ def lost_per_forward(loads: Sequence[Loads]) -> dict[Cell, float]:
     return dict(lost)
 
 
-def layer_rows(loads: Sequence[Loads]) -> list[dict[str, Any]]:
-    """A row per layer with experts, in the order of layers. Imbalances are tokens of the fullest
-    over the mean; ``lost_ms`` is per forward.
-    """
+def layer_rows(loads: Sequence[Loads]) -> list[LayerRow]:
+    """A row per layer with experts, in the order of layers."""
     rows = []
     for layer, (slope, found) in _by_layer(loads).items():
         steps = [one.imbalance[layer] for one in loads if layer in one.imbalance]
         if not steps:
             continue
         rows.append(
-            {
-                "layer": layer,
-                "ranks": sorted({rank for forwards in found for rank, _ in forwards.cells}),
-                "group_size": len(found[0].cells),
-                "imbalance": statistics.fmean(steps),
-                "worst": max(steps),
-                "rank_imbalance": sum(f.ratio for f in found) / sum(f.filled for f in found),
-                "lost_ms": slope * sum(f.excess for f in found) / sum(f.count for f in found) / _MS,
-            }
+            LayerRow(
+                layer=layer,
+                ranks=sorted({rank for forwards in found for rank, _ in forwards.cells}),
+                group_size=len(found[0].cells),
+                imbalance=statistics.fmean(steps),
+                worst=max(steps),
+                rank_imbalance=sum(f.ratio for f in found) / sum(f.filled for f in found),
+                lost_ms=slope * sum(f.excess for f in found) / sum(f.count for f in found) / _MS,
+            )
         )
     return rows

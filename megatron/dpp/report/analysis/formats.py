@@ -26,3 +26,20 @@ def number(value: float) -> str:
     if size >= 100 or value == int(value):
         return f"{value:.0f}"
     return f"{value:.1f}" if size >= 20 else f"{value:.3g}"
+
+
+def mebibytes(size: float) -> str:
+    """Bytes: ``512 MiB``, ``12.3 GiB``."""
+    mib = size / 2**20
+    return f"{mib / 1024:.1f} GiB" if mib >= 10_000 else f"{mib:,.0f} MiB"
+
+
+def time_left(seconds: float) -> str:
+    """A time to wait for: ``45 s``, ``12 min``, ``3 h 05 min``, ``2 d 4 h``."""
+    minutes = round(seconds / 60)
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    if minutes < 100:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"

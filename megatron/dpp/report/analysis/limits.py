@@ -5,9 +5,9 @@ from __future__ import annotations
 import operator
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.report.analysis.report_data import Totals
 from megatron.dpp.trace.vocabulary import IdleCause
 
 _OPERATORS = {
@@ -37,7 +37,7 @@ class Limit:
         except ValueError:
             return _refuse(text)
 
-    def broken(self, totals: dict[str, Any]) -> str | None:
+    def broken(self, totals: Totals) -> str | None:
         """Says by which value the limit is broken, None when it is kept.
 
         ``bubble.message`` names a cause; a cause that did not occur counts as 0.
@@ -46,16 +46,16 @@ class Limit:
             ConfigError: there is no such total or cause.
         """
         name, _, cause = self.name.partition(".")
-        value = totals.get(name)
+        value = getattr(totals, name, None)
         if name == "bubble" and cause:
             if cause not in set(map(str, IdleCause)):
                 known = sorted(map(str, IdleCause))
                 raise ConfigError(
                     f"--fail-if {self.name}: no such cause; there are {', '.join(known)}"
                 )
-            value = totals["bubble_by_cause"].get(cause, 0.0)
+            value = totals.bubble_by_cause.get(cause, 0.0)
         if not isinstance(value, (int, float)):
-            known = sorted(key for key, v in totals.items() if isinstance(v, (int, float)))
+            known = sorted(key for key, v in vars(totals).items() if isinstance(v, (int, float)))
             raise ConfigError(f"--fail-if {self.name}: no such total; there are {', '.join(known)}")
         if _OPERATORS[self.sign](value, self.value):
             return f"{self.name} is {value:g} ({self.name}{self.sign}{self.value:g})"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.dpp.report.analysis.formats import duration, percent
+from megatron.dpp.report.analysis.report_data import Pipeline, Prediction, Totals
+from megatron.dpp.report.analysis.stragglers import Culprit
 from megatron.dpp.trace.vocabulary import words_of
 
 LEAST = 0.01
@@ -29,87 +29,84 @@ _KINDS = {
 _REMEDIES = {"heavy-stage": "; megatron-dpp plan moves layers away from it"}
 
 
-def straggler_text(straggler: dict[str, Any]) -> str:
+def straggler_text(culprit: Culprit) -> str:
     """One finding as a sentence."""
-    text = _KINDS[straggler["kind"]].format(**straggler)
-    share = f"{straggler['share'] * 100:.0f} %"
-    often = f"in {share} of the iterations, since iteration {straggler['since']}"
-    if straggler["share"] >= 1:
+    text = _KINDS[culprit.kind].format(name=culprit.name, factor=culprit.factor)
+    often = f"in {culprit.share * 100:.0f} % of the iterations, since iteration {culprit.since}"
+    if culprit.share >= 1:
         often = "in every iteration"
-    victims = ", ".join(f"rank {rank}" for rank in straggler["victims"])
+    victims = ", ".join(f"rank {rank}" for rank in culprit.victims)
     text = f"{text}, {often}" + (f"; waiting most meanwhile: {victims}" if victims else "")
-    return text + _REMEDIES.get(straggler["kind"], "")
+    return text + _REMEDIES.get(culprit.kind, "")
 
 
-def _with_all_its_work(best: dict[str, Any], what_if: list[dict[str, Any]]) -> str:
+def _with_all_its_work(best: Prediction, what_if: list[Prediction]) -> str:
     """A heavy stage's work cannot vanish, it can be moved: what that gains."""
-    moved = [row["gain"] for row in what_if if row["name"] == EVEN_LAYERS]
-    if not best["name"].startswith("without heavy-stage") or not moved:
+    moved = [row.gain for row in what_if if row.name == EVEN_LAYERS]
+    if not best.name.startswith("without heavy-stage") or not moved:
         return ""
     return f" if that work were gone; laid out evenly over all stages {percent(moved[0])}"
 
 
-def _expert_lines(report: dict[str, Any]) -> list[str]:
+def _expert_lines(found: Pipeline) -> list[str]:
     """The imbalance of experts, and its cost beside the pipeline's."""
-    rows, totals = report.get("experts", []), report["totals"]
+    rows, totals = found.experts, found.totals
     if not rows:
         return []
-    worst = max(rows, key=lambda row: row["imbalance"])
+    worst = max(rows, key=lambda row: row.imbalance)
     first = (
-        f"Experts: the fullest one of layer {worst['layer']} gets {worst['imbalance']:.2f} times "
+        f"Experts: the fullest one of layer {worst.layer} gets {worst.imbalance:.2f} times "
         f"the mean number of tokens, the most of {len(rows)} layers."
     )
-    if worst["group_size"] == 1:
+    if worst.group_size == 1:
         return [f"{first} No rank waits for another's experts: each has all of its layers."]
-    found = [row["gain"] for row in report.get("what_if", []) if row["name"] == EVEN_EXPERTS]
-    cost = max(found, default=0.0)
+    cost = max((row.gain for row in found.what_if if row.name == EVEN_EXPERTS), default=0.0)
     if cost < LEAST:
         return [f"{first} That costs less than {LEAST:.0%} of an iteration."]
-    pipeline = (totals["window_ms"] - totals["ideal_ms"]) / totals["mean_ms"]
-    slowest = max(rows, key=lambda row: row["lost_ms"])
+    pipeline = (totals.window_ms - totals.ideal_ms) / totals.mean_ms
+    slowest = max(rows, key=lambda row: row.lost_ms)
     text = (
-        f"{{}} about {cost:.1%} of an iteration: in layer {slowest['layer']} the fullest rank has "
-        f"{slowest['rank_imbalance']:.2f} times the mean rank's tokens, and the others wait for it "
+        f"{{}} about {cost:.1%} of an iteration: in layer {slowest.layer} the fullest rank has "
+        f"{slowest.rank_imbalance:.2f} times the mean rank's tokens, and the others wait for it "
         f"inside of their tasks. The pipeline costs {pipeline:.1%} beyond the busiest rank's tasks."
     )
     more = "The imbalance of experts, and not the pipeline, costs most: it takes"
     return [first, text.format(more if cost > pipeline else "The imbalance of experts takes")]
 
 
-def sentences(report: dict[str, Any]) -> list[str]:
-    """The summary, most important first."""
-    totals, run = report["totals"], report["run"]
-    lines = [
-        f"An iteration takes {duration(totals['mean_ms'])} on average (median "
-        f"{duration(totals['iteration_ms'])}): {duration(totals['window_ms'])} for the pipeline, "
-        f"{duration(totals['tail_ms'])} for gradient reduction, optimizer and the like.",
-        f"The busiest rank needs {duration(totals['ideal_ms'])} for its own tasks, so the pipeline "
-        f"takes {totals['ideal_ratio']:.3f} times the least possible.",
-        f"On average {percent(totals['bubble'])} of the pipeline's time is idle: "
-        + ", ".join(
-            f"{percent(share)} {words_of(cause)}"
-            for cause, share in totals["bubble_by_cause"].items()
-            if share >= 0.001
-        )
-        + ".",
+def _time_lines(totals: Totals) -> list[str]:
+    causes = ", ".join(
+        f"{percent(share)} {words_of(cause)}"
+        for cause, share in totals.bubble_by_cause.items()
+        if share >= 0.001
+    )
+    return [
+        f"An iteration takes {duration(totals.mean_ms)} on average (median "
+        f"{duration(totals.iteration_ms)}): {duration(totals.window_ms)} for the pipeline, "
+        f"{duration(totals.tail_ms)} for gradient reduction, optimizer and the like.",
+        f"The busiest rank needs {duration(totals.ideal_ms)} for its own tasks, so the pipeline "
+        f"takes {totals.ideal_ratio:.3f} times the least possible.",
+        f"On average {percent(totals.bubble)} of the pipeline's time is idle: {causes}.",
     ]
-    lines += _expert_lines(report)
-    found = report["stragglers"]
-    lines += [straggler_text(s)[0].upper() + straggler_text(s)[1:] + "." for s in found]
-    if not found:
+
+
+def sentences(found: Pipeline) -> list[str]:
+    """The summary, most important first."""
+    lines = _time_lines(found.totals) + _expert_lines(found)
+    lines += [f"{each.text[0].upper()}{each.text[1:]}." for each in found.stragglers]
+    if not found.stragglers:
         lines.append("No straggler.")
     lines += [
-        f"Without effect on the time of an iteration: {straggler_text(s)}."
-        for s in report.get("without_effect", [])
+        f"Without effect on the time of an iteration: {each.text}." for each in found.without_effect
     ]
-    best = max(report.get("what_if", []), key=lambda p: p["gain"], default=None)
-    if best is not None and best["gain"] > 0.01:
+    best = max(found.what_if, key=lambda row: row.gain, default=None)
+    if best is not None and best.gain > 0.01:
         lines.append(
-            f"The largest predicted gain: {best['name']}, {percent(best['gain'])} of an iteration"
-            f"{_with_all_its_work(best, report['what_if'])}."
+            f"The largest predicted gain: {best.name}, {percent(best.gain)} of an iteration"
+            f"{_with_all_its_work(best, found.what_if)}."
         )
-    if run["cut_short"]:
+    if found.run.cut_short:
         lines.append(
-            f"The traces of {len(run['cut_short'])} ranks have no end: killed, or still running."
+            f"The traces of {len(found.run.cut_short)} ranks have no end: killed, or still running."
         )
     return lines

@@ -1,16 +1,11 @@
-"""All numbers of a run, for the report and the JSON output.
-
-Streams over the iterations and keeps only numbers. Values are means per iteration unless they say
-otherwise, so that a total is the mean times the number of iterations.
-"""
+"""All numbers of a traced run. Streams over the iterations and keeps only numbers."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.report.align import Alignment
@@ -18,6 +13,14 @@ from megatron.dpp.report.analysis.decisions import differing_decisions
 from megatron.dpp.report.analysis.experts import Loads, layer_rows, loads_of
 from megatron.dpp.report.analysis.link_times import Link, LinkSamples, link_samples, merge_links
 from megatron.dpp.report.analysis.model import Iteration, read_iterations
+from megatron.dpp.report.analysis.report_data import (
+    IterationRow,
+    LinkRow,
+    Pipeline,
+    RankRow,
+    Totals,
+    TracedRun,
+)
 from megatron.dpp.report.analysis.stragglers import Culprit, StragglerSearch
 from megatron.dpp.report.analysis.times import IterationTimes, RankTimes, iteration_times
 from megatron.dpp.report.analysis.work import JobShape, Work, work_of
@@ -113,58 +116,57 @@ def _mean_of(parts: list[dict[str, int]]) -> dict[str, float]:
     return {name: sum(part.get(name, 0) for part in parts) / len(parts) / _MS for name in names}
 
 
-def _rank_row(analysis: Analysis, file: TraceFile) -> dict[str, Any]:
+def _rank_row(analysis: Analysis, file: TraceFile) -> RankRow:
     rank = file.rank
     own: list[RankTimes] = [times.ranks[rank] for times in analysis.times]
 
     def mean(pick: Callable[[RankTimes], float]) -> float:
         return statistics.fmean(pick(times) for times in own)
 
-    peaks = {name: max(t.peaks.get(name, 0.0) for t in own) for t in own for name in t.peaks}
-    return {
-        "rank": rank,
-        "data": file.layout.data,
-        "pipeline": file.layout.pipeline,
-        "tensor": file.layout.tensor,
-        "busy_ms": mean(lambda t: t.busy) / _MS,
-        "kinds_ms": _mean_of([t.kinds for t in own]),
-        "other_ms": mean(lambda t: t.other) / _MS,
-        "idle_ms": _mean_of([t.idle for t in own]),
-        "tail_ms": _mean_of([t.tail for t in own]),
-        "bubble": mean(lambda t: t.bubble),
-        "compute_ratio": mean(lambda t: t.busy / t.window if t.window else 0.0),
-        "compute_window_ms": mean(lambda t: t.last_task - t.first_task) / _MS,
-        "sending_ratio": mean(lambda t: t.sending / t.window if t.window else 0.0),
-        "sending_ms": mean(lambda t: t.sending) / _MS,
-        "overlap": mean(lambda t: t.overlap / t.sending if t.sending else 0.0),
-        "sent_bytes": mean(lambda t: t.sent_bytes),
-        "peaks": peaks,
-        "differing_decisions": statistics.fmean(analysis.differing.get(rank) or [0]),
-    }
+    return RankRow(
+        rank=rank,
+        data=file.layout.data,
+        pipeline=file.layout.pipeline,
+        tensor=file.layout.tensor,
+        busy_ms=mean(lambda t: t.busy) / _MS,
+        kinds_ms=_mean_of([t.kinds for t in own]),
+        other_ms=mean(lambda t: t.other) / _MS,
+        idle_ms=_mean_of([t.idle for t in own]),
+        tail_ms=_mean_of([t.tail for t in own]),
+        bubble=mean(lambda t: t.bubble),
+        compute_ratio=mean(lambda t: t.busy / t.window if t.window else 0.0),
+        compute_window_ms=mean(lambda t: t.last_task - t.first_task) / _MS,
+        sending_ratio=mean(lambda t: t.sending / t.window if t.window else 0.0),
+        sending_ms=mean(lambda t: t.sending) / _MS,
+        overlap=mean(lambda t: t.overlap / t.sending if t.sending else 0.0),
+        sent_bytes=mean(lambda t: t.sent_bytes),
+        peaks={name: max(t.peaks.get(name, 0.0) for t in own) for t in own for name in t.peaks},
+        differing_decisions=statistics.fmean(analysis.differing.get(rank) or [0]),
+    )
 
 
-def _link_rows(analysis: Analysis) -> list[dict[str, Any]]:
+def _link_rows(analysis: Analysis) -> list[LinkRow]:
     count = len(analysis.links)
     rows = []
     for (source, destination), samples in sorted(merge_links(analysis.links).items()):
         ordered = sorted(samples.clean or samples.any)
         rows.append(
-            {
-                "source": source,
-                "destination": destination,
-                "kind": samples.kind,
-                "messages": len(samples.any) / count,
-                "bytes": samples.num_bytes / count,
-                "delay_us": samples.delay / 1000,
-                "p95_us": ordered[int(len(ordered) * 0.95)] / 1000,
-                "bandwidth_mb_s": samples.bandwidth / 1e6,
-                "measured_while_waiting": len(samples.clean) / len(samples.any),
-            }
+            LinkRow(
+                source=source,
+                destination=destination,
+                kind=samples.kind,
+                messages=len(samples.any) / count,
+                bytes=samples.num_bytes / count,
+                delay_us=samples.delay / 1000,
+                p95_us=ordered[int(len(ordered) * 0.95)] / 1000,
+                bandwidth_mb_s=samples.bandwidth / 1e6,
+                measured_while_waiting=len(samples.clean) / len(samples.any),
+            )
         )
     return rows
 
 
-def _totals(analysis: Analysis) -> dict[str, Any]:
+def _totals(analysis: Analysis) -> Totals:
     times = analysis.times
     idle: dict[str, float] = {}
     for one in times:
@@ -174,54 +176,55 @@ def _totals(analysis: Analysis) -> dict[str, Any]:
                 idle[cause] = idle.get(cause, 0.0) + share
     window = statistics.fmean(t.window for t in times)
     ideal = statistics.fmean(t.ideal for t in times)
-    return {
-        "iteration_ms": statistics.median(t.total for t in times) / _MS,
-        "mean_ms": statistics.fmean(t.total for t in times) / _MS,
-        "window_ms": window / _MS,
-        "ideal_ms": ideal / _MS,
-        "ideal_ratio": window / ideal if ideal else 0.0,
-        "tail_ms": statistics.fmean(t.total - t.window for t in times) / _MS,
-        "bubble": statistics.fmean(t.bubble for t in times),
-        "bubble_by_cause": dict(sorted(idle.items(), key=lambda item: -item[1])),
-        "stragglers": len(analysis.culprits),
-    }
+    return Totals(
+        iteration_ms=statistics.median(t.total for t in times) / _MS,
+        mean_ms=statistics.fmean(t.total for t in times) / _MS,
+        window_ms=window / _MS,
+        ideal_ms=ideal / _MS,
+        ideal_ratio=window / ideal if ideal else 0.0,
+        tail_ms=statistics.fmean(t.total - t.window for t in times) / _MS,
+        bubble=statistics.fmean(t.bubble for t in times),
+        bubble_by_cause=dict(sorted(idle.items(), key=lambda item: -item[1])),
+        stragglers=len(analysis.culprits),
+    )
 
 
-def summary(analysis: Analysis) -> dict[str, Any]:
-    """All numbers as JSON; units are in the names."""
+def _run(analysis: Analysis) -> TracedRun:
     first = analysis.files[0]
-    return {
-        "run": {
-            "directory": str(first.path.parent),
-            "schedule": first.layout.schedule,
-            "data": first.layout.data_size,
-            "pipeline": first.layout.pipeline_size,
-            "tensor": first.layout.tensor_size,
-            "chunks": first.layout.num_chunks,
-            "microbatches": max(
-                len(m) for k in analysis.works[0].tasks.values() for m in k.values()
-            ),
-            "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(first.start_unix_ns / 1e9)),
-            "device": first.device,
-            "hosts": sorted({file.host for file in analysis.files}),
-            "skipped": analysis.skipped,
-            "clock_uncertainty_us": analysis.alignment.uncertainty_ns / 1000,
-            "cut_short": [file.rank for file in analysis.files if not file.complete],
-        },
-        "totals": _totals(analysis),
-        "iterations": [
-            {
-                "iteration": t.number,
-                "total_ms": t.total / _MS,
-                "window_ms": t.window / _MS,
-                "ideal_ms": t.ideal / _MS,
-                "bubble": t.bubble,
-                "expert_imbalance": max(loads.imbalance.values(), default=None),
-            }
+    return TracedRun(
+        directory=str(first.path.parent),
+        schedule=first.layout.schedule,
+        data=first.layout.data_size,
+        pipeline=first.layout.pipeline_size,
+        tensor=first.layout.tensor_size,
+        chunks=first.layout.num_chunks,
+        microbatches=max(len(m) for k in analysis.works[0].tasks.values() for m in k.values()),
+        started=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(first.start_unix_ns / 1e9)),
+        device=first.device,
+        hosts=sorted({file.host for file in analysis.files}),
+        skipped=analysis.skipped,
+        clock_uncertainty_us=analysis.alignment.uncertainty_ns / 1000,
+        cut_short=[file.rank for file in analysis.files if not file.complete],
+    )
+
+
+def summary(analysis: Analysis) -> Pipeline:
+    """The numbers of a run, without findings, predictions and timeline."""
+    return Pipeline(
+        run=_run(analysis),
+        totals=_totals(analysis),
+        iterations=[
+            IterationRow(
+                iteration=t.number,
+                total_ms=t.total / _MS,
+                window_ms=t.window / _MS,
+                ideal_ms=t.ideal / _MS,
+                bubble=t.bubble,
+                expert_imbalance=max(loads.imbalance.values(), default=None),
+            )
             for t, loads in zip(analysis.times, analysis.loads, strict=True)
         ],
-        "ranks": [_rank_row(analysis, file) for file in analysis.files],
-        "links": _link_rows(analysis),
-        "experts": layer_rows(analysis.loads),
-        "stragglers": [asdict(c) | {"name": c.name} for c in analysis.culprits],
-    }
+        ranks=[_rank_row(analysis, file) for file in analysis.files],
+        links=_link_rows(analysis),
+        experts=layer_rows(analysis.loads),
+    )

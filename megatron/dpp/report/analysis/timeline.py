@@ -1,15 +1,11 @@
-"""One iteration as flat slices, for pictures: the report's timeline and its PNG."""
+"""One iteration as flat slices, for pictures."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from megatron.dpp.report.analysis.model import Iteration, RankIteration
+from megatron.dpp.report.analysis.report_data import Slice, Timeline
 
 MOST_RANKS = 64
-
-Slice = tuple[int, float, float, str, str, str]
-"""Track, start and end in us, class (a kind of task, a cause, ``span``), name, detail."""
 
 
 def _slices(rank: RankIteration, track: int, origin: int) -> list[Slice]:
@@ -28,7 +24,7 @@ def _slices(rank: RankIteration, track: int, origin: int) -> list[Slice]:
     return found
 
 
-def timeline(iteration: Iteration, ranks: list[int]) -> dict[str, Any]:
+def timeline(iteration: Iteration, ranks: list[int]) -> Timeline:
     """Slices of the first ranks of ``ranks``, in that order from top to bottom."""
     chosen = ranks[:MOST_RANKS]
     origin = iteration.start
@@ -37,9 +33,4 @@ def timeline(iteration: Iteration, ranks: list[int]) -> dict[str, Any]:
         for track, rank in enumerate(chosen)
         for one in _slices(iteration.ranks[rank], track, origin)
     ]
-    return {
-        "iteration": iteration.number,
-        "ranks": chosen,
-        "length_us": (iteration.end - origin) / 1000,
-        "slices": slices,
-    }
+    return Timeline(iteration.number, chosen, (iteration.end - origin) / 1000, slices)

@@ -1,1 +1,1 @@
-"""Pictures and the report's page: one table of colours, one set of shapes for HTML, SVG and PNG."""
+"""Pictures and the report's page: one table of colours, one set of shapes for pages and files."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -19,12 +20,15 @@ _LINE_HEIGHT = 15.0
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over iterations; its name, if it has one, and its last value stand at its end."""
+    """Values over iterations; its name, if it has one, and its last value stand at its end. A
+    dashed one is drawn as it is, without either.
+    """
 
     name: str
     colour: str
     x: Sequence[float]
     y: Sequence[float]
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,9 @@ def nice_step(span: float, count: int) -> float:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of each value and its neighbours, together about a tenth of all values."""
-    most = max(1, len(values) // 20)
+    """The mean of each value and its neighbours, together about a tenth of all values; with fewer
+    than 20 the values themselves."""
+    most = len(values) // 20
     sums = [0.0, *itertools.accumulate(values)]
     result = []
     for i in range(len(values)):
@@ -83,6 +88,7 @@ def draw_curves(
     tick: Format = number,
     zero: bool = False,
     log: bool = False,
+    of: str = "iteration",
 ) -> None:
     """Lines over iterations: values thin and pale, their running mean strong.
 
@@ -91,24 +97,20 @@ def draw_curves(
         tick: of the axis' numbers.
         zero: let the axis begin at 0.
         log: logarithmic axis; values at or below 0 are left out.
+        of: name of the horizontal axis.
     """
     curves = [c for c in (_positive(c) if log else c for c in curves) if len(c.x)]
     if not curves:
         return
-    low, high = min(min(c.y) for c in curves), max(max(c.y) for c in curves)
-    low = 0.0 if zero else low
-    if high <= low:
-        low, high = low - abs(low) * 0.05 - 1e-9, high + abs(high) * 0.05 + 1e-9
-    pad = 1.08 if log else (high - low) * 0.06
-    low, high = (low / pad, high * pad) if log else (low if zero else low - pad, high + pad)
+    low, high = _range(curves, zero=zero, log=log)
     first, last = min(c.x[0] for c in curves), max(c.x[-1] for c in curves)
     last = max(last, first + 1)
     ticks = _ticks(low, high, log=log)
-    labels = [f"{c.name} {form(c.y[-1])}".strip() for c in curves]
+    labels = ["" if c.dashed else f"{c.name} {form(c.y[-1])}".strip() for c in curves]
     left = max((text_width(tick(t)) for t in ticks), default=20) + 8
     right = picture.width - max(text_width(label, bold=True) for label in labels) - 8
     scale: Callable[[float], float] = math.log10 if log else float
-    height = picture.width * 0.42
+    height = max(picture.width * 0.42, 160.0)
 
     def place(x: float, y: float) -> tuple[float, float]:
         up = (scale(y) - scale(low)) / (scale(high) - scale(low))
@@ -118,9 +120,13 @@ def draw_curves(
         y = place(first, value)[1]
         picture.add(Line(((left, y), (right, y)), "line"))
         picture.add(Text(left - 6, y, tick(value), "dim", anchor="end"))
-    _draw_iterations(picture, first, last, place, place(first, low)[1])
+    _draw_iterations(picture, (first, last), place, place(first, low)[1], of)
     ends = []
     for curve, label in reversed(list(zip(curves, labels, strict=True))):
+        if curve.dashed:
+            points = tuple(place(x, y) for x, y in zip(curve.x, curve.y, strict=True))
+            picture.add(Line(points, curve.colour, 1, dashed=True))
+            continue
         strong = smoothed([scale(y) for y in curve.y])
         strong = [10**y for y in strong] if log else strong
         raw, mean = (
@@ -134,18 +140,29 @@ def draw_curves(
     _draw_labels(picture, ends, right + 6, place(first, low)[1])
 
 
+def _range(curves: Sequence[Curve], *, zero: bool, log: bool) -> tuple[float, float]:
+    """The ends of an axis that has room for all values."""
+    low, high = min(min(c.y) for c in curves), max(max(c.y) for c in curves)
+    low = 0.0 if zero else low
+    if high <= low:
+        low, high = low - abs(low) * 0.05 - 1e-9, high + abs(high) * 0.05 + 1e-9
+    pad = 1.08 if log else (high - low) * 0.06
+    return (low / pad, high * pad) if log else (low if zero else low - pad, high + pad)
+
+
 def _positive(curve: Curve) -> Curve:
     kept = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if y > 0]
-    return Curve(curve.name, curve.colour, [x for x, _ in kept], [y for _, y in kept])
+    return dataclasses.replace(curve, x=[x for x, _ in kept], y=[y for _, y in kept])
 
 
 def _draw_iterations(
     picture: Picture,
-    first: float,
-    last: float,
+    ends: tuple[float, float],
     place: Callable[[float, float], tuple[float, float]],
     bottom: float,
+    of: str,
 ) -> None:
+    first, last = ends
     step = max(1.0, nice_step(last - first, 6))
     at = math.ceil(first / step) * step
     while at <= last:
@@ -153,7 +170,7 @@ def _draw_iterations(
         picture.add(Text(x, bottom + 14, f"{at:g}", "dim", anchor="middle"))
         at += step
     x = (place(first, 1.0)[0] + place(last, 1.0)[0]) / 2
-    picture.add(Text(x, bottom + 31, "iteration", "dim", anchor="middle"))
+    picture.add(Text(x, bottom + 31, of, "dim", anchor="middle"))
 
 
 def _draw_labels(

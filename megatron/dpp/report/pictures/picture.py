@@ -1,20 +1,15 @@
-"""A picture as a list of shapes, written as SVG (no library) or PNG (matplotlib)."""
+"""A picture as a list of shapes, written as SVG."""
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
 import textwrap
-from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from megatron.dpp.errors import ConfigError
 from megatron.dpp.report.pictures.style import COLOURS, FONT, colour
-from megatron.dpp.safe_files import open_text_to_write, open_to_write
+from megatron.dpp.safe_files import open_text_to_write
 
-FORMATS = ("png", "svg")
 _TITLE, _NOTE, _MARGIN = 16, 11, 14
 _WIDTHS = {0.34: " iljI.,:;'|!", 0.42: "ftr()-/", 0.97: "mwMW%"}
 _LETTER = 0.64
@@ -57,12 +52,6 @@ class Text(NamedTuple):
 
 
 Shape = Rect | Line | Text
-
-
-def check_png(flag: str) -> None:
-    """Refuse PNG files, for which ``flag`` asks, without matplotlib (ConfigError)."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(f"{flag} needs matplotlib: pip install matplotlib")
 
 
 def text_width(text: str, size: float = 12.0, *, bold: bool = False) -> float:
@@ -126,13 +115,10 @@ class Picture:
             f"<style>@media (prefers-color-scheme:dark){{{dark}}}</style>\n{shapes}\n</svg>\n"
         )
 
-    def write(self, path: Path, theme: str = "light") -> None:
-        """Write an SVG where the name ends so, else a PNG."""
-        if path.suffix == ".svg":
-            with open_text_to_write(path) as file:
-                file.write(self.svg())
-        else:
-            _write_png(self._framed(), path, theme)
+    def write(self, path: Path) -> None:
+        """Write the SVG file."""
+        with open_text_to_write(path) as file:
+            file.write(self.svg())
 
     def _framed(self) -> Picture:
         """The same with background, margins, title and note."""
@@ -181,64 +167,3 @@ def _svg(shape: Shape) -> str:
         f'height="{shape.height:.2f}" class="f-{shape.colour}" fill="{light}"{opacity}'
     )
     return f"{head}><title>{escape(shape.hint)}</title></rect>" if shape.hint else f"{head}/>"
-
-
-def _write_png(picture: Picture, path: Path, theme: str) -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(picture.width / 100, picture.height / 100), dpi=200)
-    FigureCanvasAgg(figure)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, picture.width), ylim=(picture.height, 0))
-    axes.axis("off")
-    for layer, (kind, group) in enumerate(_groups(picture.shapes)):
-        for artist in _artists(kind, group, theme):
-            artist.set_zorder(layer + 1)
-            axes.add_artist(artist)
-    with open_to_write(path) as file:
-        figure.savefig(file, dpi=200, format=path.suffix.removeprefix("."))
-
-
-def _groups(shapes: Sequence[Shape]) -> Iterator[tuple[type, list[Any]]]:
-    """Neighbours of one type, which matplotlib draws at once."""
-    for kind, group in itertools.groupby(shapes, type):
-        yield kind, list(group)
-
-
-def _artists(kind: type, shapes: list[Any], theme: str) -> Iterator[Any]:
-    """matplotlib's objects for shapes of one type; a pixel is 0.72 points at 100 per inch."""
-    from matplotlib.collections import LineCollection, PolyCollection
-    from matplotlib.colors import to_rgba
-    from matplotlib.text import Text as Label
-
-    if kind is Text:
-        for one in shapes:
-            yield Label(
-                *(one.x, one.y, one.text),
-                color=colour(one.colour, theme),
-                fontsize=one.size * 0.72,
-                fontweight="bold" if one.bold else "normal",
-                ha={"start": "left", "middle": "center", "end": "right"}[one.anchor],
-                va="center_baseline",
-            )
-        return
-    colours = [to_rgba(colour(one.colour, theme), one.alpha) for one in shapes]
-    if kind is Rect:
-        corners = [
-            [
-                (r.x, r.y),
-                (r.x + r.width, r.y),
-                (r.x + r.width, r.y + r.height),
-                (r.x, r.y + r.height),
-            ]
-            for r in shapes
-        ]
-        yield PolyCollection(corners, facecolors=colours, edgecolors="none")
-        return
-    yield LineCollection(
-        [one.points for one in shapes],
-        colors=colours,
-        linewidths=[one.width * 0.72 for one in shapes],
-        linestyles=["--" if one.dashed else "-" for one in shapes],
-    )
