@@ -21,7 +21,7 @@ QUESTION = re.compile(
 )
 BOOLEANS_OF_OTHERS = {
     "megatron/dpp_train/model/fsdp.py: finish_grad_sync(force_all_reduce)",
-    "megatron/dpp/core/wgrad/linear.py: forward(allreduce_dgrad)",
+    "megatron/dpp/core/wgrad/product.py: forward(allreduce_dgrad)",
 }
 """Positional booleans that another library's signature asks for: DistributedDataParallel's
 ``finish_grad_sync`` and ``torch.autograd.Function.forward``.

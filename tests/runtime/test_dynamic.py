@@ -6,7 +6,7 @@ Links, models and stages are stand-ins that note what they are asked for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -51,7 +51,10 @@ class Weights:
 
     def __init__(self, chunks: Sequence[Any], pieces: Sequence[int] = (2, 0)) -> None:
         self.num_pieces = tuple(pieces[: len(chunks)])
-        self.bindings = 0
+        self.bindings = self.inspections = 0
+
+    def inspect(self) -> None:
+        self.inspections += 1
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
@@ -77,7 +80,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Weights]:
     """The weight gradients that were made."""
     made: list[Weights] = []
 
-    def make(chunks: Sequence[Any]) -> Weights:
+    def make(chunks: Sequence[Any], say: Callable[[str], None]) -> Weights:
         made.append(Weights(chunks))
         return made[-1]
 
@@ -105,6 +108,7 @@ def test_a_model_is_prepared_once_and_another_one_anew(prepared: list[Weights]) 
     first, second = call_of(2), call_of(2)
     assert own._prepare(first) is True and own._prepare(first) is True
     assert len(prepared) == 1 and len(said) == 1
+    assert prepared[0].inspections == 1, "a host may have changed it since"
     assert "the backward of chunks [1] is fused" in said[0]
     assert not own._decisions.wants_measuring, "the first model is the one that was measured"
     closed: list[str] = []
@@ -119,9 +123,35 @@ def test_a_model_is_prepared_once_and_another_one_anew(prepared: list[Weights]) 
 def test_a_model_without_anything_to_defer_has_a_fused_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(dynamic, "WeightGradients", lambda chunks: Weights(chunks, (0, 0)))
+    monkeypatch.setattr(dynamic, "WeightGradients", lambda chunks, say: Weights(chunks, (0, 0)))
     own: Any = schedule_of()
     assert own._prepare(call_of(2)) is False
+
+
+def test_graphs_of_a_changed_model_are_made_anew(prepared: list[Weights]) -> None:
+    own: Any = schedule_of()
+    call, told = call_of(), []
+    own._prepare(call)
+    for kept in (True, False):
+        own._graphs = SimpleNamespace(
+            inspect=lambda kept=kept: kept, close=lambda: told.append("x")
+        )
+        own._make_graphs = lambda call: "new"
+        own._prepare(call)
+        assert (own._graphs == "new") is not kept
+    assert told == ["x"]
+
+
+def test_a_trained_parameter_of_two_chunks_is_refused(prepared: list[Weights]) -> None:
+    """Their backwards have no fixed order, in which its gradients would be added."""
+    own: Any = schedule_of()
+    call = call_of(2)
+    call.model = [torch.nn.Linear(2, 2) for _ in range(2)]
+    call.model[1].bias = call.model[0].bias
+    with pytest.raises(ConfigError, match=r"chunks 0 and 1 of a rank share .*bias and bias"):
+        own._prepare(call)
+    call.model[0].bias.requires_grad_(False)
+    own._prepare(call)
 
 
 def test_without_split_backwards_delayed_modules_are_refused(

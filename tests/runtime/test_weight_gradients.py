@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.core.wgrad import fused, linear
-from megatron.dpp.core.wgrad.linear import WeightGradients, gather_buffers
+from megatron.dpp.core.wgrad import linear, product
+from megatron.dpp.core.wgrad.linear import WeightGradients
+from megatron.dpp.core.wgrad.product import gather_buffers
 from megatron.dpp.errors import ConfigError
 
 
@@ -82,7 +83,8 @@ def test_weights_wait_for_their_w_and_get_what_a_fused_backward_gives() -> None:
             held.append(store.held_bytes)
         waiting = [work for each in store._waiting[0, 0].values() for work in each]
         assert len(waiting) == 2
-        assert all(work.input.grad_fn is None for work in waiting), "it would keep the graph"  # type: ignore[attr-defined]
+        kept = [each.input.get("") for work in waiting for each in work.operands]  # type: ignore[attr-defined]
+        assert all(tensor.grad_fn is None for tensor in kept), "it would keep the graph"
         weights = [layer.weight for layer in chunk.decoder.layers[:2]]  # type: ignore[union-attr]
         assert all(weight.grad is None for weight in weights)
         for piece in range(3):
@@ -170,9 +172,6 @@ def test_a_fused_product_is_told_to_the_wrapper_after_it_was_added(
     """DistributedDataParallel counts a weight by its hook, and reads no ``grad`` of it then."""
     told: list[str] = []
 
-    class Fused(Linear):
-        gradient_accumulation_fusion = True
-
     class Wrapper(Chunk):
         def _make_backward_post_hook(self, weight: Any) -> Any:
             return lambda: told.append(f"hook {list(weight.grad.shape)}")
@@ -182,8 +181,9 @@ def test_a_fused_product_is_told_to_the_wrapper_after_it_was_added(
         told.append("added")
 
     monkeypatch.setattr(linear, "DistributedDataParallel", Wrapper)
-    monkeypatch.setattr(linear.fused_wgrad, "accumulate", add)
-    chunk = Wrapper(Fused())
+    monkeypatch.setattr(product.fused_wgrad, "accumulate", add)
+    monkeypatch.setattr(Linear, "gradient_accumulation_fusion", True)
+    chunk = Wrapper(Linear())
     store = WeightGradients([chunk])
     with store.bound():
         output = chunk(inputs(1)[0]).sum()
@@ -264,7 +264,7 @@ class Sums:
             get_tensor=lambda shape, dtype, name: torch.empty(shape, dtype=dtype),
             buffer={"a": torch.zeros(1)},
         )
-        patch(linear.parallel_state, "get_global_memory_buffer", lambda: buffer)
+        patch(product.parallel_state, "get_global_memory_buffer", lambda: buffer)
 
     def _later(self, name: str, group: Any, work: Any) -> Any:
         self.told.append(f"{name} {group}")
@@ -324,89 +324,78 @@ def test_gather_buffers_are_those_of_megatron_core(
     monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
     Sums(monkeypatch)
-    monkeypatch.setattr(linear.parallel_state, "model_parallel_is_initialized", lambda: there)
+    monkeypatch.setattr(product.parallel_state, "model_parallel_is_initialized", lambda: there)
     assert len(gather_buffers()) == (1 if there else 0)
 
 
-# Fused products -----------------------------------------------------------------------------------
+# Experts and modules that delay -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("apex", "torch_has_it"), [(True, False), (False, True), (False, False)])
-def test_a_fused_product_comes_from_apex_or_pytorch(
-    monkeypatch: pytest.MonkeyPatch, apex: bool, torch_has_it: bool
-) -> None:
-    product = SimpleNamespace(**({"dtype_out": None} if torch_has_it else {}))
-    monkeypatch.setattr(fused.compat, "lookup", lambda name: apex)
-    monkeypatch.setattr(fused.torch, "ops", SimpleNamespace(aten=SimpleNamespace(addmm=product)))
-    assert fused.available() is (apex or torch_has_it)
+class Experts(torch.nn.Module):
+    """Grouped experts as the store sees them."""
+
+    def __init__(self, *linears: Any) -> None:
+        super().__init__()
+        self.linears, self.changed = linears, False
+
+    def are_as_built(self) -> bool:
+        return not self.changed
 
 
-@pytest.mark.parametrize("apex", [True, False])
-def test_only_a_missing_product_is_provided(monkeypatch: pytest.MonkeyPatch, apex: bool) -> None:
-    assigned: dict[str, Any] = {}
-    monkeypatch.setattr(fused.compat, "lookup", lambda name: assigned.get(name, apex))
-    monkeypatch.setattr(fused.compat, "assign", assigned.__setitem__)
-    fused.provide()
-    fused.provide()
-    assert len(assigned) == (0 if apex else 2)
+def group(*weights: torch.Tensor) -> Any:
+    """One linear layer of experts with these weights."""
+    layers = [torch.nn.Module() for _ in weights]
+    for layer, weight in zip(layers, weights, strict=True):
+        layer.weight = weight if isinstance(weight, torch.nn.Parameter) else None  # type: ignore[assignment]
+    return SimpleNamespace(layers=layers, weights=list(weights), defer=None)
 
 
-@pytest.mark.parametrize(
-    ("kept", "given"),
-    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16,) * 2],
-)
-def test_a_fused_product_adds_into_the_main_gradient(
-    monkeypatch: pytest.MonkeyPatch, kept: torch.dtype, given: torch.dtype
-) -> None:
-    monkeypatch.setattr(fused.compat, "lookup", lambda name: fused)
-    asked: list[str] = []
-    for name in ("wgrad_gemm_accum_fp16", "wgrad_gemm_accum_fp32"):
-        real = getattr(fused, name)
-        monkeypatch.setattr(
-            fused, name, lambda *a, real=real, name=name: asked.append(name) or real(*a)
-        )
-    weight: Any = torch.nn.Parameter(torch.zeros(2, 3, dtype=given))
-    weight.main_grad = torch.ones(2, 3, dtype=kept)
-    weight.grad_added_to_main_grad = False
-    tokens, grads = torch.ones(4, 3, dtype=given), torch.full((4, 2), 2.0, dtype=given)
-    fused.accumulate(weight, tokens, grads)
-    assert torch.equal(weight.main_grad, torch.full((2, 3), 9.0, dtype=kept))
-    assert weight.grad_added_to_main_grad
-    assert asked == [f"wgrad_gemm_accum_fp{32 if kept == torch.float32 else 16}"]
+@pytest.fixture
+def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "GroupedExperts", Experts)
 
 
+@pytest.mark.usefixtures("grouped")
 def test_experts_defer_for_one_step_alone() -> None:
-    store = WeightGradients([Chunk(Linear())])
-    layer: Any = SimpleNamespace(defer=None)
-    store._groups.append((layer, print))
+    one = group(torch.nn.Parameter(torch.zeros(2, 2)))
+    store = WeightGradients([Chunk(Experts(one))])
     with store.bound():
-        assert layer.defer is print
-    assert layer.defer is None
+        assert one.defer.takes(one.weights)
+        assert not one.defer.takes([torch.zeros(2, 2)]), "another weight"
+        one.weights[0].register_hook(lambda gradient: None)
+        assert not one.defer.takes(one.weights), "a hook"
+    assert one.defer is None
 
 
-def test_experts_with_a_frozen_weight_defer_nothing() -> None:
-    store, weights = WeightGradients([Chunk(Linear())]), torch.nn.Linear(2, 2)
-    weights.bias.requires_grad_(False)
-    experts: Any = SimpleNamespace(linears=[SimpleNamespace(weights=list(weights.parameters()))])
-    store._add_group(experts, 0, torch.nn.Module())
-    assert not store._groups
+@pytest.mark.usefixtures("grouped")
+@pytest.mark.parametrize("why", ["frozen", "changed", "hooked"])
+def test_experts_that_cannot_defer_go_their_own_way(why: str) -> None:
+    one = group(*(torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(2)))
+    if why == "frozen":
+        one.weights[1].requires_grad_(False)
+    elif why == "hooked":
+        one.weights[1].register_hook(lambda gradient: None)
+    experts, said = Experts(one), list[str]()
+    experts.changed = why == "changed"
+    store = WeightGradients([Chunk(experts)], said.append)
+    assert store.num_pieces == (0,)
+    assert len(said) == (why != "frozen")
+    with store.bound():
+        assert one.defer is None
 
 
+@pytest.mark.usefixtures("grouped")
 def test_each_product_of_experts_defers_to_its_own_weights() -> None:
-    chunk = torch.nn.Module()
-    linears: list[Any] = [
-        SimpleNamespace(weights=[torch.nn.Parameter(torch.zeros(2, 2))]) for _ in range(2)
-    ]
-    store = WeightGradients([Chunk(Linear())])
-    store._add_group(SimpleNamespace(linears=linears), 0, chunk)  # type: ignore[arg-type]
-    with store.divert() as deferred:
-        for _, defer in store._groups:
-            defer(torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(1))
-    first, second = deferred[0]
-    first.accumulate[0](torch.ones(2, 2))  # type: ignore[attr-defined]
-    assert linears[0].weights[0].grad is not None and linears[1].weights[0].grad is None
-    second.accumulate[0](torch.ones(2, 2))  # type: ignore[attr-defined]
-    assert torch.equal(linears[0].weights[0].grad, linears[1].weights[0].grad)
+    linears = [group(torch.nn.Parameter(torch.zeros(2, 2))) for _ in range(2)]
+    store = WeightGradients([Chunk(Experts(*linears))])
+    with store.bound():
+        with store.divert() as deferred:
+            for each in linears:
+                each.defer(torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(1))
+        first, second = deferred[0]
+    weights = [each.weights[0] for each in linears]
+    assert [first.touches(weight) for weight in weights] == [True, False]
+    assert [second.touches(weight) for weight in weights] == [False, True]
 
 
 def test_work_goes_to_the_innermost_collection_and_then_again_to_the_one_around_it() -> None:
@@ -424,6 +413,9 @@ class Modules:
 
     def __init__(self, chunk: Any, layers: Any, ddp: Any) -> None:
         self.told: list[Any] = []
+
+    def is_like(self, other: Any) -> bool:
+        return True
 
     def restart(self) -> None:
         self.told.append("restart")

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
 
+from megatron.dpp.core.wgrad.own_way import product_is_own, untouched
 from megatron.dpp.errors import ConfigError
 
 grouped_mm: Callable[..., torch.Tensor] | None = getattr(
@@ -29,8 +30,29 @@ grouped_mm: Callable[..., torch.Tensor] | None = getattr(
 _ALIGNED_BYTES = 16
 """Multiple that a GPU's kernel asks of the bytes of a row."""
 
-Defer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Takes the operands of a weight gradient: input, output gradient, ends of the experts' tokens."""
+NODE = torch.zeros((), requires_grad=True)
+"""An input of products that defer, in the place of their weights. It gets no gradient itself."""
+_NODE_ACCUMULATES = torch.autograd.graph.get_gradient_edge(NODE).node
+
+
+class Defer(Protocol):
+    """Takes what weight gradients need."""
+
+    def takes(self, weights: list[Any]) -> bool:
+        """True if a product with these weights defers."""
+        ...
+
+    def __call__(self, tokens: torch.Tensor, grad_output: torch.Tensor, ends: torch.Tensor) -> None:
+        """Take the operands: input, output gradient, ends of the experts' tokens."""
+        ...
+
+
+def wants_leaves() -> bool:
+    """In the backward of a product of :data:`NODE`: True if the pass accumulates gradients of
+    leaves, and not only asks for those of some tensors, as ``torch.autograd.grad`` does.
+    """
+    wanted: bool = torch._C._will_engine_execute_node(_NODE_ACCUMULATES)
+    return wanted
 
 
 class GroupedLinear:
@@ -73,10 +95,12 @@ class GroupedLinear:
             tokens: [tokens, in], those of the first expert first.
             ends: int32 [experts], the end of each expert's tokens.
         """
-        # All layers before it are frozen: autograd would not run a backward that defers.
-        frozen_before = torch.is_grad_enabled() and not tokens.requires_grad
-        defer = None if frozen_before else self.defer
-        weights = self.weights if defer is None else []
+        weights: list[torch.Tensor] = [*self.weights]
+        # Without a gradient of its input all layers before it are frozen: none waits for its B.
+        waited_for = torch.is_grad_enabled() and tokens.requires_grad
+        defer = self.defer if waited_for and self.defer and self.defer.takes(weights) else None
+        if defer is not None:
+            weights = [NODE]
         output: torch.Tensor = _Product.apply(  # type: ignore[no-untyped-call]
             tokens, ends, self, defer, *weights
         )
@@ -84,7 +108,7 @@ class GroupedLinear:
 
 
 class _Product(torch.autograd.Function):
-    """A grouped product. Weights that are no inputs get their gradients from who defers them."""
+    """A grouped product. With :data:`NODE` for all weights, their gradients are deferred."""
 
     @staticmethod
     def forward(
@@ -109,8 +133,9 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_tokens = grouped_mm(grad_output, ctx.linear.together(), offs=ends)
         if ctx.defer is not None:
-            ctx.defer(tokens.detach(), grad_output, ends)
-            return grad_tokens, None, None, None
+            if wants_leaves():
+                ctx.defer(tokens.detach(), grad_output, ends)
+            return grad_tokens, None, None, None, None
         return grad_tokens, None, None, None, *weight_gradients(tokens, grad_output, ends)
 
 
@@ -148,6 +173,8 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
             GroupedLinear([getattr(expert, name) for expert in self.local_experts])
             for name in names
         )
+        self._kinds = {type(expert) for expert in self.local_experts}
+        self._kinds |= {type(layer) for linear in self.linears for layer in linear.layers}
         if len(self.local_experts) > 1:
             self._leave_fusion()
         self._check()
@@ -200,7 +227,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run all experts; see megatron-core's ``SequentialMLP.forward``."""
         tokens, probs = permuted_local_hidden_states, permuted_probs
-        if len(self.local_experts) == 1 or not len(tokens):
+        if len(self.local_experts) == 1 or not len(tokens) or not self.are_as_built():
             alone: tuple[torch.Tensor, torch.Tensor | None]
             alone = super().forward(tokens, tokens_per_expert, probs)
             return alone
@@ -212,6 +239,20 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         expert = self.local_experts[0]
         output, _ = type(expert).forward(_Together(expert, first, second), tokens, probs)
         return output, None
+
+    def are_as_built(self) -> bool:
+        """True if no host has changed an expert: a grouped product calls none of their forwards."""
+        first, second = self.linears
+        kind = torch.nn.Parameter
+        rows = zip(self.local_experts, first.layers, second.layers, strict=True)
+        return product_is_own() and all(
+            expert.linear_fc1 is one
+            and expert.linear_fc2 is other
+            and untouched(expert, self._kinds)
+            and all(untouched(layer, self._kinds) for layer in (one, other))
+            and all(type(layer._parameters.get("weight")) is kind for layer in (one, other))
+            for expert, one, other in rows
+        )
 
     def _ends(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """The end of each expert's tokens, int32 on the device of ``tokens``."""

@@ -58,6 +58,7 @@ class PipelineSchedule(abc.ABC):
         self._log = log or logger.info
         self._warn = warn or self._log
         self._capture = capture
+        self._said: set[str] = set()
 
     @abc.abstractmethod
     def __call__(self, **keywords: Any) -> list[Any]:
@@ -82,6 +83,12 @@ class PipelineSchedule(abc.ABC):
         """True if tasks need random states of their own; a single stage keeps Megatron's."""
         wanted = self.config.task_rng and num_ranks > 1
         return wanted and needs_task_rng(chunks, forward_only=forward_only)
+
+    def _say_once(self, line: str) -> None:
+        """Log a line of something that is prepared in each step."""
+        if line not in self._said:
+            self._said.add(line)
+            self._log(line)
 
     def _captures(self) -> bool:
         """True if CUDA graphs, or the ``capture`` of a test, are available."""

@@ -29,6 +29,7 @@ from megatron.dpp.core.memory import room
 from megatron.dpp.core.rng import TaskRng
 from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.core.wgrad.linear import WeightGradients
+from megatron.dpp.core.wgrad.own_way import refuse_shared
 from megatron.dpp.core.wgrad.te import refuse_delayed
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector
@@ -270,13 +271,14 @@ class DppSchedule(PipelineSchedule):
         """Prepare this model's backwards, and anew when a host has frozen weights since, or trains
         frozen ones; True if they are split.
         """
+        refuse_shared(call.model)
         trained = [parameter.requires_grad for parameter in self._prepared_parameters]
         if self._prepared_model != call.model or trained != self._prepared_trained:
             if self._prepared_model and self._decisions is not None:
                 self._decisions.renew()
             self._forget_model()
             if self.config.split_backward:
-                self._weight_gradients = WeightGradients(call.model)
+                self._weight_gradients = WeightGradients(call.model, self._say_once)
                 self._log_if_fused(self._weight_gradients)
             else:
                 refuse_delayed(call.model, "--no-dpp-split-backward runs no W tasks")
@@ -285,12 +287,22 @@ class DppSchedule(PipelineSchedule):
             self._prepared_model = list(call.model)
             self._prepared_parameters = [p for chunk in call.model for p in chunk.parameters()]
             self._prepared_trained = [p.requires_grad for p in self._prepared_parameters]
+        else:
+            self._look_again(call)
         return any(self._weight_gradients.num_pieces) if self._weight_gradients else False
+
+    def _look_again(self, call: StepCall) -> None:
+        """Prepare what a host has changed in the model since the last step."""
+        if self._weight_gradients is not None:
+            self._weight_gradients.inspect()
+        if self._graphs is not None and not self._graphs.inspect():
+            self._graphs.close()
+            self._graphs = self._make_graphs(call)
 
     def _log_if_fused(self, weights: WeightGradients) -> None:
         chunks = [chunk for chunk, pieces in enumerate(weights.num_pieces) if not pieces]
         if chunks:
-            self._log(
+            self._say_once(
                 f"dynamic pipeline: the backward of chunks {chunks} is fused: their transformer "
                 "layers have no linear layer whose weight gradient can be deferred"
             )

@@ -7,6 +7,7 @@ chunk's first forward in the slot, or at the end of the step in which the slot w
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,13 +21,9 @@ from megatron.dpp.core.graphs.capture import Capture
 from megatron.dpp.core.graphs.pools import Pools, Slot, Slots, alike
 from megatron.dpp.core.graphs.reductions import Additions, Reductions
 from megatron.dpp.core.graphs.rng import CapturedRng, RecomputedDraws
-from megatron.dpp.core.wgrad.linear import (
-    DeferredWork,
-    WeightGradients,
-    decoder_block,
-    gather_buffers,
-    gradient_accumulator,
-)
+from megatron.dpp.core.wgrad.linear import WeightGradients, decoder_block, gradient_accumulator
+from megatron.dpp.core.wgrad.own_way import STANDS_FOR, why_eager
+from megatron.dpp.core.wgrad.product import DeferredWork, gather_buffers
 from megatron.dpp.core.wgrad.te import DelayedModules, adding, real_gradient
 from megatron.dpp.errors import one_line
 
@@ -145,6 +142,10 @@ class _Graphs:
             self._slots.give_back(self._slot)
         return self._slots.grad_input.clone()
 
+    def adds_to(self, weight: torch.Tensor) -> bool:
+        """True if this is a parameter of the block."""
+        return any(parameter is weight for parameter, _ in self._owner.accumulators)
+
     def weight(self, layer: int) -> None:
         """Replay one layer's W; the last one gives the slot back."""
         self._weights[layer].replay()
@@ -154,7 +155,7 @@ class _Graphs:
 
 
 @dataclass(frozen=True)
-class _WeightReplay:
+class _WeightReplay(DeferredWork):
     """A captured W; its memory is the slot's and counted with the activation."""
 
     graphs: _Graphs
@@ -162,6 +163,9 @@ class _WeightReplay:
 
     def num_bytes(self) -> int:
         return 0
+
+    def touches(self, weight: torch.Tensor) -> bool:
+        return self.graphs.adds_to(weight)
 
     def compute(self) -> None:
         self.graphs.weight(self.layer)
@@ -221,6 +225,19 @@ class GraphedBlock:
         self._signatures: dict[int, Any] = {}
         self._failed = False
         self._original = block.forward
+        self._made_of = _made_of(block)
+
+    def is_as_built(self) -> bool:
+        """True if no host has changed the modules and parameters of the block since."""
+        now = _made_of(self._block)
+        same = len(now) == len(self._made_of) and all(
+            one is other for one, other in zip(now, self._made_of, strict=True)
+        )
+        return same and decoder_block(self.chunk) is self._block
+
+    def why_eager(self) -> str | None:
+        """The reason why a step cannot replay the block, as a host does more in it; or None."""
+        return why_eager(self._block)
 
     def bind(self, pools: Pools | None) -> None:
         """Replay the block's forwards over these slots; None restores its own forward."""
@@ -242,8 +259,9 @@ class GraphedBlock:
                 self._capture_in(slot, slots, known.options)
 
     def addresses(self) -> list[int]:
-        """The parameters' addresses, which graphs use."""
-        return [parameter.data_ptr() for parameter, _ in self.accumulators]
+        """Of parameters, also frozen ones, and buffers, which graphs use."""
+        used = itertools.chain(self._block.parameters(), self._block.buffers())
+        return [tensor.data_ptr() for tensor in used]
 
     def run(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
         """Run the block's own forward."""
@@ -268,6 +286,7 @@ class GraphedBlock:
             alias = torch.nn.Parameter(parameter.detach())  # compiled parts expect a Parameter
             alias.__dict__.update(parameter.__dict__)  # Megatron's marks, and main_grad
             alias.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            setattr(alias, STANDS_FOR, parameter)
             aliases.append(alias)
         return aliases
 
@@ -370,6 +389,16 @@ class GraphedBlock:
                 first = first.__context__
             self._failed = True
             self._say(f"runs without graphs: {one_line(first, 200)}")
+
+
+def _made_of(block: torch.nn.Module) -> list[Any]:
+    """The objects that a capture depends on."""
+    found: list[Any] = []
+    for module in block.modules():
+        found += (module, type(module), module.training)
+        for parameter in module._parameters.values():
+            found += (parameter, parameter is not None and parameter.requires_grad)
+    return found
 
 
 def _taken(tensor: torch.Tensor) -> torch.Tensor:

@@ -66,6 +66,7 @@ class ChunkGraphs:
         self._rows, self._most = rows, most
         self._blocks: list[GraphedBlock] = []
         self._numbers: list[int] = []
+        self._eager: list[str | None] = []
         self._pools: Pools | None = None
         self._slot_bytes = 0.0
         self._addresses: list[list[int]] = []
@@ -86,6 +87,7 @@ class ChunkGraphs:
                 )
             else:
                 say(f"runs without graphs: {reason}")
+        self.inspect()
 
     @property
     def awaits_size(self) -> bool:
@@ -103,6 +105,15 @@ class ChunkGraphs:
     def keep_size(self, slot_bytes: float) -> None:
         """Take an activation's size, and drop this step's slots: a cap in bytes allows fewer."""
         self._slot_bytes, self._pools = slot_bytes, None
+
+    def inspect(self) -> bool:
+        """Look at the chunks before a training step, as hosts change them; False if graphs must be
+        made anew.
+        """
+        if not all(block.is_as_built() for block in self._blocks):
+            return False
+        self._eager = [block.why_eager() for block in self._blocks]
+        return True
 
     def close(self) -> None:
         """Free the graphs, without which NCCL's communicators cannot be destroyed."""
@@ -131,12 +142,17 @@ class ChunkGraphs:
             yield
             return
         self._make_room(example)
-        for block in self._blocks:
-            block.bind(self._pools)
+        bound = []
+        for number, block, reason in zip(self._numbers, self._blocks, self._eager, strict=True):
+            if reason is None:
+                bound.append(block)
+                block.bind(self._pools)
+            else:
+                self._say(number, f"runs without graphs: {reason}")
         try:
             yield
         finally:
-            for block in self._blocks:
+            for block in bound:
                 block.bind(None)
         if self._pools is not None and self._pools.num_made != self._num_said:
             self._complete(self._pools)

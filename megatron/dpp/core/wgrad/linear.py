@@ -7,171 +7,34 @@ later, one layer at a time. Each weight gets its contributions in microbatch ord
 DistributedDataParallel's own hook, so the numbers are bitwise those of a fused backward.
 
 Transformer Engine's modules delay their weight gradients themselves (``te``). Embeddings, the LM
-head, biases and norms are not deferred: they would hold much memory for little gain.
+head, biases and norms are not deferred: they would hold much memory for little gain. A layer that a
+host has changed goes its own way (``own_way``), and computes its weight gradient within B.
 
 Source of the idea: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.utils import (
-    get_attr_wrapped_model,
-    get_model_config,
-    prepare_input_tensors_for_wgrad_compute,
-)
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
-from megatron.dpp.core.experts import GroupedExperts, GroupedLinear, weight_gradients
+from megatron.dpp.core.experts import GroupedExperts, GroupedLinear
 from megatron.dpp.core.grad_sync import replicated
-from megatron.dpp.core.wgrad import fused as fused_wgrad
+from megatron.dpp.core.wgrad.own_way import Place, places, why_module, why_weight
+from megatron.dpp.core.wgrad.product import DeferredWork, Group, Layer, forward_of, refuse
 from megatron.dpp.core.wgrad.te import DelayedModules
 from megatron.dpp.errors import ConfigError
 
-
-@dataclass(frozen=True)
-class _Layer:
-    """One rebound linear layer."""
-
-    piece: int
-    weight: torch.nn.Parameter
-    accumulate: Callable[[torch.Tensor], None]
-    fused: bool
-    store: WeightGradients
-
-
-@dataclass(frozen=True)
-class _Deferred:
-    """The operands of one layer's weight gradient: [s(/tp), b, in] and [s, b, out]."""
-
-    layer: _Layer
-    input: torch.Tensor
-    grad_output: torch.Tensor
-    gather_group: torch.distributed.ProcessGroup | None
-
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.input, self.grad_output))
-
-    @torch.no_grad()
-    def compute(self) -> None:
-        total_input = _gather(self.input, self.gather_group)
-        grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
-            self.grad_output, total_input
-        )
-        layer = self.layer
-        if layer.fused:
-            fused_wgrad.accumulate(layer.weight, total_input, grad_output)
-            layer.accumulate(torch.empty_like(layer.weight))
-        else:
-            layer.accumulate(grad_output.t().matmul(total_input))
-
-
-@dataclass(frozen=True)
-class _DeferredGroup:
-    """The operands of the weight gradients of one linear layer of all experts."""
-
-    accumulate: list[Callable[[torch.Tensor], None]]
-    input: torch.Tensor
-    grad_output: torch.Tensor
-    ends: torch.Tensor
-
-    def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.input, self.grad_output))
-
-    def compute(self) -> None:
-        gradients = weight_gradients(self.input, self.grad_output, self.ends)
-        for accumulate, gradient in zip(self.accumulate, gradients, strict=True):
-            accumulate(gradient)
-
-
-class DeferredWork(Protocol):
-    """Work that a backward pass leaves for its W."""
-
-    def num_bytes(self) -> int:
-        """Memory that it holds, beyond the activation."""
-        ...
-
-    def compute(self) -> None:
-        """Compute the gradients and hand them over."""
-        ...
-
-
-class _InputGradientNow(torch.autograd.Function):
-    """``input @ weight.T + bias`` whose backward defers the weight gradient to the store.
-
-    The weight is no input of the autograd graph: otherwise autograd would run its gradient
-    accumulator, and DDP's hook, before its gradient exists.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input_: torch.Tensor,
-        bias: torch.Tensor | None,
-        layer: _Layer,
-        allreduce_dgrad: bool,
-        gather_group: torch.distributed.ProcessGroup | None,
-        tp_group: torch.distributed.ProcessGroup | None,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(input_)
-        ctx.layer, ctx.allreduce_dgrad = layer, allreduce_dgrad
-        ctx.gather_group, ctx.tp_group, ctx.has_bias = gather_group, tp_group, bias is not None
-        output = torch.matmul(_gather(input_, gather_group), layer.weight.t())
-        return output if bias is None else output + bias
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[Any, ...]:
-        (input_,) = ctx.saved_tensors
-        grad_input = grad_output.matmul(ctx.layer.weight)
-        handle = None
-        if ctx.allreduce_dgrad:
-            handle = torch.distributed.all_reduce(grad_input, group=ctx.tp_group, async_op=True)
-        if ctx.gather_group is not None:
-            scattered = torch.empty_like(input_)
-            handle = torch.distributed.reduce_scatter_tensor(
-                scattered, grad_input, group=ctx.gather_group, async_op=True
-            )
-        # Detached: the input's grad_fn would keep the whole graph before it alive until the W.
-        work = _Deferred(ctx.layer, input_.detach(), grad_output, ctx.gather_group)
-        ctx.layer.store.defer(ctx.layer.piece, work)
-        grad_bias = None
-        if ctx.has_bias:
-            grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
-        if handle is not None:
-            handle.wait()
-        if ctx.gather_group is not None:
-            grad_input = scattered
-        return grad_input, grad_bias, None, None, None, None
-
-
-def _gather(input_: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
-    """The full sequence of a sequence-parallel input, [s/tp, b, h] -> [s, b, h]; without a group
-    the input itself.
-    """
-    if group is None:
-        return input_
-    shape = (input_.shape[0] * group.size(), *input_.shape[1:])
-    buffers = parallel_state.get_global_memory_buffer()
-    full: torch.Tensor = buffers.get_tensor(shape, input_.dtype, "mpu")
-    torch.distributed.all_gather_into_tensor(full, input_.contiguous(), group=group)
-    return full
-
-
-def gather_buffers() -> list[torch.Tensor]:
-    """The buffers of gathered sequence-parallel inputs. megatron-core replaces one by a larger one
-    when needed.
-    """
-    if not parallel_state.model_parallel_is_initialized():
-        return []
-    return list(parallel_state.get_global_memory_buffer().buffer.values())
+_NAMED = 2
+"""Layers that a line names; the others are counted."""
 
 
 class WeightGradients:
@@ -179,19 +42,30 @@ class WeightGradients:
 
     Args:
         chunks: the rank's model chunks, DDP-wrapped or bare, in chunk order.
+        say: called with a line per reason why layers compute their weight gradients within B, in
+            each step.
 
     Raises:
         ConfigError: a chunk's layers accumulate gradients in a way that cannot be deferred.
     """
 
-    def __init__(self, chunks: list[torch.nn.Module]) -> None:
+    def __init__(
+        self, chunks: list[torch.nn.Module], say: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self._chunks, self._say = chunks, say
         self._current: dict[int, list[DeferredWork]] | None = None
         self._waiting: dict[tuple[int, int], dict[int, list[DeferredWork]]] = {}
         self._layers: list[tuple[Any, Callable[..., torch.Tensor]]] = []
-        self._groups: list[tuple[GroupedLinear, Callable[..., None]]] = []
+        self._groups: list[tuple[GroupedLinear, Group]] = []
+        self._weights: dict[torch.nn.Parameter, str] = {}
+        self._accumulators: dict[torch.nn.Parameter, Callable[[torch.Tensor], None]] = {}
+        self._own_ways: dict[str, list[str]] = {}
+        self._accumulated: dict[torch.nn.Parameter, int] = {}
         self._held_bytes = 0
         self._delayed: list[DelayedModules] = []
-        self.num_pieces = tuple(self._prepare(chunk) for chunk in chunks)
+        self.num_pieces: tuple[int, ...] = ()
+        """Transformer layers of each chunk; 0 if none of them can defer."""
+        self.inspect()
 
     @property
     def held_bytes(self) -> int:
@@ -202,7 +76,37 @@ class WeightGradients:
         """The modules of a chunk that delay their weight gradients; None if it has none."""
         return self._delayed[chunk] or None
 
-    def _prepare(self, chunk: torch.nn.Module) -> int:
+    def inspect(self) -> None:
+        """Find the layers that can defer in the next step: a host may have changed them.
+
+        Raises:
+            ConfigError: as of the class.
+        """
+        self._waiting.clear()
+        self._layers, self._groups, self._held_bytes = [], [], 0
+        self._accumulators = {weight: self._accumulators[weight] for weight in self._weights}
+        self._weights = {}
+        before, self._delayed = self._delayed, []
+        found = [list(places(chunk)) for chunk in self._chunks]
+        modules = {id(place.module): place.module for each in found for place in each}
+        uses = Counter(
+            id(parameter)
+            for module in modules.values()
+            for parameter in module._parameters.values()
+            if parameter is not None
+        )
+        self.num_pieces = tuple(
+            self._prepare(chunk, places_in, before[number] if before else None, uses)
+            for number, (chunk, places_in) in enumerate(zip(self._chunks, found, strict=True))
+        )
+
+    def _prepare(
+        self,
+        chunk: torch.nn.Module,
+        found: list[Place],
+        before: DelayedModules | None,
+        uses: Counter[int],
+    ) -> int:
         """Find a chunk's linear layers; returns its number of pieces (transformer layers), 0 if
         nothing can be deferred.
         """
@@ -214,77 +118,116 @@ class WeightGradients:
             )
         block = decoder_block(chunk)
         layers = list(block.layers) if block is not None else []
-        self._delayed.append(DelayedModules(chunk, layers, _ddp_of(chunk)))
-        num_known = len(self._layers)
-        for number, layer in enumerate(layers):
-            for module in layer.modules():
-                if isinstance(module, ColumnParallelLinear | RowParallelLinear):
-                    self._add(module, number, chunk)
-                elif isinstance(module, GroupedExperts):
-                    self._add_group(module, number, chunk)
-        deferred = self._delayed[-1] or len(self._layers) > num_known
-        return len(layers) if deferred else 0
+        delayed = DelayedModules(chunk, layers, _ddp_of(chunk))
+        self._delayed.append(before if before is not None and before.is_like(delayed) else delayed)
+        num_known = len(self._weights)
+        self._own_ways = {}
+        piece_of = {id(m): number for number, layer in enumerate(layers) for m in layer.modules()}
+        for place in found:
+            piece = piece_of.get(id(place.module))
+            if piece is None:
+                continue
+            if isinstance(place.module, ColumnParallelLinear | RowParallelLinear):
+                self._add(place, piece, chunk, lambda weight: uses[id(weight)])
+            elif isinstance(place.module, GroupedExperts):
+                self._add_group(place, piece, chunk, lambda weight: uses[id(weight)])
+        for reason, names in self._own_ways.items():
+            self._tell(names, reason)
+        return len(layers) if self._delayed[-1] or len(self._weights) > num_known else 0
 
-    def _add(self, module: Any, piece: int, chunk: torch.nn.Module) -> None:
-        if module.weight is None or not module.weight.requires_grad:
+    def _add(
+        self, place: Place, piece: int, chunk: torch.nn.Module, uses: Callable[[Any], int]
+    ) -> None:
+        module: Any = place.module
+        weight = module._parameters.get("weight")
+        if weight is not None and not weight.requires_grad:
             return
-        layer = _Layer(
-            piece=piece,
-            weight=module.weight,
-            accumulate=gradient_accumulator(module.weight, chunk),
-            fused=bool(module.gradient_accumulation_fusion),
-            store=self,
-        )
+        kinds = (ColumnParallelLinear, RowParallelLinear)
+        reason = place.around or why_module(module, kinds) or why_weight(module, uses)
+        if weight is None and vars(module).get("weight", self) is None:
+            return  # it is given one in each call
+        if reason is not None:
+            self._own_ways.setdefault(reason, []).append(place.name)
+            return
+        layer = Layer(piece, place.name, module, self._accumulator(weight, chunk), self.defer)
+        self._layers.append((module, forward_of(module, layer, partial(self._tell, [place.name]))))
+        self._weights[weight] = f"{place.name}.weight"
 
-        def forward_impl(input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
-            frozen_before = not (input.requires_grad or _wants(options["bias"]))
-            if torch.is_grad_enabled() and (frozen_before or options.get("output_dtype")):
-                # The weight gradient is computed within B: all layers before it are frozen, so
-                # autograd would not run the backward below; or its product has another dtype.
-                own: torch.Tensor = type(module)._forward_impl(module, input, weight, **options)
-                return own
-            sequence_parallel = options["sequence_parallel"]
-            output: torch.Tensor = _InputGradientNow.apply(  # type: ignore[no-untyped-call]
-                input,
-                options["bias"],
-                layer,
-                options["allreduce_dgrad"],
-                options["tp_group"] if sequence_parallel else None,
-                options["tp_group"],
-            )
-            return output
-
-        self._layers.append((module, forward_impl))
-
-    def _add_group(self, experts: GroupedExperts, piece: int, chunk: torch.nn.Module) -> None:
+    def _add_group(
+        self, place: Place, piece: int, chunk: torch.nn.Module, uses: Callable[[Any], int]
+    ) -> None:
+        experts: Any = place.module
+        if not experts.are_as_built():
+            changed = "its experts were changed, and run one after the other"
+            self._own_ways.setdefault(changed, []).append(place.name)
+            return
         for linear in experts.linears:
             if not all(weight.requires_grad for weight in linear.weights):
                 continue
-            accumulate = [gradient_accumulator(weight, chunk) for weight in linear.weights]
+            reasons = (place.around or why_weight(layer, uses) for layer in linear.layers)
+            reason = next(filter(None, reasons), None)
+            if reason is not None:
+                self._own_ways.setdefault(reason, []).append(place.name)
+                continue
+            accumulate = [self._accumulator(weight, chunk) for weight in linear.weights]
+            group = Group(piece, place.name, linear.weights, accumulate, self.defer)
+            self._groups.append((linear, group))
+            self._weights.update(dict.fromkeys(linear.weights, f"{place.name}: a weight"))
 
-            def defer(*operands: torch.Tensor, accumulate: list[Any] = accumulate) -> None:
-                self.defer(piece, _DeferredGroup(accumulate, *operands))
+    def _accumulator(
+        self, weight: torch.nn.Parameter, chunk: torch.nn.Module
+    ) -> Callable[[torch.Tensor], None]:
+        """The one of the step before, if there is one."""
+        if weight not in self._accumulators:
+            self._accumulators[weight] = gradient_accumulator(weight, chunk)
+        return self._accumulators[weight]
 
-            self._groups.append((linear, defer))
+    def _tell(self, names: list[str], reason: str) -> None:
+        """Say why layers go their own way."""
+        text = ", ".join(names[:_NAMED])
+        if len(names) > _NAMED:
+            text += f" and {len(names) - _NAMED} more"
+        self._say(f"dynamic pipeline: the weight gradient of {text} is computed within B: {reason}")
 
     @contextmanager
     def bound(self) -> Iterator[None]:
         """Make the layers' backwards defer for one step; the model is restored after it."""
+        self._accumulated.clear()
         for modules in self._delayed:
             modules.restart()
-        for module, forward_impl in self._layers:
-            module._forward_impl = forward_impl
-        for linear, defer in self._groups:
-            linear.defer = defer
-        try:
+        with ExitStack() as around:
+            for weight in self._weights:
+                hook = weight.register_hook(partial(self._before_autograd_adds, weight))  # type: ignore[no-untyped-call]
+                around.callback(hook.remove)
+            for module, forward_impl in self._layers:
+                module._forward_impl = forward_impl
+                around.callback(vars(module).pop, "_forward_impl", None)
+            for linear, group in self._groups:
+                linear.defer = group
+                around.callback(setattr, linear, "defer", None)
             yield
-        finally:
-            for module, _ in self._layers:
-                del module._forward_impl
-            for linear, _ in self._groups:
-                linear.defer = None
         for modules in self._delayed:
             modules.check_empty()
+
+    def _before_autograd_adds(self, weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
+        """Keep a weight's order where a pass adds a gradient by itself, as a layer went its own way
+        in one call: what earlier passes have deferred comes first.
+
+        Raises:
+            ConfigError: the same pass has deferred one, and would have added up both.
+        """
+        task = self._accumulated[weight] = torch._C._current_graph_task_id()
+        for waiting in self._waiting.values():
+            for row in waiting.values():
+                for work in [work for work in row if work.touches(weight)]:
+                    if work.task == task:
+                        self._refuse_mixture(weight)
+                    row.remove(work)
+                    work.compute()
+                    self._held_bytes -= work.num_bytes()
+
+    def _refuse_mixture(self, weight: torch.nn.Parameter) -> None:
+        refuse(self._weights[weight], "is also used outside of its layer's own product")
 
     @contextmanager
     def collect(self, chunk: int, microbatch: int) -> Iterator[None]:
@@ -309,8 +252,13 @@ class WeightGradients:
         if self._current is None:
             work.compute()
             return
-        self._current[layer].append(work)
+        for weight, task in self._accumulated.items():
+            if task == work.task and work.touches(weight):
+                self._refuse_mixture(weight)
         self._held_bytes += work.num_bytes()
+        row = self._current[layer]
+        if not any(known.join(work) for known in row):
+            row.append(work)
 
     def run(self, chunk: int, microbatch: int, piece: int) -> None:
         """Compute the weight gradients of one transformer layer; ``piece`` counts from the last."""
@@ -324,10 +272,6 @@ class WeightGradients:
             if waiting:
                 raise AssertionError(f"weight gradients left over: {sorted(waiting)}")
             del self._waiting[chunk, microbatch]
-
-
-def _wants(bias: torch.Tensor | None) -> bool:
-    return bias is not None and bias.requires_grad
 
 
 def gradient_accumulator(
@@ -352,11 +296,15 @@ def _ddp_of(chunk: torch.nn.Module, weight: torch.nn.Parameter | None = None) ->
     for ddp in replicated(chunk):
         if weight is None or weight in ddp.param_to_bucket_group:
             return ddp
-    if hasattr(chunk, "start_grad_sync"):
-        raise ConfigError(
-            f"--dpp-split-backward cannot defer weight gradients under {type(chunk).__name__}; "
-            "use --no-dpp-split-backward or megatron-core's DistributedDataParallel"
-        )
+    found: Any = chunk
+    while isinstance(found, torch.nn.Module):
+        torchs = isinstance(found, torch.nn.parallel.DistributedDataParallel)
+        if torchs or hasattr(found, "start_grad_sync"):
+            raise ConfigError(
+                f"--dpp-split-backward cannot defer weight gradients under {type(found).__name__}; "
+                "use --no-dpp-split-backward or megatron-core's DistributedDataParallel"
+            )
+        found = getattr(found, "module", None)
     return None
 
 

@@ -23,7 +23,9 @@ This holds for Transformer Engine 2.7 to 2.20 by its sources, and was run with 2
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,6 +34,8 @@ from typing import Any
 import torch
 
 from megatron.dpp.core.memory import tensors_in
+from megatron.dpp.core.wgrad.own_way import Place, places
+from megatron.dpp.core.wgrad.product import DeferredWork
 from megatron.dpp.errors import ConfigError
 
 _SINCE = "2.7.0"
@@ -105,6 +109,36 @@ def _has_trained_weight(module: torch.nn.Module) -> bool:
     return bool(trained)
 
 
+def _refuse_changed(place: Place) -> None:
+    """Refuse a module whose ``backward_dw`` would not be what a host has made of it: the wrapper's
+    hooks are in it, so it cannot go its own way.
+
+    Raises:
+        ConfigError: names the module and the reason.
+    """
+    kind: Any = type(place.module)
+    written: Any = functools.reduce(
+        lambda owner, name: getattr(owner, name, None),
+        kind.__qualname__.split("."),
+        sys.modules.get(kind.__module__),
+    )
+    parameters = [p for p in place.module.parameters(recurse=False) if p.requires_grad]
+    reasons = {
+        f"its class {kind.__name__} was made at run time": written is not kind,
+        "its forward was replaced": "forward" in vars(place.module),
+        "a parameter has hooks": any(
+            p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters
+        ),
+    }
+    reason = place.around or next((reason for reason, holds in reasons.items() if holds), None)
+    if reason is not None:
+        raise ConfigError(
+            f"--dpp-split-backward: {place.name} of Transformer Engine was built with "
+            f"delay_wgrad_compute, and a deferred weight gradient would leave out that {reason}; "
+            "use --no-dpp-split-backward"
+        )
+
+
 def refuse_delayed(chunks: list[torch.nn.Module], why: str) -> None:
     """Refuse modules that delay weight gradients, where no W tasks run.
 
@@ -128,7 +162,8 @@ class DelayedModules:
         ddp: its DistributedDataParallel wrapper, or None.
 
     Raises:
-        ConfigError: the wrapper is missing, or expects gradients in the backward pass.
+        ConfigError: the wrapper is missing, or expects gradients in the backward pass; a host has
+            changed a module.
     """
 
     def __init__(self, chunk: torch.nn.Module, layers: list[torch.nn.Module], ddp: Any) -> None:
@@ -141,6 +176,10 @@ class DelayedModules:
         self._others: list[Any] = [
             m for m in chunk.modules() if is_delayed(m) and id(m) not in inside
         ]
+        if self._inside:
+            for place in places(chunk):
+                if id(place.module) in inside:
+                    _refuse_changed(place)
         self.restart()
         if self and (ddp is None or not ddp.ddp_config.delay_wgrad_compute):
             raise ConfigError(
@@ -150,6 +189,14 @@ class DelayedModules:
 
     def __bool__(self) -> bool:
         return bool(self._inside)
+
+    def is_like(self, other: DelayedModules) -> bool:
+        """True if both have the same modules, with the same trained parameters."""
+        return self._signature() == other._signature()
+
+    def _signature(self) -> list[Any]:
+        rows = [[delayed.signature() for delayed in row] for row in self._layers]
+        return [rows, [id(module) for module in self._others]]
 
     def restart(self) -> None:
         """Before the first task of an iteration."""
@@ -228,6 +275,11 @@ class _Delayed:
         ]
         self._kept: deque[list[torch.Tensor | None]] = deque()
 
+    def signature(self) -> tuple[int, ...]:
+        """Numbers that tell it from others."""
+        parameters = [number for p in self._parameters for number in (id(p), p.requires_grad)]
+        return id(self.module), id(self.queue), *parameters
+
     def has_new_entry(self) -> bool:
         return bool(self.queue.qsize() > len(self._kept))
 
@@ -256,7 +308,7 @@ class _Delayed:
 
 
 @dataclass(frozen=True)
-class TakenEntry:
+class TakenEntry(DeferredWork):
     """One module's queue entry and its parameters' ``grad`` of one backward pass."""
 
     owner: _Delayed

@@ -1,0 +1,130 @@
+"""Trains a small GPT whose host changes its modules, statically and dynamically; two ranks.
+
+Run by test_host_changes.py: host_changes_worker.py JSON, a list of examples. Prints per example
+``EXAMPLE name equal``, or ``refused`` with the reason, and fails where parameters differ.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import traceback
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from megatron.dpp import DppConfig, DppSchedule
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.runtime.static import StaticSchedule
+from tests.runtime import equality_worker as models
+from tests.runtime.host_changes import CHANGES
+
+STEPS, MICROBATCHES, LATE = 3, 4, "delay:2ms,message-delay:3ms"
+
+
+def train(example: dict[str, Any], schedule: Any) -> dict[str, torch.Tensor]:
+    """Three steps; returns all parameters and what is left of their gradients, by name."""
+    torch.manual_seed(7 + dist.get_rank())
+    model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+    chunks, _ = models.build(example)
+    config = chunks[0].config
+    config.grad_scale_func, config.finalize_model_grads_func = None, finalize_model_grads
+    iterators = [models.batches(example) for _ in chunks]
+    forward_step = models.ForwardStep(example)
+    for step in range(STEPS):
+        for name, when, seed in example["changes"]:
+            if when == step:
+                CHANGES[name](random.Random(f"{seed} {dist.get_rank()}"), chunks)
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        for parameter in parameters(chunks).values():
+            parameter.grad = None
+            if hasattr(parameter, "main_grad"):
+                parameter.main_grad.zero_()
+        schedule(
+            forward_step_func=forward_step, data_iterator=iterators, model=chunks,
+            num_microbatches=MICROBATCHES, seq_length=models.SEQUENCE,
+            micro_batch_size=models.MICRO_BATCH, forward_only=False,
+        )  # fmt: skip
+        with torch.no_grad():
+            for parameter in parameters(chunks).values():
+                for gradient in (getattr(parameter, "main_grad", None), parameter.grad):
+                    if gradient is not None and parameter.requires_grad:
+                        parameter -= 0.1 * gradient
+    found = {name: p.detach().clone() for name, p in parameters(chunks).items()}
+    found |= {
+        f"main_grad of {name}": p.main_grad.clone()
+        for name, p in parameters(chunks).items()
+        if hasattr(p, "main_grad")
+    }
+    return found
+
+
+def parameters(chunks: list[Any]) -> dict[str, Any]:
+    return {f"{n} {name}": p for n, c in enumerate(chunks) for name, p in c.named_parameters()}
+
+
+def difference(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> str:
+    if expected.keys() != got.keys():
+        return f"parameters {expected.keys() ^ got.keys()}"
+    unlike = [name for name in got if not torch.equal(got[name], expected[name])]
+    return f"{len(unlike)} unlike, such as {unlike[0]}" if unlike else ""
+
+
+def run(example: dict[str, Any]) -> str:
+    """The outcome of an example on this rank."""
+    with StaticSchedule(DppConfig(), seed=1234) as schedule:
+        expected = train(example, schedule)
+    assert all(value.isfinite().all() for value in expected.values())
+    said: list[str] = []
+    try:
+        settings = DppConfig(inject=LATE if example.get("late") else "")
+        with DppSchedule(settings, seed=1234, log=said.append) as schedule:
+            got = train(example, schedule)
+    except ConfigError as error:
+        return f"refused: {error}"
+    except Exception as error:
+        return f"left: {type(error).__name__}: {error}"
+    found = difference(expected, got)
+    lines = [line for line in said if "is computed within B" in line]
+    return found or f"equal, {len(lines)} lines {lines[:1] if example.get('shows') else ''}".strip()
+
+
+def verdict(found: list[str]) -> str:
+    refused = [each for each in found if each.startswith("refused")]
+    if refused and all(each.startswith(("refused", "left", "equal")) for each in found):
+        return refused[0]
+    wrong = [each for each in found if not each.startswith("equal")]
+    return f"WRONG: {wrong}" if wrong else max(found)
+
+
+def main() -> None:
+    models.start()
+    layout, wrong = None, 0
+    for example in json.loads(sys.argv[1]):
+        example |= {"p": 2, "m": MICROBATCHES, "untied": True}
+        if layout != (layout := (example.get("v", 1),)):
+            parallel_state.destroy_model_parallel()
+            models.initialize(example)
+        try:
+            mine = run(example)
+        except Exception:
+            traceback.print_exc()
+            raise
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+        text = verdict(found)
+        wrong += text.startswith("WRONG")
+        if dist.get_rank() == 0:
+            print(f"EXAMPLE {example['name']} {text}", flush=True)
+    dist.destroy_process_group()
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()

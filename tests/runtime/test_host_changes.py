@@ -1,0 +1,96 @@
+"""Whatever a host does to modules, parameters are the static run's, or the run is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.cases import EXPERTS
+from tests.runtime.launcher import run_ranks
+
+WORKER = Path(__file__).with_name("host_changes_worker.py")
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"v": 1, "layers": 4},
+    {"v": 2, "layers": 4},
+    {"v": 1, "layers": 4, "model": EXPERTS, "grouped": True},
+)
+
+
+def names() -> list[str]:
+    """Of the changes, without an import of PyTorch into each of pytest's processes."""
+    text = WORKER.with_name("host_changes.py").read_text()
+    return [part.split("(")[0] for part in text.split("@change\ndef ")[1:]]
+
+
+def run(examples: list[dict[str, Any]], timeout: float = 200) -> dict[str, str]:
+    """The outcome of each example."""
+    ordered = sorted(examples, key=lambda example: example["v"])
+    output = run_ranks(WORKER, 2, [json.dumps(ordered)], timeout=timeout)
+    lines = [line.split(" ", 2)[1:] for line in output.splitlines() if line.startswith("EXAMPLE")]
+    found: dict[str, str] = dict(lines)
+    assert found.keys() == {example["name"] for example in examples}
+    assert not any(text.startswith("WRONG") for text in found.values()), found
+    return found
+
+
+SAID = {
+    "replace_the_product_of_a_layer": "its _forward_impl was replaced",
+    "replace_the_products_in_a_forward": "megatron-core's product is replaced in a call",
+    "call_with_another_weight": "its class is Counting",
+    "swap_the_weight_of_a_call": "a call gets another weight",
+    "hook_the_backward": "has backward hooks",
+    "hook_a_weight": "its weight has hooks",
+    "hook_a_weight_after_accumulation": "its weight has hooks",
+    "tie": "its weight is tied",
+    "parametrise": "its class is Parametrized",
+    "quantise": "its class is Quant",
+    "subclass": "its class is Halved",
+}
+"""The line by which a layer goes its own way; other changes leave a layer as it is."""
+
+
+def test_each_change_alone() -> None:
+    """Made after the first step, on one layer of each rank, or on many."""
+    examples = [
+        {"name": name, "changes": [[name, 1, 0]], "shows": True, **LAYOUTS[0]} for name in names()
+    ]
+    found = run(examples)
+    refused = found.pop("use_a_weight_elsewhere")
+    assert "--dpp-split-backward: decoder.layers." in refused
+    assert "is also used outside of its layer's own product" in refused
+    for name, text in found.items():
+        assert text.startswith("equal"), f"{name} {text}"
+        assert ("is computed within B" in text) is (name in SAID), f"{name} {text}"
+        assert SAID.get(name, "") in text
+
+
+def combinations(number: int, seed: int) -> list[dict[str, Any]]:
+    rng = random.Random(seed)
+    return [
+        {
+            "name": f"{seed}/{index}",
+            "changes": [
+                [rng.choice(names()), rng.randrange(3), rng.randrange(100)]
+                for _ in range(rng.randint(1, 4))
+            ],
+            "late": rng.random() < 0.2,
+            **rng.choice(LAYOUTS),
+        }
+        for index in range(number)
+    ]
+
+
+def test_random_combinations() -> None:
+    run(combinations(6, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_many_random_combinations() -> None:
+    found = run(combinations(200, random.randrange(10**6)), timeout=1000)
+    refused = sum(text.startswith("refused") for text in found.values())
+    print(f"{len(found) - refused} equal, {refused} refused")
