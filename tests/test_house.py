@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import subprocess
+import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -60,6 +61,27 @@ def test_no_docstring_opens_with_a_question_word() -> None:
             if QUESTION.match(first):
                 wrong.append(f"{name}:{node.body[0].lineno}: {first}")
     assert not wrong, "\n".join(wrong)
+
+
+def code_blocks(text: str) -> Iterator[str]:
+    """Indented blocks of a docstring that hold an import."""
+    for block in re.split(r"\n(?=\S)", text):
+        _, _, rest = block.partition("\n")
+        code = textwrap.dedent(rest).strip("\n")
+        if re.search(r"^from \S+ import |^import ", code, re.MULTILINE):
+            yield code
+
+
+def test_code_in_docstrings_is_python() -> None:
+    """A comment that was wrapped once became a line of the front door's example."""
+    found = 0
+    for name in tracked("megatron/*.py"):
+        for node in ast.walk(tree_of(name)):
+            if isinstance(node, ast.Module | ast.ClassDef | Function):
+                for code in code_blocks(ast.get_docstring(node) or ""):
+                    compile(code, name, "exec")
+                    found += 1
+    assert found >= 2
 
 
 def test_functions_are_short() -> None:

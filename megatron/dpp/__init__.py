@@ -2,9 +2,9 @@
 
     from megatron.dpp import DppConfig, DppSchedule
 
-    with DppSchedule(DppConfig()) as forward_backward:      # in the place of
-    get_forward_backward_func()
-        losses = forward_backward(forward_step_func=..., data_iterator=..., model=..., ...)
+    # In the place of what get_forward_backward_func() returns:
+    with DppSchedule(DppConfig()) as forward_backward:
+        losses = forward_backward(**keywords)  # those of megatron-core
 
 Names are loaded when they are first used, so that the schedule and the simulator work without
 PyTorch.

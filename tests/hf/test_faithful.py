@@ -20,7 +20,7 @@ from megatron.dpp_train.hf.checkpoint import Stored
 from megatron.dpp_train.hf.convert_command import main
 from megatron.dpp_train.hf.fields import FAMILIES, parse_config
 from megatron.dpp_train.hf.folder import Folder
-from megatron.dpp_train.hf.model import check_same, completed, saved_args
+from megatron.dpp_train.hf.model import args_of_model, check_same, completed
 from megatron.dpp_train.hf.rules import join
 from megatron.dpp_train.hf.to_hf import _write_config, to_hf
 from megatron.dpp_train.hf.to_megatron import to_megatron
@@ -47,7 +47,7 @@ def stored(
 ) -> Path:
     """A checkpoint of the model in ``source`` with other entries, by a run with other arguments."""
     folder = Folder(source)
-    sizes, args = folder.config.sizes, saved_args(folder.config)
+    sizes, args = folder.config.sizes, args_of_model(folder.config)
     vars(args).update(trained)
 
     def read(entry: Entry) -> torch.Tensor:
@@ -65,7 +65,7 @@ def export(source: Path, target: Path, like: Path) -> dict[str, torch.Tensor]:
 
 
 def rewritten(family: str, folder: Path) -> dict[str, Any]:
-    return write_config(family, completed(saved_args(read_config(folder))), "float32")
+    return write_config(family, completed(args_of_model(read_config(folder))), "float32")
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -326,8 +326,8 @@ def test_yarn_comes_back_as_it_was(more: dict[str, Any], made: Callable[[str], P
     content = json.loads((made("llama") / "config.json").read_text())
     content["rope_parameters"] = YARN | {"rope_theta": 10000.0} | more
     config = parse_config(content, "x")
-    written = write_config("llama", completed(saved_args(config)), "float32")
-    check_same(completed(saved_args(config)), parse_config(written, "x"), "", "", "")
+    written = write_config("llama", completed(args_of_model(config)), "float32")
+    check_same(completed(args_of_model(config)), parse_config(written, "x"), "", "", "")
     found = [ROPE_INIT_FUNCTIONS["yarn"](LlamaConfig(**each)) for each in (content, written)]
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-9)

@@ -14,7 +14,7 @@ from megatron.dpp_train.checkpoint.saved_args import STRUCTURE
 from megatron.dpp_train.hf import files as hf_files
 from megatron.dpp_train.hf import read_config
 from megatron.dpp_train.hf.fields import ORIGIN
-from megatron.dpp_train.hf.model import saved_args
+from megatron.dpp_train.hf.model import args_of_model
 from megatron.dpp_train.hf.weights import INDEX, WEIGHTS
 from megatron.dpp_train.options.arguments import parse_args
 from megatron.dpp_train.options.validate import validate
@@ -210,7 +210,7 @@ def test_a_converted_checkpoint_brings_its_whole_model(
 ) -> None:
     """``--use-checkpoint-args`` gives what the folder's flags would have given."""
     folder, _ = make(tmp_path / "there", family)
-    saved = saved_args(read_config(folder))
+    saved = args_of_model(read_config(folder))
     monkeypatch.setattr(checkpoint_args, "find_start", lambda _: folder)
     monkeypatch.setattr(checkpoint_args, "_required_args", lambda _: saved)
     args = parse_args([*_RUN.split(), "--use-checkpoint-args", "--load", str(folder)])

@@ -12,7 +12,7 @@ import torch
 
 from megatron.dpp.errors import DppError
 from megatron.dpp_train.model import losses
-from megatron.dpp_train.model.losses import check_norm, check_step, checked
+from megatron.dpp_train.model.losses import check_norm, check_step, require_finite
 from megatron.dpp_train.model.tasks import bert_loss, gpt_loss
 from megatron.dpp_train.optimizer.grad_checks import GradientChecks
 from megatron.dpp_train.state import LossCheck
@@ -77,9 +77,9 @@ def test_gpts_report_survives_it() -> None:
 
 
 def test_a_loss_that_is_not_finite_stops_training_but_no_evaluation() -> None:
-    assert checked(RUN, NAN) is NAN
+    assert require_finite(RUN, NAN) is NAN
     with pytest.raises(DppError, match="iteration 1: the loss on rank 0 is nan"):
-        checked(RUN, NAN.clone().requires_grad_())
+        require_finite(RUN, NAN.clone().requires_grad_())
 
 
 def test_a_loss_is_read_when_it_is_there_and_none_is_waited_for(copies: list[Copy]) -> None:
@@ -111,7 +111,7 @@ def test_an_iteration_that_was_broken_off_leaves_nothing(copies: list[Copy]) -> 
 
 def test_a_loss_that_comes_late_stops_the_step_that_has_it(copies: list[Copy]) -> None:
     run = SimpleNamespace(**{**vars(RUN), "loss_check": LossCheck()})
-    checked(run, NAN.clone().requires_grad_())
+    require_finite(run, NAN.clone().requires_grad_())
     with pytest.raises(DppError, match="iteration 1: the loss on rank 0 is nan"):
         check_step(run, GradientChecks())
 

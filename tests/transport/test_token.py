@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, ProtocolError, SetupError, TransportError
 from megatron.dpp.transport import TransportOptions, open_transport
-from megatron.dpp.transport.job_token import TokenFile, read_token
+from megatron.dpp.transport.job_token import SecretFile, read_token
 from megatron.dpp.transport.rendezvous import Rendezvous
 from megatron.dpp_train.launch import torchrun
 from tests.transport.kinds import PATIENCE, of_rank, opened, pair
@@ -174,7 +174,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_only_the_process_that_made_a_token_deletes_it(temporary: Path) -> None:
-    made = TokenFile(0)
+    made = SecretFile(0)
     if (child := os.fork()) == 0:
         made.delete()
         os._exit(0)
@@ -187,7 +187,7 @@ def test_only_the_process_that_made_a_token_deletes_it(temporary: Path) -> None:
 
 def test_a_token_stays_while_a_rank_may_read_it(temporary: Path) -> None:
     looks = iter([False, True])
-    made = TokenFile(0)
+    made = SecretFile(0)
     made.delete_when(lambda: next(looks), 0.0)
     assert (temporary / made.name).exists() and next(looks) is False
     made.delete_when(lambda: next(looks), PATIENCE)
@@ -196,13 +196,13 @@ def test_a_token_stays_while_a_rank_may_read_it(temporary: Path) -> None:
 
 def test_tokens_of_killed_processes_go_with_the_next_start(temporary: Path) -> None:
     old = time.time() - 7200.0
-    running = TokenFile(0)
+    running = SecretFile(0)
     files = {name: key_file(temporary, name) for name in ("dpp-token-old", "dpp-token-new", "key")}
     for path in (files["dpp-token-old"], files["key"], temporary / running.name):
         os.utime(path, (old, old))
     (temporary / "dpp-token-link").symlink_to(files["key"])
     os.utime(temporary / "dpp-token-link", (old, old), follow_symlinks=False)
-    last = TokenFile(1)
+    last = SecretFile(1)
     left = {path.name for path in temporary.iterdir()}
     assert left == {"dpp-token-new", "dpp-token-link", "key", running.name, last.name}
     for made in (running, last):

@@ -232,8 +232,7 @@ class Scheduler:
 
         Raises:
             ScheduleError: the policy failed, returned something else than an action that may run,
-            or
-                waits although nothing more can arrive.
+                or waits although nothing more can arrive.
         """
         if not self._is_built_in:
             return self._next_of_user()

@@ -71,7 +71,7 @@ def _require_private(path: Path, facts: os.stat_result) -> None:
 
 
 def read_shared_token(rank: int, name: str) -> bytes:
-    """The secret from the file that a :class:`TokenFile` of this host's ranks has made.
+    """The secret from the file that a :class:`SecretFile` of this host's ranks has made.
 
     Args:
         rank: this rank, for errors.
@@ -95,7 +95,7 @@ def read_shared_token(rank: int, name: str) -> bytes:
         ) from error
 
 
-class TokenFile:
+class SecretFile:
     """A new file with a secret in the temporary directory, for this user's processes alone.
 
     The process that made it deletes it: ``delete_when`` lets a thread do so, else it ends with the

@@ -28,7 +28,7 @@ from megatron.dpp.errors import ProtocolError, SetupError, VersionMismatch, one_
 from megatron.dpp.hosts import family_of, with_port
 from megatron.dpp.transport import handshake
 from megatron.dpp.transport.admission import Admission, Connection, identify
-from megatron.dpp.transport.job_token import TokenFile, read_shared_token, read_token
+from megatron.dpp.transport.job_token import SecretFile, read_shared_token, read_token
 from megatron.dpp.transport.joining import Facts
 from megatron.dpp.transport.options import TransportOptions
 from megatron.dpp.transport.rdma_places import read_places
@@ -167,7 +167,7 @@ class Rendezvous:
 
     def _share_file(self, num_ranks: int) -> str:
         """Make the file with the token, which goes when all ranks have read it; its name."""
-        file = TokenFile(self._rank)
+        file = SecretFile(self._rank)
         read = f"{self._prefix}/token/read"
         file.delete_when(lambda: self._store.add(read, 0) >= num_ranks, self._options.setup_timeout)
         return file.name

@@ -16,7 +16,7 @@ _BESIDE = ("mtp_num_layers", "experimental_attention_variant", "apply_layernorm_
 """Further attributes of a model; no family has one. The last is of old Megatron-LM checkpoints."""
 
 
-def saved_args(config: HfConfig) -> argparse.Namespace:
+def args_of_model(config: HfConfig) -> argparse.Namespace:
     """The flags of a model as a checkpoint holds them."""
     parsed = parse_args(config.words())
     return argparse.Namespace(

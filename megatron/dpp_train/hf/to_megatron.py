@@ -17,7 +17,7 @@ from megatron.dpp_train.checkpoint import files as checkpoint_files
 from megatron.dpp_train.hf import Entry, checkpoint
 from megatron.dpp_train.hf.fields import CONFIG, ORIGIN
 from megatron.dpp_train.hf.folder import Folder, copy_files, one_dtype
-from megatron.dpp_train.hf.model import saved_args
+from megatron.dpp_train.hf.model import args_of_model
 from megatron.dpp_train.hf.rules import join
 
 Progress = Callable[[int], None]
@@ -56,7 +56,7 @@ def to_megatron(
             sizes,
             kind,
             read,
-            saved_args(folder.config),
+            args_of_model(folder.config),
         )
         checksums.write(release)
         origin = scratch / ORIGIN

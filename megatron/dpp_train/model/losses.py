@@ -26,7 +26,7 @@ def masked_sum(output: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, 
     return total, flat.sum().detach().to(torch.int)
 
 
-def checked(run: Run, loss: torch.Tensor) -> torch.Tensor:
+def require_finite(run: Run, loss: torch.Tensor) -> torch.Tensor:
     """``loss``, unless a training loss of this iteration is known not to be finite.
 
     An evaluation reports such a loss and goes on, as Megatron-LM's: one microbatch of short

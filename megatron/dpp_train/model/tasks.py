@@ -25,7 +25,7 @@ from megatron.dpp_train.data.samples import next_of, tensor_parallel_batch
 from megatron.dpp_train.data.sequences import Microbatch, SequenceConfig, SequenceDataset
 from megatron.dpp_train.model.configs import dataset_values, sequences_per_dataset
 from megatron.dpp_train.model.layers import bert_head_norm, block_spec, prediction_spec
-from megatron.dpp_train.model.losses import checked, masked_sum
+from megatron.dpp_train.model.losses import masked_sum, require_finite
 from megatron.dpp_train.model.packed import packed_params
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.state import Run, ends
@@ -233,7 +233,7 @@ def gpt_loss(
     """Sum of the losses of the unmasked tokens, their number, and both for the log. With
     ``weights`` of the tokens their weighted sum is the loss, and counts as one."""
     loss, num_tokens = masked_sum(output, mask)
-    loss = checked(run, loss)
+    loss = require_finite(run, loss)
     report = {"lm loss": torch.stack([loss.detach(), num_tokens.to(loss.dtype)])}
     if weights is not None:
         loss, _ = masked_sum(output, weights)
@@ -325,7 +325,7 @@ def bert_loss(
         order_loss = F.cross_entropy(logits, is_random.view(-1), ignore_index=-1)
         loss = lm_loss + order_loss
         report["sop loss"] = order_loss.detach()
-    return checked(run, loss), report
+    return require_finite(run, loss), report
 
 
 TASKS = {
