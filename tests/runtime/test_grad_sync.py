@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from megatron.dpp.core import grad_sync
 from megatron.dpp.errors import ConfigError
@@ -68,3 +69,12 @@ def test_gradients_are_not_added_to_a_reduction_that_runs() -> None:
     with pytest.raises(ConfigError, match="an earlier call are still being reduced"):
         stage_of([chunk]).open()
     stage_of([chunk], forward_only=True).open()
+
+
+def test_ddp_is_found_below_a_hosts_wrapper_and_in_parts_of_a_chunk() -> None:
+    first, second = Chunk(config_with()), Chunk(config_with())
+    wrapper, parts = torch.nn.Module(), torch.nn.ModuleList([first, torch.nn.ReLU(), second])
+    wrapper.module = first
+    for chunk, found in ((first, [first]), (wrapper, [first]), (parts, [first, second])):
+        assert grad_sync.replicated(chunk) == found
+    assert grad_sync.replicated(torch.nn.ReLU()) == []
