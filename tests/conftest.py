@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from megatron.dpp.config import missing_package
-from megatron.dpp.errors import use_names
+from megatron.dpp.errors import render, use_names
 from megatron.dpp.naming import in_flags
 from tests.runtime.launcher import has_gpu
 
@@ -128,7 +128,8 @@ def _no_rdma(_: pytest.Config) -> str | None:
 
 
 def _no_nixl(_: pytest.Config) -> str | None:
-    return missing_package("nixl")
+    missing = missing_package("nixl")
+    return missing and render(missing)
 
 
 _PROBES: dict[str, Callable[[pytest.Config], str | None]] = {

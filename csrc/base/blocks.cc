@@ -54,7 +54,7 @@ void Blocks::fill(size_t count, const std::string& what) {
     }
     if (const int error = populate(memory, bytes_)) {
       throw Error(Fault::kSetup,
-                  with_errno("allocating " + text + " (fewer --dpp-slots need less)", error));
+                  with_errno("allocating " + text + " (lower " + setting("slots") + ")", error));
     }
   }
 }

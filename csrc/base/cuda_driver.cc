@@ -248,8 +248,8 @@ Memory Memory::allocate(DevicePtr device, size_t bytes) {
   const Current current(*device);
   Address address = 0;
   device->api().check(device->api().cuMemAlloc(&address, bytes),
-                      std::to_string(bytes) + " bytes for slots on " + device->name() +
-                          " (fewer --dpp-slots need less)");
+                      std::to_string(bytes) + " bytes for slots on " + device->name() + " (lower " +
+                          setting("slots") + ")");
   return {std::move(device), Origin::kAllocated, address, bytes};
 }
 

@@ -21,6 +21,13 @@ class Error : public std::runtime_error {
   Fault fault_;
 };
 
+// A setting of DppConfig in a text, which Python spells as the user's program does: see setting()
+// of megatron/dpp/errors.py.
+inline std::string setting(const std::string& name, const std::string& value = "") {
+  const std::string given = value.empty() ? "" : "=\"" + value + "\"";
+  return '\x02' + ("DppConfig." + name + given) + '\x03';
+}
+
 // "mmap of 4096 bytes: Cannot allocate memory (errno 12)"
 inline std::string with_errno(const std::string& what, int number = errno) {
   return what + ": " + std::strerror(number) + " (errno " + std::to_string(number) + ")";

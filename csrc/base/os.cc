@@ -93,7 +93,7 @@ SharedMemory SharedMemory::create(const std::string& name, size_t bytes) {
   Mapping mapping(fd.get(), bytes);
   if (const int error = allocate(fd.get(), bytes)) {
     throw Error(Fault::kSetup,
-                with_errno("allocating " + what + " (fewer --dpp-slots need less)", error));
+                with_errno("allocating " + what + " (lower " + setting("slots") + ")", error));
   }
   if (::fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) {
     throw Error(Fault::kSetup, with_errno("sealing " + what));
@@ -140,13 +140,13 @@ void expect_large_pages(void* memory, size_t bytes) {
 void require_room(size_t bytes, const std::string& what) {
   if (const size_t total = total_memory(); bytes > total) {
     throw Error(Fault::kSetup, what + ": only " + std::to_string(total) +
-                                   " bytes are available (fewer --dpp-slots need less)");
+                                   " bytes are available (lower " + setting("slots") + ")");
   }
   if (bytes < kLeastRefused) return;
   if (const MemoryRoom room = memory_room(); bytes > room.bytes) {
     throw Error(Fault::kSetup, what + ": only " + std::to_string(room.bytes) +
-                                   " bytes are left, as " + room.limit +
-                                   " (fewer --dpp-slots need less; docker: --memory)");
+                                   " bytes are left, as " + room.limit + " (lower " +
+                                   setting("slots") + "; docker: --memory)");
   }
 }
 

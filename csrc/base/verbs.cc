@@ -213,7 +213,8 @@ Owner<MemoryRegion> register_memory(const Api& api, Domain* domain, void* data, 
     throw Error(Fault::kSetup,
                 with_errno("registering " + std::to_string(bytes) + " bytes for RDMA") +
                     "; locked memory is " + locked_memory_limit() +
-                    " (ulimit -l unlimited; docker: --ulimit memlock=-1; fewer --dpp-slots)");
+                    " (ulimit -l unlimited; docker: --ulimit memlock=-1; or lower " +
+                    setting("slots") + ")");
   }
   return {region, api.dereg_mr};
 }

@@ -36,7 +36,8 @@ void check_limits(const std::vector<ChannelSpec>& channels) {
     throw Error(Fault::kSetup, std::to_string(channels.size()) + " channels of up to " +
                                    std::to_string(deepest) + " slots on one RDMA link; at most " +
                                    std::to_string(RdmaImmediate::kMostChannels) + " of " +
-                                   std::to_string(kMostSlots) + " are possible (--dpp-slots)");
+                                   std::to_string(kMostSlots) + " are possible (" +
+                                   setting("slots") + ")");
   }
 }
 

@@ -18,14 +18,14 @@ cuda::Address as_address(const void* data) { return reinterpret_cast<cuda::Addre
 RdmaGpu::RdmaGpu(const MakeLink& make_link, int ordinal, GpuDirectUse use)
     : device_(cuda::Device::open(ordinal)), stream_(std::make_shared<cuda::Stream>(device_)) {
   if (use == GpuDirectUse::kOff) {
-    open_staged(make_link, "--dpp-gpudirect off");
+    open_staged(make_link, setting("gpudirect", "off"));
     return;
   }
   try {
     open_direct(make_link);
   } catch (const Error& error) {
     if (use == GpuDirectUse::kOn) {
-      throw Error(error.fault(), std::string("--dpp-gpudirect on: ") + error.what());
+      throw Error(error.fault(), setting("gpudirect", "on") + ": " + error.what());
     }
     open_staged(make_link, error.what());
   }

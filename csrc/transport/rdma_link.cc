@@ -182,7 +182,7 @@ void RdmaLink::modify(size_t rail, verbs::QueuePairAttributes& attributes, int m
                              " port " + std::to_string(place_.port) + " (GID " +
                              std::to_string(place_.gid_index) + ") for " + peer_->description(),
                          error) +
-                  "; are both addresses of --node-ips in one RDMA network?");
+                  "; are both addresses of " + setting("node_ips") + " in one RDMA network?");
 }
 
 void RdmaLink::post_receive(size_t rail) {

@@ -119,7 +119,7 @@ bool Transport::wait_for_room(size_t channel, uint64_t since_ns, uint64_t nanose
   const std::string what = std::to_string(out.pending()) + " puts wait for credit on " +
                            out.spec().text() + "; rank " + std::to_string(out.peer());
   if (departed(out.peer())) break_off(Fault::kPeerDead, what + " has closed its transport");
-  break_off(Fault::kTimeout, what + " is alive but takes nothing (--dpp-timeout)");
+  break_off(Fault::kTimeout, what + " is alive but takes nothing (" + setting("timeout") + ")");
 }
 
 uint64_t Transport::pending() const {
@@ -265,8 +265,8 @@ void Transport::board_append(uint64_t word) {
   while ((result = board().append(word)) == Board::Append::kFull) {
     if (monotonic_ns() > deadline) {
       break_off(Fault::kTimeout, "a member of the stage's board has not read the last " +
-                                     std::to_string(Board::kWords) +
-                                     " words; it is alive (--dpp-timeout)");
+                                     std::to_string(Board::kWords) + " words; it is alive (" +
+                                     setting("timeout") + ")");
     }
     const timespec nap = {0, static_cast<long>(kRoomNapNs)};
     ::nanosleep(&nap, nullptr);

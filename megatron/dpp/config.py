@@ -63,7 +63,7 @@ _RANGES = (
 
 
 def missing_package(kind: str) -> str | None:
-    """The error of a transport kind whose package is not installed, else None."""
+    """The text of the error of a transport kind whose package is not installed, else None."""
     if kind not in KIND_PACKAGES or importlib.util.find_spec(kind) is not None:
         return None
     return (

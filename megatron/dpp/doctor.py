@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron.dpp import doctor_rdma
 from megatron.dpp.doctor_rdma import Finding
-from megatron.dpp.errors import TransportError, exit_with, use_names
+from megatron.dpp.errors import TransportError, exit_with, render, use_names
 from megatron.dpp.naming import in_flags
 
 
@@ -164,7 +164,7 @@ def main(words: Sequence[str] = ()) -> int:
     found = list(findings(rdma_only=parser.parse_args(words).rdma))
     width = max(len(finding.name) for finding in found)
     for finding in found:
-        print(f"{finding.name:{width}}  {finding.state:7}  {finding.text}")
+        print(f"{finding.name:{width}}  {finding.state:7}  {render(finding.text)}")
         if finding.advice:
             print(f"{'':{width}}           -> {finding.advice}")
     return 1 if any(finding.state == "missing" for finding in found) else 0

@@ -114,7 +114,7 @@ def test_a_kind_that_may_fail_has_the_next_possible_one_behind_it() -> None:
 
 def test_every_obstacle_is_named_where_no_kind_is_possible() -> None:
     kinds = [kind("one", "too far"), kind("two", "too old")]
-    text = r"--dpp-transport auto between rank 0 \(node0\) and rank 4 \(node4\): one: too far; two:"
+    text = r"transport='auto'\) between rank 0 \(node0\) and rank 4 \(node4\): one: too far; two:"
     with pytest.raises(TransportUnavailable, match=text):
         choose(facts(4), facts(0), kinds)
     with pytest.raises(TransportUnavailable, match="it links no ranks"):
@@ -450,7 +450,7 @@ def test_an_interface_names_its_infiniband_port(
 
 def test_a_rank_without_an_address_looks_for_no_port() -> None:
     places, why = rdma_ports.find_places(None, None, TransportOptions(), torch.device("cpu"))
-    assert places == [] and "--node-ips" in why
+    assert places == [] and "node_ips" in why
     ports = [{"device": "d", "port": 1, "infiniband": True, "active": True, "addresses": []}]
     found = rdma_ports.choose_place(ports, "10.0.0.5", rdma_ports.Node(infiniband=[("d", 1)]))
     assert found[0] is None and "no RDMA port has the address" in found[1]

@@ -87,7 +87,7 @@ def test_a_stream_that_waits_for_a_dead_sender_is_let_go(worker):
 def test_a_link_that_loses_what_is_written_is_refused(worker):
     (said,) = run(worker, "cuda_ipc", FAKE_CUDA_CORRUPT="1")
     assert said.endswith("\nrefused\n") and "TransportUnavailable" in said
-    assert "arrived wrong" in said and "--dpp-transport staged" in said
+    assert "arrived wrong" in said and "DppConfig(transport='staged')" in said
 
 
 def test_a_stream_waits_once_for_what_has_to_wait_for_buffers(worker):
@@ -128,7 +128,7 @@ def test_one_side_with_gpudirect_and_one_without(worker):
     cases = [f"rdma checksum direct=dmabuf+ordered gpudirect={x}" for x in ("on,off", "off,on")]
     for said in run(worker, *cases):
         assert said.endswith("\nok\n") and "GPUDirect (dma-buf" in said, said
-        assert "staged in the host's memory, no GPUDirect: --dpp-gpudirect off" in said
+        assert "staged in the host's memory, no GPUDirect: DppConfig(gpudirect='off')" in said
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_what_gpudirect_lacks_is_said_and_an_error_only_when_it_is_asked_for(
     assert staged.endswith("\nok\n"), staged
     assert "staged in the host's memory, no GPUDirect: " in staged
     assert asked.endswith("\nrefused\n"), asked
-    assert "TransportUnavailable --dpp-gpudirect on: " in asked
+    assert "TransportUnavailable DppConfig(gpudirect='on'): " in asked
     for reason in reasons:
         assert staged.count(reason) == 2 and reason in asked
 
@@ -170,15 +170,15 @@ def test_gpu_memory_that_does_not_show_what_was_written_is_left_to_the_host(work
         assert "arrived wrong" in said
     for said in (asked, by_one):
         assert said.endswith("\nrefused\n"), said
-        assert "TransportUnavailable --dpp-gpudirect on: " in said, said
-        assert "arrived wrong" in said and "--dpp-gpudirect off" in said
+        assert "TransportUnavailable DppConfig(gpudirect='on'): " in said, said
+        assert "arrived wrong" in said and "DppConfig(gpudirect='off')" in said
 
 
 def test_a_path_that_carries_nothing_is_not_blamed_on_gpudirect(worker):
     words = ("", " gpudirect=on,on")
     for said in run(worker, *(f"rdma direct=dmabuf+ordered lose-writes{more}" for more in words)):
-        flag = "--dpp-gpudirect on" if "on,on" in said else "--dpp-transport rdma"
-        assert said.count(f"{flag}: rank ") == 2 and said.endswith("\nrefused\n"), said
+        asked = "gpudirect='on'" if "on,on" in said else "transport='rdma'"
+        assert said.count(f"DppConfig({asked}): rank ") == 2 and said.endswith("\nrefused\n"), said
         assert "over fake0 port 1 has not completed after 5.0 s" in said and "UDP" in said, said
         assert "IOMMU" not in said
 
@@ -189,7 +189,7 @@ def test_the_hosts_memory_in_the_place_of_gpudirect_is_tested_too(worker):
         worker, "rdma direct=dmabuf+ordered lose-gpu-writes spare-writes=12 lose-writes=1000"
     )
     assert said.endswith("\nrefused\n"), said
-    assert said.count("--dpp-transport rdma: rank ") == 2 and "not completed" in said, said
+    assert said.count("DppConfig(transport='rdma'): rank ") == 2 and "not completed" in said, said
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_ports_that_are_no_range_are_refused() -> None:
     assert DppConfig(listen_ports="29700-29763").port_range() == (29700, 29763)
     assert DppConfig(listen_ports="29700").port_range() == (29700, 29700)
     for wrong in ("", "0-5", "9-5", "1-65536", "a-b", "5-", "-5", "1-2-3", "\N{SUPERSCRIPT TWO}"):
-        with pytest.raises(ConfigError, match=r"--dpp-listen-ports .*: expected two ports"):
+        with pytest.raises(ConfigError, match=r"listen_ports=.*: expected two ports"):
             DppConfig(listen_ports=wrong)
 
 
@@ -220,7 +220,7 @@ def test_ranks_of_either_family_talk(address: str) -> None:
 
 
 def test_an_address_that_no_listener_gets_is_named_with_its_port() -> None:
-    text = r"cannot listen on \[2001:db8::1\]:0 \(--node-ips"
+    text = r"cannot listen on \[2001:db8::1\]:0 \(DppConfig\(node_ips"
     with (
         pytest.raises(SetupError, match=text),
         opened("tcp", pair(), node_ips="2001:db8::1", setup_timeout=5.0),

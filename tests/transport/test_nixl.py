@@ -62,7 +62,7 @@ transport.flush(30.0)
 
 def test_a_process_without_the_package_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(TransportUnavailable, match=r"--dpp-transport nixl: .* pip install"):
+    with pytest.raises(TransportUnavailable, match=r"transport='nixl'\): .* pip install"):
         open_transport(of_rank(pair(), 0), rank=0, store=HashStore(), kind=NIXL)
 
 

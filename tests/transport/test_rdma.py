@@ -308,11 +308,11 @@ def test_the_notice_of_large_data_goes_apart_where_packets_are_reordered(
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"rdma_adaptive_routing": "yes"}, "--dpp-rdma-adaptive-routing yes: expected one of auto"),
-        ({"rdma_traffic_class": 256}, "--dpp-rdma-traffic-class 256: must be from 0 to 255"),
-        ({"rdma_timeout": 0}, "--dpp-rdma-timeout 0: must be from 1 to 31"),
-        ({"rdma_retries": 8}, "--dpp-rdma-retries 8: must be from 0 to 7"),
-        ({"rdma_service_level": -1}, "--dpp-rdma-service-level -1: must be from 0 to 15"),
+        ({"rdma_adaptive_routing": "yes"}, r"rdma_adaptive_routing='yes'\): expected one of auto"),
+        ({"rdma_traffic_class": 256}, r"rdma_traffic_class=256\): must be from 0 to 255"),
+        ({"rdma_timeout": 0}, r"rdma_timeout=0\): must be from 1 to 31"),
+        ({"rdma_retries": 8}, r"rdma_retries=8\): must be from 0 to 7"),
+        ({"rdma_service_level": -1}, r"rdma_service_level=-1\): must be from 0 to 15"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes: dict[str, int], text: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.errors import TransportUnavailable
+from megatron.dpp.errors import TransportUnavailable, render
 from megatron.dpp.hosts import addresses
 from megatron.dpp.transport import pci, rdma_ports
 from megatron.dpp.transport.choose import choose
@@ -196,8 +196,8 @@ def test_infiniband_is_used_without_any_ip_address() -> None:
 
 def test_ports_that_are_not_there_are_named() -> None:
     missing = chosen(ports_of(3), devices="mlx5_2:2,mlx5_9")[1]
-    assert missing.startswith(
-        "--dpp-rdma-devices mlx5_2:2,mlx5_9: no such active port (there are mlx5_0"
+    assert render(missing).startswith(
+        "DppConfig(rdma_devices='mlx5_2:2,mlx5_9'): no such active port (there are mlx5_0"
     )
     place, _ = chosen(ports_of(3), devices="mlx5_9,mlx5_2:1")
     assert place is not None and place.device == "mlx5_2"
@@ -230,7 +230,7 @@ def test_an_index_that_the_port_lacks_is_refused() -> None:
     for index in (0, 7):
         place, why = chosen(ports, devices="mlx5_0", gid_index=index)
         assert place is None and f"no RoCE v2 address with index {index}" in why
-        assert "--dpp-rdma-gid-index" in why
+        assert "rdma_gid_index" in why
 
 
 def test_an_infiniband_port_needs_no_ip_address() -> None:

@@ -51,9 +51,9 @@ def test_a_link_that_was_asked_for_and_carries_nothing_is_an_error(
     with pytest.raises(TransportUnavailable) as caught, opened("rdma", pair(), **SOON):
         pass
     said = str(caught.value)
-    assert re.match(rf"rank [01]: --dpp-transport rdma: {text}", said), said
+    assert re.match(rf"rank [01]: DppConfig\(transport='rdma'\): {text}", said), said
     assert "has to deliver a test pattern" in said
-    for knob in ("UDP port 4791", "--dpp-rdma-devices", "--dpp-transport tcp"):
+    for knob in ("UDP port 4791", "DppConfig(rdma_devices=...)", "DppConfig(transport='tcp')"):
         assert knob in said, said
 
 

@@ -226,7 +226,7 @@ def test_a_large_message_is_spread_over_the_connections_asked_for(connections: i
 
 @pytest.mark.parametrize("number", [0, 17])
 def test_a_number_of_connections_out_of_range_is_refused(number: int) -> None:
-    with pytest.raises(ConfigError, match=f"--dpp-tcp-connections {number}: must be from 1 to 16"):
+    with pytest.raises(ConfigError, match=rf"tcp_connections={number}\): must be from 1 to 16"):
         DppConfig(tcp_connections=number)
     with pytest.raises(ConfigError, match=f"option tcp_connections is {number}; the (least|most)"):
         TransportOptions(tcp_connections=number)

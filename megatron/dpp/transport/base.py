@@ -56,7 +56,8 @@ class ChannelSpec:
         for name, least in (("slot_bytes", 0), ("depth", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(
-                    f"{self}: {name} is {getattr(self, name)}; the least is {least} (--dpp-slots)"
+                    f"{self}: {name} is {getattr(self, name)}; the least is {least} "
+                    f"({setting('slots')})"
                 )
 
     def __str__(self) -> str:
@@ -225,7 +226,7 @@ class Transport(abc.ABC):
                 )
         return TransferTimeout(
             f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s; their "
-            "receivers are alive but take nothing (--dpp-timeout)"
+            f"receivers are alive but take nothing ({setting('timeout')})"
         )
 
     def _has_unsent(self, channel: int) -> bool:
@@ -257,7 +258,7 @@ class Transport(abc.ABC):
             return PeerDead(f"{what}, and rank {spec.source} has closed its transport")
         return TransferTimeout(
             f"{what}; rank {spec.source} is alive: it is slow, stopped or waiting itself "
-            "(--dpp-timeout sets how long to wait)"
+            f"({setting('timeout')} sets how long to wait)"
         )
 
     def raise_failure(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.dpp.errors import TransportUnavailable
+from megatron.dpp.errors import TransportUnavailable, setting
 from megatron.dpp.transport.joining import Facts
 from megatron.dpp.transport.kinds import AUTO, TransportKind
 from megatron.dpp.transport.options import TransportOptions
@@ -30,7 +30,7 @@ def choose(own: Facts, peer: Facts, kinds: Sequence[TransportKind], wanted: str 
     """The first of ``kinds`` that can link two ranks; equal on both.
 
     Args:
-        wanted: ``--dpp-transport``.
+        wanted: ``DppConfig.transport``.
 
     Raises:
         TransportUnavailable: none of them can; says why.
@@ -55,6 +55,6 @@ def choose(own: Facts, peer: Facts, kinds: Sequence[TransportKind], wanted: str 
         if kind.between_hosts:
             passed_over = obstacles[-1]
     raise TransportUnavailable(
-        f"--dpp-transport {wanted} between rank {one.rank} ({one.hostname}) and rank {other.rank} "
-        f"({other.hostname}): {'; '.join(obstacles) or 'it links no ranks'}"
+        f"{setting('transport', wanted)} between rank {one.rank} ({one.hostname}) and rank "
+        f"{other.rank} ({other.hostname}): {'; '.join(obstacles) or 'it links no ranks'}"
     )

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
-from megatron.dpp.errors import AuthError, ProtocolError, SetupError
+from megatron.dpp.errors import AuthError, ProtocolError, SetupError, setting
 
 _Read = TypeVar("_Read")
 
@@ -259,7 +259,7 @@ def _connect_side(
     if answer.get("rank") != peer or not _proves(token, "acceptor", transcript, answer):
         raise AuthError(
             f"rank {rank}: what listens as rank {peer} does not know this job's token "
-            "(another job, or a different --dpp-token-file)"
+            f"(another job, or a different {setting('token_file')})"
         )
     send_message(sock, {"proof": _proof(token, "connector", transcript)})
     if _receive_proof(sock, f"rank {peer}", until).get("welcome") is not True:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.dpp.errors import ConfigError, ProtocolError, SetupError
+from megatron.dpp.errors import ConfigError, ProtocolError, SetupError, setting
 
 _SHORTEST_TOKEN = 16
 _MOST_TOKEN_BYTES = 1 << 16
@@ -91,7 +91,7 @@ def read_shared_token(rank: int, name: str) -> bytes:
     except (ConfigError, OSError) as error:  # OSError: there is no temporary directory
         raise SetupError(
             f"rank {rank}: the job's token, from the store: {error}. All ranks of a host need one "
-            "temporary directory (TMPDIR), or a file of their own (--dpp-token-file)"
+            f"temporary directory (TMPDIR), or a file of their own ({setting('token_file')})"
         ) from error
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron.dpp.errors import TransportUnavailable
+from megatron.dpp.errors import TransportUnavailable, setting
 from megatron.dpp.transport.abandon import Abandon
 from megatron.dpp.transport.base import (
     Board,
@@ -40,7 +40,8 @@ def load_native() -> Any:
     except ImportError as error:
         raise TransportUnavailable(
             f"the C++ extension is not there ({error}); build it with "
-            "`python setup.py build_ext --inplace` (needs g++), or use --dpp-transport dist"
+            "`python setup.py build_ext --inplace` (needs g++), or use "
+            f"{setting('transport', 'dist')}"
         ) from error
     return _native
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron.dpp.errors import SetupError, TransportUnavailable, one_line
+from megatron.dpp.errors import SetupError, TransportUnavailable, one_line, setting
 from megatron.dpp.transport.base import ChannelSpec
 from megatron.dpp.transport.native import load_native
 
@@ -53,8 +53,8 @@ class Slots:
             _make_pages(self._mapping)
         except OSError as error:
             raise SetupError(
-                f"rank {rank}: no memory for {total} bytes of slots ({error}): use fewer "
-                "--dpp-slots"
+                f"rank {rank}: no memory for {total} bytes of slots ({error}): lower "
+                f"{setting('slots')}"
             ) from error
         self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
         keep_for_ever(self._mapping)

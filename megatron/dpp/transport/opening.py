@@ -16,7 +16,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from megatron.dpp.errors import ConfigError, SetupError, VersionMismatch
+from megatron.dpp.errors import ConfigError, SetupError, VersionMismatch, render
 from megatron.dpp.transport.admission import Connection
 from megatron.dpp.transport.base import ChannelSpec, LinkInfo
 from megatron.dpp.transport.board_hosts import BoardHosts, hosts_of
@@ -96,7 +96,7 @@ class _Opening:
                 spans_hosts=len(self._board.heads) > 1,
             )
         links = [
-            LinkInfo(peer, how.kind.name, how.reason + self._notes.get(peer, ""))
+            LinkInfo(peer, how.kind.name, render(how.reason + self._notes.get(peer, "")))
             for peer, how in self._choices.items()
         ]
         return NativeTransport(

@@ -13,14 +13,14 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from megatron.dpp.errors import TransportError
+from megatron.dpp.errors import TransportError, setting
 from megatron.dpp.hosts import addresses, family_of
 from megatron.dpp.transport.options import RdmaOptions, TransportOptions
 from megatron.dpp.transport.pci import gpus_of_ranks, pci_distance, pci_path
 from megatron.dpp.transport.rdma_places import Place
 
 NEAREST = "nearest"
-"""Value of ``--dpp-rdma-devices`` that allows every port."""
+"""Value of ``rdma_devices`` that allows every port."""
 
 _MAPPED = "00000000000000000000ffff"  # an IPv4 address as a GID begins so
 _LINK_LOCAL = "fe80"
@@ -64,7 +64,7 @@ def find_places(
         device: of the rank's tensors.
     """
     if address is None:
-        return [], "this host's address is not known (--node-ips)"
+        return [], f"this host's address is not known ({setting('node_ips')})"
     try:
         ports, refused = library.rdma_ports()
     except TransportError as error:
@@ -142,12 +142,12 @@ def choose_place(
     there = "; ".join([", ".join(map(_name, ports)), *node.refused])
     return None, (
         f"no RDMA port has the address {address} (there are {there}): name the address of the "
-        "RDMA interface with --node-ips, or its device with --dpp-rdma-devices"
+        f"RDMA interface with {setting('node_ips')}, or its device with {setting('rdma_devices')}"
     )
 
 
 def _named(ports: Sequence[Port], wanted: str) -> list[Port]:
-    """The active ports that ``--dpp-rdma-devices`` names."""
+    """The active ports that ``rdma_devices`` names."""
     names = wanted.split(",")
     return [
         port
@@ -161,16 +161,15 @@ def _named(ports: Sequence[Port], wanted: str) -> list[Port]:
 
 def _unnamed(ports: Sequence[Port], wanted: str) -> str:
     there = [_name(port) + ("" if port["active"] else " (not active)") for port in ports]
-    return (
-        f"--dpp-rdma-devices {wanted}: no such active port (there are {', '.join(there) or 'none'})"
-    )
+    what = setting("rdma_devices", wanted)
+    return f"{what}: no such active port (there are {', '.join(there) or 'none'})"
 
 
 def _by_path(ports: Sequence[Port], own: Place | None, node: Node, address_of: str) -> list[Port]:
     """The ports among which PCI distance decides; empty where the address does.
 
     Args:
-        own: the port with the node's address. Where ``--node-ips`` names it, it says which of
+        own: the port with the node's address. Where ``node_ips`` names it, it says which of
             InfiniBand and RoCE is meant.
     """
     usable = [port for port in ports if port["active"] and _is_addressed(port)]
@@ -246,7 +245,8 @@ def _place_on(
         there = ", ".join(f"{index} ({kind})" for index, kind in kinds.items())
         return None, (
             f"{_name(port)} has no {'address' if infiniband else _ROCE + ' address'} with "
-            f"index {gid_index}; there are {there or 'none'} (--dpp-rdma-gid-index)"
+            f"index {gid_index}; there are {there or 'none'} "
+            f"({setting('rdma_gid_index')})"
         )
     gid = gids[gid_index]
     place = Place(

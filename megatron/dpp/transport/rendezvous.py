@@ -24,7 +24,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from megatron.dpp.errors import ProtocolError, SetupError, VersionMismatch, one_line
+from megatron.dpp.errors import ProtocolError, SetupError, VersionMismatch, one_line, setting
 from megatron.dpp.hosts import family_of, with_port
 from megatron.dpp.transport import handshake
 from megatron.dpp.transport.admission import Admission, Connection, identify
@@ -92,12 +92,12 @@ class Rendezvous:
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or first == 0:
                     raise SetupError(
-                        f"rank {self._rank}: cannot listen on {with_port(host, port)} (--node-ips, "
-                        f"--dpp-listen-ports): {error}"
+                        f"rank {self._rank}: cannot listen on {with_port(host, port)} "
+                        f"({setting('node_ips')}, {setting('listen_ports')}): {error}"
                     ) from error
         raise SetupError(
             f"rank {self._rank}: all ports from {first} to {last} of {host} are in use; a host "
-            "needs one per rank (--dpp-listen-ports)"
+            f"needs one per rank ({setting('listen_ports')})"
         )
 
     def __enter__(self) -> Rendezvous:

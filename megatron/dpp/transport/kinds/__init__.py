@@ -1,8 +1,8 @@
 """The registry of transport kinds.
 
 Each module of this folder is one kind. The module's name is the kind's name and a value of
-``--dpp-transport``; at its end the module registers a :class:`TransportKind`. All other code asks
-the registry for capabilities and compares no names.
+``DppConfig.transport``; at its end the module registers a :class:`TransportKind`. All other code
+asks the registry for capabilities and compares no names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron.dpp.config import TRANSPORT_KINDS
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.transport.base import Transport
 from megatron.dpp.transport.joining import Facts, PeerLink, Request, Setup
 from megatron.dpp.transport.options import TransportOptions
@@ -86,7 +86,8 @@ def find(name: str) -> TransportKind:
     if name not in _registered and name in TRANSPORT_KINDS and name != AUTO:
         importlib.import_module(f"{__name__}.{name}")
     if name not in _registered:
-        raise ConfigError(f"--dpp-transport {name}: expected one of {', '.join(TRANSPORT_KINDS)}")
+        what = setting("transport", name)
+        raise ConfigError(f"{what}: expected one of {', '.join(TRANSPORT_KINDS)}")
     return _registered[name]
 
 

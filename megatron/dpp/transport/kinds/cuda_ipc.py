@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.dpp.errors import ProtocolError, SetupError
+from megatron.dpp.errors import ProtocolError, SetupError, setting
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup, check_links
 from megatron.dpp.transport.kinds import TransportKind, register, staged
 
@@ -49,14 +49,14 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
             raise SetupError(
                 f"rank {link.rank} cannot open the GPU memory of rank {link.peer}: "
                 f"{refused[link.peer]}; {again}. Containers must share the IPC and PID namespaces "
-                "(--ipc=host --pid=host); --dpp-transport staged does without"
+                f"(--ipc=host --pid=host); {setting('transport', 'staged')} does without"
             )
     check_links(
         links,
         lambda link, seed: link.outgoing and cuda.write_pattern(link.peer, seed),
         lambda link, seed: cuda.pattern_fault(link.peer, seed) if link.incoming else "",
         name="GPU",
-        instead="--dpp-transport staged",
+        instead=setting("transport", "staged"),
     )
     faults = {link.peer: cuda.ahead_fault(link.peer) for link in links}
     return {peer: f"; nothing is launched ahead: {why}" for peer, why in faults.items() if why}

@@ -22,6 +22,7 @@ from megatron.dpp.errors import (
     TransportError,
     TransportUnavailable,
     one_line,
+    setting,
 )
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup, link_faults, undelivered
 from megatron.dpp.transport.kinds import TransportKind, register, tcp
@@ -31,14 +32,14 @@ from megatron.dpp.transport.rdma_ports import find_places
 
 _NAME = "rdma"
 _ELEMENT_BYTES = 4
-"""Bytes of the widest usual element; --workload counts elements."""
+"""Bytes of the widest usual element; ``workload`` counts elements."""
 _LONGEST_FAULT = 800
 """Encoded bytes of a fault that a set-up message has room for."""
 _PATTERN_SECONDS = 5.0
 _LOST_PACKETS = 2
 """Packets of a test pattern that may be lost."""
 _TIMEOUT_UNIT = 4.096e-6
-"""Seconds after which a packet is lost with ``--dpp-rdma-timeout 0``."""
+"""Seconds after which a packet is lost with ``rdma_timeout=0``."""
 
 
 def look(
@@ -81,7 +82,7 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
     """
     if setup.gpu < 0 and setup.options.gpudirect == "on":
         raise TransportUnavailable(
-            f"--dpp-gpudirect on: rank {setup.facts.rank} has no GPU of NVIDIA "
+            f"{setting('gpudirect', 'on')}: rank {setup.facts.rank} has no GPU of NVIDIA "
             f"(device {setup.facts.device})"
         )
     places = {link.peer: _own_places(setup, link.peer) for link in links}
@@ -219,8 +220,9 @@ class _Try:
         }
         if found and self.setup.options.gpudirect == "on":
             raise TransportUnavailable(
-                f"--dpp-gpudirect on: rank {self.setup.facts.rank}: {next(iter(found.values()))}: "
-                "turn it off in the firmware, or use --dpp-gpudirect off"
+                f"{setting('gpudirect', 'on')}: rank {self.setup.facts.rank}: "
+                f"{next(iter(found.values()))}: turn it off in the firmware, or use "
+                f"{setting('gpudirect', 'off')}"
             )
         return {peer: f"staged in the host's memory: {why}" for peer, why in found.items()}
 
@@ -281,17 +283,18 @@ class _Faults:
         if self._may_fail(link):
             self.found[link.peer] = fault
             return
-        flag = "--dpp-gpudirect on" if self._gpudirect_is_asked_for() else "--dpp-transport rdma"
+        on = self._gpudirect_is_asked_for()
+        asked = setting("gpudirect", "on") if on else setting("transport", "rdma")
         place = self._places[link.peer]
         check = (
-            "check the subnet manager and --dpp-rdma-pkey-index"
+            f"check the subnet manager and {setting('rdma_pkey_index')}"
             if place.infiniband
             else "open UDP port 4791 (RoCE v2) between the hosts, check the MTU of the switches"
         )
         raise TransportUnavailable(
-            f"rank {link.rank}: {flag}: {fault}. An RDMA link has to deliver a test pattern at the "
-            f"start: {check}, name ports of one network with --dpp-rdma-devices or --node-ips, or "
-            "use --dpp-transport tcp"
+            f"rank {link.rank}: {asked}: {fault}. An RDMA link has to deliver a test pattern at "
+            f"the start: {check}, name ports of one network with {setting('rdma_devices')} or "
+            f"{setting('node_ips')}, or use {setting('transport', 'tcp')}"
         )
 
     def _may_fail(self, link: PeerLink) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from megatron.dpp.errors import setting
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup
 from megatron.dpp.transport.kinds import TransportKind, register
 from megatron.dpp.transport.options import TransportOptions
@@ -18,7 +19,7 @@ def obstacle(one: Facts, other: Facts) -> str | None:
         if side.tcp_address is None:
             return (
                 f"rank {side.rank} on {side.hostname} listens on no address; name this host's "
-                "address with --node-ips"
+                f"address with {setting('node_ips')}"
             )
     return None
 
