@@ -359,3 +359,18 @@ def compute_a_layer_by_hand(rng: random.Random, chunks: list[Any]) -> None:
         )  # fmt: skip
 
     module.forward = forward
+
+
+def quantise_with_modelopt(rng: random.Random, chunks: list[Any]) -> None:
+    """INT8 weights of all linear layers in the transformer layers, by NVIDIA's package."""
+    import modelopt.torch.quantization as mtq  # type: ignore[import-not-found]
+
+    wanted = [
+        {"quantizer_name": "*", "enable": False},
+        {"quantizer_name": "*layers*weight_quantizer", "cfg": {"num_bits": 8, "axis": 0}},
+    ]
+    for chunk in chunks:
+        mtq.quantize(chunk, {"quant_cfg": wanted, "algorithm": "max"}, None)
+
+
+CHANGES["quantise_with_modelopt"] = quantise_with_modelopt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
 from pathlib import Path
@@ -66,6 +67,18 @@ def test_each_change_alone() -> None:
         assert text.startswith("equal"), f"{name} {text}"
         assert ("is computed within B" in text) is (name in SAID), f"{name} {text}"
         assert SAID.get(name, "") in text
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("modelopt") is None, reason="needs NVIDIA's nvidia-modelopt"
+)
+@pytest.mark.parametrize("when", [0, 1])
+def test_a_model_that_modelopt_has_quantised(when: int) -> None:
+    """Its weights are rounded in each product, which a split backward left out."""
+    changes = [["quantise_with_modelopt", when, 0]]
+    found = run([{"name": "int8", "changes": changes, "shows": True, **LAYOUTS[0]}])
+    assert found["int8"].startswith("equal")
+    assert "is computed within B: its class is Quant" in found["int8"]
 
 
 def combinations(number: int, seed: int) -> list[dict[str, Any]]:
