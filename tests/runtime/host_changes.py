@@ -133,7 +133,8 @@ def wrap(rng: random.Random, chunks: list[Any]) -> None:
 
     parent, name = rng.choice(linears(chunks))
     inner = getattr(parent, name)
-    inner.weight.requires_grad_(rng.random() < 0.5)
+    for parameter in inner.parameters():
+        parameter.requires_grad_(rng.random() < 0.5)
     setattr(parent, name, Adapted(inner))
 
 

@@ -1,0 +1,110 @@
+"""Layers that a host has changed, over groups that only compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.core.wgrad import linear
+from megatron.dpp.core.wgrad.linear import WeightGradients
+from megatron.dpp.core.wgrad.own_way import places, why_eager
+from megatron.dpp.errors import ConfigError
+from tests.runtime.test_weight_gradients import Chunk, Linear, inputs
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(3)
+    monkeypatch.setattr(linear, "ColumnParallelLinear", Linear)
+    monkeypatch.setattr(linear, "RowParallelLinear", Linear)
+
+
+@pytest.mark.parametrize("changed", ["input", "gradient"])
+def test_operands_that_are_changed_in_place_before_their_w_are_refused(changed: str) -> None:
+    chunk = Chunk(Linear())
+    store = WeightGradients([chunk])
+    value, gradient = inputs(1)[0], torch.ones(3, 1, 2)
+    with store.bound():
+        output = chunk(value)
+        with store.collect(0, 0):
+            output.backward(gradient)
+        with torch.no_grad():
+            (value if changed == "input" else gradient).mul_(2)
+        with pytest.raises(ConfigError, match=r"layers\.0 has an input or an output gradient"):
+            store.run(0, 0, 0)
+
+
+def test_a_layer_that_runs_twice_adds_up_as_autograd_does() -> None:
+    layer = Linear()
+    chunk = Chunk(layer, layer, layer)
+    own, other = inputs(2)
+    chunk(own).square().sum().backward()
+    expected, layer.weight.grad = layer.weight.grad, None
+    store = WeightGradients([chunk])
+    with store.bound():
+        with store.collect(0, 0):
+            chunk(own.detach().requires_grad_()).square().sum().backward()
+        for piece in range(3):
+            store.run(0, 0, piece)
+    assert torch.equal(layer.weight.grad, expected)  # type: ignore[arg-type]
+    assert store.held_bytes == 0 and other is not own
+
+
+def test_a_gradient_that_is_only_asked_for_defers_nothing() -> None:
+    chunk = Chunk(Linear())
+    store, value = WeightGradients([chunk]), inputs(1)[0]
+    with store.bound(), store.divert() as deferred:
+        torch.autograd.grad(chunk(value).sum(), value)
+        assert not deferred and chunk.decoder.layers[0].weight.grad is None  # type: ignore[index,union-attr]
+
+
+def test_a_hosts_own_replacement_stays() -> None:
+    layer: Any = Linear()
+    layer._forward_impl = replaced = lambda **given: given["input"] * 2
+    store = WeightGradients([Chunk(layer)])
+    with store.bound():
+        pass
+    assert layer._forward_impl is replaced and store.num_pieces == (0,)
+
+
+@pytest.mark.parametrize("how", ["layer", "around", "everywhere", "compiled"])
+def test_what_is_around_a_layer_counts(how: str) -> None:
+    chunk, said = Chunk(Linear(), Linear()), list[str]()
+    hook: Any = None
+    if how == "everywhere":
+        hook = torch.nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    elif how == "compiled":
+        chunk.decoder.layers[0].compile()  # type: ignore[operator,union-attr,index]
+    else:
+        place = chunk.decoder if how == "around" else chunk.decoder.layers[0]  # type: ignore[union-attr,index]
+        place.register_full_backward_hook(lambda *_: None)
+    try:
+        store = WeightGradients([chunk], said.append)
+    finally:
+        if hook is not None:
+            hook.remove()
+    assert store.num_pieces == ((2,) if how in ("layer", "compiled") else (0,))
+    assert len(said) == 1 and "is computed within B" in said[0]
+    assert ("decoder.layers.1" in said[0]) is (how in ("around", "everywhere"))
+
+
+def test_a_module_in_itself_is_met_once() -> None:
+    module = torch.nn.Module()
+    module.again = module
+    assert len(list(places(module))) == 1
+
+
+@pytest.mark.parametrize("what", ["nothing", "forward hook", "parameter hook", "forward"])
+def test_a_replay_would_leave_out_hooks_and_replaced_forwards(what: str) -> None:
+    layer: Any = torch.nn.Linear(2, 2)
+    if what == "forward hook":
+        layer.register_forward_hook(lambda *_: None)
+    elif what == "parameter hook":
+        layer.bias.register_hook(lambda gradient: gradient)
+    elif what == "forward":
+        layer.forward = layer.forward
+    reason = why_eager(torch.nn.Sequential(layer))
+    assert (reason is None) is (what == "nothing")
+    assert reason is None or reason.startswith("0")
