@@ -35,8 +35,12 @@ COMMANDS = {
     "run": (_ENGINE + "run", "run a Megatron-LM script of yours with the dynamic pipeline"),
     "sim": (_ENGINE + "sim.command", "simulate, compare and draw schedules"),
     "train": (_TRAINER + "launch.door", "train a model: choose a layout, print it, start torchrun"),
-    "monitor": (_ENGINE + "report.monitor_command", "show a traced run live"),
-    "report": (_ENGINE + "report.report_command", "say where the time of a traced run went"),
+    "monitor": (_ENGINE + "report.monitor_command", "show a run live"),
+    "report": (
+        _ENGINE + "report.report_command",
+        "show curves of runs, and where the time of a traced one went",
+    ),
+    "runs": (_ENGINE + "report.runs_command", "list runs"),
     "plots": (_ENGINE + "report.plots_command", "draw a run as SVG files"),
     "aggregate": (
         _ENGINE + "report.aggregate_command",

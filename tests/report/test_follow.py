@@ -15,6 +15,7 @@ import pytest
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.report.follow import FollowedRun, alive
+from megatron.dpp.report.run_files import find_run
 from tests.report.injected import inject
 from tests.report.synthetic import Run, write
 
@@ -32,7 +33,7 @@ def test_a_growing_file_is_read_once_and_cut_anywhere(tmp_path):
     texts = {path: path.read_bytes() for path in directory.iterdir()}
     for path, text in texts.items():
         path.write_bytes(text[:2000])
-    run = FollowedRun(tmp_path)
+    run = FollowedRun(directory)
     run.poll()
     assert run.iterations() == []
     for end in range(2000, max(map(len, texts.values())) + 3001, 3001):
@@ -46,8 +47,7 @@ def test_a_growing_file_is_read_once_and_cut_anywhere(tmp_path):
 
 
 def test_a_new_run_takes_the_place_of_the_old(tmp_path):
-    write(Run(ranks=2, iterations=5), tmp_path)
-    run = FollowedRun(tmp_path, keep=3)
+    run = FollowedRun(write(Run(ranks=2, iterations=5), tmp_path), keep=3)
     run.poll()
     assert [i.number for i in run.iterations()] == [2, 3, 4]
     write(Run(ranks=2, iterations=1), tmp_path)
@@ -58,7 +58,7 @@ def test_a_new_run_takes_the_place_of_the_old(tmp_path):
 def test_a_new_run_that_is_longer_already_is_noticed(tmp_path):
     """The writer truncates the file in place, and it may be longer than before at the next look."""
     directory = write(Run(ranks=1, iterations=2), tmp_path)
-    run = FollowedRun(tmp_path)
+    run = FollowedRun(directory)
     run.poll()
     write(Run(ranks=1, iterations=6), tmp_path)
     (path,) = directory.iterdir()
@@ -71,7 +71,7 @@ def test_a_new_run_that_is_longer_already_is_noticed(tmp_path):
 
 def test_a_directory_without_traces_is_an_error(tmp_path):
     with pytest.raises(DataError, match="no trace"):
-        FollowedRun(tmp_path)
+        find_run(tmp_path).need_traces()
     assert "no trace" in monitor("--benchmark_dir", str(tmp_path)).stderr
 
 
@@ -96,7 +96,7 @@ def test_the_monitor_tells_a_dead_rank(tmp_path):
     path.write_text(re.sub(r'"process":\d+', process, head, count=1))
     done = monitor("--benchmark_dir", str(directory))
     assert done.returncode == 3
-    states = [line.split()[1] for line in done.stdout.splitlines() if line[:5].strip().isdigit()]
+    states = [line.split()[2] for line in done.stdout.splitlines() if line[:5].strip().isdigit()]
     assert states == ["runs", "runs", "DEAD", "runs"]
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from megatron.dpp.report import run_files
 from megatron.dpp.report.run_files import (
-    home_of,
     model_text,
     read_metrics,
     read_settings,
@@ -74,8 +73,6 @@ def test_settings_that_were_given_stand_out_from_defaults(tmp_path: Path) -> Non
     assert model_text({"num_layers": 0}) == ""
     _write(home / "metrics.jsonl", {"iteration": 1})
     _write(tmp_path / "other", {"iteration": 2})
-    assert home_of(home / "traces" / "data-1") == home
-    assert home_of(tmp_path / "plain" / "data-1") == tmp_path / "plain"
     training = read_training(home)
     assert training.metrics == [{"iteration": 1}]
     assert training.flags == {"--num-layers": 8, "--params-dtype": "torch.bfloat16"}

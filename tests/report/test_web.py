@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.report.building import resolved
 from megatron.dpp.report.monitor_command import _parser
 from megatron.dpp.report.web import LivePage, open_server
 from tests.report.synthetic import Run, write
@@ -115,6 +116,22 @@ def test_the_command_listens_on_this_machine_alone_and_stops(tmp_path, end):
     finally:
         process.kill()
     assert (process.returncode, errors) == (0, "")
+
+
+def test_a_page_keeps_to_the_run_that_a_link_meant_when_it_began(tmp_path):
+    """A second run moved the link, and the page of the first said that it waits."""
+    homes = [tmp_path / name for name in ("one", "two")]
+    for home in homes:
+        home.mkdir()
+    (homes[0] / "metrics.jsonl").write_text('{"iteration": 3, "lm loss": 3.25}\n')
+    link = tmp_path / "latest"
+    link.symlink_to("one")
+    options = resolved(_parser("monitor").parse_args(["--web", str(link)]))
+    assert options.runs == [str(homes[0])]
+    live = LivePage(options, 0.01)
+    link.unlink()
+    link.symlink_to("two")
+    assert "one: iteration 3" in live.text() and badge(live.text()).startswith("running, ")
 
 
 def test_the_monitor_finds_traces_and_metrics_in_the_home_of_a_run(tmp_path):

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import DataError
 from megatron.dpp.report.reader import (
-    find_directory,
     open_run,
     parse_event,
     read_events,
@@ -176,19 +175,6 @@ def test_the_categories_that_are_asked_for_are_read_alone(tmp_path: Path) -> Non
     some = ("send", "iteration")
     assert list(read_events(file, some)) == [each for each in every if each["cat"] in some]
     assert {each["cat"] for each in every} > set(some)
-
-
-def test_traces_are_found_from_the_working_directory_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "here" / "run").mkdir(parents=True)
-    (tmp_path / "root" / "run" / "traces").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
-    assert find_directory("run", tmp_path / "root") == Path("run")
-    monkeypatch.chdir(tmp_path)
-    assert find_directory("run", tmp_path / "root") == tmp_path / "root" / "run" / "traces"
-    missing = tmp_path / "none"
-    assert find_directory(missing, tmp_path / "root") == missing
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.dpp.command_line import ROOT, guarded, new_parser, progress_bar
+from megatron.dpp.command_line import guarded, new_parser, progress_bar
 from megatron.dpp.report.align import Alignment
 from megatron.dpp.report.merge import merge
-from megatron.dpp.report.reader import TraceFile, find_directory, open_run
+from megatron.dpp.report.reader import TraceFile, open_run
+from megatron.dpp.report.run_files import find_run
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp aggregate") -> int:
@@ -31,8 +32,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp aggrega
 
 
 def _run(options: argparse.Namespace) -> int:
-    directory = find_directory(options.benchmark_dir, ROOT)
-    files = open_run(directory, allow_missing=options.allow_missing)
+    files = open_run(
+        find_run(options.benchmark_dir).need_traces(), allow_missing=options.allow_missing
+    )
     output = Path(options.output) if options.output else files[0].path.parent / "aggregated.json"
     with progress_bar(2 * sum(file.size for file in files)) as bar:
 

@@ -92,12 +92,12 @@ class FollowedRun:
     """All files of a run's directory, those that appear later too.
 
     Args:
-        directory: ``benchmark/data-...``, or its parent: then the run written last.
+        directory: of its trace files.
         keep: iterations to keep of every rank.
     """
 
     def __init__(self, directory: Path, keep: int = 10) -> None:
-        self.directory = newest_run(directory)
+        self.directory = directory
         self.files: dict[Path, FollowedFile] = {}
         self._keep = keep
 
@@ -120,18 +120,3 @@ class FollowedRun:
             Iteration(number, {own[number].rank: own[number] for own in per_rank})
             for number in sorted(common)
         ]
-
-
-def newest_run(directory: Path) -> Path:
-    """``directory`` or the one in it that holds the traces written last.
-
-    Raises:
-        DataError: there are none.
-    """
-    paths = [*directory.glob(FILE_PATTERN), *directory.glob(f"*/{FILE_PATTERN}")]
-    if not paths:
-        raise DataError(
-            f"{directory}: no trace (files are called {FILE_PATTERN}); train with --trace, or with "
-            "TRACE=1 in a launch script"
-        )
-    return max(paths, key=lambda path: path.stat().st_mtime).parent

@@ -1,6 +1,6 @@
 """``megatron-dpp plots``: draw a run as SVG files.
 
-megatron-dpp plots --benchmark_dir runs/latest --output pictures
+megatron-dpp plots runs/latest --output pictures
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp plots")
 
 def _run(options: argparse.Namespace) -> int:
     report, _ = build_report(options)
-    assert report.pipeline is not None
-    folder = Path(options.output or Path(report.pipeline.run.directory) / "plots")
+    found = report.pipeline
+    where = found.run.directory if found else report.training.home
+    folder = Path(options.output or Path(where, "plots"))
     for path in write_plots(report, folder):
         print(path)
     return 0

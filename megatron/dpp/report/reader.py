@@ -213,12 +213,3 @@ def open_run(directory: str | os.PathLike[str], *, allow_missing: bool = False) 
     if missing and not allow_missing:
         raise DataError(f"{root}: {len(missing)} of the run's files are missing: {_names(missing)}")
     return files
-
-
-def find_directory(name: str | os.PathLike[str], root: Path) -> Path:
-    """A directory relative to the working directory or else to the source tree's ``root``; of a
-    run's home the folder with its traces."""
-    path = Path(name)
-    path = path if path.is_dir() or path.is_absolute() else root / path
-    traces = path / "traces"
-    return traces if traces.is_dir() else path

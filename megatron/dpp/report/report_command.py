@@ -1,9 +1,10 @@
-"""``megatron-dpp report``: where the time of a traced run went, who was slow, what a change gains.
+"""``megatron-dpp report``: curves of runs, and where the time of a traced one went.
 
-    megatron-dpp report --benchmark_dir benchmark/data-1-pipeline-4-tensor-1-dpp
+    megatron-dpp report runs/latest
+    megatron-dpp report runs/a runs/b
 
-Writes ``report.html`` (one file, no network needed) into that directory and prints the summary.
-``--baseline`` sets another run beside it, such as the static schedule's.
+Writes ``report.html`` (one file, no network needed) into the first run's directory and prints the
+summary.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from megatron.dpp.report.pictures.page import page
 from megatron.dpp.report.recorded import cost_file
 from megatron.dpp.safe_files import open_text_to_write
 
+_PAGE = "report.html"
+
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Options that choose what of which run is analysed; ``plots`` takes them too."""
     add = parser.add_argument
-    add("--benchmark_dir", "--benchmark-dir", default="runs/latest", metavar="DIR",
-        help="home or traces of a run (default: runs/latest)")  # fmt: skip
-    add("--baseline", metavar="DIR", help="another run beside it, such as the static schedule")
+    add("runs", nargs="*", metavar="RUN", help="homes or traces of runs (default: runs/latest)")
+    add("--benchmark_dir", "--benchmark-dir", metavar="DIR", help="the same, for the first run")
+    add("--baseline", metavar="DIR", help="the same, for the last run")
     add("--skip", type=int, metavar="N", help="leave out N leading iterations (default: 1 of >= 3)")
     add("--iteration", type=int, metavar="N", help="timeline of iteration N (default: the median)")
     add("--metrics-file", metavar="FILE", help="loss and tokens/s (default: of the run's home)")
@@ -38,8 +41,11 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    text = "Say where the time of a traced run went, who was slow, and what a change would gain."
-    parser = new_parser(prog, text)
+    text = (
+        "Curves of a run, or of several beside each other. With a trace: where the time went, who "
+        "was slow, and what a change would gain."
+    )
+    parser = new_parser(prog, text, "[RUN ...] [options]")
     add_run_options(parser)
     add = parser.add_argument
     add("--output", metavar="FILE", help="the HTML (default: report.html in the run's directory)")
@@ -67,16 +73,18 @@ def _write(path: Path, text: str) -> None:
 def _run(options: argparse.Namespace, prog: str) -> int:
     limits = [Limit.parse(text) for text in options.fail_if]
     report, runs = build_report(options)
-    found = report.pipeline
-    assert found is not None
-    output = Path(options.output or Path(found.run.directory) / "report.html")
+    found, training = report.pipeline, report.training
+    if found is None:
+        _check_untraced(options)
+    output = Path(options.output or Path(found.run.directory if found else training.home, _PAGE))
     _write(output, page(report))
+    lengths = found.lengths if found else None
     if options.costs:
         if not runs:
             raise DataError("--costs: no iteration was recorded in full")
         _write(Path(options.costs), json.dumps(cost_file(runs)) + "\n")
     if options.length_costs:
-        costs = found.lengths.costs if found.lengths else None
+        costs = lengths.costs if lengths else None
         require(costs, "--length-costs: the run has no lengths, or too few unlike ones")
         _write(Path(options.length_costs), json.dumps(costs) + "\n")
     if options.plots:
@@ -84,9 +92,20 @@ def _run(options: argparse.Namespace, prog: str) -> int:
     if options.json:
         print(json.dumps(report.numbers(), indent=1))
     else:
-        more = length_lines(found.lengths) if found.lengths else []
+        more = length_lines(lengths) if lengths else []
         print("\n".join([*report.sentences, *more, f"report: {output}"]))
-    broken = [text for limit in limits if (text := limit.broken(found.totals))]
+    broken = [text for limit in limits if found and (text := limit.broken(found.totals))]
     for text in broken:
         print(f"{prog}: limit broken: {text}", file=sys.stderr)
     return 2 if broken else 0
+
+
+def _check_untraced(options: argparse.Namespace) -> None:
+    """Refuse options that need a trace.
+
+    Raises:
+        ConfigError: one was given.
+    """
+    for name in ("costs", "length_costs", "fail_if"):
+        given = getattr(options, name)
+        require(not given, f"--{name.replace('_', '-')} needs a trace, which this run has not")

@@ -1,24 +1,94 @@
-"""The files beside a run's traces: its metrics and its settings. Both may be missing."""
+"""The files of a run: where they are, and its metrics and settings. Any may be missing."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.dpp.command_line import ROOT
+from megatron.dpp.errors import DataError
+from megatron.dpp.locks import check_free
 from megatron.dpp.report.analysis.report_data import Training
+from megatron.dpp.report.reader import FILE_PATTERN
 from megatron.dpp.safe_files import open_to_read, read_bytes
 
 _TAIL_BYTES = 1 << 16
+_TRACES = ("traces/*/", "traces/", "*/", "")
+"""Places of trace files below the home of a run."""
+_FRESH_S = 60.0
+"""Metrics so young belong to a run that goes on, on another host for one."""
 METRICS, SETTINGS = "metrics.jsonl", "settings.yaml"
 
 
-def home_of(directory: Path) -> Path:
-    """The home of the run whose traces lie in ``directory``: ``HOME/traces/data-...``."""
-    parent = directory.absolute().parent
-    return parent.parent if parent.name == "traces" else parent
+@dataclass(frozen=True)
+class RunPlace:
+    """Directories of one run, without links.
+
+    Args:
+        home: where its metrics and settings lie.
+        chosen: the folder of trace files that was asked for, None for the newest one.
+    """
+
+    home: Path
+    chosen: Path | None = None
+
+    def traces(self) -> Path | None:
+        """The folder of its trace files, None as long as there are none."""
+        if self.chosen is not None:
+            return self.chosen
+        found = [path for form in _TRACES for path in self.home.glob(f"{form}{FILE_PATTERN}")]
+        return max(found, key=lambda path: path.stat().st_mtime).parent if found else None
+
+    def need_traces(self) -> Path:
+        """The folder of its trace files.
+
+        Raises:
+            DataError: there are none.
+        """
+        folder = self.traces()
+        if folder is None:
+            raise DataError(
+                f"{self.home}: no trace (files are called {FILE_PATTERN}); train with --trace, or "
+                "with TRACE=1 in a launch script"
+            )
+        return folder
+
+    def state(self) -> str:
+        """``running`` while a process holds the directory or has just written, else ``ended``."""
+        try:
+            check_free(self.home, "run")
+        except DataError:
+            return "running"
+        with contextlib.suppress(OSError):
+            if time.time() - (self.home / METRICS).stat().st_mtime < _FRESH_S:
+                return "running"
+        return "ended"
+
+
+def find_run(name: str | os.PathLike[str], root: Path = ROOT) -> RunPlace:
+    """The run that ``name`` means: its home, a folder of its traces, a file in one of them, or a
+    link to any. A relative name counts from the working directory, else from ``root``.
+
+    Raises:
+        DataError: there is no such directory.
+    """
+    path = Path(name)
+    path = path if path.exists() else root / path
+    if not path.exists():
+        raise DataError(f"{name}: no such directory")
+    real = path.resolve()
+    real = real.parent if real.is_file() else real
+    if real.name == "traces":
+        return RunPlace(real.parent)
+    if any(real.glob(FILE_PATTERN)):
+        return RunPlace(real.parent.parent if real.parent.name == "traces" else real.parent, real)
+    return RunPlace(real)
 
 
 def read_metrics(path: Path, *, last_only: bool = False) -> list[dict[str, Any]]:
@@ -88,12 +158,15 @@ def checkpoints_of(settings: dict[str, Any], home: Path) -> list[int]:
     )
 
 
-def read_training(home: Path, metrics_file: str | None = None) -> Training:
-    """The metrics and settings of the run in ``home``."""
+def read_training(
+    home: Path, metrics_file: str | None = None, *, last_only: bool = False
+) -> Training:
+    """The metrics and settings of the run in ``home``; ``last_only``: only the last metrics."""
     given, every = read_settings(home / SETTINGS)
+    path = Path(metrics_file) if metrics_file else home / METRICS
     return Training(
         home=home,
-        metrics=read_metrics(Path(metrics_file) if metrics_file else home / METRICS),
+        metrics=read_metrics(path, last_only=last_only),
         model=model_text(every),
         flags={f"--{name.replace('_', '-')}": value for name, value in given.items()},
         total=every.get("train_iters"),

@@ -19,13 +19,13 @@ from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from megatron.dpp.command_line import ROOT
 from megatron.dpp.errors import ConfigError, DppError, require
 from megatron.dpp.hosts import is_loopback, with_port
-from megatron.dpp.report.building import build_report
-from megatron.dpp.report.follow import alive, newest_run
+from megatron.dpp.report.building import build_report, names_of, resolved
+from megatron.dpp.report.follow import alive
 from megatron.dpp.report.pictures.page import fill, page
-from megatron.dpp.report.reader import TraceFile, find_directory, open_run
+from megatron.dpp.report.reader import TraceFile, open_run
+from megatron.dpp.report.run_files import METRICS, find_run
 
 _REST = 10.0
 """Seconds of rest for each second that building the page took."""
@@ -75,14 +75,16 @@ class LivePage:
 
     def _build(self) -> None:
         """Build the page if the run's files have changed."""
-        directory = newest_run(find_directory(self._options.benchmark_dir, ROOT))
-        files = open_run(directory)
-        state = _state(files)
-        seen = state, [(file.path, file.path.stat().st_mtime_ns, file.size) for file in files]
+        place = find_run(names_of(self._options)[0])
+        folder = place.traces()
+        files = [] if folder is None else open_run(folder)
+        state = _state(files) if files else place.state()
+        paths = [*(file.path for file in files), place.home / METRICS]
+        known = [path.stat() for path in paths if path.exists()]
+        seen = state, [(each.st_mtime_ns, each.st_size) for each in known]
         if seen == self._seen:
             return
-        options = argparse.Namespace(**{**vars(self._options), "benchmark_dir": str(directory)})
-        report, _ = build_report(options, quiet=True)
+        report, _ = build_report(self._options, quiet=True, live=True)
         status = f"{state}, {time.strftime('%H:%M:%S')}"
         self._text = page(report, live_s=self._interval, status=status)
         self._seen = seen
@@ -176,11 +178,11 @@ def _ended_by_sigterm() -> Iterator[None]:
 def serve(options: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C or SIGTERM; returns 0."""
     require(not options.once, "--once prints into the terminal: leave it out with --web")
-    directory = find_directory(options.benchmark_dir, ROOT)
+    options = resolved(options)
     server = open_server(LivePage(options, options.interval), options.host, options.port)
     with server, _ended_by_sigterm():
         where = with_port(options.host, server.server_port)
-        print(f"live report of {directory}: http://{where}/", flush=True)
+        print(f"live report of {', '.join(options.runs)}: http://{where}/", flush=True)
         if not is_loopback(options.host):
             print("everybody who reaches this address can read the report", flush=True)
         print("Ctrl-C ends it", flush=True)

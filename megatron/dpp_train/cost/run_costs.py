@@ -23,10 +23,11 @@ def costs_of_run(name: str, root: Path) -> MeasuredCosts:
         return load_costs(path)
     from megatron.dpp.report.align import align
     from megatron.dpp.report.analysis.summary import analyse
-    from megatron.dpp.report.reader import find_directory, open_run
+    from megatron.dpp.report.reader import open_run
     from megatron.dpp.report.recorded import cost_file, recorded_runs
+    from megatron.dpp.report.run_files import find_run
 
-    files = open_run(find_directory(name, root))
+    files = open_run(find_run(name, root).need_traces())
     analysis = analyse(files, align(files, lambda file: None))
     runs = recorded_runs(analysis)
     if not runs:

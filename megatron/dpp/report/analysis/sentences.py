@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from megatron.dpp.report.analysis.formats import duration, percent
-from megatron.dpp.report.analysis.report_data import Pipeline, Prediction, Totals
+from megatron.dpp.report.analysis.formats import duration, number, percent, time_left
+from megatron.dpp.report.analysis.report_data import Pipeline, Prediction, Totals, Training
 from megatron.dpp.report.analysis.stragglers import Culprit
 from megatron.dpp.trace.vocabulary import words_of
 
 LEAST = 0.01
 """A cause that costs a smaller share of an iteration is none."""
+
+HOW_TO_TRACE = (
+    "No trace: train with --trace, or with TRACE=1 in a launch script, for the timeline of the "
+    "ranks and the causes of idle time."
+)
 
 EVEN_LAYERS = "layers laid out evenly"
 """Name of the what-if that moves layers until every stage has the same work."""
@@ -88,6 +93,25 @@ def _time_lines(totals: Totals) -> list[str]:
         f"takes {totals.ideal_ratio:.3f} times the least possible.",
         f"On average {percent(totals.bubble)} of the pipeline's time is idle: {causes}.",
     ]
+
+
+def training_sentences(training: Training) -> list[str]:
+    """Progress, loss and checkpoint of a run; empty without metrics."""
+    if not training.metrics:
+        return []
+    left, speed = training.seconds_left, training.median("tokens/s")
+    parts = [training.progress[0].upper() + training.progress[1:]]
+    parts += [f"about {time_left(left)} left"] if left else []
+    parts += [f"{number(speed)} tokens/s in the median"] if speed else []
+    lines = [", ".join(parts) + "."]
+    x, y = training.series(training.loss_name)
+    if y:
+        lines.append(
+            f"Loss {number(y[0])} at iteration {x[0]:g}, {number(y[-1])} at iteration {x[-1]:g}."
+        )
+    if training.checkpoints:
+        lines.append(f"The last checkpoint is that of iteration {training.checkpoints[-1]}.")
+    return lines
 
 
 def sentences(found: Pipeline) -> list[str]:
