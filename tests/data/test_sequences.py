@@ -102,6 +102,13 @@ def test_the_longest_documents_fit_and_longer_ones_are_cut_or_left_out(tmp_path:
         dataset(chats, overlong="error")
 
 
+def test_chats_without_an_answer_in_what_is_left_are_left_out(tmp_path: Path) -> None:
+    """Answers are the second half of these chats."""
+    data = dataset(write_chats(tmp_path / "x", [64, 65, 70, 66, 9]))
+    assert sorted(data.length(i) for i in range(len(data))) == [8, 32]
+    assert all(data[i]["mask"].any() for i in range(len(data)))
+
+
 def test_marks_of_other_documents_are_refused(tmp_path: Path) -> None:
     chats = write_chats(tmp_path / "x", [5, 6])
     write_chats(tmp_path / "y", [6, 5])

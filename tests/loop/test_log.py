@@ -157,3 +157,18 @@ def test_the_perplexity_of_a_large_loss_is_bounded() -> None:
         "lm loss PPL: 4.851652E+08 | mtp loss value: 0.000000E+00 | mtp loss PPL: 1.0" in lines[1]
     )
     assert len(lines[0]) == len(lines[2]) == len(lines[1]) + 1
+
+
+def test_a_loss_that_is_no_number_is_counted_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line without a loss said "number of nan iterations: 0"."""
+    log = Log(monkeypatch)
+    log.add(3.0)
+    log.add(1.0, torch.nan, 2.0, 3.0, torch.inf)
+    assert "lm loss: NAN |" in log.lines[1] and "nan iterations:   1 " in log.lines[1]
+    assert "lm loss: INF |" in log.lines[2] and "nan iterations:   1 " in log.lines[2]
+    lines: list[str] = []
+    run: Any = SimpleNamespace(
+        args=Namespace(log_validation_ppl_to_tensorboard=False), say_last=lines.append
+    )
+    logs.print_evaluation(run, "the end", {"lm loss": torch.tensor(torch.nan)}, log.made.writers)
+    assert "lm loss value: NAN | lm loss PPL: NAN" in lines[1]

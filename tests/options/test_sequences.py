@@ -15,20 +15,27 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.sim.lengths import read_costs
 from megatron.dpp_train.options.validate_sequences import _check_buckets, _check_packing
-from megatron.dpp_train.preflight.files import check_data
+from megatron.dpp_train.preflight.files import check_data, warnings_of_data
 
 LENGTHS = (5, 40, 9, 101)
 
 
-def index(prefix: Path) -> None:
+def index(prefix: Path, lengths: tuple[int, ...] = LENGTHS) -> None:
     """A pair of token files with these lengths."""
-    count = len(LENGTHS)
+    count = len(lengths)
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, count, count + 1)
-    starts = 2 * numpy.cumsum([0, *LENGTHS[:-1]])
-    parts = [numpy.array(LENGTHS, "i4"), starts.astype("i8"), numpy.arange(count + 1)]
+    starts = 2 * numpy.cumsum([0, *lengths[:-1]])
+    parts = [numpy.array(lengths, "i4"), starts.astype("i8"), numpy.arange(count + 1)]
     body = b"".join(part.tobytes() for part in parts)
     Path(f"{prefix}.idx").write_bytes(header + body)
-    Path(f"{prefix}.bin").write_bytes(bytes(2 * sum(LENGTHS)))
+    Path(f"{prefix}.bin").write_bytes(bytes(2 * sum(lengths)))
+
+
+def mark(prefix: Path, *places: int, lengths: tuple[int, ...] = LENGTHS) -> None:
+    """Write the marks of answers: tokens of all documents by their place."""
+    marks = numpy.zeros(sum(lengths), "u2")
+    marks[list(places)] = 1
+    Path(f"{prefix}.bin").write_bytes(marks.tobytes())
 
 
 def checked(prefix: Path, **changes: Any) -> None:
@@ -52,6 +59,7 @@ def checked(prefix: Path, **changes: Any) -> None:
 def chats(tmp_path: Path) -> Path:
     index(tmp_path / "x_chat_document")
     index(tmp_path / "x_answers_document")
+    mark(tmp_path / "x_answers_document", *range(sum(LENGTHS)))
     return tmp_path / "x_chat_document"
 
 
@@ -66,6 +74,28 @@ def test_long_documents_are_counted_and_named(chats: Path) -> None:
     checked(chats, seq_length=30, overlong="skip")
     with pytest.raises(DataError, match="no document has 2 to 3 tokens"):
         checked(chats, seq_length=2, overlong="skip")
+
+
+def test_chats_that_are_cut_before_their_answers_are_named(chats: Path) -> None:
+    """They trained without a loss, and said NaN nowhere but in the metrics."""
+    answers, first = chats.with_name("x_answers_document"), [0, 5, 45, 54]
+    cut = {"seq_length": 4, "overlong": "cut"}
+    args = argparse.Namespace(
+        **cut, sft=True, mock_data=False, data_args_path=None, data_path=[str(chats)]
+    )
+    mark(answers, *(place + 4 for place in first))
+    checked(chats, **cut)
+    assert not warnings_of_data(args, "gpt")
+    mark(answers, 5 + 5, 45 + 4, 54 + 5)  # of the second and the last behind what is left
+    checked(chats, **cut)
+    (line,) = warnings_of_data(args, "gpt")
+    assert line.startswith(f"{chats}: 2 of 4 chats have no answer within --seq-length 4 and are")
+    longer = (6, *LENGTHS[1:])
+    for prefix in (chats, answers):
+        index(prefix, longer)
+    mark(answers, 5, 6 + 5, 46 + 5, 55 + 5, lengths=longer)
+    with pytest.raises(DataError, match="no chat has an answer within --seq-length 4, to which"):
+        checked(chats, **cut)
 
 
 def test_a_budget_below_the_longest_sequence_is_refused(chats: Path) -> None:

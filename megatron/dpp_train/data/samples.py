@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import DataError, one_line
 from megatron.dpp.sim.batches import BatchPlans
 from megatron.dpp_train.checkpoint.plain_data import only_plain_data
 from megatron.dpp_train.data.sequences import sequence_loader
@@ -231,7 +231,7 @@ def _chunk_loaders(run: Run, task: Task, vp_stage: int | None) -> list[Any]:
         if getattr(config, "defer_npy_index_mmap", False):
             _check_deferred([train, valid, test])
     except (OSError, AssertionError, ValueError) as error:
-        raise DataError(f"data {_sources(args)}: {error or type(error).__name__}") from error
+        raise DataError(f"data {_sources(args)}: {one_line(error)}") from error
     from_start = args.skip_train or args.full_validation
     loader: Callable[[Any, int], Any] = partial(_loader, args)
     judge = loader

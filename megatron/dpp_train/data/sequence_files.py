@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.index_files import read_lengths
+from megatron.dpp.index_files import read_documents, read_lengths
 
 CHAT_SUFFIX, ANSWERS_SUFFIX = "_chat_document", "_answers_document"
 """Endings of the prefixes that ``preprocess --sft`` writes: token ids, and 1 for each token of an
@@ -27,6 +28,32 @@ def check_prefix(prefix: str) -> None:
         )
 
 
+def keeps_answers(prefix: str, most: int) -> Any:
+    """For each chat at ``prefix``, True unless it is longer than ``most`` tokens and none of its
+    answers begins before: cut to ``most``, it has no loss. All files are whole."""
+    import numpy
+
+    lengths = read_lengths(prefix) - 1
+    kept = numpy.ones(len(lengths), dtype=bool)
+    marks, starts = read_documents(answers_prefix(prefix))
+    for number in numpy.flatnonzero(lengths > most):
+        start = int(starts[number]) + 1  # the first token is no label
+        kept[number] = marks[start : start + most].any()
+    return kept
+
+
+def without_answers(prefix: str, most: int) -> str | None:
+    """A warning about chats that lose all their answers when they are cut; None without one."""
+    kept = keeps_answers(prefix, most)
+    lost = int((~kept).sum())
+    if not lost:
+        return None
+    return (
+        f"{prefix}: {lost} of {len(kept)} chats have no answer within --seq-length {most} and are "
+        "left out (--overlong cut); raise it"
+    )
+
+
 def check_lengths(prefix: str, args: argparse.Namespace) -> None:
     """Refuse documents that no microbatch holds; ``prefix``'s index is whole.
 
@@ -46,6 +73,13 @@ def check_lengths(prefix: str, args: argparse.Namespace) -> None:
     usable = (lengths >= 1) & ((lengths <= most) if args.overlong == "skip" else True)
     if not usable.any():
         raise DataError(f"{prefix}.idx: no document has 2 to {most + 1} tokens; raise --seq-length")
+    if args.sft and args.overlong == "cut":
+        usable &= keeps_answers(prefix, most)
+        if not usable.any():
+            raise DataError(
+                f"{prefix}.idx: no chat has an answer within --seq-length {most}, to which "
+                f"--overlong cut cuts them; the longest has {longest} tokens. Raise --seq-length"
+            )
     held = min(int(lengths[usable].max()), most)
     if args.packing != "none" and held > args.packing_budget:
         raise ConfigError(

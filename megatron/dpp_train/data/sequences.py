@@ -26,7 +26,7 @@ from megatron.dpp.sim.batches import BatchPlans, BatchSettings
 from megatron.dpp.sim.orders import OrderPlanner, PipelineModel
 from megatron.dpp.trace.step_lengths import FILE, StepLengths, write_step
 from megatron.dpp_train.cost.flops import length_costs
-from megatron.dpp_train.data.sequence_files import answers_prefix
+from megatron.dpp_train.data.sequence_files import answers_prefix, keeps_answers
 from megatron.dpp_train.exits import prepare_worker
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.options.trace_layout import trace_layout
@@ -43,6 +43,7 @@ class TokenFile:
     """
 
     def __init__(self, prefix: str, *, chats: bool, mmap: bool) -> None:
+        self.prefix = prefix
         self.tokens = IndexedDataset(prefix, mmap=mmap)
         self.lengths: np.ndarray = self.tokens.sequence_lengths
         self.answers = IndexedDataset(answers_prefix(prefix), mmap=mmap) if chats else None
@@ -71,7 +72,7 @@ class SequenceConfig(GPTDatasetConfig):  # type: ignore[misc]
 
 class SequenceDataset(MegatronDataset):  # type: ignore[misc]
     """Documents as samples, in an order that is drawn anew in every epoch. Documents of fewer than
-    two tokens are left out."""
+    two tokens are left out, and chats without an answer in what they are cut to."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -86,6 +87,8 @@ class SequenceDataset(MegatronDataset):  # type: ignore[misc]
             usable &= lengths <= most
         elif self.config.overlong == "error" and lengths.max(initial=0) > most:
             raise ValueError(f"a document has {lengths.max() + 1} tokens, above {most + 1}")
+        if self.config.chats and self.config.overlong == "cut":
+            usable &= keeps_answers(self.dataset.prefix, most)[self.indices]
         self._documents = self.indices[usable]
         self._lengths = np.minimum(lengths[usable], most)
         self._orders: dict[int, np.ndarray] = {}

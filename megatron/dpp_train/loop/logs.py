@@ -82,7 +82,7 @@ class TrainingLog:
     totals: dict[str, torch.Tensor] = field(default_factory=dict)
     advanced: int = 0
     skipped: int = 0
-    nans: int = 0
+    nans: torch.Tensor | int = 0
     lines: int = 0
     tokens: BatchTokens = field(default_factory=BatchTokens)
 
@@ -99,8 +99,10 @@ class TrainingLog:
         self.advanced += not step.skipped
         self.skipped += step.skipped
         self.tokens += step.tokens or BatchTokens()
+        if step.losses:
+            finite = [torch.isfinite(value).all() for value in step.losses.values()]
+            self.nans = self.nans + (~torch.stack(finite).all()).int()  # read when it is printed
         if step.skipped:
-            self.nans += any(not torch.isfinite(v).all() for v in step.losses.values())
             return
         for name, value in step.losses.items():
             self.totals[name] = self.totals.get(name, torch.zeros_like(value)) + value
@@ -140,7 +142,7 @@ class TrainingLog:
         ]
         for name, total in self.totals.items():
             average = total.item() / max(1, self.advanced)
-            if average > 0.0:
+            if average > 0.0 or not math.isfinite(average):
                 parts.append(f"{name}: {average:.6E}")
         parts += self._tail(step)
         run.say_ends(" | ".join(parts) + " |")
@@ -159,7 +161,7 @@ class TrainingLog:
             *([] if step.num_zeros is None else [f"num zeros: {step.num_zeros}"]),
             *([] if params is None else [f"params norm: {params:.3f}"]),
             f"number of skipped iterations: {self.skipped:3d}",
-            f"number of nan iterations: {self.nans:3d}",
+            f"number of nan iterations: {int(self.nans):3d}",
         ]
 
     def _report_timers(self, count: int, *, reset: bool) -> None:
@@ -277,7 +279,7 @@ def print_evaluation(
     text = f" validation loss at {prefix} | "
     for name, loss in losses.items():
         value = loss.item()
-        perplexity = math.exp(min(20, value))
+        perplexity = math.exp(min(value, 20))  # in this order a NaN stays one
         text += f"{name} value: {value:.6E} | {name} PPL: {perplexity:.6E} | "
         writers.add(f"{name} validation", value, samples=True)
         if run.args.log_validation_ppl_to_tensorboard:

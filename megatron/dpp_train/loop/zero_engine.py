@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.errors import ConfigError, DataError, one_line
 from megatron.dpp_train.checkpoint import files as files
 from megatron.dpp_train.checkpoint import random_state
 from megatron.dpp_train.checkpoint.checkpointing import Checkpointer, Wanted
@@ -49,7 +49,8 @@ def start_engine(run: Run, trainee: Trainee) -> None:
         )
     except (ValueError, AssertionError) as error:  # the package's way to refuse settings
         raise ConfigError(
-            f"--deepspeed-zero-stage {args.deepspeed_zero_stage}: DeepSpeed refuses ({error})"
+            f"--deepspeed-zero-stage {args.deepspeed_zero_stage}: DeepSpeed refuses "
+            f"({one_line(error)})"
         ) from error
     trainee.chunks = [EngineChunk(engine)]
     trainee.optimizer = EngineOptimizer(engine)

@@ -19,7 +19,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.optimizer import AdamOptimizerConfig, OptimizerConfig, SGDOptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.errors import ConfigError, DataError, one_line
 from megatron.dpp_train.data.words import data_words
 from megatron.dpp_train.options.fields import enum_rows
 from megatron.dpp_train.options.run_config import RunConfig
@@ -223,7 +223,7 @@ def check_with_core(args: Args) -> None:
         transformer_config(args)
         optimizer_config(args)
     except (AssertionError, ValueError, TypeError) as error:
-        raise ConfigError(f"megatron-core refuses these settings: {error}") from error
+        raise ConfigError(f"megatron-core refuses these settings: {one_line(error)}") from error
 
 
 def sequences_per_dataset(args: Args) -> dict[str, int] | None:

@@ -18,6 +18,7 @@ from megatron.dpp.trace import parse_iterations
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.options.validate_experts import check_experts, check_prediction
 from megatron.dpp_train.options.validate_layout import check_cut, check_plan, virtual_stages
+from megatron.dpp_train.options.validate_numbers import check_numbers
 from megatron.dpp_train.options.validate_ranges import (
     check_batches,
     check_engine,
@@ -420,6 +421,7 @@ def _trace(args: Args) -> None:
 
 
 _SIZE_RULES = (
+    check_numbers,
     _shape,
     check_heads,
     check_yarn,

@@ -100,6 +100,11 @@ def check_learning_rate(args: Args) -> None:
         args.lr_decay_style != "WSD" or getattr(args, f"lr_wsd_decay_{unit}") is not None,
         f"--lr-decay-style WSD with --train-{unit} needs --lr-wsd-decay-{unit}",
     )
+    wsd = getattr(args, f"lr_wsd_decay_{unit}")
+    require(
+        args.lr_decay_style != "WSD" or wsd <= decay,
+        f"--lr-wsd-decay-{unit} {wsd} is above {decay_flag}, whose last part it is",
+    )
     require(args.min_lr >= 0, f"--min-lr {args.min_lr} is below 0")
     require(
         args.lr is None or args.lr_warmup_init <= args.lr,

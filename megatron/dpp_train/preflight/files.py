@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import tempfile
 from pathlib import Path
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.index_files import MAGIC, TOKEN_BYTES, check_index, read_lengths
+from megatron.dpp.index_files import MAGIC, TOKEN_BYTES, TOKEN_TYPES, check_index, read_lengths
 from megatron.dpp.safe_files import open_to_read
 from megatron.dpp_train.checkpoint.files import Found, check_engine, check_whole, find_start
 from megatron.dpp_train.checkpoint.saved_args import check_model, check_optimizer, saved_args
@@ -18,6 +19,7 @@ from megatron.dpp_train.data.sequence_files import (
     answers_prefix,
     check_lengths,
     check_prefix,
+    without_answers,
 )
 from megatron.dpp_train.data.words import data_words
 from megatron.dpp_train.hf.files import check_hf
@@ -28,8 +30,6 @@ from megatron.dpp_train.text_files import read_mapping
 _SETS = ("training", "validation", "test")
 _LOOKED_AT_BYTES = 1 << 30
 _BLOCK_BYTES = 1 << 22
-_TOKEN_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
-"""NumPy's names of megatron-core's dtype codes that token ids can have."""
 
 
 def check_files(args: argparse.Namespace, task_name: str) -> None:
@@ -94,6 +94,7 @@ def check_data(args: argparse.Namespace, task_name: str) -> None:
         words, per_split = data_words(args)
         for each in [words, *(per_split or [])]:
             prefixes = _prefixes(each or [])
+            _check_weights(each or [])
             if task_name == "bert" and len(each or []) == len(prefixes) > 1:
                 raise ConfigError(
                     f"data {' '.join(prefixes)}: BERT's data sets are made to a number of "
@@ -105,6 +106,18 @@ def check_data(args: argparse.Namespace, task_name: str) -> None:
                     _check_sequences(prefix, args)
                 if words:  # GPT's data sets divide sequences, BERT's documents
                     check_split(prefix, args.split, sequences if task_name == "gpt" else documents)
+
+
+def _check_weights(words: list[str]) -> None:
+    """Refuse a blend of which a prefix has no share."""
+    if words == _prefixes(words):
+        return
+    for weight, prefix in zip(words[::2], words[1::2], strict=True):
+        if not 0 < float(weight) < math.inf:
+            raise ConfigError(
+                f"data {' '.join(map(str, words))}: the weight of {prefix} is {weight}; expected a "
+                "number above 0 (leave a prefix out that has no share)"
+            )
 
 
 def _check_sequences(prefix: str, args: argparse.Namespace) -> None:
@@ -177,7 +190,10 @@ def _prefixes(words: list[str]) -> list[str]:
 
 def warnings_of_data(args: argparse.Namespace, task_name: str) -> list[str]:
     """A line for each data set that holds fewer tokens than a sample of GPT, which has one more
-    than a sequence. BERT fills up short samples."""
+    than a sequence (BERT fills up short samples), or chats that lose their answers."""
+    if args.sft and args.overlong == "cut":
+        found = (without_answers(prefix, args.seq_length) for prefix in _all_prefixes(args))
+        return [line for line in found if line is not None]
     if task_name != "gpt" or args.mock_data or args.variable_lengths:
         return []
     lines = []
@@ -201,10 +217,13 @@ def check_split(prefix: str, split: str, num_parts: int) -> None:
         ConfigError: ``split`` is not up to three numbers.
         DataError: a set would be empty.
     """
-    shares = [float(word) for word in re.findall(r"\d+\.?\d*|\.\d+", split)]
+    words = re.split(r"\s*[,/]\s*|\s+", split.strip())  # as Megatron-LM divides them
+    good = all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in words)
+    shares = [float(word) for word in words] if good else []
     if len(shares) > len(_SETS) or not sum(shares):
         raise ConfigError(
-            f"--split {split}: expected shares of training, validation and test, such as 969,30,1"
+            f"--split {split}: expected shares of training, validation and test, numbers from 0 "
+            "on of which one is above 0, such as 969,30,1"
         )
     begin = 0.0
     for name, share in zip(_SETS, shares, strict=False):
@@ -231,7 +250,7 @@ def _check_ids(prefix: str, vocab_size: int) -> None:
 
     with open_to_read(prefix + ".idx") as index:
         index.seek(len(MAGIC) + 8)  # behind the version
-        kind = _TOKEN_TYPES.get(index.read(1)[0])
+        kind = TOKEN_TYPES.get(index.read(1)[0])
     path = Path(prefix + ".bin")
     if kind is None or not path.stat().st_size:
         return

@@ -1,0 +1,64 @@
+"""Rules of ``validate`` on single numbers and lists of them: none is senseless. They come first, as
+other rules compute with the values."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron.dpp.errors import require, require_value
+
+Args = argparse.Namespace
+
+_FROM_0 = "at least 0", lambda value: value >= 0
+_FROM_1 = "at least 1", lambda value: value >= 1
+_ABOVE_0 = "above 0", lambda value: value > 0
+_BOUNDS: dict[tuple[str, Callable[[Any], bool]], tuple[str, ...]] = {
+    _FROM_0: (
+        *("adam_eps", "clip_grad", "init_method_std", "layernorm_epsilon", "eval_interval"),
+        *("iterations_to_skip", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_init"),
+        *("lr_wsd_decay_iters", "lr_wsd_decay_samples", "num_workers", "manual_gc_interval"),
+        *("profile_ranks", "profile_step_start", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+    ),
+    _FROM_1: (
+        *("save_interval", "exit_interval", "tensorboard_log_interval", "recompute_num_layers"),
+        *("check_weight_hash_across_dp_replicas_interval", "distributed_timeout_minutes"),
+        *("window_attn_skip_freq", "moe_layer_freq"),
+    ),
+    _ABOVE_0: ("exit_duration_in_mins", "loss_scale", "rotary_base", "decoupled_lr"),
+    ("above 0 and at most 1", lambda value: 0 < value <= 1): ("rotary_percent",),
+    ("at least 0 and below 1", lambda value: 0 <= value < 1): ("sgd_momentum",),
+    ("0, 1 or 2", lambda value: value in (0, 1, 2)): ("empty_unused_memory_level",),
+}
+"""Rule and test, and the settings that it holds for; None is no value. A list of one number per
+layer (``[1,0]``) is held by other rules."""
+
+
+def check_numbers(args: Args) -> None:
+    """Numbers that no run can mean: not finite, or out of the range of their setting."""
+    for name in vars(args):
+        numbers = [each for each in _numbers(getattr(args, name)) if isinstance(each, float)]
+        require_value(args, name, all(map(math.isfinite, numbers)), "finite")
+    for (rule, good), names in _BOUNDS.items():
+        for name in names:
+            value = getattr(args, name, None)
+            if name.endswith("_freq") and isinstance(value, list):
+                continue
+            require_value(args, name, all(map(good, _numbers(value))), rule)
+    require(
+        not args.profile or args.profile_step_start < args.profile_step_end,
+        f"--profile-step-start {args.profile_step_start} is not below --profile-step-end "
+        f"{args.profile_step_end}",
+    )
+    require(
+        args.decoupled_min_lr is None or args.decoupled_lr is not None,
+        f"--decoupled-min-lr {args.decoupled_min_lr} needs --decoupled-lr",
+    )
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    for each in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(each, (int, float)) and not isinstance(each, bool):
+            yield each
