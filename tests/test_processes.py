@@ -14,7 +14,9 @@ from megatron.dpp.processes import exits_on_sigterm, run_child
 from tests.runtime.launcher import REPOSITORY
 
 _STARTER = """
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from megatron.dpp.processes import run_child
 sys.exit(run_child([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]))
 """

@@ -15,10 +15,10 @@ import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 from megatron.dpp.errors import DataError
+from megatron.dpp_train import state
 from megatron.dpp_train.checkpoint import checkpointing, checksums, saving
 from megatron.dpp_train.checkpoint import files as files
 from megatron.dpp_train.checkpoint.checkpointing import Wanted
-from megatron.dpp_train.loop import diagnostics
 from tests.checkpoint import shards
 from tests.checkpoint.test_checkpointing import Job
 from tests.failing_disk import KILLED, Disk, fork
@@ -95,7 +95,7 @@ class Saves:
         patch.setattr(checkpointing, "_rank_directory", lambda: "mp_rank_00")
         patch.setattr(checkpointing.random_state, "collect", lambda args, *, sharded: [])
         patch.setattr(checkpointing.mpu, "get_expert_data_parallel_rank", lambda: 0)
-        patch.setattr(checkpointing, "note_progress", diagnostics.note_progress)
+        patch.setattr(checkpointing, "note_progress", state.note_progress)
         self._folder, self._count = folder, 0
         self._known: dict[tuple[Any, ...], set[int]] = {}
         self._template = folder / "template"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.dpp_train import state as joining
+from megatron.dpp_train import initialize as joining
 
 ARGS = {
     "device": "cuda", "gradient_accumulation_fusion": False, "variable_lengths": False,

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron.dpp.errors import DppError
+from megatron.dpp_train import state
 from megatron.dpp_train.model import losses
 from megatron.dpp_train.model.losses import check_norm, check_step, require_finite
 from megatron.dpp_train.model.tasks import bert_loss, gpt_loss
@@ -48,7 +49,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Copy]:
         made.append(Copy())
         return loss, made[-1]
 
-    monkeypatch.setattr(losses, "on_the_way", on_the_way)
+    monkeypatch.setattr(state, "on_the_way", on_the_way)
     return made
 
 
