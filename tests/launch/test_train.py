@@ -123,7 +123,7 @@ REFUSED = {
     "--procs 2 --mode auto --dpp-policy none": "--dpp-policy none: expected one of dynamic",
     "--procs 2 --mode auto --dpp-policy no_module:f": "--dpp-policy no_module:f: ModuleNotFound",
     "--procs 2 --mode auto --dpp-activation-cap 2x": "--dpp-activation-cap 2x: expected auto",
-    "--procs 2 --mode auto --dpp-inject jiter:1": "--dpp-inject 'jiter:1': expected jitter",
+    "--procs 2 --mode auto --dpp-inject jiter:1": "--dpp-inject jiter:1: expected jitter",
     "--procs 2 --mode auto --dpp-inject slow-rank:2:2": "--dpp-inject slow-rank:2:2",
     "--procs 2 --mode simple --dpp-transport pigeon": "--dpp-transport pigeon: expected one of",
     "--procs 2 --mode simple --dpp-slots 0": "--dpp-slots 0: must be at least 1",

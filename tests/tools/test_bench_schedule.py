@@ -22,7 +22,7 @@ from bench_schedule import parse_arguments  # noqa: E402
         ("--sleep-ms -1", "--sleep-ms -1: must be above 0"),
         ("--schedules split0", "--schedules split0: chunks 0: must be at least 1"),
         ("--schedules split1 --cap 0.1p", "--cap: 0.1p whole-model activations"),
-        ("--schedules split1 --inject nonsense", "--dpp-inject 'nonsense': expected"),
+        ("--schedules split1 --inject nonsense", "--dpp-inject nonsense: expected"),
         ("--ranks 2 --microbatches 3 --schedules static2", "a multiple of the ranks, 2; 4 would"),
     ],
 )
