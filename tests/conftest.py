@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, settings
 
-from megatron.dpp.config import missing_package
+from megatron.dpp.config import missing_part
 from megatron.dpp.errors import render, use_names
 from megatron.dpp.naming import in_flags
 from tests.runtime.launcher import has_gpu
@@ -128,7 +128,7 @@ def _no_rdma(_: pytest.Config) -> str | None:
 
 
 def _no_nixl(_: pytest.Config) -> str | None:
-    missing = missing_package("nixl")
+    missing = missing_part("nixl")
     return missing and render(missing)
 
 

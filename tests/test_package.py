@@ -125,3 +125,39 @@ def test_wheel_of_the_source_distribution_runs_from_any_directory(
     both = "import megatron.core, megatron.dpp.transport._native as built; print(built.__file__)"
     where = run(python, "-c", both, cwd=tmp_path)
     assert where.startswith(str(tmp_path))
+
+
+EXCHANGE = """
+import sys, torch
+from megatron.dpp.transport import ChannelSpec, Direction, open_transport
+rank, tensor = int(sys.argv[1]), torch.arange(4.0)
+channel = ChannelSpec(0, 1, chunk=0, direction=Direction.FORWARD, slot_bytes=64)
+store = torch.distributed.FileStore("store", 2)
+transport = open_transport([channel], rank=rank, store=store)
+if rank == 0:
+    transport.put(0, tensor, iteration=0, microbatch=0)
+    transport.flush(60.0)
+else:
+    while not transport.poll()[0]:
+        transport.wait(60.0)
+    print([link.kind for link in transport.links()], transport.take(0).tensor.tolist())
+transport.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_manylinux_wheel_installs_and_runs_without_a_compiler(tmp_path: Path) -> None:
+    """Two ranks of it exchange a tensor, over shared memory."""
+    script = ROOT / "tools" / "build_wheel.sh"
+    words = ("--output-dir", tmp_path, sys.executable)
+    (built,) = run("bash", script, *words, cwd=tmp_path).splitlines()
+    assert "manylinux" in built and Path(built).parent == tmp_path
+    python = fresh_environment(tmp_path / "fresh")
+    bare = {"PATH": str(python.parent), "CXX": "no-compiler"}
+    run(python, "-m", "pip", "install", "--no-index", "--no-deps", built, cwd=tmp_path, **bare)
+    command = [python, "-c", EXCHANGE]
+    with subprocess.Popen([*command, "0"], cwd=tmp_path) as first:
+        said = run(*command, "1", cwd=tmp_path, **bare)
+        assert first.wait(60) == 0
+    assert said == "['shm'] [0.0, 1.0, 2.0, 3.0]\n"

@@ -6,6 +6,7 @@ Command lines make their flags from its fields, so a default or a help text exis
 from __future__ import annotations
 
 import dataclasses
+import importlib.machinery
 import importlib.util
 import ipaddress
 import math
@@ -27,6 +28,9 @@ TRANSPORT_KINDS = (
 
 KIND_PACKAGES = {"nixl": "pip install --no-deps nixl nixl-cu12 (or nixl-cu13)"}
 """Kinds that need the package of their name, with the command that installs it."""
+
+EXTENSION = "_native"
+"""Module of the transport that is built from ``csrc/``."""
 
 CUDA_GRAPHS = ("auto", "on", "off")
 """Values of ``cuda_graphs``."""
@@ -62,13 +66,33 @@ _RANGES = (
 """Field, least and greatest value; a timeout of 0 would wait for ever."""
 
 
-def missing_package(kind: str) -> str | None:
-    """The text of the error of a transport kind whose package is not installed, else None."""
-    if kind not in KIND_PACKAGES or importlib.util.find_spec(kind) is not None:
+def missing_part(kind: str) -> str | None:
+    """The error of a transport kind whose package or C++ extension is not there, else None."""
+    if kind in KIND_PACKAGES and importlib.util.find_spec(kind) is None:
+        return (
+            f"{setting('transport', kind)}: {sys.executable} has no package {kind}: "
+            f"{KIND_PACKAGES[kind]}, on every node"
+        )
+    return None if kind == "dist" else missing_extension()
+
+
+def missing_extension() -> str | None:
+    """The error of an installation without the C++ extension for this Python, else None."""
+    place = Path(__file__).parent / "transport"
+    if importlib.machinery.PathFinder.find_spec(EXTENSION, [str(place)]) is not None:
         return None
+    others = sorted(file.name for file in place.glob(f"{EXTENSION}*.so"))
+    found = f" ({others[0]} is another Python's)" if others else ""
+    root = Path(__file__).absolute().parents[2]
+    command = (
+        f"cd {root} && {sys.executable} setup.py build_ext --inplace (needs g++)"
+        if (root / "setup.py").is_file()
+        else f"{sys.executable} -m pip install --force-reinstall --no-deps WHEEL, with a wheel "
+        "that has it (a clone's tools/build_wheel.sh)"
+    )
     return (
-        f"{setting('transport', kind)}: {sys.executable} has no package {kind}: "
-        f"{KIND_PACKAGES[kind]}, on every node"
+        f"the C++ extension of the transport is not built for {sys.executable}{found}: {command}, "
+        f"on every node; {setting('transport', 'dist')} needs it for tensor parallelism only"
     )
 
 

@@ -20,7 +20,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from megatron.dpp.config import DppConfig
+from megatron.dpp.config import DppConfig, missing_part
 from megatron.dpp.core import compat
 from megatron.dpp.core.rng import needs_task_rng
 from megatron.dpp.errors import ConfigError, one_line
@@ -204,11 +204,14 @@ def install(
             schedule stays, and is recorded.
 
     Raises:
-        ConfigError: it is installed already, megatron-core is too old, or the policy is unknown.
+        ConfigError: it is installed already, megatron-core is too old, the policy is unknown, or
+            the C++ extension is not built.
     """
     global _installed
     config = config or DppConfig()
     find_policy(config.policy)
+    if not (trace and trace.only) and (missing := missing_part(config.transport)):
+        raise ConfigError(missing)
     if _installed is not None:
         raise ConfigError(
             "the dynamic pipeline is installed already: call megatron.dpp.plugin.uninstall() "

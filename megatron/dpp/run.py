@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.config import DppConfig, option_fields
+from megatron.dpp.config import DppConfig, missing_part, option_fields
 from megatron.dpp.errors import ConfigError, Naming, exit_with, require, tell_torchrun, use_names
 from megatron.dpp.flags import Parser, add_dpp_flags, dpp_config, given_flags, refuse_unknown
 from megatron.dpp.naming import flag_of, renamed
@@ -149,6 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             given, rest = take_flags(flags, os.environ)
             config = dpp_config(given)
             find_policy(config.policy)
+            if given.use_dpp and (missing := missing_part(config.transport)):
+                raise ConfigError(missing)
             _run(script, rest, _plugin(given, config))
     except ConfigError as error:
         tell_torchrun(f"error: {error}")
@@ -175,11 +177,11 @@ def _run(script: str, flags: Sequence[str], plugin_arguments: dict[str, Any] | N
     sys.path.insert(0, str(Path(script).resolve().parent))
     import torch
 
-    if not torch.cuda.is_available():
-        from megatron.dpp.core import cpu
-
-        cpu.install(host=True)
     with contextlib.ExitStack() as around:
+        if not torch.cuda.is_available():
+            from megatron.dpp.core import cpu
+
+            around.callback(cpu.install(host=True).close)
         if plugin_arguments is not None:
             from megatron.dpp import plugin
 

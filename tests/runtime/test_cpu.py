@@ -108,7 +108,7 @@ def test_a_host_measures_no_memory_and_profiles_nothing() -> None:
             torch.cuda.check_error(runtime.cudaProfilerStop())
         torch.cuda.set_stream(torch.cuda.Stream())
         for record in (torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot):
-            with pytest.raises(ConfigError, match="--record-memory-history: this run is on the"):
+            with pytest.raises(ConfigError, match="record_memory_history=True records the memory"):
                 record("memory.pickle")
 
 

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, core_setting
 
 _MAX_KEPT_SENDS = 32
 _CPU_TYPE = re.compile(r"^torch\.(?!cuda\.)")
@@ -304,8 +304,8 @@ class _Profiler:
 
 def _refuse_history(*args: Any, **kwargs: Any) -> None:
     raise ConfigError(
-        "--record-memory-history: this run is on the CPU, and it records the memory of a GPU; "
-        "leave it out"
+        f"{core_setting('record_memory_history', True)} records the memory of a GPU, and this run "
+        "is on the CPU: leave it out"
     )
 
 

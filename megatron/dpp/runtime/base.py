@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from megatron.dpp.config import DppConfig
+from megatron.dpp.config import DppConfig, missing_part
 from megatron.dpp.core.graphs.capture import Capture
 from megatron.dpp.core.rng import needs_task_rng
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime.failure import explained, reason, report
 from megatron.dpp.trace import NullRecorder, Recorder
 from megatron.dpp.transport.base import Transport
@@ -35,7 +36,13 @@ class PipelineSchedule(abc.ABC):
     Use it as a context manager, or call :meth:`close`, to free links and captured graphs. An error
     of a collective that ends the context becomes the :class:`~megatron.dpp.errors.TransportError`
     that explains it, if a link has failed or another rank has reported why it ends.
+
+    Raises:
+        ConfigError: the transport's C++ extension or package is not installed.
     """
+
+    _always_links = False
+    """True if tensors pass over links of ours with ``transport="auto"``, too."""
 
     def __init__(
         self,
@@ -48,6 +55,9 @@ class PipelineSchedule(abc.ABC):
         capture: Capture | None = None,
     ) -> None:
         self.config = config or DppConfig()
+        kind = self.config.transport
+        if (self._always_links or kind != "auto") and (missing := missing_part(kind)):
+            raise ConfigError(missing)
         self.iteration = 0
         """Number of the next call; set it after resuming from a checkpoint, so that random states
         continue.

@@ -70,6 +70,7 @@ class DppSchedule(PipelineSchedule):
     Arguments and use are those of :class:`~megatron.dpp.runtime.base.PipelineSchedule`.
     """
 
+    _always_links = True
     peak_held = 0.0
     """Largest number of chunk activations that this rank has held so far."""
     num_out_of_order = 0

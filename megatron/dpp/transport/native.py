@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron.dpp.errors import TransportUnavailable, setting
+from megatron.dpp.config import missing_extension
+from megatron.dpp.errors import TransportUnavailable
 from megatron.dpp.transport.abandon import Abandon
 from megatron.dpp.transport.base import (
     Board,
@@ -33,15 +34,16 @@ def load_native() -> Any:
     """The extension module.
 
     Raises:
-        TransportUnavailable: it is not built; the message names the command.
+        TransportUnavailable: it is not built, and the message names the command, or it does not
+            load.
     """
+    if missing := missing_extension():
+        raise TransportUnavailable(missing)
     try:
         from megatron.dpp.transport import _native  # type: ignore[attr-defined]
     except ImportError as error:
         raise TransportUnavailable(
-            f"the C++ extension is not there ({error}); build it with "
-            "`python setup.py build_ext --inplace` (needs g++), or use "
-            f"{setting('transport', 'dist')}"
+            f"the C++ extension of the transport does not load ({error}); build it on this machine"
         ) from error
     return _native
 

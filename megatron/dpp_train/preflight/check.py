@@ -11,7 +11,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from megatron.dpp.config import DppConfig, missing_package
+from megatron.dpp.config import DppConfig, missing_part
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector
 from megatron.dpp.locks import check_free
@@ -76,7 +76,8 @@ def check_parsed(
         )
     here = here or world_size
     check_values(args)
-    if missing := missing_package(args.dpp.transport):
+    kind = args.dpp.transport
+    if (args.use_dpp or kind != "auto") and (missing := missing_part(kind)):
         raise ConfigError(missing)
     if args.use_dpp:
         _check_addresses(args.dpp, world_size, here)

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from megatron.dpp.config import missing_package
+from megatron.dpp.config import missing_part
 from megatron.dpp.errors import (
     ProtocolError,
     SetupError,
@@ -111,7 +111,7 @@ class NixlTransport(ThreadedTransport):
     _outgoing: list[_Outgoing]
 
     def __init__(self, request: Request) -> None:
-        if missing := missing_package(_NAME):
+        if missing := missing_part(_NAME):
             raise TransportUnavailable(missing)
         super().__init__(request)
         self._checksum = request.options.checksum
