@@ -43,6 +43,12 @@ def chosen(rng: random.Random, chunks: list[Any]) -> Any:
     return getattr(parent, name)
 
 
+def held(module: Any) -> torch.Tensor:
+    """The weight that a module's property is computed from."""
+    weight: torch.Tensor = {**vars(module), **module._parameters}["weight"]
+    return weight
+
+
 def rounded(weight: torch.Tensor) -> torch.Tensor:
     """A weight on a coarse grid, whose gradient goes to all but its largest elements."""
     inside = (weight.abs() < weight.detach().abs().max()).to(weight.dtype)
@@ -88,10 +94,11 @@ def call_with_another_weight(rng: random.Random, chunks: list[Any]) -> None:
         @property
         def weight(self) -> torch.Tensor:
             calls.append(0)
-            own: torch.Tensor = self._parameters["weight"]
+            own = held(self)
             return rounded(own) if len(calls) % 3 else own
 
-    module.__class__ = Counting
+    if "weight" in module._parameters:
+        module.__class__ = Counting
 
 
 @change
@@ -102,7 +109,7 @@ def swap_the_weight_of_a_call(rng: random.Random, chunks: list[Any]) -> None:
 
     def forward(*args: Any) -> Any:
         calls.append(0)
-        if len(calls) % 2 or not torch.is_grad_enabled():
+        if len(calls) % 2 or "weight" not in module._parameters:
             return original(*args)
         own = module._parameters.pop("weight")
         module.__dict__["weight"] = rounded(own)
@@ -261,7 +268,7 @@ def quantise(rng: random.Random, chunks: list[Any]) -> None:
     for parent, name in linears(chunks):
         module = getattr(parent, name)
         if "weight" in module._parameters and rng.random() < 0.5:
-            weight = property(lambda self: rounded(self._parameters["weight"]))
+            weight = property(lambda self: rounded(held(self)))
             kind = type(module)
             module.__class__ = type(f"Quant{kind.__name__}", (kind,), {"weight": weight})
 
