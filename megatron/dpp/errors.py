@@ -17,10 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
-
-if TYPE_CHECKING:
-    from argparse import Namespace
+from typing import Any, NamedTuple, NoReturn
 
 
 class Setting(NamedTuple):
@@ -210,12 +207,12 @@ def require(condition: object, message: str) -> None:
         raise ConfigError(message)
 
 
-def require_value(args: Namespace, name: str, good: object, rule: str) -> None:
+def require_value(args: object, name: str, good: object, rule: str) -> None:
     """Raises :class:`ConfigError` ``SETTING: must be RULE`` unless ``good`` holds."""
     require(good, f"{core_setting(name, getattr(args, name))}: must be {rule}")
 
 
-def require_multiple(args: Namespace, name: str, *others: str) -> None:
+def require_multiple(args: object, name: str, *others: str) -> None:
     """Raises :class:`ConfigError` unless the product of the values of the settings ``others``
     divides that of the setting ``name``."""
     sizes = [core_setting(other, getattr(args, other)) for other in others]

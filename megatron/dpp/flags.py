@@ -38,8 +38,8 @@ def add_dpp_flags(parser: argparse.ArgumentParser) -> None:
         group.add_argument(flag_of(field.name), **options)
 
 
-def dpp_config(args: argparse.Namespace) -> DppConfig:
-    """The settings of the dynamic pipeline in parsed flags."""
+def dpp_config(args: object) -> DppConfig:
+    """The settings of the dynamic pipeline, from the attributes ``dpp_*``."""
     return DppConfig(**{f.name: getattr(args, f"dpp_{f.name}") for f in option_fields()})
 
 

@@ -28,7 +28,7 @@ ARGV = ["--num-layers", "4", "--hidden-size", "64", "--pipeline-model-parallel-s
 
 def placed(home: Path, argv: list[str]) -> RunConfig:
     """Settings of a run in ``home``."""
-    return with_home(RunConfig(vars(parse_args(argv))), home)
+    return with_home(parse_args(argv).frozen(), home)
 
 
 def test_every_run_has_a_directory_and_latest_is_the_newest(

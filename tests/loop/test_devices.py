@@ -22,7 +22,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def on_cpu(*flags: str) -> RunConfig:
-    return settled(RunConfig(vars(parse_args(["--device", "cpu", *flags]))))
+    return settled(parse_args(["--device", "cpu", *flags]).frozen())
 
 
 def test_a_cpu_has_no_persistent_checkpoint_worker() -> None:
@@ -115,8 +115,8 @@ def test_an_allocator_that_is_set_up_stays_as_it_is(
     ],
 )
 def test_memory_that_others_open_or_register_is_not_expandable(flags: str, expands: bool) -> None:
-    values = vars(parse_args(["--device", "cuda", *flags.split()]))
-    assert may_expand(RunConfig(values | {"variable_lengths": values["sft"]})) is expands
+    args = parse_args(["--device", "cuda", *flags.split()]).frozen()
+    assert may_expand(args.with_(variable_lengths=args.sft)) is expands
 
 
 @pytest.mark.gpu

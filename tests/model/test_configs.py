@@ -108,7 +108,7 @@ def test_a_ramp_counts_each_of_its_batches_and_whole_ones_alone_behind_it(
         rampup_batch_size=["2", "2", "12"], global_batch_size=6, micro_batch_size=1,
         data_parallel_size=1, decrease_batch_size_if_needed=False, train_samples=samples,
     )  # fmt: skip
-    assert configs._iterations(args) == expected
+    assert configs._iterations(args, samples) == expected
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ FLAGS = (
 
 
 def parsed(*flags: str) -> Any:
-    return argparse.Namespace(**vars(parse_args([*FLAGS.split(), *flags])), loss_vocab_size=None)
+    return parse_args([*FLAGS.split(), *flags])
 
 
 @pytest.mark.parametrize("more", ["", "--moe-grouped-gemm"])

@@ -63,7 +63,7 @@ class Started(Exception):
 
 def unchecked(arch: str, parsed: Namespace, *_: int) -> tuple[RunConfig, None]:
     """Settings as a check would return them."""
-    return RunConfig(vars(parsed)), None
+    return parsed.frozen(), None
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ from megatron.dpp_train.hf.load import fill
 from megatron.dpp_train.model.build import Trainee
 from megatron.dpp_train.model.fsdp import as_shards, shards_keep_identity
 from megatron.dpp_train.optimizer.optimizer import fill_state, own_steps, steps_may_lack
+from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.state import Run, note_progress
 
 _VERSION = 3.0
@@ -58,7 +59,7 @@ class Wanted:
     random: bool
 
     @classmethod
-    def of(cls, args: argparse.Namespace, found: files.Found) -> Wanted:
+    def of(cls, args: Settings, found: files.Found) -> Wanted:
         """By the flags; a release starts a new run."""
         resumes = not (args.finetune or found.release or found.pretrained)
         return cls(resumes, resumes and not args.no_load_optim, resumes and not args.no_load_rng)
@@ -79,6 +80,10 @@ class Checkpointer:
         self.last_saved = -1
         """Iteration of the last checkpoint that this run saved or started to save."""
 
+    @property
+    def _folder(self) -> str:
+        return self._run.args.save or ""
+
     # --- saving ---
 
     def save(self) -> None:
@@ -87,16 +92,16 @@ class Checkpointer:
         Raises:
             DataError: writing failed; the previous checkpoint is unchanged.
         """
-        run, args = self._run, self._run.args
+        run, args, folder = self._run, self._run.args, self._folder
         iteration = run.iteration
         self._finish(blocking=True)
         run.say(
             f"saving checkpoint at iteration {iteration:7d} to {args.save} ({args.ckpt_format})"
         )
         start = time.perf_counter()
-        with saving(args.save, iteration) as target:
+        with saving(folder, iteration) as target:
             if run.is_first:
-                files.begin(args.save, iteration)
+                files.begin(folder, iteration)
             dist.barrier()
             held_back = sigterm_held_back() if args.exit_signal_handler else nullcontext()
             with begun(self._trainee.optimizer), held_back:
@@ -112,7 +117,7 @@ class Checkpointer:
         if not run.is_first:
             return
         before = self._to_remove(iteration)
-        files.commit(args.save, iteration)
+        files.commit(self._folder, iteration)
         seconds = time.perf_counter() - start
         run.say(
             f"  successfully saved checkpoint from iteration {iteration:7d} to {args.save} "
@@ -213,7 +218,7 @@ class Checkpointer:
 
     def _finish(self, *, blocking: bool) -> None:
         if self._queue is not None and self._queue.get_num_unfinalized_calls():
-            with saving(self._run.args.save, self.last_saved):
+            with saving(self._folder, self.last_saved):
                 self._queue.maybe_finalize_async_calls(blocking=blocking)
 
     def close(self) -> None:
@@ -470,7 +475,7 @@ def _without_rank(common: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _content_metadata(args: argparse.Namespace) -> dict[str, Any]:
+def _content_metadata(args: Settings) -> dict[str, Any]:
     """Describes the shards of the state, as Megatron-LM notes it in the checkpoint."""
     metadata: dict[str, Any] = {
         "singleton_local_shards": False,

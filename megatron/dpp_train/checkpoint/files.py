@@ -9,7 +9,6 @@ directories; nothing here needs a process group.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import math
@@ -22,6 +21,7 @@ from megatron.dpp.errors import DataError
 from megatron.dpp.safe_files import private_directory, share_directory
 from megatron.dpp_train.checkpoint import checksums, durable
 from megatron.dpp_train.checkpoint.reader import read_pickle
+from megatron.dpp_train.options.run_config import Settings
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _UNFINISHED, _REPLACED, _REMOVED = ".unfinished", ".replaced", ".removed"
@@ -156,7 +156,7 @@ def find_named(path: Path, step: int | None = None) -> Found | None:
     return find(str(path), step)
 
 
-def find_start(args: argparse.Namespace) -> Found | None:
+def find_start(args: Settings) -> Found | None:
     """The checkpoint that a run starts from; needs no process group. ``args.start``, where a
     program sets it, is that checkpoint. ``--ckpt-step`` is of the directory that is read.
 
@@ -194,7 +194,7 @@ def unfinished(root: str | Path) -> list[Path]:
     return sorted(Path(root).glob(f"iter_*{_UNFINISHED}"))
 
 
-def tidy_own(args: argparse.Namespace) -> list[str]:
+def tidy_own(args: Settings) -> list[str]:
     """:func:`tidy` the directory that a run loads from, if it also saves there. Another job may be
     saving to any other."""
     if not (args.load and args.save and Path(args.load).is_dir()):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import random
 from typing import Any
 
@@ -13,8 +12,10 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from megatron.dpp_train.options.run_config import Settings
 
-def collect(args: argparse.Namespace, *, sharded: bool) -> Any:
+
+def collect(args: Settings, *, sharded: bool) -> Any:
     """Collects the state of every generator, as Megatron-LM stores it.
 
     Args:
@@ -49,7 +50,7 @@ def collect(args: argparse.Namespace, *, sharded: bool) -> Any:
     return ShardedObject("rng_state", states, shape, place, replica_id=replica)
 
 
-def restore(args: argparse.Namespace, states: Any) -> None:
+def restore(args: Settings, states: Any) -> None:
     """Continues from a state that :func:`collect` gave, not sharded."""
     state = states[mpu.get_data_parallel_rank() if args.data_parallel_random_init else 0]
     random.setstate(state["random_rng_state"])

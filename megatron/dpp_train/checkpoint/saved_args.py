@@ -7,7 +7,6 @@ checkpoint's. ``files`` and ``checkpointing`` compare.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.naming import flag_name
 from megatron.dpp_train.checkpoint.files import Found, find_start
 from megatron.dpp_train.checkpoint.reader import read_archive
+from megatron.dpp_train.options.run_config import Settings
 
 SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
 _UNLESS_GIVEN = (
@@ -45,7 +45,7 @@ _ALWAYS = (
 )  # fmt: skip
 
 
-def take_checkpoint_args(args: argparse.Namespace) -> None:
+def take_checkpoint_args(args: Settings) -> None:
     """Put the checkpoint's values into ``args``, in place; nothing happens without the flag.
 
     Raises:
@@ -100,7 +100,7 @@ def _file_of(found: Found) -> Path:
     return found.path / "common.pt" if found.is_distributed or not ranks else ranks[0]
 
 
-def check_model(args: argparse.Namespace, saved: Any, path: Path) -> None:
+def check_model(args: Settings, saved: Any, path: Path) -> None:
     """Refuse another model than the one saved; raises :class:`DataError`."""
     for name in (
         "num_layers",
@@ -118,7 +118,7 @@ def check_model(args: argparse.Namespace, saved: Any, path: Path) -> None:
             )
 
 
-def check_optimizer(args: argparse.Namespace, saved: Any, path: Path) -> None:
+def check_optimizer(args: Settings, saved: Any, path: Path) -> None:
     """Refuse the state of another kind of optimizer: distributed or not, or with experts apart
     (ConfigError)."""
     if args.no_load_optim or args.finetune or args.skip_train:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 
@@ -10,6 +9,7 @@ from megatron.dpp.sim.lengths import LengthCosts, read_costs
 from megatron.dpp_train.cost.from_flags import model_of
 from megatron.dpp_train.cost.shape import ModelShape
 from megatron.dpp_train.options.layer_patterns import layers_with_experts
+from megatron.dpp_train.options.run_config import Settings
 
 
 def layer_weights(model: ModelShape, ffn_hidden_size: int | None = None) -> int:
@@ -44,7 +44,7 @@ def flops_per_token(model: ModelShape, widths: Sequence[int], *, outputs: int | 
     return 6 * (layers + model.hidden_size * head)
 
 
-def flops_per_iteration(args: argparse.Namespace, batch_size: int) -> float:
+def flops_per_iteration(args: Settings, batch_size: int) -> float:
     """FLOPs of an iteration over ``batch_size`` samples as Megatron-LM logs them: experts and
     layers that predict further tokens included, the gate of ``--quick-geglu`` not.
     """
@@ -61,7 +61,7 @@ def flops_per_iteration(args: argparse.Namespace, batch_size: int) -> float:
     return float(tokens * flops_per_token(model, widths, outputs=outputs))
 
 
-def flops_of_lengths(args: argparse.Namespace, tokens: int, squares: int) -> float:
+def flops_of_lengths(args: Settings, tokens: int, squares: int) -> float:
     """FLOPs of an iteration over sequences of unlike length, counted as
     :func:`flops_per_iteration`.
 
@@ -69,14 +69,14 @@ def flops_of_lengths(args: argparse.Namespace, tokens: int, squares: int) -> flo
         tokens: sum of their lengths, without padding.
         squares: sum of their squared lengths.
     """
-    short, longer = (
-        flops_per_iteration(argparse.Namespace(**{**vars(args), "seq_length": length}), 1) / length
-        for length in (1, 2)
-    )  # of a token: attention grows with the length, the rest does not
+    draft, found = args.draft(), []
+    for draft.seq_length in (1, 2):
+        found.append(flops_per_iteration(draft, 1) / draft.seq_length)
+    short, longer = found  # of a token: attention grows with the length, the rest does not
     return (2 * short - longer) * tokens + (longer - short) * squares
 
 
-def length_costs(args: argparse.Namespace) -> LengthCosts:
+def length_costs(args: Settings) -> LengthCosts:
     """Times of a stage over the lengths of sequences: those of ``--length-costs``, else of a layer
     by its FLOPs, in units of a token's share without attention.
 

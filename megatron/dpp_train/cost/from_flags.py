@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 
 from megatron.dpp.config import ENGINE_ROWS
@@ -10,10 +9,11 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.naming import flag_name
 from megatron.dpp_train.cost.shape import ExpertShape, ModelShape, Precision, RunSchedule, RunShape
 from megatron.dpp_train.options.layer_patterns import layers_with_experts, layout_stages
+from megatron.dpp_train.options.run_config import Settings
 
 
 def shape_of(
-    args: argparse.Namespace, *, on_gpu: bool, arch: str = "gpt", per_node: int | None = None
+    args: Settings, *, on_gpu: bool, arch: str = "gpt", per_node: int | None = None
 ) -> RunShape:
     """The shape of a run from flags that ``cli.preflight`` has checked.
 
@@ -56,7 +56,7 @@ def shape_of(
     )
 
 
-def stage_shape_of(args: argparse.Namespace) -> RunShape:
+def stage_shape_of(args: Settings) -> RunShape:
     """One microbatch of the model on a pipeline rank that would hold all layers, for planning.
 
     Data-parallel sharding and recompute are left out.
@@ -72,7 +72,7 @@ def stage_shape_of(args: argparse.Namespace) -> RunShape:
     )
 
 
-def model_of(args: argparse.Namespace, *, arch: str = "gpt") -> ModelShape:
+def model_of(args: Settings, *, arch: str = "gpt") -> ModelShape:
     """The model alone, with flash attention. All layers count as layers with experts if there are
     experts.
     """
@@ -103,18 +103,18 @@ def model_of(args: argparse.Namespace, *, arch: str = "gpt") -> ModelShape:
     )
 
 
-def _experts(args: argparse.Namespace) -> ExpertShape | None:
+def _experts(args: Settings) -> ExpertShape | None:
     if not args.num_experts:
         return None
     return ExpertShape(
         number=args.num_experts,
         topk=args.moe_router_topk,
-        ffn_hidden_size=args.moe_ffn_hidden_size,
+        ffn_hidden_size=args.moe_ffn_hidden_size or args.ffn_hidden_size,
         shared=args.moe_shared_expert_intermediate_size or 0,
     )
 
 
-def _schedule(args: argparse.Namespace, *, on_gpu: bool) -> RunSchedule:
+def _schedule(args: Settings, *, on_gpu: bool) -> RunSchedule:
     graphs = args.dpp_cuda_graphs if on_gpu and _captured(args) else "off"
     if not args.use_dpp:
         return RunSchedule(cuda_graphs=graphs)
@@ -127,7 +127,7 @@ def _schedule(args: argparse.Namespace, *, on_gpu: bool) -> RunSchedule:
     )
 
 
-def _captured(args: argparse.Namespace) -> bool:
+def _captured(args: Settings) -> bool:
     """``core.graphs`` can capture this run's chunks as CUDA graphs."""
     engine = args.transformer_impl == "transformer_engine"
     obstacles = (
@@ -140,7 +140,7 @@ def _captured(args: argparse.Namespace) -> bool:
     return not any(obstacles)
 
 
-def _precision(args: argparse.Namespace) -> Precision:
+def _precision(args: Settings) -> Precision:
     half = args.fp16 or args.bf16
     wide = not half or (args.accumulate_allreduce_grads_in_fp32 and not args.deepspeed_zero_stage)
     momentum = 4 if args.sgd_momentum else 0
@@ -148,7 +148,7 @@ def _precision(args: argparse.Namespace) -> Precision:
     return Precision(element=2 if half else 4, gradient=4 if wide else 2, moments=moments)
 
 
-def _sharding(args: argparse.Namespace) -> tuple[str, int]:
+def _sharding(args: Settings) -> tuple[str, int]:
     """The kind of data-parallel sharding, and the groups that share an optimizer each."""
     kinds = ("none", "optimizer", "gradients", "parameters")
     stage = int(args.use_distributed_optimizer)
@@ -158,7 +158,7 @@ def _sharding(args: argparse.Namespace) -> tuple[str, int]:
     return kinds[args.deepspeed_zero_stage or stage], instances
 
 
-def _layers(args: argparse.Namespace) -> tuple[int, ...]:
+def _layers(args: Settings) -> tuple[int, ...]:
     """Layers of each virtual stage, as megatron-core distributes them."""
     pipeline = args.pipeline_model_parallel_size
     chunks = args.virtual_pipeline_model_parallel_size or 1

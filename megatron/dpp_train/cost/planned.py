@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from megatron.dpp.errors import ConfigError
@@ -57,11 +56,11 @@ def take_plan(args: RunConfig) -> RunConfig:
     found = planner.best(chunks, CAPS if cap == "auto" else [cap], within=_NEAR)
     good = [each for each in found if each.seconds <= found[0].seconds * (1 + _WORTH)]
     best = min(good, key=lambda each: (each.layout.num_chunks > 2, max(each.peak_bytes)))
-    draft = argparse.Namespace(**vars(args))
+    draft = args.draft()
     draft.pipeline_model_parallel_layout = best.layout.text()
     virtual_stages(draft)
     draft.dpp_activation_cap = best.cap
-    return args.with_(**vars(draft))
+    return draft.frozen()
 
 
 def describe(args: RunConfig) -> str:
@@ -74,7 +73,7 @@ def describe(args: RunConfig) -> str:
 
 def _costs(args: RunConfig) -> ModelCosts:
     shapes = planning_costs(stage_shape_of(args))
-    if args.dpp_plan == SHAPES:
+    if not args.dpp_plan or args.dpp_plan == SHAPES:
         return shapes
     measured = costs_of_run(args.dpp_plan, _REPOSITORY)
     if measured.num_ranks != args.pipeline_model_parallel_size:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.index_files import read_documents, read_lengths
+from megatron.dpp_train.options.run_config import Settings
 
 CHAT_SUFFIX, ANSWERS_SUFFIX = "_chat_document", "_answers_document"
 """Endings of the prefixes that ``preprocess --sft`` writes: token ids, and 1 for each token of an
@@ -54,7 +54,7 @@ def without_answers(prefix: str, most: int) -> str | None:
     )
 
 
-def check_lengths(prefix: str, args: argparse.Namespace) -> None:
+def check_lengths(prefix: str, args: Settings) -> None:
     """Refuse documents that no microbatch holds; ``prefix``'s index is whole.
 
     Raises:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from typing import Any
 
 from megatron.dpp.errors import DataError
+from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.text_files import read_text
 
 
-def data_words(args: argparse.Namespace) -> tuple[list[str] | None, list[Any] | None]:
+def data_words(args: Settings) -> tuple[list[str] | None, list[Any] | None]:
     """Prefixes, or weights and prefixes, as the data flags give them: ``(for all splits, per
     split)``, one of them None. A split without data has None.
 
@@ -20,7 +20,7 @@ def data_words(args: argparse.Namespace) -> tuple[list[str] | None, list[Any] | 
     if args.data_args_path:
         return read_text(args.data_args_path, "--data-args-path").split(), None
     if args.data_path:
-        return args.data_path, None
+        return list(args.data_path), None
     if args.per_split_data_args_path:
         try:
             lists = json.loads(

@@ -7,7 +7,6 @@ their samples depend on the batch; this needs neither.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import itertools
@@ -43,7 +42,7 @@ from megatron.dpp_train.model.configs import check_with_core, settled, transform
 from megatron.dpp_train.model.packed import packed_params
 from megatron.dpp_train.model.tasks import TASKS
 from megatron.dpp_train.options.arguments import parse_args
-from megatron.dpp_train.options.run_config import RunConfig
+from megatron.dpp_train.options.run_config import RunConfig, Settings
 from megatron.dpp_train.options.validate import validate
 
 _FLAGS = (
@@ -82,7 +81,7 @@ def settings(model: Found | Path, device: str, dtype: str) -> RunConfig:
     return args
 
 
-def _take_router(parsed: argparse.Namespace, saved: Any) -> None:
+def _take_router(parsed: Settings, saved: Any) -> None:
     """Route as the run did. Kinds of auxiliary losses choose alike; sinkhorn chooses otherwise."""
     if getattr(saved, "moe_router_load_balancing_type", None) in ("sinkhorn", ["sinkhorn"]):
         parsed.moe_router_load_balancing_type = "sinkhorn"
@@ -161,9 +160,7 @@ def _alone() -> Iterator[contextlib.ExitStack]:
 class MegatronEngine:
     """An :class:`~megatron.dpp_train.generate.engine.Engine` on a GPT model of megatron-core."""
 
-    def __init__(
-        self, model: Any, args: argparse.Namespace, device: torch.device, vocabulary: int
-    ) -> None:
+    def __init__(self, model: Any, args: Settings, device: torch.device, vocabulary: int) -> None:
         self._model, self._device = model, device
         self._vocabulary = min(vocabulary, args.padded_vocab_size)
         self._args = args

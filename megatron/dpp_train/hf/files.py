@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -15,39 +14,40 @@ from megatron.dpp_train.hf import read_config
 from megatron.dpp_train.hf.fields import CONFIG, find_origin
 from megatron.dpp_train.hf.model import check_same
 from megatron.dpp_train.hf.weights import find_weights
+from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.text_files import read_text
 from megatron.dpp_train.tokenizers import PIECE_TYPES, PIECES
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
 
 
-def check_hf(args: argparse.Namespace) -> None:
+def check_hf(args: Settings) -> None:
     """Refuse a ``--load-hf`` of another model and a ``--save-hf`` that would fail at the end
     (DataError)."""
     if args.load_hf:
-        _check_load(args)
+        _check_load(args, Path(args.load_hf))
     if args.save_hf:
-        _check_save(args)
+        _check_save(args, Path(args.save_hf))
 
 
-def _check_load(args: argparse.Namespace) -> None:
-    given = f"--load-hf {args.load_hf}"
+def _check_load(args: Settings, folder: Path) -> None:
+    given = f"--load-hf {folder}"
     _refuse_engines(args, given, "run megatron-dpp convert, then give --pretrained-checkpoint")
     if args.pretrained_checkpoint:
         raise DataError(
             f"{given} and --pretrained-checkpoint {args.pretrained_checkpoint} exclude each other: "
             "a run starts from one of them"
         )
-    _check_model(args, Path(args.load_hf), given)
-    find_weights(Path(args.load_hf))
-    _check_tokenizer(args, Path(args.load_hf))
+    _check_model(args, folder, given)
+    find_weights(folder)
+    _check_tokenizer(args, folder)
 
 
-def _check_save(args: argparse.Namespace) -> None:
-    given = f"--save-hf {args.save_hf}"
+def _check_save(args: Settings, target: Path) -> None:
+    given = f"--save-hf {target}"
     if not args.save:
         raise DataError(f"{given}: needs --save, whose last checkpoint it converts")
-    if Path(args.save_hf).exists():
+    if target.exists():
         raise DataError(f"{given}: exists; name another target")
     _refuse_engines(args, given, "train without it, or convert a checkpoint of another run")
     if args.ckpt_format != "torch_dist":
@@ -62,7 +62,7 @@ def _check_save(args: argparse.Namespace) -> None:
         _check_model(args, origin, given)
 
 
-def loaded_tokens(args: argparse.Namespace) -> int | None:
+def loaded_tokens(args: Settings) -> int | None:
     """Tokens of the Hugging Face model that a run loads, at its start or earlier; None for a model
     that was trained from random parameters. The run's model may have more rows, which are padding.
 
@@ -92,26 +92,26 @@ def tokens_of(found: Found, saved: Any) -> int | None:
         return None
 
 
-def _refuse_engines(args: argparse.Namespace, given: str, instead: str) -> None:
+def _refuse_engines(args: Settings, given: str, instead: str) -> None:
     for name in ("use_torch_fsdp2", "deepspeed_zero_stage"):
         if getattr(args, name):
             raise DataError(f"{given} does not go with {flag_name(name)}: {instead}")
 
 
-def origin_of(args: argparse.Namespace) -> Path | None:
+def origin_of(args: Settings) -> Path | None:
     """The folder with the ``config.json`` of the model that a run starts from."""
     if args.load_hf:
         return Path(args.load_hf)
-    return find_origin(Path(args.save), (args.pretrained_checkpoint, args.load))
+    return find_origin(Path(args.save or ""), (args.pretrained_checkpoint, args.load))
 
 
-def _check_model(args: argparse.Namespace, folder: Path, given: str) -> None:
+def _check_model(args: Settings, folder: Path, given: str) -> None:
     """Compare the flags that shape a model or change its numbers with a ``config.json``."""
     advice = f"megatron-dpp train --model {folder} gives its flags"
     check_same(args, read_config(folder), given, str(folder / CONFIG), advice)
 
 
-def _check_tokenizer(args: argparse.Namespace, folder: Path) -> None:
+def _check_tokenizer(args: Settings, folder: Path) -> None:
     """Refuse a vocabulary with other ids than the folder's, as far as they can be read."""
     given = getattr(args, "tokenizer_model", None) or args.vocab_file
     theirs = next((folder / name for name in _VOCABULARIES if (folder / name).is_file()), None)

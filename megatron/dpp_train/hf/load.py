@@ -27,7 +27,7 @@ def fill(run: Run, models: Sequence[Any]) -> None:
     Raises:
         DataError: the folder is damaged, or its model is another.
     """
-    folder = Folder(run.args.load_hf)
+    folder = Folder(run.args.load_hf or "")
     entries = {(each.key, each.place): each for each in folder.entries()}
     axes = {key: len(place) for key, place in entries}
     group = mpu.get_data_parallel_group(with_context_parallel=True)
@@ -105,5 +105,10 @@ def export(run: Run) -> None:
             f"{run.iteration} of {args.train_iters}"
         )
         return
-    to_hf(Path(args.save), Path(args.save_hf), like=origin_of(args), progress=lambda _: None)
+    to_hf(
+        Path(args.save or ""),
+        Path(args.save_hf or ""),
+        like=origin_of(args),
+        progress=lambda _: None,
+    )
     run.say(f"Hugging Face model: {args.save_hf}")

@@ -11,6 +11,7 @@ from megatron.dpp.naming import flag_name
 from megatron.dpp_train.checkpoint.saved_args import SIZES, STRUCTURE
 from megatron.dpp_train.hf import HfConfig
 from megatron.dpp_train.options.arguments import parse_args
+from megatron.dpp_train.options.run_config import Settings
 
 _BESIDE = ("mtp_num_layers", "experimental_attention_variant", "apply_layernorm_1p")
 """Further attributes of a model; no family has one. The last is of old Megatron-LM checkpoints."""
@@ -25,14 +26,13 @@ def args_of_model(config: HfConfig) -> argparse.Namespace:
     )
 
 
-def completed(saved: Any) -> argparse.Namespace:
-    """The arguments of a checkpoint, with defaults for those that it lacks."""
+def completed(saved: Any) -> Any:
+    """The arguments of a checkpoint, which another program may have written, with defaults for
+    those that it lacks."""
     return argparse.Namespace(**(vars(parse_args([])) | vars(saved)))
 
 
-def check_same(
-    args: argparse.Namespace, config: HfConfig, given: str, where: str, advice: str
-) -> None:
+def check_same(args: Settings, config: HfConfig, given: str, where: str, advice: str) -> None:
     """Refuse a ``config.json`` of another model than the run's.
 
     Args:
@@ -59,7 +59,7 @@ def check_same(
         )
 
 
-def _structure(args: argparse.Namespace) -> dict[str, Any]:
+def _structure(args: Settings) -> dict[str, Any]:
     """The values that a model has: implied ones are filled in, idle ones left out."""
     values = {name: getattr(args, name, None) for name in (*SIZES, *STRUCTURE, *_BESIDE)}
     if not values.pop("group_query_attention"):

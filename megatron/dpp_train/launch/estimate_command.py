@@ -19,6 +19,7 @@ from megatron.dpp_train.cost.device import Device, find_machine, known_gpu
 from megatron.dpp_train.cost.estimate import estimate
 from megatron.dpp_train.cost.from_flags import shape_of
 from megatron.dpp_train.cost.text import lines
+from megatron.dpp_train.options.run_config import RunConfig
 
 _ASSUMED = "--transformer-impl local --micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0"
 """Defaults of flags that training requires and an estimate hardly depends on."""
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _checked(flags: Sequence[str], ranks: int, arch: str) -> argparse.Namespace:
+def _checked(flags: Sequence[str], ranks: int, arch: str) -> RunConfig:
     """The training script's arguments, with ``--dpp-plan`` carried out."""
     from megatron.dpp_train.cost.planned import take_plan
     from megatron.dpp_train.options import arguments

@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 import tty
-from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
@@ -24,13 +23,13 @@ from megatron.dpp.errors import DataError
 from megatron.dpp.locks import Lock, check_free
 from megatron.dpp.safe_files import open_to_write, read_bytes
 from megatron.dpp_train.options import settings
-from megatron.dpp_train.options.run_config import RunConfig
+from megatron.dpp_train.options.run_config import RunConfig, Settings
 
 _RUNS, _METRICS = Path("runs"), "metrics.jsonl"
 _READ_BYTES = 1 << 16
 
 
-def make_home(arch: str, args: Namespace, world_size: int, env: Mapping[str, str]) -> Path:
+def make_home(arch: str, args: Settings, world_size: int, env: Mapping[str, str]) -> Path:
     """Make the directory of a run that starts now.
 
     Args:
@@ -58,7 +57,7 @@ def make_home(arch: str, args: Namespace, world_size: int, env: Mapping[str, str
     return home
 
 
-def check_home(args: Namespace, env: Mapping[str, str], *, first_node: bool) -> None:
+def check_home(args: Settings, env: Mapping[str, str], *, first_node: bool) -> None:
     """Refuse directories that another run writes into, and a ``RUN_DIR`` in which an earlier run
     began to train. Only a run that goes on from that run's checkpoints may add to its files.
 
@@ -86,7 +85,7 @@ def check_home(args: Namespace, env: Mapping[str, str], *, first_node: bool) -> 
         )
 
 
-def _goes_on(args: Namespace, home: Path, saved: str | None) -> bool:
+def _goes_on(args: Settings, home: Path, saved: str | None) -> bool:
     """True where the run loads what the run in ``home`` saved. Its path may read otherwise by now:
     the directory was moved, is mounted elsewhere, or was named from another directory."""
     if not args.load or args.finetune:
@@ -120,7 +119,7 @@ def with_home(args: RunConfig, home: Path) -> RunConfig:
     return args.with_given({name: (flag, str(home / own)) for name, flag, own in names})
 
 
-def _model_and_layout(arch: str, args: Namespace, world_size: int) -> str:
+def _model_and_layout(arch: str, args: Settings, world_size: int) -> str:
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     replicas = world_size // (tensor * pipeline * args.context_parallel_size)
     sizes = f"{arch}-{args.num_layers}x{args.hidden_size}"

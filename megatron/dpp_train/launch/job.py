@@ -8,11 +8,9 @@ import shlex
 import socket
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 from megatron.dpp.errors import ConfigError, DataError, require
 from megatron.dpp.hosts import is_loopback, own_interface, with_port
@@ -22,7 +20,7 @@ from megatron.dpp_train.launch.home import check_home, copy_output, make_home, w
 from megatron.dpp_train.launch.start import import_path
 from megatron.dpp_train.options import environment, run_file
 from megatron.dpp_train.options.arguments import parse_args
-from megatron.dpp_train.options.run_config import RunConfig
+from megatron.dpp_train.options.run_config import RunConfig, Settings
 from megatron.dpp_train.preflight.check import check_not_taken, check_parsed
 from megatron.dpp_train.preflight.files import written_directories
 
@@ -160,7 +158,7 @@ def node_rank(text: str, num_nodes: int) -> int:
     return int(text)
 
 
-def hardware_queues(args: Namespace) -> str:
+def hardware_queues(args: Settings) -> str:
     """``CUDA_DEVICE_MAX_CONNECTIONS`` of a run with these flags, where the environment has none.
 
     megatron-core's tensor and context parallelism rely on one hardware queue. Everything else needs
@@ -177,7 +175,7 @@ def launch(
     python: str,
     script: str,
     argv: Sequence[str],
-    parsed: Namespace | None = None,
+    parsed: Settings | None = None,
     *,
     dry_run: bool = False,
 ) -> None:
@@ -238,7 +236,7 @@ def _hand_over(args: RunConfig, arch: str, job: Job, home: Path | None) -> str:
         raise DataError(f"{path}: {error.strerror}") from error
 
 
-def refuse_taken(job: Job, parsed: Namespace) -> None:
+def refuse_taken(job: Job, parsed: Settings) -> None:
     """Refuse directories of other runs; cheap enough to come before set-up.
 
     Args:
@@ -247,14 +245,14 @@ def refuse_taken(job: Job, parsed: Namespace) -> None:
     Raises:
         DataError: naming the other run.
     """
-    args = Namespace(**vars(parsed))
+    args = parsed.draft()
     check_home(args, os.environ, first_node=job.node_rank == 0)
     if not args.trace or "trace_dir" not in args.given or job.node_rank != 0:
         return
     ranks = args.pipeline_model_parallel_size * args.tensor_model_parallel_size
     args.data_parallel_size = job.world_size // (ranks * args.context_parallel_size)
     args.virtual_pipeline_model_parallel_size = None
-    for flag, directory in written_directories(cast(RunConfig, args)):
+    for flag, directory in written_directories(args):
         check_free(directory, flag)
 
 

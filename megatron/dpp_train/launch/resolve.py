@@ -29,6 +29,7 @@ from megatron.dpp_train.launch.flags import (
 )
 from megatron.dpp_train.launch.layout import Divisible, Layout, check_layout, nearest_multiple
 from megatron.dpp_train.options.arguments import give, parse_args
+from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.options.validate_layout import NOT_PLANNED
 from megatron.dpp_train.text_files import read_mapping, read_text
 
@@ -42,8 +43,7 @@ class Setting:
     """The devices of a run.
 
     Args:
-        per_node: processes of a node.
-        on_gpu: one GPU for each process.
+        per_node: processes of a node, with one GPU each where ``on_gpu``.
         device: the device of one process.
     """
 
@@ -78,7 +78,7 @@ class Resolved:
         return to_argv(self.flags)
 
     @functools.cached_property
-    def parsed(self) -> argparse.Namespace:
+    def parsed(self) -> Settings:
         """The flags as the training script's parser reads them."""
         return parse_args(self.argv)
 

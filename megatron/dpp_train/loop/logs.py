@@ -3,7 +3,6 @@ Biases. The last rank prints."""
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.dpp.errors import DataError
 from megatron.dpp.sim.batches import BatchTokens
 from megatron.dpp_train.cost.flops import flops_of_lengths, flops_per_iteration
+from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.state import Run
 
 _TIMERS = (
@@ -61,12 +61,12 @@ class StepResult:
     """Of samples of unlike length."""
 
 
-def tokens_of_step(args: argparse.Namespace, step: StepResult) -> int:
+def tokens_of_step(args: Settings, step: StepResult) -> int:
     """Tokens of a step, without padding."""
     return step.batch_size * args.seq_length if step.tokens is None else step.tokens.real
 
 
-def flops_of_step(args: argparse.Namespace, step: StepResult) -> float:
+def flops_of_step(args: Settings, step: StepResult) -> float:
     """FLOPs of a step's tokens, without padding."""
     if step.tokens is None:
         return flops_per_iteration(args, step.batch_size)
@@ -236,7 +236,7 @@ class Writers:
         self.board = self._wandb = None
 
 
-def _open_wandb(args: argparse.Namespace) -> Any:
+def _open_wandb(args: Settings) -> Any:
     """Opens a run at Weights & Biases, on disk only with ``WANDB_MODE=offline`` in the environment.
 
     Raises:

@@ -136,7 +136,7 @@ def build_scheduler(args: Args, optimizer: Any) -> Any:
     by_iteration = args.train_samples is None
     unit = args.global_batch_size if by_iteration else 1
     suffix = "iters" if by_iteration else "samples"
-    total = args.train_iters if by_iteration else args.train_samples
+    total = args.train_samples or args.train_iters
     decay = (getattr(args, f"lr_decay_{suffix}") or total) * unit
     wsd = getattr(args, f"lr_wsd_decay_{suffix}")
     if args.lr_warmup_fraction is not None:

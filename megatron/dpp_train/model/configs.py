@@ -52,7 +52,7 @@ def settled(args: Args) -> Args:
         value = getattr(args, name)
         values[name] = _DTYPES.get(value, value)
     if args.train_samples and not args.train_iters:
-        values["train_iters"] = _iterations(args)
+        values["train_iters"] = _iterations(args, args.train_samples)
     return args.with_(**values)
 
 
@@ -99,7 +99,7 @@ def _can_fuse_weight_gradients() -> bool:
     return fused.available()
 
 
-def _iterations(args: Args) -> int:
+def _iterations(args: Args, samples: int) -> int:
     """Iterations that ``--train-samples`` makes, the ramp of the batch size included."""
     iterations = consumed = 0
     if args.rampup_batch_size is not None:
@@ -114,11 +114,11 @@ def _iterations(args: Args) -> int:
             increment,
             ramp,
         )
-        while consumed <= min(ramp, args.train_samples):
+        while consumed <= min(ramp, samples):
             calculator.update(consumed, consistency_check=False)
             consumed += calculator.get_current_global_batch_size()
             iterations += 1
-    return int(iterations + max(0, args.train_samples - consumed) // args.global_batch_size)
+    return int(iterations + max(0, samples - consumed) // args.global_batch_size)
 
 
 def _same_names(kind: Any, args: Args) -> dict[str, Any]:

@@ -3,7 +3,6 @@ that layers add by themselves."""
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from megatron.core import parallel_state as mpu
 from megatron.dpp.errors import DppError
 from megatron.dpp_train.optimizer.grad_checks import GradientChecks
 from megatron.dpp_train.options.layer_patterns import layers_with_experts
+from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.state import Run
 
 
@@ -84,7 +84,7 @@ _BALANCING = {
 }
 
 
-def added_losses(args: argparse.Namespace, num_microbatches: int) -> dict[str, torch.Tensor]:
+def added_losses(args: Settings, num_microbatches: int) -> dict[str, torch.Tensor]:
     """Losses that routers and multi-token prediction have added since the last call: means over the
     iteration's microbatches, under Megatron-LM's names. A collective over pipeline and replicas.
 

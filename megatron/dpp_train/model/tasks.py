@@ -116,15 +116,15 @@ def build_gpt(
     args: Args, config: TransformerConfig, *, vp_stage: int | None, **place: bool
 ) -> GPTModel:
     """Builds one chunk of a GPT model."""
-    layers = {
+    layers: dict[str, Any] = {
         "implementation": _layer_implementation(args),
         "vp_stage": vp_stage,
         "own_masks": args.reset_attention_mask,
         "grouped_experts": args.moe_grouped_gemm,
     }
     count, rows = args.loss_vocab_size, args.padded_vocab_size
-    is_padded = count is not None and count < rows
-    return (partial(_LoadedModel, count) if is_padded else GPTModel)(
+    kind = GPTModel if count is None or count >= rows else partial(_LoadedModel, count)
+    return kind(
         **_model_values(args, config),
         transformer_layer_spec=block_spec(config, arch="gpt", **layers),
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,

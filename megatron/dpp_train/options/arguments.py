@@ -23,7 +23,7 @@ from megatron.dpp_train.options.fields import add_flags, core_fields
 from megatron.dpp_train.options.flags import GROUPS, UNSET_FIELDS, WITHOUT_EFFECT, Flag
 from megatron.dpp_train.options.flags_run import RUN_GROUPS
 from megatron.dpp_train.options.flags_special import SPECIAL, answer
-from megatron.dpp_train.options.run_config import RunConfig
+from megatron.dpp_train.options.run_config import RunConfig, Settings
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def _add_row(group: Any, row: Flag) -> None:
     group.add_argument(*names, **options)
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None = None) -> Settings:
     """Parse a command line (``sys.argv`` by default).
 
     Settings of ``--yaml-cfg`` come below the command line's and above the defaults.
@@ -78,14 +78,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
         parser = _new_parser()  # not the one that all share
         parser.set_defaults(**defaults_from_yaml(path, parser))
-    args, unknown = parser.parse_known_args(argv)
+    found, unknown = parser.parse_known_args(argv)
     refuse_unknown(parser, unknown, answer)
-    args.given = given_flags(parser, argv)
-    args.parsed = dict(vars(args))
-    return args
+    values = vars(found)
+    return Settings.of(values, given_flags(parser, argv), dict(values))
 
 
-def give(args: argparse.Namespace, flags: Mapping[str, Any]) -> None:
+def give(args: Settings, flags: Mapping[str, Any]) -> None:
     """Add flags with values of their own type to parsed ``args``, as if they had been given.
 
     Args:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 
 from megatron.dpp.errors import require
+from megatron.dpp_train.options.run_config import Settings
 
 
 def layout_stages(text: str) -> list[str]:
@@ -30,7 +30,7 @@ def layout_stages(text: str) -> list[str]:
     return whole.split("|")
 
 
-def layers_with_experts(args: argparse.Namespace) -> list[int]:
+def layers_with_experts(args: Settings) -> list[int]:
     """1 for each layer that holds experts and 0 for each other one, from checked ``args``."""
     if not args.num_experts:
         return [0] * args.num_layers

@@ -1,49 +1,98 @@
-"""The settings of a run after validation: frozen, under Megatron's names."""
+"""The settings of a run: typed attributes under Megatron's names.
+
+:class:`Settings` are those of a command line, a file or a program. :func:`validate.validate` makes
+a :class:`RunConfig` of them, which is complete and frozen. ``sections`` has the attributes; a
+function that needs one section alone takes that class.
+"""
 
 from __future__ import annotations
 
-import argparse
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.flags import dpp_config
+from megatron.dpp_train.options.sections.batch import Batch
+from megatron.dpp_train.options.sections.checkpoint import Checkpoint
+from megatron.dpp_train.options.sections.data import Data
+from megatron.dpp_train.options.sections.logging import Logging
+from megatron.dpp_train.options.sections.model import Model
+from megatron.dpp_train.options.sections.optimizer import Optimizer
+from megatron.dpp_train.options.sections.parallel import Parallel
+from megatron.dpp_train.options.sections.pipeline import Pipeline
+
+_Some = TypeVar("_Some", bound="Settings")
 
 
-class RunConfig(argparse.Namespace):
-    """Checked settings. Reading works as with argparse's namespace; assignment raises.
+class Settings(Model, Parallel, Batch, Optimizer, Data, Checkpoint, Logging, Pipeline):
+    """Settings that may change. Without arguments each has its default."""
 
-    Attributes:
-        given: destination -> spelling of the flags on the command line.
-        parsed: destination -> value before validation.
-        dpp: settings of the dynamic pipeline, from the ``dpp_*`` values.
+    @classmethod
+    def of(
+        cls: type[_Some],
+        values: dict[str, Any],
+        given: dict[str, str] | None = None,
+        parsed: dict[str, Any] | None = None,
+    ) -> _Some:
+        """Settings with these values, and defaults for the rest.
 
-    These three are no settings: ``vars()`` leaves them out.
+        Raises:
+            TypeError: a name that no setting has.
+        """
+        made = cls(**values)
+        object.__setattr__(made, "_given", given or {})
+        object.__setattr__(made, "_parsed", parsed or {})
+        return made
+
+    @property
+    def given(self) -> dict[str, str]:
+        """Name -> spelling of the flags that the command line has."""
+        return self._given
+
+    @property
+    def parsed(self) -> dict[str, Any]:
+        """Name -> value before validation."""
+        return self._parsed
+
+    def draft(self) -> Settings:
+        """A copy that may change."""
+        return Settings.of(vars(self), dict(self.given), dict(self.parsed))
+
+    def frozen(self) -> RunConfig:
+        """A copy that cannot change.
+
+        Raises:
+            ConfigError: :class:`DppConfig` refuses a value.
+        """
+        return RunConfig.of(vars(self), self.given, self.parsed)
+
+
+class RunConfig(Settings, frozen=True):  # type: ignore[misc]  # frozen, and its base is not
+    """Settings that cannot change; assignment raises. Not all of them need be checked: a program
+    makes one to start a run with.
+
+    Raises:
+        ConfigError: :class:`DppConfig` refuses a value.
     """
-
-    __slots__ = ("dpp", "given", "parsed")
-
-    given: dict[str, str]
-    parsed: dict[str, Any]
-    dpp: DppConfig
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        """Raises ConfigError where :class:`DppConfig` refuses a value."""
-        settings = dict(values)
-        for name in ("given", "parsed"):
-            object.__setattr__(self, name, settings.pop(name, {}))
-        vars(self).update(settings)
-        object.__setattr__(self, "dpp", dpp_config(self))
 
     def with_(self, **changes: Any) -> RunConfig:
         """A copy with some settings changed."""
-        extra = {"given": self.given, "parsed": self.parsed}
-        return RunConfig({**vars(self), **extra, **changes})
+        return RunConfig.of({**vars(self), **changes}, self.given, self.parsed)
 
     def with_given(self, flags: dict[str, tuple[str, Any]]) -> RunConfig:
         """A copy with settings that count as given: destination -> flag and value."""
         values = {name: value for name, (_, value) in flags.items()}
         spelled = {name: flag for name, (flag, _) in flags.items()}
-        return self.with_(given=self.given | spelled, parsed=self.parsed | values, **values)
+        given, parsed = self.given | spelled, self.parsed | values
+        return RunConfig.of({**vars(self), **values}, given, parsed)
+
+    @property
+    def dpp(self) -> DppConfig:
+        """Settings of the dynamic pipeline."""
+        config: DppConfig = self._pipeline
+        return config
+
+    def _complete(self) -> None:
+        object.__setattr__(self, "_pipeline", dpp_config(self))
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"{name}: checked settings are frozen; with_({name}=...) copies them")

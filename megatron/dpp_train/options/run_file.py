@@ -66,7 +66,7 @@ def read(path: str, task_name: str, world_size: int) -> RunConfig:
     try:
         content = json.loads(read_text(path, FLAG), object_hook=_tuple)
         task, settings = content["task"], content["settings"]
-        config = RunConfig({**settings, "given": content["given"], "parsed": content["parsed"]})
+        config = RunConfig.of(settings, content["given"], content["parsed"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{FLAG} {path}: no settings of a run ({error!r})") from error
     if task != task_name:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron.dpp.trace import TraceLayout
-from megatron.dpp_train.options.run_config import RunConfig
+from megatron.dpp_train.options.run_config import Settings
 
 
-def trace_layout(args: RunConfig, data: int = 0, pipeline: int = 0, tensor: int = 0) -> TraceLayout:
+def trace_layout(args: Settings, data: int = 0, pipeline: int = 0, tensor: int = 0) -> TraceLayout:
     """The coordinates of a rank as its trace names them."""
     return TraceLayout(
         data=data,

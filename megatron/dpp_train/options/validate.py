@@ -8,14 +8,14 @@ switches kernels off that are missing.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 
 from megatron.dpp.errors import ConfigError, core_setting, require, require_multiple, require_value
 from megatron.dpp.naming import flag_name
 from megatron.dpp.trace import parse_iterations
-from megatron.dpp_train.options.run_config import RunConfig
+from megatron.dpp_train.options.run_config import RunConfig, Settings
+from megatron.dpp_train.options.section import UNSET
 from megatron.dpp_train.options.validate_experts import check_experts, check_prediction
 from megatron.dpp_train.options.validate_layout import check_cut, check_plan, virtual_stages
 from megatron.dpp_train.options.validate_numbers import check_numbers
@@ -31,7 +31,7 @@ from megatron.dpp_train.options.validate_ranges import (
 from megatron.dpp_train.options.validate_sequences import check_sequences
 from megatron.dpp_train.tokenizers import PIECE_TYPES
 
-Args = argparse.Namespace
+Args = Settings
 
 TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
 
@@ -46,13 +46,13 @@ def validate(args: Args, world_size: int, arch: str | None = None) -> RunConfig:
     Raises:
         ConfigError: the first setting that cannot work.
     """
-    draft = Args(**vars(args))
+    draft = args.draft()
     draft.world_size = world_size
     if arch is not None:
         _family(draft, arch)
     for rule in RULES:
         rule(draft)
-    return RunConfig(vars(draft))
+    return draft.frozen()
 
 
 def check_sizes(args: Args, world_size: int) -> None:
@@ -61,7 +61,7 @@ def check_sizes(args: Args, world_size: int) -> None:
     Raises:
         ConfigError: the first setting that cannot work.
     """
-    draft = Args(**vars(args))
+    draft = args.draft()
     draft.world_size = world_size
     for rule in _SIZE_RULES:
         rule(draft)
@@ -94,13 +94,12 @@ _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embe
 
 
 def _shape(args: Args) -> None:
-    args.num_layers = args.num_layers or args.encoder_num_layers
+    args.num_layers = args.num_layers or args.encoder_num_layers or UNSET
     for name in _SIZES:
         require(getattr(args, name), f"{core_setting(name)} is required")
     args.seq_length = args.seq_length or args.encoder_seq_length
     require(args.seq_length, f"{core_setting('seq_length')} is required")
     args.encoder_seq_length = args.seq_length
-    args.loss_vocab_size = None  # until build_vocabulary has read the files
     args.decoder_seq_length = None  # of no model here, yet static schedules would send that much
     for name in (*_SIZES, "ffn_hidden_size", "kv_channels", "seq_length"):
         value = getattr(args, name)

@@ -6,14 +6,14 @@ raises ConfigError for the first setting that cannot work.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import math
 
 from megatron.dpp.errors import require, require_multiple, require_value
 from megatron.dpp_train.options.layer_patterns import layers_with_experts
+from megatron.dpp_train.options.run_config import Settings
 
-Args = argparse.Namespace
+Args = Settings
 
 
 def check_experts(args: Args) -> None:
@@ -78,7 +78,7 @@ def _router(args: Args) -> None:
         args.moe_router_topk,
     )
     within = f"between 1 and --num-experts {args.num_experts}"
-    require_value(args, "moe_router_topk", 1 <= topk <= args.num_experts, within)
+    require_value(args, "moe_router_topk", 1 <= topk <= (args.num_experts or 0), within)
     require(
         topk != 1
         or args.moe_router_score_function != "softmax"

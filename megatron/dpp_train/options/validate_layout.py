@@ -5,12 +5,11 @@ Each raises ConfigError for the first setting that cannot work.
 
 from __future__ import annotations
 
-import argparse
-
 from megatron.dpp.errors import core_setting, require
 from megatron.dpp_train.options.layer_patterns import layout_stages
+from megatron.dpp_train.options.run_config import Settings
 
-Args = argparse.Namespace
+Args = Settings
 
 
 NOT_PLANNED = (
@@ -124,7 +123,7 @@ def _num_chunks(args: Args) -> int:
 def _chunks_of_text(args: Args) -> int:
     """As ``--pipeline-model-parallel-layout`` has it."""
     flag, text = "--pipeline-model-parallel-layout", args.pipeline_model_parallel_layout
-    stages = layout_stages(text)
+    stages = layout_stages(text or "")
     require(
         len(stages) % args.pipeline_model_parallel_size == 0,
         f"{flag} has {len(stages)} stages, not a multiple of "

@@ -3,14 +3,14 @@ other rules compute with the values."""
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.dpp.errors import require, require_value
+from megatron.dpp_train.options.run_config import Settings
 
-Args = argparse.Namespace
+Args = Settings
 
 _FROM_0 = "at least 0", lambda value: value >= 0
 _FROM_1 = "at least 1", lambda value: value >= 1

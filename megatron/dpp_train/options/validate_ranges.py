@@ -6,13 +6,13 @@ Each raises ConfigError for the first setting that cannot work.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from typing import Any
 
 from megatron.dpp.errors import core_setting, require, require_multiple, require_value
+from megatron.dpp_train.options.run_config import Settings
 
-Args = argparse.Namespace
+Args = Settings
 
 
 def check_ranges(args: Args) -> None:
@@ -59,7 +59,7 @@ def check_yarn(args: Args) -> None:
         return
     yarn, original = "--position-embedding-type yarn", args.yarn_original_max_position_embeddings
     require(original, f"{yarn} needs --yarn-original-max-position-embeddings")
-    require_value(args, "yarn_original_max_position_embeddings", original >= 1, "at least 1")
+    require_value(args, "yarn_original_max_position_embeddings", (original or 0) >= 1, "at least 1")
     require_value(args, "rotary_scaling_factor", args.rotary_scaling_factor >= 1, "at least 1")
     require_value(args, "yarn_beta_slow", args.yarn_beta_slow > 0, "above 0")
     require_value(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import require, require_value
 from megatron.dpp.naming import flag_name
+from megatron.dpp_train.options.run_config import Settings
 
 _NEED = ("overlong", "packing", "packing_budget", "order", "length_costs")
 _EXCLUDED = {
@@ -23,7 +22,7 @@ _EXCLUDED = {
 }
 
 
-def check_sequences(args: argparse.Namespace) -> None:
+def check_sequences(args: Settings) -> None:
     """Derives ``variable_lengths``, ``length_multiple``, ``length_buckets``, ``packing_budget`` and
     whether megatron-core's exchange sends shapes.
 
@@ -64,7 +63,7 @@ def check_sequences(args: argparse.Namespace) -> None:
     _check_exchange(args)
 
 
-def _check_packing(args: argparse.Namespace) -> None:
+def _check_packing(args: Settings) -> None:
     if args.packing == "none":
         require(args.packing_budget is None, "--packing-budget needs --packing")
         args.packing_budget = 0
@@ -90,7 +89,7 @@ def _check_packing(args: argparse.Namespace) -> None:
     require_value(args, "packing_budget", args.packing_budget >= 1, "at least 1")
 
 
-def _check_buckets(args: argparse.Namespace) -> None:
+def _check_buckets(args: Settings) -> None:
     text = args.dpp_length_buckets
     if text == "off":
         return
@@ -108,7 +107,7 @@ def _check_buckets(args: argparse.Namespace) -> None:
     args.length_buckets = config.buckets(args.seq_length, args.length_multiple)
 
 
-def _check_exchange(args: argparse.Namespace) -> None:
+def _check_exchange(args: Settings) -> None:
     """megatron-core's own exchange sends shapes ahead; ours carries them."""
     ranks = args.pipeline_model_parallel_size
     own = args.use_dpp or args.dpp_transport != "auto"

@@ -7,7 +7,6 @@ group or the other ranks is left to ``initialize``.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 
@@ -27,7 +26,7 @@ from megatron.dpp_train.checkpoint.saved_args import take_checkpoint_args
 from megatron.dpp_train.cost.planned import take_plan
 from megatron.dpp_train.hf.files import loaded_tokens
 from megatron.dpp_train.options import arguments
-from megatron.dpp_train.options.run_config import RunConfig
+from megatron.dpp_train.options.run_config import RunConfig, Settings
 from megatron.dpp_train.options.validate import validate
 from megatron.dpp_train.options.validate_experts import replicas_in_step
 from megatron.dpp_train.preflight.files import check_files, check_tokens, written_directories
@@ -60,7 +59,7 @@ def check(
 
 
 def check_parsed(
-    task_name: str, parsed: argparse.Namespace, world_size: int, here: int | None
+    task_name: str, parsed: Settings, world_size: int, here: int | None
 ) -> tuple[RunConfig, Tokenizer]:
     """As :func:`check`, of flags that are parsed already.
 
@@ -118,7 +117,9 @@ def check_values(args: RunConfig) -> None:
 def _check_injection(args: RunConfig) -> None:
     chunks = args.virtual_pipeline_model_parallel_size or 1
     for rank in range(args.pipeline_model_parallel_size):
-        Injector(args.dpp_inject, rank, args.pipeline_model_parallel_size, 0, num_chunks=chunks)
+        Injector(
+            args.dpp_inject or "", rank, args.pipeline_model_parallel_size, 0, num_chunks=chunks
+        )
 
 
 def check_schedule(args: RunConfig, *, one_node: bool) -> None:

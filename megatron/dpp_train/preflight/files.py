@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import re
@@ -23,7 +22,7 @@ from megatron.dpp_train.data.sequence_files import (
 )
 from megatron.dpp_train.data.words import data_words
 from megatron.dpp_train.hf.files import check_hf
-from megatron.dpp_train.options.run_config import RunConfig
+from megatron.dpp_train.options.run_config import RunConfig, Settings
 from megatron.dpp_train.options.trace_layout import trace_layout
 from megatron.dpp_train.text_files import read_mapping
 
@@ -32,7 +31,7 @@ _LOOKED_AT_BYTES = 1 << 30
 _BLOCK_BYTES = 1 << 22
 
 
-def check_files(args: argparse.Namespace, task_name: str) -> None:
+def check_files(args: Settings, task_name: str) -> None:
     """Refuse missing or broken data files, and directories that cannot be written.
 
     Args:
@@ -48,7 +47,7 @@ def check_files(args: argparse.Namespace, task_name: str) -> None:
     check_outputs(args)
 
 
-def check_start(args: argparse.Namespace) -> None:
+def check_start(args: Settings) -> None:
     """Refuse a checkpoint that is missing, broken, or of another model or kind of optimizer.
 
     Raises:
@@ -79,7 +78,7 @@ def _check_communicators(given: str | None) -> None:
             )
 
 
-def _check_saved(args: argparse.Namespace, found: Found) -> None:
+def _check_saved(args: Settings, found: Found) -> None:
     saved = saved_args(found)
     if saved is None or args.finetune or found.pretrained:
         return
@@ -88,7 +87,7 @@ def _check_saved(args: argparse.Namespace, found: Found) -> None:
         check_optimizer(args, saved, found.path)
 
 
-def check_data(args: argparse.Namespace, task_name: str) -> None:
+def check_data(args: Settings, task_name: str) -> None:
     """Check the data files."""
     if not args.mock_data:
         words, per_split = data_words(args)
@@ -105,7 +104,9 @@ def check_data(args: argparse.Namespace, task_name: str) -> None:
                 if args.sft or args.variable_length:
                     _check_sequences(prefix, args)
                 if words:  # GPT's data sets divide sequences, BERT's documents
-                    check_split(prefix, args.split, sequences if task_name == "gpt" else documents)
+                    check_split(
+                        prefix, args.split or "", sequences if task_name == "gpt" else documents
+                    )
 
 
 def _check_weights(words: list[str]) -> None:
@@ -120,7 +121,7 @@ def _check_weights(words: list[str]) -> None:
             )
 
 
-def _check_sequences(prefix: str, args: argparse.Namespace) -> None:
+def _check_sequences(prefix: str, args: Settings) -> None:
     if args.sft:
         check_prefix(prefix)
         check_index(answers_prefix(prefix))
@@ -129,7 +130,7 @@ def _check_sequences(prefix: str, args: argparse.Namespace) -> None:
         length_costs(args)
 
 
-def check_outputs(args: argparse.Namespace) -> None:
+def check_outputs(args: Settings) -> None:
     """Refuse directories that cannot be made or written, and a ``--dpp-record`` into none: a
     DataError names flag and directory."""
     if args.use_dpp and args.dpp_record:
@@ -165,7 +166,7 @@ def check_outputs(args: argparse.Namespace) -> None:
             ) from error
 
 
-def written_directories(args: RunConfig) -> list[tuple[str, Path]]:
+def written_directories(args: Settings) -> list[tuple[str, Path]]:
     """Flags and directories that one run at a time may write: checkpoints and traces."""
     found = [("--save", Path(args.save))] if args.save else []
     if args.trace:
@@ -173,7 +174,7 @@ def written_directories(args: RunConfig) -> list[tuple[str, Path]]:
     return found
 
 
-def _all_prefixes(args: argparse.Namespace) -> list[str]:
+def _all_prefixes(args: Settings) -> list[str]:
     words, per_split = data_words(args)
     groups = [_prefixes(group or []) for group in (words, *(per_split or []))]
     return list(dict.fromkeys(prefix for group in groups for prefix in group))
@@ -188,7 +189,7 @@ def _prefixes(words: list[str]) -> list[str]:
     return words[1::2] if len(words) == 2 * len(weights) else words
 
 
-def warnings_of_data(args: argparse.Namespace, task_name: str) -> list[str]:
+def warnings_of_data(args: Settings, task_name: str) -> list[str]:
     """A line for each data set that holds fewer tokens than a sample of GPT, which has one more
     than a sequence (BERT fills up short samples), or chats that lose their answers."""
     if args.sft and args.overlong == "cut":

@@ -8,7 +8,6 @@ A ``tokenizer.json`` is the package's own format. Nothing here imports torch.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import unicodedata
@@ -291,8 +290,11 @@ def build_tokenizer(
     )
 
 
-def tokenizer_for(args: argparse.Namespace) -> Tokenizer:
-    """The tokenizer that the values of a command's or a run's flags name.
+def tokenizer_for(args: object) -> Tokenizer:
+    """The tokenizer that the settings of a command or a run name.
+
+    Args:
+        args: an object with the settings as attributes: ``tokenizer_type`` and some of the others.
 
     Raises:
         ConfigError, DataError: as :func:`build_tokenizer`.
@@ -300,7 +302,8 @@ def tokenizer_for(args: argparse.Namespace) -> Tokenizer:
     names = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size")
     values = {name: getattr(args, name, None) for name in names}
     extra = getattr(args, "vocab_extra_ids", 0)
-    return build_tokenizer(args.tokenizer_type, **values, vocab_extra_ids=extra)
+    kind = getattr(args, "tokenizer_type")  # noqa: B009 - of any object
+    return build_tokenizer(kind, **values, vocab_extra_ids=extra)
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
