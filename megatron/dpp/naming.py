@@ -25,6 +25,10 @@ _OF_MEGATRON = {
 """Fields of megatron-core -> Megatron-LM's flags that have other names."""
 
 
+_OFF = {"add_bias_linear": "--disable-bias-linear"}
+"""Fields of megatron-core -> flags that switch them off, where that is not ``--no-``."""
+
+
 def flag_of(field_name: str) -> str:
     """The command line flag of a :class:`~megatron.dpp.config.DppConfig` field.
 
@@ -52,7 +56,7 @@ def in_flags(given: Setting) -> str:
     else:
         flag = _OF_MEGATRON.get(given.name) or flag_name(given.name)
     if given.value is False:
-        return "--no-" + flag.removeprefix("--")
+        return _OFF.get(given.name) or "--no-" + flag.removeprefix("--")
     return flag if given.value is ... or given.value is True else f"{flag} {given.value}"
 
 

@@ -23,7 +23,7 @@ from typing import Any
 from megatron.dpp.config import DppConfig, missing_part
 from megatron.dpp.core import compat
 from megatron.dpp.core.rng import needs_task_rng
-from megatron.dpp.errors import ConfigError, one_line
+from megatron.dpp.errors import ConfigError, core_setting, one_line, render, setting
 from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.runtime.host_trace import StepTrace
 from megatron.dpp.schedule import find_policy
@@ -34,7 +34,7 @@ logger = logging.getLogger("megatron.dpp")
 _MULTIMODULE = "its process groups are those of several modules"
 _NO_COMMUNICATOR = (
     "dynamic pipeline: p2p_communicator is not used: ranks exchange tensors over links of their "
-    "own (--dpp-transport)"
+    f"own ({setting('transport')})"
 )
 
 _TASK_RNG = (
@@ -42,8 +42,8 @@ _TASK_RNG = (
     "step, microbatch and stage. A run repeats itself; megatron-core's schedule draws others"
 )
 _NO_TASK_RNG = (
-    "dynamic pipeline: --no-dpp-task-rng: the model draws random numbers in the order of tasks, "
-    "which is not the same in every run. No run can be repeated"
+    f"dynamic pipeline: {setting('task_rng', False)}: the model draws random numbers in the order "
+    "of tasks, which is not the same in every run. No run can be repeated"
 )
 
 _installed: Plugin | None = None
@@ -151,7 +151,8 @@ class Plugin:
         if compat.has_multimodule(keywords):
             return _MULTIMODULE
         if compat.pipeline_size(keywords.get("pg_collection")) == 1:
-            return "there is one pipeline rank (--pipeline-model-parallel-size 1)"
+            size = core_setting("pipeline_model_parallel_size", 1)
+            return f"there is one pipeline rank ({size})"
         if self._schedule is None:
             self._schedule = DppSchedule(self._config, warn=self._say)
         try:
@@ -162,11 +163,13 @@ class Plugin:
 
     def _pass_through(self, reason: str) -> None:
         if self._strict:
-            raise ConfigError(f"--dpp-strict: the dynamic pipeline cannot run this step: {reason}")
+            strict = setting("strict", True, owner="install")
+            raise ConfigError(f"{strict}: the dynamic pipeline cannot run this step: {reason}")
         self._say(f"dynamic pipeline: not used, megatron-core's own schedule runs: {reason}")
 
     def _say(self, line: str) -> None:
         """Log a line once, on rank 0."""
+        line = render(line)
         if line not in self._said and os.environ.get("RANK", "0") == "0":
             logger.warning(line)
         self._said.add(line)

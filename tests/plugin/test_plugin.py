@@ -274,16 +274,19 @@ class MultiModuleProcessGroupCollection(SimpleNamespace):
     ("changes", "reason"),
     [
         ({"pipeline": 1}, "there is one pipeline rank"),
-        ({"config": {"overlap_moe_expert_parallel_comm": True}}, "--overlap-moe-expert-par"),
-        ({"config": {"cuda_graph_impl": "local"}}, "--cuda-graph-impl needs meg"),
-        ({"config": {"cuda_graph_impl": "full_iteration"}}, "--cuda-graph-impl needs meg"),
+        ({"config": {"overlap_moe_expert_parallel_comm": True}}, "overlap_moe_expert_par"),
+        ({"config": {"cuda_graph_impl": "local"}}, "cuda_graph_impl needs meg"),
+        ({"config": {"cuda_graph_impl": "full_iteration"}}, "cuda_graph_impl needs meg"),
         (
             {"config": {"variable_seq_lengths": True}, "seq_length": 1},
             "variable_seq_lengths with",
         ),
-        ({"config": {"moe_paged_stash": True}}, "--moe-paged-stash needs"),
+        ({"config": {"moe_paged_stash": True}}, "moe_paged_stash needs"),
         ({"config": {"gtp_weight_remat_size": 2}}, "gtp_weight_remat_size is 2"),
-        ({"config": {"enable_autocast": True}, "forward_only": False}, "--dpp-split-backward com"),
+        (
+            {"config": {"enable_autocast": True}, "forward_only": False},
+            r"DppConfig\(split_backward=\.\.\.\) com",
+        ),
         ({"some_new_keyword": 1}, "some_new_keyword: megatron-core .* passes this"),
         ({"config": {"virtual_pipeline_model_parallel_size": 2}}, "model: 1 chunks were given"),
     ],
@@ -306,7 +309,7 @@ def test_what_cannot_be_honoured_runs_statically_after_one_line(
     assert re.search(reason, record.getMessage())
     plugin.uninstall()
     plugin.install(strict=True)
-    with pytest.raises(ConfigError, match=f"^--dpp-strict: .*: {reason}"):
+    with pytest.raises(ConfigError, match=rf"^install.strict=True.: .*: {reason}"):
         schedules.get_forward_backward_func()(**asked)
 
 
@@ -357,7 +360,7 @@ def test_several_modules_of_a_host_that_calls_the_schedule_by_its_name_are_seen(
     assert caplog.text.count("own schedule runs: its process groups are those of several") == 1
     plugin.uninstall()
     plugin.install(strict=True)
-    with pytest.raises(ConfigError, match=r"--dpp-strict: .* those of several modules"):
+    with pytest.raises(ConfigError, match=r"install.strict=True.: .* those of several modules"):
         getattr(direct, WITHOUT)(**keywords(pg_collection=groups))
 
 

@@ -169,20 +169,20 @@ def test_context_ranks_share_a_replica(
 
 
 @pytest.mark.parametrize(
-    ("name", "flag"), [("num_moe_experts", "--num-experts 4"), ("mtp_num_layers", "--mtp-num-l")]
+    ("name", "said"), [("num_moe_experts", "num_moe_experts=4"), ("mtp_num_layers", "mtp_num_l")]
 )
-def test_losses_scaled_by_one_tensor_need_one_tensor(name: str, flag: str) -> None:
+def test_losses_scaled_by_one_tensor_need_one_tensor(name: str, said: str) -> None:
     several = {"adjust_tensor_shapes_fn": lambda receives, sends: (receives, [*sends, (3,)])}
     dataclasses.replace(call_of(), **several).boundaries(64)
     call_of(**{name: 4}).boundaries(64)
     with pytest.raises(ConfigError, match="exchange one tensor"):  # megatron-core asks for None
         dataclasses.replace(call_of(**{name: 0}), **several).boundaries(64)
-    with pytest.raises(ConfigError, match=f"{flag}.* exchange one tensor, not 2"):
+    with pytest.raises(ConfigError, match=f"{said}.* exchange one tensor, not 2"):
         dataclasses.replace(call_of(**{name: 4}), **several).boundaries(64)
 
 
 def test_partial_checkpoints_are_refused_with_a_global_loss_alone() -> None:
     partial = {"num_microbatches_with_partial_activation_checkpoints": 1}
     call_of(moe_router_load_balancing_type=["aux_loss"], **partial).refuse_ordered()
-    with pytest.raises(ConfigError, match="global_aux_loss with partial checkpoints"):
+    with pytest.raises(ConfigError, match=r"global_aux_loss.? with partial checkpoints"):
         call_of(moe_router_load_balancing_type=["global_aux_loss"], **partial).refuse_ordered()

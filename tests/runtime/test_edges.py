@@ -190,7 +190,7 @@ def test_a_scheduler_that_is_kept_follows_the_static_peak_of_the_batches() -> No
         ([1] * 5, "5 sizes for a step of 4 microbatches"),
         ([1, -2, 1, 1], "microbatch 1 has -2 tokens on this rank, and must have 1 to 10"),
         ([1, 1, 1, 0], "microbatch 3 has 0 tokens"),
-        ([1, 1, 1, 11], "microbatch 3 has 11 tokens .* --dpp-max-tokens"),
+        ([1, 1, 1, 11], "microbatch 3 has 11 tokens .* DppConfig.max_tokens="),
     ],
 )
 @pytest.mark.parametrize("cap", ["static", "auto"])

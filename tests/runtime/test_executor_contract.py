@@ -317,7 +317,7 @@ def test_a_policy_is_suspected_where_it_alone_waits(
     executor._scheduler = SimpleNamespace(stall=lambda: Stall(cause, "the reason"))
     executor._decider = SimpleNamespace(followed=followed)
     text = executor._timeout_text()
-    assert ("--dpp-policy waits" in text) is named
+    assert ("waits for messages that its neighbours" in text) is named
     assert "(the reason); missing from: the leader of this stage. Every" in text
 
 

@@ -48,7 +48,7 @@ def test_a_usual_chunk_is_captured() -> None:
         ({"num_microbatches_with_partial_activation_checkpoints": 2}, "are recomputed and others"),
         ({"fp8": "hybrid"}, "keep scales per step"),
         ({"fp4": "e2m1"}, "keep scales per step"),
-        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl captures them"),
+        ({"cuda_graph_impl": "local"}, "captures them already"),
         ({"cpu_offloading": True}, "activations are offloaded"),
         ({"fine_grained_activation_offloading": True}, "activations are offloaded"),
         ({"context_parallel_size": 2}, "context parallelism has streams of its own"),
@@ -67,7 +67,7 @@ def test_a_setting_that_graphs_cannot_follow_is_named(
 def test_parameters_that_layers_gather_are_not_captured(gathers: bool) -> None:
     """A replay would not wait for them."""
     found = slots.why_not(Wrapped(config_with(), overlap_param_gather=gathers))
-    assert ("--overlap-param-gather" in str(found)) is gathers
+    assert ("overlap_param_gather" in str(found)) is gathers
 
 
 @pytest.mark.parametrize(("ranks", "refused"), [(1, False), (2, True)])

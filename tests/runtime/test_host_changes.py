@@ -61,7 +61,7 @@ def test_each_change_alone() -> None:
     ]
     found = run(examples)
     refused = found.pop("use_a_weight_elsewhere")
-    assert "--dpp-split-backward: decoder.layers." in refused
+    assert "DppConfig(split_backward=...): decoder.layers." in refused
     assert "is also used outside of its layer's own product" in refused
     for name, text in found.items():
         assert text.startswith("equal"), f"{name} {text}"

@@ -38,11 +38,11 @@ def call_with(**settings: object) -> StepCall:
 @pytest.mark.parametrize(
     ("setting", "value", "flag"),
     [
-        ("overlap_moe_expert_parallel_comm", True, "--overlap-moe-expert-parallel-comm"),
-        ("moe_paged_stash", True, "--moe-paged-stash"),
-        ("hybrid_context_parallel", True, "--hybrid-context-parallel"),
-        ("defer_embedding_wgrad_compute", True, "--defer-embedding-wgrad-compute"),
-        ("cuda_graph_impl", "local", "--cuda-graph-impl"),
+        ("overlap_moe_expert_parallel_comm", True, "overlap_moe_expert_parallel_comm"),
+        ("moe_paged_stash", True, "moe_paged_stash"),
+        ("hybrid_context_parallel", True, "hybrid_context_parallel"),
+        ("defer_embedding_wgrad_compute", True, "defer_embedding_wgrad_compute"),
+        ("cuda_graph_impl", "local", "cuda_graph_impl"),
     ],
 )
 def test_settings_that_need_a_static_order_are_refused_by_name(
@@ -57,14 +57,14 @@ def test_expert_parallelism_is_not_refused() -> None:
     settings = {"moe_router_load_balancing_type": ["global_aux_loss"], "cuda_graph_impl": "none"}
     call_with(expert_model_parallel_size=2, **settings).refuse_ordered()
     name = "num_microbatches_with_partial_activation_checkpoints"
-    with pytest.raises(ConfigError, match="global_aux_loss with partial checkpoints needs"):
+    with pytest.raises(ConfigError, match=r"global_aux_loss.? with partial checkpoints needs"):
         call_with(**settings, **{name: 1}).refuse_ordered()
 
 
 def test_weight_gradients_outside_of_autocast_are_refused_by_name() -> None:
     chunk = torch.nn.Module()
     chunk.config = SimpleNamespace(enable_autocast=True)
-    with pytest.raises(ConfigError, match=r"enable_autocast.*--no-dpp-split-backward"):
+    with pytest.raises(ConfigError, match=r"enable_autocast.*split_backward=False"):
         WeightGradients([chunk])
 
 

@@ -454,7 +454,7 @@ def _host_argument(name: str) -> int:
 
 
 def longest_length(config: Any) -> int:
-    """The sequence length that the host was started with: Megatron-LM's ``--seq-length``, or the
+    """The sequence length that the host was started with: Megatron-LM's ``seq_length``, or the
     ``seq_length`` of Megatron-Bridge's model; 0 where neither is known.
     """
     of_model = getattr(config, "seq_length", None)

@@ -297,7 +297,7 @@ def _asked_by_host() -> bool:
 
 
 class _Profiler:
-    """``torch.cuda.cudart()`` of ``--profile`` (training.py:2689), without a profiler."""
+    """``torch.cuda.cudart()`` of Megatron-LM's profiling (training.py:2689), without a profiler."""
 
     cudaProfilerStart = cudaProfilerStop = staticmethod(_nothing)
 
@@ -310,7 +310,7 @@ def _refuse_history(*args: Any, **kwargs: Any) -> None:
 
 
 _MEASURED = ("device_memory_used", "utilization", "temperature", "power_draw", "clock_rate")
-"""Functions behind ``--log-device-memory-used`` and ``--log-straggler``."""
+"""Functions behind Megatron-LM's logs of device memory and stragglers."""
 
 
 def _host_stand_ins() -> Iterator[tuple[Any, str, Any]]:

@@ -19,7 +19,7 @@ def traced_experts(chunks: Sequence[torch.nn.Module], recorder: Recorder) -> Ite
     """Record the experts of these model chunks in every forward of the block.
 
     The dispatcher hands the number of tokens per expert to the experts on the CPU, so reading them
-    waits for no device. With a padded capacity (``--moe-pad-expert-input-to-capacity``) the numbers
+    waits for no device. With a padded capacity (``moe_pad_expert_input_to_capacity``) the numbers
     are constant, and nothing is recorded.
     """
     with contextlib.ExitStack() as around:

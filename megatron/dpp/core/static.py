@@ -20,7 +20,7 @@ import torch
 
 from megatron.dpp.core import compat
 from megatron.dpp.core.expert_trace import traced_experts
-from megatron.dpp.errors import PeerDead, TransferTimeout
+from megatron.dpp.errors import PeerDead, TransferTimeout, setting
 from megatron.dpp.trace import IdleCause, Recorder
 from megatron.dpp.transport.base import ChannelSpec, Direction, Transport
 
@@ -170,7 +170,7 @@ class ChannelExchange:
             if time.monotonic() > end:
                 raise TransferTimeout(
                     f"{spec}: message {number} did not arrive within {self._timeout:g} s "
-                    "(--dpp-timeout); its sender is alive"
+                    f"({setting('timeout')}); its sender is alive"
                 )
             self.transport.wait(_NAP_SECONDS)
         self._num_taken[way] += 1

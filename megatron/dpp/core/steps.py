@@ -34,6 +34,16 @@ _GROUPS = (
 """Process groups that a schedule and the finalisation of gradients ask for."""
 
 
+_ORDERED = {
+    "overlap_moe_expert_parallel_comm": False,
+    "moe_paged_stash": False,
+    "hybrid_context_parallel": False,
+    "defer_embedding_wgrad_compute": False,
+    "cuda_graph_impl": "none",
+}
+"""Settings whose bookkeeping needs megatron-core's own order of tasks, with the values that do not.
+"""
+
 _UNSUPPORTED = {
     "moe_paged_stash": False,
     "moe_expert_rank_capacity_factor": None,
@@ -127,30 +137,24 @@ class StepCall:
         config = self.config
         partial = "num_microbatches_with_partial_activation_checkpoints"
         refused = {
-            "--overlap-moe-expert-parallel-comm": getattr(
-                config, "overlap_moe_expert_parallel_comm", False
-            ),
-            "--moe-paged-stash": getattr(config, "moe_paged_stash", False),
-            # A recomputed microbatch counts in its backward, another one in its forward.
-            "--moe-router-load-balancing-type global_aux_loss with partial checkpoints": (
-                self.has_global_aux_loss and getattr(config, partial, None) is not None
-            ),
-            "--hybrid-context-parallel": getattr(config, "hybrid_context_parallel", False),
-            "--defer-embedding-wgrad-compute": getattr(
-                config, "defer_embedding_wgrad_compute", False
-            ),
-            "--cuda-graph-impl": getattr(config, "cuda_graph_impl", "none") != "none",
+            core_setting(name): getattr(config, name, usual) != usual
+            for name, usual in _ORDERED.items()
         }
-        for flag, asked in refused.items():
+        # A recomputed microbatch counts in its backward, another one in its forward.
+        balanced = core_setting("moe_router_load_balancing_type", "global_aux_loss")
+        refused[f"{balanced} with partial checkpoints"] = (
+            self.has_global_aux_loss and getattr(config, partial, None) is not None
+        )
+        for what, asked in refused.items():
             if asked:
                 raise ConfigError(
-                    f"{flag} needs megatron-core's own order of tasks, which --use-dpp does not "
-                    "keep; leave it out or train without --use-dpp"
+                    f"{what} needs megatron-core's own order of tasks, which the dynamic pipeline "
+                    "does not keep; leave it out or train without the dynamic pipeline"
                 )
         for name, usual in _UNSUPPORTED.items():
             value = getattr(config, name, usual)
             if value != usual:
-                raise ConfigError(f"{name} is {value}: --use-dpp supports {usual} only")
+                raise ConfigError(f"{name} is {value}: the dynamic pipeline supports {usual} only")
 
     def check_length(self, longest: int) -> None:
         """Refuse a nominal sequence length where no other is known.
@@ -161,7 +165,7 @@ class StepCall:
         if getattr(self.config, "variable_seq_lengths", False) and longest <= 1:
             raise ConfigError(
                 f"variable_seq_lengths with seq_length {self.seq_length}: slots and the memory cap "
-                "need the longest length; give --dpp-max-tokens, or pass it as seq_length"
+                f"need the longest length; give {setting('max_tokens')}, or pass it as seq_length"
             )
 
     def boundaries(self, length: int) -> Boundaries:
@@ -174,12 +178,12 @@ class StepCall:
         """
         shape, dtype = self._boundary(length)
         found = boundary.boundaries(tuple(shape), dtype.itemsize, self.adjust_tensor_shapes_fn)
-        scaled = {"--num-experts": "num_moe_experts", "--mtp-num-layers": "mtp_num_layers"}
-        for flag, name in scaled.items():
-            if found.several and getattr(self.config, name, None) is not None:
+        for name in ("num_moe_experts", "mtp_num_layers"):
+            value = getattr(self.config, name, None)
+            if found.several and value is not None:
                 raise ConfigError(
-                    f"adjust_tensor_shapes_fn: {flag} {getattr(self.config, name)} needs stages "
-                    f"that exchange one tensor, not {max(len(found.receives), len(found.sends))}: "
+                    f"adjust_tensor_shapes_fn: {core_setting(name, value)} needs stages that "
+                    f"exchange one tensor, not {max(len(found.receives), len(found.sends))}: "
                     "megatron-core finds the device of its loss's scale there"
                 )
         return found
@@ -199,7 +203,7 @@ class StepCall:
         return Tokens(max(1, shape[0] * shape[1]), hidden, self._parts, bound)
 
     def captured_rows(self, settings: DppConfig) -> list[int]:
-        """Rows of this rank's part of each length that ``--dpp-length-buckets`` names, up to the
+        """Rows of this rank's part of each length that ``length_buckets`` names, up to the
         longest that is known: later calls may be longer.
         """
         parts, longest = self._parts, self.longest(settings.max_tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.schedule import (
     HOLDS_ALL,
     UNIT,
@@ -248,5 +248,5 @@ def _check_sizes(sizes: Sequence[int], num_microbatches: int, largest: int) -> N
     if wrong is not None:
         raise ConfigError(
             f"announce: microbatch {list(sizes).index(wrong)} has {wrong} tokens on this rank, and "
-            f"must have 1 to {largest}; --dpp-max-tokens names the most of a microbatch"
+            f"must have 1 to {largest}; {setting('max_tokens')} names the most of a microbatch"
         )

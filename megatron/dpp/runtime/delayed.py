@@ -1,4 +1,4 @@
-"""A transport whose messages arrive late on purpose, for ``--dpp-inject`` and tests.
+"""A transport whose messages arrive late on purpose, for ``DppConfig.inject`` and tests.
 
 It wraps another transport and hides each message until its delay is over. Order inside a channel
 stays as it is.

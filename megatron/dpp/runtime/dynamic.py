@@ -31,7 +31,7 @@ from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.own_way import refuse_shared
 from megatron.dpp.core.wgrad.te import refuse_delayed
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, core_setting, setting
 from megatron.dpp.inject import Injector
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.base import PipelineSchedule
@@ -282,7 +282,8 @@ class DppSchedule(PipelineSchedule):
                 self._weight_gradients = WeightGradients(call.model, self._say_once)
                 self._log_if_fused(self._weight_gradients)
             else:
-                refuse_delayed(call.model, "--no-dpp-split-backward runs no W tasks")
+                why = f"{setting('split_backward', False)} runs no W tasks"
+                refuse_delayed(call.model, why)
             if self.config.cuda_graphs != "off" and self._captures():
                 self._graphs = self._make_graphs(call)
             self._prepared_model = list(call.model)
@@ -452,28 +453,29 @@ class DppSchedule(PipelineSchedule):
 
 
 def why_no_graphs(
-    setting: str, launch_share: float, filled: float = 0.0, *, recomputes_all: bool = False
+    asked: str, launch_share: float, filled: float = 0.0, *, recomputes_all: bool = False
 ) -> str | None:
     """The reason why no CUDA graphs are captured; None if they are.
 
     Args:
-        setting: ``--dpp-cuda-graphs``, ``auto`` or ``on``.
+        asked: ``DppConfig.cuda_graphs``, ``auto`` or ``on``.
         launch_share: the share of launching in the task time of the most launch-bound chunk that
             has layers.
         filled: the share of the memory left for activations that graphs may need.
         recomputes_all: whole layers are recomputed, so memory is short.
     """
-    if setting == "on":
+    if asked == "on":
         return None
     if recomputes_all:
-        reason = "as --recompute-granularity full asks for little memory"
+        reason = f"as {core_setting('recompute_granularity', 'full')} asks for little memory"
     elif launch_share < GRAPHS_PAY_FROM:
         reason = f"as launching takes {launch_share:.0%} of the time that tasks run"
     elif filled > 1.0:
         reason = f"as they may need {filled:.1f} times the memory that is left for activations"
     else:
         return None
-    return f"{reason} (--dpp-cuda-graphs on uses them all the same, for more memory)"
+    graphs = setting("cuda_graphs", "on")
+    return f"{reason} ({graphs} uses them all the same, for more memory)"
 
 
 def _replica_of(call: StepCall) -> int:

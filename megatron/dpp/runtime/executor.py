@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from megatron.dpp.direction import Direction
-from megatron.dpp.errors import ProtocolError, TransferTimeout
+from megatron.dpp.errors import ProtocolError, TransferTimeout, setting
 from megatron.dpp.inject import Injector, Task
 from megatron.dpp.runtime.agreement import Decider
 from megatron.dpp.runtime.links import Links
@@ -470,11 +470,11 @@ class Executor:
             "the leader of this stage"
         ]
         either = (
-            ", or --dpp-policy waits for messages that its neighbours do not send either"
+            f", or {setting('policy')} waits for messages that its neighbours do not send either"
             if stall.cause is Cause.POLICY and not self._decider.followed
             else ""
         )
         return (
             f"{begin}; missing from: {', '.join(sources)}. Every peer's process is alive: one is "
-            f"stopped or stuck, or slower than --dpp-timeout allows{either}"
+            f"stopped or stuck, or slower than {setting('timeout')} allows{either}"
         )

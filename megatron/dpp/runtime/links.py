@@ -61,7 +61,7 @@ class Links:
 
 
 def own_address(config: DppConfig) -> str | None:
-    """This rank's address of ``--node-ips``, or without it the one that packets to the master
+    """This rank's address of ``node_ips``, or without it the one that packets to the master
     carry; None with one node.
     """
     world_size = torch.distributed.get_world_size()

@@ -1,7 +1,7 @@
 """megatron-core's own 1F1B and interleaved schedules behind the interface of ``DppSchedule``.
 
 ``get_forward_backward_func()`` runs unmodified. Around it are the tasks' random states (so that
-dropout draws the same masks), injected delays, the trace, and, when ``--dpp-transport`` names a
+dropout draws the same masks), injected delays, the trace, and, when ``DppConfig.transport`` names a
 kind, our channels in the place of NCCL or gloo.
 """
 
@@ -28,7 +28,7 @@ from megatron.dpp.core.static import (
 )
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.core.wgrad.te import refuse_delayed
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.inject import Injector, Task
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.delayed import DelayedTransport
@@ -145,8 +145,8 @@ class StaticSchedule(PipelineSchedule):
             )
             if self._injector.delays_messages and self.config.transport == "auto":
                 self._log(
-                    f"static pipeline: --dpp-inject {text} delays no messages of megatron-core's "
-                    "own exchange; --dpp-transport with a kind takes ours"
+                    f"static pipeline: {setting('inject', text)} delays no messages of "
+                    f"megatron-core's own exchange; {setting('transport')} with a kind takes ours"
                 )
         return self._injector
 
@@ -201,5 +201,5 @@ def _refuse_several_tensors(keywords: dict[str, Any], topology: Topology) -> Non
         raise ConfigError(
             f"adjust_tensor_shapes_fn: {len(found.receives)} tensors received and "
             f"{len(found.sends)} sent per stage boundary; megatron-core's static schedules send "
-            "one. Train with --use-dpp, or hand on one tensor"
+            "one. Train with the dynamic pipeline, or hand on one tensor"
         )

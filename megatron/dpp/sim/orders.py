@@ -1,4 +1,4 @@
-"""The planner of ``--order planned``: simulates orders of a replica's microbatches, a step ahead.
+"""The planner of orders: simulates orders of a replica's microbatches, a step ahead.
 
 :func:`plan_order` depends on the lengths and the model of the pipeline alone, so all ranks of a
 replica plan the same. It runs in a process of its own; this module is that process's program.
@@ -40,7 +40,7 @@ class PipelineModel:
     Args:
         longest: most tokens of a microbatch.
         policy: of the dynamic schedule; None for a static one.
-        cap: as ``--dpp-activation-cap``, not in bytes.
+        cap: as ``activation_cap``, not in bytes.
         costs: time of a stage's tasks.
         overhead: time from a task's end to the next one's start at least, in the unit of ``costs``.
     """

@@ -134,7 +134,7 @@ class _Learner(Scheduler):
 
 STATIC = ("gpipe", "1f1b", "interleaved", "zb-h1")
 """Static schedules to compare with. All but ``interleaved`` have one chunk per rank, whatever
-``--chunks`` says.
+the shape says.
 """
 
 

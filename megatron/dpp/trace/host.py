@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.trace.schema import parse_iterations
 
 
@@ -16,7 +16,7 @@ def _option(default: Any, help_text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class HostTrace:
-    """Settings of a trace. Each field ``x`` is also the flag ``--dpp-trace-x``.
+    """Settings of a trace. Command lines have a flag for each field.
 
     Raises:
         ConfigError: an interval or iterations that cannot be.
@@ -31,11 +31,13 @@ class HostTrace:
 
     def __post_init__(self) -> None:
         if self.interval < 1:
-            raise ConfigError(f"--dpp-trace-interval {self.interval}: must be at least 1")
+            what = setting("interval", self.interval, owner="HostTrace")
+            raise ConfigError(f"{what}: must be at least 1")
         try:
             parse_iterations(self.iterations or "0")
         except ValueError as error:
-            raise ConfigError(f"--dpp-trace-iterations: {error}") from error
+            what = setting("iterations", owner="HostTrace")
+            raise ConfigError(f"{what}: {error}") from error
 
 
 def trace_fields() -> tuple[dataclasses.Field[Any], ...]:

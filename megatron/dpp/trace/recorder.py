@@ -133,7 +133,7 @@ class Recorder:
 
 
 class NullRecorder(Recorder):
-    """Records nothing; the recorder of a run without ``--trace``."""
+    """Records nothing; the recorder of a run without a trace."""
 
 
 class FileRecorder(Recorder):

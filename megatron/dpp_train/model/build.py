@@ -21,6 +21,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dpp.core.wgrad.te import delay_weight_gradients
+from megatron.dpp.errors import render, setting
 from megatron.dpp_train.model.configs import ddp_config, optimizer_config
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.state import Run, ends
@@ -77,7 +78,7 @@ def _delay_weight_gradients(run: Run, config: TransformerConfig) -> None:
         return
     reason = delay_weight_gradients(config)
     if reason is not None:
-        run.say(f"--dpp-split-backward: the backward is fused: {reason}")
+        run.say(render(f"{setting('split_backward')}: the backward is fused: {reason}"))
 
 
 def bare_chunks(args: Args, config: TransformerConfig, build_chunk: ChunkBuilder) -> list[Any]:

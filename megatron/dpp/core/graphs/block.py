@@ -25,7 +25,7 @@ from megatron.dpp.core.wgrad.linear import WeightGradients, decoder_block, gradi
 from megatron.dpp.core.wgrad.own_way import STANDS_FOR, why_eager
 from megatron.dpp.core.wgrad.product import DeferredWork, gather_buffers
 from megatron.dpp.core.wgrad.te import DelayedModules, adding, real_gradient
-from megatron.dpp.errors import one_line
+from megatron.dpp.errors import one_line, setting
 
 
 class _Graphs:
@@ -364,7 +364,7 @@ class GraphedBlock:
         if slot is None:
             self._say(
                 "microbatches for which the memory of the activation cap is spent run without "
-                "graphs (--dpp-length-buckets)"
+                f"graphs ({setting('length_buckets')})"
             )
             return None
         if self not in slot.graphs:

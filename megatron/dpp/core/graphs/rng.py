@@ -92,7 +92,7 @@ class RecomputedDraws:
         forward: runs the forward once, eagerly; the random states are then as before.
 
     Raises:
-        TypeError: the tracker's states are generators (``--te-rng-tracker``).
+        TypeError: the tracker's states are generators (``use_te_rng_tracker``).
     """
 
     def __init__(self, forward: Callable[[], Any]) -> None:

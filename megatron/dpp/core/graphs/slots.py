@@ -7,7 +7,7 @@ with one launch. Embedding, LM head and loss stay eager.
 Tasks run in no fixed order, so graphs cannot share memory in one: every chunk activation in flight
 has a *slot*, a memory pool and buffers, from its F until its last W. A slot is made when a forward
 finds none free, so the activation cap bounds their number. Any chunk may use any slot, one at a
-time. megatron-core's own graphs (``--cuda-graph-impl local``) share one pool in the order of a
+time. megatron-core's own graphs (``cuda_graph_impl="local"``) share one pool in the order of a
 static schedule.
 
 A chunk that cannot be captured runs eagerly, and the reason is logged once.
@@ -32,6 +32,7 @@ from megatron.dpp.core.graphs.pools import Pools
 from megatron.dpp.core.graphs.rng import CapturedRng
 from megatron.dpp.core.rng import needs_task_rng
 from megatron.dpp.core.wgrad.linear import WeightGradients, decoder_block
+from megatron.dpp.errors import core_setting
 
 _WARM_UP_STEPS = 2
 """Eager training steps before the capture, for initialisation and measurements."""
@@ -210,8 +211,12 @@ def why_not(chunk: torch.nn.Module) -> str | None:
             config.num_microbatches_with_partial_activation_checkpoints is not None
         ),
         "8- and 4-bit layers keep scales per step": config.fp8 or config.fp4,
-        "--overlap-param-gather waits inside the layers": chunk.ddp_config.overlap_param_gather,
-        "--cuda-graph-impl captures them already": config.cuda_graph_impl != "none",
+        f"{core_setting('overlap_param_gather')} waits inside the layers": (
+            chunk.ddp_config.overlap_param_gather
+        ),
+        f"{core_setting('cuda_graph_impl')} captures them already": (
+            config.cuda_graph_impl != "none"
+        ),
         "activations are offloaded": config.cpu_offloading
         or config.fine_grained_activation_offloading,
         "Transformer Engine's tensor-parallel layers have not been tried": (
@@ -232,8 +237,9 @@ def _reasons_of_experts(config: Any, block: torch.nn.Module) -> dict[str, bool]:
         return {}
     balancing = config.moe_router_load_balancing_type
     kinds = {balancing} if isinstance(balancing, str) else set(balancing)
+    padded = core_setting("moe_pad_expert_input_to_capacity")
     return {
-        "experts take varying shapes, unless --moe-pad-expert-input-to-capacity pads them": (
+        f"experts take varying shapes, unless {padded} pads them": (
             not config.moe_pad_expert_input_to_capacity
         ),
         "only the dispatcher alltoall keeps the numbers of tokens off the device": (

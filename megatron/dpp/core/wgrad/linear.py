@@ -31,7 +31,7 @@ from megatron.dpp.core.grad_sync import replicated
 from megatron.dpp.core.wgrad.own_way import Place, places, why_module, why_weight
 from megatron.dpp.core.wgrad.product import DeferredWork, Group, Layer, forward_of, refuse
 from megatron.dpp.core.wgrad.te import DelayedModules
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, setting
 
 _NAMED = 2
 """Layers that a line names; the others are counted."""
@@ -112,9 +112,9 @@ class WeightGradients:
         """
         if getattr(get_model_config(chunk), "enable_autocast", False):
             raise ConfigError(
-                "--dpp-split-backward computes weight gradients outside of autocast (the model's "
-                "enable_autocast): use --no-dpp-split-backward, or parameters of the dtype that is "
-                "computed with"
+                f"{setting('split_backward')} computes weight gradients outside of autocast (the "
+                f"model's enable_autocast): use {setting('split_backward', False)}, or parameters "
+                "of the dtype that is computed with"
             )
         block = decoder_block(chunk)
         layers = list(block.layers) if block is not None else []
@@ -301,8 +301,9 @@ def _ddp_of(chunk: torch.nn.Module, weight: torch.nn.Parameter | None = None) ->
         torchs = isinstance(found, torch.nn.parallel.DistributedDataParallel)
         if torchs or hasattr(found, "start_grad_sync"):
             raise ConfigError(
-                f"--dpp-split-backward cannot defer weight gradients under {type(found).__name__}; "
-                "use --no-dpp-split-backward or megatron-core's DistributedDataParallel"
+                f"{setting('split_backward')} cannot defer weight gradients under "
+                f"{type(found).__name__}; use {setting('split_backward', False)} or "
+                "megatron-core's DistributedDataParallel"
             )
         found = getattr(found, "module", None)
     return None

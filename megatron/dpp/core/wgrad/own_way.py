@@ -90,7 +90,7 @@ def refuse_shared(chunks: Sequence[torch.nn.Module]) -> None:
                 raise ConfigError(
                     f"chunks {first} and {number} of a rank share a parameter ({called} and "
                     f"{name}): a dynamic pipeline would add up its gradients in another order; "
-                    "use one chunk per rank or train without --use-dpp"
+                    "use one chunk per rank or train without the dynamic pipeline"
                 )
 
 

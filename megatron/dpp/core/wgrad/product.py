@@ -14,7 +14,7 @@ from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 from megatron.dpp.core.experts import NODE, wants_leaves, weight_gradients
 from megatron.dpp.core.wgrad import fused as fused_wgrad
 from megatron.dpp.core.wgrad.own_way import product_is_own, stands_for
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, setting
 
 Defer = Callable[[int, "DeferredWork"], None]
 """Takes the work of a layer, counted from the chunk's first."""
@@ -52,8 +52,8 @@ def refuse(name: str, why: str) -> NoReturn:
         ConfigError: always.
     """
     raise ConfigError(
-        f"--dpp-split-backward: {name} {why}, so that its deferred gradient would differ from that "
-        "of a fused backward; use --no-dpp-split-backward"
+        f"{setting('split_backward')}: {name} {why}, so that its deferred gradient would differ "
+        f"from that of a fused backward; use {setting('split_backward', False)}"
     )
 
 

@@ -36,7 +36,7 @@ import torch
 from megatron.dpp.core.memory import tensors_in
 from megatron.dpp.core.wgrad.own_way import Place, places
 from megatron.dpp.core.wgrad.product import DeferredWork
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, core_setting, setting
 
 _SINCE = "2.7.0"
 """The first version whose modules take over DistributedDataParallel's hooks."""
@@ -68,15 +68,14 @@ def why_fused(config: Any) -> str | None:
         return f"Transformer Engine {get_te_version()} is too old: {_SINCE} or newer is needed"
     reasons = {
         "8- and 4-bit layers add bias gradients before their turn": config.fp8 or config.fp4,
-        "--tp-comm-overlap computes weight gradients with its communication": (
+        f"{core_setting('tp_comm_overlap')} computes weight gradients with its communication": (
             config.tp_comm_overlap
         ),
-        "--moe-shared-expert-overlap runs layers on a stream of their own": (
+        f"{core_setting('moe_shared_expert_overlap')} runs layers on a stream of their own": (
             config.moe_shared_expert_overlap
         ),
-        "--use-cpu-initialization replaces biases, which then do not wait for their gradients": (
-            config.use_cpu_initialization
-        ),
+        f"{core_setting('use_cpu_initialization')} replaces biases, which then do not wait for "
+        "their gradients": (config.use_cpu_initialization),
         "activations are offloaded": config.cpu_offloading
         or config.fine_grained_activation_offloading,
     }
@@ -102,9 +101,9 @@ def _has_trained_weight(module: torch.nn.Module) -> bool:
     ]
     if trained and all(parameter.dim() == 1 for parameter in trained):
         raise ConfigError(
-            f"--dpp-split-backward: a {type(module).__name__} of Transformer Engine with a frozen "
-            "weight and a trained bias would lose the bias's gradient; freeze both or neither, or "
-            "use --no-dpp-split-backward"
+            f"{setting('split_backward')}: a {type(module).__name__} of Transformer Engine with a "
+            "frozen weight and a trained bias would lose the bias's gradient; freeze both or "
+            f"neither, or use {setting('split_backward', False)}"
         )
     return bool(trained)
 
@@ -133,9 +132,9 @@ def _refuse_changed(place: Place) -> None:
     reason = place.around or next((reason for reason, holds in reasons.items() if holds), None)
     if reason is not None:
         raise ConfigError(
-            f"--dpp-split-backward: {place.name} of Transformer Engine was built with "
+            f"{setting('split_backward')}: {place.name} of Transformer Engine was built with "
             f"delay_wgrad_compute, and a deferred weight gradient would leave out that {reason}; "
-            "use --no-dpp-split-backward"
+            f"use {setting('split_backward', False)}"
         )
 
 

@@ -1,0 +1,149 @@
+"""Texts of the engine name settings by field: no flag stands in them, and each field exists."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron.dpp.config import DppConfig
+from megatron.dpp.errors import Setting, in_python
+from megatron.dpp.naming import in_flags
+from megatron.dpp.trace.host import HostTrace
+from tests.sources import ROOT, tree_of
+
+ROOMS = (
+    *("schedule", "transport", "runtime", "core", "sim", "inject.py", "config.py", "hosts.py"),
+    *("plugin.py", "errors.py", "trace"),
+)
+PROGRAMS = {"sim/command.py"}
+"""Modules of these rooms that are programs, whose users write flags."""
+
+OF_OTHERS = {"--cap-add", "--device", "--inplace", "--ipc", "--memory", "--no-deps", "--pid"}
+OF_OTHERS |= {"--ulimit"}
+"""Flags of docker, pip and setup.py."""
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])(?!>)")
+
+
+def engine_files() -> Iterator[Path]:
+    package = ROOT / "megatron" / "dpp"
+    for room in ROOMS:
+        path = package / room
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            if str(file.relative_to(package)) not in PROGRAMS:
+                yield file
+
+
+def flags_in(text: str) -> list[str]:
+    found = [flag for flag in FLAG.findall(text) if not flag.endswith("-")]
+    return [flag for flag in found if flag not in OF_OTHERS]
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_text_of_the_engine_names_a_flag(room: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {flag}"
+        for path in engine_files()
+        if path.is_relative_to(ROOT / "megatron" / "dpp" / room)
+        for node in ast.walk(tree_of(str(path)))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for flag in flags_in(node.value)
+    ]
+    assert not wrong, "name the field: errors.setting, errors.core_setting"
+
+
+def test_no_text_of_the_extension_names_a_flag() -> None:
+    files = [path for path in (ROOT / "csrc").rglob("*.*") if path.suffix in (".cc", ".h")]
+    wrong = [
+        f"{path.relative_to(ROOT)}: {flag}"
+        for path in files
+        for text in re.findall(r'"[^"\n]*"', path.read_text(encoding="utf-8"))
+        for flag in flags_in(text)
+    ]
+    assert files and not wrong, "name the field: setting() of base/error.h"
+
+
+def test_the_settings_that_texts_name_exist() -> None:
+    """In Python, whose calls of ``setting`` name fields, and in C++."""
+    fields = {
+        "DppConfig": {field.name for field in dataclasses.fields(DppConfig)},
+        "HostTrace": {field.name for field in dataclasses.fields(HostTrace)},
+        "install": {"strict"},
+    }
+    named = [
+        (str(path.relative_to(ROOT)), _owner(node), node.args[0].value)
+        for path in engine_files()
+        for node in ast.walk(tree_of(str(path)))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "setting"
+        and isinstance(node.args[0], ast.Constant)
+    ]
+    named += [
+        (str(path.relative_to(ROOT)), "DppConfig", name)
+        for path in (ROOT / "csrc").rglob("*.cc")
+        for name in re.findall(r'\bsetting\("(\w+)"', path.read_text(encoding="utf-8"))
+    ]
+    assert len(named) > 80
+    assert not [each for each in named if each[2] not in fields[each[1]]]
+
+
+def _owner(call: ast.Call) -> str:
+    given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+    return given.get("owner", "DppConfig")
+
+
+def test_fields_of_megatron_core_that_texts_name_exist() -> None:
+    """Or they are arguments of a schedule's call, or of Megatron-LM alone."""
+    config = pytest.importorskip("megatron.core.transformer.transformer_config")
+    ddp = pytest.importorskip("megatron.core.distributed")
+    known = {field.name for field in dataclasses.fields(config.TransformerConfig)}
+    known |= {field.name for field in dataclasses.fields(ddp.DistributedDataParallelConfig)}
+    known |= {"seq_length", "micro_batch_size", "microbatch_group_size_per_vp_stage"}
+    known |= {"record_memory_history", "hybrid_context_parallel", "moe_paged_stash"}
+    known |= {"transformer_impl"}
+    wrong = [
+        (path.name, node.args[0].value)
+        for path in engine_files()
+        if "sim" not in path.parts  # it simulates a trainer's runs
+        for node in ast.walk(tree_of(str(path)))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "core_setting"
+        and isinstance(node.args[0], ast.Constant)
+        if node.args[0].value not in known
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("given", "flag"),
+    [
+        (Setting("", "num_moe_experts", 4), "--num-experts 4"),
+        (Setting("", "add_bias_linear", False), "--disable-bias-linear"),
+        (Setting("", "moe_grouped_gemm", True), "--moe-grouped-gemm"),
+        (Setting("DppConfig", "node_ips", "1.2.3.4"), "--node-ips 1.2.3.4"),
+        (Setting("HostTrace", "interval", 0), "--dpp-trace-interval 0"),
+        (Setting("install", "strict", True), "--dpp-strict"),
+    ],
+)
+def test_flags_are_those_of_the_command_lines(given: Setting, flag: str) -> None:
+    assert in_flags(given) == flag
+    assert f"{given.name}={given.value!r}" in in_python(given)
+
+
+def test_every_field_of_the_settings_has_a_flag_that_is_parsed() -> None:
+    from megatron.dpp.flags import Parser, add_dpp_flags, dpp_config
+
+    parser = Parser(add_help=False)
+    add_dpp_flags(parser)
+    for field in dataclasses.fields(DppConfig):
+        value = getattr(DppConfig(), field.name)
+        words = in_flags(Setting("DppConfig", field.name, "8.8.8.8" if value is None else value))
+        if field.name in ("listen_ports", "rdma_devices"):
+            words = words.replace("8.8.8.8", "8")
+        name, *rest = words.split()
+        dpp_config(parser.parse_args([" ".join([name, *rest]).replace(" ", "=", 1)]))
