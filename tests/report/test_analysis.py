@@ -73,13 +73,13 @@ def test_the_culprit_is_named_and_its_removal_gains_what_was_predicted(tmp_path,
 
 
 def test_a_rank_slow_in_the_last_iterations_only_has_a_since(tmp_path):
-    run = Run(iterations=8)
+    run = Run(iterations=13)
     slow = inject(run, "slow-rank", 0)
     whole, culprit = slow.cost, int(culprit_of(run, "slow-rank", 0).split()[1])
-    slow.cost = lambda i, *rest: whole(i, *rest) if i >= 5 else 10_000_000
+    slow.cost = lambda i, *rest: whole(i, *rest) if i >= 8 else 10_000_000
     (found,) = analysed(slow, tmp_path).culprits
-    assert (found.kind, found.rank, found.since) == ("slow-rank", culprit, 5)
-    assert found.share == pytest.approx(3 / 7)
+    assert (found.kind, found.rank, found.since) == ("slow-rank", culprit, 8)
+    assert found.share == pytest.approx(5 / 12)
 
 
 def test_every_nanosecond_of_the_window_is_accounted_for(tmp_path):
@@ -178,14 +178,12 @@ def test_replicas_tell_a_heavy_stage_from_a_slow_rank():
             (rank, 0): {"F": dict.fromkeys(range(8), 150 if rank in slow else 100)}
             for rank in range(12)
         }
-        works = [Work(number, tasks) for number in range(3)]
-        return StragglerSearch(shape, works, [{}] * 3, dict.fromkeys(places, 0)).find()
+        works = [Work(number, tasks) for number in range(5)]
+        return StragglerSearch(shape, works, [{}] * 5, dict.fromkeys(places, 0)).find()
 
     assert [(c.kind, c.rank) for c in search({3})] == [("slow-rank", 3)]
     assert [(c.kind, c.rank) for c in search({1, 5})] == [("slow-rank", 1), ("slow-rank", 5)]
-    assert [(c.kind, c.rank) for c in search({1, 5, 9})] == [
-        ("heavy-stage", rank) for rank in (1, 5, 9)
-    ]
+    assert [(c.kind, c.rank) for c in search({1, 5, 9})] == [("heavy-stage", 1)]
 
 
 def test_iterations_that_not_all_ranks_finished_do_not_count(tmp_path):
@@ -248,11 +246,11 @@ def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
     links = {(0, 1): quick, (1, 2): busy, (2, 1): busy, (2, 3): quick}
     shape = JobShape(4, 1, {r: r for r in range(4)}, dict.fromkeys(range(4), (0, 0)), "dpp")
     tasks = {(rank, 0): {"F": dict.fromkeys(range(8), 10_000_000)} for rank in range(4)}
-    works = [Work(number, tasks) for number in range(3)]
-    assert StragglerSearch(shape, works, [links] * 3, dict.fromkeys(range(4), 0)).find() == []
+    works = [Work(number, tasks) for number in range(5)]
+    assert StragglerSearch(shape, works, [links] * 5, dict.fromkeys(range(4), 0)).find() == []
     assert _hop_delay(links, range(4), 1) == pytest.approx(200e-6)
     slow = links | {(1, 2): LinkSamples(any=busy.any, clean=busy.any)}
-    (found,) = StragglerSearch(shape, works, [slow] * 3, dict.fromkeys(range(4), 0)).find()
+    (found,) = StragglerSearch(shape, works, [slow] * 5, dict.fromkeys(range(4), 0)).find()
     assert (found.name, found.factor) == ("link 1-2", 55.0)
     assert _hop_delay(slow, range(4), 1) == pytest.approx(11e-3)
 

@@ -37,7 +37,7 @@ def report(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     base = tmp_path_factory.mktemp("report")
-    directory = write(inject(Run(chunks=2), "slow-rank", 1), base)
+    directory = write(inject(Run(chunks=2, iterations=6), "slow-rank", 1), base)
     static = Run(chunks=2, policy="megatron", split=False, schedule="pp")
     other = write(inject(static, "none", 1), base)
     done = report(
@@ -189,7 +189,11 @@ def test_times_are_short():
 
 def test_a_slow_link_that_costs_nothing_is_not_called_a_straggler(tmp_path):
     """On a busy machine a normal link may look slow, with a predicted gain of 0.0 to 0.4 %."""
-    late = Run(microbatches=16, hop=lambda i, *ends: 900_000 if set(ends) == {0, 1} else 100_000)
+    late = Run(
+        microbatches=16,
+        iterations=6,
+        hop=lambda i, *ends: 900_000 if set(ends) == {0, 1} else 100_000,
+    )
     directory = write(late, tmp_path)
     done = report("--benchmark_dir", str(directory), "--json", "--fail-if", "stragglers>0")
     assert done.returncode == 0, done.stderr
@@ -202,13 +206,26 @@ def test_a_slow_link_that_costs_nothing_is_not_called_a_straggler(tmp_path):
     assert any(line.startswith("Without effect") for line in numbers["sentences"])
 
 
+def test_the_bubble_stands_beside_that_of_the_other_schedule(made):
+    """A formula for equal stages said 5.9 % where stages are unlike, and 23.2 % were measured."""
+    _, directory, done = made
+    numbers = json.loads(done.stdout)
+    other, totals = numbers["other_order"], numbers["totals"]
+    assert other["schedule"] == "static" and other["stretched"] > 1
+    assert other["bubble"] == pytest.approx(1 - (1 - totals["bubble"]) / other["stretched"])
+    text = (directory / "report.html").read_text()
+    longer = f"{(other['stretched'] - 1) * 100:.1f} % longer than what ran"
+    assert f"static order takes {longer}" in text and "formula" not in text
+    assert f"replayed static, {other['bubble'] * 100:.1f} %" in text
+
+
 def test_two_ranks_that_are_equally_slow_are_both_named(tmp_path):
     """A faster rank gains nothing as long as the other is slow."""
 
     def cost(iteration, rank, kind, chunk, microbatch):
         return 15_000_000 if rank in (1, 2) else 10_000_000
 
-    directory = write(Run(cost=cost, ranks=6, microbatches=18), tmp_path)
+    directory = write(Run(cost=cost, ranks=6, microbatches=18, iterations=6), tmp_path)
     numbers = json.loads(report("--benchmark_dir", str(directory), "--json").stdout)
     assert sorted(s["name"] for s in numbers["stragglers"]) == ["rank 1", "rank 2"]
     assert all(s["effect"] > 0.1 for s in numbers["stragglers"])
@@ -221,7 +238,7 @@ def test_wrong_arguments_are_errors_of_one_line(made, tmp_path):
         (("--benchmark_dir", str(tmp_path)), "no trace"),
         (("--benchmark_dir", str(made[1]), "--iteration", "99"), "--iteration 99"),
         (("--benchmark_dir", str(made[1]), "--fail-if", "bubble"), "expected a total"),
-        (("--benchmark_dir", str(made[1]), "--skip", "3"), "none is left"),
+        (("--benchmark_dir", str(made[1]), "--skip", "6"), "none is left"),
         (("--benchmark_dir", str(made[1]), "--skip", "-1"), "--skip -1"),
         (("--benchmark_dir", str(made[1]), "--threshold", "1"), "--threshold 1"),
     ):

@@ -9,11 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.dpp.command_line import progress_bar
-from megatron.dpp.errors import DataError, require
+from megatron.dpp.errors import ConfigError, DataError, require
 from megatron.dpp.report.align import Alignment, align
 from megatron.dpp.report.analysis.experts import lost_per_forward
 from megatron.dpp.report.analysis.model import read_iterations
-from megatron.dpp.report.analysis.report_data import Finding, Pipeline, Prediction, Report, Timeline
+from megatron.dpp.report.analysis.report_data import (
+    Finding,
+    OtherOrder,
+    Pipeline,
+    Prediction,
+    Report,
+    Timeline,
+)
 from megatron.dpp.report.analysis.sentences import (
     EVEN_EXPERTS,
     HOW_TO_TRACE,
@@ -28,7 +35,14 @@ from megatron.dpp.report.length_report import length_report
 from megatron.dpp.report.reader import TraceFile, open_run
 from megatron.dpp.report.recorded import Recorded, recorded_runs
 from megatron.dpp.report.run_files import find_run, read_training
-from megatron.dpp.report.whatif import Outcome, WhatIf, effects, predict_all, without_imbalance
+from megatron.dpp.report.whatif import (
+    Outcome,
+    WhatIf,
+    effects,
+    opposite,
+    predict_all,
+    without_imbalance,
+)
 
 
 @dataclass
@@ -64,12 +78,26 @@ def _predict(analysis: Analysis, runs: Sequence[Recorded], into: Pipeline) -> No
             predictions.append(what_if.in_recorded_order(EVEN_EXPERTS, change))
         into.what_if = sorted(map(_prediction, predictions), key=lambda row: -row.gain)
         into.fidelity = what_if.fidelity
+        into.other_order = _other_order(what_if, into)
         costs = effects(what_if, analysis.culprits, ranks)
     for culprit, effect in zip(analysis.culprits, costs, strict=True):
         harmless = effect is not None and effect < LEAST
         finding = Finding(culprit, straggler_text(culprit), effect)
         (into.without_effect if harmless else into.stragglers).append(finding)
     into.totals = dataclasses.replace(into.totals, stragglers=len(into.stragglers))
+
+
+def _other_order(what_if: WhatIf, found: Pipeline) -> OtherOrder | None:
+    """The run's tasks under the other schedule; None with one rank."""
+    run = what_if.runs[-1]
+    if run.shape.num_ranks < 2:
+        return None
+    try:
+        stretched = what_if.stretched(opposite(run, what_if.config))
+    except ConfigError:
+        return None
+    name = "static" if run.dynamic else "dynamic"
+    return OtherOrder(name, 1.0 - (1.0 - found.totals.bubble) / stretched, stretched)
 
 
 def _prediction(outcome: Outcome) -> Prediction:

@@ -138,7 +138,7 @@ def _rank_line(file: FollowedFile, times: list[IterationTimes]) -> str:
 
 
 def _stragglers(files: list[FollowedFile], iterations: list[Iteration]) -> list[str]:
-    if len(iterations) < 2:
+    if not iterations:
         return []
     shape = JobShape.of([file.header for file in files])
     works = [work_of(iteration) for iteration in iterations]

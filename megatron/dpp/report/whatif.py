@@ -219,6 +219,15 @@ class WhatIf:
         measured = sum(run.window for run in self.runs)
         return sum(self._base) / measured if measured else 0.0
 
+    def stretched(self, config: ScheduleConfig) -> float:
+        """Time of the pipeline under another schedule, over that of the recorded order.
+
+        Raises:
+            ConfigError: the schedule is impossible for this shape.
+        """
+        other = sum(config.run(run.shape, run.costs()).makespan for run in self.runs)
+        return other / sum(self._base)
+
     def in_recorded_order(self, name: str, change: Change) -> Outcome:
         """Iteration time with a change of the costs, and every rank's tasks in the order in which
         they ran.
@@ -298,6 +307,14 @@ def effects(
         last = what_if.predict("", without({index}))
         found.append(max(alone, (last.then - all_gone) / last.now if last.now else 0.0))
     return found
+
+
+def opposite(run: Recorded, config: ScheduleConfig) -> ScheduleConfig:
+    """Megatron's static order for a run of the dynamic schedule, and the other way round."""
+    policy = "megatron" if run.dynamic else "dynamic"
+    return dataclasses.replace(
+        config, policy=policy, cap="auto", split_backward=run.split and not run.dynamic
+    )
 
 
 def other_schedules(

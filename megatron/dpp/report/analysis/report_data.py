@@ -156,6 +156,17 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class OtherOrder:
+    """The same tasks under the other schedule, ``static`` or ``dynamic``: idle share of the
+    pipeline, and its time over the measured one.
+    """
+
+    schedule: str
+    bubble: float
+    stretched: float
+
+
+@dataclass(frozen=True)
 class SizeClass:
     """Microbatches of up to so many tokens: their count, mean tokens, and microseconds per token of
     each kind of task.
@@ -222,6 +233,7 @@ class Pipeline:
     without_effect: list[Finding] = field(default_factory=list)
     what_if: list[Prediction] = field(default_factory=list)
     fidelity: float = 0.0
+    other_order: OtherOrder | None = None
     timeline: Timeline | None = None
     lengths: Lengths | None = None
 

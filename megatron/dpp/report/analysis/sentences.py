@@ -15,6 +15,9 @@ HOW_TO_TRACE = (
     "ranks and the causes of idle time."
 )
 
+_EVEN = 0.01
+"""Change of the pipeline's time that a simulation does not tell from none."""
+
 EVEN_LAYERS = "layers laid out evenly"
 """Name of the what-if that moves layers until every stage has the same work."""
 
@@ -95,6 +98,20 @@ def _time_lines(totals: Totals) -> list[str]:
     ]
 
 
+def _other_order_lines(found: Pipeline) -> list[str]:
+    """The schedule that ran against the other one, with the same tasks."""
+    other = found.other_order
+    if other is None:
+        return []
+    name = {"static": "Megatron's static order", "dynamic": "the dynamic schedule"}[other.schedule]
+    change = other.stretched - 1
+    if abs(change) < _EVEN:
+        return [f"Replayed, {name} takes as long as what ran, within {_EVEN:.0%}."]
+    than = f"{percent(abs(change))} {'longer' if change > 0 else 'less'}"
+    verdict = "" if change > 0 else f" {found.name.capitalize()} loses here."
+    return [f"Replayed, {name} takes {than} than what ran for the same tasks.{verdict}"]
+
+
 def training_sentences(training: Training) -> list[str]:
     """Progress, loss and checkpoint of a run; empty without metrics."""
     if not training.metrics:
@@ -116,7 +133,7 @@ def training_sentences(training: Training) -> list[str]:
 
 def sentences(found: Pipeline) -> list[str]:
     """The summary, most important first."""
-    lines = _time_lines(found.totals) + _expert_lines(found)
+    lines = _time_lines(found.totals) + _other_order_lines(found) + _expert_lines(found)
     lines += [f"{each.text[0].upper()}{each.text[1:]}." for each in found.stragglers]
     if not found.stragglers:
         lines.append("No straggler.")

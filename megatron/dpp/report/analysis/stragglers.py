@@ -15,13 +15,20 @@ against the typical link, and how far a rank's task times lie above their own un
 
 With one chunk per rank and one replica a slow last rank and a heavy last stage look alike; the
 stage is named then, since the last stage is expected to carry more.
+
+A finding is one that noise does not reach. A rank or stage must be slow in most iterations, five
+at least, or in all of the last quarter, as many at least. Its slowness exceeds several standard
+errors of what times vary from iteration to iteration. A stage is heavy from the first iteration on.
+The ranks of a tensor-parallel group meet in each layer and count once: microbatches are uneven if
+two stages say so, or the lengths of their sequences.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.dpp.report.analysis.link_times import ENOUGH, Link, LinkSamples, merge_links
@@ -32,8 +39,17 @@ _SLOW_LINK = 3.0
 _LINK_SHARE = 0.05
 _LONELY_LINK_SHARE = 0.25
 _OFTEN = 0.7
+_LEAST_ITERATIONS, _LEAST_RECENT, _RECENT_SHARE = 5, 5, 0.25
+_ERRORS = 4.0
+"""Standard errors that the slowness of a rank exceeds."""
+_LINKED = 5.0
+"""Neighbouring iterations that vary together, as a busy machine slows several."""
 _SPREAD_TAIL, _SPREAD_MEAN = 1.2, 1.05
-_SHARED = 0.6
+_APART = 2.0
+"""Spread of a rank that is slow now and then, over that of the others."""
+_SHARED = 0.5
+_UNLIKE = 1.05
+"""Longest over shortest microbatch, in tokens, of unlike ones."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +85,16 @@ class Culprit:
         return f"rank {self.rank}" + ("" if self.chunk is None else f", chunk {self.chunk}")
 
 
+@dataclass(frozen=True)
+class _Slow:
+    """A cell's slowness: ``always`` from the first iteration on, or only since one."""
+
+    factor: float
+    share: float
+    since: int
+    always: bool
+
+
 def _low_median(values: Sequence[float]) -> float:
     return statistics.median_low(values) if values else 0.0
 
@@ -102,6 +128,7 @@ class StragglerSearch:
         links: link samples per iteration, in the same order.
         waits: per rank, time waited for messages in ns, to name the victims.
         threshold: factor above the expected time that counts as slow.
+        sizes: tokens of each microbatch by iteration, where they are known.
     """
 
     def __init__(
@@ -112,15 +139,18 @@ class StragglerSearch:
         waits: dict[int, int],
         *,
         threshold: float = _SLOW,
+        sizes: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
+        self._sizes = sizes or {}
         self._shape, self._works, self._links = shape, works, links
         self._waits, self._threshold = waits, threshold
         self._factors = [cell_factors(work, shape) for work in works]
         self._numbers = [work.number for work in works]
+        self._noise = _noise(self._factors)
 
     def find(self) -> list[Culprit]:
         """Ranks and stages first, then links, then unsteadiness; worst first in each group."""
-        if not self._works:
+        if len(self._works) < _LEAST_ITERATIONS:
             return []
         cells = sorted(self._cells(), key=lambda c: -c.factor)
         links = sorted(self._slow_links(), key=lambda c: -c.factor)
@@ -130,42 +160,48 @@ class StragglerSearch:
         others = [rank for rank in self._waits if rank not in culprits]
         return tuple(sorted(others, key=lambda rank: -self._waits[rank])[:3])
 
-    def _slow(self, cell: Cell) -> tuple[float, float, int] | None:
-        """Factor, share and since of a cell that is often slow."""
+    def _slow(self, cell: Cell) -> _Slow | None:
+        """The slowness of a cell that noise does not explain."""
         values = [factors.get(cell, 1.0) for factors in self._factors]
         flags = [(n, v > self._threshold) for n, v in zip(self._numbers, values, strict=True)]
         share, since = _history(flags)
         recent = [flag for number, flag in flags if number >= since]
-        if share < _OFTEN and not (len(recent) >= 3 and all(recent)):
+        least = max(_LEAST_RECENT, _RECENT_SHARE * len(flags))
+        always = share >= _OFTEN
+        if not always and not (len(recent) >= least and all(recent)):
             return None
-        return (
-            statistics.median(v for v, (_, f) in zip(values, flags, strict=True) if f),
-            share,
-            since,
-        )
+        seen = values if always else values[-len(recent) :]
+        error = self._noise * math.sqrt(_LINKED / len(seen))
+        if math.log(statistics.median(seen)) < _ERRORS * error:
+            return None
+        factor = statistics.median(v for v, (_, f) in zip(values, flags, strict=True) if f)
+        return _Slow(factor, share, since, always)
 
     def _cells(self) -> list[Culprit]:
-        slow: dict[Cell, tuple[float, float, int]] = {}
+        slow: dict[Cell, _Slow] = {}
         for cell in sorted({cell for factors in self._factors for cell in factors}):
             found = self._slow(cell)
             if found is not None:
                 slow[cell] = found
-        culprits: list[Culprit] = []
+        heavy: dict[Cell, Culprit] = {}
+        ranks: list[Culprit] = []
         for rank in sorted({rank for rank, _ in slow}):
             own = {chunk: found for (r, chunk), found in slow.items() if r == rank}
-            if len(own) == self._shape.num_chunks and not self._is_heavy(rank, slow):
-                factor, share, since = min(own.values())
-                victims = self._victims({rank})
-                culprits.append(Culprit("slow-rank", factor, share, since, rank, victims=victims))
+            victims = self._victims({rank})
+            whole = len(own) == self._shape.num_chunks
+            if whole and not (self._is_heavy(rank, slow) and all(s.always for s in own.values())):
+                least = min(own.values(), key=lambda each: each.factor)
+                what = (least.factor, least.share, least.since)
+                ranks.append(Culprit("slow-rank", *what, rank, victims=victims))
                 continue
-            for chunk, (factor, share, since) in own.items():
-                victims = self._victims({rank})
-                culprits.append(
-                    Culprit("heavy-stage", factor, share, since, rank, chunk, victims=victims)
-                )
-        return culprits
+            for chunk, one in own.items():
+                if one.always:  # the ranks of a stage have the same work: one finding
+                    what = (one.factor, one.share, one.since)
+                    found_here = Culprit("heavy-stage", *what, rank, chunk, victims=victims)
+                    heavy.setdefault((self._shape.pipeline[rank], chunk), found_here)
+        return ranks + list(heavy.values())
 
-    def _is_heavy(self, rank: int, slow: dict[Cell, tuple[float, float, int]]) -> bool:
+    def _is_heavy(self, rank: int, slow: Collection[Cell]) -> bool:
         """True if a rank with only slow chunks is slow because of its stage's work."""
         shape = self._shape
         place = shape.pipeline[rank]
@@ -188,7 +224,7 @@ class StragglerSearch:
             seen = [delay for link in own for delay in total[link].clean]
             slow = [(n, self._link_is_slow(part, own)) for n, part in self._per_iteration()]
             flags = [(n, flag) for n, flag in slow if flag is not None]
-            if len(seen) < ENOUGH:
+            if len(seen) < ENOUGH or len(flags) < _LEAST_ITERATIONS:
                 continue
             other = _delays_of_others(total, own)
             share, since = _history(flags)
@@ -220,30 +256,93 @@ class StragglerSearch:
 
     def _unsteady(self, explained: set[int | None]) -> list[Culprit]:
         """Spread of task times above what their kind, rank and chunk take undisturbed."""
-        ratios: dict[int, list[float]] = {}
-        shared: dict[tuple[int, int], list[float]] = {}
-        for work in self._works:
-            for (rank, chunk), kinds in work.tasks.items():
-                for kind, times in kinds.items():
-                    typical = work.typical((rank, chunk), kind)
-                    for microbatch, time in times.items():
-                        ratio = time / typical if typical else 1.0
-                        ratios.setdefault(rank, []).append(ratio)
-                        log = math.log(max(ratio, 1e-3))
-                        shared.setdefault((work.number, microbatch), []).append(log)
-        spread = {rank: factor for rank, own in ratios.items() if (factor := _spread(own)) > 1.0}
-        everywhere = len(spread) > len(ratios) / 2
+        ratios = {rank: self._ratios(rank) for rank in self._leaders()}
+        tails = {rank: _tail(list(itertools.chain(*own))) for rank, own in ratios.items() if own}
+        spread = {}
+        for rank, own in ratios.items():
+            share = sum(_spread(each) > 1.0 for each in own) / len(own) if own else 0.0
+            factor = _spread(list(itertools.chain(*own))) if own else 1.0
+            if factor > 1.0 and share >= 0.5:
+                spread[rank] = factor, share
         if not spread:
             return []
         first = self._numbers[0]
-        if everywhere:
-            kind = "uneven-microbatches" if _shared_part(shared) > _SHARED else "jitter"
-            return [Culprit(kind, statistics.median(spread.values()), 1.0, first)]
+        if len(spread) > len(ratios) / 2:
+            kind = "uneven-microbatches" if self._uneven() else "jitter"
+            factor = statistics.median(factor for factor, _ in spread.values())
+            return [Culprit(kind, factor, 1.0, first)]
+        usual = statistics.median(tails.values())
         return [
-            Culprit("transient", factor, 1.0, first, rank, victims=self._victims({rank}))
-            for rank, factor in sorted(spread.items(), key=lambda item: -item[1])
-            if rank not in explained
+            Culprit("transient", factor, share, first, rank, victims=self._victims({rank}))
+            for rank, (factor, share) in sorted(spread.items(), key=lambda item: -item[1][0])
+            if rank not in explained and factor - 1 > _APART * (usual - 1)
         ]
+
+    def _leaders(self) -> list[int]:
+        """One rank of each tensor-parallel group: its ranks meet in each layer."""
+        first: dict[tuple[int, int], int] = {}
+        for rank in sorted(self._shape.pipeline):
+            first.setdefault((self._shape.replica[rank][0], self._shape.pipeline[rank]), rank)
+        return list(first.values())
+
+    def _ratios(self, rank: int) -> list[list[float]]:
+        """Times of a rank's tasks over their undisturbed time, by iteration."""
+        found = []
+        for work in self._works:
+            own = [
+                time / typical
+                for cell, kinds in work.tasks.items()
+                if cell[0] == rank
+                for kind, times in kinds.items()
+                if (typical := work.typical(cell, kind))
+                for time in times.values()
+            ]
+            found += [own] if own else []
+        return found
+
+    def _uneven(self) -> bool:
+        """True where the same microbatches are slow on all stages, and their sizes do not deny it.
+
+        Replicas have microbatches of their own.
+        """
+        sizes = [own for number, own in self._sizes.items() if number in self._numbers]
+        if sizes:
+            return any(max(own) > _UNLIKE * min(own) for own in sizes)
+        groups: list[list[float]] = []
+        for work in self._works:
+            stages: dict[tuple[int, int], dict[int, list[float]]] = {}
+            for rank in self._leaders():
+                replica, place = self._shape.replica[rank][0], self._shape.pipeline[rank]
+                for microbatch, value in _of_microbatches(work, rank).items():
+                    by_stage = stages.setdefault((replica, microbatch), {})
+                    by_stage.setdefault(place, []).append(value)
+            groups += [[statistics.fmean(v) for v in each.values()] for each in stages.values()]
+        return _shared_part(groups) > _SHARED
+
+
+def _of_microbatches(work: Work, rank: int) -> dict[int, float]:
+    """Mean of the logarithms of a rank's task times over the undisturbed ones, by microbatch."""
+    logs: dict[int, list[float]] = {}
+    for cell, kinds in work.tasks.items():
+        for kind, times in kinds.items() if cell[0] == rank else ():
+            typical = work.typical(cell, kind)
+            for microbatch, time in times.items() if typical else ():
+                logs.setdefault(microbatch, []).append(math.log(max(time / typical, 1e-3)))
+    return {microbatch: statistics.fmean(own) for microbatch, own in logs.items()}
+
+
+def _noise(factors: Sequence[dict[Cell, float]]) -> float:
+    """Standard deviation of a cell's factor from iteration to iteration, in logarithms; robust
+    against the few iterations in which something else is wrong.
+    """
+    off: list[float] = []
+    for cell in {cell for each in factors for cell in each}:
+        own = [math.log(each[cell]) for each in factors if cell in each]
+        middle = statistics.median(own)
+        off += [abs(value - middle) for value in own]
+    if not off or len(factors) < 2:
+        return 0.0
+    return 1.4826 * statistics.median(off) * math.sqrt(len(factors) / (len(factors) - 1))
 
 
 def _delays_of_others(part: dict[Link, LinkSamples], own: list[Link]) -> list[int]:
@@ -252,17 +351,27 @@ def _delays_of_others(part: dict[Link, LinkSamples], own: list[Link]) -> list[in
     return [s.delay for s in others if s.clean] or [s.delay for s in others]
 
 
-def _spread(ratios: list[float]) -> float:
-    """The 90th percentile over the undisturbed time where the spread matters, else 1."""
+def _tail(ratios: Sequence[float]) -> float:
+    """The 90th percentile."""
     ordered = sorted(ratios)
-    tail = ordered[int(len(ordered) * 0.9)]
-    mean = statistics.fmean(ordered)
-    return tail if tail > _SPREAD_TAIL and mean > _SPREAD_MEAN else 1.0
+    return ordered[int(len(ordered) * 0.9)]
 
 
-def _shared_part(shared: dict[tuple[int, int], list[float]]) -> float:
-    """Part of the variance of log task times that the microbatch explains."""
-    values = [value for group in shared.values() for value in group]
-    total = statistics.pvariance(values)
-    means = [statistics.fmean(group) for group in shared.values()]
-    return statistics.pvariance(means) / total if total else 0.0
+def _spread(ratios: Sequence[float]) -> float:
+    """The 90th percentile over the undisturbed time where the spread matters, else 1."""
+    tail = _tail(ratios)
+    return tail if tail > _SPREAD_TAIL and statistics.fmean(ratios) > _SPREAD_MEAN else 1.0
+
+
+def _shared_part(groups: Sequence[Sequence[float]]) -> float:
+    """Part of the variance that the members of a group share (intraclass correlation); 0 without
+    two members.
+    """
+    size = min((len(group) for group in groups), default=0)
+    if size < 2 or len(groups) < 2:
+        return 0.0
+    means = [statistics.fmean(group) for group in groups]
+    between = size * statistics.variance(means)
+    within = statistics.fmean(statistics.variance(group) for group in groups)
+    total = between + (size - 1) * within
+    return (between - within) / total if total else 0.0

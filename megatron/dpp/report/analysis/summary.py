@@ -25,6 +25,7 @@ from megatron.dpp.report.analysis.stragglers import Culprit, StragglerSearch
 from megatron.dpp.report.analysis.times import IterationTimes, RankTimes, iteration_times
 from megatron.dpp.report.analysis.work import JobShape, Work, work_of
 from megatron.dpp.report.reader import TraceFile
+from megatron.dpp.trace.step_lengths import read_steps
 from megatron.dpp.trace.vocabulary import IdleCause
 
 _MS = 1e6
@@ -69,7 +70,11 @@ class Analysis:
         for times in self.times:
             for rank in times.ranks.values():
                 waits[rank.rank] = waits.get(rank.rank, 0) + rank.idle.get(IdleCause.MESSAGE, 0)
-        search = StragglerSearch(self.shape, self.works, self.links, waits, threshold=threshold)
+        steps = read_steps(self.files[0].path.parent)
+        sizes = {number: [sum(each) for each in s.microbatches] for number, s in steps.items()}
+        search = StragglerSearch(
+            self.shape, self.works, self.links, waits, threshold=threshold, sizes=sizes
+        )
         self.culprits = search.find()
 
     def typical(self) -> IterationTimes:

@@ -102,26 +102,19 @@ def plot_time_per_rank(report: Report, width: float) -> Picture | None:
 
 
 def plot_bubble(report: Report, width: float) -> Picture | None:
-    """Measured idle share against the formula of the interleaved schedule."""
+    """Measured idle share against that of the other schedule with the same tasks."""
     found = report.pipeline
-    if found is None or found.run.pipeline < 2:
+    if found is None or found.other_order is None:
         return None
-    ranks, chunks, count = found.run.pipeline, found.run.chunks, found.run.microbatches
-    formula = (ranks - 1) / (chunks * count + ranks - 1)
-    measured = found.totals.bubble
-    side = "above" if measured >= formula else "below"
-    title = (
-        f"Idle: {percent(measured)}, {abs(measured - formula) * 100:.1f} points {side} the "
-        f"formula of the static schedule"
-    )
-    plural = "es" if count > 1 else ""
+    other, measured = found.other_order, found.totals.bubble
+    title = f"Idle: {percent(measured)}; replayed {other.schedule}, {percent(other.bubble)}"
     note = (
-        f"formula: (p - 1) / (v m + p - 1) = {percent(formula)} with p = {ranks} ranks, "
-        f"v = {chunks} chunks, m = {count} microbatch{plural}; equal stages, no messages"
+        f"replayed: the {other.schedule} schedule simulated with the times of this run's tasks and "
+        "messages; the shorter bar is the better schedule"
     )
     picture = Picture(title, width, note)
-    rows = [("formula", "drain", formula)]
-    rows += [(name, colour, one.totals.bubble) for name, colour, one in traced_runs_of(report)]
+    rows = [(name, colour, one.totals.bubble) for name, colour, one in traced_runs_of(report)]
+    rows.append((f"{other.schedule}, replayed", "drain", other.bubble))
     bars = [Bar(name, [(colour, value, name)], percent(value)) for name, colour, value in rows]
     draw_bars(picture, bars, form=percent)
     return picture
