@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +15,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 if sys.version_info >= (3, 11):
@@ -45,8 +48,30 @@ def test_versions_agree_and_the_console_script_exists() -> None:
     import megatron.dpp
 
     assert PROJECT["version"] == megatron.dpp.__version__
+    (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    newest = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert PROJECT["version"] == cited == next(each for each in newest if each != "Unreleased")
     module, _, name = PROJECT["scripts"]["megatron-dpp"].partition(":")
     assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_a_commit_runs_the_checks_of_the_tests() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    text = (ROOT / "tools/check.sh").read_text()
+    found = [a or b for a, b in re.findall(r'^check (?:"([^"]+)"|(\S+)) ', text, re.MULTILINE)]
+    assert [hook["name"] for hook in hooks] == found and len(found) >= 7
+    for hook in hooks:
+        words = shlex.split(hook["entry"])
+        assert words == ["bash", "tools/check.sh", "--only", hook["name"]]
+
+
+def test_the_workflow_runs_what_contributors_run() -> None:
+    flow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    job = flow["jobs"]["test"]
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    oldest = PROJECT["requires-python"].removeprefix(">=")
+    assert job["strategy"]["matrix"]["python"][0] == oldest
 
 
 def test_the_launcher_of_the_source_tree_runs_from_anywhere(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ _HOME = {
     "open_transport": "transport",
 }
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Action",
     "ConfigError",
