@@ -24,7 +24,7 @@ PROGRAMS = {"sim/command.py"}
 """Modules of these rooms that are programs, whose users write flags."""
 
 OF_OTHERS = {"--cap-add", "--device", "--inplace", "--ipc", "--memory", "--no-deps", "--pid"}
-OF_OTHERS |= {"--ulimit"}
+OF_OTHERS |= {"--force-reinstall", "--ulimit"}
 """Flags of docker, pip and setup.py."""
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w-])(?!>)")

@@ -40,14 +40,14 @@ def test_an_unknown_kind_is_named_with_the_known_ones() -> None:
 
 
 def test_no_other_code_names_a_kind() -> None:
-    """But ``config.py`` the packages that kinds need, which have their names, and ``native.py`` the
-    kind that needs no extension, for an error."""
+    """But ``config.py`` the packages that kinds need, which have their names, and the kind that needs
+    no extension."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.parent == PACKAGE / "transport" / "kinds":
             continue
-        elsewhere = {*NAMES} - (KIND_PACKAGES.keys() if path == PACKAGE / "config.py" else set())
-        elsewhere -= {"dist"} if path == PACKAGE / "transport" / "native.py" else set()
+        known = {*KIND_PACKAGES, "dist"} if path == PACKAGE / "config.py" else set()
+        elsewhere = {*NAMES} - known
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and node.value in elsewhere:
                 found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value!r}")
