@@ -73,9 +73,9 @@ _WRITES = "dist_checkpointing.strategies.filesystem_async"
 GET_SCHEDULE = "pipeline_parallel.schedules:get_forward_backward_func"
 """The function by which every host fetches its schedule."""
 
-DIRECT_SCHEDULES = tuple(
-    f"pipeline_parallel.schedules:forward_backward_pipelining_{how}_interleaving"
-    for how in ("without", "with")
+DIRECT_SCHEDULES = (
+    "pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
+    "pipeline_parallel.schedules:forward_backward_pipelining_with_interleaving",
 )
 """Schedules that some hosts call without fetching them."""
 
