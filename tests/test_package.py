@@ -47,10 +47,15 @@ def test_the_wheel_requires_no_upper_bound() -> None:
 def test_versions_agree_and_the_console_script_exists() -> None:
     import megatron.dpp
 
-    assert PROJECT["version"] == megatron.dpp.__version__
     (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     newest = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert PROJECT["version"] == cited == next(each for each in newest if each != "Unreleased")
+    trainer = tomllib.loads((ROOT / "packaging/trainer/pyproject.toml").read_text())["project"]
+    assert PROJECT["version"] == megatron.dpp.__version__ == trainer["version"]
+    needed = {Requirement(line).name: line for line in trainer["dependencies"]}
+    assert needed.pop("megatron-dpp") == f"megatron-dpp=={PROJECT['version']}"
+    extras = {Requirement(line).name: line for line in PROJECT["optional-dependencies"]["train"]}
+    assert needed == extras
     module, _, name = PROJECT["scripts"]["megatron-dpp"].partition(":")
     assert callable(getattr(importlib.import_module(module), name))
 
@@ -172,11 +177,13 @@ transport.close()
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_manylinux_wheel_installs_and_runs_without_a_compiler(tmp_path: Path) -> None:
-    """Two ranks of it exchange a tensor, over shared memory."""
+def test_the_engine_installs_alone_without_a_compiler_and_the_trainer_beside_it(
+    tmp_path: Path,
+) -> None:
+    """Two ranks of the engine exchange a tensor, over shared memory."""
     script = ROOT / "tools" / "build_wheel.sh"
     words = ("--output-dir", tmp_path, sys.executable)
-    (built,) = run("bash", script, *words, cwd=tmp_path).splitlines()
+    built, trainer = run("bash", script, *words, cwd=tmp_path).splitlines()
     assert "manylinux" in built and Path(built).parent == tmp_path
     python = fresh_environment(tmp_path / "fresh")
     bare = {"PATH": str(python.parent), "CXX": "no-compiler"}
@@ -186,3 +193,12 @@ def test_a_manylinux_wheel_installs_and_runs_without_a_compiler(tmp_path: Path) 
         said = run(*command, "1", cwd=tmp_path, **bare)
         assert first.wait(60) == 0
     assert said == "['shm'] [0.0, 1.0, 2.0, 3.0]\n"
+    command = python.parent / "megatron-dpp"
+    shown = subprocess.run(
+        [command, "train", "--help"], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert shown.returncode == 2 and "install megatron-dpp-train" in shown.stderr
+    for words in ("doctor", "sim --pp 2 --microbatches 4", "run --help", "report --help"):
+        run(command, *words.split(), cwd=tmp_path)
+    run(python, "-m", "pip", "install", "--no-index", "--no-deps", trainer, cwd=tmp_path)
+    assert "--mode simple" in run(command, "train", "--help", cwd=tmp_path)

