@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.launch import cli
-from megatron.dpp_train.launch.flags import from_argv, to_argv
+from megatron.dpp_train.launch.flags import from_argv, read_flags, to_argv
 from megatron.dpp_train.launch.main import main, plan
 from megatron.dpp_train.options.fields import core_fields
 from tests.launch.test_train import ROOT
@@ -107,3 +108,8 @@ def test_an_estimate_is_printed_once(
         assert ("per rank" in out) == by_us
         assert out.startswith("mode zero\n") and "warning: there is one replica" in out
     assert started == [True, False]
+
+
+def test_a_zero_of_a_file_is_a_value(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("eval-iters: 0\ntrace: false\nseed:\nlr: 0.0\n")
+    assert read_flags(tmp_path / "run.yaml") == {"--eval-iters": 0, "--lr": 0.0}

@@ -142,7 +142,7 @@ def test_the_largest_microbatch_is_cut_in_half():
         settings = BatchSettings(multiple=step, packing="in-order", budget=12)
         (found,) = share_batch([6, 6, 1, 1, 1, 8], settings)
         assert sorted(found) == bins
-    with pytest.raises(ConfigError, match=r"no multiple of 2 microbatches; change --global-batch"):
+    with pytest.raises(ConfigError, match=r"no multiple of 2 microbatches; change global_batch"):
         share_batch([9, 9, 9], BatchSettings(num_replicas=2, packing="in-order", budget=12))
-    with pytest.raises(ConfigError, match="--packing ffd needs at least 4 sequences"):
+    with pytest.raises(ConfigError, match=r"packing='ffd' needs at least 4 sequences"):
         share_batch([1, 1, 1], BatchSettings(num_replicas=2, multiple=2, packing="ffd", budget=12))

@@ -118,7 +118,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options.mode = _ALIASES.get(options.mode, options.mode)
     for name, modes in _OF_MODE.items():
         value = getattr(options, name[2:].replace("-", "_"))
-        if value not in (None, False) and options.mode not in modes:
+        given = value is not None and value is not False
+        if given and options.mode not in modes:
             raise ConfigError(
                 f"{name} does not go with --mode {options.mode}; nearest: --mode {modes[0]}"
             )

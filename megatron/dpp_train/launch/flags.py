@@ -48,7 +48,9 @@ def read_flags(path: Path) -> Flags:
     for name, value in named.items():
         if name in known and known[name].nargs == 0 and not isinstance(value, bool | None):
             raise ConfigError(f"{path}: {name[2:]} is a switch, not {value!r}")
-    return {name: value for name, value in named.items() if value not in (None, False)}
+    return {  # a 0 is a value, and equals False
+        name: value for name, value in named.items() if value is not None and value is not False
+    }
 
 
 _FINE_TUNING: Flags = {
