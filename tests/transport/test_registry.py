@@ -40,8 +40,8 @@ def test_an_unknown_kind_is_named_with_the_known_ones() -> None:
 
 
 def test_no_other_code_names_a_kind() -> None:
-    """But ``config.py`` the packages that kinds need, which have their names, and the kind that needs
-    no extension."""
+    """But ``config.py`` the packages that kinds need, which have their names, and the kind that
+    needs no extension."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.parent == PACKAGE / "transport" / "kinds":
