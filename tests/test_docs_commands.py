@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.util
 import re
 import shlex
 import sys
@@ -137,7 +138,7 @@ def check_module(module: str, words: list[str]) -> None:
         check_command([module.rpartition(".")[2], *words])
     elif module in ("megatron.dpp", "megatron.dpp.run"):
         check_command([*module.split(".")[2:], *words])
-    elif module.partition(".")[0] == "megatron":
+    elif module.partition(".")[0] == "megatron" and importlib.util.find_spec(module) is None:
         raise Wrong(f"unknown module {module}")
 
 

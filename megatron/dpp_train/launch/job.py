@@ -14,7 +14,7 @@ from pathlib import Path
 
 from megatron.dpp.errors import ConfigError, DataError, require
 from megatron.dpp.hosts import is_loopback, own_interface, with_port
-from megatron.dpp.locks import check_free, lock_directory
+from megatron.dpp.locks import Lock, check_free, lock_directory
 from megatron.dpp_train.launch.flags import ROOT, Flags
 from megatron.dpp_train.launch.home import check_home, copy_output, make_home, with_home
 from megatron.dpp_train.launch.start import import_path
@@ -196,33 +196,61 @@ def launch(
         show_command([*command, *argv])
         return
     arch = Path(script).stem.removeprefix("pretrain_")
-    if parsed is None:
-        parsed = parse_args(argv)
-    refuse_taken(job, parsed)
+    run = begin(job, arch, parse_args(argv) if parsed is None else parsed, os.environ)
+    if run.lock is not None:
+        run.lock.keep_over_exec()
+    if run.home is not None:
+        copy_output(run.home / job.log_name(), run.lock)
+        print(f"run: {run.home}", flush=True)
+    sys.stdout.flush()
+    os.execvpe(python, [*command, *run.words], run.env)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """A checked run that torchrun can start.
+
+    Args:
+        words: what the training script gets.
+        env: the environment of its processes.
+        home: directory of the run; None on several nodes without ``RUN_DIR``.
+        lock: on ``home``, at the first node.
+    """
+
+    words: list[str]
+    env: dict[str, str]
+    home: Path | None
+    lock: Lock | None
+
+
+def begin(job: Job, arch: str, parsed: Settings, environ: Mapping[str, str]) -> Begun:
+    """Check a run, make its directory, write its settings and let the nodes meet.
+
+    Raises:
+        ConfigError, DataError: as :func:`launch`.
+    """
+    refuse_taken(job, parsed, environ)
     args, _ = check_parsed(arch, parsed, job.world_size, job.per_node)
     check_not_taken(args, by_launcher=True)
     home = lock = None
-    if os.environ.get("RUN_DIR") or job.num_nodes == 1:  # several nodes cannot agree on a date
-        home = make_home(arch, args, job.world_size, os.environ)
+    if environ.get("RUN_DIR") or job.num_nodes == 1:  # several nodes cannot agree on a date
+        home = make_home(arch, args, job.world_size, environ)
         if job.node_rank == 0:
             lock = lock_directory(home, "RUN_DIR")
-            lock.keep_over_exec()
         args = with_home(args, home)
     defaults = {
         "CUDA_DEVICE_MAX_CONNECTIONS": hardware_queues(args),
-        "OMP_NUM_THREADS": environment.value("OMP_NUM_THREADS", os.environ),
+        "OMP_NUM_THREADS": environment.value("OMP_NUM_THREADS", environ),
         "PYTHONWARNINGS": _QUIET,
     }
-    env = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": import_path()}
+    env = {**environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": import_path()}
     env |= {name: value for name, value in defaults.items() if not env.get(name)}
-    if job.num_nodes > 1:
-        env = {**meet(job), **env}
     if home is not None:
         env["RUN_DIR"] = str(home)
-        copy_output(home / job.log_name(), lock)
-        print(f"run: {home}", flush=True)
-    sys.stdout.flush()
-    os.execvpe(python, [*command, run_file.FLAG, _hand_over(args, arch, job, home)], env)
+    words = [run_file.FLAG, _hand_over(args, arch, job, home)]
+    if job.num_nodes > 1:
+        env = {**meet(job), **env}
+    return Begun(words=words, env=env, home=home, lock=lock)
 
 
 def _hand_over(args: RunConfig, arch: str, job: Job, home: Path | None) -> str:
@@ -236,7 +264,7 @@ def _hand_over(args: RunConfig, arch: str, job: Job, home: Path | None) -> str:
         raise DataError(f"{path}: {error.strerror}") from error
 
 
-def refuse_taken(job: Job, parsed: Settings) -> None:
+def refuse_taken(job: Job, parsed: Settings, environ: Mapping[str, str] = os.environ) -> None:
     """Refuse directories of other runs; cheap enough to come before set-up.
 
     Args:
@@ -246,7 +274,7 @@ def refuse_taken(job: Job, parsed: Settings) -> None:
         DataError: naming the other run.
     """
     args = parsed.draft()
-    check_home(args, os.environ, first_node=job.node_rank == 0)
+    check_home(args, environ, first_node=job.node_rank == 0)
     if not args.trace or "trace_dir" not in args.given or job.node_rank != 0:
         return
     ranks = args.pipeline_model_parallel_size * args.tensor_model_parallel_size

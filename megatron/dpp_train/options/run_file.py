@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.safe_files import open_text_to_write
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.text_files import read_text
 
@@ -26,7 +27,8 @@ def write(config: RunConfig, task_name: str, path: Path) -> Path:
         OSError: the file cannot be written.
     """
     scratch = path.with_suffix(".new")
-    scratch.write_text(_text(config, task_name), encoding="utf-8")
+    with open_text_to_write(scratch) as file:
+        file.write(_text(config, task_name))
     scratch.replace(path)
     return path
 
