@@ -205,8 +205,8 @@ class DynamicPipeline:
         self.links = Links(_delayed(transport, delays, topology.ranks), channels)
         self.recorder = harness.open_trace(args, v, args.trace_dir) if traced else NullRecorder()
 
-    def step(self, args: argparse.Namespace, m: int, iteration: int) -> float:
-        """Run ``m`` microbatches; seconds this rank's tasks slept."""
+    def step(self, args: argparse.Namespace, m: int, iteration: int, runner: Any = None) -> float:
+        """Run ``m`` microbatches; seconds this rank's tasks slept. ``runner`` does not sleep."""
         from megatron.dpp.runtime.agreement import decider_for
         from megatron.dpp.runtime.executor import Executor
         from megatron.dpp.runtime.timer import HostTimer
@@ -221,7 +221,7 @@ class DynamicPipeline:
         decider.start(self.links.consumed)
         self.recorder.begin_iteration(iteration)
         Executor(
-            runner=SleepingRunner(naps),
+            runner=runner or SleepingRunner(naps),
             decider=decider,
             links=self.links,
             recorder=self.recorder,

@@ -348,6 +348,8 @@ def test_yarn_comes_back_as_it_was(more: dict[str, Any], made: Callable[[str], P
         (YARN | {"attention_factor": "1"}, "attention_factor of rope_type yarn is '1'"),
         (YARN | {"factor": 1, "attention_factor": 2}, "attention_factor 2 of rope_type yarn with"),
         (YARN | {"long_factor": [1]}, "long_factor of rope_type yarn cannot be trained here"),
+        ({"rope_type": "linear", "factor": 2.5}, "factor of rope_type linear is 2.5; megatron"),
+        ({"rope_type": "linear", "factor": 0.5}, "factor of rope_type linear is 0.5, expected 1"),
         ({"rope_type": "dynamic", "factor": 2}, "rope_type 'dynamic' cannot be trained here"),
         ([8], "expected an object"),
         ({"rope_theta": float("nan")}, "rope_theta is nan"),
@@ -366,6 +368,16 @@ def test_rotary_fields_are_read_or_refused(
     harmless = {"rope_type": "default", "partial_rotary_factor": 1.0, "factor": None}
     flags = parse_config(content | {"rope_parameters": harmless}, "x").flags
     assert "use-rope-scaling" not in flags
+
+
+def test_linear_scaling_comes_back_as_it_was(made: Callable[[str], Path]) -> None:
+    content = json.loads((made("llama") / "config.json").read_text())
+    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    config = parse_config(content | {"rope_parameters": rope}, "x")
+    assert config.flags["rotary-seq-len-interpolation-factor"] == 4
+    written = write_config("llama", completed(args_of_model(config)), "float32")
+    check_same(completed(args_of_model(config)), parse_config(written, "x"), "", "", "")
+    assert parse_config(written, "x").flags == config.flags
 
 
 @pytest.mark.parametrize("change", [{"sliding_window": "8"}, {"rms_norm_eps": "x"}])

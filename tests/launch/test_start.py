@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp_train.launch.flags import ROOT, Flags
-from megatron.dpp_train.launch.start import describe_tokens, length_note, prepare
+from megatron.dpp_train.launch.start import data_notes, describe_tokens, prepare
 from tests.options.test_sequences import index
 
 BERT_VOCAB = {"--vocab-file": str(ROOT / "datasets_bert" / "vocab.txt")}
@@ -99,11 +99,11 @@ def test_chats_are_preprocessed_with_their_template(tmp_path: Path) -> None:
 def test_a_note_compares_documents_with_the_longest(tmp_path: Path) -> None:
     index(tmp_path / "x_chat_document")
     flags = {"--sft": True, "--data-path": str(tmp_path / "x_chat_document"), "--seq-length": 100}
-    (line,) = length_note(flags)
+    (line,) = data_notes(flags)
     assert "sequences of 100 tokens; these have 38 on average" in line and "38%" in line
-    (line,) = length_note({**flags, "--seq-length": 20})
+    (line,) = data_notes({**flags, "--seq-length": 20})
     assert "sequences of 20 tokens; these have 13 on average" in line and "65%" in line
-    assert length_note({"--data-path": "x", "--seq-length": 100}) == []
+    assert data_notes({"--data-path": "x", "--seq-length": 100}) == []
 
 
 @pytest.mark.parametrize(("size", "count"), [(65498, 8), (65499, 4)])

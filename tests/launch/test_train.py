@@ -80,7 +80,7 @@ REFUSED = {
     "--mode simple --procs 2 --config {tmp}/no.yaml": "no.yaml: No such file or directory",
     "--mode megatron --procs 2 --config {tmp}/none.yaml": "--config ",
     "--mode simple --procs 2 --data {tmp}/no.jsonl": "(nearest: {tmp}/now.jsonl)",
-    "--mode simple --procs 2 --data {tmp}/no": "neither JSON lines",
+    "--mode simple --procs 2 --data {tmp}/no": "neither rows (.json, ",
     "--mode simple --procs 2 --resume-from {tmp}/ckp": "(nearest: {tmp}/ckpt)",
     "--mode simple --procs 2 --num-layer 3": "did you mean --num-layers?",
     "--mode simple --procs 2 --fp16 --bf16": "exclude each other",
@@ -475,11 +475,11 @@ def test_few_documents_leave_something_for_every_set(tmp_path: Path) -> None:
         prefix.with_suffix(".bin").write_bytes(bytes(2 * documents))
         return plan(["--procs", "2", "--data", str(prefix)]).resolved.flags
 
-    for documents in (3, 4, 50, 400, 999, 1000):  # refused before, below 1000
+    for documents in (100, 101, 400, 999, 1000):  # refused before, below 1000
         chosen = split(documents)["--split"]
         check_split("mine", chosen, documents)
         assert (chosen == "949,50,1") == (documents == 1000)
-    for documents in (1, 2):
+    for documents in (1, 2, 8, 99):  # of eight, one was held out for each set
         assert split(documents).items() >= {"--split": "1,0,0", "--eval-iters": 0}.items()
     given = plan(["--procs", "2", "--split", "8,1,1"])
     assert given.resolved.flags["--split"] == "8,1,1"

@@ -172,7 +172,7 @@ def test_a_token_outside_the_vocabulary_is_a_bad_line(
 
 WRONG_ARGUMENTS = {
     "no such file": ["--input", "missing.jsonl"],
-    "not a file": ["--input", "."],
+    "neither a file nor a data set saved to disk": ["--input", "."],
     "--vocab-file missing.json": ["--vocab-file", "missing.json"],
     "needs --merge-file": ["--merge-file", ""],
     "--workers 0": ["--workers", "0"],

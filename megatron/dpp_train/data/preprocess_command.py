@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import glob
-import gzip
 import importlib
 import multiprocessing
 import os
@@ -24,7 +23,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -33,9 +32,9 @@ from megatron.dpp.errors import ConfigError, DataError, DppError, require_value,
 from megatron.dpp.locks import scratch_directory
 from megatron.dpp.naming import flag_name, in_flags
 from megatron.dpp.processes import end_with_starter, exits_on_sigterm
-from megatron.dpp.safe_files import open_to_read
 from megatron.dpp_train.data.chats import ANSWERS_KEY, CHAT_KEY, ChatEncoder, find_templates
 from megatron.dpp_train.data.json_lines import BadLine, parse_line, text_of
+from megatron.dpp_train.data.rows import LINES, files_of, open_rows, size_of
 from megatron.dpp_train.data.sentences import SPLITTERS, make_splitter
 from megatron.dpp_train.tokenizers import PIECE_TYPES, TOKENIZER_TYPES, tokenizer_for
 
@@ -65,9 +64,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive lines of one input file; ``consumed`` is the part of the file read so far."""
+    """Consecutive lines of one input file, or rows (``unit``), of a format (``name``);
+    ``consumed`` are the bytes of the file that they took."""
 
     path: str
+    name: str
+    unit: str
     first_number: int
     lines: list[bytes]
     consumed: int
@@ -83,6 +85,7 @@ class Totals:
     answers: int = 0
     bad_lines: list[str] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
+    formats: dict[str, str] = field(default_factory=dict)
 
     def add(self, documents: dict[str, Encoded]) -> None:
         """Count a document of each key."""
@@ -188,39 +191,23 @@ def find_inputs(pattern: str) -> list[str]:
     if not paths:
         raise DataError(f"--input {pattern}: no such file")
     for path in paths:
-        if not os.path.isfile(path):
-            raise DataError(f"--input {path}: not a file")
+        files_of(Path(path))  # names what is wrong with a folder
     return paths
 
 
 def read_batches(paths: list[str]) -> Iterator[Batch]:
-    """Cuts the files into batches of lines, in order; ``.gz`` files are decompressed."""
+    """Cuts the files into batches of lines, in order."""
     for path in paths:
-        with open_to_read(path) as raw:
-            stream: Any = gzip.GzipFile(fileobj=raw) if path.endswith(".gz") else raw
-            consumed, number = 0, 1
-            while True:
-                try:
-                    lines = _next_lines(stream)
-                except (OSError, EOFError) as error:
-                    raise DataError(f"{path}, behind line {number - 1}: {error}") from error
-                if not lines:
-                    break
-                yield Batch(path, number, lines, raw.tell() - consumed)
-                consumed = raw.tell()
-                number += len(lines)
-
-
-def _next_lines(stream: IO[bytes]) -> list[bytes]:
-    lines: list[bytes] = []
-    num_bytes = 0
-    while len(lines) < _BATCH_LINES and num_bytes < _BATCH_BYTES:
-        line = stream.readline()
-        if not line:
-            break
-        lines.append(line)
-        num_bytes += len(line)
-    return lines
+        rows = open_rows(Path(path))
+        before, number, lines, size = 0, 1, [], 0
+        for line, read in rows.lines:
+            lines.append(line)
+            size += len(line)
+            if len(lines) == _BATCH_LINES or size >= _BATCH_BYTES:
+                yield Batch(path, rows.name, rows.unit, number, lines, read - before)
+                before, number, lines, size = read, number + len(lines), [], 0
+        if lines:
+            yield Batch(path, rows.name, rows.unit, number, lines, size_of(Path(path)) - before)
 
 
 def encode_all(
@@ -331,7 +318,7 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
     dtype = _indexed_dataset().DType.optimal_dtype(_of_process[0].vocab_size)
     totals = Totals()
     bar = progress_bar(
-        sum(os.path.getsize(path) for path in paths),
+        sum(size_of(Path(path)) for path in paths),
         mininterval=0.2 if sys.stderr.isatty() else 10.0,
         disable=False,
         leave=True,
@@ -339,6 +326,7 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
     with bar, Writer(args.output_prefix, _keys(args), level, dtype) as writer:
         for batch, results in encode_all(args, read_batches(paths)):
             _take_batch(batch, results, writer, totals, skip_bad_lines=args.skip_bad_lines)
+            totals.formats[batch.path] = batch.name
             bar.set_postfix_str(f"{totals.documents} documents", refresh=False)
             bar.update(batch.consumed)
         if not totals.sentences:
@@ -356,7 +344,7 @@ def _take_batch(
 ) -> None:
     for number, result in enumerate(results, batch.first_number):
         if isinstance(result, str):
-            message = f"{batch.path}, line {number}: {result}"
+            message = f"{batch.path}, {batch.unit} {number}: {result}"
             if not skip_bad_lines:
                 raise DataError(f"{message} (--skip-bad-lines leaves such lines out)")
             totals.bad_lines.append(message)
@@ -368,11 +356,16 @@ def _take_batch(
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
-    text = "Turn JSON lines into the token files that training reads."
+    text = "Turn JSON lines and tables into the token files that training reads."
     parser = new_parser(prog, text, "--input FILES --output-prefix PREFIX [options]")
     parser.allow_abbrev = False
     data = parser.add_argument_group("input and output").add_argument
-    data("--input", required=True, metavar="FILES", help="JSON lines; .gz and glob patterns too")
+    data(
+        "--input",
+        required=True,
+        metavar="FILES",
+        help="JSON lines or array, .gz too, Parquet, a saved data set; glob patterns",
+    )
     data("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to encode (text)")
     data("--output-prefix", required=True, metavar="PREFIX", help="output path without a suffix")
     data("--skip-bad-lines", action="store_true", help="leave bad lines out")
@@ -386,7 +379,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     tokens("--vocab-extra-ids", type=int, default=0, metavar="N")
     tokens("--append-eod", action="store_true", help="end documents with a token")
     chats = parser.add_argument_group("chats").add_argument
-    chats("--sft", action="store_true", help="lines hold messages, or prompt and completion")
+    chats("--sft", action="store_true", help="lines hold chats")
     chats("--sft-tokenizer-prompt-format", default="auto", metavar="NAME",
           help="auto, default (tokenizer's), plain, or a file")  # fmt: skip
     sentences = parser.add_argument_group("sentences (BERT)").add_argument
@@ -439,6 +432,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp preproc
     except (DppError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    for path, name in totals.formats.items():
+        if name != LINES:
+            print(f"note: {path}: read as {name}", file=sys.stderr)
     for note, count in totals.notes.most_common(_MOST_NOTES_SHOWN):
         print(f"note: {count} {'line' if count == 1 else 'lines'}: {note}", file=sys.stderr)
     for message in totals.bad_lines[:_MOST_BAD_LINES_SHOWN]:

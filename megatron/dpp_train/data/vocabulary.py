@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import os
@@ -14,6 +13,7 @@ from typing import Any
 
 from megatron.dpp.command_line import ROOT
 from megatron.dpp.errors import ConfigError, DataError, require
+from megatron.dpp_train.data.rows import files_of, open_rows, size_of
 from megatron.dpp_train.text_files import read_text
 from megatron.dpp_train.tokenizers import PIECES
 
@@ -135,8 +135,8 @@ def _trained(text: Path, size: int) -> tuple[Path, Path]:
     """Train a byte-level BPE on a corpus, once; it is kept beside the corpus."""
     from tokenizers import ByteLevelBPETokenizer
 
-    stat = text.stat()
-    key = _digest(f"{text.absolute()} {stat.st_size} {stat.st_mtime_ns} {size}")
+    latest = max(file.stat().st_mtime_ns for file in files_of(text))
+    key = _digest(f"{text.absolute()} {size_of(text)} {latest} {size}")
     parent = text.parent if os.access(text.parent, os.W_OK) else Path.cwd()
     folder = parent / f"{text.name.split('.')[0]}-bpe{size}-{key}"
     pair = _pair_in(folder)
@@ -159,25 +159,30 @@ def _trained(text: Path, size: int) -> tuple[Path, Path]:
 
 
 def _texts(path: Path) -> Iterator[str]:
-    opener: Any = gzip.open if path.name.endswith(".gz") else open
-    with opener(path, "rt", encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                found = json.loads(line)
-            except ValueError:
-                continue  # preprocessing names bad lines
-            if isinstance(found, dict):
-                yield from _texts_of(found)
+    for line, _ in open_rows(path).lines:
+        try:
+            found = json.loads(line.decode("utf-8", errors="replace"))
+        except ValueError:
+            continue  # preprocessing names bad lines
+        if isinstance(found, dict):
+            yield from _texts_of(found)
 
 
-def _texts_of(document: dict[str, Any]) -> Iterator[str]:
+_TEXTS = (
+    *("text", "messages", "conversations", "prompt", "completion"),
+    *("instruction", "input", "output", "system", "content", "value"),
+)
+"""Fields of a line, or of its messages, that hold text."""
+
+
+def _texts_of(found: Any) -> Iterator[str]:
     """The text of a line, or all texts of a chat."""
-    for key in ("text", "messages", "prompt", "completion"):
-        found = document.get(key)
-        for each in found if isinstance(found, list) else [found]:
-            text = each.get("content") if isinstance(each, dict) else each
-            if isinstance(text, str):
-                yield text
+    if isinstance(found, str):
+        yield found
+    for each in found if isinstance(found, list) else []:
+        yield from _texts_of(each)
+    for key in _TEXTS if isinstance(found, dict) else ():
+        yield from _texts_of(found.get(key))
 
 
 def _digest(text: str) -> str:

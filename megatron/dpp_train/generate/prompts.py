@@ -10,11 +10,12 @@ from typing import Any
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.data.chats import ChatEncoder
 from megatron.dpp_train.data.json_lines import BadLine, parse_line, text_of
+from megatron.dpp_train.data.rows import PARQUET, open_rows
 from megatron.dpp_train.text_files import nearest_path, read_text
 from megatron.dpp_train.tokenizers import Tokenizer
 
-LINES = (".jsonl", ".json")
-"""Endings of files with a JSON object on each line."""
+LINES = (".jsonl", ".json", PARQUET)
+"""Endings of files with a JSON object on each line, or in each row."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +79,22 @@ def read_texts(path: Path) -> list[str]:
 
 
 def json_lines(path: Path, flag: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number and object of each line.
+    """Number and object of each line, or row of another format.
 
     Raises:
         DataError: the file cannot be read, holds no line, or a line is no object.
     """
-    empty = True
-    for number, line in enumerate(read_text(path, flag).encode().split(b"\n"), 1):
+    if not path.is_file():
+        raise DataError(f"{flag} {path}: no such file{nearest_path(path)}")
+    empty, rows = True, open_rows(path)
+    for number, (line, _) in enumerate(rows.lines, 1):
         if not line.strip():
             continue
         empty = False
         try:
             yield number, parse_line(line)
         except BadLine as error:
-            raise DataError(f"{path}, line {number}: {error}") from error
+            raise DataError(f"{path}, {rows.unit} {number}: {error}") from error
     if empty:
         raise DataError(f"{flag} {path}: holds no line")
 

@@ -47,9 +47,16 @@ def add_rotary(flags: dict[str, Any], filled: _Fields, where: str) -> None:
         if filled.get(_ORIGINAL) is not None:  # as in transformers, it has priority
             rope[_ORIGINAL] = filled[_ORIGINAL]
         (_add_llama3 if kind == "llama3" else _add_yarn)(flags, rope, filled, where)
+    elif kind == "linear":
+        factor = _number(rope, "factor", kind, where, least=1)
+        if not factor.is_integer():
+            raise DataError(
+                f"{where}: factor of rope_type linear is {factor:g}; megatron-core knows whole ones"
+            )
+        flags["rotary-seq-len-interpolation-factor"] = int(factor)
     elif kind != "default":
         raise DataError(
-            f"{where}: rope_type {kind!r} cannot be trained here; expected default, "
+            f"{where}: rope_type {kind!r} cannot be trained here; expected default, linear, "
             f"{' or '.join(_SCALED)}"
         )
     if rope:
@@ -130,6 +137,9 @@ def _number(
 def rotary_fields(args: Any) -> _Fields:
     """The fields of ``config.json`` for a model that was trained with ``args``."""
     scaling: _Fields | None = None
+    if args.rotary_seq_len_interpolation_factor:
+        factor = float(args.rotary_seq_len_interpolation_factor)
+        scaling = {"rope_type": "linear", "factor": factor}
     if args.use_rope_scaling:
         scaling = {"rope_type": "llama3", "factor": args.rope_scaling_factor, **_LLAMA3}
     if args.position_embedding_type == "yarn":

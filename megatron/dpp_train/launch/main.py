@@ -37,9 +37,9 @@ from megatron.dpp_train.launch.resolve import (
 )
 from megatron.dpp_train.launch.settle import checked, settled, shape_from
 from megatron.dpp_train.launch.start import (
+    data_notes,
     describe_tokens,
     find_python,
-    length_note,
     prepare,
     require_tokenizer,
     run_preparation,
@@ -164,7 +164,7 @@ def plan(words: Sequence[str]) -> Plan:
         heading, warnings = [f"mode {options.mode}{_planned(asked)}"], _warnings(found.shape)
     _check_files(resolved, setting, tokens_exist=data.preparation is None)
     if data.preparation is None:
-        warnings = [*warnings, *length_note(resolved.flags)]
+        warnings = [*warnings, *data_notes(resolved.flags)]
     return Plan(
         options=options,
         resolved=resolved,
@@ -235,7 +235,7 @@ def _start(found: Plan, words: Sequence[str]) -> None:
             run_preparation(preparation)
             if found.own_split:
                 resolved.give(split_of(resolved.flags))
-            tokens = [describe_tokens(resolved.flags), *length_note(resolved.flags)]
+            tokens = [describe_tokens(resolved.flags), *data_notes(resolved.flags)]
             print("\n".join(tokens), flush=True)
     script = f"pretrain_{resolved.arch}.py"
     print(f"\nflags of {script}:\n{show(resolved.argv)}\n", flush=True)

@@ -16,6 +16,7 @@ from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.index_files import check_index, read_lengths
 from megatron.dpp.processes import run_child
 from megatron.dpp.safe_files import open_to_read
+from megatron.dpp_train.data.rows import JSON, PARQUET, files_of, is_rows
 from megatron.dpp_train.data.vocabulary import (
     CHOICES,
     TEMPLATE_FILES,
@@ -28,7 +29,6 @@ from megatron.dpp_train.options.validate import TOKENIZERS
 from megatron.dpp_train.text_files import nearest_path
 from megatron.dpp_train.tokenizers import CHAT_ENCODING, PIECE_TYPES, PIECES, tokenizer_for
 
-_TEXT = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
 
 
@@ -70,8 +70,8 @@ def prepare(
     given = "--tokenizer-type" in flags or "--vocab-file" in flags
     if tokenizer and given:
         raise ConfigError("--tokenizer and --tokenizer-type or --vocab-file exclude each other")
-    source = Path(path) if path and path.endswith(_TEXT) else None
-    if source and not source.is_file():
+    source = Path(path) if path and is_rows(path) else None
+    if source and not source.exists():
         raise DataError(f"--data {source}: no such file{nearest_path(source)}")
     if tokenizer:
         flags = {**flags, **tokenizer_flags(arch, tokenizer, source)}
@@ -82,9 +82,9 @@ def prepare(
     if chats and not path:
         raise ConfigError("--sft needs --data with JSON lines of chats (docs/data.md)")
     text = Path(path) if path else ROOT / f"datasets_{arch}" / "dataset.json"
-    if path and not str(path).endswith(_TEXT):
+    if path and source is None:
         return Data({**vocabulary, "--data-path": _prefix(path)}, None)
-    if not text.is_file():
+    if not text.exists():
         raise DataError(f"--data {text}: no such file{nearest_path(text)}")
     kind = _tokenizer(arch, flags)
     own = [] if kind == [TOKENIZERS[arch]] else kind
@@ -110,7 +110,7 @@ def require_tokenizer(path: str | None, flags: Flags, tokenizer: str | None) -> 
     if "--yaml-cfg" in flags:
         flags = {**_data_of_file(flags), **flags}
     given = tokenizer or {"--tokenizer-type", "--vocab-file"} & set(flags)
-    if path and path.endswith(_TEXT) and not given:
+    if path and is_rows(path) and not given:
         raise ConfigError(f"--data {path} needs a tokenizer: {CHOICES}")
 
 
@@ -138,9 +138,20 @@ def describe_tokens(flags: Flags) -> str:
     return text
 
 
-def length_note(flags: Flags) -> list[str]:
-    """A line on the lengths of documents, where the estimate is for the longest."""
+def data_notes(flags: Flags) -> list[str]:
+    """Lines on documents of which none is held out, and on their lengths, where the estimate is for
+    the longest."""
     path = flags.get("--data-path")
+    if not (isinstance(path, str) and Path(path + ".idx").is_file()):
+        return []
+    if flags.get("--split") == "1,0,0":
+        count = check_index(path)[1]
+        return [f"all {count} documents are trained on; --split holds some out", *_lengths(flags)]
+    return _lengths(flags)
+
+
+def _lengths(flags: Flags) -> list[str]:
+    path = flags["--data-path"]
     if not ({"--sft", "--variable-length"} & set(flags) and isinstance(path, str)):
         return []
     longest = int(flags["--seq-length"])
@@ -222,7 +233,8 @@ def _prefix(path: str) -> str:
     if not Path(prefix + ".idx").is_file():
         missing = Path(prefix + ".idx")
         raise DataError(
-            f"--data {path}: neither JSON lines ({', '.join(_TEXT)}) nor a prefix of token files: "
+            f"--data {path}: neither rows ({', '.join((*JSON, PARQUET))}, a saved data set) nor a "
+            "prefix of token files: "
             f"{missing} is missing{nearest_path(missing)}"
         )
     return prefix
@@ -236,13 +248,13 @@ def _output(text: Path, vocabulary: list[str], tokenizer: list[str], *, sample: 
         tokenizer: words that ask for it, and the version of chats; none for the architecture's own.
     """
     digest = hashlib.sha256()
-    for name in [str(text), *vocabulary]:
+    for name in [*files_of(text), *map(Path, vocabulary)]:
         try:
             with open_to_read(name) as file:
                 while block := file.read(1 << 20):
                     digest.update(block)
         except OSError as error:
-            raise DataError(f"{name}: {error.strerror}{nearest_path(Path(name))}") from error
+            raise DataError(f"{name}: {error.strerror}{nearest_path(name)}") from error
     digest.update(" ".join(tokenizer).encode())
     stem = "sample" if sample else text.name.split(".")[0]
     folder = text.parent if os.access(text.parent, os.W_OK) else Path.cwd()
@@ -250,13 +262,14 @@ def _output(text: Path, vocabulary: list[str], tokenizer: list[str], *, sample: 
 
 
 _SPLIT = "949,50,1"
-_LEAST = 1000
-"""Documents from which every set of ``_SPLIT`` gets one."""
+_LEAST, _FEW = 1000, 100
+"""Documents from which every set of ``_SPLIT`` gets one, and from which any are held out: a loss on
+fewer than five tells little."""
 
 
 def split_of(flags: Flags) -> Flags:
-    """``--split`` where none is given. Few documents are split so that validation and test get one
-    at least; too few for that are all for training.
+    """``--split`` where none is given. Few documents are split so that test gets one and validation
+    five at least; too few for that are all for training.
 
     Raises:
         DataError: the index is broken.
@@ -265,9 +278,9 @@ def split_of(flags: Flags) -> Flags:
     if not isinstance(path, str) or not Path(path + ".idx").is_file():
         return {"--split": _SPLIT}
     _, documents = check_index(path)
-    if documents < 3:
+    if documents < _FEW:
         return {"--split": "1,0,0", "--eval-iters": 0}
-    valid = max(1, documents // 20)
+    valid = documents // 20
     few = f"{documents - valid - 1},{valid},1"
     return {"--split": few if documents < _LEAST else _SPLIT}
 

@@ -77,7 +77,9 @@ def _settings(
 
 def _train(args: RunConfig, task_name: str, rank: int, tokenizer: Tokenizer) -> int:
     if rank == 0:
-        for line in [*arguments.warnings_of(args), *warnings_of_data(args, task_name)]:
+        beyond = preflight.tokens_beyond(args, tokenizer)
+        lines = [*arguments.warnings_of(args), *warnings_of_data(args, task_name)]
+        for line in [*lines, *([beyond] if beyond else [])]:
             print(f"warning: {line}", file=sys.stderr, flush=True)
     try:
         from megatron.dpp_train.loop.job import run_job

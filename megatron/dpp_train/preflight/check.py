@@ -175,7 +175,7 @@ def build_vocabulary(args: RunConfig) -> tuple[RunConfig, Tokenizer]:
     rows behind them. It is None where it counts all rows, as Megatron's does.
 
     Raises:
-        ConfigError: a given ``--padded-vocab-size`` is too small.
+        ConfigError: the tokenizer has more tokens than the model, and ``--mock-data`` draws them.
         DataError: a vocabulary's file cannot be read.
     """
     tokenizer = tokenizer_for(args)
@@ -184,12 +184,26 @@ def build_vocabulary(args: RunConfig) -> tuple[RunConfig, Tokenizer]:
             tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
         )
         args = args.with_(padded_vocab_size=size)
-    if args.padded_vocab_size < tokenizer.vocab_size:
-        raise ConfigError(
-            f"--padded-vocab-size {args.padded_vocab_size} is below the vocabulary's "
-            f"{tokenizer.vocab_size}"
-        )
+    if args.padded_vocab_size < tokenizer.vocab_size and args.mock_data:
+        raise ConfigError(f"--mock-data draws all tokens: {tokens_beyond(args, tokenizer)}")
     existing = loaded_tokens(args)
     if existing is not None:  # a token that was added to the tokenizer exists, too
-        args = args.with_(loss_vocab_size=max(existing, tokenizer.vocab_size))
+        known = min(max(existing, tokenizer.vocab_size), args.padded_vocab_size)
+        args = args.with_(loss_vocab_size=known)
     return args, tokenizer
+
+
+def tokens_beyond(args: RunConfig, tokenizer: Tokenizer) -> str | None:
+    """A line about tokens that the model has no row for; None without one. Data that holds one is
+    refused before the run (:func:`check_tokens`)."""
+    rows = args.padded_vocab_size
+    if tokenizer.vocab_size <= rows:
+        return None
+    names = [t for t, i in tokenizer.__dict__.get("vocab", {}).items() if i >= rows]
+    shown = ", ".join(map(repr, names[:3])) + (", ..." if names[3:] else "")
+    files = " ".join(tokenizer.unique_identifiers["tokenizer_path"]) or args.tokenizer_type
+    model = f"{args.load_hf}/config.json" if args.load_hf else "the model (--padded-vocab-size)"
+    return (
+        f"the tokenizer {files} has {tokenizer.vocab_size} tokens, {model} {rows}: no text may "
+        f"hold {shown or f'ids from {rows} on'}"
+    )

@@ -264,5 +264,5 @@ def _check_ids(prefix: str, vocab_size: int) -> None:
         if not 0 <= found < vocab_size:
             raise DataError(
                 f"{path}: token id {found} is outside of the model's vocabulary of {vocab_size}; "
-                "give the tokenizer that made the file"
+                "give the tokenizer that made the file, or text without this token"
             )

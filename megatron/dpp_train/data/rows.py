@@ -1,0 +1,220 @@
+"""Rows of data files, whatever their format, as lines of JSON: JSON lines, a JSON array, Parquet,
+and data sets of Hugging Face that were saved to disk. The last two need pyarrow."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.errors import DataError, one_line
+from megatron.dpp.safe_files import open_to_read
+
+JSON = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+"""Endings of files of JSON lines, or of a JSON array."""
+PARQUET = ".parquet"
+LINES = "JSON lines"
+"""Name of the usual format."""
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+_MARK = b"\xef\xbb\xbf"
+"""What some editors put in front of UTF-8."""
+_ROWS = 256
+"""Rows of a table that are read at a time."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a file or a folder.
+
+    Args:
+        lines: the JSON of each row, and the bytes of the input that were read until then.
+        name: of the format, for people.
+        unit: ``line`` or ``row``, which is counted from 1.
+    """
+
+    lines: Iterator[tuple[bytes, int]]
+    name: str
+    unit: str
+
+
+def is_rows(path: str) -> bool:
+    """``path`` has the ending of such a file, or is a data set's folder."""
+    folder = Path(path)
+    return path.endswith((*JSON, PARQUET)) or any(
+        (folder / name).is_file() for name in (_STATE, _SPLITS)
+    )
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files that hold the rows at ``path``.
+
+    Raises:
+        DataError: nothing is there, or a folder that is no data set.
+    """
+    if not path.is_dir():
+        return [path]
+    if (path / _SPLITS).is_file():
+        path = _split_of(path)
+    if not (path / _STATE).is_file():
+        raise DataError(
+            f"{path}: neither a file nor a data set saved to disk (it has no {_STATE}); name files "
+            "in it"
+        )
+    state = _read_json(path / _STATE)
+    if state.get("_indices_data_files"):
+        raise DataError(f"{path}: its rows are chosen by indices; save it after flatten_indices()")
+    try:
+        return [path / str(each["filename"]) for each in state["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path / _STATE}: names no data files ({error!r})") from error
+
+
+def size_of(path: Path) -> int:
+    """Bytes of the files at ``path``."""
+    return sum(file.stat().st_size for file in files_of(path))
+
+
+def open_rows(path: Path) -> Rows:
+    """The rows at ``path``.
+
+    Raises:
+        DataError: now or while rows are read, a file is broken, or pyarrow is not installed.
+    """
+    if path.is_dir():
+        files = files_of(path)
+        name = "a data set of Hugging Face"
+        if files[0].parent != path:
+            name += f", its split {files[0].parent.name}"
+        return Rows(_arrow(files), name, "row")
+    if path.name.endswith(PARQUET):
+        return Rows(_parquet(path), "Parquet", "row")
+    array = _array(path)
+    if array is not None:
+        return Rows(_spread(array, path.stat().st_size), "a JSON array", "row")
+    return Rows(_json_lines(path), LINES, "line")
+
+
+def _split_of(path: Path) -> Path:
+    splits = _read_json(path / _SPLITS).get("splits")
+    names = [str(each) for each in splits] if isinstance(splits, list) else []
+    if "train" in names or len(names) == 1:
+        return path / ("train" if "train" in names else names[0])
+    raise DataError(f"{path}: holds the splits {', '.join(names) or 'none'}; name one, as {path}/x")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path}: not a JSON object ({one_line(error)})") from error
+
+
+# --- JSON ---
+
+
+def _json_lines(path: Path) -> Iterator[tuple[bytes, int]]:
+    number = 0
+    with open_to_read(path) as raw:
+        stream = _opened(raw, path)
+        while True:
+            try:
+                line = stream.readline()
+            except (OSError, EOFError) as error:
+                raise DataError(f"{path}, behind line {number}: {one_line(error)}") from error
+            if not line:
+                return
+            number += 1
+            yield line.removeprefix(_MARK) if number == 1 else line, raw.tell()
+
+
+def _opened(raw: Any, path: Path) -> Any:
+    return gzip.GzipFile(fileobj=raw) if path.name.endswith(".gz") else raw
+
+
+def _array(path: Path) -> list[Any] | None:
+    """The elements of a file that is one array; None for lines."""
+    with open_to_read(path) as raw:
+        stream = _opened(raw, path)
+        try:
+            first = next((line for line in stream if line.strip()), b"").removeprefix(_MARK)
+            if not first.lstrip().startswith(b"["):
+                return None
+            text = (first + stream.read()).decode()
+        except (OSError, EOFError, UnicodeDecodeError):
+            return None  # which reading its lines names
+    try:
+        return list(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        if _is_json(first):
+            return None
+        raise DataError(f"{path}: begins as a JSON array, but is none ({error})") from error
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _spread(rows: list[Any], size: int) -> Iterator[tuple[bytes, int]]:
+    for number, row in enumerate(rows, 1):
+        yield json.dumps(row).encode(), size * number // len(rows)
+
+
+# --- tables ---
+
+
+def _parquet(path: Path) -> Iterator[tuple[bytes, int]]:
+    size = path.stat().st_size
+    parquet = _arrow_module("pyarrow.parquet", path)
+    with open_to_read(path) as raw:
+        try:
+            file = parquet.ParquetFile(raw)
+            number, count = 0, file.metadata.num_rows
+            for batch in file.iter_batches(_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield _line(row), size * number // count
+        except (OSError, ValueError) as error:  # pyarrow's own are of these kinds
+            raise DataError(f"{path}: not a Parquet file ({one_line(error)})") from error
+
+
+def _arrow(files: list[Path]) -> Iterator[tuple[bytes, int]]:
+    done = 0
+    for path in files:
+        ipc = _arrow_module("pyarrow.ipc", path)
+        with open_to_read(path) as raw:
+            try:
+                for batch in ipc.open_stream(raw):
+                    for start in range(0, batch.num_rows, _ROWS):
+                        for row in batch.slice(start, _ROWS).to_pylist():
+                            yield _line(row), done + raw.tell()
+            except (OSError, ValueError) as error:
+                raise DataError(f"{path}: not an Arrow file ({one_line(error)})") from error
+        done += path.stat().st_size
+
+
+def _arrow_module(name: str, path: Path) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        raise DataError(f"{path}: needs pyarrow; pip install pyarrow") from None
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return json.dumps(_without_null(row), default=str).encode()
+
+
+def _without_null(value: Any) -> Any:
+    """A value without the fields that a table adds to it: all its rows have the same ones."""
+    if isinstance(value, dict):
+        return {key: _without_null(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [_without_null(each) for each in value]
+    return value

@@ -1,0 +1,154 @@
+"""Data files of every format give the same token files, and say how they were read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.dpp.errors import DataError
+from megatron.dpp_train.data import preprocess_command as preprocess
+from megatron.dpp_train.data.rows import is_rows, open_rows, size_of
+from megatron.dpp_train.data.vocabulary import tokenizer_flags
+from megatron.dpp_train.generate.prompts import json_lines
+from tests.conftest import REPOSITORY
+
+GPT = (
+    f"--tokenizer-type GPT2BPETokenizer --vocab-file {REPOSITORY / 'datasets_gpt' / 'vocab.json'} "
+    f"--merge-file {REPOSITORY / 'datasets_gpt' / 'merges.txt'} --workers 1"
+)
+CALL = {"type": "function", "function": {"name": "rain", "arguments": '{"town": "Köln"}'}}
+CHATS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ada 🙂"}]},
+    *({"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "A."}]}
+      for n in range(600)),
+]  # fmt: skip
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line, _ in open_rows(path).lines]
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    return path
+
+
+def lines(folder: Path) -> Path:
+    return write(folder / "x.jsonl", "\ufeff" + "".join(json.dumps(each) + "\n" for each in CHATS))
+
+
+def array(folder: Path) -> Path:
+    return write(folder / "x.json", "\ufeff" + json.dumps(CHATS, indent=2) + "\n")
+
+
+def array_in_a_line(folder: Path) -> Path:
+    path = folder / "x.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(CHATS).encode()))
+    return path
+
+
+def parquet(folder: Path) -> Path:
+    tables = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    arrow = pytest.importorskip("pyarrow")
+    tables.write_table(arrow.Table.from_pylist(CHATS), folder / "x.parquet", row_group_size=100)
+    return folder / "x.parquet"
+
+
+def saved(folder: Path) -> Path:
+    """As ``datasets.Dataset.save_to_disk`` writes it."""
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    split = folder / "x" / "train"
+    split.mkdir(parents=True)
+    files = []
+    for number, part in enumerate((CHATS[:1], CHATS[1:])):
+        files.append({"filename": f"data-{number:05d}-of-00002.arrow"})
+        table = arrow.Table.from_pylist(part, schema=arrow.Table.from_pylist(CHATS).schema)
+        with arrow.ipc.new_stream(split / files[-1]["filename"], table.schema) as stream:
+            stream.write_table(table)
+    state = {"_data_files": files, "_indices_data_files": None, "_split": None}
+    (split / "state.json").write_text(json.dumps(state))
+    (folder / "x" / "dataset_dict.json").write_text('{"splits": ["test", "train"]}')
+    return folder / "x"
+
+
+FORMATS = {
+    "JSON lines": lines, "a JSON array": array, "a JSON array in a line": array_in_a_line,
+    "Parquet": parquet, "a data set of Hugging Face, its split train": saved,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_gives_the_same_rows(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = FORMATS[name](tmp_path)
+    assert rows_of(path) == CHATS and is_rows(str(path))
+    assert open_rows(path).name == name.removesuffix(" in a line")
+    places = [read for _, read in open_rows(path).lines]
+    assert places == sorted(places) and places[-1] <= size_of(path)
+    words = f"--input {path} --output-prefix {tmp_path}/made --sft {GPT}"
+    assert preprocess.main(words.split()) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith(f"{len(CHATS)} documents")
+    assert (f"note: {path}: read as " in said.err) == (name != "JSON lines")
+    assert f"note: {len(CHATS)} lines: read as messages" in said.err
+
+
+def test_fields_that_a_table_adds_are_not_there(tmp_path: Path) -> None:
+    """All rows of a table have the fields of any, so arguments of calls got foreign ones."""
+    tables = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    arrow = pytest.importorskip("pyarrow")
+    found = [{"a": {"town": "Köln"}, "b": [1]}, {"a": {"day": 3}, "b": []}]
+    tables.write_table(arrow.Table.from_pylist(found), tmp_path / "x.parquet")
+    assert rows_of(tmp_path / "x.parquet") == found
+
+
+def test_rows_that_are_bad_are_named_by_their_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "x.json", json.dumps([CHATS[0], 7]))
+    words = f"--input {path} --output-prefix {tmp_path}/made --sft {GPT}"
+    assert preprocess.main(words.split()) == 1
+    assert f"{path}, row 2: expected a JSON object, found int" in capsys.readouterr().err
+    broken = write(tmp_path / "y.json", "[\n{},\n{]\n")
+    with pytest.raises(DataError, match="begins as a JSON array, but is none"):
+        open_rows(broken)
+    assert [number for number, _ in json_lines(array(tmp_path), "--chat")][-1] == len(CHATS)
+
+
+def test_tables_need_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pyarrow", "pyarrow.parquet", "pyarrow.ipc"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(DataError, match=r"x\.parquet: needs pyarrow; pip install pyarrow"):
+        rows_of(write(tmp_path / "x.parquet", "PAR1"))
+
+
+def test_folders_that_hold_no_rows_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="neither a file nor a data set saved to disk"):
+        open_rows(tmp_path)
+    write(tmp_path / "dataset_dict.json", '{"splits": ["a", "b"]}')
+    with pytest.raises(DataError, match="holds the splits a, b; name one"):
+        open_rows(tmp_path)
+    write(tmp_path / "dataset_dict.json", "[]")
+    with pytest.raises(DataError, match="holds the splits none"):
+        open_rows(tmp_path)
+    (tmp_path / "dataset_dict.json").unlink()
+    write(tmp_path / "state.json", '{"_data_files": 7}')
+    with pytest.raises(DataError, match="names no data files"):
+        open_rows(tmp_path)
+    write(tmp_path / "state.json", '{"_data_files": [], "_indices_data_files": [1]}')
+    with pytest.raises(DataError, match="flatten_indices"):
+        open_rows(tmp_path)
+
+
+def test_a_tokenizer_is_trained_on_all_texts_of_other_forms(tmp_path: Path) -> None:
+    chats = [{"conversations": [{"from": "human", "value": "zebra zebra"}]},
+             {"instruction": "quagga quagga", "output": "okapi okapi"}] * 20  # fmt: skip
+    found = tokenizer_flags("gpt", "train:400", write(tmp_path / "x.json", json.dumps(chats)))
+    vocabulary = json.loads(Path(str(found["--vocab-file"])).read_text())
+    assert {"zebra", "quagga", "okapi"} <= vocabulary.keys()
