@@ -101,7 +101,7 @@ def test_the_other_commands_find_it_too(
     monkeypatch.chdir(traced)
     folder = find_run("runs/latest").need_traces()
     for name in SPELLINGS[:5]:
-        assert aggregate_command.main(["--benchmark_dir", name]) == 0
+        assert aggregate_command.main([name]) == 0
         assert f"in {folder}/aggregated.json" in capsys.readouterr().out
         assert monitor_command.main([name, "--once"]) == 0
         text = capsys.readouterr().out

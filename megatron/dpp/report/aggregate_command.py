@@ -20,10 +20,11 @@ from megatron.dpp.report.run_files import find_run
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp aggregate") -> int:
     """Run the command; returns 1 after an error."""
-    parser = new_parser(prog, "Merge the trace files of all ranks into one for ui.perfetto.dev.")
+    text = "Merge the trace files of all ranks into one for ui.perfetto.dev."
+    parser = new_parser(prog, text, "[RUN] [options]")
     add = parser.add_argument
-    add("--benchmark_dir", "--benchmark-dir", default="runs/latest", metavar="DIR",
-        help="home or traces of a run (default: runs/latest)")  # fmt: skip
+    add("run", nargs="?", metavar="RUN", help="home or traces of a run (default: runs/latest)")
+    add("--benchmark_dir", "--benchmark-dir", metavar="DIR", help="the same")
     add("--output", metavar="FILE",
         help="merged trace; .json.gz compresses it (default: DIR/aggregated.json)")  # fmt: skip
     add("--allow-missing", action="store_true", help="merge although files of ranks are missing")
@@ -32,9 +33,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp aggrega
 
 
 def _run(options: argparse.Namespace) -> int:
-    files = open_run(
-        find_run(options.benchmark_dir).need_traces(), allow_missing=options.allow_missing
-    )
+    name = options.benchmark_dir or options.run or "runs/latest"
+    files = open_run(find_run(name).need_traces(), allow_missing=options.allow_missing)
     output = Path(options.output) if options.output else files[0].path.parent / "aggregated.json"
     with progress_bar(2 * sum(file.size for file in files)) as bar:
 

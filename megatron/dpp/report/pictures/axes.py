@@ -89,6 +89,7 @@ def draw_curves(
     zero: bool = False,
     log: bool = False,
     of: str = "iteration",
+    smooth: bool = True,
 ) -> None:
     """Lines over iterations: values thin and pale, their running mean strong.
 
@@ -98,6 +99,7 @@ def draw_curves(
         zero: let the axis begin at 0.
         log: logarithmic axis; values at or below 0 are left out.
         of: name of the horizontal axis.
+        smooth: draw the running mean; else the values, strong.
     """
     curves = [c for c in (_positive(c) if log else c for c in curves) if len(c.x)]
     if not curves:
@@ -127,17 +129,28 @@ def draw_curves(
             points = tuple(place(x, y) for x, y in zip(curve.x, curve.y, strict=True))
             picture.add(Line(points, curve.colour, 1, dashed=True))
             continue
-        strong = smoothed([scale(y) for y in curve.y])
-        strong = [10**y for y in strong] if log else strong
-        raw, mean = (
-            tuple(place(x, y) for x, y in _thinned(list(zip(curve.x, ys, strict=True))))
-            for ys in (curve.y, strong)
-        )
-        if raw != mean:
-            picture.add(Line(raw, curve.colour, 1, 0.35))
-        picture.add(Line(mean, curve.colour, 2.2))
-        ends.append((mean[-1][1], label, curve.colour))
+        means = [scale(y) for y in curve.y]
+        means = smoothed(means) if smooth else means
+        end = _draw_curve(picture, curve, [10**y for y in means] if log else means, place)
+        ends.append((end, label, curve.colour))
     _draw_labels(picture, ends, right + 6, place(first, low)[1])
+
+
+def _draw_curve(
+    picture: Picture,
+    curve: Curve,
+    means: Sequence[float],
+    place: Callable[[float, float], tuple[float, float]],
+) -> float:
+    """Values pale and ``means`` strong; returns the height of the last mean."""
+    raw, mean = (
+        tuple(place(x, y) for x, y in _thinned(list(zip(curve.x, ys, strict=True))))
+        for ys in (curve.y, means)
+    )
+    if raw != mean:
+        picture.add(Line(raw, curve.colour, 1, 0.35))
+    picture.add(Line(mean, curve.colour, 2.2))
+    return mean[-1][1]
 
 
 def _range(curves: Sequence[Curve], *, zero: bool, log: bool) -> tuple[float, float]:

@@ -106,9 +106,11 @@ def plot_memory(report: Report, width: float) -> Picture | None:
     large = max(max(curve.y) for curve in curves) >= 10_000 * 2**20
     unit, size = ("GiB", 2**30) if large else ("MiB", 2**20)
     scaled = [dataclasses.replace(curve, y=[y / size for y in curve.y]) for curve in curves]
-    draw_curves(
-        picture, scaled, lambda y: mebibytes(y * size), tick=lambda y: f"{y:g} {unit}", zero=True
-    )
+
+    def tick(y: float) -> str:
+        return f"{y:g} {unit}"
+
+    draw_curves(picture, scaled, lambda y: mebibytes(y * size), tick=tick, zero=True, smooth=False)
     return picture
 
 

@@ -48,10 +48,14 @@ def _names(runs: list[Report]) -> list[str]:
         return schedules
     if len(runs) == 2 and set(schedules) == {"dynamic", "static"}:
         return schedules
-    homes = [run.training.home.name for run in runs]
-    if len(set(homes)) == len(homes) and max(map(len, homes)) <= _LONGEST_NAME:
+    homes = [_short(run.training.home.name) for run in runs]
+    if len(set(homes)) == len(homes):
         return homes
     return [f"run {number}" for number in range(1, len(runs) + 1)]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
 
 def by_stage(pipeline: Pipeline) -> list[RankRow]:

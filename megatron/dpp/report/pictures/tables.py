@@ -10,7 +10,7 @@ from megatron.dpp.report.analysis.formats import duration, number, percent
 from megatron.dpp.report.analysis.report_data import Lengths, Pipeline, RankRow, Training
 from megatron.dpp.report.pictures.runs import by_stage
 
-_FEW_COLUMNS = 5
+_FEW_COLUMNS = 3
 """Columns that fit beside each other on a telephone."""
 
 Column = tuple[str, Callable[[Any], Any], str]
