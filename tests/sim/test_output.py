@@ -7,6 +7,7 @@ import pytest
 from megatron.dpp.errors import DataError
 from megatron.dpp.report.pictures.schedules import _slices, draw
 from megatron.dpp.schedule import Action, Kind
+from megatron.dpp.sim.arms import parts
 from megatron.dpp.sim.command import main
 from megatron.dpp.sim.conditions import uniform
 from megatron.dpp.sim.costs import Shape, even_costs
@@ -80,15 +81,44 @@ def test_command_line_compares(capsys):
         "--slow-rank", "1:1.5", "--transient", "2x:20%", "--slow-link", "0-1:2", "--no-grid",
     )  # fmt: skip
     assert status == 0
-    ratios = {line[:24].strip(): float(line.split()[-6]) for line in out.splitlines()[2:-1]}
-    assert set(ratios) > {"dynamic", "1f1b", "interleaved", "zb-h1", "earlier-dpp"}
-    assert ratios["dynamic"] < ratios["interleaved"]
+    found = ratios(out)
+    assert set(found) > {"dynamic", "1f1b", "interleaved", "zb-h1", "earlier-dpp"}
+    assert found["dynamic"] < found["interleaved"]
 
 
 def ratios(out):
     """Ratios by schedule of a printed table."""
-    lines = [line for line in out.splitlines()[2:] if not line.startswith("ratio")]
+    lines = out[: out.index("\nratio: ")].splitlines()[2:]
     return {line[:24].strip(): float(line[35:43]) for line in lines}
+
+
+@pytest.mark.parametrize("more", [[], ["--chunks", "1"], ["--lengths", "sft"], ["--jitter", "0.3"]])
+def test_parts_of_a_comparison_add_up_to_the_whole(capsys, more):
+    status, out, _ = run(capsys, "--pp", "2", "--compare", "--no-grid", *more)
+    times = {line[:24].strip(): float(line[24:34]) for line in out.splitlines()[2:8]}
+    static = next(iter(times))
+    head, *rows = out[out.index("what comes from what") :].splitlines()
+    assert status == 0 and head.split()[-5:] == ["peak", "W", "order", "memory", "all"]
+    assert [row[:24].strip() for row in rows[:-1]] == list(times)
+    for name, row in zip(times, rows, strict=False):
+        *own, whole = (0.0 if cell == "-" else float(cell) for cell in row[33:].split())
+        assert sum(own) == pytest.approx(whole, abs=0.16)
+        assert whole == pytest.approx(100 * (1 - times[name] / times[static]), abs=0.16)
+
+
+def test_parts_merge_the_ingredients_of_arms_that_were_not_timed():
+    chain = {"b": ("a", "W"), "c": ("b", "order"), "d": ("c", "memory")}
+    assert parts({"a": 10.0, "b": 8.0, "d": 5.0}, chain) == {
+        "b": {"W": 0.2},
+        "d": {"W": 0.2, "order + memory": pytest.approx(0.3)},
+    }
+    assert parts({"d": 5.0, "x": 1.0}, chain) == {}
+
+
+def test_comparing_a_fused_backward_has_no_part_of_weights(capsys):
+    out = run(capsys, "--pp", "2", "--compare", "--no-grid", "--no-split-backward")[1]
+    head = out[out.index("what comes from what") :].splitlines()[0]
+    assert head.split()[-4:] == ["peak", "order", "memory", "all"]
 
 
 def test_lengths_count_under_the_cap(capsys, tmp_path):

@@ -18,6 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron.dpp.command_line import new_parser
@@ -28,7 +29,7 @@ from megatron.dpp.report.pictures.schedules import draw
 from megatron.dpp.safe_files import read_bytes
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.schedule.policies import BUILT_IN
-from megatron.dpp.sim import conditions
+from megatron.dpp.sim import arms, conditions
 from megatron.dpp.sim.conditions import CONDITIONS, Change, chain, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Shape
 from megatron.dpp.sim.lengths import MIXES, LengthCosts, histogram, parse_lengths
@@ -93,7 +94,7 @@ def _add_schedule_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"{', '.join((*policies, *STATIC))}, or module:function; repeatable; default dynamic",
     )
-    add("--compare", action="store_true", help="add static schedules, earlier DPP, dynamic fused")
+    add("--compare", action="store_true", help="add other schedules, and what comes from what")
     add("--cap", default="auto", metavar="C", help="as --dpp-activation-cap (default auto)")
     add(
         "--split-backward",
@@ -145,7 +146,7 @@ def _run(args: argparse.Namespace) -> None:
     names = args.policy or ["dynamic"]
     runs = {name: _runner(name, args) for name in names}
     if args.compare:
-        runs |= _comparison(args, shape, measured)
+        runs = _comparison(args, shape, measured) | runs
         if lengths.source:
             runs["dynamic, cap by count"] = _by_count(_runner("dynamic", args))
             static = "interleaved" if shape.num_chunks > 1 else "1f1b"
@@ -160,6 +161,9 @@ def _run(args: argparse.Namespace) -> None:
         for name, run in runs.items():
             results[name].append(run(drawn, costs))
     _report(args, dataclasses.replace(shape, largest=lengths.longest), results, unit)
+    if args.compare:
+        _report_parts(_arms(args, shape, measured), results, shape.num_chunks)
+    _show(args, results, unit)
 
 
 @dataclass(frozen=True)
@@ -378,17 +382,34 @@ def _in_best_order(run: _Run) -> _Run:
     return best
 
 
+def _arms(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None) -> arms.Arms:
+    """The arms whose parts are printed."""
+    return arms.Arms(
+        shape.num_chunks,
+        cap=args.cap,
+        split=args.split_backward and (measured is None or measured.split),
+        beta=args.beta,
+        w_pieces=args.w_pieces,
+        group=args.group,
+        lead=args.lead,
+    )
+
+
 def _comparison(
     args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None
 ) -> dict[str, _Run]:
+    chosen = _arms(args, shape, measured)
+    runs: dict[str, _Run] = {name: partial(chosen.run, name) for name in chosen.names}
     names = [*STATIC, "earlier-dpp"]
     if measured and not measured.split:
         names.remove("zb-h1")
     if shape.num_chunks == 1:
         names.remove("interleaved")
-    runs = {name: _runner(name, args) for name in names}
-    fused = argparse.Namespace(**{**vars(args), "split_backward": False})
-    return runs | {"dynamic, fused": _runner("dynamic", fused)}
+    return runs | {name: _runner(name, args) for name in names if name not in runs}
+
+
+def _mean(runs: Sequence[Result]) -> float:
+    return statistics.fmean(run.makespan for run in runs)
 
 
 def _report(
@@ -402,7 +423,7 @@ def _report(
     print(f"{'schedule':24s} {'makespan':>10s} {'ratio':>7s} {'peak':>6s}  peak by rank")
     for name, runs in results.items():
         first = runs[0]
-        makespan = statistics.fmean(run.makespan for run in runs)
+        makespan = _mean(runs)
         ratio = statistics.fmean(run.ratio for run in runs)
         chunks = len(first.slots) and 1 + max(s.action.chunk for s in first.slots[0])
         peaks = [held / chunks for held in first.peak_held]
@@ -410,6 +431,27 @@ def _report(
         print(f"{name:24s} {makespan:9.4g}{unit or ' '} {ratio:7.3f} {max(peaks):6.3g}  {shown}")
     of = " of the longest sequence" if shape.largest else ""
     print(f"ratio: makespan / the busiest rank's own work; peak: whole ranks' activations{of} held")
+
+
+def _report_parts(chosen: arms.Arms, results: dict[str, list[Result]], num_chunks: int) -> None:
+    """Print which ingredient saves what, and each arm's peak in whole ranks' activations."""
+    times = {name: _mean(results[name]) for name in chosen.names}
+    found = arms.parts(times, chosen.steps)
+    names = arms.part_names(found.values())
+    heads = "".join(f"{name:>9s}" for name in ("peak", *names, "all"))
+    print(f"\n{'what comes from what, %':24s}{heads}")
+    for name in chosen.names:
+        peak = statistics.fmean(max(run.peak_held) / num_chunks for run in results[name])
+        cells = "".join(f"{cell:>9s}" for cell in arms.part_cells(found.get(name), names))
+        print(f"{name:24s}{peak:9.3g}{cells}")
+    print(
+        f"per cent of the time of {chosen.static} that each ingredient saves; order: at the cap "
+        "static; memory: beyond it, with --cap; links are alike in all rows"
+    )
+
+
+def _show(args: argparse.Namespace, results: dict[str, list[Result]], unit: str) -> None:
+    """Print grids, and draw."""
     for name, runs in results.items():
         grid = format_grid(runs[0].slots)
         narrow = max(map(len, grid.splitlines())) <= _GRID_COLUMNS
