@@ -35,7 +35,8 @@ from bench_sleeping import Naps, SleepingRunner
 from torch.distributed import TCPStore
 
 from megatron.dpp.runtime.agreement import decider_for
-from megatron.dpp.runtime.executor import Executor, Links
+from megatron.dpp.runtime.executor import Executor
+from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Scheduler, parse_cap

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.dpp.runtime.agreement import decider_for
-from megatron.dpp.runtime.executor import Executor, Links, Tensors
+from megatron.dpp.runtime.executor import Executor
+from megatron.dpp.runtime.links import Links
+from megatron.dpp.runtime.mail import Tensors
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Scheduler, parse_cap

@@ -15,15 +15,16 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.core.boundary import boundaries
 from megatron.dpp.errors import ConfigError, PeerDead, TransferTimeout
 from megatron.dpp.runtime.agreement import decider_for
-from megatron.dpp.runtime.executor import Executor, Links
-from megatron.dpp.runtime.links import why_not_ahead
+from megatron.dpp.runtime.executor import Executor
+from megatron.dpp.runtime.links import Links, why_not_ahead
+from megatron.dpp.runtime.mail import Mail
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Action, Geometry, Scheduler, View
 from megatron.dpp.trace import NullRecorder
-from megatron.dpp.transport.base import Direction, LinkInfo
+from megatron.dpp.transport.base import LinkInfo
 from megatron.dpp.transport.fake import FakeNetwork, FakeTransport, VirtualClock
-from tests.runtime.pipelines import Arithmetic, check_values, run_pipeline
+from tests.runtime.pipelines import Arithmetic, StartsLater, check_values, run_pipeline
 
 
 @settings(max_examples=25)
@@ -79,12 +80,11 @@ LAST = Topology((0, 1), 1, 1)
 
 
 def last_rank(
-    network: FakeNetwork, scheduler: Scheduler, timer: HostTimer, timeout: float, consumed: int = 0
+    network: FakeNetwork, scheduler: Scheduler, timer: HostTimer, timeout: float
 ) -> Executor:
     """The executor of the last rank alone."""
     channels = LAST.channels([64], [64], 2)
     links = Links(network.transport(1), channels)
-    links.consumed = [consumed]
     return Executor(
         runner=Arithmetic(LAST), decider=decider_for(scheduler, channels.receiving, None),
         links=links, recorder=NullRecorder(), timer=timer, injector=None, split_backward=False,
@@ -302,15 +302,18 @@ def on_its_way(seconds: float, **more: Any) -> FakeNetwork:
     return network
 
 
-def test_an_input_is_ahead_of_its_task_in_later_iterations_too() -> None:
+@pytest.mark.parametrize(("consumed", "ahead"), [(4, False), (5, True)])
+def test_an_input_is_ahead_of_its_task_in_later_iterations_too(
+    monkeypatch: pytest.MonkeyPatch, consumed: int, ahead: bool
+) -> None:
     """The count of arrivals is compared with all messages that earlier iterations took."""
-    for consumed, ahead in ((4, False), (5, True)):
-        scheduler = Scheduler(Geometry(2, 1, 1, 1, forward_only=True))
-        executor = last_rank(on_its_way(0.2), scheduler, NeverStarts(), 100.0, consumed)
-        executor._arrived = [5]
-        executor._take = lambda *_: torch.zeros(1)  # type: ignore[method-assign]
-        executor._receive(Action.parse("0F0"), Direction.FORWARD)
-        assert (executor._awaited is not None) == ahead
+    channels = LAST.channels([64], [64], 2)
+    links = Links(FakeNetwork(list(channels.specs)).transport(1), channels)
+    links.consumed = [consumed]
+    monkeypatch.setattr(links, "poll", lambda: [5])
+    mail = Mail(links, NullRecorder(), 0, 20.0)
+    mail.poll()
+    assert mail.is_ahead(0) == ahead
 
 
 def test_a_device_that_waits_is_not_waited_for_longer_than_the_timeout(clock: VirtualClock) -> None:
@@ -326,7 +329,13 @@ def test_a_device_that_waits_is_not_waited_for_longer_than_the_timeout(clock: Vi
 def test_the_deadline_counts_from_when_the_device_began_to_wait() -> None:
     """The wait of a task without a gap before it starts now, not at the clock's zero."""
     scheduler = Scheduler(Geometry(2, 1, 1, 1, forward_only=True))
-    executor = last_rank(on_its_way(0.05), scheduler, NeverStarts(), timeout=100.0)
-    executor._arrived = [0]
-    executor._receive(Action.parse("0F0"), Direction.FORWARD)
-    assert not executor._input_came()
+    channels = LAST.channels([64], [64], 2)
+    links = Links(on_its_way(0.05).transport(1), channels)
+    decider: Any = decider_for(scheduler, channels.receiving, None)
+    decider.next = lambda arrived: type(decider).next_coming(decider, [1])
+    timer = StartsLater()
+    Executor(
+        runner=Arithmetic(LAST), decider=decider, links=links, recorder=NullRecorder(),
+        timer=timer, injector=None, split_backward=False, iteration=0, timeout=100.0,
+    ).run()  # fmt: skip
+    assert not timer.waiting(), "it was waited for"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.runtime.executor import Tensors
+from megatron.dpp.runtime.mail import Tensors
 from tests.runtime import pipelines
 from tests.runtime.pipelines import Arithmetic, check_values, run_pipeline
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 
 from megatron.dpp.errors import PeerDead, ProtocolError, TransferTimeout
 from megatron.dpp.inject import Task
-from megatron.dpp.runtime.agreement import decider_for
-from megatron.dpp.runtime.executor import Executor, Links
+from megatron.dpp.runtime.agreement import Decider, decider_for
+from megatron.dpp.runtime.executor import Executor
+from megatron.dpp.runtime.links import Links
+from megatron.dpp.runtime.mail import Mail
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
-from megatron.dpp.schedule import Action, Cause, Geometry, Scheduler
+from megatron.dpp.schedule import Cause, Geometry, Scheduler
 from megatron.dpp.schedule.scheduler import Stall
 from megatron.dpp.trace import NullRecorder
 from megatron.dpp.transport.base import Direction
@@ -26,12 +29,14 @@ from tests.runtime.pipelines import Arithmetic
 def rank_of(
     network: FakeNetwork, geometry: Geometry, runner: Arithmetic | None = None, **more: Any
 ) -> Executor:
-    """The executor of one rank of two, or of ``topology``; ``more`` replaces its arguments."""
+    """The executor of one rank of two, or of ``topology``; ``more`` replaces its arguments, or
+    those of its links.
+    """
     topology = more.pop("topology", Topology((0, 1), geometry.rank, geometry.num_chunks))
-    channels = topology.channels([4], [4], 2)
+    channels = topology.channels([4], more.pop("sends", [4]), 2)
     links = Links(network.transport(geometry.rank), channels)
     links.consumed = more.pop("consumed", links.consumed)
-    scheduler = Scheduler(geometry, cap=8, split_backward=False)
+    scheduler = more.pop("scheduler", None) or scheduler_of(geometry)
     decider = decider_for(scheduler, channels.receiving, None)
     decider.start(links.consumed)
     given: dict[str, Any] = {
@@ -42,8 +47,20 @@ def rank_of(
     return Executor(**given | more)
 
 
-def network_of(rank: int, chunks: int = 1, delay: Delay = 0.0, **more: Any) -> FakeNetwork:
-    specs = Topology((0, 1), rank, chunks).channels([4], [4], 2).specs
+def decider_of(geometry: Geometry, topology: Topology) -> Decider:
+    channels = topology.channels([4], [4], 2)
+    Links(FakeNetwork(list(channels.specs)).transport(geometry.rank), channels)
+    return decider_for(scheduler_of(geometry), channels.receiving, None)
+
+
+def scheduler_of(geometry: Geometry) -> Scheduler:
+    return Scheduler(geometry, cap=8, split_backward=False)
+
+
+def network_of(
+    rank: int, chunks: int = 1, delay: Delay = 0.0, sends: Sequence[int] = (4,), **more: Any
+) -> FakeNetwork:
+    specs = Topology((0, 1), rank, chunks).channels([4], sends, 2).specs
     return FakeNetwork(list(specs), delay=delay, **more)
 
 
@@ -80,91 +97,78 @@ def test_the_first_chunk_tells_sizes_by_what_it_receives_or_first_sends(
     rank: int, value: float
 ) -> None:
     """A later chunk's microbatches are known already."""
-    executor = rank_of(network_of(rank, 2), Geometry(2, rank, 2, 1, forward_only=True))
-    counted: list[float] = []
-    own: Any = executor
-    own._count_tokens = lambda tensors: counted.append(tensors.item())
-    own._receive = lambda *_: torch.tensor([7.0]) if rank else None
-    own._put = lambda *_: False
-    for chunk in range(2):
-        executor._forward(Action.parse(f"{chunk}F0"))
+    network, counted = network_of(rank, 2), list[float]()
+    sender = network.transport(1 - rank)
+    for channel, spec in enumerate(sender.outgoing):
+        if spec.direction is Direction.FORWARD:
+            sender.put(channel, torch.tensor([7.0]), iteration=0, microbatch=0)
+    geometry = Geometry(2, rank, 2, 1, forward_only=True)
+    rank_of(network, geometry, count_tokens=lambda tensors: counted.append(tensors.item())).run()
     assert counted == [value]
 
 
 @pytest.mark.parametrize("agree", [True, False])
 def test_microbatches_whose_sizes_differ_between_ranks_count_as_the_longest(agree: bool) -> None:
+    geometry = Geometry(2, 0, 1, 2, forward_only=True)
+    scheduler, sizes = scheduler_of(geometry), iter([3, 4])
     executor = rank_of(
-        network_of(0), Geometry(2, 0, 1, 2, forward_only=True),
-        count_tokens=torch.Tensor.numel, sizes_agree=agree,
+        network_of(0), geometry, scheduler=scheduler, count_tokens=lambda _: next(sizes),
+        sizes_agree=agree,
     )  # fmt: skip
-    for microbatch in range(2):
-        executor._learn(microbatch, torch.zeros(3 + microbatch))
-    assert executor._scheduler.sizes.known == ([3, 4] if agree else [None, None])
+    executor.run()
+    assert scheduler.sizes.known == ([3, 4] if agree else [None, None])
     assert executor.first_size == 3, "what was measured has a size all the same"
+
+
+class Noting(HostTimer):
+    """Keeps what it is told of tasks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[tuple[str, int], float]] = []
+
+    def launched(self, key: tuple[str, int], size: float = 1.0) -> None:
+        self.told.append((key, size))
 
 
 def test_a_duration_is_learnt_with_the_size_of_its_microbatch() -> None:
     """In the largest; a size that is not known counts as that."""
-    executor, told = rank_of(network_of(0), Geometry(2, 0, 1, 2)), list[Any]()
-    own: Any = executor
-    own._timer = SimpleNamespace(launched=lambda key, size: told.append((key, size)))
-    sizes = executor._scheduler.sizes
-    sizes.learn(0, sizes.largest // 4)
-    for microbatch in range(2):
-        executor._finish_task("F", 0, microbatch)
-    assert told == [(("F", 0), 0.25), (("F", 0), 1.0)]
+    geometry = Geometry(2, 0, 1, 2, forward_only=True)
+    scheduler, timer = scheduler_of(geometry), Noting()
+    scheduler.learn(0, scheduler.sizes.largest // 4)
+    rank_of(network_of(0), geometry, scheduler=scheduler, timer=timer).run()
+    assert timer.told == [(("F", 0), 0.25), (("F", 0), 1.0)]
 
 
-@pytest.mark.parametrize("number", [0, 1, 3])
-def test_as_many_tensors_are_sent_as_were_declared(number: int) -> None:
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_as_many_tensors_are_sent_as_were_declared(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     """A neighbour that waits for another one would wait for ever."""
-    executor = rank_of(network_of(0), Geometry(2, 0, 1, 2))
-    own: Any = executor
-    own._channels = SimpleNamespace(outgoing=lambda *_: 0, tensors_out=lambda _: 2)
-    own._put_part = lambda *_: None
-    with pytest.raises(TypeError, match="2 Tensors declared"):
-        own._put(Direction.FORWARD, 0, 0, [torch.zeros(1)] * number)
-    assert own._put(Direction.FORWARD, 0, 0, [torch.zeros(1)] * 2)
-
-
-@pytest.mark.parametrize("launch_ahead", [True, False])
-def test_a_task_is_launched_ahead_of_its_input_where_that_is_asked_for(launch_ahead: bool) -> None:
-    executor = rank_of(network_of(1), LAST, launch_ahead=launch_ahead)
-    own: Any = executor
-    own._links = SimpleNamespace(coming=lambda: [1])
-    assert own._next_coming() == (Action.parse("0F0") if launch_ahead else None)
-
-
-@pytest.mark.parametrize("ahead", [True, False])
-def test_a_gap_lasts_until_a_task_has_its_input(ahead: bool) -> None:
-    own: Any = rank_of(network_of(1), LAST)
-    own._open_gap("message")
-    own._begin(Action.parse("0F0"), ahead=ahead)
-    assert own._gap_cause == ("message" if ahead else "")
-
-
-def test_a_wait_behind_a_task_becomes_one_for_an_input() -> None:
-    own: Any = rank_of(network_of(1), LAST)
-    own._open_gap("lookahead")
-    own._next_coming()
-    assert (own._gap_cause, own._gap_detail) == ("warm-up", "F0")
+    monkeypatch.setattr(Arithmetic, "spread", lambda *_: [torch.zeros(1)] * number)
+    executor = rank_of(
+        network_of(0, sends=[4, 4]), Geometry(2, 0, 1, 1, forward_only=True), sends=[4, 4]
+    )
+    with pytest.raises(TypeError, match="2 Tensors declared") if number != 2 else nullcontext():
+        executor.run()
 
 
 # Missing senders ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sent", [0, 1])
-def test_a_sender_that_left_in_a_later_iteration_is_named_with_the_message(sent: int) -> None:
+def test_a_sender_that_left_in_a_later_iteration_is_named_with_the_message(
+    monkeypatch: pytest.MonkeyPatch, sent: int
+) -> None:
     """Messages of earlier iterations are no messages of this one."""
     network = network_of(1)
     sender = network.transport(0)
     for microbatch in range(sent):
         sender.put(0, torch.zeros(1), iteration=3, microbatch=microbatch)
     sender.close()
+    poll = FakeTransport.poll
+    monkeypatch.setattr(FakeTransport, "poll", lambda own: [6 + n for n in poll(own)])
     executor = rank_of(network, LAST, iteration=3, consumed=[6], timeout=2.0)
-    poll = executor._links.poll
-    executor._links.poll = lambda: [6 + poll()[0]]  # type: ignore[method-assign]
-    executor._taken = [6]
     with pytest.raises(PeerDead, match=f"microbatch {sent} of iteration 3 .*has closed"):
         executor.run()
     assert len(executor.actions) == sent
@@ -273,36 +277,35 @@ def test_an_iteration_ends_when_its_outputs_have_left_within_the_timeout(
     assert flushed == [(7.0, 3)]
 
 
-def stalled(full: bool) -> Executor:
-    """The first rank of an evaluation, past its deadline."""
-    executor: Any = rank_of(network_of(0), Geometry(2, 0, 1, 3, forward_only=True), timeout=-1.0)
-    executor._is_full = lambda: full
-    executor._gap_start = time.monotonic_ns()
-    return executor
+def test_a_rank_that_is_full_names_who_takes_nothing(clock: VirtualClock) -> None:
+    network = network_of(0, clock=clock, stepping=True)
+    executor = rank_of(network, Geometry(2, 0, 1, 30, forward_only=True), timeout=3.0)
+    with pytest.raises(TransferTimeout, match="receivers are alive but take nothing"):
+        executor.run()
+    assert 1003.0 < clock.now() < 1003.1 and len(executor.actions) < 30
 
 
-@pytest.mark.parametrize("full", [True, False])
-def test_a_rank_that_is_full_names_who_takes_nothing(
-    monkeypatch: pytest.MonkeyPatch, full: bool
+def test_an_input_that_is_overdue_is_named_by_its_channel_and_microbatch(
+    clock: VirtualClock,
 ) -> None:
-    def flush(_: FakeTransport, seconds: float) -> None:
-        assert seconds == 0.0
-        raise TransferTimeout("rank 1 has taken nothing")
-
-    monkeypatch.setattr(FakeTransport, "flush", flush)
-    message = "rank 1 has taken nothing" if full else "could run nothing"
-    with pytest.raises(TransferTimeout, match=message):
-        stalled(full)._sleep()
-
-
-def test_an_input_that_is_overdue_is_named_by_its_channel_and_microbatch() -> None:
-    executor: Any = rank_of(
-        network_of(1, 2), Geometry(2, 1, 2, 4), timer=NeverStarts(), timeout=-1.0, iteration=5
+    network = network_of(
+        1, chunks=2, delay=lambda _, __, n: 0.5 * n, clock=clock, stepping=True, ahead=True
     )
-    channel = executor._channels.incoming(Direction.FORWARD, 1)
-    executor._awaited, executor._gap_start = (channel, 3), time.monotonic_ns()
-    with pytest.raises(TransferTimeout, match=r"microbatch 3 of iteration 5 .*chunk 1, rank 0"):
-        executor._input_came()
+    sender = network.transport(0)
+    second = next(i for i, spec in enumerate(sender.outgoing) if spec.chunk == 1)
+    for microbatch in range(2):
+        sender.put(second, torch.zeros(1), iteration=5, microbatch=microbatch)
+    geometry = Geometry(2, 1, 2, 4, forward_only=True)
+    executor = rank_of(network, geometry, timer=NeverStarts(), timeout=2.0, iteration=5)
+    with pytest.raises(TransferTimeout, match=r"microbatch 1 of iteration 5 .*chunk 1, rank 0"):
+        executor.run()
+
+
+def mail_of(size: int = 4) -> tuple[Mail, FakeTransport]:
+    """The mail of the first of two ranks, whose messages have ``size`` bytes."""
+    channels = Topology((0, 1), 0, 1).channels([size], [size], 2)
+    transport = FakeNetwork(list(channels.specs)).transport(0)
+    return Mail(Links(transport, channels), NullRecorder(), 0, 1.0), transport
 
 
 @pytest.mark.parametrize(
@@ -313,11 +316,9 @@ def test_a_policy_is_suspected_where_it_alone_waits(
     cause: Cause, followed: bool, named: bool
 ) -> None:
     """A follower's leader decides; under a cap no policy could do otherwise."""
-    executor: Any = stalled(full=False)
-    executor._scheduler = SimpleNamespace(stall=lambda: Stall(cause, "the reason"))
-    executor._decider = SimpleNamespace(followed=followed)
-    text = executor._timeout_text()
-    assert ("waits for messages that its neighbours" in text) is named
+    mail, _ = mail_of()
+    text = str(mail.stalled(Stall(cause, "the reason"), followed=followed))
+    assert ("policy=...) waits" in text) is named
     assert "(the reason); missing from: the leader of this stage. Every" in text
 
 
@@ -326,13 +327,14 @@ def test_a_policy_is_suspected_where_it_alone_waits(
     [(2, 800, False), (2, 801, True), (9, 801, True), (1, 10_000, False), (0, 0, False)],
 )
 def test_a_rank_is_full_above_eight_mean_messages(
-    pending: int, pending_bytes: int, full: bool
+    monkeypatch: pytest.MonkeyPatch, pending: int, pending_bytes: int, full: bool
 ) -> None:
-    executor = rank_of(network_of(0), Geometry(2, 0, 1, 3, forward_only=True))
-    executor._num_puts, executor._put_bytes = 4, 400
-    transport: Any = executor._transport
-    transport.pending, transport.pending_bytes = lambda: pending, lambda: pending_bytes
-    assert executor._is_full() == full
+    mail, transport = mail_of(100)
+    for microbatch in range(4):
+        mail.put(Direction.FORWARD, 0, microbatch, torch.zeros(25))
+    monkeypatch.setattr(transport, "pending", lambda: pending)
+    monkeypatch.setattr(transport, "pending_bytes", lambda: pending_bytes)
+    assert mail.is_full() == full
 
 
 class Injected:
@@ -395,7 +397,7 @@ def test_the_hosts_own_time_is_that_outside_of_tasks_and_delays(
 
     monkeypatch.setattr(
         "megatron.dpp.runtime.executor.time",
-        SimpleNamespace(monotonic_ns=time.monotonic_ns, perf_counter_ns=lambda: now),
+        SimpleNamespace(perf_counter_ns=lambda: now),
     )
     timer, injected = HostTimer(), Injected()
     injected.factor = takes(50_000, injected.factor)  # type: ignore[method-assign]
@@ -403,11 +405,13 @@ def test_the_hosts_own_time_is_that_outside_of_tasks_and_delays(
     runner = Arithmetic(topology)
     runner.forward = takes(1_000, runner.forward)  # type: ignore[method-assign]
     runner.backward = takes(1_000, runner.backward)  # type: ignore[method-assign]
+    geometry = Geometry(1, 0, 1, 3)
+    decider = decider_of(geometry, topology)
+    decider.next = takes(7, decider.next)  # type: ignore[method-assign]
     executor = rank_of(
-        FakeNetwork([]), Geometry(1, 0, 1, 3), runner, topology=topology, timer=timer,
+        FakeNetwork([]), geometry, runner, topology=topology, timer=timer, decider=decider,
         injector=injected if injects else None,
     )  # fmt: skip
-    executor._decider.next = takes(7, executor._decider.next)  # type: ignore[method-assign]
     executor.run()
     assert executor.overhead_ns == 6 * 7
 
@@ -419,8 +423,6 @@ def test_a_rank_of_two_directions_counts_each_channel_for_itself() -> None:
     network.transport(1).close()
     with pytest.raises(PeerDead, match=r"microbatch 0 of iteration 0 \(backward of chunk 0"):
         executor.run()
-    assert executor._channels.incoming(Direction.BACKWARD, 0) == 0
-    assert executor._channels.incoming(Direction.FORWARD, 0) is None
 
 
 @pytest.mark.parametrize(
@@ -433,16 +435,18 @@ def test_the_next_task_is_decided_early_only_behind_the_size_of_this_one(
     seen: list[str] = []
     network = network_of(rank)
     geometry = Geometry(2, rank, 1, 1, forward_only=True)
-    executor = rank_of(network, geometry, count_tokens=lambda _: seen.append("size"))
-    forward = executor._runner.forward
+    topology = Topology((0, 1), rank, 1)
+    runner, decider = Arithmetic(topology), decider_of(geometry, topology)
+    forward = runner.forward
 
     def ran(*given: Any) -> Any:
         seen.append("ran")
         return forward(*given)
 
-    monkeypatch.setattr(executor._runner, "forward", ran)
-    monkeypatch.setattr(executor._decider, "look_ahead", lambda: seen.append("early"))
+    monkeypatch.setattr(runner, "forward", ran)
+    monkeypatch.setattr(decider, "look_ahead", lambda: seen.append("early"))
     if rank == 1:
         network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=0)
-    executor.run()
+    count = lambda _: seen.append("size")  # noqa: E731
+    rank_of(network, geometry, runner, decider=decider, count_tokens=count).run()
     assert seen == expected

@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from megatron.dpp.report.reader import read_events, read_header
+from megatron.dpp.runtime.gaps import Gaps
+from megatron.dpp.runtime.timer import HostTimer
+from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry
-from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder
+from megatron.dpp.trace import Recorder, TraceLayout, open_recorder
 from megatron.dpp.transport.fake import FakeTransport, VirtualClock
-from tests.runtime.test_executor_contract import LAST, network_of, put, rank_of
+from tests.runtime.test_executor_contract import LAST, decider_of, network_of, put, rank_of
 
 
 class Log(Recorder):
@@ -62,19 +65,50 @@ def test_gaps_last_from_the_first_idle_look_to_the_task(clock: VirtualClock) -> 
     assert log.events == once + [e.replace("F0", "F1").replace("n 0", "n 1") for e in once]
 
 
+@pytest.mark.parametrize("launch_ahead", [True, False])
+def test_a_task_is_launched_ahead_of_its_input_where_that_is_asked_for(
+    clock: VirtualClock, launch_ahead: bool
+) -> None:
+    """The gap lasts until the task has its input."""
+    network = network_of(1, delay=lambda *_: 0.5, clock=clock, stepping=True, ahead=True)
+    put(network, 1)
+    log, alone = Log(), Geometry(2, 1, 1, 1, forward_only=True)
+    rank_of(network, alone, recorder=log, launch_ahead=launch_ahead).run()
+    ahead, usual = ["taken 0 ahead", "0F0", "end", "held 0", "gap"], ["gap", "0F0", "taken 0"]
+    assert log.events == (ahead if launch_ahead else [*usual, "end", "held 0"])
+
+
+def test_a_wait_behind_a_task_becomes_one_for_an_input(clock: VirtualClock) -> None:
+    class Busy(HostTimer):
+        pauses: ClassVar = [1.0, 1.0]
+
+        def pause(self) -> float:
+            return self.pauses.pop() if self.pauses else 0.0
+
+    network = network_of(1, delay=lambda *_: 0.5, clock=clock, stepping=True)
+    put(network, 1)
+    log = Log()
+    rank_of(network, Geometry(2, 1, 1, 1, forward_only=True), recorder=log, timer=Busy()).run()
+    assert [gap[2:] for gap in log.gaps] == [("lookahead", ""), ("warm-up", "F0")]
+
+
+def gaps_of(recorder: Recorder) -> Gaps:
+    return Gaps(recorder, decider_of(LAST, Topology((0, 1), 1, 1)))
+
+
 def test_a_gap_keeps_its_first_cause_unless_that_was_the_lookahead(clock: VirtualClock) -> None:
     log = Log()
-    executor = rank_of(network_of(1, clock=clock, stepping=True), LAST, recorder=log)
+    gaps = gaps_of(log)
     for moment, cause in enumerate(("lookahead", "lookahead", "message", "lookahead", "warm-up")):
         clock.advance_to(1000.0 + moment)
-        executor._open_gap(cause, f"since {moment}")
+        gaps.open(cause, f"since {moment}")
     clock.advance_to(1005.0)
-    executor._close_gap()
-    executor._close_gap()
+    gaps.close()
+    gaps.close()
     clock.advance_to(1006.0)
-    executor._open_gap("warm-up")
+    gaps.open("warm-up")
     clock.advance_to(1008.0)
-    executor._close_gap()
+    gaps.close()
     seconds = [(a // 10**9 - 1000, b // 10**9 - 1000, *rest) for a, b, *rest in log.gaps]
     assert seconds == [
         (0, 2, "lookahead", "since 0"), (2, 5, "message", "since 2"), (6, 8, "warm-up", ""),
@@ -120,42 +154,33 @@ def test_a_trace_file_has_the_gaps_between_its_tasks(
     assert spans["0F0"][1] <= spans["wait: message"][0] + microsecond
 
 
-def test_a_message_is_recorded_before_it_is_put() -> None:
+def test_a_message_is_recorded_before_it_is_put(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fast copy would arrive before it was sent."""
     log, network = Log(), network_of(0)
     executor = rank_of(network, Geometry(2, 0, 1, 1, forward_only=True), recorder=log)
-    transport: Any = executor._transport
-    real = transport.put
+    real = FakeTransport.put
 
     def noted(*given: Any, **more: Any) -> None:
         log.events.append("really")
         real(*given, **more)
 
-    transport.put = noted
+    monkeypatch.setattr(FakeTransport, "put", noted)
     executor.run()
     assert log.events == ["0F0", "end", "held 0", "put 0 4 fake", "really"]
 
 
-class Gaps(NullRecorder):
-    """Keeps the causes of gaps, which must follow each other without a hole."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[int, int, str]] = []
-
-    def gap(self, start: Any, end: Any, cause: str, detail: str = "") -> None:
-        self.found.append((start, end, cause))
-
-
-def test_a_gap_has_a_part_for_each_delay_of_another_member_and_one_deadline() -> None:
-    gaps = Gaps()
-    executor = rank_of(network_of(1), LAST, recorder=gaps)
-    executor._open_gap("warm-up")
-    began = executor._gap_start
-    for cause in ("message", "late-member", "late-member", "late-leader", "message"):
-        executor._open_gap(cause)
-    executor._close_gap()
-    assert [cause for _, _, cause in gaps.found] == [
+def test_a_gap_has_a_part_for_each_delay_of_another_member_and_one_deadline(
+    clock: VirtualClock,
+) -> None:
+    log = Log()
+    gaps = gaps_of(log)
+    causes = ("warm-up", "message", "late-member", "late-member", "late-leader", "message")
+    for moment, cause in enumerate(causes):
+        clock.advance_to(1000.0 + moment)
+        gaps.open(cause)
+    assert gaps.seconds == pytest.approx(5.0)
+    gaps.close()
+    assert [cause for _, _, cause, _ in log.gaps] == [
         "warm-up", "late-member", "late-leader", "message",
     ]  # fmt: skip
-    assert gaps.found[0][0] == began == executor._gap_start
-    assert all(one[1] == other[0] for one, other in pairwise(gaps.found))
+    assert all(one[1] == other[0] for one, other in pairwise(log.gaps))

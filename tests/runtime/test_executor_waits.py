@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 
 import pytest
-import torch
 
-from megatron.dpp.runtime.executor import Executor
+from megatron.dpp.errors import TransferTimeout
 from megatron.dpp.runtime.timer import HostTimer
-from megatron.dpp.schedule import Geometry
+from megatron.dpp.schedule import Geometry, Scheduler
 from megatron.dpp.transport.fake import FakeTransport, VirtualClock
 from tests.runtime.test_executor_contract import LAST, network_of, put, rank_of
 
@@ -71,43 +70,41 @@ def test_no_task_is_chosen_while_the_device_waits_for_an_input(clock: VirtualClo
     assert timer.begins == [0, 10]
 
 
-def asleep(executor: Executor) -> None:
-    """Sleeps once, from now on."""
-    executor._links.poll()
-    executor._gap_start = time.monotonic_ns()
-    executor._sleep()
-
-
-@pytest.mark.parametrize("full", [True, False])
 def test_a_rank_that_is_full_looks_for_a_free_slot_more_often(
-    naps: list[tuple[float, bool]], full: bool
+    clock: VirtualClock, naps: list[tuple[float, bool]]
 ) -> None:
     """Its receiver frees slots without waking it; an arrival does wake it."""
-    network = network_of(0)
-    executor = rank_of(network, Geometry(2, 0, 1, 3, forward_only=True))
-    executor._is_full = lambda: full  # type: ignore[method-assign]
-    asleep(executor)
-    assert naps == [(0.001 if full else 0.05, False)]
+    network = network_of(0, clock=clock, stepping=True)
+    with pytest.raises(TransferTimeout):
+        rank_of(network, Geometry(2, 0, 1, 30, forward_only=True), timeout=1.0).run()
+    assert naps[0] == (0.001, False)
 
 
-def test_a_rank_that_trains_is_woken_by_its_gradients(naps: list[tuple[float, bool]]) -> None:
-    executor = rank_of(network_of(0), Geometry(2, 0, 1, 3))
-    executor._is_full = lambda: True  # type: ignore[method-assign]
-    asleep(executor)
-    assert naps == [(0.05, False)]
+def test_a_rank_that_trains_is_woken_by_its_gradients(
+    clock: VirtualClock, naps: list[tuple[float, bool]]
+) -> None:
+    """Although as much waits to leave."""
+    network, geometry = network_of(0, clock=clock, stepping=True), Geometry(2, 0, 1, 30)
+    scheduler = Scheduler(geometry, policy="breadth-first", cap=30, split_backward=False)
+    with pytest.raises(TransferTimeout, match="could run nothing"):
+        rank_of(network, geometry, scheduler=scheduler, timeout=1.0).run()
+    assert naps[0] == (0.05, False)
 
 
-def test_what_arrives_ends_a_sleep(naps: list[tuple[float, bool]]) -> None:
-    network = network_of(1)
-    executor = rank_of(network, LAST)
-    poll = executor._links.poll
+def test_what_arrives_ends_a_sleep(
+    monkeypatch: pytest.MonkeyPatch, naps: list[tuple[float, bool]]
+) -> None:
+    network, poll, sent = network_of(1), FakeTransport.poll, list[int]()
 
-    def then_arrives() -> None:
-        poll()
-        network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=0)
+    def then_arrives(own: FakeTransport) -> Sequence[int]:
+        arrived = poll(own)
+        if not sent:
+            sent.append(0)
+            put(network, 2)
+        return arrived
 
-    executor._links.poll = then_arrives  # type: ignore[assignment,method-assign]
-    asleep(executor)
+    monkeypatch.setattr(FakeTransport, "poll", then_arrives)
+    rank_of(network, LAST).run()
     assert naps == [(0.05, True)]
 
 
@@ -122,7 +119,7 @@ def test_a_backlog_may_take_longer_than_the_timeout(
         clock.advance_to(clock.now() + 0.9 * seconds)
         return receiver.take(0).iteration == 0
 
-    monkeypatch.setattr("megatron.dpp.runtime.executor._MOST_PENDING", 1000)
+    monkeypatch.setattr("megatron.dpp.runtime.mail._MOST_PENDING", 1000)
     monkeypatch.setattr(FakeTransport, "wait", takes_one)
     rank_of(network, Geometry(2, 0, 1, 30, forward_only=True), timeout=1.0).run()
     assert clock.now() > 1020.0

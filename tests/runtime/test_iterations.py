@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron.dpp.runtime.agreement import Decider, decider_for
-from megatron.dpp.runtime.executor import Executor, Links
+from megatron.dpp.runtime.executor import Executor
+from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler, View
 from megatron.dpp.trace import NullRecorder

@@ -13,7 +13,8 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.core.boundary import Tokens
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.dynamic import DppSchedule
-from megatron.dpp.runtime.executor import Executor, Tensors
+from megatron.dpp.runtime.executor import Executor
+from megatron.dpp.runtime.mail import Tensors
 from megatron.dpp.schedule import Geometry, Scheduler
 from megatron.dpp.transport.fake import FakeTransport
 from tests.runtime import pipelines
@@ -79,7 +80,7 @@ def test_an_evaluation_is_bounded_by_tokens(
         pending.append((own.pending(), own.pending_bytes()))
 
     monkeypatch.setattr(FakeTransport, "put", watched)
-    monkeypatch.setattr("megatron.dpp.runtime.executor._MOST_PENDING", 4)
+    monkeypatch.setattr("megatron.dpp.runtime.mail._MOST_PENDING", 4)
     runners = run_pipeline(
         2, 1, 60, policy="depth-first", split=False, forward_only=True, late=0.003,
         sizes=[[4 * LONGEST]] * 2,

@@ -4,24 +4,25 @@
     its output
 
 The executor decides nothing: the Scheduler or the stage's leader picks tasks, ``core.steps.Stage``
-runs them, and the transport moves tensors. ``DppSchedule`` builds one per iteration.
+runs them, :class:`~megatron.dpp.runtime.mail.Mail` moves tensors, and
+:class:`~megatron.dpp.runtime.gaps.Gaps` tells why nothing runs. ``DppSchedule`` builds one per
+iteration.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
-import torch
-
 from megatron.dpp.direction import Direction
-from megatron.dpp.errors import ProtocolError, TransferTimeout, setting
 from megatron.dpp.inject import Injector, Task
 from megatron.dpp.runtime.agreement import Decider
+from megatron.dpp.runtime.gaps import Gaps
 from megatron.dpp.runtime.links import Links
+from megatron.dpp.runtime.mail import Mail, Tensors
 from megatron.dpp.runtime.timer import TaskTimer
-from megatron.dpp.schedule import DIRECTION_OF, Action, Cause, Geometry, Kind
+from megatron.dpp.schedule import Action, Kind
 from megatron.dpp.trace import IdleCause, Recorder
 
 _NAP_SECONDS = 0.05
@@ -36,23 +37,7 @@ _WAKE_SECONDS = 2e-4
 _LOOK_SECONDS = 5e-5
 """Interval of looks at a device that waits for an input."""
 
-_MOST_PENDING = 8
-"""Pending sends of mean size from which a rank admits no new microbatch in an evaluation, where no
-cap does.
-"""
-
-_TRACE_CAUSES = {
-    Cause.WARMUP: IdleCause.WARM_UP,
-    Cause.MEMORY_CAP: IdleCause.MEMORY_CAP,
-}
-_LOOKAHEAD, _MESSAGE = IdleCause.LOOKAHEAD, IdleCause.MESSAGE
-_AGREEMENT = {IdleCause.LATE_MEMBER, IdleCause.LATE_LEADER}
-_KIND_OF = {way: kind for kind, way in DIRECTION_OF.items()}
 _KIND_NAMES = tuple(kind.name for kind in Kind)  # faster than an enumeration's ``name``
-
-
-Tensors = torch.Tensor | list[torch.Tensor]
-"""Content of one boundary per microbatch; a list if it is several tensors."""
 
 
 class TaskRunner(Protocol):
@@ -105,41 +90,26 @@ class Executor:
         count_tokens: Callable[[Tensors], int | None] = lambda _: None,
         sizes_agree: bool = True,
     ) -> None:
-        self._split_backward = split_backward
         self._runner, self._decider, self._recorder = runner, decider, recorder
-        self._scheduler = decider.scheduler
-        self._transport, self._channels = links.transport, links.channels
-        self._links = links
-        self._kinds = {link.peer: link.kind for link in links.transport.links()}
-        self._consumed = links.consumed
-        self._taken = list(links.consumed)
-        self._arrived: Sequence[int] = ()
-        self._awaited: tuple[int, int] | None = None
-        """Channel and microbatch of the input that the device waits for."""
-        self._sources = {spec.source for spec in links.transport.incoming}
+        self._scheduler, self._geometry = decider.scheduler, decider.scheduler.geometry
+        self._mail = Mail(links, recorder, iteration, timeout)
+        self._gaps = Gaps(recorder, decider)
         self._timer, self._injector = timer, injector
-        self._tells_causes = recorder.enabled and decider.shares_order
+        self._split_backward = split_backward
         self._iteration, self._timeout, self._launch_ahead = iteration, timeout, launch_ahead
         self._count_tokens, self._sizes_agree = count_tokens, sizes_agree
+        self._awaited: tuple[int, int] | None = None
+        """Channel and microbatch of the input that the device waits for."""
         self.first_size: int | None = None
         """Tokens of microbatch 0; None where they cannot be counted."""
-        self._num_puts = self._put_bytes = 0
-        self._gap_start = self._cause_start = 0
-        self._gap_cause = ""
-        self._gap_detail = ""
         self.actions: list[Action] = []
         """Tasks run so far, in order."""
-        self._runner_ns = 0
-        self._work = 0.0
         self.overhead_ns = 0
         """Host time spent on tasks outside of the runner: deciding, taking, putting, recording."""
+        self._runner_ns = 0
+        self._work = 0.0
         self._owed = [self._tasks_owed(chunk) for chunk in range(self._geometry.num_chunks)]
-        self._next_complete = self._geometry.num_chunks - 1
         self._run_kind = {Kind.F: self._forward, Kind.B: self._backward, Kind.W: self._weight}
-
-    @property
-    def _geometry(self) -> Geometry:
-        return self._scheduler.geometry
 
     def run(self) -> None:
         """Run every task of the iteration, and wait until all outputs have left.
@@ -148,26 +118,21 @@ class Executor:
             TransferTimeout: nothing could run for ``timeout`` seconds; names what is missing.
             TransportError: a peer died or a link failed.
         """
-        scheduler, decider, timer, poll = (
-            self._scheduler,
-            self._decider,
-            self._timer,
-            self._links.poll,
-        )
+        decider, mail, timer, poll = self._decider, self._mail, self._timer, self._mail.poll
         bounded = self._geometry.forward_only and not decider.followed
         while not decider.done:
-            self._arrived = poll()
+            arrived = poll()
             if bounded:
-                scheduler.hold_back(held=self._is_full())
+                self._scheduler.hold_back(held=mail.is_full())
             if self._awaited is not None and not self._input_came():
                 continue
             pause = timer.pause()
             if pause > 0.0:
-                self._open_gap(_LOOKAHEAD)
+                self._gaps.open(IdleCause.LOOKAHEAD)
                 self._rest(pause - _WAKE_SECONDS)
                 continue
             begin = time.perf_counter_ns()
-            action = decider.next(self._arrived) or self._next_coming()
+            action = decider.next(arrived) or self._next_coming()
             if action is None:
                 self._sleep()
                 continue
@@ -175,15 +140,14 @@ class Executor:
             self.overhead_ns += time.perf_counter_ns() - begin - self._runner_ns
         while self._awaited is not None and not self._input_came():
             poll()  # what ends the wait may be a failure
-        self._transport.flush(self._timeout)
+        mail.flush()
 
     def _next_coming(self) -> Action | None:
         """The task whose input is in flight, to be launched ahead of it if nothing else may run:
         the device then waits for the input, and not for the host.
         """
-        if self._gap_cause in ("", _LOOKAHEAD) or self._tells_causes:
-            self._describe_gap()
-        return self._decider.next_coming(self._links.coming()) if self._launch_ahead else None
+        self._gaps.describe(self._mail.arrived)
+        return self._decider.next_coming(self._mail.coming()) if self._launch_ahead else None
 
     def _tasks_owed(self, chunk: int) -> int:
         """Tasks after which a chunk's gradients are complete: its W pieces, or its fused B's."""
@@ -200,7 +164,7 @@ class Executor:
     def _begin(self, action: Action, *, ahead: bool = False) -> None:
         kind, chunk, microbatch, piece = action
         if not ahead:
-            self._close_gap()  # else it lasts until the device has got the task's input
+            self._gaps.close()  # else it lasts until the device has got the task's input
         self._recorder.begin_task(_KIND_NAMES[kind], chunk, microbatch, piece)
         self._timer.begin(ahead=ahead)
 
@@ -208,18 +172,18 @@ class Executor:
         """Begin a task and take its input. An input in flight is taken first, and a gap lasts until
         it has arrived.
         """
-        channel = self._channels.incoming(direction, action.chunk)
+        mail = self._mail
+        channel = mail.incoming(direction, action.chunk)
         if channel is None:
             self._begin(action)
             return None
-        ahead = self._arrived[channel] <= self._taken[channel]
+        ahead = mail.is_ahead(channel)
         if not ahead:
             self._begin(action)
-        self._taken[channel] += 1
-        received = self._take(channel, action.microbatch)
+        received = mail.take(channel, action.microbatch)
         if ahead:
             self._awaited = channel, action.microbatch
-            self._open_gap(_MESSAGE)  # if it was chosen without an idle look
+            self._gaps.open(IdleCause.MESSAGE)  # if it was chosen without an idle look
             self._begin(action, ahead=True)
         return received
 
@@ -238,7 +202,7 @@ class Executor:
             self._learn(microbatch, output)
             self._decider.look_ahead()
         self._finish_task("F", chunk, microbatch)
-        if self._put(Direction.FORWARD, chunk, microbatch, output):
+        if self._mail.put(Direction.FORWARD, chunk, microbatch, output):
             self._runner.free_output(chunk, microbatch)
 
     def _learn(self, microbatch: int, tensors: Tensors) -> None:
@@ -259,7 +223,7 @@ class Executor:
         gradient = self._runner.backward(chunk, microbatch, received)
         self._runner_ns = time.perf_counter_ns() - begin
         self._finish_task("B", chunk, microbatch)
-        self._put(Direction.BACKWARD, chunk, microbatch, gradient)
+        self._mail.put(Direction.BACKWARD, chunk, microbatch, gradient)
         if not self._split_backward or not self._geometry.pieces(chunk):
             self._count_complete(chunk)
 
@@ -297,96 +261,33 @@ class Executor:
             return once / pieces
         return once if kind == "F" or pieces else 2 * once
 
-    def _take(self, channel: int, microbatch: int) -> Tensors:
-        num_parts = self._channels.tensors_in(channel)
-        if num_parts == 1:
-            return self._take_part(channel, microbatch, 0, 1)
-        return [self._take_part(channel, microbatch, part, num_parts) for part in range(num_parts)]
-
-    def _take_part(self, channel: int, microbatch: int, part: int, num_parts: int) -> torch.Tensor:
-        message = self._transport.take(channel)
-        spec = self._channels.spec_in(channel)
-        ahead = not message.arrived_ns
-        if ahead and self._recorder.enabled:
-            message = message._replace(arrived_ns=self._recorder.mark())
-        self._recorder.taken(spec, message, ahead=ahead)
-        expected = (self._iteration, microbatch, part, num_parts)
-        found = (message.iteration, message.microbatch, message.part, message.num_parts)
-        if found != expected:
-            names = "iteration {}, microbatch {}, tensor {} of {}"
-            raise ProtocolError(
-                f"{spec}: expected {names.format(*expected)}, got {names.format(*found)}; "
-                "do all ranks run the same step?"
-            )
-        return message.tensor
-
-    def _put(
-        self, direction: Direction, chunk: int, microbatch: int, result: Tensors | None
-    ) -> bool:
-        """Put a result into its channel; False at the end of the pipeline."""
-        channel = self._channels.outgoing(direction, chunk)
-        if channel is None:
-            return False
-        num_parts = self._channels.tensors_out(channel)
-        given = result if isinstance(result, list) else [result]
-        tensors = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
-        if not len(tensors) == len(given) == num_parts:
-            raise TypeError(
-                f"chunk {chunk} returned {', '.join(type(t).__name__ for t in given)} to its "
-                f"neighbour; {num_parts} Tensor{'s' * (num_parts > 1)} declared (one, unless "
-                "adjust_tensor_shapes_fn returns more shapes)"
-            )
-        for part, tensor in enumerate(tensors):
-            self._put_part(channel, microbatch, tensor, part, num_parts)
-        return True
-
-    def _put_part(
-        self, channel: int, microbatch: int, tensor: torch.Tensor, part: int, num_parts: int
-    ) -> None:
-        # Detached: the transport must keep this storage even when the output's own .data is freed.
-        payload = tensor.detach().contiguous()
-        if self._recorder.enabled:  # before the put, or a fast copy could arrive before it was sent
-            spec = self._channels.spec_out(channel)
-            self._recorder.put(spec, microbatch, payload.nbytes, self._kinds[spec.destination])
-        self._num_puts += 1
-        self._put_bytes += payload.nbytes
-        self._transport.put(
-            channel, payload, iteration=self._iteration, microbatch=microbatch,
-            part=part, num_parts=num_parts,
-        )  # fmt: skip
-
     def _count_complete(self, chunk: int) -> None:
         """Report complete chunks in the order v-1..0, whatever the order of tasks."""
         self._owed[chunk] -= 1
-        while self._next_complete >= 0 and self._owed[self._next_complete] == 0:
-            self._runner.chunk_complete(self._next_complete)
-            self._next_complete -= 1
-
-    def _is_full(self) -> bool:
-        """More waits to leave than :data:`_MOST_PENDING` mean messages, in two or more."""
-        transport = self._transport
-        if transport.pending() <= 1:
-            return False
-        return transport.pending_bytes() * self._num_puts > _MOST_PENDING * self._put_bytes
+        while self._owed and self._owed[-1] == 0:
+            self._owed.pop()
+            self._runner.chunk_complete(len(self._owed))
 
     def _rest(self, seconds: float) -> None:
         """Leave the interpreter to other threads while the device is busy; a busy loop would delay
         a data loader's thread by milliseconds.
         """
         if seconds > 0.0:
-            self._transport.wait(min(seconds, _REST_SECONDS))
+            self._mail.wait(min(seconds, _REST_SECONDS))
 
     def _sleep(self) -> None:
         """Wait for an arrival, and give up after ``timeout`` seconds."""
-        self._check_senders()
-        waited = (time.monotonic_ns() - self._gap_start) * 1e-9
-        held_back = self._geometry.forward_only and self._is_full()
+        mail = self._mail
+        if mail.sender_left():
+            mail.check_senders(self._scheduler.stall())
+        waited = self._gaps.seconds
+        held_back = self._geometry.forward_only and mail.is_full()
         if waited > self._timeout:
             if held_back:
-                self._transport.flush(0.0)  # names the receivers that take nothing
-            raise TransferTimeout(self._timeout_text())
+                mail.flush(0.0)  # names the receivers that take nothing
+            raise mail.stalled(self._scheduler.stall(), followed=self._decider.followed)
         nap = _REST_SECONDS if held_back else _NAP_SECONDS  # a free slot wakes no sleeper
-        self._transport.wait(min(nap, self._timeout - waited + 1e-3))
+        mail.wait(min(nap, self._timeout - waited + 1e-3))
 
     def _input_came(self) -> bool:
         """True, and the end of the gap, when the device has the input that it waits for.
@@ -397,84 +298,10 @@ class Executor:
         assert self._awaited is not None
         if not self._timer.waiting():
             self._awaited = None
-            self._close_gap()
+            self._gaps.close()
             return True
-        waited = (time.monotonic_ns() - self._gap_start) * 1e-9
+        waited = self._gaps.seconds
         if waited > self._timeout:
-            channel, microbatch = self._awaited
-            raise self._transport.overdue(
-                channel, waited, iteration=self._iteration, microbatch=microbatch
-            )
+            raise self._mail.overdue(*self._awaited, waited)
         self._rest(_LOOK_SECONDS)
         return False
-
-    def _check_senders(self) -> None:
-        """Raise if a missing message is from a rank that has closed its links."""
-        left = {peer for peer in self._sources if self._transport.departed(peer)}
-        if not left:
-            return
-        arrived = self._links.poll()  # after the look at the peer: its last message is in it
-        for way, chunk in self._scheduler.stall().channels:
-            index = self._channels.incoming(way, chunk)
-            if index is None or self._channels.spec_in(index).source not in left:
-                continue
-            number = sum(a.kind == _KIND_OF[way] and a.chunk == chunk for a in self.actions)
-            if arrived[index] - self._consumed[index] <= number:
-                raise self._transport.overdue(
-                    index, 0.0, iteration=self._iteration, microbatch=number
-                )
-
-    def _describe_gap(self) -> None:
-        cause = self._decider.held_up_by(self._arrived) if self._tells_causes else ""
-        if cause:
-            self._open_gap(cause)
-            return
-        stall = self._scheduler.stall()
-        waiting = " ".join(f"{_KIND_OF[way].name}{chunk}" for way, chunk in stall.channels)
-        self._open_gap(_TRACE_CAUSES.get(stall.cause, _MESSAGE), waiting)
-
-    def _open_gap(self, cause: str, detail: str = "") -> None:
-        """Begin a gap, or go on with it for another cause if it began or goes on with another
-        member's delay.
-        """
-        if self._gap_cause == _LOOKAHEAD != cause:
-            self._close_gap()
-        now = time.monotonic_ns()
-        if not self._gap_cause:
-            self._gap_start = now
-        elif cause == self._gap_cause or not {cause, self._gap_cause} & _AGREEMENT:
-            return
-        else:
-            self._recorder.gap(self._cause_start, now, self._gap_cause, self._gap_detail)
-        self._cause_start, self._gap_cause, self._gap_detail = now, cause, detail
-
-    def _close_gap(self) -> None:
-        if self._gap_cause:
-            self._recorder.gap(
-                self._cause_start, time.monotonic_ns(), self._gap_cause, self._gap_detail
-            )
-            self._gap_cause = ""
-
-    def _timeout_text(self) -> str:
-        stall = self._scheduler.stall()
-        begin = (
-            f"rank {self._transport.rank} could run nothing for {self._timeout:g} s in iteration "
-            f"{self._iteration} ({stall.text})"
-        )
-        specs = [
-            self._channels.spec_in(index)
-            for way, chunk in stall.channels
-            if (index := self._channels.incoming(way, chunk)) is not None
-        ]
-        sources: Sequence[str] = sorted({str(spec) for spec in specs}) or [
-            "the leader of this stage"
-        ]
-        either = (
-            f", or {setting('policy')} waits for messages that its neighbours do not send either"
-            if stall.cause is Cause.POLICY and not self._decider.followed
-            else ""
-        )
-        return (
-            f"{begin}; missing from: {', '.join(sources)}. Every peer's process is alive: one is "
-            f"stopped or stuck, or slower than {setting('timeout')} allows{either}"
-        )

@@ -1,0 +1,197 @@
+"""Mail: the messages of one rank in one iteration, with the labels that tell them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron.dpp.direction import Direction
+from megatron.dpp.errors import ProtocolError, TransferTimeout, TransportError, setting
+from megatron.dpp.runtime.links import Links
+from megatron.dpp.schedule import Cause
+from megatron.dpp.schedule.scheduler import Stall
+from megatron.dpp.trace import Recorder
+
+_MOST_PENDING = 8
+"""Pending sends of mean size from which a rank admits no new microbatch in an evaluation, where no
+cap does.
+"""
+
+Tensors = torch.Tensor | list[torch.Tensor]
+"""Content of one boundary per microbatch; a list if it is several tensors."""
+
+
+class Mail:
+    """Takes the inputs of tasks and puts their outputs.
+
+    Args:
+        links: the channels of this rank.
+        recorder: records every message.
+        iteration: number that every message of this iteration carries.
+        timeout: seconds without any progress after which the rank gives up.
+    """
+
+    def __init__(self, links: Links, recorder: Recorder, iteration: int, timeout: float) -> None:
+        self._links, self._recorder = links, recorder
+        self._transport, self._channels = links.transport, links.channels
+        self._iteration, self._timeout = iteration, timeout
+        self._kinds = {link.peer: link.kind for link in links.transport.links()}
+        self._sources = {spec.source for spec in links.transport.incoming}
+        self._before, self._taken = links.consumed, list(links.consumed)
+        self._num_puts = self._put_bytes = 0
+        self.arrived: Sequence[int] = ()
+        """Microbatches per incoming channel at the last :meth:`poll`, of all iterations."""
+
+    def poll(self) -> Sequence[int]:
+        """:attr:`arrived`, as it is now."""
+        self.arrived = arrived = self._links.poll()
+        return arrived
+
+    def coming(self) -> Sequence[int]:
+        """As :attr:`arrived`, with microbatches in flight that may be taken; empty if unknown."""
+        return self._links.coming()
+
+    def incoming(self, direction: Direction, chunk: int) -> int | None:
+        """The channel of a task's input; None where it comes from no other rank."""
+        return self._channels.incoming(direction, chunk)
+
+    def is_ahead(self, channel: int) -> bool:
+        """True if the next input of a channel had not arrived at the last :meth:`poll`."""
+        return self.arrived[channel] <= self._taken[channel]
+
+    def take(self, channel: int, microbatch: int) -> Tensors:
+        """The next input of a channel.
+
+        Raises:
+            ProtocolError: it is another one than that of this iteration and ``microbatch``.
+        """
+        self._taken[channel] += 1
+        num_parts = self._channels.tensors_in(channel)
+        if num_parts == 1:
+            return self._take_part(channel, microbatch, 0, 1)
+        return [self._take_part(channel, microbatch, part, num_parts) for part in range(num_parts)]
+
+    def _take_part(self, channel: int, microbatch: int, part: int, num_parts: int) -> torch.Tensor:
+        message = self._transport.take(channel)
+        spec = self._channels.spec_in(channel)
+        ahead = not message.arrived_ns
+        if ahead and self._recorder.enabled:
+            message = message._replace(arrived_ns=self._recorder.mark())
+        self._recorder.taken(spec, message, ahead=ahead)
+        expected = (self._iteration, microbatch, part, num_parts)
+        found = (message.iteration, message.microbatch, message.part, message.num_parts)
+        if found != expected:
+            names = "iteration {}, microbatch {}, tensor {} of {}"
+            raise ProtocolError(
+                f"{spec}: expected {names.format(*expected)}, got {names.format(*found)}; "
+                "do all ranks run the same step?"
+            )
+        return message.tensor
+
+    def put(
+        self, direction: Direction, chunk: int, microbatch: int, result: Tensors | None
+    ) -> bool:
+        """Put a task's output into its channel; False at the end of the pipeline.
+
+        Raises:
+            TypeError: it is not as many tensors as were declared.
+        """
+        channel = self._channels.outgoing(direction, chunk)
+        if channel is None:
+            return False
+        num_parts = self._channels.tensors_out(channel)
+        given = result if isinstance(result, list) else [result]
+        tensors = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
+        if not len(tensors) == len(given) == num_parts:
+            raise TypeError(
+                f"chunk {chunk} returned {', '.join(type(t).__name__ for t in given)} to its "
+                f"neighbour; {num_parts} Tensor{'s' * (num_parts > 1)} declared (one, unless "
+                "adjust_tensor_shapes_fn returns more shapes)"
+            )
+        for part, tensor in enumerate(tensors):
+            self._put_part(channel, microbatch, tensor, part, num_parts)
+        return True
+
+    def _put_part(
+        self, channel: int, microbatch: int, tensor: torch.Tensor, part: int, num_parts: int
+    ) -> None:
+        # Detached: the transport must keep this storage even when the output's own .data is freed.
+        payload = tensor.detach().contiguous()
+        if self._recorder.enabled:  # before the put, or a fast copy could arrive before it was sent
+            spec = self._channels.spec_out(channel)
+            self._recorder.put(spec, microbatch, payload.nbytes, self._kinds[spec.destination])
+        self._num_puts += 1
+        self._put_bytes += payload.nbytes
+        self._transport.put(
+            channel, payload, iteration=self._iteration, microbatch=microbatch,
+            part=part, num_parts=num_parts,
+        )  # fmt: skip
+
+    def is_full(self) -> bool:
+        """More waits to leave than :data:`_MOST_PENDING` mean messages, in two or more."""
+        transport = self._transport
+        if transport.pending() <= 1:
+            return False
+        return transport.pending_bytes() * self._num_puts > _MOST_PENDING * self._put_bytes
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until something changes, or ``seconds`` pass."""
+        self._transport.wait(seconds)
+
+    def flush(self, seconds: float | None = None) -> None:
+        """Wait until all outputs have left, by default for the timeout.
+
+        Raises:
+            TransportError: they do not.
+        """
+        self._transport.flush(self._timeout if seconds is None else seconds)
+
+    def sender_left(self) -> bool:
+        """True if a rank that this one receives from has closed its links."""
+        return any(map(self._transport.departed, self._sources))
+
+    def check_senders(self, stall: Stall) -> None:
+        """Raise if a message that a stalled rank misses is of a rank that has closed its links.
+
+        Raises:
+            PeerDead: names the message.
+        """
+        left = {peer for peer in self._sources if self._transport.departed(peer)}
+        arrived = self.poll()  # after the look at the peer: its last message is in it
+        for way, chunk in stall.channels:
+            index = self.incoming(way, chunk)
+            if index is None or self._channels.spec_in(index).source not in left:
+                continue
+            if arrived[index] <= self._taken[index]:
+                number = self._taken[index] - self._before[index]
+                raise self.overdue(index, number, 0.0)
+
+    def overdue(self, channel: int, microbatch: int, seconds: float) -> TransportError:
+        """The error for an input that is missing after ``seconds``."""
+        return self._transport.overdue(
+            channel, seconds, iteration=self._iteration, microbatch=microbatch
+        )
+
+    def stalled(self, stall: Stall, *, followed: bool) -> TransferTimeout:
+        """The error for a rank that could run nothing until the timeout.
+
+        Args:
+            followed: a leader decides for this rank.
+        """
+        begin = (
+            f"rank {self._transport.rank} could run nothing for {self._timeout:g} s in iteration "
+            f"{self._iteration} ({stall.text})"
+        )
+        channels = [self.incoming(way, chunk) for way, chunk in stall.channels]
+        specs = {str(self._channels.spec_in(index)) for index in channels if index is not None}
+        sources: Sequence[str] = sorted(specs) or ["the leader of this stage"]
+        either = (
+            f", or {setting('policy')} waits for messages that its neighbours do not send either"
+            if stall.cause is Cause.POLICY and not followed
+            else ""
+        )
+        return TransferTimeout(
+            f"{begin}; missing from: {', '.join(sources)}. Every peer's process is alive: one is "
+            f"stopped or stuck, or slower than {setting('timeout')} allows{either}"
+        )
