@@ -228,12 +228,14 @@ def _peaks() -> dict[str, int]:
 
 def _facts(schedule: Any) -> dict[str, Any]:
     """The schedule's own figures of its memory."""
-    decisions, session = schedule.__dict__.get("_decisions"), schedule.__dict__.get("_session")
-    if decisions is None or session is None:
+    sessions = schedule.__dict__.get("_sessions")
+    if sessions is None or sessions.current is None:
         return {}
+    session = sessions.current
+    decisions = session.decisions
     measured = decisions._measured
     slots = [spec.slot_bytes * spec.depth for spec in session.links.transport.incoming]
-    graphs = schedule._graphs
+    graphs = schedule._prepared.graphs
     return {
         "cap": decisions.cap, "peak held": schedule.peak_held,
         "activation bytes": measured.activation_bytes if measured else 0,

@@ -13,7 +13,7 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.core import boundary, steps
 from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.runtime import dynamic
+from megatron.dpp.runtime.session import replica_of
 from tests.runtime.test_stage import Chunk, config_with
 from tests.runtime.test_step_call import FakeGroup
 
@@ -165,7 +165,7 @@ def test_context_ranks_share_a_replica(
     monkeypatch: pytest.MonkeyPatch, rank: int, replica: int
 ) -> None:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda _: rank)
-    assert dynamic._replica_of(call_of(context=4)) == replica
+    assert replica_of(call_of(context=4)) == replica
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from megatron.dpp.core.graphs import slots as graphs
 from megatron.dpp.core.graphs.pools import Pools, Slot
 from megatron.dpp.core.graphs.rng import CapturedRng
 from megatron.dpp.errors import SetupError
-from megatron.dpp.runtime.dynamic import why_no_graphs
+from megatron.dpp.runtime.prepared import why_no_graphs
 from tests.runtime.rerun import Rerun
 
 SHAPE = (3, 2, 4)
@@ -331,7 +331,7 @@ def test_graphs_are_taken_where_launching_is_the_bottleneck() -> None:
     assert why_no_graphs("auto", 0.9) is None
     assert "33%" in (why_no_graphs("auto", 0.33) or "")
     assert why_no_graphs("on", 0.1) is None
-    assert "recompute-granularity full" in (why_no_graphs("auto", 0.9, recomputes_all=True) or "")
+    assert "recompute_granularity" in (why_no_graphs("auto", 0.9, recomputes_all=True) or "")
     assert why_no_graphs("on", 0.1, recomputes_all=True) is None
 
 

@@ -12,9 +12,9 @@ import torch
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core.boundary import Tokens
 from megatron.dpp.runtime.decisions import Decisions
-from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.runtime.executor import Executor
 from megatron.dpp.runtime.mail import Tensors
+from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.schedule import Geometry, Scheduler
 from megatron.dpp.transport.fake import FakeTransport
 from tests.runtime import pipelines
@@ -102,15 +102,14 @@ def test_tokens_of_a_boundary() -> None:
     assert Tokens(largest=8, hidden=0, parts=4).of_rank([16, 32]) is None
 
 
-def test_a_measured_activation_is_scaled_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measured_activation_is_scaled_to_the_longest() -> None:
     """The first step measures microbatch 0; a cap in bytes counts activations of the longest."""
-    alone = SimpleNamespace(size=lambda: 1)
-    call: Any = SimpleNamespace(pg_collection=SimpleNamespace(tp=alone, cp=alone))
     stage: Any = SimpleNamespace(activation_bytes={0: 100.0, 1: 300.0}, deferred_bytes={0: 50.0})
     decisions = Decisions(DppConfig(activation_cap="12KiB"), lambda line: None)
-    schedule = DppSchedule(DppConfig())
-    monkeypatch.setattr(schedule, "_stage_max", lambda call, *values: list(values))
-    schedule._account(call, 8 / 2, decisions, stage)
+    session = SimpleNamespace(decisions=decisions, largest=lambda call, *values: list(values))
+    sessions: Any = SimpleNamespace(current=session)
+    call: Any = None
+    Prepared(DppConfig(), sessions, print, print).account(call, 8 / 2, stage)
     assert decisions.activation_bytes == 4 * 300.0
     geometry = Geometry(2, 0, 2, 4)
     assert decisions.scheduler(geometry, split=True, largest=8).view.cap == 12 * 1024 / 1200

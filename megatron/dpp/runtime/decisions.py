@@ -65,6 +65,8 @@ class Decisions:
         self._num_calls = 0
         self.cap = 0.0
         """Chunk activations that the last training step might hold."""
+        self.peak_held = 0.0
+        """Largest number of chunk activations that were held so far."""
 
     @property
     def wants_measuring(self) -> bool:
@@ -225,6 +227,7 @@ class Decisions:
     def ran(self, scheduler: Scheduler, actions: Sequence[Action], *, split: bool) -> None:
         """End a call; record its decisions if asked to."""
         self._num_calls += 1
+        self.peak_held = max(self.peak_held, scheduler.peak_held)
         geometry, sizes = scheduler.geometry, scheduler.sizes
         if self._as_static and not geometry.forward_only:
             found = [sizes[microbatch] for microbatch in range(geometry.num_microbatches)]

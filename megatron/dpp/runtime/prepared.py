@@ -1,0 +1,250 @@
+"""Preparation of a model for its steps: deferred weight gradients, CUDA graphs, measuring."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from megatron.dpp.config import GRAPHS_PAY_FROM, DppConfig
+from megatron.dpp.core.expert_trace import traced_experts
+from megatron.dpp.core.graphs.capture import Capture
+from megatron.dpp.core.graphs.pools import POOL_GROWTH
+from megatron.dpp.core.graphs.slots import ChunkGraphs
+from megatron.dpp.core.memory import room
+from megatron.dpp.core.steps import Stage, StepCall
+from megatron.dpp.core.wgrad.linear import WeightGradients
+from megatron.dpp.core.wgrad.own_way import refuse_shared
+from megatron.dpp.core.wgrad.te import refuse_delayed
+from megatron.dpp.errors import core_setting, setting
+from megatron.dpp.runtime.session import Session, Sessions
+from megatron.dpp.schedule import LastRank, Memory
+from megatron.dpp.trace import Recorder
+
+
+class Prepared:
+    """Deferred weight gradients and graphs of one model, and the memory that it was measured to
+    take. It is prepared anew for another model.
+
+    Args:
+        config: split backwards and graphs.
+        sessions: has the links, times and decisions of the steps.
+        log: called with each line.
+        say: called with a line of something that is prepared in each step.
+        capture: captures graphs; None captures CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        config: DppConfig,
+        sessions: Sessions,
+        log: Callable[[str], None],
+        say: Callable[[str], None],
+        capture: Capture | None = None,
+    ) -> None:
+        self._config, self._sessions, self._capture = config, sessions, capture
+        self._log, self._say = log, say
+        self.graphs: ChunkGraphs | None = None
+        """Graphs of the chunks, where they are captured."""
+        self._weights: WeightGradients | None = None
+        self._model: Sequence[torch.nn.Module] = ()
+        self._parameters: Sequence[torch.nn.Parameter] = ()
+        self._trained: Sequence[bool] = ()
+
+    @property
+    def _session(self) -> Session:
+        session = self._sessions.current
+        assert session is not None
+        return session
+
+    @property
+    def num_pieces(self) -> tuple[int, ...]:
+        """Pieces of each chunk's weight gradient; empty where all backwards are fused."""
+        return self._weights.num_pieces if self._weights is not None else ()
+
+    def prepare(self, call: StepCall) -> WeightGradients | None:
+        """Prepare this model's backwards, and anew when a host has frozen weights since, or trains
+        frozen ones.
+
+        Returns:
+            Its weight gradients; None if all backwards are fused.
+
+        Raises:
+            ConfigError: the model cannot be trained by tasks.
+        """
+        refuse_shared(call.model)
+        trained = [parameter.requires_grad for parameter in self._parameters]
+        if self._model != call.model or trained != self._trained:
+            if self._model and self._sessions.current is not None:
+                self._session.decisions.renew()
+            self.forget()
+            if self._config.split_backward:
+                self._weights = WeightGradients(call.model, self._say)
+                self._log_if_fused(self._weights)
+            else:
+                why = f"{setting('split_backward', False)} runs no W tasks"
+                refuse_delayed(call.model, why)
+            if self._config.cuda_graphs != "off" and self._captures():
+                self.graphs = self._make_graphs(call)
+            self._model = list(call.model)
+            self._parameters = [p for chunk in call.model for p in chunk.parameters()]
+            self._trained = [p.requires_grad for p in self._parameters]
+        else:
+            self._look_again(call)
+        return self._weights if any(self.num_pieces) else None
+
+    def _look_again(self, call: StepCall) -> None:
+        """Prepare what a host has changed in the model since the last step."""
+        if self._weights is not None:
+            self._weights.inspect()
+        if self.graphs is not None and not self.graphs.inspect():
+            self.graphs.close()
+            self.graphs = self._make_graphs(call)
+
+    def _log_if_fused(self, weights: WeightGradients) -> None:
+        chunks = [chunk for chunk, pieces in enumerate(weights.num_pieces) if not pieces]
+        if chunks:
+            self._say(
+                f"dynamic pipeline: the backward of chunks {chunks} is fused: their transformer "
+                "layers have no linear layer whose weight gradient can be deferred"
+            )
+
+    @contextlib.contextmanager
+    def bound(self, call: StepCall, recorder: Recorder) -> Iterator[None]:
+        """Bind deferred weight gradients and graphs to the model for one call."""
+        with contextlib.ExitStack() as around:
+            if not call.forward_only:
+                if self._weights is not None:
+                    around.enter_context(self._weights.bound())
+                if self.graphs is not None:
+                    around.enter_context(self.graphs.bound(call.boundary_example(self._config)))
+                around.enter_context(traced_experts(call.model, recorder))
+            yield
+
+    def forget(self) -> None:
+        """Free what was prepared, with the graphs. May be called twice."""
+        graphs, self.graphs = self.graphs, None
+        self._weights, self._model = None, ()
+        self._parameters = self._trained = ()
+        if graphs is not None:
+            graphs.close()
+
+    # Graphs
+
+    def _captures(self) -> bool:
+        return self._capture is not None or torch.cuda.is_available()
+
+    def _make_graphs(self, call: StepCall) -> ChunkGraphs | None:
+        found = call.boundaries(call.length)
+        if found.several:
+            self._log(
+                "CUDA graphs: not used, as a stage boundary carries several tensors "
+                f"({len(found.receives)} received, {len(found.sends)} sent)"
+            )
+            return None
+        sessions = self._sessions
+        return ChunkGraphs(
+            call.model,
+            self._weights,
+            self._log,
+            partial(self._graphs_pay, call),
+            self._capture,
+            rows=call.captured_rows(self._config),
+            most=lambda: sessions.current.decisions.cap if sessions.current else 0.0,
+        )
+
+    def _graphs_pay(self, call: StepCall, chunks: Sequence[int]) -> bool:
+        """True if ``chunks`` should be captured, by the launch times of the first steps; equal on
+        all ranks that share this stage.
+        """
+        session = self._session
+        share, filled = session.largest(
+            call, session.timer.launch_share(chunks), _filled_by_graphs(session)
+        )
+        recomputes = call.config.recompute_granularity == "full"
+        reason = why_no_graphs(self._config.cuda_graphs, share, filled, recomputes_all=recomputes)
+        if reason:
+            self._log(f"CUDA graphs: not used, {reason}")
+        return not reason
+
+    # Measuring
+
+    def account(self, call: StepCall, longest: float, measured: Stage | None) -> None:
+        """Pass on the measured memory of an activation: the eager one first, a graph's slot later.
+        The ranks of a stage use their largest, as one of them decides for all.
+
+        Args:
+            longest: the longest microbatch in lengths of microbatch 0, which is measured. The cap
+                counts in activations of the longest.
+            measured: the stage of a step that measured; None of others.
+        """
+        session = self._session
+        decisions = session.decisions
+        if measured is not None:
+            last = self._last_rank(measured)
+            activation, deferred, head, layers = session.largest(
+                call,
+                longest * last.activation_bytes,
+                longest * max(measured.deferred_bytes.values(), default=0),
+                last.head_room,
+                last.layers,
+            )
+            decisions.measured(
+                Memory(
+                    activation_bytes=activation,
+                    deferred_bytes=deferred,
+                    head_room=head,
+                    last_layers=layers,
+                )
+            )
+        graphs = self.graphs
+        if graphs is None or not graphs.awaits_size:
+            return
+        (slot_bytes,) = session.largest(call, graphs.slot_bytes(decisions.activation_bytes))
+        if slot_bytes:
+            graphs.keep_size(slot_bytes)
+            decisions.measured_slots(slot_bytes)
+
+    def _last_rank(self, measured: Stage) -> LastRank:
+        """The measured activations, with the LM head apart on the last rank."""
+        found = measured.activation_bytes
+        sizes = [found[chunk] for chunk in range(len(found))]
+        if self._weights is None or not measured.is_last(len(sizes) - 1):
+            return LastRank(max(sizes, default=0))
+        return LastRank.of(sizes, self._weights.num_pieces)
+
+
+def _filled_by_graphs(session: Session) -> float:
+    """The share of the memory left beside model and optimizer that graphs' pools may need."""
+    left, decisions = room(), session.decisions
+    if left is None:
+        return 0.0
+    return POOL_GROWTH * decisions.peak_held * decisions.activation_bytes / max(left, 1)
+
+
+def why_no_graphs(
+    asked: str, launch_share: float, filled: float = 0.0, *, recomputes_all: bool = False
+) -> str | None:
+    """The reason why no CUDA graphs are captured; None if they are.
+
+    Args:
+        asked: ``DppConfig.cuda_graphs``, ``auto`` or ``on``.
+        launch_share: the share of launching in the task time of the most launch-bound chunk that
+            has layers.
+        filled: the share of the memory left for activations that graphs may need.
+        recomputes_all: whole layers are recomputed, so memory is short.
+    """
+    if asked == "on":
+        return None
+    if recomputes_all:
+        reason = f"as {core_setting('recompute_granularity', 'full')} asks for little memory"
+    elif launch_share < GRAPHS_PAY_FROM:
+        reason = f"as launching takes {launch_share:.0%} of the time that tasks run"
+    elif filled > 1.0:
+        reason = f"as they may need {filled:.1f} times the memory that is left for activations"
+    else:
+        return None
+    graphs = setting("cuda_graphs", "on")
+    return f"{reason} ({graphs} uses them all the same, for more memory)"
