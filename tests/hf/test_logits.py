@@ -64,6 +64,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": _YARN | {"attention_factor": 1.3, "truncate": False, "beta_fast": 8}},
     ),
     "yarn-experts": ("qwen3_moe", {"rope_parameters": _YARN}),
+    "linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
+    ),
 }
 """Name -> family and further settings."""
 DENSE, SPARSE = ("llama", "mistral", "qwen2", "qwen3", "gpt2"), ("mixtral", "qwen3_moe")
@@ -95,7 +99,18 @@ def compare(folder: Path, num_ranks: int, cases: list[tuple[str, str]]) -> None:
 
 
 def test_logits_of_chunks_and_of_experts(tmp_path: Path) -> None:
-    compare(tmp_path, 2, [("llama", "chunks"), ("mixtral", "experts"), ("yarn", "chunks")])
+    compare(
+        tmp_path,
+        2,
+        [
+            *[
+                ("llama", "chunks"),
+                ("mixtral", "experts"),
+                ("yarn", "chunks"),
+                ("linear", "chunks"),
+            ],
+        ],
+    )
 
 
 @pytest.mark.slow

@@ -133,6 +133,7 @@ def build_gpt(
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
         rope_scaling_factor=args.rope_scaling_factor,
+        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
         mtp_block_spec=prediction_spec(config, **layers),
         vp_stage=vp_stage,
         **place,

@@ -196,10 +196,8 @@ WITHOUT_EFFECT = (
     "use_flash_attn", "scatter_gather_tensors_in_pipeline", "calc_ft_timeouts", "trace_granularity",
     "forward_backward_disaggregating", "ignore_forward_tensor_parallel", "num_gpus",
     "decoder_seq_length", "continuous_trace_iterations", "enable_experimental", "openai_gelu",
-    "rotary_seq_len_interpolation_factor",
 )  # fmt: skip
-"""Destinations that are accepted and change nothing; a run warns of one that is given. Megatron-LM
-core_v0.16.1 does not read the last one either."""
+"""Destinations that are accepted and change nothing; a run warns of one that is given."""
 
 UNSET_FIELDS = (
     "virtual_pipeline_model_parallel_size", "params_dtype", "enable_autocast",

@@ -25,7 +25,7 @@ _BOUNDS: dict[tuple[str, Callable[[Any], bool]], tuple[str, ...]] = {
     _FROM_1: (
         *("save_interval", "exit_interval", "tensorboard_log_interval", "recompute_num_layers"),
         *("check_weight_hash_across_dp_replicas_interval", "distributed_timeout_minutes"),
-        *("window_attn_skip_freq", "moe_layer_freq"),
+        *("window_attn_skip_freq", "moe_layer_freq", "rotary_seq_len_interpolation_factor"),
     ),
     _ABOVE_0: ("exit_duration_in_mins", "loss_scale", "rotary_base", "decoupled_lr"),
     ("above 0 and at most 1", lambda value: 0 < value <= 1): ("rotary_percent",),
