@@ -16,7 +16,7 @@ from megatron.dpp.errors import DataError
 from megatron.dpp.report.align import Alignment, ClockOffset
 from megatron.dpp.report.merge import _Arrows, _metadata, _Shift, _ticks, merge
 from megatron.dpp.report.reader import open_run
-from megatron.dpp.trace.schema import TraceLayout
+from megatron.dpp.trace.schema import ARRIVAL_TRACK, SEND_TRACK, TASK_TRACK, TraceLayout
 from tests.report.synthetic import Run, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,14 +47,14 @@ def test_there_is_one_named_track_per_rank(merged):
     names = [e["args"]["name"] for e in of(merged, name="process_name")]
     assert names == [f"rank {r} (data 0, pipeline {r}, tensor 0)" for r in range(4)]
     tasks = of(merged, cat="task", pid=1)
-    assert {e["tid"] for e in tasks} == {0}
+    assert {e["tid"] for e in tasks} == {TASK_TRACK}
     assert len(tasks) == 2 * 2 * 8 * 3
     assert {"1F3", "0B7", "1W0"} <= {e["name"] for e in tasks}
 
 
 def test_slices_of_a_track_do_not_overlap(merged):
     for rank in range(4):
-        for track in range(3):
+        for track in (TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK):
             slices = sorted(
                 (e["ts"], e["ts"] + e["dur"])
                 for e in of(merged, ph="X", pid=rank, tid=track)
@@ -250,3 +250,15 @@ def test_the_script_says_what_is_wrong(tmp_path):
     )
     assert done.returncode == 1
     assert done.stderr.startswith(f"aggregate.py: {tmp_path}: no trace")
+
+
+def test_tracks_are_no_main_threads_in_older_files_either(directory, tmp_path):
+    """Perfetto took the tasks of rank 1 for those of its main thread, the track of its sends."""
+    for path in directory.glob("benchmark-*.json"):
+        text = path.read_text()
+        assert '"tid":1000000' in text
+        (tmp_path / path.name).write_text(text.replace('"tid":100000', '"tid":'))
+    output = tmp_path / "merged.json"
+    merge(open_run(tmp_path), output)
+    tracks = {event["tid"] for event in json.loads(output.read_text())["traceEvents"]}
+    assert tracks == {TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK}

@@ -74,7 +74,7 @@ def test_counters_have_all_their_values(opened: Any) -> None:
     query = """select t.name as name, count(*) as n, max(value) as most from counter
         join process_counter_track t on counter.track_id = t.id group by 1"""
     values = [e["args"]["value"] for e in opened[1] if e["ph"] == "C" and e["name"] == "held"]
-    assert rows(opened, query) == [("held", len(values), max(values))]
+    assert rows(opened, query) == [("held value", len(values), max(values))]
 
 
 def test_nothing_was_lost_or_misread(opened: Any) -> None:

@@ -22,7 +22,13 @@ from megatron.dpp.report.reader import (
 )
 from megatron.dpp.trace import lines as module
 from megatron.dpp.trace.lines import EventLines, first_line, header, last_line
-from megatron.dpp.trace.schema import TraceLayout, parse_iterations
+from megatron.dpp.trace.schema import (
+    ARRIVAL_TRACK,
+    SEND_TRACK,
+    TASK_TRACK,
+    TraceLayout,
+    parse_iterations,
+)
 from tests.report.synthetic import Channel, Run, write
 
 START = 10_000_000
@@ -48,7 +54,7 @@ def test_times_keep_every_nanosecond(nanoseconds: int) -> None:
 
 def test_events_have_their_track_their_time_and_their_length() -> None:
     task = written("task", START - 500, START + 1500, 7, "W", 1, 3, 2)
-    assert (task["name"], task["tid"], task["ts"], task["dur"]) == ("1W3.2", 0, -0.5, 2.0)
+    assert (task["name"], task["tid"], task["ts"], task["dur"]) == ("1W3.2", TASK_TRACK, -0.5, 2.0)
     assert task["args"]["piece"] == 2 and task["args"]["iteration"] == 7
     assert written("task", START, START, 7, "F", 0, 3, 0)["name"] == "0F3"
     late = written("task", START + 9, START, 7, "F", 0, 3, 0)
@@ -60,7 +66,7 @@ def test_events_have_their_track_their_time_and_their_length() -> None:
 
 def test_a_send_begins_where_its_data_is_ready_and_says_how_long_that_took() -> None:
     send = written("send", START, START + 3000, 7, CHANNEL, 2, 4096, "shm")
-    assert (send["tid"], send["ts"], send["dur"]) == (1, 3.0, 0.0)
+    assert (send["tid"], send["ts"], send["dur"]) == (SEND_TRACK, 3.0, 0.0)
     assert send["args"] == {
         "iteration": 7, "source": 3, "destination": 4, "chunk": 1, "direction": "backward",
         "microbatch": 2, "bytes": 4096, "kind": "shm", "queued_us": 3.0,
@@ -71,7 +77,7 @@ def test_a_send_begins_where_its_data_is_ready_and_says_how_long_that_took() -> 
 
 def test_an_arrival_says_its_part_and_whether_it_was_taken_ahead() -> None:
     arrival = written("arrival", START, START + 2000, 7, CHANNEL, 2, 123, 4096, 1, False)
-    assert (arrival["tid"], arrival["ts"], arrival["dur"]) == (2, 0.0, 2.0)
+    assert (arrival["tid"], arrival["ts"], arrival["dur"]) == (ARRIVAL_TRACK, 0.0, 2.0)
     assert (arrival["args"]["sent_ns"], arrival["args"]["part"]) == (123, 1)
     assert "ahead" not in arrival["args"]
     ahead = written("arrival", START, START, 7, CHANNEL, 2, None, 4096, 0, True)

@@ -15,6 +15,7 @@ import pytest
 
 from megatron.dpp.report.reader import open_run, read_events
 from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder, parse_iterations
+from megatron.dpp.trace.schema import TASK_TRACK
 from megatron.dpp.trace.writer import TraceWriter
 from tests.report.synthetic import Channel
 
@@ -218,7 +219,13 @@ def test_a_closed_file_is_one_json_array(tmp_path):
     recorder.close()
     events = json.loads(LAYOUT.path(tmp_path).read_text())
     assert events[0]["args"]["schema"] == 1
-    assert events[-1] == {"name": "end", "ph": "M", "pid": 0, "tid": 0, "args": {"dropped": 0}}
+    assert events[-1] == {
+        "name": "end",
+        "ph": "M",
+        "pid": 0,
+        "tid": TASK_TRACK,
+        "args": {"dropped": 0},
+    }
 
 
 @pytest.mark.parametrize(

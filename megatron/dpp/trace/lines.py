@@ -108,7 +108,8 @@ class EventLines:
 
     def __init__(self, rank: int, start_ns: int) -> None:
         self._start_ns = start_ns
-        self._place = [f'"pid":{rank},"tid":{track}' for track in range(3)]
+        tracks = (TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK)
+        self._place = {track: f'"pid":{rank},"tid":{track}' for track in tracks}
         self._links: dict[int, tuple[object, str]] = {}
         self._body = {
             EventKind.TASK: self._task,

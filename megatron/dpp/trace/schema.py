@@ -18,8 +18,11 @@ SCHEMA_VERSION = 1
 HEADER_NAME = "megatron-dpp-trace"
 """Name of the first event, which carries the schema version and the rank's coordinates."""
 
-TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK = 0, 1, 2
-"""``tid`` of the three tracks of a rank (``pid`` is its global rank)."""
+TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK = 1_000_000, 1_000_001, 1_000_002
+"""``tid`` of the three tracks of a rank (``pid`` is its global rank). Perfetto takes ``tid`` 0, and
+one that equals ``pid``, for the main thread: with 0, 1 and 2 the tasks of ranks 1 and 2 lay on the
+tracks of their messages. Older files have those.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
