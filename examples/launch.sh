@@ -17,4 +17,4 @@ can_check() {
 python=${PYTHON:-python3}
 can_check "$python" || python=python3
 can_check "$python" || python=$(bash "$repository/tools/setup.sh")
-PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m megatron.dpp_train.launch "$@"
+PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m megatron.dpp train --preset "$@"

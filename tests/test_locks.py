@@ -19,6 +19,7 @@ from megatron.dpp import locks
 from megatron.dpp.errors import DataError
 from megatron.dpp.trace import TraceLayout, open_recorder
 from megatron.dpp_train.launch.job import find_job, refuse_taken
+from megatron.dpp_train.launch.main import plan
 from megatron.dpp_train.options.arguments import parse_args
 from megatron.dpp_train.preflight import check as preflight
 from megatron.dpp_train.preflight.files import written_directories
@@ -122,10 +123,10 @@ DOORS = (
     ("train", "--save={0}"),
     ("train", "--run-dir {0}"),
     ("-m megatron.dpp train", "--save {0}"),
-    ("-m megatron.dpp_train.launch gpt-sample node", "--save {0}"),
-    ("-m megatron.dpp_train.launch gpt-sample node", "{0}"),
-    ("-m megatron.dpp_train.launch bert master", "--save {0}"),
-    ("-m megatron.dpp_train.launch flags pretrain_gpt.py", "--save {0}"),
+    ("-m megatron.dpp train --preset gpt-sample node", "--save {0}"),
+    ("-m megatron.dpp train --preset gpt-sample node", "{0}"),
+    ("-m megatron.dpp train --preset bert master", "--save {0}"),
+    ("-m megatron.dpp train --preset flags pretrain_gpt.py", "--save {0}"),
 )
 """(a launcher behind ``python``, words that name a directory)."""
 
@@ -134,10 +135,11 @@ DOORS = (
 def test_every_launcher_refuses_first(door: str, words: str, tmp_path: Path) -> None:
     taken = tmp_path / "held"
     with locks.lock_directory(taken, "--save"):
-        command = [sys.executable, *door.split(), *words.format(taken).split(), "--no-such-flag"]
+        command = [sys.executable, *door.split(), *words.format(taken).split()]
         second = subprocess.run(
-            command, capture_output=True, text=True, cwd=REPOSITORY, timeout=150
-        )
+            command, capture_output=True, text=True, cwd=REPOSITORY, timeout=150,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "GPUS_PER_NODE": "2"},
+        )  # fmt: skip
     assert second.returncode == 2
     assert f"{taken}: process {os.getpid()} on host {socket.gethostname()}" in second.stderr
     assert second.stderr.startswith("error: --") and len(second.stderr.splitlines()) == 1
@@ -154,25 +156,40 @@ def test_every_launcher_refuses_first(door: str, words: str, tmp_path: Path) -> 
     ],
 )
 def test_a_launcher_looks_where_the_locks_are_held(
-    env: dict[str, str], taken: bool, tmp_path: Path
+    env: dict[str, str], taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By node 0, and not for a dry run."""
+    for name in ("RUN_DIR", "DRY_RUN", "NODE_RANK", "SLURM_NODEID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    if not taken and "DRY_RUN" not in env:
+        for name, value in {"NUM_NODES": "2", "MASTER_ADDR": "localhost"}.items():
+            monkeypatch.setenv(name, value)
+    words = [*_TRAIN, "--save", str(tmp_path)]
     with locks.lock_directory(tmp_path, "--save"):
         refused = pytest.raises(DataError) if taken else contextlib.nullcontext()
         with refused:
-            locks.check_named(["--save", str(tmp_path)], env)
-        with pytest.raises(DataError, match=r"^RUN_DIR "):
-            locks.check_named([], {"RUN_DIR": str(tmp_path)})
-        locks.check_named(["--run-dir", "other"], {"RUN_DIR": str(tmp_path)})
-        for word in ("--dry-run", "--help"):
-            locks.check_named(["--save", str(tmp_path), word], {})
+            plan(words)
+        plan([*words, "--dry-run"])
+        if taken:
+            monkeypatch.setenv("RUN_DIR", str(tmp_path))
+            with pytest.raises(DataError, match=r"^RUN_DIR "):
+                plan(_TRAIN)
+            plan([*_TRAIN, "--run-dir", "other"])
 
 
-def test_layouts_share_a_trace_directory(tmp_path: Path) -> None:
-    """A launcher knows no layout; the check of the whole run refuses a second one."""
-    with locks.lock_directory(tmp_path / "data-1", "--trace-dir"):
-        for words in (["--trace-dir", str(tmp_path)], ["--trace", f"--trace-dir={tmp_path}"]):
-            locks.check_named(words, {"TRACE": "1"})
+_TRAIN = [
+    "--mode",
+    "simple",
+    "--procs",
+    "1",
+    "--mock-data",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "9",
+]
 
 
 def test_the_launcher_knows_the_directory_of_a_layouts_trace(tmp_path: Path) -> None:
@@ -191,24 +208,9 @@ def test_the_launcher_knows_the_directory_of_a_layouts_trace(tmp_path: Path) -> 
 def test_the_last_word_names_the_directory(tmp_path: Path) -> None:
     taken, free = str(tmp_path / "taken"), str(tmp_path / "free")
     with locks.lock_directory(taken, "--save"):
-        for words in ([f"--save={taken}", "--save", free], ["--save", taken, f"--save={free}"]):
-            locks.check_named(words, {})
-        for words in ([f"--save={free}", "--save", taken], ["--save", free, f"--save={taken}"]):
-            with pytest.raises(DataError, match="--save"):
-                locks.check_named(words, {})
-        locks.check_named([taken, "--save"], {})
-
-
-def test_a_refusal_waits_for_no_import() -> None:
-    code = (
-        "import sys, megatron.dpp_train.launch.door, megatron.dpp_train.launch.__main__\n"
-        "slow = {'argparse', 'torch', 'numpy', 'megatron.dpp_train.options'}\n"
-        "sys.exit(', '.join(slow & set(sys.modules)) or 0)"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY
-    )
-    assert ran.returncode == 0, ran.stderr
+        plan([*_TRAIN, f"--save={taken}", "--save", free])
+        with pytest.raises(DataError, match="--save"):
+            plan([*_TRAIN, f"--save={free}", "--save", taken])
 
 
 def test_two_runs_that_save_to_one_directory(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ COMMANDS = {
     ),
     "run": (_ENGINE + "run", "run a Megatron-LM script of yours with the dynamic pipeline"),
     "sim": (_ENGINE + "sim.command", "simulate, compare and draw schedules"),
-    "train": (_TRAINER + "launch.door", "train a model: choose a layout, print it, start torchrun"),
+    "train": (_TRAINER + "launch.main", "train a model: choose a layout, print it, start torchrun"),
     "monitor": (_ENGINE + "report.monitor_command", "show a run live"),
     "report": (
         _ENGINE + "report.report_command",

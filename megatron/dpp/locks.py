@@ -11,7 +11,6 @@ import contextlib
 import errno
 import fcntl
 import glob
-import itertools
 import json
 import os
 import re
@@ -19,7 +18,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -161,39 +160,6 @@ def _is_left(directory: Path) -> bool:
             return False
         own = directory.lstat().st_uid == os.geteuid() and not directory.is_symlink()
         return own and not Path(f"/proc/{owner[1]}").exists() and _locked(file, fcntl.LOCK_EX)
-
-
-def check_named(words: Sequence[str], env: Mapping[str, str]) -> None:
-    """Refuse directories that a command line or its variables name and another run writes.
-
-    A launcher calls it first, so that the refusal waits for no import. It knows words alone, not
-    what a file or a layout makes of them: the run checks its directories again, and first that of
-    its trace, which its layout names.
-
-    Args:
-        words: options and flags of any launcher.
-
-    Raises:
-        DataError: naming host and process of that run.
-    """
-    if {"--dry-run", "--help", "-h"} & set(words) or env.get("DRY_RUN", "0") not in ("", "0"):
-        return
-    if (env.get("NODE_RANK") or env.get("SLURM_NODEID") or "0") != "0":
-        return  # node 0 holds the locks of its run
-    for flag, directory in _named(words, env):
-        check_free(directory, flag)
-
-
-def _named(words: Sequence[str], env: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Flags, or RUN_DIR, with the directories that they name."""
-    given = {}  # the last one counts
-    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
-        flag, equals, value = word.partition("=")
-        if flag in ("--save", "--run-dir"):
-            given[flag] = value if equals else following
-    if "--run-dir" not in given:  # the option wins
-        given["RUN_DIR"] = env.get("RUN_DIR", "")
-    yield from ((flag, directory) for flag, directory in given.items() if directory)
 
 
 def _locked(file: IO[bytes], kind: int) -> bool:

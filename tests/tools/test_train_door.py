@@ -22,9 +22,9 @@ root = pathlib.Path(__file__).parents[1]
 print(*sys.argv[1:], file=(root / "asked").open("a"))
 print((root / "made").read_text())
 """,
-    "megatron/dpp_train/launch/door.py": "BAD_INPUT = 2\ndef is_taken(words): return False\n",
     "megatron/dpp_train/launch/main.py": """
 import os, sys
+BAD_INPUT = 2
 def refused(): return False
 def main(): print(sys.executable, os.environ.get("DPP_TRAIN_PYTHON")); return 0
 """,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron.dpp import __version__
 from megatron.dpp.errors import ConfigError, DataError, DppError, use_names
+from megatron.dpp.locks import check_free
 from megatron.dpp.naming import in_flags
 from megatron.dpp_train.cost.device import cpu_device, find_machine, gpu_device, known_gpu
 from megatron.dpp_train.cost.estimate import Estimate, estimate
@@ -21,8 +22,8 @@ from megatron.dpp_train.cost.planned import SHAPES
 from megatron.dpp_train.cost.shape import RunShape
 from megatron.dpp_train.cost.text import lines, size
 from megatron.dpp_train.launch import auto, cli
-from megatron.dpp_train.launch.flags import Flags, check_known, whole
-from megatron.dpp_train.launch.job import INTERRUPTED, find_job, launch, refuse_taken
+from megatron.dpp_train.launch.flags import Flags, check_known, from_argv, whole
+from megatron.dpp_train.launch.job import INTERRUPTED, find_job, is_dry_run, launch, refuse_taken
 from megatron.dpp_train.launch.layout import Layout, nearest_multiple
 from megatron.dpp_train.launch.nodes import Nodes, find_nodes
 from megatron.dpp_train.launch.resolve import (
@@ -49,7 +50,9 @@ from megatron.dpp_train.launch.start import (
 from megatron.dpp_train.options.environment import check_visible_gpus
 from megatron.dpp_train.preflight.files import check_data, check_outputs, check_start
 
-_BAD_INPUT = 2
+BAD_INPUT = 2
+PRESET = "--preset"
+"""First word of a command line whose settings are those of a launch script."""
 _DEFAULT_PROCS = 2
 
 
@@ -67,11 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--help" in words or "-h" in words:
             print(cli.help_text(_mode_of(words)))
             return 0
-        _start(plan(words), words)
+        if words[:1] == [PRESET]:
+            from megatron.dpp_train.launch import scripts
+
+            scripts.start(words[1:])
+        else:
+            _start(plan(words), words)
         return 0  # of a dry run
     except DppError as error:
+        sys.stdout.flush()
         print(f"error: {error}", file=sys.stderr)
-        return _BAD_INPUT
+        return BAD_INPUT
     except KeyboardInterrupt:  # while nodes wait for each other
         return INTERRUPTED
     except BrokenPipeError:  # piped into head: whoever read has enough
@@ -138,6 +147,8 @@ def plan(words: Sequence[str]) -> Plan:
         raise DataError(f"--config {options.config}: No such file or directory")
     options.batch_size = asked_batch(options, rest)
     nodes = find_nodes(os.environ)
+    if nodes.rank == 0 and not options.dry_run and not is_dry_run():
+        _check_free(options, from_argv(rest))
     setting = find_setting(options, nodes)
     flags = base_flags(options, rest, setting)
     data = prepare(
@@ -176,6 +187,18 @@ def plan(words: Sequence[str]) -> Plan:
         preparation=data.preparation,
         own_split=own_split,
     )
+
+
+def _check_free(options: argparse.Namespace, flags: Flags) -> None:
+    """Refuse directories of other runs that the command line names, before anything takes time; a
+    file or a layout may name more of them (DataError)."""
+    run_dir = os.environ.get("RUN_DIR")
+    named = {"--save": flags.get("--save", options.save), "--run-dir": options.run_dir}
+    if not options.run_dir:
+        named["RUN_DIR"] = run_dir
+    for flag, directory in named.items():
+        if directory and directory is not True:
+            check_free(directory, flag)
 
 
 def _fitting(

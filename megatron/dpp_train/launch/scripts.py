@@ -1,8 +1,8 @@
 """The launch scripts (``run_*.sh``, ``examples/*/train_*.sh``): from variables to one torchrun.
 
-Usage: ``python -m megatron.dpp_train.launch RECIPE ROLE [PATHS] [FLAGS]``, or ``flags SCRIPT
-FLAGS`` for a training script whose flags are all given. ``examples/launch.sh`` calls it.
-Settings come from positional paths, else the environment, else the recipe. They are checked before
+They are presets of ``train``: ``train --preset RECIPE ROLE [PATHS] [FLAGS]``, or ``--preset flags
+SCRIPT FLAGS`` for a training script whose flags are all given. ``examples/launch.sh`` calls it.
+Variables come from positional paths, else the environment, else the recipe. They are checked before
 set-up, which needs minutes; nothing here needs a package before that.
 """
 
@@ -15,13 +15,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron.dpp.errors import ConfigError, DataError, DppError, require, use_names
+from megatron.dpp.errors import ConfigError, DataError, require, use_names
+from megatron.dpp.flags import given_flags
 from megatron.dpp.hosts import addresses, is_loopback
-from megatron.dpp.naming import in_flags, renamed
+from megatron.dpp.naming import renamed
 from megatron.dpp.processes import run_child
 from megatron.dpp_train.launch.flags import ROOT, Flags, from_argv, to_argv
 from megatron.dpp_train.launch.job import (
-    INTERRUPTED,
     Job,
     find_job,
     is_dry_run,
@@ -32,16 +32,16 @@ from megatron.dpp_train.launch.job import (
 )
 from megatron.dpp_train.launch.start import go_on, prepare, set_up
 from megatron.dpp_train.options import environment
-from megatron.dpp_train.options.arguments import parse_args
+from megatron.dpp_train.options.arguments import build_parser, give, parse_args
+from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.options.validate import check_sizes
 
-_BAD_INPUT = 2
 _ROLES = ("node", "master", "worker")
 
-Settings = dict[str, str]
+Variables = dict[str, str]
 """Name of a variable -> value."""
 
-RECIPES: dict[str, Settings] = {
+RECIPES: dict[str, Variables] = {
     "gpt": {
         "NUM_LAYERS": "16", "HIDDEN_SIZE": "2048", "NUM_ATTENTION_HEADS": "32",
         "SEQ_LENGTH": "1024", "MICRO_BATCH_SIZE": "1", "GLOBAL_BATCH_SIZE": "16", "LR": "6.0e-5",
@@ -56,7 +56,7 @@ RECIPES: dict[str, Settings] = {
     },
 }  # fmt: skip
 """Published recipes; ``cli.environment`` has the defaults that both models share."""
-SAMPLES: dict[tuple[str, bool], Settings] = {
+SAMPLES: dict[tuple[str, bool], Variables] = {
     ("gpt", False): {
         "HIDDEN_SIZE": "128", "NUM_ATTENTION_HEADS": "4", "SEQ_LENGTH": "128",
         "TRAIN_ITERS": "50", "LR": "2.0e-3", "MIN_LR": "2.0e-4", "INIT_METHOD_STD": "0.04",
@@ -81,7 +81,7 @@ _PATHS = {
     "gpt": ("CHECKPOINT_PATH", "TENSORBOARD_PATH", "VOCAB_FILE", "MERGE_FILE", "DATA_PATH"),
     "bert": ("CHECKPOINT_PATH", "TENSORBOARD_PATH", "VOCAB_FILE", "DATA_PATH"),
 }
-"""Settings that positional arguments give, as in Megatron-LM's examples."""
+"""Variables that positional arguments give, as in Megatron-LM's examples."""
 
 _SIZES = (
     "--num-layers {NUM_LAYERS} --hidden-size {HIDDEN_SIZE} "
@@ -131,41 +131,39 @@ WHOLE = (
     "NUM_LAYERS", "HIDDEN_SIZE", "NUM_ATTENTION_HEADS", "SEQ_LENGTH", "MICRO_BATCH_SIZE",
     "GLOBAL_BATCH_SIZE", "TRAIN_ITERS", "WAIT_SECONDS",
 )  # fmt: skip
-"""Settings that are whole numbers of at least 1."""
+"""Variables that are whole numbers of at least 1."""
 
 
-@use_names(in_flags)
-def main(argv: Sequence[str] | None = None) -> int:
-    """Start torchrun; returns only where nothing is started."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        first, second, *rest = words if len(words) > 1 else ("", "")
-        if first == "flags":
-            run_flags(second, rest)
-        elif (first.removesuffix("-sample") in RECIPES) and second in _ROLES:
-            run_recipe(first, second, rest)
-        else:
-            raise ConfigError(
-                f"examples/launch.sh {' '.join(words[:2])}: expected gpt, bert, gpt-sample or "
-                f"bert-sample, and {', '.join(_ROLES)}; or flags SCRIPT"
-            )
-    except KeyboardInterrupt:  # while nodes wait for each other
-        return INTERRUPTED
-    except DppError as error:
-        sys.stdout.flush()
-        print(f"error: {error}", file=sys.stderr)
-        return _BAD_INPUT
-    except BrokenPipeError:  # piped into head: whoever read has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    return 0
+def start(words: Sequence[str]) -> None:
+    """Start a preset; returns from a dry run only.
+
+    Args:
+        words: those behind ``train --preset``.
+
+    Raises:
+        DppError: settings, flags or files that cannot work.
+    """
+    first, second, *rest = words if len(words) > 1 else ("", "")
+    if first == "flags":
+        run_flags(second, rest)
+    elif (first.removesuffix("-sample") in RECIPES) and second in _ROLES:
+        run_recipe(first, second, rest)
+    else:
+        raise ConfigError(
+            f"examples/launch.sh {' '.join(words[:2])}: expected gpt, bert, gpt-sample or "
+            f"bert-sample, and {', '.join(_ROLES)}; or flags SCRIPT"
+        )
 
 
 def run_flags(script: str, argv: Sequence[str]) -> None:
     """Start a training script whose flags are all given."""
     job = find_job(os.environ)
+    words = [*argv, *to_argv(job.flags())]
+    parsed = parse_args(words)
+    if not is_dry_run():
+        refuse_taken(job, parsed)  # before minutes of set-up
     python = _find_python(["flags", script, *argv])
-    launch(job, python, script, [*argv, *to_argv(job.flags())])
+    launch(job, python, script, words, parsed)
 
 
 def run_recipe(recipe: str, role: str, words: Sequence[str]) -> None:
@@ -174,22 +172,21 @@ def run_recipe(recipe: str, role: str, words: Sequence[str]) -> None:
     Args:
         role: ``node``, or ``master`` or ``worker`` of a run over several nodes.
     """
-    again = [recipe, role, *words]
     model, _, sample = recipe.partition("-")
     given, further = take_paths(model, words)
     for line in misspelt(os.environ):
         print(f"warning: {line}", file=sys.stderr)
     settings = settings_of(model, role, {**os.environ, **given}, sample=bool(sample))
-    job = check_settings(model, settings)
+    job, parsed = check_settings(model, settings, further)
     if not is_dry_run():
-        checkpoints = settings["CHECKPOINT_PATH"]
-        words = ["--save", checkpoints, "--load", checkpoints] if checkpoints else []
-        refuse_taken(job, parse_args([*words, *further]))  # before minutes of set-up
+        refuse_taken(job, parsed)  # before minutes of set-up
         environment.check_visible_gpus(os.environ)
-    python = _find_python(again)
+    python = _find_python([recipe, role, *words])
     data = settings["DATA_PATH"].split() or sample_tokens(model, settings, python)
-    flags = flags_of(model, settings, data, job)
-    launch(job, python, f"pretrain_{model}.py", [*flags, *further])
+    if parsed.data_path == []:  # no flag names other data
+        give(parsed, {"--data-path": data})
+    flags = [*flags_of(model, settings, data, job), *further]
+    launch(job, python, f"pretrain_{model}.py", flags, parsed)
 
 
 def _find_python(words: Sequence[str]) -> str:
@@ -198,7 +195,7 @@ def _find_python(words: Sequence[str]) -> str:
     setup = ("bash", str(ROOT / "tools" / "setup.sh"))
     if is_dry_run():
         return set_up((*setup, "--which"))
-    return go_on(setup, ["megatron.dpp_train.launch", *words])
+    return go_on(setup, ["megatron.dpp", "train", "--preset", *words])
 
 
 def misspelt(env: Mapping[str, str]) -> list[str]:
@@ -215,7 +212,7 @@ def misspelt(env: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def take_paths(model: str, words: Sequence[str]) -> tuple[Settings, list[str]]:
+def take_paths(model: str, words: Sequence[str]) -> tuple[Variables, list[str]]:
     """Positional paths as settings, and the flags behind them.
 
     Raises:
@@ -231,14 +228,14 @@ def take_paths(model: str, words: Sequence[str]) -> tuple[Settings, list[str]]:
     return dict(zip(names, words[:count], strict=False)), list(words[count:])
 
 
-def settings_of(model: str, role: str, env: Mapping[str, str], *, sample: bool) -> Settings:
+def settings_of(model: str, role: str, env: Mapping[str, str], *, sample: bool) -> Variables:
     """Every setting of a recipe. A variable that is empty counts as not set.
 
     Raises:
         ConfigError: there is no GPU to count, or a worker does not know its master.
     """
     given = {name: value for name, value in env.items() if value}
-    roles: Settings = {} if role == "node" else {"NUM_NODES": "2"}
+    roles: Variables = {} if role == "node" else {"NUM_NODES": "2"}
     if role == "worker":
         require(
             "MASTER_ADDR" in given,
@@ -266,7 +263,7 @@ def settings_of(model: str, role: str, env: Mapping[str, str], *, sample: bool) 
     return settings
 
 
-def sample_settings(model: str, given: Settings, gpus: int) -> Settings:
+def sample_settings(model: str, given: Variables, gpus: int) -> Variables:
     """``given`` above the sizes of ``run_*.sh``: everything at hand in one pipeline. Without a GPU
     that is four processes on one node, two on each of several."""
     values = {"NUM_NODES": "1", **given}
@@ -292,17 +289,31 @@ def sample_settings(model: str, given: Settings, gpus: int) -> Settings:
     return {**rest, **SAMPLES[model, on_gpu], **values}
 
 
-def check_settings(model: str, settings: Settings) -> Job:
+def check_settings(
+    model: str, settings: Variables, further: Sequence[str] = ()
+) -> tuple[Job, Settings]:
     """Refuse settings that cannot work, in milliseconds and before anything starts: a ConfigError
-    or DataError names the variable."""
+    or DataError names the variable.
+
+    Args:
+        further: flags behind those of the recipe, which win.
+
+    Returns:
+        The job, and all flags but ``--data-path``, parsed.
+    """
     for name in WHOLE:
         whole(name, settings)
     job = find_job(settings)
-    sizes = f"{_SIZES} {_LAYOUT} {_BATCH}"
-    sizes += f" {_CHUNKS}" if settings["MODEL_CHUNKS"] != "1" else ""
-    words = _words(sizes, settings) + ["--use-dpp"] * (settings["USE_DPP"] == "1")
-    with use_names(renamed(_variables(sizes), "=")):
-        check_sizes(parse_args(words), job.world_size)
+    parsed = parse_args([*flags_of(model, settings, (), job), *further])
+    draft, overridden = parsed.draft(), given_flags(build_parser(), further)
+    chunks = int(settings["MODEL_CHUNKS"])
+    if chunks > 1 and "num_layers_per_virtual_pipeline_stage" not in overridden:
+        draft.num_layers_per_virtual_pipeline_stage = None  # by the variable, for errors
+        draft.num_virtual_stages_per_pipeline_rank = chunks
+    variables = _variables(f"{_SIZES} {_LAYOUT} {_BATCH} {_CHUNKS}")
+    own = {name: variable for name, variable in variables.items() if name not in overridden}
+    with use_names(renamed(own, "=")):
+        check_sizes(draft, job.world_size)
     _check_data(settings["DATA_PATH"])
     for name in ("USE_DPP", "TRACE", "RECOMPUTE"):
         require(settings[name] in ("0", "1"), f"{name}={settings[name]}: must be 0 or 1")
@@ -315,7 +326,7 @@ def check_settings(model: str, settings: Settings) -> Job:
         path = settings[name]
         if not (Path(path).is_file() and os.access(path, os.R_OK)):
             raise DataError(f"{name}={path}: no such file, or it cannot be read")
-    return job
+    return job, parsed
 
 
 def _variables(template: str) -> dict[str, str]:
@@ -343,7 +354,7 @@ def _check_data(text: str) -> None:
                 )
 
 
-def sample_tokens(model: str, settings: Settings, python: str) -> list[str]:
+def sample_tokens(model: str, settings: Variables, python: str) -> list[str]:
     """The prefix of the sample corpus's token files, which are made where they are missing.
 
     Raises:
@@ -360,7 +371,7 @@ def sample_tokens(model: str, settings: Settings, python: str) -> list[str]:
     return [str(data.flags["--data-path"])]
 
 
-def flags_of(model: str, settings: Settings, data: Sequence[str], job: Job) -> list[str]:
+def flags_of(model: str, settings: Variables, data: Sequence[str], job: Job) -> list[str]:
     """The flags of the training script."""
     words = [
         *_words(f"{_SIZES} --attention-backend auto {_BATCH} {_TRAINING[model]}", settings),
@@ -378,6 +389,6 @@ def flags_of(model: str, settings: Settings, data: Sequence[str], job: Job) -> l
     return [*words, *to_argv(job.flags())]
 
 
-def _words(template: str, settings: Settings) -> list[str]:
+def _words(template: str, settings: Variables) -> list[str]:
     """The words of a template, its variables filled in; a value with spaces stays one word."""
     return [word.format_map(settings) for word in template.split()]
