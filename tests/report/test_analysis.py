@@ -44,7 +44,7 @@ def run_for(seed: int) -> Run:
 def check_culprits(analysis, cause, expected):
     assert [(c.kind, c.name) for c in analysis.culprits] == [(cause, expected)]
     (culprit,) = analysis.culprits
-    assert culprit.share == 1.0
+    assert culprit.share >= (0.5 if cause == "transient" else 1.0)
     assert culprit.rank not in culprit.victims
     assert straggler_text(culprit)
 
