@@ -67,7 +67,7 @@ TRAINER_ROOMS = {
     "state": {"options", "optimizer", "tokenizers"},
     "exits": {"state"},
     "initialize": {"options", "state"},
-    "checkpoint": {"exits", "hf", "model", "optimizer", "options", "state"},
+    "checkpoint": {"exits", "hf", "model", "optimizer", "options", "state", "text_files"},
     "hf": {"checkpoint", "options", "state", "text_files", "tokenizers"},
     "cost": {"options"},
     "data": {"checkpoint", "cost", "exits", "options", "state", "text_files", "tokenizers"},

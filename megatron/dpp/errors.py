@@ -201,6 +201,15 @@ def one_line(error: BaseException, limit: int | None = None) -> str:
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
+def shown(value: object, limit: int = 80) -> str:
+    """A value for an error: as Python writes it, on one line of at most ``limit`` characters."""
+    try:
+        text = " ".join(repr(value).split())
+    except (ValueError, RecursionError):  # a number of too many digits, a structure too deep
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 def require(condition: object, message: str) -> None:
     """Raises :class:`ConfigError` with ``message`` unless ``condition`` holds."""
     if not condition:

@@ -33,13 +33,17 @@ def open_to_read(path: str | Path) -> IO[bytes]:
     Raises:
         OSError: it cannot be opened, or is a pipe, a device or a directory.
     """
+    _check_name(path)
     return open(path, "rb", opener=_open_regular)
 
 
-def read_bytes(path: str | Path) -> bytes:
-    """The content of a regular file; raises as :func:`open_to_read`."""
+def read_bytes(path: str | Path, most: int = 1 << 30) -> bytes:
+    """The content of a regular file of at most ``most`` bytes; raises as :func:`open_to_read`."""
     with open_to_read(path) as file:
-        return file.read()
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"has more than {most} bytes", str(path))
+    return content
 
 
 def open_to_write(
@@ -55,6 +59,8 @@ def open_to_write(
         OSError: it cannot be opened, is no regular file but a link, say, has a second name, or
             belongs to another user. It is left as it is then.
     """
+
+    _check_name(path)
 
     def opened(path: str, _: int) -> int:
         return _open_own(path, append=append, private=private)
@@ -100,6 +106,11 @@ def _umask() -> int:
     """The process's mask of modes; ``os.umask`` would change it for all threads."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     return int(status.partition("Umask:")[2].split()[0], 8)
+
+
+def _check_name(path: str | Path) -> None:
+    if "\0" in os.fspath(path):
+        raise _refusal("has a zero byte in its name", str(path))
 
 
 def _open_regular(path: str, _: int) -> int:

@@ -1,60 +1,141 @@
-"""Reads text and YAML files that a user names, with errors that name the file."""
+"""Reads text, JSON and YAML files, which may be broken or hostile, with errors that name the file.
+
+A file's size, the depth of its structures and the digits of its numbers are bounded.
+"""
 
 from __future__ import annotations
 
 import difflib
+import json
 from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import DataError, one_line
 from megatron.dpp.safe_files import read_bytes
 
+_STRUCTURES = (dict, list, tuple, set)
+_DEEPEST = 64
+_MOST_DIGITS = 20
+_MOST_SETTINGS_BYTES = 1 << 20
+_MOST_SETTINGS = 10_000
+"""Entries of a YAML file, each alias counted with what it stands for."""
 
-def read_text(path: str | Path, flag: str = "") -> str:
+
+def read_text(path: str | Path, flag: str = "", *, most: int = 1 << 30) -> str:
     """The file's text.
 
     Args:
         flag: the flag that names the file, for errors.
+        most: bytes that the file may have.
 
     Raises:
-        DataError: the file cannot be read, or is no UTF-8 text.
+        DataError: the file cannot be read, is too large, or is no UTF-8 text.
     """
     named = f"{flag} {path}".strip()
     try:
-        return read_bytes(path).decode().replace("\r\n", "\n").replace("\r", "\n")
+        return read_bytes(path, most).decode().replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise DataError(f"{named}: {error.strerror}{nearest_path(Path(path))}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{named}: not UTF-8 text ({error.reason} at byte {error.start})"
-        ) from error
+    except ValueError as error:
+        why = one_line(error)  # of a path with a zero byte
+        if isinstance(error, UnicodeDecodeError):
+            why = f"not UTF-8 text ({error.reason} at byte {error.start})"
+        raise DataError(f"{named}: {why}") from error
+
+
+def read_json(path: str | Path, flag: str = "", *, most: int = 1 << 28) -> Any:
+    """The value in a JSON file.
+
+    Raises:
+        DataError: as :func:`read_text` and :func:`parse_json`.
+    """
+    return parse_json(read_text(path, flag, most=most), f"{flag} {path}".strip())
+
+
+def parse_json(text: str | bytes, where: object) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        where: its name, for errors.
+
+    Raises:
+        DataError: it is no JSON, is nested too deeply, or has a whole number of too many digits.
+    """
+    try:
+        value = json.loads(text, parse_int=_whole)
+    except RecursionError as error:
+        raise DataError(f"{where}: nested more than {_DEEPEST} deep") from error
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON ({one_line(error, 200)})") from error
+    level = [value] if isinstance(value, _STRUCTURES) else []
+    for _ in range(_DEEPEST + 1):
+        if not level:
+            return value
+        level = [each for outer in level for each in _inner(outer)]
+    raise DataError(f"{where}: nested more than {_DEEPEST} deep")
 
 
 def read_mapping(path: str | Path, flag: str = "") -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        DataError: the file cannot be read, or is no YAML mapping.
+        DataError: the file cannot be read, or is no YAML mapping of a bounded size and depth.
     """
     import yaml
 
     named = f"{flag} {path}".strip()
+
+    class Loader(yaml.SafeLoader):
+        depth = 0
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self.depth += 1
+            if self.depth > _DEEPEST:
+                raise DataError(f"{named}: nested more than {_DEEPEST} deep")
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            return node
+
     try:
-        loaded = yaml.safe_load(read_text(path, flag))
-    except yaml.YAMLError as error:
-        raise DataError(f"{named}: not YAML ({one_line(error)})") from error
+        loaded = yaml.load(read_text(path, flag, most=_MOST_SETTINGS_BYTES), Loader)
+    except DataError:
+        raise
+    # PyYAML lets errors of dates and numbers out as they are.
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError, AttributeError) as error:
+        raise DataError(f"{named}: not YAML ({one_line(error, 300)})") from error
     if not isinstance(loaded, dict):
         raise DataError(f"{named}: expected a mapping of settings, as in lr: 1.0e-4")
+    level, count = [loaded], 0
+    while level:
+        level = [each for outer in level for each in _inner(outer)]
+        count += sum(map(len, level))
+        if count > _MOST_SETTINGS:
+            raise DataError(f"{named}: has more than {_MOST_SETTINGS} entries, aliases counted")
     return loaded
 
 
 def nearest_path(path: Path) -> str:
     """`` (nearest: ...)``: a file beside a missing ``path`` with a similar name, of token files
     another ``.idx``; empty without any."""
-    if path.exists() or not path.parent.is_dir():
+    try:
+        if path.exists() or not path.parent.is_dir():
+            return ""
+        names = [each.name for each in path.parent.iterdir()]
+    except (OSError, ValueError):  # a name that no file can have
         return ""
-    names = [each.name for each in path.parent.iterdir()]
     if path.suffix == ".idx":
         names = [name for name in names if name.endswith(".idx")]
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
     return f" (nearest: {path.parent / near[0]})" if near else ""
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits, at most {_MOST_DIGITS} are read")
+    return int(digits)
+
+
+def _inner(value: Any) -> list[Any]:
+    """The structures directly inside a structure."""
+    values = value.values() if isinstance(value, dict) else value
+    return [each for each in values if isinstance(each, _STRUCTURES)]

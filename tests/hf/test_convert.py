@@ -438,3 +438,17 @@ def test_of_many_names_the_first_three_are_told(count: int, text: str) -> None:
 def test_types_of_one_size_are_two_types() -> None:
     with pytest.raises(DataError, match="x: a is float16, b is bfloat16; "):
         one_dtype({"a": torch.float16, "b": torch.bfloat16}, Path("x"))
+
+
+def test_a_changed_file_beside_a_converted_checkpoint_is_named(
+    made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Its ``config.json`` shapes what is exported."""
+    ours = tmp_path / "ours"
+    to_megatron(made("llama"), ours, progress=lambda _: None)
+    config = ours / "hf" / "config.json"
+    config.write_text(config.read_text().replace("rms_norm_eps", "rms_norm_epx"))
+    with pytest.raises(DataError, match=r"hf/config\.json: damaged since .*convert again"):
+        to_hf(ours, tmp_path / "back", progress=lambda _: None)
+    (ours / "hf" / "checksums.json").unlink()
+    to_hf(ours, tmp_path / "back", progress=lambda _: None)

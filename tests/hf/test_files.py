@@ -15,7 +15,7 @@ from megatron.dpp_train.hf import files as hf_files
 from megatron.dpp_train.hf import read_config
 from megatron.dpp_train.hf.fields import ORIGIN
 from megatron.dpp_train.hf.model import args_of_model
-from megatron.dpp_train.hf.weights import INDEX, WEIGHTS
+from megatron.dpp_train.hf.weights import INDEX, WEIGHTS, find_weights
 from megatron.dpp_train.options.arguments import parse_args
 from megatron.dpp_train.options.validate import validate
 from tests.hf.tiny import SIZES
@@ -222,3 +222,65 @@ def test_a_converted_checkpoint_brings_its_whole_model(
 def test_every_attribute_of_the_structure_is_one_of_a_flag() -> None:
     args = parse_args([])
     assert [name for name in STRUCTURE if not hasattr(args, name)] == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, 10**400) for key in ("rope_theta", "hidden_size", "rms_norm_eps")),
+        *((key, "deep") for key in ("rope_parameters", "model_type", "unknown")),
+        ("num_hidden_layers", 10**6),
+        ("vocab_size", 2**40),
+        ("rope_theta", 1e308),
+        ("rope_theta", float("inf")),
+        ("rope_parameters", {"rope_type": "yarn", "factor": float("nan")}),
+        ("model_type", ["llama"]),
+        ("intermediate_size", "x" * 100_000),
+    ],
+)
+def test_a_config_of_any_content_is_one_short_error(key: str, value: Any, tmp_path: Path) -> None:
+    text = json.dumps(_LLAMA | {key: value})
+    if value == "deep":
+        text = text.replace('"deep"', "[" * 5000 + "]" * 5000)
+    (tmp_path / "config.json").write_text(text)
+    if value == 1e308:  # a whole number all the same
+        assert read_config(tmp_path).flags["rotary-base"] == int(value)
+        return
+    with pytest.raises(DataError, match=r"config\.json: ") as refused:
+        read_config(tmp_path)
+    assert len(str(refused.value)) < 400 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {},
+        [],
+        "x",
+        {"dtype": "F32", "data_offsets": [0, 8]},
+        {"shape": [2], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2]},
+        {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]},
+        {"dtype": ["F32"], "shape": [2], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [0, 8, 8]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]},
+        {"dtype": "F32", "shape": [10**400], "data_offsets": [0, 8]},
+    ],
+)
+def test_a_header_of_tensors_that_says_nonsense_is_refused(entry: Any, tmp_path: Path) -> None:
+    header = json.dumps({"a": entry}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(8)
+    (tmp_path / WEIGHTS).write_bytes(content)
+    with pytest.raises(DataError, match=r"model\.safetensors: "):
+        find_weights(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "../x", "/etc/passwd", "", 1, None, "a\0b"])
+def test_a_file_name_of_an_index_is_that_of_a_file(name: Any, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(DataError):
+        find_weights(tmp_path)

@@ -79,7 +79,7 @@ def read_header(path: Path) -> TraceFile:
         with open_to_read(path) as file:
             first, second = (file.readline(_LONGEST_HEAD).decode() for _ in range(2))
         head = json.loads(second.rstrip().rstrip(","))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: not a readable trace file ({error})") from None
     if first.strip() != "[" or not isinstance(head, dict) or head.get("name") != HEADER_NAME:
         raise DataError(f"{path}: not a trace file of this project (no {HEADER_NAME} header)")
@@ -100,7 +100,10 @@ def read_header(path: Path) -> TraceFile:
 
 def parse_event(line: str) -> Event:
     """One line of a trace file; ValueError where it is no event."""
-    event = json.loads(line.rstrip().rstrip(","))
+    try:
+        event = json.loads(line.rstrip().rstrip(","))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     whole = isinstance(event, dict) and isinstance(event.get("args", {}), dict)
     if not whole or not event.keys() >= (_META_KEYS if event.get("ph") == "M" else _KEYS):
         raise ValueError("no event")

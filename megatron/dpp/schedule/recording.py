@@ -283,7 +283,7 @@ def _check_header(file: Path, header: dict[str, Any]) -> None:
 def _parse(file: Path, number: int, line: str) -> dict[str, Any]:
     try:
         parsed = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{setting('replay', file)}, line {number}: not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise DataError(f"{setting('replay', file)}, line {number}: expected a JSON object")

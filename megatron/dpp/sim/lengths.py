@@ -108,7 +108,7 @@ def read_costs(path: str) -> LengthCosts:
         fixed = float(found["fixed"])
         kinds = [tuple(float(x) for x in found[name]) for name in ("per_token", "per_square")]
         (a, b, c), (d, e, f) = kinds
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise DataError(
             f"{core_setting('length_costs', path)}: expected the file that `megatron-dpp report` "
             f"writes for it ({error})"

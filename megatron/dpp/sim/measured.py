@@ -100,7 +100,7 @@ def load_costs(path: str | Path) -> MeasuredCosts:
         data = json.loads(read_bytes(path))
     except OSError as error:
         raise DataError(f"cost file {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"cost file {path}: not JSON: {error}") from error
     return parse_costs(data, f"cost file {path}")
 

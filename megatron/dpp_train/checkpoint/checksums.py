@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron.dpp.errors import DataError
 from megatron.dpp.safe_files import open_text_to_write, open_to_read, read_bytes
 from megatron.dpp_train.checkpoint import durable
+from megatron.dpp_train.text_files import parse_json
 
 NAME = "checksums.json"
 _NOTES = ".checksums-"
@@ -39,7 +40,7 @@ def write(target: Path) -> None:
     sums: Sums = {}
     for path in target.glob(f"{_NOTES}*"):
         with durable.naming(path), contextlib.suppress(ValueError):
-            sums |= json.loads(read_bytes(path))
+            sums |= parse_json(read_bytes(path), path)
         path.unlink()
     for path in sorted(each for each in target.rglob("*") if each.is_file()):
         name = str(path.relative_to(target))
@@ -58,23 +59,29 @@ def read(path: Path) -> Sums | None:
     """
     file = path / NAME
     try:
-        content = json.loads(read_bytes(file))
-        sums: Sums = content["crc32"]
-        damaged = content["own"] != _own(sums)
+        text = read_bytes(file)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except OSError as error:
         raise DataError(f"{file}: unreadable ({error}); the checkpoint is damaged") from error
-    if damaged:
+    content = parse_json(text, f"{file}: damaged")
+    sums = content.get("crc32") if isinstance(content, dict) else None
+    if not isinstance(sums, dict) or not all(_is_sum(*each) for each in sums.items()):
+        raise DataError(f"{file}: holds no checksums of files; the checkpoint is damaged")
+    if content.get("own") != _own(sums):
         raise DataError(f"{file}: its own checksum does not match; the checkpoint is damaged")
     return sums
 
 
-def check(path: Path, sums: Sums, names: Sequence[str]) -> None:
+_ADVICE = "load the checkpoint of another iteration"
+
+
+def check(path: Path, sums: Sums, names: Sequence[str], advice: str = _ADVICE) -> None:
     """Compare files of the checkpoint in ``path`` with their checksums.
 
     Args:
         names: those to compare, of ``sums``.
+        advice: what to do about a file that differs, for errors.
 
     Raises:
         DataError: naming the first file that is missing or differs.
@@ -89,7 +96,7 @@ def check(path: Path, sums: Sums, names: Sequence[str]) -> None:
         if found != sums[name]:
             raise DataError(
                 f"{path / name}: damaged since it was saved (CRC-32 and size are {found}, "
-                f"{NAME} has {sums[name]}); load the checkpoint of another iteration"
+                f"{NAME} has {sums[name]}); {advice}"
             )
 
 
@@ -99,6 +106,12 @@ def _sum(path: Path) -> str:
         while block := file.read(_BLOCK_BYTES):
             crc, size = zlib.crc32(block, crc), size + len(block)
     return f"{crc:08x} {size}"
+
+
+def _is_sum(name: str, value: object) -> bool:
+    """True for a file below the checkpoint's directory, with its checksum."""
+    inside = not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name
+    return inside and isinstance(value, str)
 
 
 def _own(sums: Sums) -> str:

@@ -12,19 +12,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import DataError, one_line, shown
 from megatron.dpp.safe_files import private_directory, share_directory
 from megatron.dpp_train.checkpoint import checksums, durable
 from megatron.dpp_train.checkpoint.reader import read_pickle
 from megatron.dpp_train.options.run_config import Settings
+from megatron.dpp_train.text_files import read_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _UNFINISHED, _REPLACED, _REMOVED = ".unfinished", ".replaced", ".removed"
+_MOST_TRACKER_BYTES = 1 << 12
 _HEADS = ("metadata.json", "common.pt", ".metadata")
 _ENGINE_OPTIMIZER, _ENGINE_MODEL = "_optim_states.pt", "_model_states.pt"
 
@@ -119,26 +122,42 @@ def find(root: str | None, step: int | None = None) -> Found | None:
         return None
     tracker = Path(root) / TRACKER
     if step is None:
-        if not tracker.is_file():
-            return None
-        try:
-            text = tracker.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{tracker}: unreadable ({error})") from error
+        if not os.path.lexists(tracker):
+            return _without_tracker(Path(root))
+        text = read_text(tracker, most=_MOST_TRACKER_BYTES).strip()
         if text == "release":
             return Found(Path(root) / "release", 0, release=True)
-        if not text.isdigit():
-            raise DataError(f"{tracker}: holds {text!r}, expected an iteration number")
+        if not re.fullmatch(r"[0-9]{1,18}", text):
+            raise DataError(f"{tracker}: holds {shown(text)}, expected an iteration number")
         step = int(text)
     path = directory(root, step)
     if not path.is_dir():
         replaced = path.with_suffix(_REPLACED)  # died between the two renames of commit()
         if replaced.is_dir():
             return Found(replaced, step)
-        whole = re.compile(r"iter_\d+")
-        there = sorted(p.name for p in Path(root).glob("iter_*") if whole.fullmatch(p.name))
-        raise DataError(f"{path}: no such checkpoint; there are: {', '.join(there) or 'none'}")
+        there = ", ".join(each.name for each in _whole(Path(root))) or "none"
+        raise DataError(f"{path}: no such checkpoint; there are: {there}")
     return Found(path, step)
+
+
+def _without_tracker(root: Path) -> Found | None:
+    """The checkpoint of a job that died in its first save, before the tracker file; None where
+    there is no checkpoint. A tracker file that was lost is an error: parameters would be random."""
+    there = _whole(root)
+    if len(there) == 1 and (there[0] / checksums.NAME).is_file():
+        return Found(there[0], int(there[0].name.removeprefix("iter_")))
+    if there:
+        raise DataError(
+            f"{root / TRACKER}: missing, but there are {', '.join(each.name for each in there)}; "
+            "name an iteration (--ckpt-step or --step), or start anew without --load"
+        )
+    return None
+
+
+def _whole(root: Path) -> list[Path]:
+    """Directories of checkpoints that have their names."""
+    name = re.compile(r"iter_[0-9]{7,18}")
+    return sorted(each for each in root.glob("iter_*") if name.fullmatch(each.name))
 
 
 def find_named(path: Path, step: int | None = None) -> Found | None:
@@ -164,7 +183,7 @@ def find_start(args: Settings) -> Found | None:
         DataError: there is none although the flags demand one, or it is broken.
     """
     found = getattr(args, "start", None)
-    own = args.load and (Path(args.load) / TRACKER).is_file()
+    own = args.load and (os.path.lexists(Path(args.load) / TRACKER) or _whole(Path(args.load)))
     if found is None and args.pretrained_checkpoint and not own:
         found = find(args.pretrained_checkpoint, args.ckpt_step)
         if found is None:
@@ -305,14 +324,17 @@ def _check_distributed(path: Path) -> None:
         if not (path / name).is_file():
             raise DataError(f"{path / name}: missing; the checkpoint is not whole")
     try:
-        stored = read_pickle(path / ".metadata").storage_data
+        ends: dict[str, int] = {}
+        for info in read_pickle(path / ".metadata").storage_data.values():
+            name, end = Path(info.relative_path).name, info.offset + info.length
+            if name != info.relative_path or min(info.offset, info.length) < 0:
+                raise DataError(f"{path / '.metadata'}: a tensor is in {shown(info.relative_path)}")
+            ends[name] = max(ends.get(name, 0), end)
     except DataError:
         raise
     except Exception as error:  # a broken pickle raises anything
-        raise DataError(f"{path / '.metadata'}: unreadable ({error})") from error
-    ends: dict[str, int] = {}
-    for info in stored.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        why = one_line(error, 200)
+        raise DataError(f"{path / '.metadata'}: unreadable ({why})") from error
     for name, end in sorted(ends.items()):
         file = path / name
         size = file.stat().st_size if file.is_file() else -1

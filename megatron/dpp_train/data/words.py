@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.options.run_config import Settings
-from megatron.dpp_train.text_files import read_text
+from megatron.dpp_train.text_files import read_json, read_text
 
 
 def data_words(args: Settings) -> tuple[list[str] | None, list[Any] | None]:
@@ -22,16 +21,25 @@ def data_words(args: Settings) -> tuple[list[str] | None, list[Any] | None]:
     if args.data_path:
         return list(args.data_path), None
     if args.per_split_data_args_path:
-        try:
-            lists = json.loads(
-                read_text(args.per_split_data_args_path, "--per-split-data-args-path")
-            )
-            paths = [lists[name] for name in ("train", "valid", "test")]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"--per-split-data-args-path {args.per_split_data_args_path}: "
-                f"expected a JSON object with train, valid and test ({error})"
-            ) from error
-        return None, [path.split() if isinstance(path, str) else path for path in paths]
+        return None, _split_words(args.per_split_data_args_path)
     paths = [args.train_data_path, args.valid_data_path, args.test_data_path]
     return None, paths if any(paths) else None
+
+
+def _split_words(path: str) -> list[list[str] | None]:
+    """The words of each split in the file of ``--per-split-data-args-path``."""
+    lists = read_json(path, "--per-split-data-args-path")
+    found: list[list[str] | None] = []
+    for name in ("train", "valid", "test"):
+        words: Any = lists.get(name, False) if isinstance(lists, dict) else False
+        if isinstance(words, str):
+            words = words.split()
+        if isinstance(words, list) and all(isinstance(each, str | int | float) for each in words):
+            words = [str(each) for each in words]
+        elif words is not None:
+            raise DataError(
+                f"--per-split-data-args-path {path}: expected a JSON object with the data prefixes "
+                "of train, valid and test"
+            )
+        found.append(words)
+    return found

@@ -18,8 +18,8 @@ from megatron.dpp_train.checkpoint.saved_args import saved_args
 from megatron.dpp_train.data.chats import ChatEncoder, find_templates
 from megatron.dpp_train.data.vocabulary import tokenizer_flags
 from megatron.dpp_train.hf import HfConfig, read_config
-from megatron.dpp_train.hf.fields import CONFIG, find_origin
-from megatron.dpp_train.hf.files import tokens_of
+from megatron.dpp_train.hf.fields import CONFIG
+from megatron.dpp_train.hf.files import find_whole_origin, tokens_of
 from megatron.dpp_train.hf.model import check_same, completed
 from megatron.dpp_train.text_files import nearest_path, read_text
 from megatron.dpp_train.tokenizers import NullTokenizer, Tokenizer, tokenizer_for
@@ -114,7 +114,7 @@ def find_source(path: Path, step: int | None, engine: str) -> Source:
     if saved is None:
         raise DataError(f"{found.path}: holds no arguments, so its model is not known")
     started = [getattr(saved, name, None) for name in ("load_hf", "pretrained_checkpoint", "load")]
-    folder = find_origin(found.path.parent, started)
+    folder = find_whole_origin(found.path.parent, started)
     config = _config_of(folder, saved) if folder else None
     folder = folder if config else None
     return Source(path=path, found=found, saved=saved, folder=folder, config=config)

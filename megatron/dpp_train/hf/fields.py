@@ -6,21 +6,24 @@ generate may be left, and a note names it.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import DataError, one_line
+from megatron.dpp.errors import DataError, shown
 from megatron.dpp_train.hf.rotary import add_rotary
 from megatron.dpp_train.hf.tables import TABLES, Sizes
-from megatron.dpp_train.text_files import read_text
+from megatron.dpp_train.text_files import read_json
 
 CONFIG = "config.json"
 ORIGIN = "hf"
 """Folder beside a converted checkpoint that keeps ``config.json`` and the tokenizer."""
+_MOST_CONFIG_BYTES = 1 << 24
+_MOST = {"num_hidden_layers": 10_000, "n_layer": 10_000}
+_MOST_OF_ALL = 1 << 31
+"""Sizes from which on a ``config.json`` is taken for a damaged one."""
 Config = dict[str, Any]
 """The content of a ``config.json``."""
 
@@ -202,11 +205,7 @@ def read_config(folder: str | Path) -> HfConfig:
         DataError: there is none, or a model of this kind cannot be trained here.
     """
     path = Path(folder) / CONFIG
-    text = read_text(path)
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({one_line(error)})") from error
+    content = read_json(path, most=_MOST_CONFIG_BYTES)
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object")
     return parse_config(content, str(path))
@@ -239,7 +238,8 @@ def parse_config(content: Config, where: str) -> HfConfig:
     family = FAMILIES.get(str(name))
     if family is None:
         raise DataError(
-            f"{where}: model_type {name!r} is not supported; expected one of {', '.join(FAMILIES)}"
+            f"{where}: model_type {shown(name)} is not supported; expected one of "
+            f"{', '.join(FAMILIES)}"
         )
     original, content = content, _renamed(family, content)
     if content.get("quantization_config"):
@@ -247,7 +247,7 @@ def parse_config(content: Config, where: str) -> HfConfig:
     for key, values in family.only.items():
         if content.get(key, values[0]) not in values:
             raise DataError(
-                f"{where}: {key} is {content[key]!r}, which cannot be trained here; expected "
+                f"{where}: {key} is {shown(content[key])}, which cannot be trained here; expected "
                 f"{values[0]!r}"
             )
     filled = _filled(family, content, where)
@@ -265,7 +265,7 @@ def parse_config(content: Config, where: str) -> HfConfig:
         flags["moe-router-pre-softmax"] = True
     known = {*family.mapped, *family.only, *_SILENT}
     notes += [
-        f"{where}: {key} {json.dumps(value)} is not mapped to a flag"
+        f"{where}: {key} {shown(value)} is not mapped to a flag"
         for key, value in content.items()
         if key not in known and value not in (None, False, 0, 0.0, [], {})
     ]
@@ -305,14 +305,17 @@ def _filled(family: Family, content: Config, where: str) -> Config:
         if filled[key] is None:
             filled[key] = family.usual[key]
         if not isinstance(filled[key], int | float) or not 0 <= filled[key] < math.inf:
-            raise DataError(f"{where}: {key} is {filled[key]!r}, expected a number from 0 on")
+            raise DataError(f"{where}: {key} is {shown(filled[key])}, expected a number from 0 on")
     return filled
 
 
 def _whole(content: Config, key: str, where: str) -> int:
     value = content.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise DataError(f"{where}: {key} is {value!r}, expected a whole number above 0")
+        raise DataError(f"{where}: {key} is {shown(value)}, expected a whole number above 0")
+    most = _MOST.get(key, _MOST_OF_ALL)
+    if value > most:
+        raise DataError(f"{where}: {key} is {value}, expected at most {most}")
     return value
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,9 @@ from megatron.dpp.naming import flag_name
 from megatron.dpp_train.checkpoint.files import Found, find_start
 from megatron.dpp_train.checkpoint.saved_args import saved_args
 from megatron.dpp_train.hf import read_config
-from megatron.dpp_train.hf.fields import CONFIG, find_origin
+from megatron.dpp_train.hf.fields import CONFIG
 from megatron.dpp_train.hf.model import check_same
 from megatron.dpp_train.hf.weights import find_weights
-from megatron.dpp_train.options.run_config import Settings
-from megatron.dpp_train.text_files import read_text
 from megatron.dpp_train.tokenizers import PIECE_TYPES, PIECES
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
@@ -85,7 +82,7 @@ def tokens_of(found: Found, saved: Any) -> int | None:
     if known is not None:
         return int(known)
     started = [getattr(saved, name, None) for name in ("load_hf", "pretrained_checkpoint", "load")]
-    folder = find_origin(found.path.parent, started)
+    folder = find_whole_origin(found.path.parent, started)
     try:
         return read_config(folder).sizes.vocab if folder else None
     except DataError:  # another model's since
@@ -96,13 +93,6 @@ def _refuse_engines(args: Settings, given: str, instead: str) -> None:
     for name in ("use_torch_fsdp2", "deepspeed_zero_stage"):
         if getattr(args, name):
             raise DataError(f"{given} does not go with {flag_name(name)}: {instead}")
-
-
-def origin_of(args: Settings) -> Path | None:
-    """The folder with the ``config.json`` of the model that a run starts from."""
-    if args.load_hf:
-        return Path(args.load_hf)
-    return find_origin(Path(args.save or ""), (args.pretrained_checkpoint, args.load))
 
 
 def _check_model(args: Settings, folder: Path, given: str) -> None:
@@ -150,11 +140,11 @@ def _check_pieces(ours: Path, folder: Path) -> None:
 def _ids(file: Path) -> dict[str, int]:
     """Token -> id; nothing where the file is of another kind."""
     try:
-        content = json.loads(read_text(file))
+        content = read_json(file)
         vocab = content["model"]["vocab"] if "model" in content else content
         if isinstance(vocab, list):  # with scores, in the order of ids
             vocab = {token: index for index, (token, _) in enumerate(vocab)}
         added = content["added_tokens"] if "model" in content else []
         return dict(vocab) | {each["content"]: each["id"] for each in added}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import DataError, shown
 
 _LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -30,14 +30,16 @@ def add_rotary(flags: dict[str, Any], filled: _Fields, where: str) -> None:
     """
     new, old = filled.get("rope_parameters"), filled.get("rope_scaling")
     if new and old and new != old:
-        raise DataError(f"{where}: rope_parameters is {new}, rope_scaling is {old}; remove one")
+        raise DataError(
+            f"{where}: rope_parameters is {shown(new)}, rope_scaling is {shown(old)}; remove one"
+        )
     rope = new or old or {}
     if not isinstance(rope, dict):
-        raise DataError(f"{where}: rope_parameters is {rope!r}, expected an object")
+        raise DataError(f"{where}: rope_parameters is {shown(rope)}, expected an object")
     rope = {key: value for key, value in rope.items() if value is not None}
     theta = rope.pop("rope_theta", filled["rope_theta"])
     if not isinstance(theta, int | float) or not float(theta).is_integer() or theta < 1:
-        raise DataError(f"{where}: rope_theta is {theta!r}, expected a whole number")
+        raise DataError(f"{where}: rope_theta is {shown(theta)}, expected a whole number")
     flags["rotary-base"] = int(theta)
     if rope.get("partial_rotary_factor") == 1:
         del rope["partial_rotary_factor"]

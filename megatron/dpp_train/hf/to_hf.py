@@ -14,7 +14,8 @@ from megatron.dpp_train.checkpoint import files as checkpoint_files
 from megatron.dpp_train.checkpoint.saved_args import saved_args
 from megatron.dpp_train.hf import Entry, HfConfig, Part, entries, read_config, write_config
 from megatron.dpp_train.hf.checkpoint import Stored
-from megatron.dpp_train.hf.fields import CONFIG, find_origin, parse_config
+from megatron.dpp_train.hf.fields import CONFIG, parse_config
+from megatron.dpp_train.hf.files import find_whole_origin
 from megatron.dpp_train.hf.folder import Shards, copy_files, one_dtype
 from megatron.dpp_train.hf.model import check_same, completed
 from megatron.dpp_train.hf.rules import split
@@ -53,7 +54,7 @@ def to_hf(
         raise DataError(f"{source}: neither a Hugging Face model nor a checkpoint is there")
     args = saved_args(found)
     started = [getattr(args, name, None) for name in ("load_hf", "pretrained_checkpoint", "load")]
-    like = like or find_origin(found.path.parent, started)
+    like = like or find_whole_origin(found.path.parent, started)
     if like is None and family is None:
         raise DataError(
             f"{source}: its config.json is not known; name the folder of the model that training "

@@ -63,6 +63,7 @@ def to_megatron(
         origin.mkdir()
         shutil.copyfile(source / CONFIG, origin / CONFIG)
         copy_files(source, origin)
+        checksums.write(origin)
         (scratch / checkpoint_files.TRACKER).write_text("release", encoding="utf-8")
     folder.close()
     return list(folder.config.notes)

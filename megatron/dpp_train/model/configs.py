@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-import json
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from megatron.dpp_train.data.words import data_words
 from megatron.dpp_train.options.fields import enum_rows
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.options.validate_ranges import check_engine
-from megatron.dpp_train.text_files import read_text
+from megatron.dpp_train.text_files import read_json
 
 Args = RunConfig
 
@@ -233,11 +232,12 @@ def sequences_per_dataset(args: Args) -> dict[str, int] | None:
         DataError: the file is missing or not JSON.
     """
     path = args.per_dataset_sequences_path
-    try:
-        text = None if path is None else read_text(path, "--per-dataset-sequences-path")
-        counts: dict[str, int] | None = None if text is None else json.loads(text)
-    except ValueError as error:
-        raise DataError(f"--per-dataset-sequences-path {path}: not JSON ({error})") from error
+    if path is None:
+        return None
+    flag = "--per-dataset-sequences-path"
+    counts = read_json(path, flag)
+    if not isinstance(counts, dict) or not all(type(each) is int for each in counts.values()):
+        raise DataError(f"{flag} {path}: expected a JSON object of data prefixes and numbers")
     return counts
 
 
