@@ -27,6 +27,7 @@ ENGINE_ROOMS = {
     "config": {"errors"},
     "hosts": {"errors"},
     "safe_files": set(),
+    "budget": set(),
     "processes": set(),
     "locks": {"errors", "safe_files"},
     "index_files": {"errors", "safe_files"},
@@ -50,7 +51,7 @@ ENGINE_ROOMS = {
 }
 BASE = {
     *("errors", "config", "hosts", "locks", "index_files", "command_line", "inject", "flags"),
-    *("naming", "processes", "safe_files"),
+    *("budget", "naming", "processes", "safe_files"),
 }
 OPEN_TO_THE_TRAINER = {
     *BASE,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.safe_files import open_to_read
@@ -15,12 +15,14 @@ _HEADER = 34
 
 TOKEN_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 """NumPy's names of megatron-core's dtype codes that token ids can have."""
+_MOST_LOOKED_AT = 1 << 24
 TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 """Bytes per token of megatron-core's dtype codes."""
 
 
 def check_index(prefix: str) -> tuple[int, int]:
-    """Compare the sizes of ``prefix.idx`` and ``prefix.bin`` with what the index's header says.
+    """Compare the sizes of ``prefix.idx`` and ``prefix.bin`` with what the index's header says, and
+    the parts of an index of up to 2**24 sequences with each other.
 
     Returns:
         The number of its sequences and of its documents.
@@ -55,10 +57,31 @@ def check_index(prefix: str) -> tuple[int, int]:
         (length,) = struct.unpack("<i", file.read(4))
         file.seek(34 + sequences * 4 + (sequences - 1) * 8)
         (pointer,) = struct.unpack("<q", file.read(8))
+        if sequences <= _MOST_LOOKED_AT and not _fits(
+            file, sequences, documents, TOKEN_BYTES[code]
+        ):
+            raise DataError(f"{index}: damaged: its lengths and places contradict each other")
     needed = pointer + length * TOKEN_BYTES[code]
     if data.stat().st_size != needed:
         raise DataError(f"{data}: {data.stat().st_size} bytes, but {index.name} says {needed}")
     return sequences, documents - 1  # it holds where each begins, and the end
+
+
+def _fits(file: IO[bytes], sequences: int, documents: int, token_bytes: int) -> bool:
+    """True if the sequences lie one behind the other, and the documents begin in their order, or if
+    there are too many to look at."""
+    import numpy
+
+    if sequences > _MOST_LOOKED_AT:
+        return True
+    file.seek(34)
+    lengths = numpy.frombuffer(file.read(sequences * 4), numpy.int32).astype(numpy.int64)
+    places = numpy.frombuffer(file.read(sequences * 8), numpy.int64)
+    begins = numpy.frombuffer(file.read(documents * 8), numpy.int64)
+    if lengths.min() < 0 or not documents or (begins[0], begins[-1]) != (0, sequences):
+        return False
+    ends = numpy.cumsum(lengths * token_bytes)
+    return bool((places == ends - lengths * token_bytes).all() and (numpy.diff(begins) >= 0).all())
 
 
 def read_lengths(prefix: str) -> Any:

@@ -109,8 +109,12 @@ def _umask() -> int:
 
 
 def _check_name(path: str | Path) -> None:
-    if "\0" in os.fspath(path):
-        raise _refusal("has a zero byte in its name", str(path))
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError as error:
+        raise _refusal("is no name of a file", ascii(str(path))) from error
+    if b"\0" in name:
+        raise _refusal("is no name of a file", ascii(str(path)))
 
 
 def _open_regular(path: str, _: int) -> int:

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import errno
 import os
-import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -473,73 +472,3 @@ def test_a_file_that_changed_after_its_rank_wrote_it_is_damaged(tmp_path: Path) 
     checksums.check(tmp_path, sums, ["other"])
     with pytest.raises(DataError, match="state: damaged since it was saved"):
         checksums.check(tmp_path, sums, ["other", "state"])
-
-
-@pytest.mark.parametrize("text", ["\u00b2", "9" * 5000, "1\n2", "\u0663", "1" * 19])
-def test_a_tracker_with_what_only_looks_like_a_number_is_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / files.TRACKER).write_text(text)
-    with pytest.raises(DataError, match=r"iteration\.txt: (holds|has more than)"):
-        files.find(str(tmp_path))
-
-
-def test_a_lost_tracker_is_no_start_from_random_parameters(tmp_path: Path) -> None:
-    """It names the iterations. The first save of a killed job is used, if it is whole."""
-    for iteration in (3, 6):
-        files.begin(tmp_path, iteration)
-        files.commit(tmp_path, iteration)
-    (tmp_path / files.TRACKER).unlink()
-    with pytest.raises(DataError, match="missing, but there are iter_0000003, iter_0000006"):
-        files.find_start(_start(load=str(tmp_path)))
-    with pytest.raises(DataError, match="missing, but there are"):
-        files.find_start(_start(load=str(tmp_path), pretrained_checkpoint=str(tmp_path)))
-    assert files.find(str(tmp_path), 3) == files.Found(tmp_path / "iter_0000003", 3)
-    shutil.rmtree(tmp_path / "iter_0000003")
-    assert files.find(str(tmp_path)) == files.Found(tmp_path / "iter_0000006", 6)
-    (tmp_path / "iter_0000006" / checksums.NAME).unlink()
-    with pytest.raises(DataError, match="missing, but there are iter_0000006"):
-        files.find(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        None,
-        argparse.Namespace(),
-        argparse.Namespace(storage_data=[]),
-        argparse.Namespace(storage_data={"a": 1}),
-        argparse.Namespace(
-            storage_data={"a": argparse.Namespace(relative_path=1, offset=0, length=1)}
-        ),
-        argparse.Namespace(
-            storage_data={"a": argparse.Namespace(relative_path="../x", offset=0, length=1)}
-        ),
-        argparse.Namespace(
-            storage_data={"a": argparse.Namespace(relative_path="x", offset="0", length=1)}
-        ),
-    ],
-)
-def test_metadata_of_a_wrong_shape_is_refused(
-    content: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "read_pickle", lambda _: content)
-    for name in ("metadata.json", "common.pt", ".metadata"):
-        (tmp_path / name).touch()
-    with pytest.raises(DataError, match=r"\.metadata: "):
-        files.check_whole(files.Found(tmp_path, 1), 1, 1)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        '{"crc32": [], "own": ""}',
-        '{"crc32": {"a": 1}, "own": ""}',
-        '{"crc32": {"../../etc/passwd": "0 0"}, "own": ""}',
-        '{"crc32": {"/etc/passwd": "0 0"}, "own": ""}',
-        "[" * 100_000,
-        "[]",
-    ],
-)
-def test_checksums_of_a_wrong_shape_are_refused(text: str, tmp_path: Path) -> None:
-    (tmp_path / checksums.NAME).write_text(text)
-    with pytest.raises(DataError, match=r"checksums\.json: .*damaged"):
-        checksums.read(tmp_path)

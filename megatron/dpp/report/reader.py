@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import DataError, shown
 from megatron.dpp.safe_files import open_to_read
 from megatron.dpp.trace.schema import HEADER_NAME, SCHEMA_VERSION, TraceLayout
 
@@ -83,16 +83,23 @@ def read_header(path: Path) -> TraceFile:
         raise DataError(f"{path}: not a readable trace file ({error})") from None
     if first.strip() != "[" or not isinstance(head, dict) or head.get("name") != HEADER_NAME:
         raise DataError(f"{path}: not a trace file of this project (no {HEADER_NAME} header)")
-    args = head["args"]
+    args = head.get("args")
+    if not isinstance(args, dict):
+        raise DataError(f"{path}: the header lacks 'args'")
     if args.get("schema") != SCHEMA_VERSION:
         raise DataError(
-            f"{path}: schema version {args.get('schema')}, this program reads {SCHEMA_VERSION}; "
-            "record the run again or use the version that wrote it"
+            f"{path}: schema version {shown(args.get('schema'))}, this program reads "
+            f"{SCHEMA_VERSION}; record the run again or use the version that wrote it"
         )
     try:
         layout = TraceLayout(**{f.name: args[f.name] for f in fields(TraceLayout)})
         names = ("rank", "device", "host", "process", "clock", "run", "start_ns", "start_unix_ns")
         values = {name: args[name] for name in names}
+        numbers = [values[name] for name in ("rank", "process", "start_ns", "start_unix_ns")]
+        numbers += [args[f.name] for f in fields(TraceLayout) if f.type in (int, "int")]
+        for number in numbers:
+            if type(number) is not int or abs(number) >= 1 << 63:
+                raise DataError(f"{path}: the header holds {shown(number)} as a whole number")
     except KeyError as error:
         raise DataError(f"{path}: the header lacks {error}") from None
     return TraceFile(path=path, layout=layout, complete=_is_complete(path), **values)

@@ -102,7 +102,7 @@ def read_metrics(path: Path, *, last_only: bool = False) -> list[dict[str, Any]]
         if last_only:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         for line in file:
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 values = json.loads(line)
                 if not (isinstance(values, dict) and "iteration" in values) or "set" in values:
                     continue
@@ -121,7 +121,7 @@ def read_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     with contextlib.suppress(OSError):
         for line in read_bytes(path).decode(errors="replace").splitlines():
             match = re.fullmatch(r"(# )?(\w+): (.+)", line)
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError, RecursionError):
                 if match:
                     every[match[2]] = json.loads(match[3])
                     if not match[1]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.dpp.errors import ConfigError, DataError, ReplayError, ScheduleError, setting
+from megatron.dpp.errors import ConfigError, DataError, ReplayError, ScheduleError, setting, shown
 from megatron.dpp.safe_files import open_text_to_write, open_to_read
 from megatron.dpp.schedule.actions import Action, Geometry
 from megatron.dpp.schedule.refusals import allowed, refusal
@@ -275,8 +275,8 @@ def _check_header(file: Path, header: dict[str, Any]) -> None:
         raise DataError(f"{setting('replay', file)}: not a recording made with {setting('record')}")
     if header.get("version") != _VERSION:
         raise DataError(
-            f"{setting('replay', file)}: format version {header.get('version')}, this program "
-            f"reads {_VERSION}"
+            f"{setting('replay', file)}: format version {shown(header.get('version'))}, this "
+            f"program reads {_VERSION}"
         )
 
 

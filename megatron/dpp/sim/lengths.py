@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megatron.dpp.errors import ConfigError, DataError, core_setting
+from megatron.dpp.errors import ConfigError, DataError, core_setting, one_line
 from megatron.dpp.safe_files import read_bytes
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.costs import Costs, Hop
@@ -108,10 +108,12 @@ def read_costs(path: str) -> LengthCosts:
         fixed = float(found["fixed"])
         kinds = [tuple(float(x) for x in found[name]) for name in ("per_token", "per_square")]
         (a, b, c), (d, e, f) = kinds
+        if not all(map(math.isfinite, (fixed, a, b, c, d, e, f))):
+            raise ValueError("a time is no number")
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise DataError(
             f"{core_setting('length_costs', path)}: expected the file that `megatron-dpp report` "
-            f"writes for it ({error})"
+            f"writes for it ({one_line(error, 200)})"
         ) from error
     return LengthCosts(fixed=fixed, per_token=(a, b, c), per_square=(d, e, f))
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import DataError, one_line, shown
 from megatron.dpp.safe_files import read_bytes
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.costs import Costs, Hop, Shape
@@ -114,11 +114,11 @@ def parse_costs(data: Any, name: str) -> MeasuredCosts:
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         raise DataError(f'{name}: its "format" is not "{_FORMAT}"')
     if data.get("version") != _VERSION:
-        raise DataError(f"{name}: version {data.get('version')}, this reads {_VERSION}")
+        raise DataError(f"{name}: version {shown(data.get('version'))}, this reads {_VERSION}")
     try:
         return _parse(data)
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{name}: {type(error).__name__}: {error}") from error
+        raise DataError(f"{name}: {type(error).__name__}: {one_line(error, 200)}") from error
 
 
 def _parse(data: dict[str, Any]) -> MeasuredCosts:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import DataError, one_line
 from megatron.dpp.safe_files import open_text_to_write, read_bytes
 
 FILE = "lengths-d{}.jsonl"
@@ -49,11 +49,18 @@ def read_steps(folder: Path, replica: int = 0) -> dict[int, StepLengths]:
     if not path.is_file():
         return {}
     steps = {}
-    for number, line in enumerate(read_bytes(path).decode().splitlines(), 1):
+    for number, line in enumerate(read_bytes(path).splitlines(), 1):
         try:
-            found = json.loads(line)
+            found = dict(json.loads(line))
             iteration = int(found.pop("iteration"))
-            steps[iteration] = StepLengths(**found)
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}, line {number}: not a step's lengths ({error})") from error
+            step = StepLengths(**found)
+            if sorted(step.drawn) != list(range(len(step.microbatches))):
+                raise ValueError("drawn names other microbatches")
+            numbers = [step.padded, *(each for part in step.microbatches for each in part)]
+            if not all(type(each) is int for each in numbers):
+                raise ValueError("a length is no whole number")
+            steps[iteration] = step
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+            why = one_line(error, 200)
+            raise DataError(f"{path}, line {number}: not a step's lengths ({why})") from error
     return steps

@@ -13,8 +13,12 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from megatron.dpp.budget import budget
 from megatron.dpp.errors import DataError
 from megatron.dpp.safe_files import open_to_read, read_bytes
+
+_SECONDS, _MEMORY_BYTES = 60.0, 1 << 32
+"""Bounds of one pickle: a damaged one may ask for a memo of 32 GiB."""
 
 METADATA = re.compile(
     r"collections\.OrderedDict|builtins\.(set|frozenset)"
@@ -84,7 +88,7 @@ def load_plain(path: Path) -> Any:
     Raises:
         DataError: as :class:`PlainUnpickler`; a broken file raises anything.
     """
-    with open_to_read(path) as file:
+    with open_to_read(path) as file, budget(_SECONDS, _MEMORY_BYTES):
         return PlainUnpickler(file, path).load()
 
 
@@ -123,7 +127,9 @@ def read_pickle(path: Path) -> Any:
     Raises:
         DataError: as :class:`PlainUnpickler`; a broken file raises anything.
     """
-    return _Reader(read_bytes(path), path, METADATA).load()
+    content = read_bytes(path)
+    with budget(_SECONDS, _MEMORY_BYTES):
+        return _Reader(content, path, METADATA).load()
 
 
 def read_archive(path: Path) -> Any:

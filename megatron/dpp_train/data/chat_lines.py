@@ -223,6 +223,8 @@ def _checked(number: int, message: Message) -> bool:
     content, calls = message.get("content"), message.get("tool_calls")
     if not isinstance(message.get("role"), str):
         raise BadLine(f"{where} lacks a text for role")
+    if message["role"].splitlines() != [message["role"]]:
+        raise BadLine(f"the role of {where} is not one line of text")
     _refuse_fields(message, where)
     if calls is not None and (
         not isinstance(calls, list) or not all(isinstance(each, dict) for each in calls)

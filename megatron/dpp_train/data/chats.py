@@ -7,17 +7,16 @@ text that the template adds to that of the messages before it with ``add_generat
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import DataError, shown
 from megatron.dpp_train.data.chat_forms import is_whole, variants
 from megatron.dpp_train.data.chat_lines import Chat, Message, read_chat, texts_of
 from megatron.dpp_train.data.json_lines import BadLine
-from megatron.dpp_train.text_files import nearest_path, read_text
+from megatron.dpp_train.text_files import nearest_path, read_json, read_text
 from megatron.dpp_train.tokenizers import Tokenizer
 from megatron.dpp_train.tokenizers.templates import ChatTemplate, Rendered, Span, TemplateRefusal
 
@@ -60,13 +59,17 @@ def templates_beside(folder: Path) -> dict[str, str]:
     if not file.is_file():
         return {}
     try:
-        found: Any = json.loads(read_text(file)).get("chat_template")
+        found: Any = read_json(file).get("chat_template")
         if isinstance(found, list):  # several, by name
-            named = {str(each["name"]): str(each["template"]) for each in found}
-            return named if "default" in named else {}
+            found = {each["name"]: each["template"] for each in found}
+            if not all(isinstance(text, str) for pair in found.items() for text in pair):
+                raise TypeError("a name or a template is no text")
+            return found if "default" in found else {}
+        if not isinstance(found, str | None):
+            raise TypeError(f"a template is {shown(found)}")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{file}: holds no chat template ({error!r})") from error
-    return {} if found is None else {"default": str(found)}
+    return {} if found is None else {"default": found}
 
 
 def find_templates(

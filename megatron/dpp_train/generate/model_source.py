@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.dpp.errors import ConfigError, DataError, one_line, require_value
+from megatron.dpp.errors import ConfigError, DataError, one_line, require_value, shown
 from megatron.dpp.locks import scratch_directory
 from megatron.dpp_train.checkpoint.files import Found, check_whole, find_named
 from megatron.dpp_train.checkpoint.saved_args import saved_args
@@ -21,7 +20,7 @@ from megatron.dpp_train.hf import HfConfig, read_config
 from megatron.dpp_train.hf.fields import CONFIG
 from megatron.dpp_train.hf.files import find_whole_origin, tokens_of
 from megatron.dpp_train.hf.model import check_same, completed
-from megatron.dpp_train.text_files import nearest_path, read_text
+from megatron.dpp_train.text_files import nearest_path, read_json
 from megatron.dpp_train.tokenizers import NullTokenizer, Tokenizer, tokenizer_for
 
 if TYPE_CHECKING:
@@ -211,10 +210,14 @@ def ends_of(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
         path = source.folder and source.folder / name
         if found is None and path and path.is_file():
             try:
-                found = dict(json.loads(read_text(path))).get("eos_token_id")
+                found = dict(read_json(path)).get("eos_token_id")
             except (ValueError, TypeError) as error:
-                raise DataError(f"{path}: not a JSON object ({error})") from error
+                raise DataError(f"{path}: not a JSON object ({one_line(error)})") from error
     ends = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(end) is int for end in ends):
+        raise DataError(
+            f"{source.folder}: eos_token_id is {shown(found)}, expected numbers of tokens"
+        )
     return frozenset((*ends, tokenizer.eod))
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.naming import flag_name
+from megatron.dpp_train.checkpoint import checksums
 from megatron.dpp_train.checkpoint.files import Found, find_start
 from megatron.dpp_train.checkpoint.saved_args import saved_args
 from megatron.dpp_train.hf import read_config
-from megatron.dpp_train.hf.fields import CONFIG
+from megatron.dpp_train.hf.fields import CONFIG, find_origin
 from megatron.dpp_train.hf.model import check_same
 from megatron.dpp_train.hf.weights import find_weights
+from megatron.dpp_train.options.run_config import Settings
+from megatron.dpp_train.text_files import read_json
 from megatron.dpp_train.tokenizers import PIECE_TYPES, PIECES
 
 _VOCABULARIES = ("tokenizer.json", "vocab.json")
@@ -93,6 +97,27 @@ def _refuse_engines(args: Settings, given: str, instead: str) -> None:
     for name in ("use_torch_fsdp2", "deepspeed_zero_stage"):
         if getattr(args, name):
             raise DataError(f"{given} does not go with {flag_name(name)}: {instead}")
+
+
+def find_whole_origin(save: Path, started: Iterable[str | None]) -> Path | None:
+    """:func:`find_origin`, whose files are those of its conversion.
+
+    Raises:
+        DataError: a file was changed since, or is missing.
+    """
+    folder = find_origin(save, started)
+    if folder is not None:
+        sums = checksums.read(folder) or {}
+        advice = f"convert again; if you changed it yourself, remove {folder / checksums.NAME}"
+        checksums.check(folder, sums, list(sums), advice)
+    return folder
+
+
+def origin_of(args: Settings) -> Path | None:
+    """The folder with the ``config.json`` of the model that a run starts from."""
+    if args.load_hf:
+        return Path(args.load_hf)
+    return find_whole_origin(Path(args.save or ""), (args.pretrained_checkpoint, args.load))
 
 
 def _check_model(args: Settings, folder: Path, given: str) -> None:

@@ -58,7 +58,7 @@ def add_rotary(flags: dict[str, Any], filled: _Fields, where: str) -> None:
         flags["rotary-seq-len-interpolation-factor"] = int(factor)
     elif kind != "default":
         raise DataError(
-            f"{where}: rope_type {kind!r} cannot be trained here; expected default, linear, "
+            f"{where}: rope_type {shown(kind)} cannot be trained here; expected default, linear, "
             f"{' or '.join(_SCALED)}"
         )
     if rope:
@@ -73,7 +73,8 @@ def _add_llama3(flags: dict[str, Any], rope: _Fields, filled: _Fields, where: st
         found = rope.pop(key, None)
         if found != value:
             raise DataError(
-                f"{where}: {key} of rope_type llama3 is {found!r}; megatron-core knows {value} only"
+                f"{where}: {key} of rope_type llama3 is {shown(found)}; megatron-core knows "
+                f"{value} only"
             )
     factor = _number(rope, "factor", "llama3", where, least=1)
     flags |= {"use-rope-scaling": True, "rope-scaling-factor": factor}
@@ -131,7 +132,7 @@ def _number(
         return float(default)
     if not isinstance(value, int | float) or not least <= value < math.inf:
         raise DataError(
-            f"{where}: {key} of rope_type {kind} is {value!r}, expected {least:g} or more"
+            f"{where}: {key} of rope_type {kind} is {shown(value)}, expected {least:g} or more"
         )
     return float(value)
 

@@ -13,7 +13,7 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, one_line
 from megatron.dpp_train.text_files import read_mapping
 
 
@@ -70,7 +70,7 @@ def _typed(path: str, key: str, action: argparse.Action, value: Any) -> Any:
             return [kind(str(entry)) for entry in entries]
         converted = kind(str(value))
     except (ValueError, argparse.ArgumentTypeError) as error:
-        raise ConfigError(f"--yaml-cfg {path}: {key}: {error}") from error
+        raise ConfigError(f"--yaml-cfg {path}: {key}: {one_line(error, 200)}") from error
     if action.choices is not None and converted not in action.choices:
         choices = ", ".join(str(choice) for choice in action.choices)
         raise ConfigError(f"--yaml-cfg {path}: {key} {converted}: expected one of {choices}")

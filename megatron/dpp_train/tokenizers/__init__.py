@@ -8,15 +8,14 @@ A ``tokenizer.json`` is the package's own format. Nothing here imports torch.
 
 from __future__ import annotations
 
-import json
 import math
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp_train.text_files import read_text
+from megatron.dpp.errors import ConfigError, DataError, shown
+from megatron.dpp_train.text_files import read_json, read_text
 from megatron.dpp_train.tokenizers.base import (
     CHAT_ENCODING,
     END_OF_TEXT,
@@ -379,13 +378,15 @@ def _named_tokens(file: Path, vocab: dict[str, int]) -> dict[str, str]:
 
 
 def _read_json_vocab(path: str) -> dict[str, int]:
-    text = read_text(path, "--vocab-file")
-    try:
-        vocab = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"--vocab-file {path}: not a JSON vocabulary ({error})") from error
+    vocab = read_json(path, "--vocab-file")
     if not isinstance(vocab, dict) or END_OF_TEXT not in vocab:
         raise DataError(f"--vocab-file {path}: expected a JSON object that holds {END_OF_TEXT}")
+    for token, number in vocab.items():
+        if type(number) is not int or not 0 <= number < 1 << 31:
+            raise DataError(
+                f"--vocab-file {path}: {shown(token)} is {shown(number)}, expected the number of a "
+                "token"
+            )
     return vocab
 
 

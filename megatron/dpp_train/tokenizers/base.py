@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import DataError
-from megatron.dpp_train.text_files import read_text
+from megatron.dpp_train.text_files import read_json
 
 END_OF_TEXT = "<|endoftext|>"
 CHAT_ENCODING = 2
@@ -113,7 +112,7 @@ def config_beside(file: Path) -> dict[str, Any]:
     """The ``tokenizer_config.json`` of a tokenizer; empty where there is none."""
     beside = file.with_name("tokenizer_config.json")
     try:
-        return dict(json.loads(read_text(beside))) if beside.is_file() else {}
+        return dict(read_json(beside)) if beside.is_file() else {}
     except (ValueError, TypeError) as error:
         raise DataError(f"{beside}: not a JSON object ({error})") from error
 

@@ -13,8 +13,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NoReturn
 
-from megatron.dpp.errors import DataError
+from megatron.dpp.budget import OverBudget, budget
+from megatron.dpp.errors import DataError, one_line
 
+SECONDS = 5.0
+MEMORY_BYTES = 1 << 30
+_MOST_BITS = 4096
+"""Bounds of one rendering: a template is a program of whoever made the model."""
 Span = tuple[int, int]
 """First character, and the one behind the last."""
 
@@ -47,16 +52,16 @@ class ChatTemplate:
 
     def __init__(self, text: str, tokens: Mapping[str, str]) -> None:
         try:
-            import jinja2
+            import jinja2  # noqa: F401 - the error for a missing package
         except ModuleNotFoundError:
             raise DataError("chats need Jinja; pip install jinja2") from None
         self.text = text
-        self._errors = jinja2.TemplateError, TypeError, ValueError
         self._environment = _environment()
         try:
-            self._template = self._environment.from_string(text, globals=tokens)
-        except jinja2.TemplateError as error:
-            raise DataError(f"the chat template is not valid: {error}") from error
+            with budget(SECONDS, MEMORY_BYTES):
+                self._template = self._environment.from_string(text, globals=tokens)
+        except Exception as error:  # Jinja's own, and what Python says of the code that it makes
+            raise DataError(f"the chat template is not valid: {_reason(error)}") from error
 
     @property
     def marks_answers(self) -> bool:
@@ -78,11 +83,23 @@ class ChatTemplate:
         pieces: list[str] = []
         self._environment.begin(pieces)
         try:
-            for piece in self._template.generate(messages=chat, add_generation_prompt=ask, **given):
-                pieces.append(piece)  # one by one: blocks look at what stands before them
-        except self._errors as error:
-            raise TemplateRefusal(str(error) or type(error).__name__) from error
+            with budget(SECONDS, MEMORY_BYTES):
+                for piece in self._template.generate(
+                    messages=chat, add_generation_prompt=ask, **given
+                ):
+                    pieces.append(piece)  # one by one: blocks look at what stands before them
+        except Exception as error:  # a template computes what it wants
+            raise TemplateRefusal(_reason(error)) from error
         return Rendered("".join(pieces), tuple(self._environment.answers))
+
+
+def _reason(error: Exception) -> str:
+    """The reason of a failure, on one line."""
+    if isinstance(error, OverBudget):
+        return f"it takes more than {SECONDS:g} s"
+    if isinstance(error, MemoryError):
+        return f"it takes more than {MEMORY_BYTES >> 20} MiB"
+    return one_line(error, 300)
 
 
 def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,6 +120,16 @@ def _environment() -> Any:
 
     class Environment(ImmutableSandboxedEnvironment):
         has_generation = False
+        intercepted_binops = frozenset(("*", "**"))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            # No signal ends the multiplication of long whole numbers.
+            if isinstance(left, int) and isinstance(right, int):
+                bits = left.bit_length()
+                bits = bits + right.bit_length() if operator == "*" else bits * abs(right)
+                if bits > _MOST_BITS:
+                    raise OverflowError(f"a whole number of {bits} bits")
+            return super().call_binop(context, operator, left, right)
 
         def begin(self, pieces: list[str]) -> None:
             self.answers: list[Span] = []
