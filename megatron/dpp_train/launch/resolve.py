@@ -22,6 +22,7 @@ from megatron.dpp_train.launch.flags import (
     Flags,
     from_argv,
     model_flags,
+    parsed_flags,
     read_flags,
     resume_flags,
     to_argv,
@@ -43,8 +44,7 @@ class Setting:
     """The devices of a run.
 
     Args:
-        per_node: processes of a node, with one GPU each where ``on_gpu``.
-        device: the device of one process.
+        per_node: processes of a node, each with its ``device``.
     """
 
     per_node: int
@@ -80,7 +80,7 @@ class Resolved:
     @functools.cached_property
     def parsed(self) -> Settings:
         """The flags as the training script's parser reads them."""
-        return parse_args(self.argv)
+        return parsed_flags(self.flags)
 
     def give(self, flags: Flags) -> None:
         """Add flags that were found late."""

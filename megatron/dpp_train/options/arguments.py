@@ -94,6 +94,8 @@ def give(args: Settings, flags: Mapping[str, Any]) -> None:
     for name, value in flags.items():
         action = options[name]
         found = action.const if action.nargs == 0 else value
+        if action.nargs not in (0, None) and not isinstance(found, list):
+            found = [found]
         setattr(args, action.dest, found)
         args.given[action.dest] = name
         args.parsed[action.dest] = found
