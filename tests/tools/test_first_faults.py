@@ -27,7 +27,6 @@ from megatron.dpp.trace import TraceLayout, open_recorder
 from megatron.dpp_train.launch.main import plan
 from megatron.dpp_train.options.arguments import parse_args, warnings_of
 from megatron.dpp_train.options.environment import check_visible_gpus
-from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.preflight import check as preflight
 from megatron.dpp_train.preflight.files import check_outputs, warnings_of_data
 from tests.checkpoint.test_full_disk import FLAGS
@@ -298,8 +297,8 @@ def test_a_tenth_of_the_learning_rate_is_printed_as_one() -> None:
 
 def test_a_loss_scale_that_skips_a_short_run_is_a_warning() -> None:
     def lines(**more: object) -> list[str]:
-        base = vars(parse_args(["--fp16", "--train-iters", "20"])) | more
-        return [each for each in warnings_of(RunConfig(base)) if "loss-scale" in each]
+        args = parse_args(["--fp16", "--train-iters", "20"]).frozen().with_(**more)
+        return [each for each in warnings_of(args) if "loss-scale" in each]
 
     (line,) = lines()
     assert "up to 17 of 20; --initial-loss-scale 65536" in line
