@@ -65,7 +65,10 @@ def usage() -> str:
     width = max(map(len, COMMANDS))
     rows = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
     return "\n".join(
-        ["usage: megatron-dpp COMMAND [ARGUMENTS]", "", *rows, "", "megatron-dpp COMMAND --help"]
+        [
+            *("usage: megatron-dpp COMMAND [ARGUMENTS]", "", *rows, ""),
+            "megatron-dpp COMMAND --help. Pages: docs/index.md. Fine-tuning: docs/fine-tune.md",
+        ]
     )
 
 

@@ -24,6 +24,7 @@ def new_parser(prog: str, description: str, usage: str = "[options]") -> argpars
         prog=prog,
         usage=f"{prog} {usage}",
         description=description,
+        epilog="All commands: megatron-dpp --help. Pages: docs/index.md",
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30),
     )
 

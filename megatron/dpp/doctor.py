@@ -7,7 +7,6 @@ extension or shared memory is missing, which every machine needs. ``--rdma`` pro
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import resource
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron.dpp import doctor_rdma
+from megatron.dpp.command_line import new_parser
 from megatron.dpp.doctor_rdma import Finding
 from megatron.dpp.errors import TransportError, exit_with, render, use_names
 from megatron.dpp.naming import in_flags
@@ -156,10 +156,8 @@ def main(words: Sequence[str] = ()) -> int:
     Returns:
         1 when something necessary is missing, else 0.
     """
-    parser = argparse.ArgumentParser(
-        prog="megatron-dpp doctor",
-        description="Print what this machine offers the transport, and what to do.",
-    )
+    text = "Print what this machine offers the transport, and what to do."
+    parser = new_parser("megatron-dpp doctor", text)
     parser.add_argument("--rdma", action="store_true", help="probe RDMA alone, every port of it")
     found = list(findings(rdma_only=parser.parse_args(words).rdma))
     width = max(len(finding.name) for finding in found)

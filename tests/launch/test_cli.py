@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.launch import cli
 from megatron.dpp_train.launch.flags import from_argv, read_flags, to_argv
 from megatron.dpp_train.launch.main import main, plan
+from megatron.dpp_train.options.arguments import build_parser
 from megatron.dpp_train.options.fields import core_fields
 from tests.launch.test_train import ROOT
 
@@ -46,9 +48,23 @@ def test_help_knows_every_option() -> None:
         "--num-gpus",  # another name of --gpus
     }
     shown = "\n".join(cli.help_text(mode) for mode in cli.MODES)
-    assert all(f"  {name}" in shown for name in names)
+    assert all(f" {name}" in shown for name in names)
     taken = {row["name"] for rows in core_fields().values() for row in rows}
     assert not {"tp", "pp", "chunks", "mode"} & taken
+
+
+@pytest.mark.parametrize("mode", cli.MODES)
+def test_fine_tuning_is_found_from_help(mode: str) -> None:
+    """The flags that it needs stand in each mode's help, exist, and the last line says more."""
+    *lines, last = cli.help_text(mode).splitlines()
+    shown = set(re.findall(r"--[\w-]+", "\n".join(lines)))
+    wanted = "--sft --load-hf --save-hf --variable-length --packing --overlong --trace"
+    wanted += " --save-interval --metrics-file"
+    assert set(wanted.split()) <= shown
+    assert shown <= {*cli.NAMES, *build_parser()._option_string_actions, "--num-gpus"}
+    assert "pretrain_gpt.py --help" in last and "docs/fine-tune.md" in last
+    assert "--sft" in cli.help_text() and cli.help_text().endswith(last)
+    assert build_parser().format_help().rstrip().endswith("docs/training.md")
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish", "tcsh"])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.flags import Parser
+from megatron.dpp.sim.packing import PACKINGS
 from megatron.dpp_train.cost.device import KNOWN_GPUS
 from megatron.dpp_train.launch.flags import MODELS
+from megatron.dpp_train.options.flags_run import OVERLONG
 
 MODES = ("simple", "3d", "megatron", "zero", "auto")
 _ALIASES = {"deepspeed": "zero"}
@@ -47,7 +50,9 @@ class _Option:
     choices: tuple[str | int, ...] | None = None
 
 
-_OPTIONS = (
+_PRECISION = "(default: fp32 on CPUs, fp16 on V100 and T4, else bf16)"
+_FIGURES = "of a device (default: as found)"
+_OPTIONS = (  # neighbours of one help share a line of it
     _Option("--arch", str, "family of models (default gpt)", choices=("gpt", "bert")),
     _Option("--model", str, "a file of configs/models, or a Hugging Face model's folder", "NAME"),
     _Option("--config", str, "YAML file of Megatron's flags; wins over --model", "FILE"),
@@ -69,18 +74,18 @@ _OPTIONS = (
     _Option("--micro-batch-size", int, "samples of one device in one pass", "N"),
     _Option("--max-steps", int, "iterations (default 50)", "N"),
     _Option("--lr", float, "highest learning rate", "X"),
-    _Option("--fp16", None, "16-bit floats with loss scaling (the default on V100, T4)"),
-    _Option("--bf16", None, "16-bit brain floats (the default on other GPUs)"),
-    _Option("--fp32", None, "32-bit floats (the default on the CPU)"),
+    _Option("--fp16", None, _PRECISION),
+    _Option("--bf16", None, _PRECISION),
+    _Option("--fp32", None, _PRECISION),
     _Option("--data", str, "JSON lines, or a prefix of token files (default: the sample)", "PATH"),
     _Option("--tokenizer", str, "of --data: gpt2, DIR_OR_FILE, train:N or sample", "T"),
     _Option("--skip-bad-lines", None, "leave out lines of --data that cannot be used"),
     _Option("--save", str, "write checkpoints here, at least one at the end", "DIR"),
     _Option("--run-dir", str, "log, settings, metrics, traces (default runs/DATE-...)", "DIR"),
     _Option("--resume-from", str, "go on from the checkpoint in here", "DIR"),
-    _Option("--tflops", float, "a device's rate in matrix products", "T"),
-    _Option("--memory", float, "memory of a device (default: as found)", "GiB"),
-    _Option("--bandwidth", float, "rate of a device's memory", "GB/s"),
+    _Option("--tflops", float, _FIGURES, "T"),
+    _Option("--memory", float, _FIGURES, "GiB"),
+    _Option("--bandwidth", float, _FIGURES, "GB/s"),
     _Option(
         "--gpu", str, "with --dry-run: plan for 8 (or --gpus) of these: H100, H200, ...", "NAME"
     ),
@@ -90,6 +95,18 @@ _OPTIONS = (
 NAMES = ("--mode", *(option.name for option in _OPTIONS))
 """All options of ``train`` itself."""
 
+_OF_SCRIPT = (
+    ("--load-hf DIR --save-hf DIR", "start from a Hugging Face model; write one at the end"),
+    ("--sft", "fine-tune on chats; answers alone have a loss"),
+    ("--variable-length", "a sample is a whole document, of any length up to --seq-length"),
+    (f"--packing {'|'.join(PACKINGS)}", "several sequences of --sft or --variable-length at once"),
+    (f"--overlong {'|'.join(OVERLONG)}", "what is done with documents above --seq-length"),
+    ("--save-interval N", "iterations between checkpoints"),
+    ("--metrics-file FILE", "a JSON line per iteration (default: in --run-dir)"),
+    ("--trace", "record what every rank does, for megatron-dpp report"),
+)
+"""Flags of the training scripts that most users want -> their help."""
+_REST = "All flags: python pretrain_gpt.py --help. Guides: docs/USAGE_GUIDE.md, docs/fine-tune.md"
 
 _FILES = ("--config", "--data", "--save", "--resume-from")
 
@@ -148,14 +165,18 @@ usage: megatron-dpp train --mode MODE [options] [any flag of pretrain_gpt.py]
 
 Without --mode: auto. First try megatron-dpp train --dry-run: it starts nothing.
 Options of a mode:  megatron-dpp train --mode MODE --help
+Fine-tuning:        megatron-dpp train --model DIR --load-hf DIR --tokenizer DIR --sft
+                        --data CHATS --save-hf OUT
 Completion:         eval "$(megatron-dpp train --completion bash)"
-Guide:              docs/USAGE_GUIDE.md"""
+{_REST}"""
     mode = _ALIASES.get(mode, mode)
     lines = [f"usage: megatron-dpp train --mode {mode} [options] [any flag of pretrain_gpt.py]"]
-    lines += [ABOUT[mode], ""]
-    for option in _OPTIONS:
-        if mode in _OF_MODE.get(option.name, MODES):
-            lines.append(f"  {_left(option):32s} {option.help}")
+    own = [option for option in _OPTIONS if mode in _OF_MODE.get(option.name, MODES)]
+    rows = [
+        (" ".join(map(_left, options)), text)
+        for text, options in itertools.groupby(own, lambda option: option.help)
+    ]
+    lines += [ABOUT[mode], *(f"  {left:33s} {text}" for left, text in [*rows, *_OF_SCRIPT]), _REST]
     return "\n".join(lines)
 
 

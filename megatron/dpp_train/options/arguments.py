@@ -33,7 +33,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _new_parser() -> argparse.ArgumentParser:
-    parser = Parser(allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = Parser(
+        allow_abbrev=False,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="Layouts: megatron-dpp train --help. Pages: docs/flags.md, docs/training.md",
+    )
     for title, rows in (GROUPS | RUN_GROUPS | SPECIAL).items():
         group = parser.add_argument_group(title)
         for row in rows:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 
+from megatron.dpp.command_line import new_parser
 from megatron.dpp_train.options.environment import GROUPS, VARIABLES, markdown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print; the exit code."""
-    parser = argparse.ArgumentParser(prog="megatron-dpp env", description=__doc__)
+    parser = new_parser("megatron-dpp env", str(__doc__))
     parser.add_argument("--markdown", action="store_true", help="print docs/environment.md")
     if parser.parse_args(argv).markdown:
         print(markdown(), end="")
