@@ -85,7 +85,7 @@ def test_an_address_of_one_link_is_refused(text: str, monkeypatch: pytest.Monkey
     answer(monkeypatch, text)
     with pytest.raises(ConfigError, match=r"MASTER_ADDR=.*valid on one link only"):
         hosts.address_towards(text)
-    with pytest.raises(ConfigError, match=r"--node-ips .* is valid on one link only"):
+    with pytest.raises(ConfigError, match=r"node_ips=.* is valid on one link only"):
         DppConfig(node_ips=text)
 
 
@@ -102,7 +102,7 @@ def test_an_address_of_one_link_is_refused(text: str, monkeypatch: pytest.Monkey
     ],
 )
 def test_what_no_host_can_be_reached_at_is_refused(text: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=f"--node-ips .*{why}"):
+    with pytest.raises(ConfigError, match=f"node_ips=.*{why}"):
         DppConfig(node_ips=text)
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAME = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
 TABLE = ROOT / "megatron" / "dpp_train" / "options" / "environment.py"
 OF_BENCHMARKS = "BENCH_"  # a benchmark sets them for its own processes
-SHELL_ITSELF = {"BASH_SOURCE", "SECONDS", "PATH", "HOME", "EPOCHREALTIME"}
+SHELL_ITSELF = {"BASH_SOURCE", "SECONDS", "PATH", "PWD", "HOME", "EPOCHREALTIME"}
 
 
 def python_files() -> list[Path]:

@@ -169,7 +169,7 @@ def test_what_cannot_be_grouped_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     weight.shape = (24, 16)
     built._check()
     built.config.add_bias_linear = True
-    with pytest.raises(ConfigError, match="--disable-bias-linear"):
+    with pytest.raises(ConfigError, match="add_bias_linear=False"):
         built._check()
     monkeypatch.setattr(experts, "grouped_mm", None)
     with pytest.raises(ConfigError, match=r"has no torch.nn.functional.grouped_mm"):

@@ -79,7 +79,7 @@ def test_the_trace_is_opened_once_with_the_coordinates_of_the_rank(opened: list[
         "rank": 42, "layout": layout, "device": "cpu", "iterations": {1, 4, 5}, "interval": 3,
     }  # fmt: skip
     folder = "here/data-5-pipeline-4-tensor-3-dpp"
-    assert said == [f"trace: {folder} (megatron-dpp report --benchmark_dir {folder})"]
+    assert said == [f"trace: {folder} (megatron-dpp report {folder})"]
     assert one.told == [0, "end", 1, "end"]
 
 

@@ -103,7 +103,7 @@ def test_a_microbatch_may_be_empty_and_as_long_as_the_longest() -> None:
     sizes = KnownSizes(Geometry(2, 0, 1, 3), 10)
     assert sizes.learn(0, 0) and sizes.learn(1, 10)
     for size in (-1, 11):
-        with pytest.raises(ScheduleError, match=f"has size {size}; .* from 0 to 10 "):
+        with pytest.raises(ScheduleError, match=f"has size {size}; .* from 0 to 10"):
             sizes.learn(2, size)
     assert sizes.unlike() == [0, 10, 10]
     for size in (9, 0):

@@ -74,7 +74,7 @@ class StepTrace:
             schedule=schedule,
         )
         folder = Path(settings.dir) / layout.directory_name()
-        self._log(f"trace: {folder} (read it with megatron-dpp report)")
+        self._log(f"trace: {folder} (megatron-dpp report {folder})")
         on_gpu = torch.cuda.is_available()
         return open_recorder(
             settings.dir,
