@@ -86,7 +86,7 @@ def _measure_empty(args: argparse.Namespace, name: str) -> list[float]:
         return _least(
             args, lambda _: megatron_step(args.ranks, v, m, 4, lambda c, i: _Empty(c, i)), m * v
         )
-    pipeline = DynamicPipeline(args, v, split=name == "split")
+    pipeline = DynamicPipeline(args, v, split=name == "split", pieces=args.pieces)
     found = _least(args, lambda n: pipeline.step(args, m, n, _EmptyRunner()), m * v)
     pipeline.close()
     return found
@@ -199,6 +199,7 @@ def main() -> int:
         __doc__,
         chunks=(1, "per rank"),
         microbatches=(32, "per step"),
+        pieces=(6, "of each W of an empty stage"),
         rounds=(10, "steps of each, after one that is not counted"),
         transport=("auto", "as --dpp-transport"),
         json=("", "also write the results here"),

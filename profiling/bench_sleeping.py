@@ -183,6 +183,7 @@ class DynamicPipeline:
         injector: gives the delays of messages; without one, that of ``--inject``.
         split: whether W runs apart from B.
         traced: whether ``--trace-dir`` gets a file per rank.
+        pieces: of each W.
     """
 
     def __init__(
@@ -193,11 +194,12 @@ class DynamicPipeline:
         *,
         split: bool = True,
         traced: bool = False,
+        pieces: int = 1,
     ) -> None:
         from megatron.dpp.runtime.links import Links, open_links
         from megatron.dpp.runtime.topology import Topology
 
-        self.num_chunks, self.split = v, split
+        self.num_chunks, self.split, self.pieces = v, split, pieces
         topology = Topology(tuple(range(args.ranks)), dist.get_rank(), v)
         channels = topology.channels([_BYTES], [_BYTES], args.slots)
         transport = open_links(channels.specs, DppConfig(transport=args.transport))
@@ -212,7 +214,7 @@ class DynamicPipeline:
         from megatron.dpp.runtime.timer import HostTimer
 
         v, split = self.num_chunks, self.split
-        pieces = (1,) * v if split else None
+        pieces = (self.pieces,) * v if split else None
         geometry = Geometry(args.ranks, dist.get_rank(), v, m, w_pieces=pieces)
         cap = parse_cap(args.cap, geometry).chunks
         scheduler = Scheduler(geometry, cap=cap, split_backward=split)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.transformer.moe import moe_utils
+from torch.overrides import TorchFunctionMode
 
 from megatron.dpp.core import compat, cpu
 from megatron.dpp.errors import ConfigError
@@ -380,3 +381,29 @@ def test_sends_that_were_waited_for_are_let_go_and_old_ones_are_waited_for() -> 
     assert last.done
     sends(**operations(tensor_recv_prev=torch.zeros(1)))
     assert len(sends._kept) == 0
+
+
+@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize("hosts_own", [True, False])
+def test_what_names_no_gpu_is_not_rewritten_call_by_call(installed: bool, hosts_own: bool) -> None:
+    """But a host's own function mode sees every call."""
+    seen: list[Any] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    own = Mode() if hosts_own else contextlib.nullcontext()
+    support = cpu.install() if installed else None
+    try:
+        with own, cpu.without_rewriting():
+            is_direct = torch._C._is_torch_function_all_disabled()
+            torch.ones(2).sum()
+    finally:
+        if support is not None:
+            support.close()
+    assert bool(seen) is hosts_own
+    assert is_direct is (installed and not hosts_own)

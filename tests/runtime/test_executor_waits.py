@@ -10,6 +10,7 @@ from megatron.dpp.errors import TransferTimeout
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.schedule import Geometry, Scheduler
 from megatron.dpp.transport.fake import FakeTransport, VirtualClock
+from tests.runtime.pipelines import check_values, run_pipeline
 from tests.runtime.test_executor_contract import LAST, network_of, put, rank_of
 
 
@@ -123,3 +124,9 @@ def test_a_backlog_may_take_longer_than_the_timeout(
     monkeypatch.setattr(FakeTransport, "wait", takes_one)
     rank_of(network, Geometry(2, 0, 1, 30, forward_only=True), timeout=1.0).run()
     assert clock.now() > 1020.0
+
+
+def test_no_cause_is_told_where_nobody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sentence per gap took longer than the decision."""
+    monkeypatch.setattr(Scheduler, "stall", lambda own: pytest.fail("nobody reads it"))
+    check_values(run_pipeline(2, 2, 4, delay=0.001), 4)

@@ -7,6 +7,7 @@ one output. ``steps.Stage`` uses the functions here instead.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -141,7 +142,7 @@ def as_list(tensors: Tensors | None) -> list[torch.Tensor]:
 
 def want_gradients(received: Tensors) -> None:
     """Make a stage's floating-point inputs require gradients."""
-    for tensor in as_list(received):
+    for tensor in received if isinstance(received, list) else (received,):
         if tensor.is_floating_point():
             tensor.requires_grad_()
 
@@ -174,10 +175,14 @@ def backward(
     return gradients or None
 
 
+@functools.cache
+def _takes_type() -> bool:
+    """True if megatron-core's own takes a model type; it does not from 0.17 on."""
+    return "model_type" in (compat.form_of(_BACKWARD_STEP).parameters or "")
+
+
 def _backward_step(given: Any, output: Any, received: Any, model_type: Any, config: Any) -> Any:
-    """megatron-core's own, which takes no model type from 0.17 on."""
-    takes_type = "model_type" in (compat.form_of(_BACKWARD_STEP).parameters or "")
-    rest = (model_type, config) if takes_type else (config,)
+    rest = (model_type, config) if _takes_type() else (config,)
     return compat.lookup(_BACKWARD_STEP)(given, output, received, *rest)
 
 

@@ -51,6 +51,10 @@ class _Layer:
         self._make, self._users = make, 0
         self._undo = contextlib.ExitStack()
 
+    @property
+    def is_made(self) -> bool:
+        return self._users > 0
+
     def take(self) -> None:
         if not self._users:
             self._make(self._undo)
@@ -101,6 +105,16 @@ def install(*, host: bool = False) -> CpuSupport:
         host: also answer what Megatron-LM's own training code asks of CUDA.
     """
     return CpuSupport(host=host)
+
+
+def without_rewriting() -> contextlib.AbstractContextManager[None]:
+    """A block whose calls of torch name no GPU by text: none is looked at one by one, which costs
+    more than a small product. Changes nothing where the stand-ins are not installed, or where a
+    host has a function mode of its own.
+    """
+    if _BASE.is_made and torch._C._len_torch_function_stack() == 1:
+        return torch._C.DisableTorchFunction()
+    return contextlib.nullcontext()
 
 
 class _CudaMeansCpu(TorchFunctionMode):

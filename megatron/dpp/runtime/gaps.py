@@ -28,6 +28,7 @@ class Gaps:
 
     def __init__(self, recorder: Recorder, decider: Decider) -> None:
         self._recorder, self._decider = recorder, decider
+        self._is_read = recorder.enabled
         self._tells_causes = recorder.enabled and decider.shares_order
         self._start = self._cause_start = 0
         self._cause = self._detail = ""
@@ -59,12 +60,16 @@ class Gaps:
             self._cause = ""
 
     def describe(self, arrived: Sequence[int]) -> None:
-        """Open a gap at a look that found no task, with the cause that the decider tells.
+        """Open a gap at a look that found no task, with the cause that the decider tells if it is
+        recorded.
 
         Args:
             arrived: as :meth:`Decider.next` was given it.
         """
         if self._cause not in ("", _LOOKAHEAD) and not self._tells_causes:
+            return
+        if not self._is_read:
+            self.open(_MESSAGE)
             return
         cause = self._decider.held_up_by(arrived) if self._tells_causes else ""
         if cause:

@@ -35,6 +35,7 @@ class Mail:
     def __init__(self, links: Links, recorder: Recorder, iteration: int, timeout: float) -> None:
         self._links, self._recorder = links, recorder
         self._transport, self._channels = links.transport, links.channels
+        self._records = recorder.enabled
         self._iteration, self._timeout = iteration, timeout
         self._kinds = {link.peer: link.kind for link in links.transport.links()}
         self._sources = {spec.source for spec in links.transport.incoming}
@@ -74,18 +75,18 @@ class Mail:
 
     def _take_part(self, channel: int, microbatch: int, part: int, num_parts: int) -> torch.Tensor:
         message = self._transport.take(channel)
-        spec = self._channels.spec_in(channel)
-        ahead = not message.arrived_ns
-        if ahead and self._recorder.enabled:
-            message = message._replace(arrived_ns=self._recorder.mark())
-        self._recorder.taken(spec, message, ahead=ahead)
+        if self._records:
+            ahead = not message.arrived_ns
+            if ahead:
+                message = message._replace(arrived_ns=self._recorder.mark())
+            self._recorder.taken(self._channels.spec_in(channel), message, ahead=ahead)
         expected = (self._iteration, microbatch, part, num_parts)
-        found = (message.iteration, message.microbatch, message.part, message.num_parts)
+        found = message[1:5]
         if found != expected:
             names = "iteration {}, microbatch {}, tensor {} of {}"
             raise ProtocolError(
-                f"{spec}: expected {names.format(*expected)}, got {names.format(*found)}; "
-                "do all ranks run the same step?"
+                f"{self._channels.spec_in(channel)}: expected {names.format(*expected)}, got "
+                f"{names.format(*found)}; do all ranks run the same step?"
             )
         return message.tensor
 
@@ -101,6 +102,9 @@ class Mail:
         if channel is None:
             return False
         num_parts = self._channels.tensors_out(channel)
+        if num_parts == 1 and isinstance(result, torch.Tensor):
+            self._put_part(channel, microbatch, result, 0, 1)
+            return True
         given = result if isinstance(result, list) else [result]
         tensors = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
         if not len(tensors) == len(given) == num_parts:
@@ -116,13 +120,13 @@ class Mail:
     def _put_part(
         self, channel: int, microbatch: int, tensor: torch.Tensor, part: int, num_parts: int
     ) -> None:
-        # Detached: the transport must keep this storage even when the output's own .data is freed.
-        payload = tensor.detach().contiguous()
-        if self._recorder.enabled:  # before the put, or a fast copy could arrive before it was sent
+        payload = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+        num_bytes = payload.nbytes
+        if self._records:  # before the put, or a fast copy could arrive before it was sent
             spec = self._channels.spec_out(channel)
-            self._recorder.put(spec, microbatch, payload.nbytes, self._kinds[spec.destination])
+            self._recorder.put(spec, microbatch, num_bytes, self._kinds[spec.destination])
         self._num_puts += 1
-        self._put_bytes += payload.nbytes
+        self._put_bytes += num_bytes
         self._transport.put(
             channel, payload, iteration=self._iteration, microbatch=microbatch,
             part=part, num_parts=num_parts,

@@ -110,6 +110,7 @@ class NativeTransport(Transport):
         self._codes = {dtype: code for code, dtype in enumerate(self._dtypes) if dtype is not None}
         # Tensors whose copy is not done, per channel: (number of the put, tensor).
         self._kept: list[deque[tuple[int, torch.Tensor]]] = [deque() for _ in outgoing]
+        self._num_kept = 0
         self._abandon: Abandon | None = None
         if abandon_after is not None:
             self._abandon = Abandon(native.failure, rank, abandon_after)
@@ -126,7 +127,7 @@ class NativeTransport(Transport):
             if self._sends_in_place[channel]:
                 stream = torch._C._cuda_getCurrentRawStream(self._gpu)
             else:
-                tensor = tensor.cpu()
+                tensor = tensor.detach().cpu()
         code = self._codes.get(tensor.dtype)
         if code is None or tensor.dim() > 8:
             raise ValueError(f"{spec}: cannot send {tensor.dtype} with {tensor.dim()} dimensions")
@@ -150,11 +151,12 @@ class NativeTransport(Transport):
 
     def _keep(self, channel: int, tensor: torch.Tensor) -> None:
         """Keep a tensor until the last put of a channel is done."""
+        self._num_kept += 1
         # detach(): the caller may replace tensor.data, the storage has to stay.
         self._kept[channel].append((self._native.num_puts(channel), tensor.detach()))
 
     def poll(self) -> Sequence[int]:
-        if any(self._kept):
+        if self._num_kept:
             self._drop_sent()
         arrived: list[int] = self._native.poll(self._num_incoming)
         return arrived
@@ -168,6 +170,7 @@ class NativeTransport(Transport):
                 done = self._native.done(channel)
                 while kept and kept[0][0] <= done:
                     kept.popleft()
+                    self._num_kept -= 1
 
     def take(self, channel: int) -> Message:
         code, shape, strides, num_bytes, iteration, microbatch, part, num_parts, sent, arrived = (

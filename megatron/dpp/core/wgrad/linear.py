@@ -26,6 +26,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from megatron.dpp.core.cpu import without_rewriting
 from megatron.dpp.core.experts import GroupedExperts, GroupedLinear
 from megatron.dpp.core.grad_sync import replicated
 from megatron.dpp.core.wgrad.own_way import Place, places, why_module, why_weight
@@ -265,9 +266,10 @@ class WeightGradients:
         waiting, layer = self._waiting[chunk, microbatch], self.num_pieces[chunk] - 1 - piece
         if self._delayed[chunk]:
             self._delayed[chunk].run(layer, microbatch)
-        for item in waiting.pop(layer, ()):
-            item.compute()
-            self._held_bytes -= item.num_bytes()
+        with without_rewriting():
+            for item in waiting.pop(layer, ()):
+                item.compute()
+                self._held_bytes -= item.num_bytes()
         if piece == self.num_pieces[chunk] - 1:
             if waiting:
                 raise AssertionError(f"weight gradients left over: {sorted(waiting)}")
