@@ -121,7 +121,12 @@ class Rank:
 
     def choose(self, *, ahead: bool) -> Action | None:
         """The next task, as the executor asks for it; ``ahead``: its input may be in flight."""
-        action = self.decider.next([self.arrived[c] for c in self.channels])
+        arrived = [self.arrived[c] for c in self.channels]
+        if self.began and self.began[-1].kind == Kind.W:
+            action = self.decider.run_on(arrived)
+            if action is not None:
+                return action
+        action = self.decider.next(arrived)
         if action is None and ahead:
             action = self.decider.next_coming([self.sent[c] for c in self.channels])
         if action is not None:
@@ -159,7 +164,7 @@ class Job:
         self.stages: list[list[Rank]] = []
         self.boards: list[Stage] = []
         for rank in range(p):
-            geometry = Geometry(p, rank, v, m)
+            geometry = Geometry(p, rank, v, m, w_pieces=(3,) * v)
             boards = Stage(hosts, 2 * len(channels_of(geometry))) if hosts else None
             self.boards += [boards] if boards else []
             self.stages.append([Rank(geometry, policy, boards, i) for i in range(members)])

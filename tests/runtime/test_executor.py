@@ -20,7 +20,7 @@ from megatron.dpp.runtime.links import Links, why_not_ahead
 from megatron.dpp.runtime.mail import Mail
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
-from megatron.dpp.schedule import Action, Geometry, Scheduler, View
+from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler, View
 from megatron.dpp.trace import NullRecorder
 from megatron.dpp.transport.base import LinkInfo
 from megatron.dpp.transport.fake import FakeNetwork, FakeTransport, VirtualClock
@@ -63,6 +63,52 @@ def test_weight_gradients_run_in_microbatch_order_piece_by_piece() -> None:
         for chunk in range(2):
             order = [(i, q) for k, c, i, q in runner.log if k == "W" and c == chunk]
             assert order == [(i, q) for i in range(6) for q in range(2)]
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_a_w_is_decided_once_and_run_piece_by_piece(
+    monkeypatch: pytest.MonkeyPatch, members: int
+) -> None:
+    """Also by the members of a stage, which run one order."""
+    decided: list[Action | None] = []
+    decide = Scheduler.next
+    monkeypatch.setattr(Scheduler, "next", lambda own: decided.append(decide(own)) or decided[-1])
+    runners = run_pipeline(2, 1, 8, members=members, pieces=(5,))
+    check_values(runners, 8)
+    for runner in runners:
+        order = [(i, q) for k, _, i, q in runner.log if k == "W"]
+        assert order == [(i, q) for i in range(8) for q in range(5)]
+    # Members that only follow decide nothing.
+    assert sum(action is not None and action.kind == Kind.W for action in decided) < 2 * 8 * 5 / 2
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_arrives_within_a_w_comes_before_its_next_piece(late: bool) -> None:
+    """A last rank, whose next input comes while the second of three pieces runs."""
+    geometry = Geometry(2, 1, 1, 2, w_pieces=(3,))
+    channels = LAST.channels([64], [64], 2)
+    network = FakeNetwork(list(channels.specs))
+    sender = network.transport(0)
+    sender.put(0, torch.zeros(16), iteration=0, microbatch=0)
+
+    class Sending(Arithmetic):
+        def weight(self, chunk: int, microbatch: int, piece: int) -> None:
+            super().weight(chunk, microbatch, piece)
+            if (microbatch, piece) == (0, 1 if late else 0):
+                sender.put(0, torch.zeros(16), iteration=0, microbatch=1)
+
+    links = Links(network.transport(1), channels)
+    runner = Sending(LAST, (64,), (64,))
+    scheduler = Scheduler(geometry, cap=4)
+    Executor(
+        runner=runner, decider=decider_for(scheduler, channels.receiving, None), links=links,
+        recorder=NullRecorder(), timer=HostTimer(), injector=None, split_backward=True,
+        iteration=0, timeout=20.0,
+    ).run()  # fmt: skip
+    order = [f"{k}{i}{q}" for k, _, i, q in runner.log]
+    before = ["F00", "B00", "W00"] + ["W01"] * late
+    after = ["F10", "B10"] + ["W01"] * (not late) + ["W02", "W10", "W11", "W12"]
+    assert order == before + after
 
 
 def test_members_of_a_stage_run_the_same_order() -> None:

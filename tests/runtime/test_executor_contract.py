@@ -127,7 +127,7 @@ class Noting(HostTimer):
         super().__init__()
         self.told: list[tuple[tuple[str, int], float]] = []
 
-    def launched(self, key: tuple[str, int], size: float = 1.0) -> None:
+    def launched(self, key: tuple[str, int], size: float = 1.0, number: int = 1) -> None:
         self.told.append((key, size))
 
 

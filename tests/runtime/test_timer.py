@@ -264,3 +264,38 @@ def test_launching_is_judged_by_the_chunk_that_waits_for_it_most(device: Device)
     assert timer.launch_share([1]) == pytest.approx(1 / 9)
     assert timer.launch_share([]) == 0.0
     assert timer.launch_share([2]) == 0.0, "it has run nothing yet"
+
+
+def test_tasks_in_one_pair_of_events_are_learnt_by_their_share(device: Device) -> None:
+    timer = DeviceTimer(0.25)
+    device.seconds = 3.0
+    timer.begin()
+    timer.launched(KEY, 1.0, 3)
+    device.now += 10.0
+    assert timer.pause() == 0.0 and timer.durations[KEY] == pytest.approx(1.0)
+    timer.begin()
+    timer.launched(KEY, 1.0, 3)
+    device.now += 1.0
+    assert timer.pause() == pytest.approx(3.0 - 1.0 - 0.25)
+
+
+def test_tasks_go_on_only_while_the_next_one_could_be_chosen(device: Device) -> None:
+    """Else a device that has work would be given more of it before it is time to choose."""
+    timer = learned(device, 1.5)
+    timer.begin()
+    assert timer.goes_on(KEY, 1.0, 1) and not timer.goes_on(KEY, 1.0, 2)
+    device.now += 0.6
+    assert timer.goes_on(KEY, 1.0, 2), "the first one has been running since"
+    timer.launched(KEY, 1.0, 2)
+    timer.begin()
+    assert not timer.goes_on(KEY, 1.0, 1), "two are queued before it"
+    assert DeviceTimer(0.0, follow=True).goes_on(KEY, 1.0, 9), "the leader decides"
+
+
+def test_a_host_learns_tasks_by_their_share(device: Device) -> None:
+    timer = HostTimer()
+    timer.begin()
+    device.now += 3.0
+    assert timer.goes_on(KEY, 1.0, 2)
+    timer.launched(KEY, 1.0, 3)
+    assert timer.durations == {KEY: 1.0}

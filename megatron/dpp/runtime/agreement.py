@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.dpp.schedule import DIRECTION_OF, Action, Scheduler
+from megatron.dpp.schedule import DIRECTION_OF, Action, Kind, Scheduler
 from megatron.dpp.trace import IdleCause
 from megatron.dpp.transport.base import Board
 
@@ -54,6 +54,12 @@ class Decider:
         """
         self._tell(arrived)
         return self.scheduler.next()
+
+    def run_on(self, arrived: Sequence[int]) -> Action | None:
+        """The next piece of the ``W`` of which a piece was run last, if :meth:`next` would return
+        it. None: ask :meth:`next`.
+        """
+        return self.scheduler.run_on() if arrived == self._seen else None
 
     def next_coming(self, coming: Sequence[int]) -> Action | None:
         """The task that one message in flight allows, gradients first; None if none does.
@@ -156,6 +162,12 @@ class Leader(_Member):
             return action
         return self._decide()
 
+    def run_on(self, arrived: Sequence[int]) -> Action | None:
+        self._post(arrived)
+        if self._board.spans_hosts:  # the next task is decided already
+            return None
+        return self._publish(super().run_on(self._board.common()[: len(self._channels)]))
+
     def next_coming(self, coming: Sequence[int]) -> Action | None:
         self._post_coming(coming)
         if not coming:
@@ -186,17 +198,33 @@ class Follower(_Member):
     """Any other member: posts its arrivals and runs the leader's tasks."""
 
     followed = True
+    _read: Action | None = None
+    """The leader's task between pieces of a ``W``, which was read in the place of the next one."""
 
     def next(self, arrived: Sequence[int]) -> Action | None:
         self._post(arrived)
-        word = self._board.next()
-        if word is None:
+        action, self._read = self._read or self._next_word(), None
+        if action is None:
             return None
         self._tell(arrived)
-        action = Action.from_word(word)
         self._tell_coming(action)
         self.scheduler.run(action)
         return action
+
+    def run_on(self, arrived: Sequence[int]) -> Action | None:
+        self._post(arrived)
+        if not self.scheduler.amid_weight:  # the next word may be of the next iteration
+            return None
+        action = self._next_word()
+        if action is None or action.kind != Kind.W:
+            self._read = action
+            return None
+        self.scheduler.run(action)
+        return action
+
+    def _next_word(self) -> Action | None:
+        word = self._board.next()
+        return None if word is None else Action.from_word(word)
 
     def held_up_by(self, arrived: Sequence[int]) -> str:
         """A board that spans hosts tells other hosts' members the arrivals of their own host."""

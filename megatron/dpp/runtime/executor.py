@@ -103,7 +103,7 @@ class Executor:
         self.first_size: int | None = None
         """Tokens of microbatch 0; None where they cannot be counted."""
         self.actions: list[Action] = []
-        """Tasks run so far, in order."""
+        """Tasks begun so far, in order."""
         self.overhead_ns = 0
         """Host time spent on tasks outside of the runner: deciding, taking, putting, recording."""
         self._runner_ns = 0
@@ -158,8 +158,8 @@ class Executor:
         return int(geometry.num_microbatches * max(pieces, 1))
 
     def _run(self, action: Action) -> None:
-        self._run_kind[action.kind](action)
         self.actions.append(action)
+        self._run_kind[action.kind](action)
 
     def _begin(self, action: Action, *, ahead: bool = False) -> None:
         kind, chunk, microbatch, piece = action
@@ -228,17 +228,53 @@ class Executor:
             self._count_complete(chunk)
 
     def _weight(self, action: Action) -> None:
+        """Run a piece of W, and on through the same W as long as the next choice is its next piece.
+        The timer takes the pieces together.
+        """
         _, chunk, microbatch, piece = action
         self._begin(action)
         self._decider.look_ahead()
-        begin = time.perf_counter_ns()
-        self._runner.weight(chunk, microbatch, piece)
-        self._runner_ns = time.perf_counter_ns() - begin
-        self._finish_task("W", chunk, microbatch)
-        self._count_complete(chunk)
+        self._runner_ns, number = 0, 0
+        while True:
+            begin = time.perf_counter_ns()
+            self._runner.weight(chunk, microbatch, piece)
+            self._runner_ns += time.perf_counter_ns() - begin
+            number += 1
+            following = self._run_on(chunk, microbatch, number)
+            if following is None:
+                break
+            piece = following.piece
+        self._finish_task("W", chunk, microbatch, number)
+        for _ in range(number):
+            self._count_complete(chunk)
 
-    def _finish_task(self, kind: str, chunk: int, microbatch: int) -> None:
-        """End a task whose work is queued; prolong it if asked to, before its output leaves."""
+    def _run_on(self, chunk: int, microbatch: int, number: int) -> Action | None:
+        """The next piece after ``number`` of one W, begun; None if another task may be next, or if
+        each is to be prolonged.
+        """
+        if self._injector is not None or not self._timer.goes_on(
+            ("W", chunk), self._size(microbatch), number
+        ):
+            return None
+        arrived, held = self._mail.poll(), self._scheduler.held if self._recorder.enabled else 0.0
+        following = self._decider.run_on(arrived)
+        if following is not None:
+            self.actions.append(following)
+            if self._recorder.enabled:
+                self._recorder.end_task()
+                self._recorder.counter("held", held)
+                self._recorder.begin_task("W", chunk, microbatch, following.piece)
+        return following
+
+    def _size(self, microbatch: int) -> float:
+        """The size of a microbatch, in the largest."""
+        sizes = self._scheduler.sizes
+        return sizes[microbatch] / sizes.largest
+
+    def _finish_task(self, kind: str, chunk: int, microbatch: int, number: int = 1) -> None:
+        """End a task whose work is queued, or ``number`` of one kind; prolong it if asked to,
+        before its output leaves.
+        """
         key = (kind, chunk)
         if self._injector is not None:
             cost = self._cost(kind, chunk)
@@ -247,10 +283,9 @@ class Executor:
             begin = time.perf_counter_ns()
             self._timer.prolong(key, self._injector.factor(task), self._injector.seconds(task))
             self._runner_ns += time.perf_counter_ns() - begin
-        sizes = self._scheduler.sizes
-        self._timer.launched(key, sizes[microbatch] / sizes.largest)
-        self._recorder.end_task()
+        self._timer.launched(key, self._size(microbatch), number)
         if self._recorder.enabled:
+            self._recorder.end_task()
             self._recorder.counter("held", self._scheduler.held)
 
     def _cost(self, kind: str, chunk: int) -> float:

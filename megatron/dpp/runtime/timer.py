@@ -55,9 +55,15 @@ class TaskTimer(Protocol):
         """Make the task that just ran take ``factor`` times as long and ``seconds`` more."""
         ...
 
-    def launched(self, key: tuple[str, int], size: float = 1.0) -> None:
-        """Note that all work of the task is queued; ``size`` is that of its microbatch, in the
-        largest.
+    def goes_on(self, key: tuple[str, int], size: float, number: int) -> bool:
+        """True if the next task could be chosen now, were the ``number`` tasks of one ``key`` since
+        :meth:`begin` queued; ``size`` as of :meth:`launched`.
+        """
+        ...
+
+    def launched(self, key: tuple[str, int], size: float = 1.0, number: int = 1) -> None:
+        """Note that all work of the task is queued, or of ``number`` tasks of one ``key``; ``size``
+        is that of their microbatch, in the largest.
         """
         ...
 
@@ -124,8 +130,12 @@ class HostTimer:
         self.injected_seconds += self._injected
         time.sleep(self._injected)
 
-    def launched(self, key: tuple[str, int], size: float = 1.0) -> None:
-        _learn(self.durations, key, time.monotonic() - self._began - self._injected)
+    def goes_on(self, key: tuple[str, int], size: float, number: int) -> bool:
+        return True
+
+    def launched(self, key: tuple[str, int], size: float = 1.0, number: int = 1) -> None:
+        took = time.monotonic() - self._began - self._injected
+        _learn(self.durations, key, took / number)
         self._injected = 0.0
 
 
@@ -137,6 +147,7 @@ class _Running:
     end: Any
     began: float
     delay: _Delay | None
+    number: int = 1
 
 
 @dataclass
@@ -210,7 +221,8 @@ class DeviceTimer:
         mean, growth = self.durations.get(task.key), self._growth.get(task.key)
         if mean is None:
             return unknown + delay
-        return (mean if growth is None else growth.expected(task.size, mean)) + delay
+        once = mean if growth is None else growth.expected(task.size, mean)
+        return task.number * once + delay
 
     def launch_share(self, chunks: Sequence[int]) -> float:
         """Uses the shortest time per kind of task, as the first ones include initialisation."""
@@ -236,13 +248,25 @@ class DeviceTimer:
             torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
             self._delay = _Delay(start, cycles, extra)
 
-    def launched(self, key: tuple[str, int], size: float = 1.0) -> None:
+    def goes_on(self, key: tuple[str, int], size: float, number: int) -> bool:
+        if self._follow:
+            return True
+        queued = _Running(key, size, self._start, None, self._began, None, number)
+        self._collect()
+        self._running.append(queued)
+        left = self._left()
+        self._running.pop()
+        return left <= self._ahead()
+
+    def launched(self, key: tuple[str, int], size: float = 1.0, number: int = 1) -> None:
         end = self._event()
         end.record()
-        now = time.monotonic()
-        _learn(self._launches, key, now - self._began)
-        _least(self._least_launch, key, now - self._began)
-        self._running.append(_Running(key, size, self._start, end, self._began, self._delay))
+        launch = (time.monotonic() - self._began) / number
+        _learn(self._launches, key, launch)
+        _least(self._least_launch, key, launch)
+        self._running.append(
+            _Running(key, size, self._start, end, self._began, self._delay, number)
+        )
         self._delay = None
         if self._launched_ahead:
             self._awaited = self._running[-1]
@@ -256,6 +280,7 @@ class DeviceTimer:
             took = task.start.elapsed_time(task.end) * 1e-3
             if task.delay is not None:
                 took -= self._delayed(task.delay, task.end)
+            took /= task.number
             growth = self._growth.setdefault(task.key, _Growth(task.size))
             growth.learn(task.size, took - self.durations.get(task.key, took))
             _learn(self.durations, task.key, took)

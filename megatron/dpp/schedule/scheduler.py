@@ -166,6 +166,11 @@ class Scheduler:
         return self._state.done
 
     @property
+    def amid_weight(self) -> bool:
+        """True if some pieces of a ``W`` have run, and some are left."""
+        return self._state.next_piece() is not None
+
+    @property
     def held(self) -> float:
         """Chunk activations of the largest microbatch held now."""
         return self._state.held
@@ -239,6 +244,21 @@ class Scheduler:
         action = self.policy(self._state)
         if action is not None:
             self._state.apply(action)
+        return action
+
+    def run_on(self) -> Action | None:
+        """:meth:`next`, right after a piece of ``W`` and before anything else has arrived, if it is
+        the next piece of the same ``W``; None if it may be another task, or the policy is not
+        built-in.
+
+        A piece changes only how much is held, so another choice needs a forward that waits for
+        room.
+        """
+        state = self._state
+        action = state.next_piece() if self._is_built_in else None
+        if action is None or (state.forward_waits() and self.policy(state) != action):
+            return None
+        state.apply(action)
         return action
 
     def _next_of_user(self) -> Action | None:

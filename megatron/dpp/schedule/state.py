@@ -195,6 +195,14 @@ class RankState:
         chunk, microbatch, _ = self._deferred[0]
         return Action(Kind.W, chunk, microbatch, self._next_piece)
 
+    def next_piece(self) -> Action | None:
+        """The next piece of the weight gradient of which a piece ran last; None if none is left."""
+        return self.weight() if self._next_piece else None
+
+    def forward_waits(self) -> bool:
+        """True if the input of a forward is here. A piece of ``W`` may make room for it."""
+        return any(map(int.__gt__, self.forwards_arrived, self.forwards_run))
+
     def first_forward(self) -> Action | None:
         budget, evaluates = self._budget, self._evaluates
         if budget.in_flight + budget.kept + budget.smallest > budget.limit and not evaluates:
