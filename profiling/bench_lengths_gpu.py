@@ -16,10 +16,11 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import arms
 import harness
 import torch
 import torch.distributed as dist
@@ -40,27 +41,30 @@ class Arm:
     Args:
         plan: one of :data:`lengths_plans.PLANS`, or ``padded``: as drawn, every microbatch padded
             to the longest.
-        cap: as --dpp-activation-cap; None for megatron-core's own schedule.
-        split: with tasks of their own for weight gradients.
+        kind: a name of :data:`arms.ARMS`.
     """
 
     plan: str
-    cap: str | None = None
-    split: bool = True
+    kind: str = arms.STATIC
 
     def schedule(self, args: argparse.Namespace) -> Any:
         from megatron.dpp import DppSchedule
         from megatron.dpp.runtime.static import StaticSchedule
 
-        plain = DppConfig(cuda_graphs="off")
-        if self.cap is None:
-            return StaticSchedule(replace(plain, transport=args.static_transport))
-        return DppSchedule(replace(plain, activation_cap=self.cap, split_backward=self.split))
+        if self.static:
+            transport = "cuda_ipc" if self.kind == arms.LINKS else args.static_transport
+            return StaticSchedule(DppConfig(cuda_graphs="off", transport=transport))
+        return DppSchedule(arms.ARMS[self.kind].config(cuda_graphs="off"))
+
+    @property
+    def static(self) -> bool:
+        """True for megatron-core's own schedule."""
+        return arms.ARMS[self.kind].policy is None
 
     def microbatches(self, plans: Plans) -> list[Sequences]:
         """The sequences of each microbatch, in order."""
         plan, width = ("drawn", plans.longest) if self.plan == "padded" else (self.plan, 0)
-        _, found = plans.planned("static" if self.cap is None else "ours", plan)
+        _, found = plans.planned("static" if self.static else "ours", plan)
         lengths = plans.of(found)
         return [Sequences(*map(tuple, each), width) for each in zip(found, lengths, strict=True)]
 
@@ -71,17 +75,22 @@ ARMS = {
     "static sorted": Arm("sorted"),
     "static packed": Arm("packed"),
     "static best": Arm("best"),
-    "ours drawn": Arm("drawn", "auto"),
-    "ours best": Arm("best", "auto"),
-    "ours drawn, cap static": Arm("drawn", "static"),
-    "ours best, cap static": Arm("best", "static"),
-    "ours sorted": Arm("sorted", "auto"),
-    "ours packed": Arm("packed", "auto"),
-    "ours sorted, cap static": Arm("sorted", "static"),
-    "ours packed, cap static": Arm("packed", "static"),
-    "fused drawn": Arm("drawn", "auto", split=False),
+    **{
+        f"{start} {plan}{end}": Arm(plan, kind)
+        for plan in ("drawn", "sorted", "packed", "best")
+        for start, end, kind in (
+            ("static", ", links", arms.LINKS),
+            ("megatron", "", "megatron"),
+            ("fused", "", "fused"),
+            ("ours", ", cap static", "dynamic, cap static"),
+            ("ours", "", "dynamic"),
+        )
+    },
 }
-_USUAL = tuple(ARMS)[:9]
+_USUAL = (
+    "static drawn", *(name for name, arm in ARMS.items() if arm.plan == "packed"),
+    "ours drawn, cap static",
+)  # fmt: skip
 """Arms that run unless ``--arms`` names some."""
 
 
@@ -120,11 +129,11 @@ def run(args: argparse.Namespace) -> None:
         )
         for _ in range(args.batches)
     ]  # fmt: skip
-    arms = {name: ARMS[name] for name in (args.arms.split(";") if args.arms else _USUAL)}
-    schedules = {name: arm.schedule(args) for name, arm in arms.items()}
-    plans = {name: [arm.microbatches(batch) for batch in batches] for name, arm in arms.items()}
+    chosen = {name: ARMS[name] for name in (args.arms.split(";") if args.arms else _USUAL)}
+    schedules = {name: arm.schedule(args) for name, arm in chosen.items()}
+    plans = {name: [arm.microbatches(batch) for batch in batches] for name, arm in chosen.items()}
     found: dict[str, Found] = {}
-    for name in arms:
+    for name in chosen:
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -133,7 +142,7 @@ def run(args: argparse.Namespace) -> None:
         found[name] = Found(losses, *harness.over_ranks(*peaks, device="cuda"))
     for _ in range(args.rounds):
         for number in range(args.batches):
-            for name in arms:
+            for name in chosen:
                 _step(model, schedules[name], plans[name][number])
                 took, _ = _step(model, schedules[name], plans[name][number])
                 found[name].times.append(took)
@@ -190,11 +199,25 @@ def _report(args: argparse.Namespace, batches: Sequence[Plans], found: dict[str,
         "losses equal to those of other arms | mean loss off by",
         rows,
     )
+    arms.print_gains([*measured(found, args.rounds)])
     facts = {
         name: {**vars(one), "losses": [list(batch.items()) for batch in one.losses]}
         for name, one in found.items()
     }
     harness.write_json(args.json, {"batches": [batch.lengths for batch in batches], "arms": facts})
+
+
+def measured(found: dict[str, Found], rounds: int) -> Iterator[arms.Measured]:
+    """The arms for the table of gains: a round's time is that of all its batches. ``padded`` has no
+    arm to be compared with.
+    """
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    for name, one in found.items():
+        size = len(one.times) // rounds
+        times = [sum(one.times[i * size : (i + 1) * size]) for i in range(rounds)]
+        equal, _ = _compared(one, found)
+        arm = ARMS[name]
+        yield arms.Measured(arm.kind, arm.plan, queues, times, one.reserved, equal)
 
 
 def _compared(one: Found, found: dict[str, Found]) -> tuple[str, str]:

@@ -30,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import arms
 import harness
 import torch
 import torch.distributed as dist
@@ -41,8 +42,9 @@ from megatron.dpp.errors import ConfigError
 _WARM_UP_STEPS = 8
 """Two eager steps, two that capture graphs, and some in which a dynamic one may need one more."""
 _SCHEDULES = (
-    "static, fused or split, followed by the number of chunks per rank; with a prefix, eagersplit2 "
-    "never uses CUDA graphs, graphsplit2 and graphstatic2 always do, tracedsplit2 writes a trace, "
+    "static, megatron (its order, split backward), fused or split, and the number of chunks per "
+    "rank; with a prefix, eagersplit2 never uses CUDA graphs, graphsplit2 and graphstatic2 always "
+    "do, linksstatic2 uses our links, capsplit2 has the cap static, tracedsplit2 writes a trace, "
     "laidsplit2 has --layout, latesplit2 launches no task ahead of its input, and split2@1.5 has a "
     "--lookahead of its own"
 )
@@ -61,23 +63,41 @@ class Name:
     num_chunks: int
     lookahead: float | None
     ahead: bool
+    links: bool = False
+    capped: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Name:
         match = re.fullmatch(
-            r"(laid)?(eager|graph|traced)?(late)?(static|fused|split)(\d+)(?:@([\d.]+))?", text
+            r"(laid)?(eager|graph|traced)?(late)?(links|cap)?(static|megatron|fused|split)(\d+)"
+            r"(?:@([\d.]+))?",
+            text,
         )
-        unknown = match is None or (match[4] == "static" and bool(match[3] or match[2] == "traced"))
+        unknown = match is None or (match[5] == "static" and bool(match[3] or match[2] == "traced"))
+        if match is not None and match[4]:
+            unknown |= (match[5] == "static") != (match[4] == "links")
         if not torch.cuda.is_available() and match is not None:
             unknown |= bool(match[1] or match[3]) or match[2] in ("eager", "graph")  # they sleep
         if match is None or unknown:
             raise SystemExit(
-                f"--schedules {text}: expected static, fused or split and the number of chunks, "
-                "as in static2,split2 (prefixes: --help)"
+                f"--schedules {text}: expected static, megatron, fused or split and the number of "
+                "chunks, as in static2,split2 (prefixes: --help)"
             )
-        lookahead = float(match[6]) if match[6] else None
+        lookahead = float(match[7]) if match[7] else None
         mode, laid, ahead = match[2] or "", bool(match[1]), not match[3]
-        return cls(text, laid, mode, match[4], int(match[5]), lookahead, ahead)
+        links, capped = match[4] == "links", match[4] == "cap"
+        return cls(text, laid, mode, match[5], int(match[6]), lookahead, ahead, links, capped)
+
+    @property
+    def arm(self) -> str:
+        """The name in :data:`arms.ARMS`."""
+        if self.kind == "static":
+            graphs = self.mode == "graph"
+            if self.links:
+                return arms.GRAPHS_LINKS if graphs else arms.LINKS
+            return arms.GRAPHS if graphs else arms.STATIC
+        name = {"split": "dynamic"}.get(self.kind, self.kind)
+        return f"{name}, cap static" if self.capped else name
 
     @property
     def model(self) -> tuple[int, bool]:
@@ -114,6 +134,8 @@ def parse_arguments() -> argparse.Namespace:
         dropout=(0.0, "hidden and attention dropout"),
         rounds=4,
         iterations=(3, "timed steps per round"),
+        runs=(1, "runs of all ranks, for each of --queues in turns"),
+        queues=("", "numbers of hardware queues, as 1,8; the environment's if empty"),
         verify=(False, "compare losses and gradients"),
         sleep_ms=(20.0, "a chunk's F without a GPU"),
     )
@@ -181,12 +203,17 @@ def make_schedule(model: Model, name: Name) -> Any:
     inject = args.inject or None
     if name.kind == "static":
         graphs = "on" if name.mode == "graph" else "off"
-        config = DppConfig(inject=inject, cuda_graphs=graphs, transport=args.static_transport)
+        transport = args.transport if name.links else args.static_transport
+        if name.links and transport == "auto":
+            transport = "cuda_ipc"
+        config = DppConfig(inject=inject, cuda_graphs=graphs, transport=transport)
         return StaticSchedule(config, log=_say)
+    arm = arms.ARMS[name.arm]
     config = DppConfig(
-        split_backward=name.kind == "split",
+        policy=arm.policy or "dynamic",
+        split_backward=arm.split,
         cuda_graphs={"eager": "off", "graph": "on"}.get(name.mode, "auto"),
-        activation_cap=args.cap,
+        activation_cap=args.cap if arm.cap == "auto" else arm.cap,
         transport=args.transport,
         lookahead=args.lookahead if name.lookahead is None else name.lookahead,
         slots=args.slots,
@@ -273,6 +300,7 @@ def measure(model: Model, names: list[Name], num_microbatches: int) -> list[dict
                 "microbatches": num_microbatches,
                 "ms": typical(times),
                 "spread_ms": [min(times), max(times)],
+                "all_ms": times,
                 "injected_ms": statistics.fmean(prolonged),
                 "own_work_ms": over_ranks(own)[0] * 1e3,
                 "peak_gb": memory[name] / 1e9,
@@ -354,7 +382,13 @@ def main() -> int:
 
         return bench_sleeping.run(args)
     if "RANK" not in os.environ:
-        return harness.start_ranks(_num_gpus(args), CUBLAS_WORKSPACE_CONFIG=":4096:8")
+        found = harness.start_in_turns(
+            _num_gpus(args), args.runs, args.queues.split(","), CUBLAS_WORKSPACE_CONFIG=":4096:8"
+        )
+        arms.print_schedules(args.names, [(queues, facts["rows"]) for queues, facts in found])
+        runs = [{"queues": queues, **facts} for queues, facts in found]
+        harness.write_json(args.json, {"arguments": vars(args), "runs": runs})
+        return 0
     worker(args)
     return 0
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import arms
 import harness
 import torch
 import torch.distributed as dist
@@ -182,6 +183,7 @@ class DynamicPipeline:
         v: chunks per rank.
         injector: gives the delays of messages; without one, that of ``--inject``.
         split: whether W runs apart from B.
+        policy, cap: as ``--dpp-policy`` and ``--dpp-activation-cap``; without a cap, ``--cap``.
         traced: whether ``--trace-dir`` gets a file per rank.
         pieces: of each W.
     """
@@ -193,6 +195,8 @@ class DynamicPipeline:
         injector: Any = None,
         *,
         split: bool = True,
+        policy: str = "dynamic",
+        cap: str = "",
         traced: bool = False,
         pieces: int = 1,
     ) -> None:
@@ -200,6 +204,7 @@ class DynamicPipeline:
         from megatron.dpp.runtime.topology import Topology
 
         self.num_chunks, self.split, self.pieces = v, split, pieces
+        self._policy, self._cap = policy, cap or args.cap
         topology = Topology(tuple(range(args.ranks)), dist.get_rank(), v)
         channels = topology.channels([_BYTES], [_BYTES], args.slots)
         transport = open_links(channels.specs, DppConfig(transport=args.transport))
@@ -216,8 +221,8 @@ class DynamicPipeline:
         v, split = self.num_chunks, self.split
         pieces = (self.pieces,) * v if split else None
         geometry = Geometry(args.ranks, dist.get_rank(), v, m, w_pieces=pieces)
-        cap = parse_cap(args.cap, geometry).chunks
-        scheduler = Scheduler(geometry, cap=cap, split_backward=split)
+        cap = parse_cap(self._cap, geometry).chunks
+        scheduler = Scheduler(geometry, policy=self._policy, cap=cap, split_backward=split)
         naps = Naps(args, v, iteration, fused=not split)
         decider = decider_for(scheduler, self.links.channels.receiving, None)
         decider.start(self.links.consumed)
@@ -250,13 +255,15 @@ def _delayed(transport: Any, injector: Any, ranks: tuple[int, ...]) -> Any:
     return DelayedTransport(transport, injector, ranks)
 
 
-def open_static(args: argparse.Namespace, v: int) -> Any:
-    """Our channels under a static schedule where links are to be slow; None keeps gloo."""
+def open_static(args: argparse.Namespace, v: int, *, links: bool) -> Any:
+    """Our channels under a static schedule that asks for them, or where links are to be slow; None
+    keeps gloo.
+    """
     from megatron.dpp.core.static import ChannelExchange, ring_channels
     from megatron.dpp.runtime.links import open_links
 
     ranks, injector = tuple(range(args.ranks)), _injector(args, v)
-    if injector is None or not injector.delays_messages:
+    if not links and (injector is None or not injector.delays_messages):
         return None
     specs = ring_channels(ranks, dist.get_rank(), _BYTES, args.slots)
     transport = open_links(specs, DppConfig(transport=args.transport))
@@ -274,11 +281,13 @@ def measure(args: argparse.Namespace, name: Any, m: int) -> dict[str, Any]:
         pipeline_model_parallel_size=args.ranks,
         virtual_pipeline_model_parallel_size=v if v > 1 else None,
     )
-    exchange, pipeline = (open_static(args, v) if static else None), None
+    exchange, pipeline = (open_static(args, v, links=name.links) if static else None), None
     if not static:
+        arm = arms.ARMS[name.arm]
         pipeline = DynamicPipeline(
-            args, v, split=name.kind == "split", traced=name.mode == "traced"
-        )
+            args, v, split=arm.split, policy=arm.policy or "dynamic",
+            cap="" if arm.cap == "auto" else arm.cap, traced=name.mode == "traced",
+        )  # fmt: skip
     took, ratios = [], []
     for iteration in range(args.rounds + 1):
         dist.barrier()
@@ -301,6 +310,8 @@ def measure(args: argparse.Namespace, name: Any, m: int) -> dict[str, Any]:
         "schedule": name.text,
         "microbatches": m,
         "seconds": statistics.median(took),
+        "ms": statistics.median(took) * 1e3,
+        "all_ms": [seconds * 1e3 for seconds in took],
         "ratio": statistics.median(ratios),
     }
 
@@ -342,4 +353,5 @@ def run(args: argparse.Namespace) -> int:
         rows = [measure(args, name, m) for m in args.microbatches for name in args.names]
         if dist.get_rank() == 0:
             report(args, rows)
+            arms.print_schedules(args.names, [("", rows)])
     return 0

@@ -175,6 +175,34 @@ def start_ranks(num_ranks: int, *flags: str, **variables: str) -> int:
             process.wait()
 
 
+def start_in_turns(
+    num_ranks: int, runs: int, queues: Sequence[str], **variables: str
+) -> list[tuple[str, Any]]:
+    """Start this script's ranks once per run, and return what they wrote to ``--json``.
+
+    Args:
+        runs: how often each number of queues has its turn.
+        queues: numbers of hardware queues; an empty one leaves the environment's.
+
+    Returns:
+        The number of queues and the facts of each run.
+
+    Raises:
+        SystemExit: a run failed.
+    """
+    found = []
+    for _ in range(runs):
+        for number in queues:
+            more = {"CUDA_DEVICE_MAX_CONNECTIONS": number} if number else {}
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "facts.json"
+                status = start_ranks(num_ranks, f"--json={path}", **variables, **more)
+                if status:
+                    raise SystemExit(status)
+                found.append((number, json.loads(path.read_text(encoding="utf-8"))))
+    return found
+
+
 def over_ranks(*values: float, device: str = "cpu", least: bool = False) -> list[float]:
     """The largest of each value over all ranks of the job, or the least."""
     import torch

@@ -1,0 +1,113 @@
+"""The arms of the benchmarks, and the table of their gains."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "profiling"))
+
+import arms  # noqa: E402
+import bench_lengths_gpu  # noqa: E402
+from bench_schedule import Name  # noqa: E402
+
+
+def measured(**times: float) -> list[arms.Measured]:
+    """Arms by a short name and the number of queues, with one time each."""
+    names = {"static": arms.STATIC, "links": arms.LINKS, "graphs": arms.GRAPHS}
+    found = []
+    for key, ms in times.items():
+        name, _, queues = key.partition("_")
+        found.append(arms.Measured(names.get(name, name), "g", queues, [ms], 2e9))
+    return found
+
+
+def test_parts_add_up_to_the_whole_and_the_best_static_row_is_the_base() -> None:
+    heads, rows = arms.gain_rows(
+        measured(static_1=110.0, static_8=100.0, links=98.0, megatron=90.0, dynamic=80.0),
+        graphs=False,
+    )
+    assert heads[6:] == ["transport, %", "W, %", "order + memory, %", "all, %", "losses equal"]
+    ratios, cells = [row[5] for row in rows], [row[6:-1] for row in rows]
+    assert ratios == ["1.100", "1.000", "0.980", "0.900", "0.800"]
+    assert cells[0] == cells[1] == ["-"] * 4
+    assert cells[-1] == ["2.0", "8.0", "10.0", "20.0"]
+    assert [row[4] for row in rows] == ["2.00"] * 5
+
+
+def test_graphs_are_a_part_where_the_dynamic_arms_have_them() -> None:
+    found = measured(static=200.0, graphs=120.0, megatron=110.0)
+    heads, rows = arms.gain_rows(found, graphs=True)
+    assert heads[6:-1] == ["graphs, %", "transport + W, %", "all, %"]
+    assert rows[-1][6:-1] == ["40.0", "5.0", "45.0"]
+
+
+def test_every_step_leads_to_an_arm() -> None:
+    for graphs in (False, True):
+        for name, (below, _) in arms.steps(graphs=graphs).items():
+            assert name in arms.ARMS and below in arms.ARMS
+
+
+@pytest.mark.parametrize(
+    ("text", "arm"),
+    [
+        ("static2", arms.STATIC), ("graphstatic2", arms.GRAPHS), ("linksstatic2", arms.LINKS),
+        ("graphlinksstatic4", arms.GRAPHS_LINKS), ("eagermegatron2", "megatron"),
+        ("fused1", "fused"), ("capsplit2", "dynamic, cap static"), ("laidsplit2", "dynamic"),
+    ],
+)  # fmt: skip
+def test_schedules_are_arms(text: str, arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert Name.parse(text).arm == arm
+
+
+@pytest.mark.parametrize("text", ["capstatic2", "linkssplit2"])
+def test_prefixes_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises(SystemExit, match="expected static, megatron"):
+        Name.parse(text)
+
+
+def test_arms_are_flags_and_settings() -> None:
+    assert arms.ARMS[arms.STATIC].flags() == []
+    assert "--no-dpp-split-backward" in arms.ARMS["fused"].flags()
+    config = arms.ARMS["megatron"].config(cuda_graphs="off")
+    assert (config.policy, config.activation_cap, config.split_backward) == (
+        "megatron", "static", True,
+    )  # fmt: skip
+
+
+def test_lengths_are_measured_per_round() -> None:
+    found = {
+        name: bench_lengths_gpu.Found([], 3e9, 2e9, times)
+        for name, times in {
+            "static packed": [5.0, 5.0, 6.0, 6.0],
+            "megatron packed": [4.0, 4.0, 5.0, 5.0],
+        }.items()
+    }
+    for one in found.values():
+        one.losses = [{bench_lengths_gpu.Sequences((0,), (4,)): 1.0}]
+    static, megatron = bench_lengths_gpu.measured(found, rounds=2)
+    assert (static.arm, static.group, static.times) == (arms.STATIC, "packed", [10.0, 12.0])
+    assert (megatron.ms, megatron.reserved, megatron.equal) == (9.0, 3e9, "1 of 1")
+
+
+def test_runs_of_schedules_are_compared_by_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [Name.parse(text) for text in ("static2", "megatron2", "split2", "static1")]
+    rows = [
+        [{"schedule": name.text, "microbatches": 8, "ms": ms * factor} for name, ms in times]
+        for factor in (1.0, 1.1, 1.3)
+        for times in [list(zip(names, (50.0, 45.0, 40.0, 60.0), strict=True))]
+    ]
+    arms.print_schedules(names, [("8", each) for each in rows])
+    out = capsys.readouterr().out
+    assert "| v=2, m=8 | static | 8 | 55.0 (50.0..65.0, 3) | - | 1.000 |" in out
+    assert "CUDA graphs in dynamic arms: no" in out and "transport + W, %" in out
+    assert "| v=2, m=8 | dynamic | 8 | 44.0 (40.0..52.0, 3) | - | 0.800 |" in out
+
+
+def test_every_plan_has_every_arm() -> None:
+    kinds = {arm.kind for arm in bench_lengths_gpu.ARMS.values() if arm.plan == "packed"}
+    assert kinds == {arms.STATIC, arms.LINKS, "megatron", "fused", "dynamic, cap static", "dynamic"}
