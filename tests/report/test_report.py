@@ -57,6 +57,30 @@ def test_the_numbers_are_json_and_a_broken_limit_is_status_2(made):
     assert numbers["stragglers"][0]["kind"] == "slow-rank"
     assert numbers["what_if"][0]["name"].startswith("without slow-rank")
     assert numbers["baseline"]["run"]["schedule"] == "pp"
+
+
+def test_a_static_run_beside_it_says_what_comes_from_what(tmp_path, capsys):
+    own = write(inject(Run(chunks=2, iterations=4), "none", 1), tmp_path)
+    static = Run(chunks=2, policy="megatron", split=False, schedule="pp", iterations=4)
+    other = write(inject(static, "none", 1), tmp_path)
+    parser = argparse.ArgumentParser()
+    add_run_options(parser)
+
+    def lines(*words):
+        found, _ = build_report(parser.parse_args([*map(str, words)]), quiet=True)
+        return [line for line in found.sentences if "under the static schedule beside it" in line]
+
+    (line,) = lines("--benchmark_dir", own, "--baseline", other)
+    whole, *shares = map(float, re.findall(r"(-?[\d.]+) %", line))
+    assert [name in line for name in (" W ", " order ", " memory ")] == [True] * 3
+    assert sum(shares) == pytest.approx(whole, abs=0.2)
+    assert whole > 3 and shares[0] > 3
+    assert not lines("--benchmark_dir", other, "--baseline", own)
+    assert not lines("--benchmark_dir", own, "--baseline", own)
+
+
+def test_the_fidelity_of_a_clear_run_is_one(made):
+    numbers = json.loads(made[2].stdout)
     assert numbers["fidelity"] == pytest.approx(1.0, abs=0.03)
 
 

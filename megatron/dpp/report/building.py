@@ -31,6 +31,7 @@ from megatron.dpp.report.analysis.sentences import (
 )
 from megatron.dpp.report.analysis.summary import Analysis, analyse, summary
 from megatron.dpp.report.analysis.timeline import timeline
+from megatron.dpp.report.ingredients import gain_lines
 from megatron.dpp.report.length_report import length_report
 from megatron.dpp.report.reader import TraceFile, open_run
 from megatron.dpp.report.recorded import Recorded, recorded_runs
@@ -189,7 +190,7 @@ def build_report(
     report.others = [_beside(each, options, quiet=quiet) for each in others]
     report.sentences = training_sentences(report.training)
     if report.pipeline is not None:
-        report.sentences += sentences(report.pipeline)
+        report.sentences += [*sentences(report.pipeline), *gain_lines(report, runs)]
     elif folder is None:
         report.sentences.append(HOW_TO_TRACE)
     return report, runs
