@@ -9,7 +9,13 @@ import shutil
 import sys
 from pathlib import Path
 
-from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
+try:
+    from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
+except ModuleNotFoundError:
+    sys.exit(
+        f"error: {sys.executable} has no package pybind11, which the extension needs: "
+        "pip install pybind11; or pip install ., which gets it"
+    )
 from setuptools import setup
 from setuptools.command.build_ext import build_ext
 

@@ -24,6 +24,7 @@ from typing import Any
 import harness
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp_train.launch.job import whole
 from megatron.dpp_train.launch.main import plan
 
 MODES = {
@@ -60,7 +61,7 @@ class Row:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all rows, print the tables, write JSON and a picture when asked to."""
-    args = _parse(argv)
+    args = parse(argv)
     rows: list[Row] = []
     for model in args.model:
         for devices in args.devices:
@@ -80,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if rows else 1
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options, with the numbers of devices."""
     parser = harness.new_parser(
         __doc__, cpu=(False, "processes in the place of GPUs"), options=("", "more words of train")
     )
@@ -104,9 +106,11 @@ def _devices(args: argparse.Namespace) -> list[int]:
     from megatron.dpp_train.cost.device import find_machine
 
     most = len(os.sched_getaffinity(0)) if args.cpu else find_machine().num_gpus
+    if os.environ.get("NUM_GPUS"):
+        most = whole("NUM_GPUS", os.environ)
     if most == 0:
         sys.exit("error: no GPU was found; --cpu runs on processes")
-    return [count for count in (1, 2, 4, 8) if count <= most]
+    return sorted({count for count in (1, 2, 4, 8, most) if count <= most})
 
 
 def _run(args: argparse.Namespace, model: str, devices: int, mode: str) -> Row | None:

@@ -4,7 +4,7 @@
 #
 #   tools/benchmark.sh [--model NAME] [--devices 1,2,4] [--only MODE] [...]
 #
-# Arguments are profiling/bench_scaling.py's. Results go to benchmark/scaling.json and scaling.svg.
+# NUM_GPUS is the largest number of devices, without --devices. Arguments are profiling/bench_scaling.py's. Results go to benchmark/scaling.json and scaling.svg.
 # PYTHON names an interpreter that has everything; without it, set-up runs first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.dpp import __version__
-from megatron.dpp.errors import exit_with
+from megatron.dpp.errors import did_you_mean, exit_with
 
 _ENGINE, _TRAINER = "megatron.dpp.", "megatron.dpp_train."
 COMMANDS = {
@@ -86,7 +86,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megatron-dpp {__version__}")
         return 0
     if words[0] not in COMMANDS:
-        print(f"megatron-dpp: unknown command {words[0]!r}: expected one of {', '.join(COMMANDS)}")
+        hint = did_you_mean(words[0], COMMANDS)
+        print(
+            f"megatron-dpp: unknown command {words[0]!r}{hint}: expected one of "
+            f"{', '.join(COMMANDS)}",
+            file=sys.stderr,
+        )
         return 2
     try:
         command = _main_of(words[0])

@@ -10,12 +10,13 @@ spelling: a field in Python, a flag on a command line, a variable in a launch sc
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -208,6 +209,17 @@ def shown(value: object, limit: int = 80) -> str:
     except (ValueError, RecursionError):  # a number of too many digits, a structure too deep
         text = f"a {type(value).__name__}"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The part of a text about an unknown name that names the nearest known one; empty if none is
+    near.
+
+    >>> did_you_mean("reprot", ["report", "runs"])
+    ' (did you mean report?)'
+    """
+    near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def require(condition: object, message: str) -> None:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.dpp.command_line import from_source_tree, guarded
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, did_you_mean
 from megatron.dpp.processes import run_child
 
 
@@ -29,5 +29,8 @@ def _run(words: list[str]) -> int:
             print(f"  {name:<15} {summary}")
         return 0
     if words[0] not in scripts:
-        raise ConfigError(f"no benchmark {words[0]!r}: expected one of {', '.join(scripts)}")
+        raise ConfigError(
+            f"no benchmark {words[0]!r}{did_you_mean(words[0], scripts)}: expected one of "
+            f"{', '.join(scripts)}"
+        )
     return run_child([sys.executable, str(scripts[words[0]]), *words[1:]])

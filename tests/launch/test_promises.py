@@ -14,7 +14,7 @@ from megatron.dpp_train.checkpoint.files import TRACKER
 from megatron.dpp_train.cost.device import known_gpu
 from megatron.dpp_train.launch.cli import MODES
 from megatron.dpp_train.launch.flags import resume_flags
-from megatron.dpp_train.launch.main import plan
+from megatron.dpp_train.launch.main import main, plan
 from megatron.dpp_train.launch.resolve import _heads
 from megatron.dpp_train.launch.scripts import settings_of
 from tests.conftest import REPOSITORY
@@ -101,6 +101,44 @@ def test_a_run_resumes_from_one_iterations_directory(tmp_path: Path, name: str) 
 @pytest.mark.parametrize("name", ["RTX 4090", "rtx-3090", "4090", "A6000", "L40S", "a10", "MI300X"])
 def test_a_gpu_of_the_table(name: str) -> None:
     assert known_gpu(name).memory_bytes > 20 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "gib"),
+    [
+        ("H20", "H20", 95), ("h800", "H800", 80), ("A800", "A800", 80), ("GB200", "GB200", 184),
+        ("B200", "B200", 179), ("RTX5090", "RTX 5090", 31), ("RTX 5090", "RTX 5090", 31),
+        ("NVIDIA GeForce RTX 5090", "RTX 5090", 31), ("NVIDIA H100 80GB HBM3", "H100", 80),
+        ("nvidia-h200", "H200", 140),
+    ],
+)  # fmt: skip
+def test_a_gpu_in_each_spelling(name: str, known: str, gib: int) -> None:
+    device = known_gpu(name)
+    assert (device.name, device.memory_bytes) == (known, gib * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--mode", "3D"], r"--mode 3D \(did you mean 3d\?\): expected one of simple, 3d"),
+        (["--mode", "deepsped"], r"deepsped \(did you mean deepspeed\?\)"),
+        (["--model", "llama"], r"--model llama: neither a folder here with a config.json nor"),
+    ],
+)
+def test_unknown_names_say_what_was_looked_for(words: list[str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        plan([*words, "--procs", "1", "--dry-run"])
+
+
+@pytest.mark.parametrize("typed", ["--run-dir", "RUN_DIR"])
+def test_an_error_names_the_run_directory_as_it_was_typed(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    monkeypatch.setenv("RUN_DIR", "" if typed == "--run-dir" else str(tmp_path))
+    words = ["--run-dir", str(tmp_path)] if typed == "--run-dir" else []
+    assert main(["--mode", "simple", "--procs", "1", "--mock-data", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {typed} {tmp_path}: metrics.jsonl of an ear")
 
 
 def test_a_gpu_of_given_figures() -> None:

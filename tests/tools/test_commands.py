@@ -73,3 +73,11 @@ def test_benchmarks_need_the_source_tree(
     assert bench.main(["agreement"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "profiling needs the source tree" in line
+
+
+@pytest.mark.parametrize("word", ["reprot", "bench schedul", "trian"])
+def test_an_unknown_name_is_met_with_the_nearest(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(word.split()) != 0
+    assert "(did you mean " in capsys.readouterr().err

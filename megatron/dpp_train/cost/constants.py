@@ -21,15 +21,20 @@ class Gpu(NamedTuple):
 
 
 GPUS = {
+    "GB200": Gpu(1.8e15, 8e12, 7.2e11, 184),
     "B200": Gpu(1.6e15, 8e12, 7.2e11, 179),
     "H200": Gpu(7.1e14, 4.8e12, 3.6e11, 140),
     "H100": Gpu(7.1e14, 3.3e12, 3.6e11, 80),
+    "H800": Gpu(7.1e14, 3.3e12, 1.6e11, 80),
+    "H20": Gpu(1.1e14, 4.0e12, 3.6e11, 95),
+    "A800": Gpu(2.2e14, 2.0e12, 1.6e11, 80),
     "A100": Gpu(2.2e14, 2.0e12, 2.4e11, 80),
     "MI300X": Gpu(9.4e14, 5.3e12, 3.5e11, 192),
     "L40S": Gpu(2.6e14, 8.6e11, 2e10, 45),
     "L40": Gpu(1.3e14, 8.6e11, 2e10, 45),
     "A6000": Gpu(1.1e14, 7.7e11, 2e10, 48),
     "A10": Gpu(9e13, 6.0e11, 2e10, 22),
+    "RTX 5090": Gpu(1.5e14, 1.8e12, 2e10, 31),
     "RTX 4090": Gpu(1.2e14, 1.0e12, 2e10, 24),
     "RTX 3090": Gpu(5.1e13, 9.4e11, 2e10, 24),
     "V100": Gpu(9e13, 9e11, 1.2e11, 32),
@@ -37,9 +42,11 @@ GPUS = {
 }
 """FLOP/s: 72 % of the dense 16-bit peak, as H200 runs reach. Rates: data sheets, links at 80 %.
 
-Dense peaks in TFLOP/s that accumulate in fp32: 1307 (AMD Instinct MI300X data sheet), 362 (NVIDIA
-L40S data sheet), 155 (RTX A6000, GA102 whitepaper), 125 (A10 data sheet), 165 (RTX 4090, Ada
-whitepaper), 71 (RTX 3090, GA102 whitepaper). These six have not been measured here.
+Dense peaks in TFLOP/s that accumulate in fp32: 2500 (GB200, a half of the data sheet's pair), 989
+(H800), 148 (H20), 312 (A800), 210 (RTX 5090, Blackwell whitepaper), 1307 (AMD Instinct
+MI300X data sheet), 362 (NVIDIA L40S data sheet), 155 (RTX A6000, GA102 whitepaper), 125 (A10 data
+sheet), 165 (RTX 4090, Ada whitepaper), 71 (RTX 3090, GA102 whitepaper). These eleven
+have not been measured here.
 """
 UNKNOWN_GPU = Gpu(3e13, 5e11, 1e10, 0)
 """A guess for a GPU that the table lacks. Its memory is asked from the driver."""

@@ -117,9 +117,10 @@ def known_gpu(name: str) -> Device:
     Raises:
         ConfigError: it is not in the table.
     """
-    plain = re.sub(r"[ _-]", "", name.upper())
+    plain = re.sub(r"^(NVIDIA|AMD)?(GEFORCE)?", "", re.sub(r"[ _-]", "", name.upper()))
     names = {each.replace(" ", ""): each for each in KNOWN_GPUS}
     known = names.get(plain) or names.get(f"RTX{plain}") or names.get(plain.removeprefix("RTX"))
+    known = known or _known_name(name)  # as a driver writes it
     if known is None:
         raise ConfigError(
             f"--gpu {name}: expected one of {', '.join(KNOWN_GPUS)}; for another "

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, did_you_mean
 from megatron.dpp.flags import Parser
 from megatron.dpp.sim.packing import PACKINGS
 from megatron.dpp_train.cost.device import KNOWN_GPUS
@@ -114,7 +114,7 @@ _FILES = ("--config", "--data", "--save", "--resume-from")
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all modes; ``--help`` and ``--completion`` are answered before it."""
     parser = Parser(prog="train", add_help=False, allow_abbrev=False)
-    parser.add_argument("--mode", choices=(*MODES, *_ALIASES), default="auto")
+    parser.add_argument("--mode", default="auto")
     for option in _OPTIONS:
         if option.kind is None:
             parser.add_argument(option.name, action="store_true", help=option.help)
@@ -132,6 +132,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         ConfigError: a wrong value, or an option of another mode.
     """
     options, rest = build_parser().parse_known_args(argv)
+    check_mode(options.mode)
     options.mode = _ALIASES.get(options.mode, options.mode)
     for name, modes in _OF_MODE.items():
         value = getattr(options, name[2:].replace("-", "_"))
@@ -152,6 +153,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         if option.kind is float and value is not None and not 0 < value < math.inf:
             raise ConfigError(f"{option.name} {value:g}: must be above 0")
     return options, rest
+
+
+def check_mode(mode: str) -> None:
+    """Refuse a mode that does not exist (ConfigError)."""
+    if mode not in (*MODES, *_ALIASES):
+        hint = did_you_mean(mode, (*MODES, *_ALIASES))
+        raise ConfigError(f"--mode {mode}{hint}: expected one of {', '.join((*MODES, *_ALIASES))}")
 
 
 def help_text(mode: str | None = None) -> str:

@@ -92,7 +92,10 @@ def model_flags(name: str) -> Flags:
     if name not in names:
         near = difflib.get_close_matches(name.lower(), [*names, *_OTHER_NAMES], n=1, cutoff=0.0)[0]
         near = _OTHER_NAMES.get(near, near)
-        raise ConfigError(f"--model {name}: nearest: {near} (there are {', '.join(names)})")
+        raise ConfigError(
+            f"--model {name}: neither a folder here with a {CONFIG} nor a file of configs/models; "
+            f"nearest: {near} (there are {', '.join(names)})"
+        )
     return read_flags(MODELS / f"{name}.yaml")
 
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import DataError, core_setting
 from megatron.dpp.locks import Lock, check_free
 from megatron.dpp.safe_files import open_to_write, read_bytes
 from megatron.dpp_train.options import settings
@@ -52,7 +52,7 @@ def make_home(arch: str, args: Settings, world_size: int, env: Mapping[str, str]
     except OSError as error:
         raise DataError(
             f"{named or _RUNS.absolute()}: {error.strerror}; name a directory for this run with "
-            "RUN_DIR"
+            f"{core_setting('run_dir')}"
         ) from error
     return home
 
@@ -69,7 +69,7 @@ def check_home(args: Settings, env: Mapping[str, str], *, first_node: bool) -> N
         DataError: naming the other run's process, or its files.
     """
     named = env.get("RUN_DIR")
-    for flag, directory in (("--save", args.save), ("RUN_DIR", named)):
+    for flag, directory in (("--save", args.save), (core_setting("run_dir"), named)):
         if directory and first_node:
             check_free(directory, flag)
     if not named:
@@ -81,7 +81,8 @@ def check_home(args: Settings, env: Mapping[str, str], *, first_node: bool) -> N
         saved = saved or args.save
         how = f", or let that run go on: --load {saved}" if saved else ""
         raise DataError(
-            f"RUN_DIR {named}: {there[0]} of an earlier run is there; name another directory{how}"
+            f"{core_setting('run_dir', named)}: {there[0]} of an earlier run is there; name "
+            f"another directory{how}"
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.dpp.errors import ConfigError, DataError, require
+from megatron.dpp.errors import ConfigError, DataError, core_setting, require
 from megatron.dpp.hosts import is_loopback, own_interface, with_port
 from megatron.dpp.locks import Lock, check_free, lock_directory
 from megatron.dpp_train.launch.flags import ROOT, Flags
@@ -236,7 +236,7 @@ def begin(job: Job, arch: str, parsed: Settings, environ: Mapping[str, str]) -> 
     if environ.get("RUN_DIR") or job.num_nodes == 1:  # several nodes cannot agree on a date
         home = make_home(arch, args, job.world_size, environ)
         if job.node_rank == 0:
-            lock = lock_directory(home, "RUN_DIR")
+            lock = lock_directory(home, core_setting("run_dir"))
         args = with_home(args, home)
     defaults = {
         "CUDA_DEVICE_MAX_CONNECTIONS": hardware_queues(args),

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron.dpp import __version__
 from megatron.dpp.errors import ConfigError, DataError, DppError, use_names
 from megatron.dpp.locks import check_free
-from megatron.dpp.naming import in_flags
+from megatron.dpp.naming import in_flags, renamed
 from megatron.dpp_train.cost.device import cpu_device, find_machine, gpu_device, known_gpu
 from megatron.dpp_train.cost.estimate import Estimate, estimate
 from megatron.dpp_train.cost.memory import least_bytes
@@ -70,12 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "--help" in words or "-h" in words:
             print(cli.help_text(_mode_of(words)))
             return 0
-        if words[:1] == [PRESET]:
-            from megatron.dpp_train.launch import scripts
+        with use_names(in_flags if _names_run_dir(words) else renamed({"run_dir": "RUN_DIR"})):
+            if words[:1] == [PRESET]:
+                from megatron.dpp_train.launch import scripts
 
-            scripts.start(words[1:])
-        else:
-            _start(plan(words), words)
+                scripts.start(words[1:])
+            else:
+                _start(plan(words), words)
         return 0  # of a dry run
     except DppError as error:
         sys.stdout.flush()
@@ -101,13 +102,16 @@ def refused() -> bool:
     return False
 
 
+def _names_run_dir(words: list[str]) -> bool:
+    return any(word.partition("=")[0] == "--run-dir" for word in words)
+
+
 def _mode_of(words: list[str]) -> str | None:
     for index, word in enumerate(words):
         name, _, value = word.partition("=")
         if name == "--mode":
             mode = value or (words[index + 1 : index + 2] or [""])[0]
-            if mode not in (*cli.MODES, "deepspeed"):
-                raise ConfigError(f"--mode {mode}: nearest possible: {', '.join(cli.MODES)}")
+            cli.check_mode(mode)
             return mode
     return None
 

@@ -118,7 +118,7 @@ _OTHERS = (
     ("NCCL_GRAPH_REGISTER", _UNSET, "0 where training sets PYTORCH_ALLOC_CONF",
      "set by training, NCCL"),
     ("NUM_GPUS", _UNSET, "GPUS_PER_NODE where that is unset; GPUs that several ranks share",
-     "launch scripts, profiling/shared_gpus"),
+     "launch scripts, profiling"),
     ("PET_LOG_DIR", "temporary", "directory of torchrun's logs", "set by training, torchrun"),
     ("TORCHDYNAMO_DISABLE", _UNSET, "1 without a GPU or jit fusion", "set by training, PyTorch"),
     ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", "workspaces of cuBLAS with --deterministic-mode",
