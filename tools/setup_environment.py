@@ -111,7 +111,7 @@ def existing_environment(
     if at_hand.torch and (at_hand.is_writable or not at_hand.missing):
         return at_hand
     kept = [ROOT / KEPT.read_text().strip()] if has_kept() and not anew else []
-    there = [python for python in (*kept, VENV_PYTHON) if python.is_file()]
+    there = [python for python in (*kept, VENV_PYTHON) if can_run(python)]
     return inspect(str(there[0]), requirement_files) if there else None
 
 
@@ -283,6 +283,12 @@ def check_ready(requirement_files: list[str], why: OSError, *, anew: bool) -> En
         SetupFailed: there is something to do.
     """
     environment = existing_environment(describe(requirement_files), requirement_files, anew=anew)
+    kept = KEPT.read_text().strip() if KEPT.is_file() else ""
+    if environment is None and kept and not can_run(ROOT / kept):
+        raise SetupFailed(
+            f"this user may not run {kept}, which {KEPT} keeps: name a Python that has everything "
+            "with PYTHON=, or take a clone of your own"
+        )
     if environment is None:
         to_do = "make .venv"
     elif environment.missing:
@@ -297,9 +303,14 @@ def check_ready(requirement_files: list[str], why: OSError, *, anew: bool) -> En
     )
 
 
+def can_run(python: Path) -> bool:
+    """True for a program of this user's; False also in a folder that they may not enter."""
+    return os.path.isfile(python) and os.access(python, os.X_OK)
+
+
 def has_kept() -> bool:
-    """True if ``build/python`` names an interpreter that is still there."""
-    return KEPT.is_file() and (ROOT / KEPT.read_text().strip()).is_file()
+    """True if ``build/python`` names an interpreter that is still there, and can be run."""
+    return KEPT.is_file() and can_run(ROOT / KEPT.read_text().strip())
 
 
 def keep(environment: Environment) -> None:
@@ -339,7 +350,7 @@ def set_up(requirement_files: list[str], *, anew: bool) -> tuple[Environment, li
     if is_stale:
         done += build_extension(environment)
     link_command(environment)
-    if anew or not (has_kept() or VENV_PYTHON.is_file()):
+    if anew or not (has_kept() or can_run(VENV_PYTHON)):
         keep(environment)
     return inspect(environment.python, requirement_files) if done else environment, done
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import setup_environment
@@ -193,6 +194,27 @@ def test_the_first_set_up_is_kept_and_an_active_environment_is_not(repository: P
     (repository / "bin" / "other").symlink_to("python3")
     assert set_up(repository, **active).returncode == 0
     assert kept.read_text() == "bin/other\n"
+
+
+def test_a_second_user_may_not_enter_the_folder_of_the_kept_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a traceback of PermissionError."""
+    kept, shut, real = tmp_path / "kept", "/shut/bin/python", os.stat
+    kept.write_text(f"{shut}\n")
+
+    def stat(path: Any, *rest: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith("/shut"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *rest, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(setup_environment, "KEPT", kept)
+    monkeypatch.setattr(setup_environment, "VENV_PYTHON", Path("/shut/venv/python"))
+    monkeypatch.setattr(setup_environment, "describe", lambda files: environment(torch=None))
+    assert not setup_environment.has_kept()
+    with pytest.raises(SetupFailed, match=rf"this user may not run {shut}.* PYTHON="):
+        setup_environment.check_ready([], PermissionError(13, "Permission denied"), anew=False)
 
 
 def test_an_interpreter_that_is_not_there(repository: Path) -> None:
