@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -218,3 +219,16 @@ def test_a_plan_from_a_run_takes_its_times(tmp_path: Path) -> None:
     args = planned("--dpp-plan", str(costs), "--padded-vocab-size", "1536")
     layers = [stage.count("t") for stage in args.pipeline_model_parallel_layout.split("|")]
     assert sum(layers[3::4]) < 2
+
+
+def test_a_full_shared_memory_is_refused_before_workers_end_with_a_bus_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    full = SimpleNamespace(f_bavail=16, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+    why = r"/dev/shm has 0\.06 MiB free, and 2 workers .*--num-workers 0 .*--shm-size"
+    with pytest.raises(ConfigError, match=why):
+        preflight.check("gpt", f"{GOOD} --num-workers 2".split(), 1)
+    assert preflight.check("gpt", f"{GOOD} --num-workers 0".split(), 1)
+    full.f_bavail = 2**20
+    assert preflight.check("gpt", f"{GOOD} --num-workers 2".split(), 1)

@@ -146,6 +146,16 @@ def test_a_job_is_what_the_environment_says() -> None:
             job.find_job({**two, "NODE_IPS": ips})
 
 
+def test_tasks_of_srun_on_one_node_do_not_each_start_a_run() -> None:
+    slurm = {"SLURM_NNODES": "1", "SLURM_NTASKS": "8"}
+    assert nodes.find_nodes(slurm).count == 1  # a batch script, or salloc
+    step = {**slurm, "SLURM_STEP_NUM_TASKS": "8"}
+    with pytest.raises(ConfigError, match=r"SLURM runs 8 tasks on this node.*srun --ntasks=1"):
+        nodes.find_nodes(step)
+    assert nodes.find_nodes({**step, "NUM_NODES": "1"}).count == 1
+    assert nodes.find_nodes({**step, "SLURM_STEP_NUM_TASKS": "1"}).count == 1
+
+
 def test_slurm_stands_in_for_what_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_NTASKS": "16"}
     ours = {"NUM_NODES": "2", "MASTER_ADDR": "host"}

@@ -44,6 +44,7 @@ def find_nodes(env: Mapping[str, str]) -> Nodes:
     }
     count = whole("NUM_NODES", {"NUM_NODES": values["NUM_NODES"] or "1"})
     if count == 1:
+        refuse_tasks(env)
         return Nodes()
     if not env.get("NUM_NODES"):
         _one_task_per_node(env, count)
@@ -52,6 +53,25 @@ def find_nodes(env: Mapping[str, str]) -> Nodes:
     master = env.get("MASTER_ADDR") or _first_host(env.get("SLURM_JOB_NODELIST", ""))
     require(master, "MASTER_ADDR is not set: name the host of NODE_RANK=0")
     return Nodes(count=count, rank=rank, master=master)
+
+
+def refuse_tasks(env: Mapping[str, str]) -> None:
+    """Refuse several tasks of ``srun`` on one node: each would start a whole run of its own. A
+    batch script may have them too, and starts this once.
+
+    Raises:
+        ConfigError: there are several, and ``NUM_NODES`` does not say that this is meant.
+    """
+    if env.get("NUM_NODES") or (env.get("SLURM_NNODES") or "1") != "1":
+        return
+    values = {"SLURM_STEP_NUM_TASKS": env.get("SLURM_STEP_NUM_TASKS") or "1"}
+    tasks = whole("SLURM_STEP_NUM_TASKS", values)
+    if tasks > 1:
+        raise ConfigError(
+            f"SLURM runs {tasks} tasks on this node, and each would start a run of its own: start "
+            "one, srun --ntasks=1 --cpus-per-task=CORES megatron-dpp train ..., or set NUM_NODES=1 "
+            "where that many runs are meant"
+        )
 
 
 def _one_task_per_node(env: Mapping[str, str], count: int) -> None:

@@ -30,6 +30,7 @@ from megatron.dpp_train.launch.job import (
     show_command,
     whole,
 )
+from megatron.dpp_train.launch.nodes import refuse_tasks
 from megatron.dpp_train.launch.start import go_on, prepare, set_up
 from megatron.dpp_train.options import environment
 from megatron.dpp_train.options.arguments import build_parser, give, parse_args
@@ -143,6 +144,7 @@ def start(words: Sequence[str]) -> None:
     Raises:
         DppError: settings, flags or files that cannot work.
     """
+    refuse_tasks(os.environ)
     first, second, *rest = words if len(words) > 1 else ("", "")
     if first == "flags":
         run_flags(second, rest)

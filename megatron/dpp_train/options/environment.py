@@ -72,6 +72,7 @@ _SLURM = (
     ("SLURM_JOB_NUM_NODES", "NUM_NODES where that and SLURM_NNODES are unset"),
     ("SLURM_NODEID", "NODE_RANK where that is unset"),
     ("SLURM_NTASKS", "tasks of the job; must be one per node"),
+    ("SLURM_STEP_NUM_TASKS", "tasks that srun starts; must be 1 on one node"),
     ("SLURM_JOB_NODELIST", "MASTER_ADDR where that is unset: its first host"),
     ("SLURM_JOB_ID", "noted in the progress file; makes a port in `train_gpt.sbatch`"),
     ("SLURM_SUBMIT_DIR", "directory of the clone in `train_gpt.sbatch`"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from megatron.dpp.config import DppConfig, missing_part
 from megatron.dpp.errors import ConfigError
@@ -81,6 +82,7 @@ def check_parsed(
     if args.use_dpp:
         _check_addresses(args.dpp, world_size, here)
     check_files(args, task_name)
+    check_shared_memory(args)
     args, tokenizer = build_vocabulary(args)
     if arguments.rank_and_world()[0] == 0:
         check_tokens(args)
@@ -89,6 +91,36 @@ def check_parsed(
     if args.use_dpp:
         check_schedule(args, one_node=here == world_size)
     return args, tokenizer
+
+
+_SHARED_MEMORY = Path("/dev/shm")
+_LEAST_BYTES = 1 << 20
+_BATCHES_AHEAD = 2
+"""Microbatches that each worker of a PyTorch loader holds ready."""
+_BYTES_PER_TOKEN = 28
+"""Tokens, labels and positions of 8 bytes, loss mask of 4."""
+
+
+def check_shared_memory(args: RunConfig) -> None:
+    """Refuse a ``/dev/shm`` without room for the microbatches of one rank's data loader, whose
+    workers would end with a bus error.
+
+    Raises:
+        ConfigError: with the bytes that are free and needed.
+    """
+    try:
+        room = os.statvfs(_SHARED_MEMORY)
+    except OSError:
+        return  # not there: PyTorch says so
+    free = room.f_bavail * room.f_frsize
+    microbatch = args.micro_batch_size * (args.seq_length or 1) * _BYTES_PER_TOKEN
+    need = max(_LEAST_BYTES, args.num_workers * _BATCHES_AHEAD * microbatch)
+    if args.num_workers and free < need:
+        raise ConfigError(
+            f"{_SHARED_MEMORY} has {free / 2**20:.2f} MiB free, and {args.num_workers} workers of "
+            f"a data loader need {need / 2**20:.2f} MiB: --num-workers 0 needs none; in "
+            "a container --shm-size=1g makes it larger"
+        )
 
 
 def check_not_taken(args: RunConfig, *, by_launcher: bool = False) -> None:
