@@ -215,8 +215,8 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "architecture": (lambda f: edit(f, model_type="mamba"), "model_type 'mamba' is not supported"),
     "activation": (lambda f: edit(f, hidden_act="gelu"), "hidden_act is 'gelu'"),
     "rotary": (
-        lambda f: edit(f, rope_parameters={"rope_type": "linear", "factor": 2, "rope_theta": 1e4}),
-        "rope_type 'linear' cannot be trained here",
+        lambda f: edit(f, rope_parameters={"rope_type": "dynamic", "factor": 2, "rope_theta": 1e4}),
+        "rope_type 'dynamic' cannot be trained here",
     ),
     "gpt-oss": (lambda f: edit(f, model_type="gpt_oss"), "model_type 'gpt_oss' is not supported"),
     "no heads": (lambda f: edit(f, num_attention_heads=0), "num_attention_heads is 0"),
