@@ -21,9 +21,11 @@ import sys
 import tarfile
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import arms
 import harness
 
 ARMS = {"static": [], "dynamic": ["--use-dpp", "--dpp-strict"]}
@@ -200,6 +202,30 @@ def report(
     facts = {"settings": vars(args), "device": device, "lengths": lengths(args)}
     named = {" ".join(cell): results for cell, results in found.items()}
     harness.write_json(args.json, {**facts, "runs": named})
+    arms.print_gains([*gains(found)])
+
+
+def gains(found: dict[tuple[str, str, str], list[dict[str, Any]]]) -> Iterator[arms.Measured]:
+    """The arms for the table of gains: the median of each run, the largest peak, and whether the
+    last loss is that of the static schedule. An arm may have a number of queues, as static:8.
+    """
+    for (version, row, arm), results in found.items():
+        name, _, queues = arm.partition(":")
+        static = {
+            result["losses"][-1]
+            for (*other, one), others in found.items()
+            if other == [version, row] and one.startswith("static")
+            for result in others
+        }
+        losses = {result["losses"][-1] for result in results}
+        yield arms.Measured(
+            name,
+            f"{version}, {row}",
+            queues,
+            [statistics.median(result["ms"]) for result in results],
+            max(peak["reserved"] for result in results for peak in result["peaks"]),
+            str(losses == static),
+        )
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ sys.path.insert(0, str(ROOT / "profiling"))
 
 import arms  # noqa: E402
 import bench_lengths_gpu  # noqa: E402
+import bench_plugin  # noqa: E402
 from bench_schedule import Name  # noqa: E402
 
 
@@ -111,3 +112,19 @@ def test_runs_of_schedules_are_compared_by_chunks(capsys: pytest.CaptureFixture[
 def test_every_plan_has_every_arm() -> None:
     kinds = {arm.kind for arm in bench_lengths_gpu.ARMS.values() if arm.plan == "packed"}
     assert kinds == {arms.STATIC, arms.LINKS, "megatron", "fused", "dynamic, cap static", "dynamic"}
+
+
+def test_runs_of_the_plugin_are_arms() -> None:
+    def result(ms: float, loss: str = "7.1") -> dict[str, object]:
+        return {"ms": [ms, ms + 1, ms + 2], "losses": ["9.0", loss], "peaks": [{"reserved": 3e9}]}
+
+    found = {
+        ("main", "unlike", "static:1"): [result(110.0)],
+        ("main", "unlike", "static:8"): [result(99.0), result(98.0)],
+        ("main", "unlike", "dynamic:8"): [result(79.0), result(81.0, "7.2")],
+    }
+    one, static, dynamic = bench_plugin.gains(found)
+    assert (one.queues, static.queues, static.arm) == ("1", "8", arms.STATIC)
+    assert (static.ms, static.equal, dynamic.equal) == (99.5, "True", "False")
+    _, rows = arms.gain_rows([one, static, dynamic], graphs=False)
+    assert rows[2][4:7] == ["3.00", "0.814", "18.6"]
