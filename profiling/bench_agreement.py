@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import harness
 from torch.distributed import TCPStore
 
+from megatron.dpp.errors import exit_with
 from megatron.dpp.runtime.agreement import Decider, decider_for
 from megatron.dpp.schedule import Geometry, Scheduler
 from megatron.dpp.transport import open_transport
@@ -137,4 +137,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

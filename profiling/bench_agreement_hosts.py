@@ -34,6 +34,7 @@ import harness
 from bench_sleeping import Naps, SleepingRunner
 from torch.distributed import TCPStore
 
+from megatron.dpp.errors import exit_with
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.executor import Executor
 from megatron.dpp.runtime.links import Links
@@ -182,4 +183,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

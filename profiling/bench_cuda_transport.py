@@ -18,7 +18,6 @@ import argparse
 import faulthandler
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ import harness
 import torch
 import torch.distributed as dist
 
+from megatron.dpp.errors import exit_with
 from megatron.dpp.transport import ChannelSpec, Direction, TransportOptions, open_transport
 
 SIZES = [4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
@@ -309,4 +309,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ import harness
 import torch
 
 from megatron.dpp.core import cpu
+from megatron.dpp.errors import exit_with
 
 ON_GPU = torch.cuda.is_available()
 
@@ -266,4 +266,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

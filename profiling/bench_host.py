@@ -16,7 +16,6 @@ import contextlib
 import cProfile
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from bench_sleeping import DynamicPipeline, cpu_rank, megatron_step
 
 from megatron.dpp import DppConfig, DppSchedule
+from megatron.dpp.errors import exit_with
 
 _RANKS, _SEQUENCE, _VOCABULARY, _HIDDEN = 2, 8, 32, 16
 _SCHEDULES = ("static", "fused", "split")
@@ -212,4 +212,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -13,12 +13,12 @@ from __future__ import annotations
 import dataclasses
 import random
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import harness
 
+from megatron.dpp.errors import exit_with
 from megatron.dpp.sim import conditions
 from megatron.dpp.sim.arms import (
     DYNAMIC,
@@ -126,4 +126,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -19,7 +19,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +42,7 @@ from lengths_plans import LENGTHS, PACKED_ROW, Microbatches, Plans, longest_of, 
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core.static import ChannelExchange, over_channels, ring_channels
+from megatron.dpp.errors import exit_with
 from megatron.dpp.schedule import Geometry, Kind, Scheduler, parse_cap
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.trace import NullRecorder
@@ -363,4 +363,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

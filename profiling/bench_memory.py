@@ -24,6 +24,8 @@ from dataclasses import dataclass
 
 import harness
 
+from megatron.dpp.errors import exit_with
+
 _MOST_MEMORY_ERROR = 0.10
 _MOST_BUBBLE_ERROR = 0.03
 _TRACED = (5, 8)
@@ -186,4 +188,4 @@ def _wrong_bubble(result: Measured) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

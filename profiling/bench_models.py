@@ -20,7 +20,7 @@ from typing import Any
 
 import harness
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, exit_with
 from megatron.dpp_train.cost.flops import flops_per_iteration
 from megatron.dpp_train.launch.flags import model_flags
 from megatron.dpp_train.launch.main import Plan, plan
@@ -123,4 +123,4 @@ def _print_table(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

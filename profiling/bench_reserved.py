@@ -30,6 +30,8 @@ from typing import Any
 import harness
 from allocations import analyse, record
 
+from megatron.dpp.errors import exit_with
+
 CONF = "PYTORCH_ALLOC_CONF"
 SETTINGS = {
     "expandable": "expandable_segments:True",
@@ -428,4 +430,4 @@ def worker(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

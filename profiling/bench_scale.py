@@ -22,6 +22,7 @@ from pathlib import Path
 import harness
 from lengths_plans import LENGTHS, PLANS, Plans, longest_of
 
+from megatron.dpp.errors import exit_with
 from megatron.dpp.sim.lengths import LengthCosts
 
 _HIDDEN_2048 = "--hidden 2048 --heads 16"
@@ -148,4 +149,4 @@ def _run(words: list[str], folder: Path, name: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

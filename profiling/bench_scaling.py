@@ -23,7 +23,7 @@ from typing import Any
 
 import harness
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, exit_with
 from megatron.dpp_train.launch.job import whole
 from megatron.dpp_train.launch.main import plan
 
@@ -175,4 +175,4 @@ def _draw(rows: list[Row], path: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from bench_check import check
 from bench_gpt import Model, reserved
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, exit_with
 
 _WARM_UP_STEPS = 8
 """Two eager steps, two that capture graphs, and some in which a dynamic one may need one more."""
@@ -394,4 +394,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

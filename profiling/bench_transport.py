@@ -32,7 +32,6 @@ import re
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +44,7 @@ import harness
 import torch
 import torch.distributed as dist
 
+from megatron.dpp.errors import exit_with
 from megatron.dpp.transport import ChannelSpec, Direction, TransportOptions, open_transport
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -419,4 +419,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

@@ -15,12 +15,13 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import harness
+
+from megatron.dpp.errors import exit_with
 
 _UNDISTURBED = 1.01
 """The busiest rank's tasks took at most this times what they take on a quiet machine."""
@@ -150,4 +151,4 @@ def _only_links(args: argparse.Namespace) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)

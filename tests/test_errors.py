@@ -13,6 +13,7 @@ from megatron.dpp.errors import (
     DppError,
     Setting,
     core_setting,
+    exit_with,
     render,
     setting,
     use_names,
@@ -100,3 +101,12 @@ def test_bytes_of_a_peer_that_name_no_setting_are_shown() -> None:
     assert render("\x02DppConfig.slots=two\x03 \x02nothing\x03 \x03") == (
         "DppConfig.slots=two nothing \x03"
     )
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback() -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        exit_with(interrupted)
+    assert ended.value.code == 130

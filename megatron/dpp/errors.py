@@ -260,9 +260,13 @@ def tell_torchrun(text: str) -> None:
                 scratch.unlink()
 
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
+
+
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """Ends the program with the status that ``main`` returns; without an error when the reader of
-    its output has left, as ``head`` does. A package that is missing is one line."""
+    its output has left, as ``head`` does, or after Ctrl-C. A missing package is one line."""
     try:
         status = main()
         sys.stdout.flush()
@@ -278,4 +282,6 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
         status = 1
+    except KeyboardInterrupt:
+        status = INTERRUPTED
     sys.exit(status)

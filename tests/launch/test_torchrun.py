@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import config_from_args, parse_args
 
+from megatron.dpp_train.checkpoint.files import TRACKER
 from megatron.dpp_train.launch import torchrun as launch
 from tests.runtime.launcher import start, wait
 
@@ -52,6 +53,41 @@ def test_every_end_is_one_line(
     said = capsys.readouterr().err
     assert text in said
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["interrupted", "early"])
+def test_an_interrupted_run_names_its_checkpoint_and_the_command_that_goes_on(
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    def end() -> None:
+        raise ENDS[name][0]
+
+    monkeypatch.setattr(launch, "main", end)
+    monkeypatch.setenv("DPP_GO_ON", "megatron-dpp train --mode simple --resume-from")
+    monkeypatch.setenv("DPP_SAVE", str(tmp_path))
+    assert launch.run() == 130
+    assert "there is no checkpoint to go on from" in capsys.readouterr().err
+    (tmp_path / "iter_0000020").mkdir()
+    (tmp_path / TRACKER).write_text("20")
+    assert launch.run() == 130
+    said = capsys.readouterr().err
+    assert f"the checkpoint of iteration 20 is in {tmp_path}, to go on: megatron-dpp train" in said
+    assert said.endswith(f"--mode simple --resume-from {tmp_path}\n")
+    assert len(said.splitlines()) == 1
+
+
+def test_what_a_thread_says_about_the_end_does_not_show(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end() -> None:
+        raise RuntimeError("cannot join current thread")
+
+    monkeypatch.setattr(launch, "main", end)
+    assert launch.run() == 130
+    assert capsys.readouterr().err == "ended by SIGINT\n"
 
 
 def test_torchruns_folder_is_gone_at_the_end(

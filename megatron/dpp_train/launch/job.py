@@ -24,8 +24,6 @@ from megatron.dpp_train.options.run_config import RunConfig, Settings
 from megatron.dpp_train.preflight.check import check_not_taken, check_parsed
 from megatron.dpp_train.preflight.files import written_directories
 
-INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 _ANNOUNCE_SECONDS = 5
 """Between two lines of a worker that waits for its master."""
 _IP = re.compile(r"\d+(\.\d+){3}|[\da-fA-F:]+:[\da-fA-F:.%a-z]*")
@@ -247,6 +245,7 @@ def begin(job: Job, arch: str, parsed: Settings, environ: Mapping[str, str]) -> 
     env |= {name: value for name, value in defaults.items() if not env.get(name)}
     if home is not None:
         env["RUN_DIR"] = str(home)
+    env["DPP_SAVE"] = str(Path(args.save).absolute()) if args.save else ""
     words = [run_file.FLAG, _hand_over(args, arch, job, home)]
     if job.num_nodes > 1:
         env = {**meet(job), **env}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.dpp import __version__
-from megatron.dpp.errors import ConfigError, DataError, DppError, use_names
+from megatron.dpp.errors import INTERRUPTED, ConfigError, DataError, DppError, use_names
 from megatron.dpp.locks import check_free
 from megatron.dpp.naming import in_flags, renamed
 from megatron.dpp_train.cost.device import cpu_device, find_machine, gpu_device, known_gpu
@@ -23,7 +23,7 @@ from megatron.dpp_train.cost.shape import RunShape
 from megatron.dpp_train.cost.text import lines, size
 from megatron.dpp_train.launch import auto, cli
 from megatron.dpp_train.launch.flags import Flags, check_known, from_argv, whole
-from megatron.dpp_train.launch.job import INTERRUPTED, find_job, is_dry_run, launch, refuse_taken
+from megatron.dpp_train.launch.job import find_job, is_dry_run, launch, refuse_taken
 from megatron.dpp_train.launch.layout import Layout, nearest_multiple
 from megatron.dpp_train.launch.nodes import Nodes, find_nodes
 from megatron.dpp_train.launch.resolve import (
@@ -245,6 +245,7 @@ def _start(found: Plan, words: Sequence[str]) -> None:
     job = find_job({**os.environ, **sizes})
     if options.run_dir:
         os.environ["RUN_DIR"] = options.run_dir
+    os.environ["DPP_GO_ON"] = shlex.join(["megatron-dpp", "train", *words, "--resume-from"])
     if not options.dry_run:
         refuse_taken(job, resolved.parsed)
         if options.procs is None:

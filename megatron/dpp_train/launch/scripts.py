@@ -145,6 +145,7 @@ def start(words: Sequence[str]) -> None:
         DppError: settings, flags or files that cannot work.
     """
     refuse_tasks(os.environ)
+    os.environ["DPP_GO_ON"] = "the same command with --load"
     first, second, *rest = words if len(words) > 1 else ("", "")
     if first == "flags":
         run_flags(second, rest)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import socket
 import sys
 import tempfile
@@ -15,16 +16,22 @@ import threading
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistNetworkError, DistStoreError
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import (
-    c10d_rendezvous_backend,
-    static_tcp_rendezvous,
-)
-from torch.distributed.run import main
+from megatron.dpp.errors import INTERRUPTED, DataError
+from megatron.dpp_train.checkpoint.files import find
+
+try:
+    import torch.distributed
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import DistNetworkError, DistStoreError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import (
+        c10d_rendezvous_backend,
+        static_tcp_rendezvous,
+    )
+    from torch.distributed.run import main
+except KeyboardInterrupt:
+    sys.exit(INTERRUPTED)
 
 _FAILED = 1
 _SAID_HERE = ("api", "errors.error_handler")
@@ -85,6 +92,8 @@ def run() -> int:
     """Runs torchrun; 1 when the nodes do not meet in time or a rank fails, 128 plus the number of
     a signal that ended it."""
     logging.getLogger("torch.distributed.run").addFilter(_is_worth_a_line)
+    unraisable = sys.unraisablehook
+    sys.unraisablehook = lambda args: None if _is_of_the_end(args.exc_value) else unraisable(args)
     for name in _SAID_HERE:
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(
             logging.CRITICAL
@@ -116,10 +125,37 @@ def run() -> int:
             how = f"by {failure.signal_name()}"
         return _say(f"error: rank {rank} (process {failure.pid}) ended first, {how}: see above why")
     except SignalException as error:
-        return _say(f"ended by {error.sigval.name}; its processes are gone", 128 + error.sigval)
+        gone = f"ended by {error.sigval.name}; its processes are gone"
+        return _say(gone + how_to_go_on(), 128 + error.sigval)
     except KeyboardInterrupt:  # before there are processes
-        return _say("ended by SIGINT", 130)
+        return _say("ended by SIGINT" + how_to_go_on(), INTERRUPTED)
+    except RuntimeError as error:
+        if not _is_of_the_end(error):
+            raise
+        return _say("ended by SIGINT" + how_to_go_on(), INTERRUPTED)
     return 0
+
+
+def how_to_go_on() -> str:
+    """The whole checkpoint that an ended run leaves, and the command that goes on from it."""
+    save, again = os.environ.get("DPP_SAVE"), os.environ.get("DPP_GO_ON")
+    if again is None:
+        return ""  # a torchrun of one's own
+    try:
+        found = find(save or None)
+    except DataError as error:
+        return f"; {error}"
+    if found is None:
+        return "; there is no checkpoint to go on from (--save DIR, --save-interval N)"
+    return (
+        f"; the checkpoint of iteration {found.iteration} is in {save}, to go on: {again} "
+        f"{shlex.quote(str(save))}"
+    )
+
+
+def _is_of_the_end(error: BaseException | None) -> bool:
+    """True for what threads of PyTorch raise when a signal ends them."""
+    return "cannot join current thread" in str(error)
 
 
 def _say(text: str, code: int = _FAILED) -> int:

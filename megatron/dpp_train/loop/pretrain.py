@@ -14,7 +14,14 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron.dpp.errors import ConfigError, DataError, DppError, tell_torchrun, use_names
+from megatron.dpp.errors import (
+    INTERRUPTED,
+    ConfigError,
+    DataError,
+    DppError,
+    tell_torchrun,
+    use_names,
+)
 from megatron.dpp.locks import lock_directory
 from megatron.dpp.naming import in_flags
 from megatron.dpp.processes import end_with_parent
@@ -25,17 +32,23 @@ from megatron.dpp_train.preflight.files import warnings_of_data, written_directo
 from megatron.dpp_train.tokenizers import Tokenizer, tokenizer_for
 
 _FAILED = 1
-_INTERRUPTED = 130
 
 
 @use_names(in_flags)
 def main(task_name: str, argv: Sequence[str] | None = None) -> int:
-    """Trains; returns the process's exit code.
+    """Trains; returns the process's exit code, also after Ctrl-C at any time.
 
     Args:
         task_name: ``gpt`` or ``bert``.
         argv: the command line; ``sys.argv`` when None.
     """
+    try:
+        return _run(task_name, argv)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(task_name: str, argv: Sequence[str] | None) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks would outlive a kill -9 of it
         end_with_parent()
     rank, world_size = arguments.rank_and_world()
@@ -89,8 +102,6 @@ def _train(args: RunConfig, task_name: str, rank: int, tokenizer: Tokenizer) -> 
         tell_torchrun(f"error on rank {rank}: {error}")
         print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
         return _FAILED
-    except KeyboardInterrupt:
-        return _INTERRUPTED
     return 0
 
 

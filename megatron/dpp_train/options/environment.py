@@ -120,6 +120,8 @@ _OTHERS = (
      "set by training, NCCL"),
     ("NUM_GPUS", _UNSET, "GPUS_PER_NODE where that is unset; GPUs that several ranks share",
      "launch scripts, profiling"),
+    ("DPP_GO_ON", _UNSET, "command that goes on, for torchrun's last line", "set by training"),
+    ("DPP_SAVE", _UNSET, "directory of the run's checkpoints, likewise", "set by training"),
     ("PET_LOG_DIR", "temporary", "directory of torchrun's logs", "set by training, torchrun"),
     ("TORCHDYNAMO_DISABLE", _UNSET, "1 without a GPU or jit fusion", "set by training, PyTorch"),
     ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", "workspaces of cuBLAS with --deterministic-mode",
