@@ -1,0 +1,1 @@
+profiling/aggregate.py

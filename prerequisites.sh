@@ -1,0 +1,1 @@
+prerequisite.sh

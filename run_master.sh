@@ -1,0 +1,1 @@
+run_master_gpt.sh

@@ -1,0 +1,1 @@
+run_single_gpt.sh

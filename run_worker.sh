@@ -1,0 +1,1 @@
+run_worker_gpt.sh

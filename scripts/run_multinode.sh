@@ -1,0 +1,1 @@
+run_3d_parallel.sh
