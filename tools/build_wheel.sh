@@ -11,7 +11,7 @@
 #   tools/build_wheel.sh /opt/python/cp31{0,1,2,3}-*/bin/python
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-target=$PWD/dist
+target=$(pwd)/dist
 if [[ ${1:-} == --output-dir ]]; then
   target=$(realpath -- "${2:?--output-dir DIR}")
   shift 2
