@@ -11,6 +11,8 @@ import faulthandler
 import functools
 import gc
 import glob
+import hmac
+import json
 import multiprocessing
 import os
 import pickle
@@ -285,3 +287,11 @@ def open_from_file(
     settings = TransportOptions(**{"setup_timeout": PATIENCE, **options})
     mine = of_rank(channels, rank)
     return open_transport(mine, rank=rank, store=FileStore(path), kind=kind, options=settings)
+
+
+def proof_of(
+    side: str, connector: int, acceptor: int, first: str, second: str, purpose: str, token: bytes
+) -> str:
+    """The proof of a set-up connection, as the wire has it."""
+    said = json.dumps([connector, acceptor, first, second, purpose]).encode()
+    return hmac.new(token, side.encode() + b"\0" + said, "sha256").hexdigest()

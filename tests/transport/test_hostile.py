@@ -31,7 +31,7 @@ from megatron.dpp.transport.kinds import cuda_ipc, rdma
 from megatron.dpp.transport.native import load_native
 from megatron.dpp.transport.opening import _digest, _Opening
 from tests.transport.hostile import framed, mutated_bytes, text_of
-from tests.transport.kinds import PATIENCE, of_rank, pair
+from tests.transport.kinds import PATIENCE, of_rank, pair, proof_of
 from tests.transport.test_choice import facts
 from tests.transport.test_dist import IN, alone
 from tests.transport.test_strangers import TOKEN, census
@@ -85,16 +85,14 @@ def reads_a_message(rng: random.Random) -> None:
 
 def accepts_a_connection(rng: random.Random) -> None:
     hello = {"rank": 1, "purpose": "control", "nonce": NONCE}
-    proof = handshake._proof(
-        TOKEN, "connector", handshake._transcript(1, 0, NONCE, NONCE, "control")
-    )
+    proof = proof_of("connector", 1, 0, NONCE, NONCE, "control", TOKEN)
     with said(rng, hello, {"proof": proof}) as ours:
         assert handshake.accept_side(ours, TOKEN, 0) == (1, "control"), "it has proven no other"
 
 
 def connects(rng: random.Random) -> None:
-    transcript = handshake._transcript(0, 1, NONCE, NONCE, "control")
-    answer = {"rank": 1, "nonce": NONCE, "proof": handshake._proof(TOKEN, "acceptor", transcript)}
+    proof = proof_of("acceptor", 0, 1, NONCE, NONCE, "control", TOKEN)
+    answer = {"rank": 1, "nonce": NONCE, "proof": proof}
     with said(rng, answer, rng.choice(({"welcome": True}, {"again": True}))) as ours:
         handshake.connect_side(ours, TOKEN, 0, 1, "control", PATIENCE)
 

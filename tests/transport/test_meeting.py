@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
+import hashlib
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch.distributed import HashStore
@@ -28,9 +30,9 @@ from megatron.dpp.errors import (
 from megatron.dpp.transport import TransportOptions, admission, handshake, rendezvous
 from megatron.dpp.transport.admission import Admission, Connection
 from megatron.dpp.transport.job_token import read_token
-from megatron.dpp.transport.joining import PeerLink, check_links
+from megatron.dpp.transport.joining import Facts, PeerLink, check_links
 from megatron.dpp.transport.rendezvous import Rendezvous
-from tests.transport.kinds import PATIENCE
+from tests.transport.kinds import PATIENCE, proof_of
 from tests.transport.test_choice import facts
 from tests.transport.test_token import until_empty
 
@@ -86,46 +88,73 @@ def test_another_rank_or_another_job_is_refused(
     assert isinstance(theirs, ProtocolError)
 
 
-def test_a_proof_is_for_one_side_one_order_and_one_purpose() -> None:
-    texts = [
-        handshake._transcript(*given)
-        for given in (
-            (1, 2, "x", "y", "p"), (2, 1, "x", "y", "p"), (1, 2, "y", "x", "p"),
-            (1, 2, "x", "y", "q"), (3, 2, "x", "y", "p"),
-        )
-    ]  # fmt: skip
-    assert len(set(texts)) == 5
-    proof = {"proof": handshake._proof(TOKEN, "connector", texts[0])}
-    assert handshake._proves(TOKEN, "connector", texts[0], proof)
-    assert not handshake._proves(TOKEN, "acceptor", texts[0], proof)
-    assert not handshake._proves(TOKEN, "connector", texts[1], proof)
-    assert not handshake._proves(TOKEN[::-1], "connector", texts[0], proof)
-    for wrong in ({}, {"proof": 7}, {"proof": "\N{EURO SIGN}"}, {"proof": proof["proof"][:-1]}):
-        assert not handshake._proves(TOKEN, "connector", texts[0], wrong)
+def prove(
+    ends: tuple[socket.socket, socket.socket], answer: Callable[[str], Any]
+) -> tuple[dict[str, Any], Any]:
+    """Rank 1 connects to rank 2 with ``answer(nonce)`` as its proof; returns both sides' words."""
+    found: list[Any] = []
+
+    def accept() -> None:
+        try:
+            found.append(handshake.accept_side(ends[1], TOKEN, 2))
+        except (AuthError, ProtocolError) as error:
+            found.append(error)
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    handshake.send_message(ends[0], {"rank": 1, "purpose": "p", "nonce": "n"})
+    said, _ = handshake.receive_message(ends[0])
+    handshake.send_message(ends[0], {"proof": answer(said["nonce"])})
+    thread.join(PATIENCE)
+    return said, found[0]
 
 
-@pytest.mark.parametrize("rank", [None, "3", True, 3.0])
-def test_a_hello_names_a_rank_by_its_number(
-    rank: Any, ends: tuple[socket.socket, socket.socket]
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"side": "acceptor"}, {"connector": 3}, {"acceptor": 1}, {"connector": 2, "acceptor": 1},
+        {"first": "m"}, {"second": "m"}, {"purpose": "q"}, {"token": TOKEN[::-1]}, 7, "",
+        "\N{EURO SIGN}", None, {},
+    ],
+)  # fmt: skip
+def test_a_proof_is_for_one_side_both_ranks_both_nonces_and_one_purpose(
+    wrong: Any, ends: tuple[socket.socket, socket.socket]
 ) -> None:
-    handshake.send_message(ends[0], {"rank": rank, "purpose": "p", "nonce": "n"})
-    with pytest.raises(ProtocolError, match="a hello without a rank"):
+    right = {"connector": 1, "acceptor": 2, "first": "n", "purpose": "p", "token": TOKEN}
+
+    def answer(nonce: str) -> Any:
+        if not isinstance(wrong, dict):
+            return wrong
+        return proof_of(**{"side": "connector", **right, "second": nonce, **wrong})
+
+    said, verdict = prove(ends, answer)
+    assert said["proof"] == proof_of(side="acceptor", second=said["nonce"], **right)
+    if wrong == {}:
+        assert verdict == (1, "p")
+    else:
+        assert type(verdict) is AuthError and "claims to be rank 1 has a wrong pro" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [({"rank": rank}, "a hello without a rank") for rank in (None, "3", True, 3.0)]
+    + [({"purpose": value}, "a set-up message without purpose") for value in (None, 7, "x" * 257)],
+)
+def test_a_hello_names_a_rank_by_its_number_and_has_short_texts(
+    wrong: dict[str, Any], says: str, ends: tuple[socket.socket, socket.socket]
+) -> None:
+    handshake.send_message(ends[0], {"rank": 3, "purpose": "x" * 256, "nonce": "n", **wrong})
+    with pytest.raises(ProtocolError, match=says):
         handshake.accept_side(ends[1], TOKEN, 0)
-
-
-def test_texts_of_a_hello_are_short() -> None:
-    assert handshake._text({"key": "x" * 256}, "key") == "x" * 256
-    for message in ({}, {"key": 7}, {"key": "x" * 257}, {"other": "x"}):
-        with pytest.raises(ProtocolError, match="a set-up message without key"):
-            handshake._text(message, "key")
 
 
 @pytest.mark.parametrize("answer", [{}, {"welcome": False}, {"welcome": 1}, {"welcome": "yes"}])
 def test_only_a_welcome_lets_a_rank_in(
     answer: dict[str, Any], ends: tuple[socket.socket, socket.socket], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(handshake, "_proves", lambda *given: True)
-    handshake.send_message(ends[1], {"rank": 7, "nonce": "n", "proof": "p"})
+    monkeypatch.setattr(handshake, "secrets", SimpleNamespace(token_hex=lambda _: "n"))
+    proof = proof_of("acceptor", 3, 7, "n", "n", "control", TOKEN)
+    handshake.send_message(ends[1], {"rank": 7, "nonce": "n", "proof": proof})
     handshake.send_message(ends[1], answer)
     with pytest.raises(AuthError, match="rank 3: rank 7 did not let us in"):
         handshake.connect_side(ends[0], TOKEN, 3, 7, "control", PATIENCE)
@@ -151,7 +180,9 @@ def test_what_a_peer_said_last_is_found_behind_its_messages(
     os.close(descriptor)
     ends[1].send(b"\x04\x00\x03\x01why")
     before = len(os.listdir("/proc/self/fd"))
-    assert handshake._last_words(ends[0]) == "why"
+    text = "rank 0: the set-up of the links with rank 1 ended: why$"
+    with pytest.raises(SetupError, match=text), handshake.joining(0, 1, ends[0]):
+        raise ConnectionError
     assert len(os.listdir("/proc/self/fd")) == before, "descriptors of unread messages stay open"
 
 
@@ -184,10 +215,11 @@ def test_time_that_has_run_out_is_not_waited_for(
     handshake.send_message(ends[1], {})
     with pytest.raises(handshake.PeerEnded, match="no answer in time"):
         handshake.receive_message(ends[0], until=time.monotonic())
-    handshake._limit(ends[0], None)
+    handshake.receive_message(ends[0])
     assert ends[0].gettimeout() == PATIENCE
     monkeypatch.setattr(handshake, "time", SimpleNamespace(monotonic=lambda: 100.0))
-    handshake._limit(ends[0], 105.0)
+    handshake.send_message(ends[1], {})
+    handshake.receive_message(ends[0], until=105.0)
     assert ends[0].gettimeout() == 5.0
 
 
@@ -241,96 +273,105 @@ def test_both_ends_refuse_a_link_that_loses_what_is_written(
 # Admission ----------------------------------------------------------------------------------------
 
 
-class Proof:
-    """A connection's thread that has ended, or has not."""
+class Lobby:
+    """An admission whose clock is the test's, and its callers."""
 
-    def __init__(self, since: float, alive: bool = True, proven: bool = False) -> None:
-        self.since, self.alive, self.proven = since, alive, proven
-        self.ended = 0
-        self.connection = SimpleNamespace(closed=0, close=self._close)
+    def __init__(self, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.short_of, self._stack = 100.0, 0, stack
+        self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.admission = Admission(cast(Any, self), TOKEN, 0)
+        stack.callback(self.admission.close)
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(admission, "time", clock)
 
-    def _close(self) -> None:
-        self.connection.closed += 1
+    def setblocking(self, flag: bool) -> None:
+        self._listener.setblocking(flag)
 
-    def is_alive(self) -> bool:
-        return self.alive
+    def accept(self) -> Any:
+        if self.short_of:
+            raise OSError(self.short_of, os.strerror(self.short_of))
+        return self._listener.accept()
 
-    def end(self) -> None:
-        self.ended += 1
+    def call(self) -> socket.socket:
+        """A caller that has said nothing yet; it was accepted if there was a place."""
+        caller = self._stack.enter_context(socket.create_connection(self._listener.getsockname()))
+        caller.settimeout(PATIENCE)
+        self.admission.accept()
+        return caller
+
+
+def is_sent_away(caller: socket.socket) -> bool:
+    """True for a caller that has heard that it shall come again; others have heard nothing."""
+    try:
+        return handshake.receive_message(caller, until=time.monotonic() + 0.02) == (AGAIN, [])
+    except handshake.PeerEnded:
+        return False
+
+
+AGAIN = {"again": True}
 
 
 @pytest.fixture
-def admits() -> Iterator[Any]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield Admission(listener, TOKEN, 0)
+def lobby(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lobby]:
+    with contextlib.ExitStack() as stack:
+        yield Lobby(stack, monkeypatch)
 
 
-def test_the_proven_are_handed_over_once_and_the_others_closed(admits: Any) -> None:
-    waits, proven, failed = Proof(0.0), Proof(0.0, False, True), Proof(0.0, False)
-    admits._proofs = [waits, proven, failed]
-    assert admits.proven() == [proven.connection]
-    closed = [proof.connection.closed for proof in (waits, proven, failed)]
-    assert (closed, admits.refused, admits._proofs) == ([0, 0, 1], 1, [waits])
-    assert admits.proven() == [] and admits.refused == 1
+def test_the_proven_are_handed_over_once_and_the_others_closed(lobby: Lobby) -> None:
+    ours = lobby.admission
+    silent, proven, other = (lobby.call() for _ in range(3))
+    other.sendall(b"\x02\x00[]")
+    handshake.connect_side(proven, TOKEN, 7, 0, "data 1", PATIENCE)
+    found = until_proven(ours, refused=1)
+    assert other.recv(1) == b""
+    assert [(one.peer, one.purpose) for one in found] == [(7, "data 1")]
+    assert ours.proven() == [] and ours.refused == 1 and not is_sent_away(silent)
+    found[0].close()
 
 
-def test_only_old_connections_lose_their_places(admits: Any) -> None:
-    now = time.monotonic()
-    old, new = Proof(now - 10.0), Proof(now + 10.0)
-    admits._proofs = [old, new]
-    admits._make_room()
-    assert (old.ended, new.ended) == (1, 0)
+def until_proven(ours: Admission, refused: int) -> list[Connection]:
+    deadline, found = time.monotonic() + PATIENCE, []
+    while not found or ours.refused < refused:
+        assert time.monotonic() < deadline
+        found += ours.proven()
+        time.sleep(0.001)
+    return found
 
 
-def test_a_listener_is_crowded_without_places_or_without_descriptors(
-    admits: Any, monkeypatch: pytest.MonkeyPatch
+def test_only_old_connections_lose_their_places_and_only_to_others(
+    lobby: Lobby, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admission, "MOST_PROOFS", 2)
-    admits._proofs = [Proof(0.0)]
-    assert not admits.crowded
-    admits.accept()
-    assert admits._proofs[0].ended == 0, "nobody waits for its place"
-    admits._proofs.append(Proof(time.monotonic() + 10.0))
-    assert admits.crowded
-    admits.accept()
-    assert [proof.ended for proof in admits._proofs] == [1, 0]
-    admits._proofs, admits.shortage = [], "no descriptors"
-    assert admits.crowded
-    admits.accept()
-    assert not admits.crowded
+    ours, old = lobby.admission, lobby.call()
+    lobby.now += 10.0
+    ours.accept()
+    assert not ours.crowded and not is_sent_away(old), "nobody waits for its place"
+    new, waits = lobby.call(), lobby.call()
+    assert ours.crowded and is_sent_away(old)
+    assert not is_sent_away(new) and not is_sent_away(waits)
+    while ours.crowded:
+        assert ours.proven() == []
+    ours.accept()
+    assert ours.crowded and ours.refused == 1
 
 
 @pytest.mark.parametrize("name", ["EMFILE", "ENFILE", "ENOBUFS", "ENOMEM", "EINVAL"])
 def test_a_system_without_room_is_a_shortage_and_a_broken_listener_an_error(
-    name: str, admits: Any
+    name: str, lobby: Lobby
 ) -> None:
     """Without descriptors or memory the connection waits, and old ones give up their places."""
-    number = getattr(errno, name)
-
-    def accept() -> Any:
-        raise OSError(number, os.strerror(number))
-
-    admits._listener = SimpleNamespace(accept=accept)
-    old = Proof(time.monotonic() - 10.0)
-    admits._proofs = [old]
+    ours, old = lobby.admission, lobby.call()
+    lobby.now += 10.0
+    lobby.short_of = getattr(errno, name)
     if name == "EINVAL":
         with pytest.raises(OSError, match="Invalid argument"):
-            admits.accept()
+            ours.accept()
         return
-    admits.accept()
-    assert os.strerror(number) in admits.shortage and admits.crowded and old.ended == 1
-
-
-def test_places_are_for_64_connections(admits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        admission, "_Proof", lambda *_: SimpleNamespace(start=lambda: None, since=1e30)
-    )
-    monkeypatch.setattr(admission, "identify", lambda *_: None)
-    waiting = [SimpleNamespace() for _ in range(70)]
-    admits._listener = SimpleNamespace(accept=lambda: (waiting.pop(), None))
-    admits.accept()
-    assert len(admits._proofs) == 64 and len(waiting) == 6
-    admits._proofs.clear()
+    ours.accept()
+    assert os.strerror(lobby.short_of) in ours.shortage and ours.crowded and is_sent_away(old)
+    lobby.short_of = 0
+    ours.accept()
+    assert not ours.crowded
 
 
 def test_a_connection_closes_its_descriptors_once() -> None:
@@ -346,8 +387,18 @@ def test_a_connection_closes_its_descriptors_once() -> None:
 # Rendezvous ---------------------------------------------------------------------------------------
 
 
-def met(store: Any, rank: int, **options: Any) -> Rendezvous:
-    return Rendezvous(store, rank, TransportOptions(setup_timeout=PATIENCE, **options))
+def met(store: Any, rank: int, tcp_host: str | None = None, **options: Any) -> Rendezvous:
+    given = {"setup_timeout": PATIENCE, **options}
+    return Rendezvous(store, rank, TransportOptions(**given), tcp_host)
+
+
+def job_of(one: Rendezvous) -> str:
+    """Names the job's token in the address of a rank."""
+    return one.unix_address.split("-")[1]
+
+
+def named_by(token: bytes) -> str:
+    return hashlib.sha256(b"address" + token).hexdigest()[:16]
 
 
 def test_the_token_of_a_node_goes_when_all_ranks_have_read_it(
@@ -357,19 +408,19 @@ def test_the_token_of_a_node_goes_when_all_ranks_have_read_it(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.delenv("DPP_TOKEN_FILE", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    store, left, tokens = HashStore(), [], set()
+    store, left, jobs = HashStore(), [], set()
     for rank in range(3):
         with met(store, rank) as one:
-            tokens.add(one._token)
+            jobs.add(job_of(one))
         left.append(len(list(tmp_path.iterdir())))
-    assert left[:2] == [1, 1] and len(tokens) == 1
+    assert left[:2] == [1, 1] and len(jobs) == 1
     until_empty(tmp_path)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with met(store, 0, name="other") as one, met(store, 1, name="other") as two:
-        assert one._token == two._token == store.get("dpp/other/1/token")
-        assert one.unix_address != two.unix_address and one._token not in tokens
+        assert job_of(one) == job_of(two) == named_by(store.get("dpp/other/1/token"))
+        assert one.unix_address != two.unix_address and job_of(one) not in jobs
     with met(store, 0, name="other") as again:
-        assert again._prefix == "dpp/other/2" and again._token != one._token
+        assert job_of(again) == named_by(store.get("dpp/other/2/token")) != job_of(one)
     assert not list(tmp_path.iterdir())
 
 
@@ -381,9 +432,9 @@ def test_a_named_token_file_comes_before_the_environments(
         (tmp_path / name).chmod(mode)
     monkeypatch.setenv("DPP_TOKEN_FILE", str(tmp_path / "env"))
     with met(HashStore(), 0, token_file=str(tmp_path / "own")) as one:
-        assert one._token == b"o" * 16
+        assert job_of(one) == named_by(b"o" * 16)
     with met(HashStore(), 0) as one:
-        assert one._token == b"e" * 17
+        assert job_of(one) == named_by(b"e" * 17)
     with pytest.raises(ConfigError, match="has mode 640; chmod 600 it"):
         read_token(tmp_path / "read")
     (tmp_path / "own").write_text("x" * 15 + "\n")
@@ -391,102 +442,113 @@ def test_a_named_token_file_comes_before_the_environments(
         read_token(tmp_path / "own")
 
 
-def test_the_lower_rank_of_a_pair_connects(monkeypatch: pytest.MonkeyPatch) -> None:
-    reached: list[tuple[int, str, bool]] = []
-    admitted: set[tuple[int, str]] = set()
-    watched: list[Any] = []
-
-    def reach(peer: Any, purpose: str, *, over_tcp: bool) -> Any:
-        reached.append((peer.rank, purpose, over_tcp))
-        family = socket.AF_INET if over_tcp else socket.AF_UNIX
-        return SimpleNamespace(sock=SimpleNamespace(family=family, name=(peer.rank, purpose)))
-
-    def unanswered(sock: Any, seconds: float) -> None:
-        watched.append((sock.name, seconds))
-
-    with met(HashStore(), 4, peer_timeout=9.0) as one:
-        monkeypatch.setattr(one, "_reach", reach)
-        monkeypatch.setattr(one, "_admit", lambda missing, made: admitted.update(missing))
-        monkeypatch.setattr(rendezvous, "_end_when_unanswered", unanswered)
-        wanted = [(facts(3), "control", False), (facts(5), "control", False)]
-        far = [(6, purpose, True) for purpose in ("control", "data 0", "data 1")]
-        made = one.connect([*wanted, *((facts(rank), use, tcp) for rank, use, tcp in far)])
-    assert sorted(reached) == [(5, "control", False), *far]
-    assert admitted == {(3, "control")}
-    assert set(made) == {(rank, purpose) for rank, purpose, _ in reached}
-    assert watched == [((6, "control"), 9.0)], "payloads may wait for long"
-
-
-def test_what_is_not_there_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with met(HashStore(), 4, listen_ports=None) as one:
-        counts = [SimpleNamespace(refused=2, shortage=""), SimpleNamespace(refused=1, shortage="x")]
-        missing = {(7, "control"), (2, "data 0"), (7, "data 0")}
-        one._check_patience(missing, counts)  # type: ignore[arg-type]
-        one._deadline = time.monotonic()
-        with pytest.raises(SetupError) as caught:
-            one._check_patience(missing, counts)  # type: ignore[arg-type]
-        said = str(caught.value)
-        assert "rank 4: ranks [2, 7] have not connected after 30 s; 3 connections could" in said
-        assert "; accepting failed: x" in said
-        with pytest.raises(SetupError, match=r"rank 4: rank 9 has not opened its .* after 30 s"):
-            one._get("facts/9", "rank 9")
-        one._deadline = time.monotonic() + 700.0
-        asked: list[timedelta] = []
-        store = SimpleNamespace(wait=lambda keys, limit: asked.append(limit), get=lambda key: b"v")
-        monkeypatch.setattr(one, "_store", store)
-        assert one._get("key", "") == "v"
-        assert 600.0 < asked[0].total_seconds() <= 700.0
-
-
-def test_a_peer_of_other_settings_is_named() -> None:
-    settings = {"checksum": False, "workload": 4}
-    own = facts(0, settings=settings)
-    peer = dataclasses.asdict(facts(1, settings=dict(settings)))
-    rendezvous._compare(own, peer)
-    with pytest.raises(VersionMismatch, match="speaks transport version 1, rank 1 on node1 spe"):
-        rendezvous._compare(own, {**peer, "abi": 2})
-    text = "transport option workload is 4 on rank 0 and 8 on rank 1 on node1"
-    with pytest.raises(VersionMismatch, match=text):
-        rendezvous._compare(own, {**peer, "settings": {**settings, "workload": 8}})
-
-
 @pytest.mark.parametrize(
     ("seconds", "idle", "probes", "most"),
     [(30.0, 3, 11, 36.0), (8.0, 1, 9, 10.0), (1.0, 1, 2, 3.0), (0.3, 1, 2, 2.3)],
 )
-def test_a_silent_host_is_not_lost_before_its_time(
+def test_the_lower_rank_connects_and_a_silent_host_is_not_lost_before_its_time(
     seconds: float, idle: int, probes: int, most: float
 ) -> None:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-        rendezvous._watch_tcp(sock, seconds)
-        rendezvous._end_when_unanswered(sock, seconds)
-        found = [
-            sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"))
-            for name in ("NODELAY", "KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT")
-        ]
-        assert [bool(found[0]), *found[1:]] == [True, idle, idle, probes, most * 1000]
-        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with one, other:
-        rendezvous._watch_tcp(one, seconds)
+    store, made = HashStore(), {}
+    purposes = ["control", "data 0"]
+
+    def meet(rank: int) -> None:
+        with met(store, rank, "127.0.0.1", peer_timeout=seconds) as one:
+            own = facts(rank, tcp_address=one.tcp_address)
+            (peer,) = one.exchange(own, [1 - rank]).values()
+            made[rank] = one.tcp_address, one.connect([(peer, use, True) for use in purposes])
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    address, found = made[1]
+    assert set(found) == {(0, use) for use in purposes} and len(made[0][1]) == 2
+    assert {connection.sock.getsockname() for connection in found.values()} == {address}
+    for connections in (found, made[0][1]):
+        for (_, purpose), connection in connections.items():
+            with connection.sock as sock:
+                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                says = [
+                    sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"))
+                    for name in ("NODELAY", "KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT")
+                ]
+            waits = most * 1000 if purpose == "control" else 0  # payloads may wait for long
+            assert [bool(says[0]), *says[1:]] == [True, idle, idle, probes, waits]
 
 
-def test_ranks_of_a_host_begin_at_different_ports(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[int] = []
+def test_what_is_not_there_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([("", 1), ("x", 2)])
+
+    def admission(*_: Any) -> Any:
+        shortage, refused = next(counts)
+        return SimpleNamespace(
+            shortage=shortage, refused=refused, close=lambda: None, proven=list, crowded=False
+        )
+
+    monkeypatch.setattr(rendezvous, "Admission", admission)
+    with met(HashStore(), 8, "127.0.0.1", setup_timeout=0.01) as one:
+        with pytest.raises(SetupError, match=r"rank 8: rank 9 has not opened its .* after 0.01 s"):
+            one.exchange(facts(8), [9])
+        with pytest.raises(SetupError) as caught:
+            one.connect([(facts(7), "control", False), (facts(2), "data 0", True)])
+    said = str(caught.value)
+    assert "rank 8: ranks [2, 7] have not connected after 0.01 s; 3 connections could" in said
+    assert "; accepting failed: x" in said
+
+
+def test_facts_are_waited_for_until_the_deadline() -> None:
+    asked: list[timedelta] = []
+
+    class Waits(HashStore):
+        def wait(self, keys: list[str], limit: timedelta) -> None:  # type: ignore[override]
+            asked.append(limit)
+
+    store = Waits()
+    with met(store, 1) as one, met(store, 0, setup_timeout=700.0) as other:
+        one.exchange(facts(1), [])
+        assert other.exchange(facts(0), [1]) == {1: facts(1)}
+    assert 600.0 < asked[-1].total_seconds() <= 700.0
+
+
+def exchanged(own: Facts, peers: Facts) -> Facts:
+    """The facts that rank 0 takes from the place of rank 1 in the store."""
+    store = HashStore()
+    with met(store, 1) as one, met(store, 0) as other:
+        one.exchange(peers, [])
+        return other.exchange(own, [1])[1]
+
+
+def test_a_peer_of_other_settings_is_named() -> None:
+    settings = {"checksum": False, "workload": 4}
+    own, peer = facts(0, settings=settings), facts(1, settings=dict(settings))
+    assert exchanged(own, peer) == peer
+    with pytest.raises(VersionMismatch, match="speaks transport version 1, rank 1 on node1 spe"):
+        exchanged(own, dataclasses.replace(peer, abi=2))
+    text = "transport option workload is 4 on rank 0 and 8 on rank 1 on node1"
+    with pytest.raises(VersionMismatch, match=text):
+        exchanged(own, dataclasses.replace(peer, settings={**settings, "workload": 8}))
+
+
+@pytest.mark.parametrize(
+    ("number", "ports", "tried", "says"),
+    [
+        (98, (7000, 7002), [7002, 7000, 7001], "all ports from 7000 to 7002 of h are in use"),
+        (13, (7000, 7002), [7002], "rank 5: cannot listen on h:7002 .*Permission denied"),
+        (98, None, [0], "rank 5: cannot listen on h:0 .*Address already in use"),
+    ],
+)
+def test_ranks_of_a_host_begin_at_different_ports(
+    number: int, ports: Any, tried: list[int], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
 
     def create(address: tuple[str, int], **_: Any) -> Any:
-        tried.append(address[1])
-        raise OSError(98, "Address already in use")
+        asked.append(address[1])
+        raise OSError(number, os.strerror(number))
 
-    with met(HashStore(), 5, listen_ports=(7000, 7002)) as one:
-        monkeypatch.setattr(socket, "create_server", create)
-        with pytest.raises(SetupError, match="all ports from 7000 to 7002 of h are in use"):
-            one._listen_on("h")
-    assert tried == [7002, 7000, 7001]
-
-
-def test_a_proof_holds_for_both_nonces_both_ranks_and_one_purpose() -> None:
-    first = (1, 2, "a", "b", "control")
-    others = [(3, 2, "a", "b", "control"), (1, 3, "a", "b", "control"), (1, 2, "c", "b", "control")]
-    others += [(1, 2, "a", "c", "control"), (1, 2, "a", "b", "data 0"), (2, 1, "a", "b", "control")]
-    assert len({handshake._transcript(*each) for each in (first, *others)}) == 7
+    monkeypatch.setattr(socket, "create_server", create)
+    with pytest.raises(SetupError, match=says):
+        met(HashStore(), 5, "h", listen_ports=ports)
+    assert asked == tried

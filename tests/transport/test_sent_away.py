@@ -6,6 +6,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +27,9 @@ Way = Callable[[socket.socket], None]
 class Reaching:
     """A rank that reaches for rank 5, which is the test; it waits before it says anything."""
 
-    def __init__(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, kind: str, monkeypatch: pytest.MonkeyPatch, folder: Path, patience: float = PATIENCE
+    ) -> None:
         self.found: Any = None
         self.speak = threading.Semaphore(0)
         name = f"dpp-test-{time.monotonic_ns()}"
@@ -40,8 +44,11 @@ class Reaching:
         self.listener.settimeout(PATIENCE)
         self._over_tcp = kind == "tcp"
         monkeypatch.setattr(rendezvous, "identify", self._wait)
-        self.rank = Rendezvous(HashStore(), 4, TransportOptions(setup_timeout=PATIENCE))
-        self.token = self.rank._token
+        secret = folder / "token"
+        secret.touch(0o600)
+        secret.write_bytes(TOKEN)
+        options = TransportOptions(setup_timeout=patience, token_file=str(secret))
+        self.rank = Rendezvous(HashStore(), 4, options)
         self._thread = threading.Thread(target=self._reach)
         self._thread.start()
 
@@ -50,7 +57,7 @@ class Reaching:
 
     def _reach(self) -> None:
         try:
-            self.found = self.rank._reach(self.peer, "control", over_tcp=self._over_tcp)
+            (self.found,) = self.rank.connect([(self.peer, "control", self._over_tcp)]).values()
         except Exception as error:
             self.found = error
 
@@ -66,7 +73,6 @@ class Reaching:
 
     def close(self) -> None:
         self.speak.release(1000)
-        self.rank._deadline = 0.0
         self.listener.close()
         self._thread.join(PATIENCE)
         if isinstance(self.found, Connection):
@@ -75,8 +81,10 @@ class Reaching:
 
 
 @pytest.fixture(params=["shm", "tcp"])
-def reaching(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reaching]:
-    made = Reaching(request.param, monkeypatch)
+def reaching(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Reaching]:
+    made = Reaching(request.param, monkeypatch, tmp_path)
     yield made
     made.close()
 
@@ -107,14 +115,14 @@ def test_a_true_peer_that_is_turned_down_comes_again(
             handshake.receive_message(sock)
         elif moment == "before the welcome":
             with pytest.raises(handshake.SentAway):
-                handshake.accept_side(sock, reaching.token, 5, lambda: False)
+                handshake.accept_side(sock, TOKEN, 5, lambda: False)
         WAYS[way](sock)
         sock.close()
         if moment == "before the hello":
             reaching.speak.release()
     with reaching.accept() as sock:
         reaching.speak.release()
-        assert handshake.accept_side(sock, reaching.token, 5) == (4, "control")
+        assert handshake.accept_side(sock, TOKEN, 5) == (4, "control")
     assert isinstance(reaching.result(), Connection)
 
 
@@ -128,8 +136,11 @@ def test_another_token_is_an_error_at_once(reaching: Reaching) -> None:
     assert "what listens as rank 5 does not know this job's token" in str(error)
 
 
-def test_a_peer_that_lets_nobody_in_is_named_at_the_deadline(reaching: Reaching) -> None:
-    reaching.rank._deadline = time.monotonic() + 0.2
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_a_peer_that_lets_nobody_in_is_named_at_the_deadline(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reaching = Reaching(kind, monkeypatch, tmp_path, 0.2)
     reaching.speak.release(1000)
     reaching.listener.settimeout(0.5)
     with pytest.raises(TimeoutError):
@@ -138,6 +149,7 @@ def test_a_peer_that_lets_nobody_in_is_named_at_the_deadline(reaching: Reaching)
     error = reaching.result()
     assert type(error) is SetupError
     assert "rank 4: cannot reach rank 5 on" in str(error)
+    reaching.close()
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
@@ -178,18 +190,25 @@ def knock(name: str) -> tuple[socket.socket, threading.Thread, list[Any]]:
     return sock, thread, found
 
 
+def end_of_proofs() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "dpp-proof":
+            thread.join(PATIENCE)
+
+
 def test_a_connection_that_has_proven_itself_keeps_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    now = [100.0]
+    monkeypatch.setattr(admission, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(admission, "MOST_PROOFS", 1)
     with admitting() as (ours, name):
         sock, thread, found = knock(name)
         with sock:
             ours.accept()
             thread.join(PATIENCE)
-            (proof,) = ours._proofs
-            proof.join(PATIENCE)
-            proof.since -= 10.0
+            end_of_proofs()
+            now[0] += 10.0
             ours.accept()  # all places are taken, and nobody was handed over yet
             (connection,) = ours.proven()
             assert found == [None] and (connection.peer, connection.purpose) == (1, "control")
@@ -202,31 +221,32 @@ def test_a_connection_that_has_proven_itself_keeps_its_place(
 def test_either_the_welcome_or_the_request_to_come_again_is_sent(
     winner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proves, send = handshake._proves, handshake.send_message
+    receive, send = handshake.receive_message, handshake.send_message
 
     def end() -> None:
-        proof = threading.current_thread()
-        assert isinstance(proof, admission._Proof)
+        proof: Any = threading.current_thread()
+        assert proof.name == "dpp-proof"
         proof.end()
 
-    def end_and_prove(*given: Any) -> bool:
-        if given[1] == "connector" and winner == "end":
+    def receive_and_end(*given: Any, **named: Any) -> Any:
+        message, fds = receive(*given, **named)
+        if set(message) == {"proof"} and winner == "end":
             end()
-        return proves(*given)
+        return message, fds
 
     def end_and_send(sock: socket.socket, message: Any, *rest: Any) -> None:
         if "welcome" in message:
             end()
         send(sock, message, *rest)
 
-    monkeypatch.setattr(handshake, "_proves", end_and_prove)
+    monkeypatch.setattr(handshake, "receive_message", receive_and_end)
     monkeypatch.setattr(handshake, "send_message", end_and_send)
     with admitting() as (ours, name):
         sock, thread, found = knock(name)
         with sock:
             ours.accept()
             thread.join(PATIENCE)
-            ours._proofs[0].join(PATIENCE)
+            end_of_proofs()
             let_in = ours.proven()
             assert len(let_in) == (winner == "welcome")
             for connection in let_in:

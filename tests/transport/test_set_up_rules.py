@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import selectors
 import socket
 import struct
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,8 +22,10 @@ from megatron.dpp.transport.joining import PeerLink, link_faults
 from megatron.dpp.transport.kinds import cuda_ipc, rdma
 from megatron.dpp.transport.options import RdmaOptions
 from megatron.dpp.transport.rdma_ports import Node, choose_place, choose_places
-from tests.transport.kinds import PATIENCE
+from megatron.dpp.transport.rendezvous import Rendezvous
+from tests.transport.kinds import PATIENCE, proof_of
 from tests.transport.test_choice import facts
+from tests.transport.test_meeting import exchanged
 
 TOKEN = b"0123456789abcdef"
 
@@ -62,21 +63,24 @@ def test_both_messages_of_a_proof_have_one_deadline(
 
     def receive(sock: socket.socket, *, until: float | None = None) -> Any:
         asked.append(until)
-        return {"rank": 1, "purpose": "p", "nonce": "n", "proof": "p"}, []
+        return {"rank": 1, "purpose": "p", "nonce": "n", "proof": proof}, []
 
+    proof = proof_of("acceptor", 0, 1, "n", "n", "p", TOKEN)
+    monkeypatch.setattr(handshake, "secrets", SimpleNamespace(token_hex=lambda _: "n"))
     monkeypatch.setattr(handshake, "time", clock)
     monkeypatch.setattr(handshake, "receive_message", receive)
     with pytest.raises(AuthError, match="claims to be rank 1 has a wrong proof"):
         handshake.accept_side(ends[0], TOKEN, 0)
     assert asked == [100.0 + handshake.HELLO_SECONDS] * 2
     asked.clear()
-    monkeypatch.setattr(handshake, "_proves", lambda *given: True)
     with pytest.raises(AuthError, match="did not let us in"):
         handshake.connect_side(ends[0], TOKEN, 0, 1, "p", 7.0)
     assert asked == [107.0] * 2
 
 
-def test_a_guest_that_nobody_waits_for_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guest_that_nobody_waits_for_is_hung_up_on(
+    met: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The job's own ranks too: a second connection of one name, and one that no link has."""
     names = [(9, "control"), (2, "control"), (2, "data 0"), (2, "control"), (3, "control")]
     pairs = [socket.socketpair() for _ in names]
@@ -87,10 +91,7 @@ def test_a_guest_that_nobody_waits_for_is_hung_up_on(monkeypatch: pytest.MonkeyP
     )
     monkeypatch.setattr(rendezvous, "Admission", lambda *given: admission)
     monkeypatch.setattr(selectors.DefaultSelector, "select", lambda *given: [])
-    made: dict[tuple[int, str], Connection] = {}
-    options = TransportOptions(setup_timeout=PATIENCE)
-    with rendezvous.Rendezvous(HashStore(), 4, options) as one:
-        one._admit({(2, "control"), (3, "control")}, made)
+    made = met.connect([(facts(rank), "control", False) for rank in (2, 3)])
     assert made == {(2, "control"): guests[1], (3, "control"): guests[4]}
     assert [guest.sock.fileno() >= 0 for guest in guests] == [False, True, False, False, True]
     for one_end, other in pairs:
@@ -164,11 +165,20 @@ def test_a_packet_has_the_length_that_it_announces() -> None:
 
 def test_descriptors_of_a_link_that_sends_nothing_are_closed() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link = PeerLink(rank=0, peer=1, sock=ours, incoming=[0], outgoing=[])
+    link = PeerLink(rank=0, peer=1, sock=ours, incoming=[], outgoing=[])
+    cuda = SimpleNamespace(
+        ahead_fault=lambda peer: "", write_pattern=lambda *_: None, pattern_fault=lambda *_: ""
+    )
+    extension = SimpleNamespace(CudaLinks=lambda *_: cuda)
+    setup: Any = SimpleNamespace(
+        extension=extension, native=None, gpu=0, options=TransportOptions()
+    )
     with ours, theirs, open("/dev/null") as given:
         handshake.send_message(theirs, {}, [given.fileno()])
+        for message in ({}, {"seed": 1, "unwritten": ""}, {"fault": ""}):
+            handshake.send_message(theirs, message)
         before = len(os.listdir("/proc/self/fd"))
-        assert cuda_ipc._open(None, link) == ""
+        assert cuda_ipc.join(setup, [link]) == {}
         assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -176,57 +186,41 @@ def test_descriptors_of_a_link_that_sends_nothing_are_closed() -> None:
 
 
 @pytest.fixture
-def met() -> Iterator[Any]:
-    with rendezvous.Rendezvous(HashStore(), 4, TransportOptions(setup_timeout=PATIENCE)) as one:
+def met(tmp_path: Path) -> Iterator[Rendezvous]:
+    secret = tmp_path / "token"
+    secret.touch(0o600)
+    secret.write_bytes(TOKEN)
+    options = TransportOptions(setup_timeout=PATIENCE, token_file=str(secret))
+    with Rendezvous(HashStore(), 4, options) as one:
         yield one
 
 
 def test_facts_in_the_place_of_another_ranks_are_broken() -> None:
-    texts = {rank: json.dumps(dataclasses.asdict(facts(rank))) for rank in (1, 2)}
-    assert rendezvous._read_facts(texts[1], 1, facts(0)) == facts(1)
     with pytest.raises(ProtocolError, match="broken facts of rank 1: they are of rank 2"):
-        rendezvous._read_facts(texts[2], 1, facts(0))
+        exchanged(facts(0), facts(2))
 
 
-def test_a_system_without_a_free_port_says_so(met: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def create(*_: Any, **__: Any) -> Any:
-        raise OSError(98, "Address already in use")
+def test_connections_of_a_meeting_that_fails_are_closed(met: Rendezvous) -> None:
+    """Rank 5 lets rank 4 in; there is no way to rank 6."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("")
+        listener.listen()
+        address = listener.getsockname()[1:].decode()
+        heard: list[bytes] = []
 
-    monkeypatch.setattr(socket, "create_server", create)
-    with pytest.raises(SetupError, match=r"rank 4: cannot listen on h:0 .*Address already in use"):
-        met._listen_on("h")
+        def let_in() -> None:
+            with listener.accept()[0] as sock:
+                handshake.accept_side(sock, TOKEN, 5)
+                sock.settimeout(PATIENCE)
+                heard.append(sock.recv(1))
 
-
-def test_a_rank_tries_again_while_there_is_time(met: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    left, naps = iter([1.0, 0.03, 0.02]), []
-
-    def busy(*_: Any, **__: Any) -> Any:
-        raise handshake.SentAway("rank 5 is busy")
-
-    monkeypatch.setattr(met, "_try_to_reach", busy)
-    monkeypatch.setattr(met, "_remaining", lambda: next(left))
-    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(sleep=naps.append))
-    with pytest.raises(SetupError, match=r"rank 4: cannot reach rank 5 on this host: .* busy"):
-        met._reach(facts(5), "control", over_tcp=False)
-    assert len(naps) == 2
-
-
-def test_connections_of_a_meeting_that_fails_are_closed(
-    met: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pairs = [socket.socketpair() for _ in range(2)]
-    made = iter([Connection(5, "control", pair[0]) for pair in pairs])
-
-    def fail(*_: Any) -> None:
-        raise SetupError("nobody came")
-
-    monkeypatch.setattr(met, "_reach", lambda *_, **__: next(made))
-    monkeypatch.setattr(met, "_admit", fail)
-    with pytest.raises(SetupError, match="nobody came"):
-        met.connect([(facts(5), "control", False), (facts(6), "control", False)])
-    assert [pair[0].fileno() for pair in pairs] == [-1, -1]
-    for pair in pairs:
-        pair[1].close()
+        thread = threading.Thread(target=let_in)
+        thread.start()
+        far = facts(6, unix_address="x" * 200)
+        with pytest.raises(SetupError, match="rank 4: cannot reach rank 6 on this host: AF_UNIX p"):
+            met.connect([(facts(5, unix_address=address), "control", False), (far, "data", False)])
+        thread.join(PATIENCE)
+    assert heard == [b""]
 
 
 # RDMA ---------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from megatron.dpp.errors import ProtocolError, SetupError
+from megatron.dpp.errors import AuthError, ProtocolError, SetupError
 from megatron.dpp.transport import TransportOptions, admission, handshake, open_transport
 from megatron.dpp.transport.admission import Admission
 from megatron.dpp.transport.rendezvous import Rendezvous
@@ -233,7 +233,7 @@ def test_another_users_process_is_refused_before_it_is_read(
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         caller.connect(name)
         monkeypatch.setattr(os, "getuid", lambda: 12345)
-        monkeypatch.setattr(admission, "_Proof", None)  # no thread is made for it
+        monkeypatch.setattr(threading.Thread, "start", None)  # no thread is made for it
         ours.accept()
         assert ours.refused == 1
         with caller:
@@ -244,19 +244,22 @@ def test_a_peer_that_is_sent_away_may_come_again() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with ours, theirs:
         handshake.send_away(theirs)
+        said, _ = handshake.receive_message(ours)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ours, theirs:
+        handshake.send_message(theirs, said)
         with pytest.raises(handshake.SentAway, match="rank 1 is busy"):
-            handshake._receive_proof(ours, "rank 1", time.monotonic() + PATIENCE)
+            handshake.connect_side(ours, TOKEN, 0, 1, "control", PATIENCE)
 
 
 @pytest.mark.parametrize("body", [b"[" * 4000, b'{"rank": 1, "proof": "\\ud800"}'])
 def test_no_message_raises_an_untyped_error(body: bytes) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
+        handshake.send_message(theirs, {"rank": 1, "purpose": "control", "nonce": "n"})
         theirs.send(len(body).to_bytes(2, "little") + body)
-        with pytest.raises(ProtocolError):
-            message, _ = handshake.receive_message(ours, until=time.monotonic() + PATIENCE)
-            assert not handshake._proves(TOKEN, "connector", b"", message)
-            raise ProtocolError
+        with pytest.raises((AuthError, ProtocolError)):
+            handshake.accept_side(ours, TOKEN, 0)
 
 
 @pytest.mark.parametrize("refusal", [BlockingIOError, ConnectionRefusedError])
@@ -264,47 +267,35 @@ def test_a_full_or_missing_listener_is_tried_again(
     refusal: type[OSError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[Any] = []
-    original = Rendezvous._try_to_reach
+    original = socket.socket.connect
 
-    def reach(self: Rendezvous, *rest: Any, **named: Any) -> Any:
-        tries.append(rest)
+    def connect(self: socket.socket, address: Any) -> None:
+        tries.append(address)
         if len(tries) < 4:
             raise refusal
-        return original(self, *rest, **named)
+        original(self, address)
 
-    monkeypatch.setattr(Rendezvous, "_try_to_reach", reach)
+    monkeypatch.setattr(socket.socket, "connect", connect)
     found = open_both("shm", monkeypatch, lambda _: None)
     assert not [end for end in found.values() if isinstance(end, Exception)]
     assert len(tries) == 4
-
-
-class Short:
-    """A listener in a process that has no descriptor left for ``failures`` connections."""
-
-    def __init__(self, listener: socket.socket, failures: int) -> None:
-        self._listener, self.failures = listener, failures
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._listener, name)
-
-    def accept(self) -> Any:
-        self.failures -= 1
-        if self.failures >= 0:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return self._listener.accept()
 
 
 @pytest.mark.parametrize("failures", [3, 1 << 30])
 def test_a_shortage_of_descriptors_is_survived_or_named(
     failures: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def bother(rendezvous: Rendezvous) -> None:
-        rendezvous._listeners = [Short(rendezvous._listeners[0], failures)]  # type: ignore[list-item]
-        if failures > 3:
-            rendezvous._deadline -= 1.0
+    left, accept = [failures], socket.socket.accept
 
-    patience = PATIENCE if failures == 3 else 2.0
-    found = open_both("shm", monkeypatch, bother, setup_timeout=patience)
+    def fall_short(self: socket.socket) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", fall_short)
+    patience = PATIENCE if failures == 3 else 1.0
+    found = open_both("shm", monkeypatch, lambda _: None, setup_timeout=patience)
     if failures == 3:
         assert not [end for end in found.values() if isinstance(end, Exception)]
         return
