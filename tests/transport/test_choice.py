@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,9 @@ from megatron.dpp.transport.board_hosts import BoardHosts, hosts_of
 from megatron.dpp.transport.choose import Choice, choose
 from megatron.dpp.transport.joining import Facts
 from megatron.dpp.transport.kinds import TransportKind, cuda_ipc, find, shm, staged, tcp
+from megatron.dpp.transport.native import load_native
 from megatron.dpp.transport.opening import _Opening
+from tests.transport.kinds import PATIENCE, opened, take_next
 
 
 def facts(rank: int, **changes: Any) -> Facts:
@@ -164,24 +167,29 @@ def opening_of(kind: str = "auto", **changes: Any) -> _Opening:
     return result
 
 
+LINK = [
+    ChannelSpec(0, 1, 1, Direction.FORWARD, 10, 2),
+    ChannelSpec(0, 1, 0, Direction.BACKWARD, 30, 4),
+    ChannelSpec(0, 1, 0, Direction.FORWARD, 40, 5),
+]
+
+
 def test_both_ends_list_the_channels_of_a_link_in_one_order() -> None:
-    assert opening._channels_with(SPECS, 3) == [3, 2, 0]
-    assert opening._channels_with(SPECS, 2) == [1]
-    shuffled = [SPECS[2], SPECS[0], SPECS[3]]
-    theirs = opening._digest(shuffled, opening._channels_with(shuffled, 4))
-    assert theirs == opening._digest(SPECS, [3, 2, 0])
-    forward, backward = int(Direction.FORWARD), int(Direction.BACKWARD)
-    assert theirs == [[0, forward, 40, 5], [0, backward, 30, 4], [1, forward, 10, 2]]
+    store, ends = HashStore(), {}
 
+    def open_one(rank: int) -> None:
+        specs = LINK[::-1] if rank else LINK
+        ends[rank] = open_transport(specs, rank=rank, store=store, kind="shm")
 
-def test_a_rank_has_a_link_with_every_peer_of_a_channel_or_of_its_board() -> None:
-    made = opening_of()
-    assert made._peers() == [2, 3, 5]
-    made._board = BoardHosts(4, (1, 4), (1,))
-    assert made._peers() == [1, 2, 3, 5]
-    made._outgoing = [ChannelSpec(4, 4, 0, Direction.FORWARD, 1)]
-    with pytest.raises(ConfigError, match="rank 4 has a channel to itself beside others"):
-        made._peers()
+    threads = [threading.Thread(target=open_one, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    with ends[0] as sender, ends[1] as receiver:
+        for channel, spec in enumerate(LINK):
+            sender.put(channel, torch.zeros(spec.slot_bytes // 4), iteration=0, microbatch=channel)
+            assert take_next(receiver, 2 - channel, 0).microbatch == channel
 
 
 def test_the_board_of_a_rank_follows_the_hosts() -> None:
@@ -213,12 +221,21 @@ def test_members_of_a_board_without_channels_take_a_kind_that_carries_it(
     assert made._choose(own, 6).reason == "board fits"
 
 
-def test_a_rank_listens_for_other_hosts_only_where_it_is_told_to() -> None:
-    assert opening_of()._tcp_host() is None
-    assert opening_of("shm")._tcp_host() is None
-    assert opening_of("tcp")._tcp_host() == "127.0.0.1"
-    for name in ("auto", "shm", "tcp"):
-        assert opening_of(name, node_ips="10.0.0.9")._tcp_host() == "10.0.0.9"
+@pytest.mark.parametrize(
+    ("kind", "node_ips", "host"),
+    [("auto", None, None), ("shm", None, None), ("tcp", None, "127.0.0.1")]
+    + [(name, "10.0.0.9", "10.0.0.9") for name in ("auto", "shm", "tcp")],
+)
+def test_a_rank_listens_for_other_hosts_only_where_it_is_told_to(
+    kind: str, node_ips: str | None, host: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listen(store: Any, rank: int, options: Any, tcp_host: str | None) -> Any:
+        raise SetupError(f"listens on {tcp_host}")
+
+    monkeypatch.setattr(opening, "Rendezvous", listen)
+    options = TransportOptions(node_ips=node_ips)
+    with pytest.raises(SetupError, match=f"listens on {host}"):
+        open_transport(LINK, rank=1, store=HashStore(), kind=kind, options=options)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +243,8 @@ def test_a_rank_listens_for_other_hosts_only_where_it_is_told_to() -> None:
     [
         (4, "4", None, True),
         (3, "4", None, False),
-        (3, None, None, True),
-        (2, None, None, False),
+        (2, None, None, True),
+        (1, None, None, False),
         (1, "4", True, True),
         (9, "4", False, False),
     ],
@@ -240,14 +257,23 @@ def test_a_rank_spins_where_every_rank_has_a_core(
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    made: Any = opening_of(spin=asked, timeout=8.0, max_pending=16, checksum=True)
-    made._library = SimpleNamespace(Transport=lambda **given: given)
-    given = made._make_native(2)
-    assert given["spin"] is spins
-    assert (given["rank"], given["timeout"], given["max_pending"]) == (4, 8.0, 16)
-    assert given["checksum"] is True
-    assert given["outgoing"] == [(4, 5, 0, int(Direction.FORWARD), 1, 2)]
-    assert given["incoming"][1] == (2, 4, 0, int(Direction.BACKWARD), 20, 3)
+    given: list[dict[str, Any]] = []
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(load_native(), name)
+
+        def Transport(self, **options: Any) -> Any:
+            given.append(options)
+            return load_native().Transport(**options)
+
+    monkeypatch.setattr(opening, "load_native", Library)
+    with opened("shm", LINK, spin=asked, timeout=8.0, max_pending=16, checksum=True):
+        pass
+    assert len(given) == 2
+    for options in given:
+        assert options["spin"] is spins and options["checksum"] is True
+        assert (options["timeout"], options["max_pending"]) == (8.0, 16)
 
 
 def test_what_was_chosen_and_noted_reaches_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -403,6 +429,8 @@ def test_channels_of_other_ranks_are_refused() -> None:
     own = ChannelSpec(1, 1, 0, Direction.FORWARD, 8)
     with pytest.raises(ConfigError, match="needs a store to find them"):
         open_transport([own], rank=1, store=None, board_ranks=(1, 2))
+    with pytest.raises(ConfigError, match="rank 1 has a channel to itself beside others"):
+        open_transport([own, channel], rank=1, store=HashStore())
     with open_transport([own], rank=1, store=None, board_ranks=(1,), board_counters=3) as alone:
         assert alone.board is not None and list(alone.board.common()) == [0, 0, 0]
 
@@ -433,19 +461,23 @@ def test_only_the_kinds_over_a_network_are_between_hosts() -> None:
 # Ports --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("interface", "port"), [("ib0", 1), ("ib1", 2), ("ib2", 1), ("eth0", 0)])
 def test_an_interface_names_its_infiniband_port(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    interface: str, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rdma_ports, "Path", lambda _: tmp_path)
+    monkeypatch.setattr(rdma_ports, "addresses", lambda: {"10.0.0.5": interface})
     for name in ("ib0", "ib1", "ib2"):
         (tmp_path / name / "device" / "infiniband" / "mlx5_3").mkdir(parents=True)
     (tmp_path / "eth0").mkdir()
     (tmp_path / "ib1" / "dev_port").write_text("1\n")
     (tmp_path / "ib2" / "dev_port").write_text("no number")
-    ports = [rdma_ports._infiniband_interfaces(name) for name in ("ib0", "ib1", "ib2")]
-    assert ports == [[("mlx5_3", port)] for port in (1, 2, 1)]
-    assert rdma_ports._infiniband_interfaces("eth0") == []
-    assert rdma_ports._infiniband_interfaces("") == []
+    common = {"device": "mlx5_3", "infiniband": True, "active": True}
+    ports = [{**common, "port": number, "addresses": [(0, "fe80" * 8, "IB")]} for number in (2, 1)]
+    library = SimpleNamespace(rdma_ports=lambda: (ports, []))
+    options = TransportOptions(address_of="rank")
+    places, _ = rdma_ports.find_places(library, "10.0.0.5", options, torch.device("cpu"))
+    assert [place.port for place in places] == ([port] if port else [])
 
 
 def test_a_rank_without_an_address_looks_for_no_port() -> None:

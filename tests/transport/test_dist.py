@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections import deque
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
-from megatron.dpp.errors import PeerDead, ProtocolError, SetupError, TransportUnavailable
-from megatron.dpp.transport import ChannelSpec, Direction, TransportOptions
+from megatron.dpp.errors import (
+    PeerDead,
+    ProtocolError,
+    SetupError,
+    TransferTimeout,
+    TransportUnavailable,
+)
+from megatron.dpp.transport import ChannelSpec, Direction, open_transport
 from megatron.dpp.transport.kinds import dist
 from megatron.dpp.transport.kinds.dist import DistTransport
 from tests.transport.kinds import PATIENCE, close_and_wait, opened, pair, take_next
@@ -53,8 +62,10 @@ def test_the_end_of_one_channel_is_not_the_end_of_another() -> None:
         a.put(0, torch.full((3,), 7.0), iteration=0, microbatch=0)
         closer = threading.Thread(target=a.close)
         closer.start()
-        b._incoming[1].thread.join(PATIENCE)  # it ends with its channel
-        assert not b._incoming[1].thread.is_alive()
+        for thread in threading.enumerate():
+            if thread.name == "dpp-dist-in-0-2":
+                thread.join(PATIENCE)  # it ends with its channel
+                assert not thread.is_alive()
         assert not b.departed(0), "a message is still under way"
         held.let_go.set()
         assert bool((take_next(b, 0, 0).tensor == 7).all())
@@ -88,61 +99,110 @@ def test_a_link_that_breaks_behind_an_end_is_no_failure() -> None:
 # One rank's side, without a network ---------------------------------------------------------------
 
 
-def alone(*incoming: ChannelSpec, outgoing: Sequence[ChannelSpec] = ()) -> Any:
-    """The transport of rank 1, whose channels have no threads."""
-    made: Any = object.__new__(DistTransport)
-    made.rank, made.incoming, made.outgoing = 1, list(incoming), list(outgoing)
-    made.changed = threading.Condition()
-    made._seen = made._version = 0
-    made._failure, made._ended, made._closed, made._bell = None, set(), False, None
-    made._device = torch.device("cpu")
-    made._incoming = made._outgoing = ()
-    return made
+class Group:
+    """A gloo group of rank 1 and a peer that is the test: it sends what is put into ``coming``."""
+
+    def __init__(self, store: Any, rank: int, *_: Any) -> None:
+        GROUPS.append(self)
+        self.rank, self.coming = rank, defaultdict[int, Any](queue.Queue)
+        self.may_send, self.sent = threading.Semaphore(1 << 20), list[Any]()
+
+    def recv(self, buffers: list[torch.Tensor], peer: int, tag: int) -> Any:
+        def wait(_: Any) -> None:
+            if isinstance(item := self.coming[tag].get(), Exception):
+                raise item
+            buffers[0][: len(item)] = torch.frombuffer(bytearray(item), dtype=torch.uint8)
+
+        return SimpleNamespace(wait=wait)
+
+    def send(self, buffers: list[torch.Tensor], peer: int, tag: int) -> Any:
+        assert self.may_send.acquire(timeout=PATIENCE)
+        self.sent.append((bytes(buffers[0][:1].tolist()), len(buffers[0]), peer, tag))
+        return SimpleNamespace(wait=lambda _: None)
+
+
+GROUPS: list[Group] = []
+END = b"\0"
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., DistTransport]]:
+    """Opens the transport of rank 1; ``GROUPS`` has its groups, in the order of the peers."""
+    monkeypatch.setattr(dist, "ProcessGroupGloo", Group)
+    GROUPS.clear()
+    made: list[DistTransport] = []
+
+    def open_one(*channels: ChannelSpec, store: Any = None) -> DistTransport:
+        found = open_transport(channels, rank=1, store=store or HashStore(), kind="dist")
+        assert isinstance(found, DistTransport)
+        made.append(found)
+        return found
+
+    yield open_one
+    for group in GROUPS:
+        for tag in range(4):
+            group.coming[tag].put(END)
+    for transport in made:
+        transport.close()
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 IN, IN_1, OUT = pair()[0], pair()[1], pair()[2]
 OTHER = ChannelSpec(2, 1, 0, Direction.BACKWARD, 64)
 
 
-def test_a_peer_has_left_with_the_end_of_its_last_channel() -> None:
-    rank = alone(IN, IN_1, OTHER, outgoing=[OUT])
+def test_a_peer_has_left_with_the_end_of_its_last_channel(alone: Any) -> None:
+    rank = alone(IN, IN_1, OTHER, OUT)
     assert not rank.departed(0) and not rank.departed(5)
-    rank.note_end(IN)
-    assert not rank.departed(0)
-    rank.note_end(OTHER)
+    for group, tag in ((GROUPS[0], 0), (GROUPS[1], 1)):
+        rank.poll()
+        group.coming[tag].put(END)
+        assert rank.wait(PATIENCE)
     assert rank.departed(2) and not rank.departed(0)
-    rank.note_end(IN_1)
-    assert rank.departed(0) and rank._version == 3
+    rank.poll()
+    GROUPS[0].coming[2].put(END)
+    assert rank.wait(PATIENCE) and rank.departed(0)
 
 
-def test_a_broken_link_is_its_peers_and_the_first_one_counts() -> None:
-    rank = alone(IN, OTHER, outgoing=[OUT])
+def test_a_broken_link_is_its_peers_and_the_first_one_counts(alone: Any) -> None:
+    rank = alone(IN, OTHER, OUT)
     rank.note_end(OTHER)
     rank.fail_link(OUT, RuntimeError("reset\nmore"))
     rank.fail_link(IN, RuntimeError("later"))
-    with pytest.raises(PeerDead) as caught:
-        rank._check()
-    assert str(caught.value) == f"rank 1: rank 0 is gone ({OUT}): reset"
+    for _ in range(2):
+        with pytest.raises(PeerDead) as caught:
+            rank.poll()
+        assert str(caught.value) == f"rank 1: rank 0 is gone ({OUT}): reset"
     silent = alone(IN)
-    silent.fail_link(IN, RuntimeError())
+    GROUPS[-1].coming[0].put(RuntimeError())
     with pytest.raises(PeerDead, match="rank 0 is gone"):
-        silent._check()
+        while True:
+            silent.poll()
+            assert silent.wait(PATIENCE)
     closing = alone(IN)
-    closing._closed = True
+    GROUPS[-1].coming[0].put(END)
+    closing.close()
     closing.fail_link(IN, RuntimeError("reset"))
     with pytest.raises(TransportUnavailable, match="rank 1: the transport is closed"):
-        closing._check()
+        closing.poll()
 
 
-def test_every_channel_of_a_pair_has_a_tag_of_its_own() -> None:
-    rank = alone()
-    rank._groups = {0: "lower", 2: "higher"}
+def test_every_channel_of_a_pair_has_a_tag_of_its_own(alone: Any) -> None:
     specs = [
-        ChannelSpec(0, 1, chunk, direction, 64) for chunk in range(2) for direction in Direction
-    ]
-    found = [rank._address(spec, 0) for spec in specs]
-    assert found == [("lower", 0, tag) for tag in range(4)]
-    assert rank._address(specs[0], 2) == ("higher", 1, 0)
+        ChannelSpec(1, peer, chunk, direction, 64)
+        for peer in (0, 2) for chunk in range(2) for direction in Direction
+    ]  # fmt: skip
+    alone(*specs).close()
+    lower, higher = GROUPS
+    assert (lower.rank, higher.rank) == (1, 0)
+    assert sorted(lower.sent) == [(END, 512 + 64, 0, tag) for tag in range(4)]
+    assert sorted(higher.sent) == [(END, 512 + 64, 1, tag) for tag in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -174,84 +234,62 @@ def test_every_channel_of_a_pair_has_a_tag_of_its_own() -> None:
         b"\xff",
     ],
 )
-def test_a_broken_header_is_a_failure_that_stays(header: bytes) -> None:
-    rank = alone(IN)
-    buffer = torch.zeros(512 + 64, dtype=torch.uint8)
-    padded = bytearray(header.ljust(512))
-    buffer[:512] = torch.frombuffer(padded, dtype=torch.uint8)
-    source = SimpleNamespace(
-        spec=IN, messages=deque([(buffer, 7)]), credit=threading.Semaphore(0), num_arrived=1
-    )
-    rank._incoming = [source]
+def test_a_broken_header_is_a_failure_that_stays(header: bytes, alone: Any) -> None:
+    rank = alone(ChannelSpec(0, 1, 0, Direction.FORWARD, 64, 1))
+    GROUPS[0].coming[0].put(header.ljust(512))
+    until(lambda: rank.poll() == [1])
     for call in (lambda: rank.take(0), rank.poll):
         with pytest.raises(ProtocolError, match="rank 1: broken header on forward of chunk 0"):
             call()
-    assert source.credit.acquire(blocking=False), "its place is free"
+    GROUPS[0].coming[0].put(END)
+    until(lambda: rank.departed(0))  # its place is free
 
 
 @pytest.mark.parametrize("error", [RuntimeError("gone"), ValueError("stoll")])
-def test_a_store_that_does_not_count_is_named(error: Exception) -> None:
-    def add(*_: Any) -> int:
-        raise error
+def test_a_store_that_does_not_count_is_named(error: Exception, alone: Any) -> None:
+    class Store(HashStore):
+        def add(self, *_: Any) -> int:
+            raise error
 
     with pytest.raises(SetupError, match=f"rank 1: the store does not count.*{error}"):
-        alone()._connect(SimpleNamespace(add=add), TransportOptions())
+        alone(IN, store=Store())
 
 
-def test_a_wait_ends_at_once_with_a_change_since_the_last_poll() -> None:
-    rank = alone()
+def test_a_wait_ends_at_once_with_a_change_since_the_last_poll(alone: Any) -> None:
+    rank = alone(IN)
     rank.poll()
     assert not rank.wait(0.0)
     rank.ring()
     assert rank.wait(30.0) and rank.wait(30.0), "until the next poll"
     rank.poll()
     assert not rank.wait(0.0)
-    asked: list[float] = []
-    rank._bell = SimpleNamespace(
-        wait=lambda seconds: bool(asked.append(seconds)), poll=lambda: None, ring=lambda: None
-    )
-    assert not rank.wait(0.5)
-    rank.ring()
-    assert rank.wait(0.5) and asked == [0.5]
 
 
-def test_a_failure_during_a_wait_ends_it() -> None:
-    class Failing(threading.Condition):
-        def wait_for(self, predicate: Any, timeout: float | None = None) -> bool:
-            rank._failure = PeerDead("rank 1: rank 0 is gone")
-            return False
-
-    rank = alone()
-    rank.changed = Failing()
+def test_a_failure_during_a_wait_ends_it(alone: Any) -> None:
+    rank = alone(IN)
+    rank.poll()
+    failing = threading.Timer(0.05, rank.fail_link, (IN, RuntimeError("reset")))
+    failing.start()
     with pytest.raises(PeerDead, match="rank 0 is gone"):
         rank.wait(30.0)
 
 
-def test_what_is_pending_is_what_has_not_been_sent() -> None:
+def test_what_is_pending_is_what_has_not_been_sent(alone: Any) -> None:
     """In messages and in bytes, on each channel in order; the header travels with the payload."""
-    let_go, sent = threading.Semaphore(0), []
-
-    def send(buffers: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
-        assert let_go.acquire(timeout=PATIENCE)
-        sent.append((bytes(buffers[0][:1].tolist()), len(buffers[0]), peer, tag))
-        return SimpleNamespace(wait=lambda seconds: None)
-
-    rank = alone(outgoing=[OUT])
-    out: Any = dist._Outgoing(rank, OUT, SimpleNamespace(send=send), 7, 5)
-    rank._outgoing = [out]
+    rank = alone(OUT)
+    (group,) = GROUPS
+    group.may_send = threading.Semaphore(0)
     for size in (3, 10, 6):
         rank.put(0, torch.zeros(size, dtype=torch.uint8), iteration=0, microbatch=0)
     found = []
     for left in (2, 1, 0):
-        assert rank._has_unsent(0)
+        with pytest.raises(TransferTimeout):
+            rank.flush(0.0)
         found.append((rank.pending(), rank.pending_bytes()))
-        let_go.release()
-        with rank.changed:
-            assert rank.changed.wait_for(lambda left=left: out.num_pending == left, PATIENCE)
+        group.may_send.release()
+        until(lambda left=left: rank.pending() == left)
     assert found == [(3, 19), (2, 16), (1, 6)] and rank.pending_bytes() == 0
-    assert not rank._has_unsent(0)
-    out.puts.put(None)
-    let_go.release()
-    out.thread.join(PATIENCE)
-    assert [first for first, *_ in sent] == [b"{"] * 3 + [b"\0"], "the end is a message, too"
-    assert {rest for _, *rest_ in sent for rest in [tuple(rest_)]} == {(512 + OUT.slot_bytes, 7, 5)}
+    group.may_send.release()
+    rank.close()
+    assert [first for first, *_ in group.sent] == [b"{"] * 3 + [END], "the end is a message, too"
+    assert {tuple(rest) for _, *rest in group.sent} == {(512 + OUT.slot_bytes, 0, 1)}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -12,6 +16,7 @@ from megatron.dpp.errors import PeerDead, TransferTimeout
 from megatron.dpp.transport import ChannelSpec, Direction, LinkInfo
 from megatron.dpp.transport import native as module
 from megatron.dpp.transport.native import NativeBoard, NativeTransport, load_native
+from tests.transport.kinds import PATIENCE, forked
 
 OUTGOING = [
     ChannelSpec(1, 2, 0, Direction.FORWARD, 1 << 12),
@@ -67,20 +72,19 @@ class Native:
         return peer in self.gone
 
 
-def made(native: Native, kinds: Sequence[str] = ("shm",), in_place: Any = ()) -> NativeTransport:
+def made(
+    native: Native, kinds: Sequence[str] = ("shm",), in_place: Any = (), device: str = "cpu",
+    abandon_after: float | None = None,
+) -> NativeTransport:  # fmt: skip
     links = [LinkInfo(peer, kind, "") for peer, kind in enumerate(kinds)]
     return NativeTransport(
-        native, rank=1, incoming=INCOMING, outgoing=OUTGOING, device=torch.device("cpu"),
-        links=links, board=None, in_place=in_place,
+        native, rank=1, incoming=INCOMING, outgoing=OUTGOING, device=torch.device(device),
+        links=links, board=None, in_place=in_place, abandon_after=abandon_after,
     )  # fmt: skip
 
 
 def put(transport: NativeTransport, channel: int, tensor: torch.Tensor) -> None:
     transport.put(channel, tensor, iteration=3, microbatch=4, part=5, num_parts=6)
-
-
-def kept(transport: NativeTransport) -> list[list[int]]:
-    return [[number for number, _ in channel] for channel in transport._kept]
 
 
 def test_a_put_gives_cxx_the_tensor_and_its_labels() -> None:
@@ -97,21 +101,19 @@ def test_a_tensor_is_kept_until_the_put_of_its_channel_is_done() -> None:
     transport = made(native)
     for channel, size in ((0, 1), (1, 10), (0, 100), (0, 1000)):
         put(transport, channel, torch.ones(size, dtype=torch.uint8))
-    assert kept(transport) == [[1, 2, 3], [1]]
     assert transport.pending_bytes() == 1111
     native.sent = [2, 0]
     assert transport.poll() == [5, 5, 5]
-    assert kept(transport) == [[3], [1]]
     assert transport.pending_bytes() == 1010
     native.sent = [3, 0]
     assert transport.pending() == 1
-    assert kept(transport) == [[], [1]]
+    assert transport.pending_bytes() == 10
     native.sent = [3, 1]
     assert transport.pending_bytes() == 0
-    assert kept(transport) == [[], []]
     put(transport, 0, torch.ones(1))
+    assert transport.pending_bytes() == 4
     transport.close()
-    assert kept(transport) == [[], []]
+    assert transport.pending_bytes() == 0
 
 
 def test_only_tensors_that_cxx_still_reads_are_kept() -> None:
@@ -119,13 +121,17 @@ def test_only_tensors_that_cxx_still_reads_are_kept() -> None:
     native.borrows = False
     transport = made(native)
     put(transport, 0, torch.ones(4))
-    assert kept(transport) == [[], []]
+    assert transport.pending_bytes() == 0
     native.borrows = True
-    tensor = torch.ones(4)
-    where = tensor.data_ptr()
+    memory = numpy.ones(4, numpy.float32)
+    alive, tensor = weakref.ref(memory), torch.from_numpy(memory)
     put(transport, 0, tensor)
     tensor.data = torch.empty(1)
-    assert [(number, one.data_ptr()) for number, one in transport._kept[0]] == [(2, where)]
+    del memory
+    assert alive() is not None and transport.pending_bytes() == 16
+    native.sent = [2, 0]
+    transport.poll()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, PeerDead, SystemExit])
@@ -143,7 +149,7 @@ def test_a_tensor_is_kept_where_nobody_knows_whether_its_put_began(
     native.put = put_and_fail
     with pytest.raises(error):
         put(transport, 0, torch.ones(4))
-    assert kept(transport) == [[1], []]
+    assert transport.pending_bytes() == 16
 
 
 def test_a_failure_is_looked_for_before_puts_are_counted() -> None:
@@ -165,18 +171,19 @@ class OnGpu(torch.Tensor):
 def test_links_that_read_gpu_memory_get_the_stream_and_others_a_copy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda gpu: 900 + gpu, raising=False)
+    name = "torch._C._cuda_getCurrentRawStream"
+    monkeypatch.setattr(name, lambda gpu: 900 + gpu, raising=False)
     native = Native()
-    transport = made(native, in_place={2})
-    transport._gpu = 3
+    transport = made(native, in_place={2}, device="cuda:3")
     tensor = torch.ones(5).as_subclass(OnGpu)
     put(transport, 0, tensor)  # to rank 2
     put(transport, 1, tensor)  # to rank 0
     (first, second) = native.calls
     assert (first[2], first[-1]) == (tensor.data_ptr(), 903)
     assert second[2] != tensor.data_ptr() and second[-1] == 0
-    assert transport._kept[1][0][1].tolist() == [7.0] * 5
-    transport._gpu = -1
+    assert transport.pending_bytes() == 40
+    assert list((ctypes.c_float * 5).from_address(second[2])) == [7.0] * 5
+    transport = made(native, in_place={2})
     for channel, stream in ((0, 0), (1, 899), (2, 899)):
         native.calls.clear()
         message = transport.take(channel)
@@ -192,7 +199,7 @@ def test_what_cannot_be_named_in_a_header_is_refused() -> None:
     for wrong in (torch.ones([1] * 9), torch.empty(2, dtype=torch.uint16)):
         with pytest.raises(ValueError, match=r"rank 1 -> 2: cannot send torch\.\w+ with \d dim"):
             put(transport, 0, wrong)
-    assert len(native.calls) == len(transport._kept[0]) == 1
+    assert len(native.calls) == 1 and transport.pending_bytes() == 4
 
 
 def test_a_link_that_announces_lets_messages_be_taken_ahead() -> None:
@@ -205,14 +212,19 @@ def test_a_flush_without_progress_names_a_receiver_that_left_with_puts_before_it
     transport = made(native)
     put(transport, 1, torch.ones(1))  # to rank 0
     native.gone = {2}
-    error = transport._unsent(1, 0.5)
-    assert type(error) is TransferTimeout
-    assert "rank 1: 1 puts are pending, and none left for 0.5 s" in str(error)
+    text = "rank 1: 1 puts are pending, and none left for 0.001 s"
+    with pytest.raises(TransferTimeout, match=text):
+        transport.flush(0.001)
     native.gone = {0}
-    error = transport._unsent(1, 0.5)
-    assert type(error) is PeerDead and "rank 0 has closed its transport" in str(error)
+    with pytest.raises(PeerDead, match=f"{text}: rank 0 has closed its transport"):
+        transport.flush(0.001)
+    put(transport, 0, torch.ones(1))  # to rank 2
     native.sent = [0, 1]
-    assert type(transport._unsent(1, 0.5)) is TransferTimeout
+    with pytest.raises(TransferTimeout, match=text):
+        transport.flush(0.001)
+
+
+WATCHES: list[Watch] = []
 
 
 class Watch:
@@ -220,6 +232,7 @@ class Watch:
 
     def __init__(self, *given: Any) -> None:
         self.given, self.stops = given, 0
+        WATCHES.append(self)
 
     def stop(self) -> None:
         self.stops += 1
@@ -231,11 +244,8 @@ def test_nobody_ends_a_process_whose_transport_has_ended(
 ) -> None:
     monkeypatch.setattr(module, "Abandon", Watch)
     native = Native()
-    transport = NativeTransport(
-        native, rank=1, incoming=[], outgoing=[], device=torch.device("cpu"), links=[],
-        board=None, abandon_after=3.0,
-    )  # fmt: skip
-    watch: Any = transport._abandon
+    transport = made(native, abandon_after=3.0)
+    watch = WATCHES[-1]
     assert watch.given[1:] == (1, 3.0)
     getattr(transport, end)(*(["why"] if end == "abort" else []))
     transport.close()
@@ -243,15 +253,20 @@ def test_nobody_ends_a_process_whose_transport_has_ended(
     assert native.calls[0] == (("abort", "why") if end == "abort" else ("close",))
 
 
-def test_a_forked_child_only_closes_what_it_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_only_closes_what_it_inherits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "Abandon", Watch)
     native = Native()
-    transport = made(native)
-    watch: Any = Watch()
-    transport._abandon = watch
-    transport._disown()
-    transport.close()
-    assert watch.stops == 0 and native.calls == [("disown",), ("close",)]
+    transport = made(native, abandon_after=3.0)
+
+    def body(rank: int, path: str, results: Any) -> None:
+        transport.close()
+        results.put((WATCHES[-1].stops, native.calls))
+
+    with forked(1, body, tmp_path) as (_, results):
+        assert results.get(PATIENCE) == (0, [("disown",), ("close",)])
+    assert native.calls == []
 
 
 def test_plain_questions_are_passed_on() -> None:

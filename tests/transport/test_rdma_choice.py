@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from megatron.dpp.transport import pci, rdma_ports
 from megatron.dpp.transport.choose import choose
 from megatron.dpp.transport.joining import Facts
 from megatron.dpp.transport.kinds import kinds_of_links
-from megatron.dpp.transport.options import RdmaOptions
+from megatron.dpp.transport.options import RdmaOptions, TransportOptions
 from megatron.dpp.transport.pci import pci_distance
 from megatron.dpp.transport.rdma_places import Place, read_places, ways
 from megatron.dpp.transport.rdma_ports import Node, choose_place, choose_places
@@ -363,7 +364,14 @@ def test_a_rank_knows_the_gpus_of_the_ranks_before_it(
 
 
 def test_addresses_of_this_host_have_their_subnets() -> None:
-    found = rdma_ports._subnets()
-    assert found["127.0.0.1"] == "127.0.0.0/8"
-    assert found.get("::1", "::1/128") == "::1/128"
-    assert set(addresses()) <= set(found)
+    gids = {
+        one: ("::ffff:" if ipaddress.ip_address(one).version == 4 else "") + one
+        for one in {*addresses(), "127.0.0.1"}
+    }
+    for address, gid in gids.items():
+        ports = [port("mlx5_0", (0, ipaddress.IPv6Address(gid).packed.hex(), "RoCE v2"))]
+        library = SimpleNamespace(rdma_ports=lambda ports=ports: (ports, []))
+        options = TransportOptions(address_of="rank")
+        (place,), _ = rdma_ports.find_places(library, address, options, torch.device("cpu"))
+        assert ipaddress.ip_address(address) in ipaddress.ip_network(place.subnet)
+        assert address != "127.0.0.1" or place.subnet == "127.0.0.0/8"
