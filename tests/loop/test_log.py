@@ -104,7 +104,8 @@ class Log:
             timers=lambda name: SimpleNamespace(elapsed=self._elapsed),
         )  # fmt: skip
         writers: Any = SimpleNamespace(
-            add=lambda name, value, **_: self.written.append((self.run.iteration, name, value))
+            add=lambda name, value, **_: self.written.append((self.run.iteration, name, value)),
+            flush=lambda: None,
         )
         self.made = TrainingLog(self.run, writers)
         monkeypatch.setattr(logs, "flops_of_lengths", lambda args, real, squares: real * 6e12)
@@ -150,7 +151,7 @@ def test_the_perplexity_of_a_large_loss_is_bounded() -> None:
     run: Any = SimpleNamespace(
         args=Namespace(log_validation_ppl_to_tensorboard=False), say_last=lines.append
     )
-    writers: Any = SimpleNamespace(add=lambda *_, **__: None)
+    writers: Any = SimpleNamespace(add=lambda *_, **__: None, flush=lambda: None)
     losses = {"lm loss": torch.tensor(1000.0), "mtp loss": torch.tensor(0.0)}
     logs.print_evaluation(run, "the end", losses, writers)
     assert (

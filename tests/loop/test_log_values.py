@@ -1,10 +1,8 @@
-"""The values that a log writes for TensorBoard and Weights & Biases, and when it resets timers."""
+"""The values that a log writes for TensorBoard and others, and when it resets timers."""
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,8 @@ import pytest
 import torch
 
 from megatron.dpp_train.loop import logs
-from megatron.dpp_train.loop.logs import StepResult, TrainingLog, Writers
+from megatron.dpp_train.loop.logs import StepResult, TrainingLog
+from megatron.dpp_train.loop.writers import Writers
 from tests.loop.test_log import Log
 
 
@@ -34,7 +33,10 @@ def test_values_are_written_over_iterations_and_over_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", Board)
-    args = Namespace(tensorboard_dir="there", tensorboard_queue_size=3, wandb_project=None)
+    args = Namespace(
+        tensorboard_dir="there", tensorboard_queue_size=3, wandb_project=None,
+        mlflow_experiment=None, trackio_project=None,
+    )  # fmt: skip
     run: Any = SimpleNamespace(args=args, is_last=True, iteration=7, consumed_train_samples=56)
     writers = Writers(run)
     board: Any = writers.board
@@ -46,23 +48,6 @@ def test_values_are_written_over_iterations_and_over_samples(
         ("a", 1.0, 7), ("b", 2.0, 7), ("b vs samples", 2.0, 56), ("closed", None, 0)
     ]  # fmt: skip
     assert Writers(SimpleNamespace(args=args, is_last=False)).board is None  # type: ignore[arg-type]
-
-
-def test_a_run_at_weights_and_biases_has_the_teams_name_and_a_folder_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    opened: list[dict[str, Any]] = []
-    package: Any = SimpleNamespace(init=lambda **options: opened.append(options), Error=OSError)
-    monkeypatch.setitem(sys.modules, "wandb", package)
-    args = Namespace(
-        wandb_project="p", wandb_exp_name="", wandb_entity="team", save=str(tmp_path / "saved"),
-        wandb_save_dir=str(tmp_path / "own"),
-    )  # fmt: skip
-    logs._open_wandb(args)
-    args.wandb_save_dir = None
-    logs._open_wandb(args)
-    assert [Path(each["dir"]).name for each in opened] == ["own", "saved"]
-    assert [(each["entity"], each["name"]) for each in opened] == [("team", None)] * 2
 
 
 def test_a_line_writes_its_throughput_and_what_was_asked_for(
@@ -138,7 +123,8 @@ def test_an_evaluation_writes_its_perplexity_if_asked_to(perplexity: bool) -> No
         args=Namespace(log_validation_ppl_to_tensorboard=perplexity), say_last=lambda text: None
     )
     writers: Any = SimpleNamespace(
-        add=lambda name, value, *, samples=False: written.append((name, samples))
+        add=lambda name, value, *, samples=False: written.append((name, samples)),
+        flush=lambda: None,
     )
     logs.print_evaluation(run, "here", {"lm loss": torch.tensor(1.0)}, writers)
     expected = ["lm loss validation", *["lm loss validation ppl"] * perplexity]

@@ -29,6 +29,12 @@ class Parts:
             def close(self) -> None:
                 told.append(f"close {self.name}")
 
+            def __enter__(self) -> Part:
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                self.close()
+
             def write(self, **values: Any) -> None:
                 told.append(f"write {sorted(values)}")
 

@@ -22,10 +22,11 @@ from megatron.dpp_train.exits import ExitConditions
 from megatron.dpp_train.hf.load import export
 from megatron.dpp_train.initialize import initialize
 from megatron.dpp_train.loop.diagnostics import Diagnostics
-from megatron.dpp_train.loop.logs import Writers, print_peaks
+from megatron.dpp_train.loop.logs import print_peaks
 from megatron.dpp_train.loop.loop import Trainer
 from megatron.dpp_train.loop.measure import Comparison
 from megatron.dpp_train.loop.metrics import MetricsFile, gather_hashes
+from megatron.dpp_train.loop.writers import Writers
 from megatron.dpp_train.loop.zero_engine import EngineCheckpointer, accumulate
 from megatron.dpp_train.model.build import build_trainee
 from megatron.dpp_train.model.configs import transformer_config
@@ -118,7 +119,7 @@ def _train(run: Run, task_name: str, stack: contextlib.ExitStack) -> None:
         forward_step=task.forward_step(run),
         schedule=stack.enter_context(_schedule(run)),
         iterators=iterators,
-        writers=stack.enter_context(closing(Writers(run))),
+        writers=stack.enter_context(Writers(run)),
         metrics=metrics,
         exits=stack.enter_context(closing(ExitConditions(run))),
         checkpointer=checkpointer,

@@ -1,5 +1,5 @@
-"""Megatron-LM's log lines, character by character, and the values for TensorBoard and Weights &
-Biases. The last rank prints."""
+"""Megatron-LM's log lines, character by character, and the values for the writers. The last rank
+prints."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.dpp.errors import DataError
 from megatron.dpp.sim.batches import BatchTokens
 from megatron.dpp_train.cost.flops import flops_of_lengths, flops_per_iteration
+from megatron.dpp_train.loop.writers import Writers
 from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.state import Run
 
@@ -94,6 +93,7 @@ class TrainingLog:
             self._write_values(step)
         if run.iteration % run.args.log_interval == 0 or self.lines == 0:
             self._print(step)
+        self.writers.flush()
 
     def _sum_up(self, step: StepResult) -> None:
         self.advanced += not step.skipped
@@ -198,70 +198,6 @@ class TrainingLog:
                 add(name, statistics[key])
 
 
-class Writers:
-    """TensorBoard's and Weights & Biases' writers of the last rank; none elsewhere or without
-    flags."""
-
-    def __init__(self, run: Run) -> None:
-        args = run.args
-        self._run = run
-        self.board: Any = None
-        """TensorBoard's ``SummaryWriter`` or None."""
-        self._wandb: Any = None
-        if run.is_last and args.tensorboard_dir:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.board = SummaryWriter(
-                log_dir=args.tensorboard_dir, max_queue=args.tensorboard_queue_size
-            )
-        if run.is_last and args.wandb_project:
-            self._wandb = _open_wandb(args)
-
-    def add(self, name: str, value: Any, *, samples: bool = False) -> None:
-        """Writes one value at this iteration; with ``samples`` also over consumed samples."""
-        run = self._run
-        if self.board is not None:
-            self.board.add_scalar(name, value, run.iteration)
-            if samples:
-                self.board.add_scalar(f"{name} vs samples", value, run.consumed_train_samples)
-        if self._wandb is not None:
-            self._wandb.log({name: value}, run.iteration)
-
-    def close(self) -> None:
-        """Flushes and closes; calling it twice is fine."""
-        if self.board is not None:
-            self.board.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-        self.board = self._wandb = None
-
-
-def _open_wandb(args: Settings) -> Any:
-    """Opens a run at Weights & Biases, on disk only with ``WANDB_MODE=offline`` in the environment.
-
-    Raises:
-        DataError: no key, no network, or no place for its files.
-    """
-    import wandb
-
-    folder = args.wandb_save_dir or args.save
-    try:
-        if folder:  # a missing one would be replaced by a temporary one
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        return wandb.init(
-            project=args.wandb_project,
-            name=args.wandb_exp_name or None,
-            entity=args.wandb_entity,
-            dir=folder,
-            config={name: str(value) for name, value in vars(args).items()},
-        )
-    except (wandb.Error, OSError) as error:
-        raise DataError(
-            f"--wandb-project {args.wandb_project}: the run cannot be opened ({error}); with "
-            "WANDB_MODE=offline its files stay on disk, under --wandb-save-dir"
-        ) from error
-
-
 def print_peaks(run: Run, held: float) -> None:
     """Prints the most chunk activations that each rank of the first pipeline held; a collective."""
     group = parallel_state.get_pipeline_model_parallel_group()
@@ -284,6 +220,7 @@ def print_evaluation(
         writers.add(f"{name} validation", value, samples=True)
         if run.args.log_validation_ppl_to_tensorboard:
             writers.add(f"{name} validation ppl", perplexity, samples=True)
+    writers.flush()
     frame = "-" * (len(text) + 1)
     for line in (frame, text, frame):
         run.say_last(line)

@@ -26,13 +26,13 @@ from megatron.dpp_train.loop.diagnostics import Diagnostics
 from megatron.dpp_train.loop.logs import (
     StepResult,
     TrainingLog,
-    Writers,
     flops_of_step,
     print_evaluation,
     tokens_of_step,
 )
 from megatron.dpp_train.loop.measure import Comparison
 from megatron.dpp_train.loop.metrics import MetricsFile, parameters_norm, peak_memory_bytes
+from megatron.dpp_train.loop.writers import Writers
 from megatron.dpp_train.model.build import Trainee
 from megatron.dpp_train.model.losses import (
     added_losses,

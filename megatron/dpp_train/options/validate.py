@@ -404,11 +404,22 @@ def _evaluation(args: Args) -> None:
 
 
 def _writers(args: Args) -> None:
-    require(
-        not args.wandb_project or importlib.util.find_spec("wandb") is not None,
-        f"--wandb-project {args.wandb_project}: Weights & Biases is not installed; pip install "
-        "wandb",
-    )
+    for flag, value, package in (
+        ("--wandb-project", args.wandb_project, "wandb"),
+        ("--mlflow-experiment", args.mlflow_experiment, "mlflow"),
+        ("--trackio-project", args.trackio_project, "trackio"),
+    ):
+        require(
+            not value or importlib.util.find_spec(package) is not None,
+            f"{flag} {value}: {package} is not installed; pip install {package}",
+        )
+    for flag, value, needed, there in (
+        ("--mlflow-run-name", args.mlflow_run_name, "--mlflow-experiment", args.mlflow_experiment),
+        ("--mlflow-tracking-uri", args.mlflow_tracking_uri, "--mlflow-experiment",
+         args.mlflow_experiment),
+        ("--trackio-run-name", args.trackio_run_name, "--trackio-project", args.trackio_project),
+    ):  # fmt: skip
+        require(there or not value, f"{flag} {value} needs {needed}")
 
 
 def _trace(args: Args) -> None:

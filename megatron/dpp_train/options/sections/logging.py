@@ -31,6 +31,11 @@ class Logging(Section):
     wandb_exp_name: str = ""
     wandb_save_dir: str = ""
     wandb_entity: str | None = None
+    mlflow_experiment: str | None = None
+    mlflow_run_name: str | None = None
+    mlflow_tracking_uri: str | None = None
+    trackio_project: str | None = None
+    trackio_run_name: str | None = None
     logging_level: int | None = None
     profile: bool = False
     use_pytorch_profiler: bool = False
