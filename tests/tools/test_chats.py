@@ -271,6 +271,17 @@ def test_other_fields_are_named(tokenizer: GPT2BPETokenizer) -> None:
     assert notes == ("read as messages", 'field "id" is not used', 'field "source" is not used')
 
 
+def test_a_date_that_the_template_writes_is_told(tokenizer: GPT2BPETokenizer) -> None:
+    """The data keep the day on which they were made."""
+    dated = "{% if messages[0].role == 'system' %}{{ strftime_now('%Y') }} {% endif %}" + PLAIN
+    chats = encoder(tokenizer, dated)
+    with_system = chat("Who?", "Ada.")
+    with_system["messages"].insert(0, {"role": "system", "content": "Be terse."})
+    for document, told in ((with_system, True), (chat("Who?", "Ada."), False)):
+        _, notes = chats.encode(document)
+        assert any("today's date" in note for note in notes) is told
+
+
 SHARE_GPT = {
     "system": "Be terse.",
     "conversations": [

@@ -110,6 +110,9 @@ def find_templates(
     return {"default": read_text(path)}
 
 
+_DATED = "the template writes today's date into the text (strftime_now), and the data keeps it"
+
+
 @dataclass(frozen=True)
 class Sample:
     """A chat to train on: token ids, and 1 for each token of an answer, 0 for all others."""
@@ -167,6 +170,8 @@ class ChatEncoder:
             texts = [self._marked(chat)]
         else:
             texts = self._compared(chat, notes)
+        if self._template_of(chat).wrote_date:
+            notes.append(_DATED)
         return [self._sample(text, spans) for text, spans in texts], tuple(dict.fromkeys(notes))
 
     def ask(self, document: dict[str, Any]) -> tuple[list[int], list[Message]]:

@@ -64,6 +64,11 @@ class ChatTemplate:
             raise DataError(f"the chat template is not valid: {_reason(error)}") from error
 
     @property
+    def wrote_date(self) -> bool:
+        """The last text holds today's date or time, from ``strftime_now``."""
+        return bool(self._environment.wrote_date)
+
+    @property
     def marks_answers(self) -> bool:
         """The template has ``{% generation %}`` blocks."""
         return bool(self._environment.has_generation)
@@ -120,6 +125,7 @@ def _environment() -> Any:
 
     class Environment(ImmutableSandboxedEnvironment):
         has_generation = False
+        wrote_date = False
         intercepted_binops = frozenset(("*", "**"))
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -131,7 +137,12 @@ def _environment() -> Any:
                     raise OverflowError(f"a whole number of {bits} bits")
             return super().call_binop(context, operator, left, right)
 
+        def now(self, form: str) -> str:
+            self.wrote_date = True
+            return datetime.now().strftime(form)
+
         def begin(self, pieces: list[str]) -> None:
+            self.wrote_date = False
             self.answers: list[Span] = []
             self.pieces = pieces
 
@@ -155,7 +166,7 @@ def _environment() -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": environment.now}
     return environment
 
 
@@ -173,10 +184,6 @@ def _to_json(
         separators=separators,
         sort_keys=sort_keys,
     )
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _refuse(message: str) -> NoReturn:
