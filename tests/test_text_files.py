@@ -35,6 +35,11 @@ def test_json_of_any_form_is_a_value_or_one_error(text: str, said: str, tmp_path
         read_json(path, "--flag")
 
 
+def test_a_tokenizer_without_a_longest_text_is_read() -> None:
+    """transformers writes ``int(1e30)`` for it, which was refused as a number of 31 digits."""
+    assert parse_json(json.dumps({"model_max_length": int(1e30)}), "it")
+
+
 def test_json_that_people_have_is_read() -> None:
     value: Any = {"deep": [[[[{"x": [1.5, -3, 2**63]}]]]], "text": "\u0000", "none": None}
     assert parse_json(json.dumps(value), "it") == value

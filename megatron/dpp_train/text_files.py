@@ -15,7 +15,8 @@ from megatron.dpp.safe_files import read_bytes
 
 _STRUCTURES = (dict, list, tuple, set)
 _DEEPEST = 64
-_MOST_DIGITS = 20
+_MOST_DIGITS = 100
+"""transformers writes a number of 31 where a tokenizer has no ``model_max_length``."""
 _MOST_SETTINGS_BYTES = 1 << 20
 _MOST_SETTINGS = 10_000
 """Entries of a YAML file, each alias counted with what it stands for."""
