@@ -34,13 +34,17 @@ PAGES = [
 OTHER_VARIABLES = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "DS_BUILD_OPS"}
 """Variables of programs that are not ours."""
 OTHER_PROGRAMS = {
+    "curl",
     "docker",
     "export",
     "ibv_rc_pingpong",
+    "lm_eval",
     "ln",
     "nvidia-cuda-mps-control",
     "rping",
     "source",
+    "trl",
+    "vllm",
 }
 WRAPPERS = {"nice", "sbatch", "srun"}
 """Programs that start the command behind their own arguments."""
