@@ -192,35 +192,6 @@ def test_both_ends_list_the_channels_of_a_link_in_one_order() -> None:
             assert take_next(receiver, 2 - channel, 0).microbatch == channel
 
 
-def test_the_board_of_a_rank_follows_the_hosts() -> None:
-    made = opening_of()
-    own = facts(4, host="b")
-    assert made._find_board(own) is None
-    made._board_ranks = [9, 4, 2, 7]
-    made._facts = {9: facts(9, host="a"), 2: facts(2, host="b"), 7: facts(7, host="a")}
-    assert made._find_board(own) == BoardHosts(4, (4, 2), (9, 4))
-
-
-def test_the_shape_of_a_board_is_its_members_and_counters() -> None:
-    made: Any = opening_of()
-    made._board_ranks, made._board_counters = [9, 4, 2], 7
-    assert made._board_shape() == [3, 7]
-
-
-def test_members_of_a_board_without_channels_take_a_kind_that_carries_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(opening, "kinds_of_links", lambda wanted: [kind(f"link {wanted}")])
-    monkeypatch.setattr(opening, "kinds_of_boards", lambda: [kind("board")])
-    made = opening_of("tcp")
-    made._facts = {peer: facts(peer, device="cpu") for peer in (3, 5, 6)}
-    own = facts(4, device="cpu")
-    names = [made._choose(own, peer).kind.name for peer in (3, 5, 6)]
-    assert names == ["link tcp", "link tcp", "board"]
-    assert made._choose(own, 3).reason == "asked for: tcp"
-    assert made._choose(own, 6).reason == "board fits"
-
-
 @pytest.mark.parametrize(
     ("kind", "node_ips", "host"),
     [("auto", None, None), ("shm", None, None), ("tcp", None, "127.0.0.1")]
@@ -296,36 +267,6 @@ def test_what_was_chosen_and_noted_reaches_the_transport(monkeypatch: pytest.Mon
     made._board = hosts_of(4, [9, 4], {9: "a", 4: "a"})
     made._wrap(None, facts(4, gpu=""))
     assert taken["in_place"] == set() and not taken["board"].spans_hosts
-
-
-def test_every_purpose_that_a_link_may_need_has_a_connection() -> None:
-    made = opening_of()
-    behind = Choice(
-        kind("slow", connections=lambda options: ("data 0", "data 1"), between_hosts=True), ""
-    )
-    made._choices = {
-        3: Choice(kind("shm"), ""),
-        5: Choice(kind("fast", between_hosts=True), "", behind),
-    }
-    made._facts = {3: facts(3), 5: facts(5)}
-    wanted = [(one.rank, purpose, remote) for one, purpose, remote in made._wanted_connections()]
-    far = [(5, purpose, True) for purpose in ("control", "data 0", "data 1")]
-    assert wanted == [(3, "control", False), *far]
-
-
-def test_a_link_that_could_not_be_joined_goes_to_the_next_kind() -> None:
-    made = opening_of()
-    behind = Choice(kind("slow"), "slow fits")
-    made._choices = {peer: Choice(kind("fast"), "fast fits", behind) for peer in (3, 5)}
-    described: list[int] = []
-    native = SimpleNamespace(describe_peer=lambda peer, _: described.append(peer))
-    setup: Any = SimpleNamespace(failed={5: "the cable"}, native=native)
-    made._description = lambda peer: f"rank {peer}"  # type: ignore[method-assign]
-    made._fall_back(setup)
-    assert described == [5]
-    assert made._choices[3].kind.name == "fast"
-    assert made._choices[5].reason == "slow fits [fast: the cable]"
-    assert setup.failed == {}
 
 
 @pytest.mark.parametrize("fails", ["_join", "start", None])
