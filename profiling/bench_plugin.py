@@ -3,9 +3,15 @@
     python profiling/bench_plugin.py --sources DIR [--json FILE]
 
 DIR holds archives ``NAME.tar.xz`` of Megatron-LM, or folders NAME. Each version runs
-on ``--ranks`` ranks, with sequences of one length and of unlike lengths, both schedules in turns.
+on ``--ranks`` ranks, with sequences of one length and of unlike lengths, the schedules in turns.
 Every run is a process group of its own; its first steps are not timed. No run begins after
 ``--seconds``.
+
+    python profiling/bench_plugin.py --sources DIR --layers-of transformer_engine \\
+        --arms static:1,static:8,megatron:8,fused:8,dynamic:8 --more "--swiglu"
+
+An arm is a schedule, and with a colon the number of hardware queues
+(``CUDA_DEVICE_MAX_CONNECTIONS``). ``--more`` has further flags of the script.
 """
 
 from __future__ import annotations
@@ -28,8 +34,21 @@ from typing import Any
 import arms
 import harness
 
-ARMS = {"static": [], "dynamic": ["--use-dpp", "--dpp-strict"]}
-"""Name of a schedule -> its flags."""
+_DYNAMIC = ["--use-dpp", "--dpp-strict"]
+ARMS = {
+    "static": [],
+    "megatron": [*_DYNAMIC, "--dpp-policy", "megatron"],
+    "fused": [*_DYNAMIC, "--no-dpp-split-backward"],
+    "dynamic": _DYNAMIC,
+}
+"""Name of a schedule -> its flags: the host's own, its order with a split backward, the dynamic
+one with a fused and with a split backward."""
+LAYERS = {
+    "local": "--transformer-impl local --no-bias-gelu-fusion --no-bias-dropout-fusion "
+    "--no-rope-fusion --no-persist-layer-norm",
+    "transformer_engine": "--transformer-impl transformer_engine",
+}
+"""Whose layers -> their flags."""
 ROWS = ("equal", "unlike")
 _ENTRY = Path(__file__).with_name("plugin_entry.py")
 _STEP = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+)")
@@ -43,16 +62,16 @@ def main() -> int:
     found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
-        cells = [(v, row, arm) for v in args.versions for row in ROWS for arm in ARMS]
+        cells = [(v, row, arm) for v in args.versions for row in args.rows for arm in args.arms]
         for turn in range(args.rounds):
             for cell in cells:
-                if time.monotonic() > end or "/".join(cell[:2]) in failed:
+                if time.monotonic() > end or "/".join(cell) in failed:
                     continue
                 result = run(args, *cell, Path(folder))
                 print(f"turn {turn + 1}: {' '.join(cell)}: {result.get('error') or result['ms']}")
                 sys.stdout.flush()
                 if "error" in result:
-                    failed.append("/".join(cell[:2]))
+                    failed.append("/".join(cell))
                 else:
                     found.setdefault(cell, []).append(result)
     report(args, found)
@@ -69,11 +88,22 @@ def parse_arguments() -> argparse.Namespace:
         seconds=(330.0, "no run begins later than this"), json=("", "file for the results"),
         hidden=4096, layers=8, heads=32, sequence=(2048, "longest sequence"),
         ranks=(2, "pipeline size"), microbatches=16, chunks=(2, "model chunks per rank"),
-        vocabulary=8191, seed=1,
+        vocabulary=8191, seed=1, rows=(",".join(ROWS), "lengths, separated by commas"),
+        arms=("static,dynamic", f"of {', '.join(ARMS)}, separated by commas; NAME:QUEUES"),
+        layers_of=("local", f"whose layers: {', '.join(LAYERS)}"),
+        more=("", "further flags of the script"),
         median=(600.0, "median of the unlike lengths, which are lognormal with sigma 1"),
     )  # fmt: skip
     args = parser.parse_args()
-    args.versions = args.versions.split(",")
+    args.versions, args.rows, args.arms = (
+        given.split(",") for given in (args.versions, args.rows, args.arms)
+    )
+    known = {"arms": ARMS, "rows": ROWS, "layers-of": LAYERS}
+    given = {"arms": args.arms, "rows": args.rows, "layers-of": [args.layers_of]}
+    for flag, names in given.items():
+        for name in names:
+            if name.partition(":")[0] not in known[flag]:
+                parser.error(f"--{flag} {name}: expected one of {', '.join(known[flag])}")
     if args.layers % (args.ranks * args.chunks):
         parser.error(
             f"--layers {args.layers}: must be a multiple of --ranks {args.ranks} x --chunks "
@@ -123,10 +153,9 @@ def flags(args: argparse.Namespace) -> list[str]:
         f"--seed {args.seed} --train-iters {args.iterations} --log-interval 1 "
         "--eval-iters 1 --eval-interval 1000 "
         f"--mock-data --tokenizer-type NullTokenizer --vocab-size {args.vocabulary} "
-        "--num-workers 0 --attention-dropout 0 --hidden-dropout 0 --transformer-impl local "
+        "--num-workers 0 --attention-dropout 0 --hidden-dropout 0 "
         f"--pipeline-model-parallel-size {args.ranks} --no-gradient-accumulation-fusion "
-        "--no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion "
-        "--no-rope-fusion --no-persist-layer-norm"
+        f"--no-masked-softmax-fusion {LAYERS[args.layers_of]} {args.more}"
     )
     if args.chunks > 1:
         words += f" --num-layers-per-virtual-pipeline-stage {layers}"
@@ -141,17 +170,19 @@ def run(args: argparse.Namespace, version: str, row: str, arm: str, folder: Path
     own = (str(root), str(harness.ROOT), os.environ.get("PYTHONPATH", ""))
     path = os.pathsep.join(filter(None, own))
     drawn = lengths(args) if row == "unlike" else []
+    schedule, _, queues = arm.partition(":")
     environment = {
         **os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1",
         "BENCH_SCRIPT": str(root / "pretrain_gpt.py"), "BENCH_RECORD": str(record),
         "BENCH_LENGTHS": ",".join(map(str, drawn)),
+        **({"CUDA_DEVICE_MAX_CONNECTIONS": queues} if queues else {}),
     }  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", str(args.ranks), "-m", "megatron.dpp.run", str(_ENTRY)]
     try:
         done = subprocess.run(
-            [*command, *flags(args), *ARMS[arm]], env=environment, capture_output=True, text=True,
-            cwd=folder, timeout=_RUN_SECONDS,
+            [*command, *flags(args), *ARMS[schedule]], env=environment, capture_output=True,
+            text=True, cwd=folder, timeout=_RUN_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return {"error": f"no end within {_RUN_SECONDS:g} s"}
@@ -170,7 +201,7 @@ def run(args: argparse.Namespace, version: str, row: str, arm: str, folder: Path
 def report(
     args: argparse.Namespace, found: dict[tuple[str, str, str], list[dict[str, Any]]]
 ) -> None:
-    """Print the medians of all steps, the largest peak of the ranks, and the last loss."""
+    """Print the medians of all steps, the largest peaks of the ranks, and the last loss."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -187,16 +218,22 @@ def report(
     rows = []
     for cell, results in found.items():
         of_runs = [statistics.median(result["ms"]) for result in results]
-        ratio = medians[cell] / medians.get((*cell[:2], "static"), float("nan"))
-        peak = max(peak["allocated"] for result in results for peak in result["peaks"])
+        static = [ms for (*row, arm), ms in medians.items()
+                  if row == list(cell[:2]) and arm.startswith("static")]  # fmt: skip
+        ratio = medians[cell] / min(static, default=float("nan"))
+        peaks = [
+            f"{max(peak[kind] for result in results for peak in result['peaks']) / 1e9:.2f}"
+            for kind in ("allocated", "reserved")
+        ]
         losses = sorted({result["losses"][-1] for result in results})
         rows.append(
             (cell[0], cell[1], cell[2], f"{medians[cell]:.1f}",
-             " ".join(f"{ms:.1f}" for ms in of_runs), f"{ratio:.3f}", f"{peak / 1e9:.2f}",
+             " ".join(f"{ms:.1f}" for ms in of_runs), f"{ratio:.3f}", *peaks,
              " ".join(losses))
         )  # fmt: skip
     harness.print_table(
-        "version | lengths | schedule | median ms | of each run | / static | peak GB | last loss",
+        "version | lengths | schedule | median ms | of each run | / best static | GB allocated | "
+        "reserved | last loss",
         rows,
     )
     facts = {"settings": vars(args), "device": device, "lengths": lengths(args)}

@@ -51,7 +51,6 @@ def cut_batches(lengths: Sequence[int]) -> None:
     TransformerConfig.__post_init__ = with_shapes  # type: ignore[method-assign]
 
 
-@atexit.register
 def write_peak() -> None:
     """Write the most memory that PyTorch has had in use and reserved, in bytes."""
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -61,7 +60,9 @@ def write_peak() -> None:
     path.write_text(json.dumps({"allocated": used, "reserved": reserved}), encoding="utf-8")
 
 
-if os.environ.get("BENCH_LENGTHS"):
-    cut_batches([int(length) for length in os.environ["BENCH_LENGTHS"].split(",")])
-sys.argv[0] = script
-runpy.run_path(script, run_name="__main__")
+if __name__ == "__main__":
+    atexit.register(write_peak)
+    if os.environ.get("BENCH_LENGTHS"):
+        cut_batches([int(length) for length in os.environ["BENCH_LENGTHS"].split(",")])
+    sys.argv[0] = script
+    runpy.run_path(script, run_name="__main__")

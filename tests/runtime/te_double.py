@@ -52,6 +52,7 @@ class _LinearFunction(torch.autograd.Function):
     def forward(ctx: Any, weight: Any, inp: Any, bias: Any, module: Any, first: Any) -> Any:
         ctx.save_for_backward(inp, weight)
         ctx.module, ctx.first, ctx.weight, ctx.has_bias = module, first, weight, bias is not None
+        ctx.store = module.wgrad_store
         return F.linear(inp, weight, bias)
 
     @staticmethod
@@ -70,8 +71,8 @@ class _LinearFunction(torch.autograd.Function):
         if not ctx.needs_input_grad[0]:
             grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
             return None, grad_output.matmul(weight), grad_bias if has_bias else None, None, None
-        if module.wgrad_store.delay_wgrad_compute():
-            module.wgrad_store.put([inp.detach(), grad_output], wgrad_gemm)
+        if ctx.store.delay_wgrad_compute():
+            ctx.store.put([inp.detach(), grad_output], wgrad_gemm)
         else:
             wgrad, grad_bias = wgrad_gemm(inp, grad_output)
         if module.fuse_wgrad_accumulation:

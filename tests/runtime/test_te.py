@@ -59,6 +59,25 @@ def test_equal_to_the_static_schedule_bit_by_bit() -> None:
     check(cases)
 
 
+def test_layers_as_a_host_built_them_are_equal_to_the_static_schedule_bit_by_bit() -> None:
+    late, built = {"inject": LATE}, {"as_built": True}
+    cases: list[dict[str, Any]] = [
+        {"name": "built, v2", "p": 2, "v": 2, "m": 6, "runs": [late, {"policy": "breadth-first",
+         "activation_cap": "8p", "inject": LATE}], "layers": 8},
+        {"name": "built, main_grad", "p": 2, "v": 2, "m": 6, "fused_wgrad": True, "runs": [late]},
+        {"name": "built, overlap", "p": 2, "v": 2, "m": 4, "overlap": True, "runs": [late],
+         "fused_wgrad": True, "distributed_optimizer": True},
+        {"name": "built, overlap, no main_grad", "p": 2, "v": 2, "m": 4, "overlap": True,
+         "runs": [late]},
+        {"name": "built, recompute", "p": 2, "m": 4, "runs": [late], "recompute": "full"},
+        {"name": "built, frozen", "p": 2, "m": 4, "runs": [late], "layers": 4, "untied": True,
+         "frozen": ["linear_qkv"]},
+        {"name": "built, graphs", "p": 2, "v": 2, "m": 4, "fused_wgrad": True, "overlap": True,
+         "runs": graphed(), "layers": 4, "iterations": 4},
+    ]  # fmt: skip
+    check([one | built for one in cases])
+
+
 @pytest.mark.slow
 def test_one_chunk_is_equal_to_the_static_schedule_bit_by_bit() -> None:
     fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
@@ -122,6 +141,26 @@ PACKAGE: dict[str, tuple[int, list[dict[str, Any]]]] = {
 """Name -> ranks and cases. Each name is a start of its ranks."""
 
 
+BUILT = ("fp32", "bf16", "graphs", "packed", "experts", "expert parallel")
+"""Those whose layers are also run as a host builds them."""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
+)
+@pytest.mark.parametrize("name", BUILT)
+def test_the_package_as_a_host_built_it_is_equal_to_the_static_schedule_bit_by_bit(
+    name: str,
+) -> None:
+    num_ranks, cases = PACKAGE[name]
+    told = json.dumps([one | {"as_built": True} for one in cases])
+    output = run_ranks(WORKER, num_ranks, [told], timeout=150, place=shared_gpus, fresh=True)
+    for one in cases:
+        assert f"CASE {one['name']} ok" in output
+    print("\n".join(line for line in output.splitlines() if line.startswith(("CASE", "LAYERS"))))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
@@ -148,7 +187,7 @@ def layer_of(double: Any, return_bias: bool, delay: bool) -> Any:
 
 
 def backward(layer: Any, value: float) -> None:
-    output = layer.fc(torch.full((2, 4), value, dtype=torch.float64))
+    output = layer.fc(torch.full((2, 4), value, dtype=torch.float64, requires_grad=True))
     output = output[0] + output[1] if isinstance(output, tuple) else output
     (output * output).sum().backward()
 

@@ -83,6 +83,9 @@ OFFLOAD_RESET = (
     "pipeline_parallel.fine_grained_activation_offload:"
     "FineGrainedActivationOffloadingInterface.reset"
 )
+TE_LAYERS = "megatron.core.extensions.transformer_engine"
+"""The module of megatron-core's subclasses of Transformer Engine's layers."""
+_TE_DEBUGS = "transformer_engine.debug.pytorch.debug_state:TEDebugState.debug_enabled"
 MTP_LAYER = (
     "transformer.multi_token_prediction:MultiTokenPredictionLayerSubmodules.transformer_layer"
 )
@@ -259,10 +262,17 @@ TABLE = (
     ),
     PrivateName(
         "transformer_engine.pytorch.module._common:WeightGradStore.delay_wgrad_compute",
-        "wgrad/te.py",
+        "wgrad/te.py wgrad/te_layer.py",
         "self",
         optional=True,
     ),
+    PrivateName(
+        "transformer_engine.pytorch.module._common:WeightGradStore.put",
+        "wgrad/te_layer.py",
+        "self tensor_list func",
+        optional=True,
+    ),
+    PrivateName(_TE_DEBUGS, "compat.py", optional=True),
     PrivateName(
         "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.backward_dw",
         "wgrad/te.py",
@@ -395,6 +405,11 @@ def replaced(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[Non
 def field_name(key: str) -> str:
     """The name of a class's field of ``TABLE`` in this megatron-core."""
     return resolve(key)[1]
+
+
+def te_debugs() -> bool:
+    """True if Transformer Engine's debug tools are on, which compute weight gradients within B."""
+    return _TE_DEBUGS.partition(":")[0] in sys.modules and bool(lookup(_TE_DEBUGS))
 
 
 def reset_offload(groups: Any, *, forward_only: bool) -> None:

@@ -6,7 +6,8 @@ step, so that a backward pass computes the former and *defers* the latter; ``run
 later, one layer at a time. Each weight gets its contributions in microbatch order through
 DistributedDataParallel's own hook, so the numbers are bitwise those of a fused backward.
 
-Transformer Engine's modules delay their weight gradients themselves (``te``). Embeddings, the LM
+Transformer Engine's layers are ``te_layer``'s, or ``te``'s if they were built to delay weight
+gradients. Embeddings, the LM
 head, biases and norms are not deferred: they would hold much memory for little gain. A layer that a
 host has changed goes its own way (``own_way``), and computes its weight gradient within B.
 
@@ -32,6 +33,7 @@ from megatron.dpp.core.grad_sync import replicated
 from megatron.dpp.core.wgrad.own_way import Place, places, why_module, why_weight
 from megatron.dpp.core.wgrad.product import DeferredWork, Group, Layer, forward_of, refuse
 from megatron.dpp.core.wgrad.te import DelayedModules
+from megatron.dpp.core.wgrad.te_layer import TELayer, is_te, weights_of, why_layer
 from megatron.dpp.errors import ConfigError, setting
 
 _NAMED = 2
@@ -58,6 +60,7 @@ class WeightGradients:
         self._waiting: dict[tuple[int, int], dict[int, list[DeferredWork]]] = {}
         self._layers: list[tuple[Any, Callable[..., torch.Tensor]]] = []
         self._groups: list[tuple[GroupedLinear, Group]] = []
+        self._te: list[TELayer] = []
         self._weights: dict[torch.nn.Parameter, str] = {}
         self._accumulators: dict[torch.nn.Parameter, Callable[[torch.Tensor], None]] = {}
         self._own_ways: dict[str, list[str]] = {}
@@ -84,7 +87,7 @@ class WeightGradients:
             ConfigError: as of the class.
         """
         self._waiting.clear()
-        self._layers, self._groups, self._held_bytes = [], [], 0
+        self._layers, self._groups, self._te, self._held_bytes = [], [], [], 0
         self._accumulators = {weight: self._accumulators[weight] for weight in self._weights}
         self._weights = {}
         before, self._delayed = self._delayed, []
@@ -132,6 +135,8 @@ class WeightGradients:
                 self._add(place, piece, chunk, lambda weight: uses[id(weight)])
             elif isinstance(place.module, GroupedExperts):
                 self._add_group(place, piece, chunk, lambda weight: uses[id(weight)])
+            elif is_te(place.module):
+                self._add_te(place, piece, chunk, lambda weight: uses[id(weight)])
         for reason, names in self._own_ways.items():
             self._tell(names, reason)
         return len(layers) if self._delayed[-1] or len(self._weights) > num_known else 0
@@ -175,6 +180,27 @@ class WeightGradients:
             self._groups.append((linear, group))
             self._weights.update(dict.fromkeys(linear.weights, f"{place.name}: a weight"))
 
+    def _add_te(
+        self, place: Place, piece: int, chunk: torch.nn.Module, uses: Callable[[Any], int]
+    ) -> None:
+        weights = [place.module._parameters.get(name) for name in weights_of(place.module)]
+        if not all(weight is None or weight.requires_grad for weight in weights):
+            return
+        reason = place.around or why_layer(place.module, uses)
+        if reason is not None:
+            self._own_ways.setdefault(reason, []).append(place.name)
+            return
+        layer = TELayer(
+            piece,
+            place.name,
+            place.module,
+            lambda weight: self._accumulator(weight, chunk),
+            self.defer,
+            partial(self._tell, [place.name]),
+        )
+        self._te.append(layer)
+        self._weights.update(dict.fromkeys(layer.weights, f"{place.name}: a weight"))
+
     def _accumulator(
         self, weight: torch.nn.Parameter, chunk: torch.nn.Module
     ) -> Callable[[torch.Tensor], None]:
@@ -206,6 +232,8 @@ class WeightGradients:
             for linear, group in self._groups:
                 linear.defer = group
                 around.callback(setattr, linear, "defer", None)
+            for layer in self._te:
+                around.enter_context(layer.bound())
             yield
         for modules in self._delayed:
             modules.check_empty()

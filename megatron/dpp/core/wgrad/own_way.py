@@ -122,14 +122,17 @@ def product_is_own() -> bool:
     return own and source[_FUNCTION] is _FUNCTION_CLASS
 
 
-def why_weight(module: torch.nn.Module, uses: Callable[[torch.Tensor], int]) -> str | None:
+def why_weight(
+    module: torch.nn.Module, uses: Callable[[torch.Tensor], int], name: str = "weight"
+) -> str | None:
     """The reason why the gradient of a layer's weight is its own matter; None if it may be
     deferred.
 
     Args:
         uses: modules that hold a parameter.
+        name: of the weight.
     """
-    weight = module._parameters.get("weight")
+    weight = module._parameters.get(name)
     if weight is None:
         return "its weight is no parameter"
     if type(weight) is not torch.nn.Parameter:

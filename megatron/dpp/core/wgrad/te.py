@@ -38,7 +38,7 @@ from megatron.dpp.core.wgrad.own_way import Place, places
 from megatron.dpp.core.wgrad.product import DeferredWork
 from megatron.dpp.errors import ConfigError, core_setting, setting
 
-_SINCE = "2.7.0"
+SINCE = "2.7.0"
 """The first version whose modules take over DistributedDataParallel's hooks."""
 
 
@@ -64,8 +64,8 @@ def why_fused(config: Any) -> str | None:
         return "Transformer Engine is not installed"
     from megatron.core.utils import get_te_version, is_te_min_version
 
-    if not is_te_min_version(_SINCE):
-        return f"Transformer Engine {get_te_version()} is too old: {_SINCE} or newer is needed"
+    if not is_te_min_version(SINCE):
+        return f"Transformer Engine {get_te_version()} is too old: {SINCE} or newer is needed"
     reasons = {
         "8- and 4-bit layers add bias gradients before their turn": config.fp8 or config.fp4,
         f"{core_setting('tp_comm_overlap')} computes weight gradients with its communication": (

@@ -1,0 +1,336 @@
+"""Transformer Engine's linear layers as a host built them, whose weight gradients wait for a W.
+
+Their autograd functions ask the ``wgrad_store`` of their module if weight gradients wait, and put
+the product and its operands there. A forward of such a module runs here with a store of ours, and
+with other tensors over the memory of its weights (:class:`_Aside`). Autograd thus ends at those:
+neither its accumulators nor DistributedDataParallel's hooks on the real weights run within B,
+however the host built them. The W computes the product, and then runs the hook as B would have.
+
+A bias that the product adds has its gradient from the same product; a bias that is added outside of
+the product stays with B.
+
+This holds for Transformer Engine 2.7 to 2.20 by its sources.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.utils import get_te_version, is_te_min_version
+
+from megatron.dpp.core import compat
+from megatron.dpp.core.experts import NODE, wants_leaves
+from megatron.dpp.core.memory import tensors_in
+from megatron.dpp.core.wgrad.own_way import stands_for, why_weight
+from megatron.dpp.core.wgrad.product import DeferredWork, Kept, has_hooks
+from megatron.dpp.core.wgrad.te import SINCE, is_delayed
+from megatron.dpp.errors import core_setting
+
+Accumulate = Callable[[torch.Tensor], None]
+_ASIDES = "dpp_asides"
+"""Attribute of a parameter that a capture computes with: what stood for it there."""
+_OVERLAPS = (
+    *("ub_overlap_rs_fprop", "ub_overlap_ag_dgrad", "ub_overlap_ag_fprop", "ub_overlap_rs_dgrad"),
+    *("ub_bulk_dgrad", "ub_bulk_wgrad"),
+)
+
+
+def is_te(module: torch.nn.Module) -> bool:
+    """True for a linear layer of Transformer Engine that was built without a delay."""
+    return getattr(module, "wgrad_store", None) is not None and not is_delayed(module)
+
+
+def weights_of(module: Any) -> list[str]:
+    """The names of a layer's weights: one, or one of each expert."""
+    if "num_gemms" in vars(module):
+        return [f"weight{number}" for number in range(module.num_gemms)]
+    return list(getattr(module, "weight_names", ["weight"]))
+
+
+def _biases_of(module: Any, weights: list[str]) -> list[str]:
+    """The names of the trained biases that a layer's product adds."""
+    if not module.use_bias or module.return_bias or getattr(module, "gemm_bias_unfused_add", False):
+        return []
+    names = [name.replace("weight", "bias") for name in weights]
+    return [name for name in names if module._parameters[name].requires_grad]
+
+
+def _kinds() -> tuple[Any, ...]:
+    package = sys.modules.get("transformer_engine.pytorch")
+    names = ("Linear", "LayerNormLinear", "GroupedLinear")
+    return tuple(getattr(package, name) for name in names if hasattr(package, name))
+
+
+def why_layer(module: Any, uses: Callable[[torch.Tensor], int]) -> str | None:
+    """The reason why a layer's own backward must compute its weight gradients; None if they may
+    wait.
+
+    Args:
+        uses: modules that hold a parameter.
+    """
+    kind: Any = type(module)
+    kinds = _kinds()
+    if not isinstance(module, kinds) or not _is_written(kind, kinds):
+        return f"its class is {kind.__name__}"
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    if not is_te_min_version(SINCE):
+        return f"Transformer Engine {get_te_version()} is older than {SINCE}"
+    if any(getattr(module, name, False) for name in _OVERLAPS):
+        return f"{core_setting('tp_comm_overlap')} computes it with its communication"
+    offloads = ("cpu_offloading", "fine_grained_activation_offloading")
+    if any(getattr(getattr(module, "config", None), name, False) for name in offloads):
+        return "activations are offloaded"
+    if any(getattr(getattr(module, "config", None), name, None) for name in ("fp8", "fp4")):
+        return "in 8 and 4 bit it is faster there"  # docs/benchmarks/transformer-engine-h100.md
+    if compat.te_debugs():
+        return "Transformer Engine's debug mode is on"
+    weights = weights_of(module)
+    if any(name not in module._parameters for name in weights) or weights[0][:6] != "weight":
+        return "its weight is a part of another"
+    reasons = (why_weight(module, uses, name) for name in weights)
+    return next(filter(None, reasons), None)
+
+
+def _is_written(kind: Any, kinds: tuple[Any, ...]) -> bool:
+    """True if this is a class of Transformer Engine, or megatron-core's of it, as written."""
+    for part in kind.__mro__:
+        home = sys.modules.get(part.__module__)
+        if getattr(home, part.__name__, None) is not part and part.__module__ != "builtins":
+            return False
+        forward = vars(part).get("forward")
+        if forward is not None and forward.__module__ != part.__module__:
+            return False
+        if part in kinds:
+            return True
+        if part.__module__ != compat.TE_LAYERS:
+            return False
+    return False
+
+
+class _Aside(torch.autograd.Function):
+    """Tensors over the memory of a layer's weights and biases, for its product. Their gradients
+    end here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, node: torch.Tensor, layer: TELayer, *given: Any) -> Any:
+        ctx.layer, ctx.num_weights = layer, len(layer.weights)
+        ctx.set_materialize_grads(False)
+        return tuple(parameter.detach() for (parameter,) in given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        biases = gradients[ctx.num_weights :]
+        for accumulate, gradient in zip(ctx.layer.add_bias, biases, strict=True):
+            if gradient is not None:
+                accumulate(gradient)
+        return (None,) * (2 + len(gradients))
+
+
+class _Store:
+    """In the place of a module's ``wgrad_store``."""
+
+    def __init__(self, layer: TELayer) -> None:
+        self._layer = layer
+
+    def delay_wgrad_compute(self) -> bool:
+        return True
+
+    def put(self, tensors: list[Any], product: Callable[..., Any]) -> None:
+        """Take what a backward pass leaves: [input, output gradient, weight gradients of experts]
+        and the product of these.
+        """
+        layer = self._layer
+        if wants_leaves():
+            layer.defer(layer.piece, _Deferred(layer, [_Product.of(tensors, product)]))
+        elif layer.fused:
+            product(*tensors)  # it adds by itself, whatever the pass asks for
+
+
+class TELayer:
+    """A linear layer, or one of all experts, whose weight gradients wait.
+
+    Args:
+        piece: its transformer layer.
+        name: for messages.
+        module: one without :func:`why_layer`, of trained weights.
+        accumulator: makes what adds a gradient to a parameter.
+        defer: takes the work of a backward pass.
+        say: called with the reason why a call does not defer.
+    """
+
+    def __init__(
+        self,
+        piece: int,
+        name: str,
+        module: Any,
+        accumulator: Callable[[Any], Accumulate],
+        defer: Callable[[int, DeferredWork], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.piece, self.name, self.defer, self._say = piece, name, defer, say
+        self._module = module
+        self._names = weights_of(module)
+        self.weights: list[Any] = [module._parameters[name] for name in self._names]
+        biases = _biases_of(module, self._names)
+        self._names += biases
+        self._parameters = [module._parameters[name] for name in self._names]
+        self.add_weight = [accumulator(weight) for weight in self.weights]
+        self.add_bias = [accumulator(module._parameters[name]) for name in biases]
+        self.fused = bool(module.fuse_wgrad_accumulation)
+        self.grouped = "num_gemms" in vars(module)
+        self._store = _Store(self)
+        self._asides: dict[str, Any] = {}
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Let the module's forwards defer for one step."""
+        inner = self._module.forward
+        self._asides = self._aside(self._parameters)
+        self._module.forward = lambda *args, **options: self._forward(inner, args, options)
+        try:
+            yield
+        finally:
+            del self._module.forward
+            self._asides = {}
+
+    def _aside(self, parameters: list[Any]) -> dict[str, Any]:
+        """Tensors to compute with in the place of these parameters, by name."""
+        with torch.enable_grad():
+            given = _Aside.apply(NODE, self, *((p,) for p in parameters))  # type: ignore[no-untyped-call]
+        for tensor, parameter in zip(given, parameters, strict=True):
+            tensor.__dict__.update(parameter.__dict__)  # Megatron's marks, and main_grad
+        return dict(zip(self._names, given, strict=True))
+
+    def _forward(self, inner: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        module = self._module
+        table = module._parameters
+        given = [table[name] for name in self._names]
+        why_not = self._why_not(next(iter((*args, *options.values()))), given)
+        if why_not is not None:
+            if why_not:
+                self._say(why_not)
+            return inner(*args, **options)
+        asides = self._asides
+        if given[0] is not self._parameters[0]:  # in a capture, which needs its own
+            asides = self._aside(given)
+            vars(given[0]).setdefault(_ASIDES, []).append(asides)
+        own, vars(module)["wgrad_store"] = vars(module)["wgrad_store"], self._store
+        table.update(asides)
+        try:
+            return inner(*args, **options)
+        finally:
+            table.update(zip(self._names, given, strict=True))
+            vars(module)["wgrad_store"] = own
+
+    def _why_not(self, input_: Any, given: list[Any]) -> str | None:
+        """The reason why a call does not defer: "" if there is nothing to tell, None if it does."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return ""
+        if not all(weight.requires_grad for weight in self.weights):
+            return ""
+        if not isinstance(input_, torch.Tensor) or not input_.requires_grad:
+            return ""  # all layers before it are frozen: none waits for its B
+        if not all(map(stands_for, given, self._parameters)):
+            return "a call gets another weight"
+        if any(map(has_hooks, self.weights)):
+            return "its weight has hooks"
+        if torch.is_autocast_enabled(input_.device.type):
+            return "autocast is on"
+        return None
+
+
+class _Product(NamedTuple):
+    """The product and operands that one call's backward has left."""
+
+    tensors: list[Any]
+    compute: Callable[..., Any]
+    kept: list[Kept]
+
+    @classmethod
+    def of(cls, tensors: list[Any], compute: Callable[..., Any]) -> _Product:
+        plain = [t for t in tensors_in(tensors[:2]) if type(t) is torch.Tensor]
+        return cls(tensors, compute, [Kept(tensor) for tensor in plain])
+
+
+@dataclass(eq=False)
+class _Deferred(DeferredWork):
+    """The weight gradients of one layer; of several products if the pass ran it several times."""
+
+    layer: TELayer
+    products: list[_Product]
+    task: int = field(default_factory=torch._C._current_graph_task_id)
+
+    def num_bytes(self) -> int:
+        operands = (each.tensors[:2] for each in self.products)
+        return sum(t.numel() * t.element_size() for given in operands for t in _memory_of(given))
+
+    def touches(self, weight: torch.Tensor) -> bool:
+        return any(own is weight for own in self.layer.weights)
+
+    def join(self, other: DeferredWork) -> bool:
+        if isinstance(other, _Deferred) and (other.layer, other.task) == (self.layer, self.task):
+            self.products += other.products
+            return True
+        return False
+
+    @torch.no_grad()
+    def compute(self) -> None:
+        layer = self.layer
+        sums: list[torch.Tensor | None] = []
+        for each in self.products:
+            for kept in each.kept:
+                kept.get(layer.name)
+            sums = [_sum(*pair) for pair in zip_longest(sums, self._gradients(each))]
+        weights, biases = sums[: len(layer.weights)], sums[len(layer.weights) :]
+        for weight, add, gradient in zip(layer.weights, layer.add_weight, weights, strict=True):
+            if layer.fused:
+                weight.grad_added_to_main_grad = True
+                add(_stand_in(weight))
+            elif gradient is not None:
+                add(gradient.to(weight.dtype))
+        for add, gradient in zip(layer.add_bias, biases, strict=False):
+            if gradient is not None:
+                add(gradient)
+
+    def _gradients(self, product: _Product) -> list[torch.Tensor | None]:
+        """Of the weights, None where they were added, and of the biases, None where B had them."""
+        layer = self.layer
+        first, second, *_ = product.compute(*product.tensors)
+        weights = list(product.tensors[2]) if layer.grouped else [first]
+        biases = list(second or ()) if layer.grouped else [second]
+        if layer.fused:
+            weights = [None] * len(weights)
+        biases = [None if bias is None or not bias.numel() else bias for bias in biases]
+        return [*weights, *biases]
+
+
+def _memory_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in lists, and in what Transformer Engine quantised."""
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _memory_of(item)
+    elif hasattr(value, "get_data_tensors"):
+        yield from tensors_in(value.get_data_tensors())
+    elif isinstance(value, torch.Tensor):
+        yield value
+
+
+def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return one + other
+
+
+def _stand_in(weight: Any) -> torch.Tensor:
+    """A gradient without memory of its own, where the real one was added to ``main_grad``."""
+    zeros = getattr(weight, "zero_out_wgrad", False)
+    scalar: torch.Tensor = weight.new_zeros(()) if zeros else weight.new_empty(())
+    return scalar.expand(weight.shape)
