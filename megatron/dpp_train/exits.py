@@ -2,7 +2,7 @@
 
 torchrun and batch systems send SIGTERM to the processes that a rank has started, too. With
 ``--exit-signal-handler`` the rank goes on for a while and needs them: ``data`` gives its loaders
-:func:`prepare_worker`, ``checkpointing`` saves inside :func:`sigterm_held_back`.
+:func:`prepare_worker`, ``saver`` saves inside :func:`sigterm_held_back`.
 """
 
 from __future__ import annotations

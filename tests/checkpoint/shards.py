@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 
 from megatron.dpp.core import cpu
-from megatron.dpp_train.checkpoint import checkpointing, writers
+from megatron.dpp_train.checkpoint import writers
 
 
 class _Run:
@@ -50,8 +50,10 @@ def alone() -> Iterator[None]:
     with nullcontext() if torch.cuda.is_available() else closing(cpu.install()):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
+            parallel_state.initialize_model_parallel()
             yield
         finally:
+            parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
 
 
@@ -60,10 +62,8 @@ def write_here(patch: pytest.MonkeyPatch) -> None:
     context = SimpleNamespace(Queue=queue.Queue, JoinableQueue=queue.Queue, Process=_Run)
     for module in (filesystem_async, async_utils):
         patch.setattr(module, "mp", SimpleNamespace(get_context=lambda kind: context))
-    patch.setattr(writers, "_results_queue", writers._own_queue)  # no other process writes into it
+    patch.setattr(filesystem_async, "_results_queue", queue.Queue())  # not another process's
     patch.setattr(writers, "end_with_parent", lambda: None)
-    group = dist.group.WORLD
-    patch.setattr(checkpointing.mpu, "get_data_parallel_group", lambda **_: group)
 
 
 def sharded(name: str, value: int) -> Any:

@@ -14,7 +14,7 @@ import pytest
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from megatron.dpp.errors import DataError
-from megatron.dpp_train.checkpoint import checksums, saving
+from megatron.dpp_train.checkpoint import checksums, guards
 from megatron.dpp_train.checkpoint import files as files
 from tests.checkpoint.test_full_disk import run
 from tests.loop.several import train_each
@@ -41,7 +41,7 @@ def named_and_checked(path: Path) -> None:
 def test_a_rank_notes_the_files_that_it_wrote_and_no_others(tmp_path: Path) -> None:
     for name in ("__1_0.distcp", "__1_1.distcp", "__10_0.distcp", "__0_1.distcp", "common.pt"):
         (tmp_path / name).write_text(name)
-    saving.note_shards(tmp_path, 1)
+    guards.note_shards(tmp_path, 1)
     (note,) = tmp_path.glob(".checksums-*")
     assert sorted(json.loads(note.read_text())) == ["__1_0.distcp", "__1_1.distcp"]
 
@@ -76,7 +76,7 @@ def test_a_note_that_its_writer_left_unfinished_is_none(tmp_path: Path, torn: st
     target = files.begin(tmp_path, 3)
     for rank in range(2):
         (target / f"__{rank}_0.distcp").write_text(f"shard {rank}")
-        saving.note_shards(target, rank)
+        guards.note_shards(target, rank)
     (target / ".checksums-0").write_bytes(torn.encode()[: len(torn)])
     files.commit(tmp_path, 3)
     path = files.directory(tmp_path, 3)
@@ -178,10 +178,10 @@ def test_damage_that_all_ranks_find_is_told_once(
         errors[:] = [own, own, "", "another"]
 
     (tmp_path / checksums.NAME).write_text("no checksums")
-    monkeypatch.setattr(saving.dist, "all_gather_object", gather)
+    monkeypatch.setattr(guards.dist, "all_gather_object", gather)
     run: Any = Namespace(rank=0, args=Namespace(world_size=4))
     with pytest.raises(DataError) as told:
-        saving.verify(run, files.Found(tmp_path, 1))
+        guards.verify(run, files.Found(tmp_path, 1))
     one, other = str(told.value).rsplit("; ", 1)
     assert one.count(checksums.NAME) == 1 and other == "another"
 
@@ -197,10 +197,10 @@ def test_a_background_write_notes_its_sums_and_reports_the_disk_by_its_shards(
         if full:
             raise OSError("no room")
 
-    monkeypatch.setattr(saving, "note_shards", note)
+    monkeypatch.setattr(guards, "note_shards", note)
     request = AsyncRequest(lambda *given: told.append(given), (1, 2), [])
-    made = saving.noting(request, tmp_path, 3)
+    made = guards.noting(request, tmp_path, 3)
     made.async_fn(*made.async_fn_args)
     assert told == [(1, 2), (tmp_path, 3)]
     nothing = AsyncRequest(None, (), [])
-    assert saving.noting(nothing, tmp_path, 3) is nothing
+    assert guards.noting(nothing, tmp_path, 3) is nothing

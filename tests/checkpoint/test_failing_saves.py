@@ -5,55 +5,24 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+import torch.distributed as dist
 
 from megatron.dpp.errors import DataError
-from megatron.dpp_train import state
-from megatron.dpp_train.checkpoint import checkpointing, checksums, saving
+from megatron.dpp_train.checkpoint import checksums, guards
 from megatron.dpp_train.checkpoint import files as files
-from megatron.dpp_train.checkpoint.checkpointing import Wanted
 from tests.checkpoint import shards
-from tests.checkpoint.test_checkpointing import Job
+from tests.checkpoint.small import Job
 from tests.failing_disk import KILLED, Disk, fork
 
 # megatron-core's loads and saves use PyTorch's former names.
 pytestmark = pytest.mark.filterwarnings("ignore:.*_state_dict. is deprecated:FutureWarning")
-
-
-class Model:
-    """Its state is the iteration of the run."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def state_dict_for_save_checkpoint(self) -> dict[str, torch.Tensor]:
-        return {"weight": torch.full((9,), float(self._job.run.iteration))}
-
-    def sharded_state_dict(self, metadata: Any) -> dict[str, Any]:
-        return {"weight": shards.sharded("weight", self._job.run.iteration)}
-
-
-class Optimizer:
-    """Writes a share of its own, as the distributed optimizer does."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def save_parameter_state(self, path: str) -> None:
-        torch.save(self._job.run.iteration, path)
-
-    def state_dict(self) -> str:
-        return "optimizer's"
-
-    def sharded_state_dict(self, state: Any, metadata: Any) -> dict[str, Any]:
-        return {"moment": shards.sharded("moment", self._job.run.iteration)}
 
 
 BEFORE = {
@@ -80,22 +49,9 @@ class Saves:
         iteration, retain = BEFORE[before]
         self.job = Job(
             patch, folder, save_retain_interval=retain, use_distributed_optimizer=True,
-            log_progress=True, ckpt_format=form, ckpt_assume_constant_structure=False,
-            ckpt_fully_parallel_save=False, dist_ckpt_optim_fully_reshardable=False,
-            async_save=bool(in_background),
+            log_progress=True, no_save_rng=True, ckpt_format=form, async_save=bool(in_background),
         )  # fmt: skip
-        made = self.job.made
-        del made._write
-        made._strategy = None
-        made._queue = AsyncCallsQueue() if in_background else None
-        made._models = [Model(self.job)]
-        made._trainee.optimizer = Optimizer(self.job)
-        made._trainee.scheduler = SimpleNamespace(state_dict=lambda: "scheduler's")
-        made._wanted = Wanted(progress=True, optimizer=True, random=True)
-        patch.setattr(checkpointing, "_rank_directory", lambda: "mp_rank_00")
-        patch.setattr(checkpointing.random_state, "collect", lambda args, *, sharded: [])
-        patch.setattr(checkpointing.mpu, "get_expert_data_parallel_rank", lambda: 0)
-        patch.setattr(checkpointing, "note_progress", state.note_progress)
+        patch.setattr(dist, "barrier", lambda: None)  # gloo's threads are not in a fork
         self._folder, self._count = folder, 0
         self._known: dict[tuple[Any, ...], set[int]] = {}
         self._template = folder / "template"
@@ -116,7 +72,7 @@ class Saves:
     def save(self, iteration: int) -> None:
         self.job.run.args.save = str(self.root)
         self.job.save(iteration)
-        self.job.made._finish(blocking=True)
+        self.job.door.wait()
 
     def named(self) -> int | None:
         """Iteration of the checkpoint that a run would start from, which is whole."""
@@ -179,10 +135,8 @@ Make = Callable[[str, str], Saves]
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Make]:
-    with shards.alone():
-        shards.write_here(monkeypatch)
-        yield lambda form, before: Saves(monkeypatch, tmp_path, form, before)
+def make(one_rank: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
+    return lambda form, before: Saves(monkeypatch, tmp_path, form, before)
 
 
 QUICK = ("torch_dist", "the first")
@@ -255,7 +209,7 @@ def test_a_disk_without_room_is_said_to_be_full(
 ) -> None:
     usage = SimpleNamespace(free=free, total=1 << 30)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: path.stat() and usage)
-    with pytest.raises(DataError) as raised, saving.saving(tmp_path / "none" / "yet", 4):
+    with pytest.raises(DataError) as raised, guards.saving(tmp_path / "none" / "yet", 4):
         raise RuntimeError("no")
     assert ("no space left on device" in str(raised.value)) == is_full
 
@@ -264,5 +218,5 @@ def test_all_ranks_that_could_not_write_are_named(tmp_path: Path) -> None:
     error = RuntimeError("unnamed")
     error.failures = {3: ("disk gone", "stack"), 1: ("disk full", "stack")}  # type: ignore[attr-defined]
     said = "failed: rank 1: disk full; rank 3: disk gone"
-    with pytest.raises(DataError, match=said), saving.saving(tmp_path, 4):
+    with pytest.raises(DataError, match=said), guards.saving(tmp_path, 4):
         raise error

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.checkpoint import files as files
-from megatron.dpp_train.checkpoint.saving import saving
+from megatron.dpp_train.checkpoint.guards import saving
 from tests.loop.several import corpus
 from tests.runtime.launcher import REPOSITORY, Finished, start, wait
 

@@ -10,7 +10,6 @@ import random
 import shutil
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +17,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.rerun_state_machine import RerunMode
@@ -27,9 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from megatron.dpp.core.cpu import install
 from megatron.dpp.errors import DataError
-from megatron.dpp_train.checkpoint import checkpointing
 from megatron.dpp_train.checkpoint import files as files
 from megatron.dpp_train.checkpoint.plain_data import only_plain_data
 from megatron.dpp_train.checkpoint.reader import ARCHIVE, read_archive
@@ -37,7 +33,7 @@ from megatron.dpp_train.checkpoint.writers import bound_writers
 from megatron.dpp_train.data import samples as data
 from megatron.dpp_train.generate.model_source import find_source
 from megatron.dpp_train.hf.checkpoint import Stored
-from tests.checkpoint.test_checkpointing import Job
+from tests.checkpoint.small import Chunk, Job
 from tests.harmful import Harmful
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # PyTorch's, of its own formats
@@ -53,24 +49,17 @@ STATES = {
 def request(states: Any) -> dict[str, Any]:
     tensor = torch.arange(4.0)
     return {
-        "model": {"weight": ShardedTensor.from_rank_offsets("weight", tensor)},
-        "states": ShardedObject("states", states, (1,), (0,)),
+        "model": {
+            "weight": ShardedTensor.from_rank_offsets("weight", tensor),
+            "states": ShardedObject("states", states, (1,), (0,)),
+        },
         "args": argparse.Namespace(num_layers=1),
         "iteration": 3,
     }
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    support = install()
-    yield
-    support.close()
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def whole(alone: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(one_rank: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with one checkpoint."""
     root = tmp_path_factory.mktemp("whole")
     saved(root, STATES)
@@ -93,15 +82,21 @@ def root(whole: Path, tmp_path: Path) -> Path:
 
 def loaded(monkeypatch: pytest.MonkeyPatch, root: Path) -> dict[str, Any]:
     """The state that a run with ``--load`` takes over."""
-    job = Job(monkeypatch, root, load=str(root), ckpt_fully_parallel_load=False,
-              dist_ckpt_strictness="assume_ok_unexpected", no_load_optim=True)  # fmt: skip
-    job.made._sharded_state = lambda *_, **__: request(None)
-    states: list[Any] = []
-    job.made._apply = lambda state, _: states.append(state)
-    group = lambda with_context_parallel: None  # noqa: E731
-    monkeypatch.setattr(checkpointing.mpu, "get_data_parallel_group", group)
-    job.made.load()
-    return states[0]
+    job = Job(monkeypatch, root, load=str(root), no_load_optim=True, no_load_rng=True)
+    job.chunks = [taker := Taker()]
+    job.door.load()
+    return {**taker.state, "iteration": job.run.iteration}
+
+
+class Taker(Chunk):
+    """A model that keeps what it is given."""
+
+    def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+        model: dict[str, Any] = request(None)["model"]
+        return model
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
 
 
 def test_whole_states_are_loaded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +104,7 @@ def test_whole_states_are_loaded(root: Path, monkeypatch: pytest.MonkeyPatch) ->
     before = torch.load, pickle.load, set(torch.serialization.get_safe_globals())
     state = loaded(monkeypatch, root)
     assert before == (torch.load, pickle.load, set(torch.serialization.get_safe_globals()))
-    assert torch.equal(state["model"]["weight"], torch.arange(4.0)) and state["iteration"] == 3
+    assert torch.equal(state["weight"], torch.arange(4.0)) and state["iteration"] == 3
     found = state["states"]
     assert torch.equal(found.pop("graphs").get_state(), STATES["graphs"].get_state())
     assert str(found) == str({k: v for k, v in STATES.items() if k != "graphs"})

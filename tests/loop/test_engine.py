@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from megatron.dpp.errors import DataError
+from megatron.dpp_train.checkpoint.loader import Wanted
 from megatron.dpp_train.loop import zero_engine
 from megatron.dpp_train.loop.zero_engine import (
-    EngineCheckpointer,
     EngineChunk,
+    EngineLoader,
     EngineOptimizer,
     accumulate,
     engine_settings,
@@ -171,17 +172,18 @@ def test_a_checkpoint_without_its_optimizer_gives_the_module_alone(
     with_optimizer: bool, tmp_path: Path
 ) -> None:
     engine = Engine()
-    checkpointer: Any = EngineCheckpointer.__new__(EngineCheckpointer)
-    checkpointer._trainee = SimpleNamespace(chunks=[EngineChunk(engine)])
-    checkpointer._wanted = SimpleNamespace(optimizer=with_optimizer)
+    trainee = SimpleNamespace(chunks=[EngineChunk(engine)])
+    contents: Any = SimpleNamespace(run=None, trainee=trainee)
+    made, wanted = EngineLoader(contents), Wanted(True, with_optimizer, True)
     found: Any = SimpleNamespace(path=tmp_path / "iter_3", is_deepspeed=True)
-    assert checkpointer._read(found) == {"iteration": 3}
+    assert made.read(found, wanted) == {"iteration": 3}
     assert engine.told == [
         {"tag": "iter_3", "load_optimizer_states": with_optimizer,
          "load_module_only": not with_optimizer}
     ]  # fmt: skip
+    gone: Any = SimpleNamespace(path=Path("gone/iter_3"), is_deepspeed=True)
     with pytest.raises(DataError, match="gone/iter_3: DeepSpeed could not load it"):
-        checkpointer._read(SimpleNamespace(path=Path("gone/iter_3"), is_deepspeed=True))
+        made.read(gone, wanted)
 
 
 @pytest.mark.parametrize(
@@ -198,9 +200,8 @@ def test_the_engine_takes_the_parameters_of_a_checkpoint_in_megatrons_form(
     monkeypatch.setattr(
         zero_engine.Wanted, "of", lambda args, found: SimpleNamespace(optimizer=False)
     )
-    monkeypatch.setattr(zero_engine.Checkpointer, "load", lambda self: told.append("load"))
+    monkeypatch.setattr(zero_engine.Loader, "load", lambda self: told.append("load"))
     monkeypatch.setattr(zero_engine, "start_engine", lambda run, trainee: told.append("start"))
-    made: Any = EngineCheckpointer.__new__(EngineCheckpointer)
-    made._run, made._trainee = SimpleNamespace(args=None), None
-    made.load()
+    contents: Any = SimpleNamespace(run=SimpleNamespace(args=None), trainee=None)
+    EngineLoader(contents).load()
     assert told == expected

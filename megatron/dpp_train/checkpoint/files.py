@@ -3,7 +3,7 @@
 Megatron-LM's form: ``DIR/latest_checkpointed_iteration.txt`` names the newest of
 ``DIR/iter_0000010``, ``DIR/iter_0000020``, ... A checkpoint is written as
 ``iter_0000020.unfinished`` and renamed when every rank is done; the tracker file is replaced after
-that. So the tracker names a whole checkpoint whenever a job dies. ``checkpointing`` fills the
+that. So the tracker names a whole checkpoint whenever a job dies. ``saver`` fills the
 directories; nothing here needs a process group.
 """
 

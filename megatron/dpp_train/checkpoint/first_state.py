@@ -2,8 +2,9 @@
 
 PyTorch makes its tensors in the first step, which a run in fp16 may skip. megatron-core then cannot
 save (distrib_optimizer.py:642) or resume (PyTorch needs every state's step), and it cannot make the
-state of SGD (optimizer/__init__.py:408). ``checkpointing`` saves inside of :func:`begun`, asks for
-a state to load after :func:`teach_sgd`, and passes the loaded one through :func:`add_steps`.
+state of SGD (optimizer/__init__.py:408). ``saver`` saves inside of :func:`begun`, ``contents`` asks
+for a state to load after :func:`teach_sgd`, and ``loader`` passes the loaded one through
+:func:`add_steps`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``preflight`` calls :func:`take_checkpoint_args` before it checks anything. Precedence is
 Megatron-LM core_v0.16.1's: sizes on the command line win, the rest of the architecture is the
-checkpoint's. ``files`` and ``checkpointing`` compare.
+checkpoint's. ``files`` and ``loader`` compare.
 """
 
 from __future__ import annotations

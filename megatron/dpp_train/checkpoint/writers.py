@@ -3,7 +3,7 @@
 megatron-core starts a writer per file and, at the first save, a manager process for its queue of
 results, which imports PyTorch. A save that the rank waits for needs no manager. When the rank is
 killed, the manager would stay for ever, and writers would go on writing into a folder that the next
-run may use. ``train.checkpointing`` saves inside :func:`bound_writers`.
+run may use. ``saver`` saves inside :func:`bound_writers`.
 """
 
 from __future__ import annotations

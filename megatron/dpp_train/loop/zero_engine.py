@@ -21,7 +21,10 @@ import torch
 from megatron.dpp.errors import ConfigError, DataError, one_line
 from megatron.dpp_train.checkpoint import files as files
 from megatron.dpp_train.checkpoint import random_state
-from megatron.dpp_train.checkpoint.checkpointing import Checkpointer, Wanted
+from megatron.dpp_train.checkpoint.checkpointing import Checkpointer
+from megatron.dpp_train.checkpoint.contents import Contents
+from megatron.dpp_train.checkpoint.loader import Loader, Wanted
+from megatron.dpp_train.checkpoint.saver import Saver
 from megatron.dpp_train.model.build import Trainee, build_scheduler
 from megatron.dpp_train.model.configs import optimizer_config
 from megatron.dpp_train.optimizer.optimizer import parameter_groups
@@ -202,64 +205,71 @@ def accumulate(
     return losses
 
 
-class EngineCheckpointer(Checkpointer):
-    """Saves and loads the engine's own files in the directories of ``checkpoint_files``: a killed
-    save leaves the previous checkpoint usable. They fit one ZeRO stage and one number of ranks.
+class EngineLoader(Loader):
+    """Reads the engine's own files, or those in Megatron's form, which may have any layout."""
 
-    ``load`` also starts the engine, after it has read the parameters of a checkpoint in Megatron's
-    form, which may have any layout.
-    """
-
-    def load(self) -> None:
-        """As :meth:`Checkpointer.load`.
+    def load(self) -> Any:
+        """As :meth:`Loader.load`; also starts the engine, after it has read the parameters of a
+        checkpoint in Megatron's form.
 
         Raises:
             ConfigError: the run asks for the optimizer state of a checkpoint in Megatron's form.
         """
-        run, args = self._run, self._run.args
-        found = files.find_start(args)
+        run, trainee = self.contents.run, self.contents.trainee
+        found = files.find_start(run.args)
         if found is not None and found.is_deepspeed:
-            start_engine(run, self._trainee)
-            super().load()
-            return
-        if found is not None and Wanted.of(args, found).optimizer:
+            start_engine(run, trainee)
+            return super().load()
+        if found is not None and Wanted.of(run.args, found).optimizer:
             raise ConfigError(
                 f"{found.path} was not saved by DeepSpeed's engine, which can read its parameters "
                 "but not its optimizer state: add --no-load-optim"
             )
-        super().load()
-        start_engine(run, self._trainee)
+        states = super().load()
+        start_engine(run, trainee)
+        return states
 
-    def _write(self, target: Path) -> bool:
-        state = self._common_state(random_state.collect(self._run.args, sharded=False))
-        state["opt_param_scheduler"] = self._trainee.scheduler.state_dict()
-        self._engine.save_checkpoint(
-            str(target.parent), tag=target.name, client_state=state, save_latest=False
-        )
-        return False
-
-    def _read(self, found: files.Found) -> dict[str, Any]:
+    def read(self, found: files.Found, wanted: Wanted) -> dict[str, Any]:
         if not found.is_deepspeed:
-            return super()._read(found)
-        with_optimizer = self._wanted.optimizer
-        path, state = self._engine.load_checkpoint(
+            return super().read(found, wanted)
+        path, state = _engine(self.contents).load_checkpoint(
             str(found.path.parent),
             tag=found.path.name,
-            load_optimizer_states=with_optimizer,
-            load_module_only=not with_optimizer,
+            load_optimizer_states=wanted.optimizer,
+            load_module_only=not wanted.optimizer,
         )
         if path is None:
             raise DataError(f"{found.path}: DeepSpeed could not load it")
         return dict(state)
 
-    def _apply_model(self, state: dict[str, Any], found: files.Found) -> None:
+    def take_model(self, state: dict[str, Any], found: files.Found) -> None:
         if not found.is_deepspeed:
-            super()._apply_model(state, found)
+            super().take_model(state, found)
 
-    def _apply_optimizer(self, state: dict[str, Any], found: files.Found) -> None:
-        if found.is_deepspeed and self._wanted.optimizer:
-            self._apply_scheduler(state, found)
+    def take_optimizer(self, state: dict[str, Any], found: files.Found, wanted: Wanted) -> None:
+        if found.is_deepspeed and wanted.optimizer:
+            self.take_scheduler(state, found)
 
-    @property
-    def _engine(self) -> Any:
-        return self._trainee.chunks[0].engine
+
+class EngineSaver(Saver):
+    """Writes the engine's own files in the directories of ``files``: a killed save leaves the
+    previous checkpoint usable. They fit one ZeRO stage and one number of ranks."""
+
+    def write(self, target: Path) -> bool:
+        contents = self.contents
+        state = contents.common(random_state.collect(contents.run.args, sharded=False))
+        state["opt_param_scheduler"] = contents.trainee.scheduler.state_dict()
+        _engine(contents).save_checkpoint(
+            str(target.parent), tag=target.name, client_state=state, save_latest=False
+        )
+        return False
+
+
+def _engine(contents: Contents) -> Any:
+    return contents.trainee.chunks[0].engine
+
+
+class EngineCheckpointer(Checkpointer):
+    """Saves and loads the engine's own files; ``load`` also starts the engine."""
+
+    loader_kind, saver_kind = EngineLoader, EngineSaver

@@ -2,9 +2,9 @@
 
 megatron-core's distributed optimizer was written for Transformer Engine's and Apex's Adam, which
 keep one step count for all parameters; PyTorch's has a tensor of its own per parameter.
-``train.checkpointing`` calls :func:`fill_state` before it asks for a sharded state to load, loads
-under :func:`steps_may_lack`, and calls :func:`own_steps` after it. ``train.zero_engine`` takes
-:func:`parameter_groups`.
+``checkpoint.contents`` calls :func:`fill_state` before it asks for a sharded state to load,
+``checkpoint.loader`` loads under :func:`steps_may_lack`, and calls :func:`own_steps` after it.
+``loop.zero_engine`` takes :func:`parameter_groups`.
 """
 
 from __future__ import annotations
