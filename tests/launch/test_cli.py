@@ -82,7 +82,7 @@ def test_completion_knows_every_option(shell: str) -> None:
         ("train --mod", {"--mode", "--model"}),
         ("train --mode m", {"megatron"}),
         ("python train --resu", {"--resume-from"}),
-        ("python train --gpu H", {"H100", "H200"}),
+        ("python train --gpu H", {"H100", "H20", "H200", "H800"}),
         ("megatron-dpp train --resu", {"--resume-from"}),
         ("megatron-dpp plan --mod", set()),
         ("python script --mod", set()),

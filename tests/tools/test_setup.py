@@ -338,7 +338,8 @@ def test_a_kept_choice_lasts_until_another_set_up_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, seen, old = tmp_path / "python", [], f"{tmp_path / 'python'}\n"
-    kept.write_text(old)  # a path that is there
+    kept.write_text(old)  # a path that is there, and may be run
+    kept.chmod(0o755)
     monkeypatch.setattr(setup_environment, "KEPT", kept)
     monkeypatch.setattr(setup_environment, "extension_is_stale", lambda _: False)
     monkeypatch.setattr(setup_environment, "describe", lambda _: environment(python="/new/python"))
@@ -368,6 +369,7 @@ def test_a_named_interpreter_without_pytorch_does_not_lead_to_the_kept_one(
 ) -> None:
     for name, of in (("KEPT", tmp_path / "kept"), ("VENV_PYTHON", tmp_path / "venv")):
         of.write_text(sys.executable)
+        of.chmod(0o755)
         monkeypatch.setattr(setup_environment, name, of)
     monkeypatch.setattr(setup_environment, "inspect", lambda python, _: environment(python=python))
     for anew, python in ((False, sys.executable), (True, str(tmp_path / "venv"))):

@@ -24,18 +24,25 @@ import torch
 from torch.distributed import HashStore
 
 from megatron.dpp.errors import TransportError
-from megatron.dpp.transport import TransportOptions, handshake, open_transport, rendezvous
+from megatron.dpp.transport import (
+    ChannelSpec,
+    TransportOptions,
+    handshake,
+    open_transport,
+    rendezvous,
+)
 from megatron.dpp.transport.job_token import read_shared_token
 from megatron.dpp.transport.joining import PeerLink, link_faults
 from megatron.dpp.transport.kinds import cuda_ipc, rdma
+from megatron.dpp.transport.kinds.dist import DistTransport
 from megatron.dpp.transport.native import load_native
 from megatron.dpp.transport.opening import _digest, _Opening
 from tests.transport.hostile import framed, mutated_bytes, text_of
 from tests.transport.kinds import PATIENCE, of_rank, pair, proof_of
 from tests.transport.test_choice import facts
-from tests.transport.test_dist import IN, alone
 from tests.transport.test_strangers import TOKEN, census
 
+IN = pair()[0]
 NONCE = "0123456789abcdef" * 2
 TYPES = (socket.SOCK_SEQPACKET, socket.SOCK_STREAM)
 Target = Callable[[random.Random], None]
@@ -113,12 +120,24 @@ def reads_a_tokens_name(rng: random.Random) -> None:
     read_shared_token(0, name.decode(errors=rng.choice(("replace", "surrogateescape"))))
 
 
+def without_threads(*incoming: ChannelSpec) -> Any:
+    """A transport over gloo, of rank 1, whose channels nobody serves."""
+    made: Any = object.__new__(DistTransport)
+    made.rank, made.incoming, made.outgoing = 1, list(incoming), []
+    made.changed = threading.Condition()
+    made._seen = made._version = 0
+    made._failure, made._ended, made._closed, made._bell = None, set(), False, None
+    made._device = torch.device("cpu")
+    made._incoming = made._outgoing = ()
+    return made
+
+
 def reads_a_header_of_gloo(rng: random.Random) -> None:
     header = {"labels": [1, 2, 0, 1, 99], "dtype": "float32", "shape": [2, 3]}
     buffer = torch.zeros(512 + IN.slot_bytes, dtype=torch.uint8)
     text = text_of(rng, header)[:512].ljust(512)
     buffer[:512] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rank = alone(IN)
+    rank = without_threads(IN)
     rank._incoming = [
         SimpleNamespace(spec=IN, messages=deque([(buffer, 7)]), credit=threading.Semaphore(0))
     ]

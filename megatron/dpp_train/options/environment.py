@@ -136,6 +136,10 @@ _OTHERS = (
     ("UCX_TLS", _FOUND, "transports of UCX under --dpp-transport nixl", "UCX"),
     ("DS_ACCELERATOR", _FOUND, "device of DeepSpeed's engine", "set by training, DeepSpeed"),
     ("WANDB_MODE", _UNSET, "offline: Weights & Biases writes to disk only", "Weights & Biases"),
+    ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2", "retries of a request to MLflow",
+     "set by training, MLflow"),
+    ("MLFLOW_HTTP_REQUEST_TIMEOUT", "20", "seconds of a request to MLflow",
+     "set by training, MLflow"),
 )  # fmt: skip
 
 GROUPS: dict[str, tuple[Variable, ...]] = {
