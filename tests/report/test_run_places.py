@@ -151,6 +151,13 @@ def test_several_runs_stand_beside_each_other(
     assert "<h2>Two runs compared</h2>" in page.read_text()
 
 
+def test_a_run_has_ended_with_its_last_iteration(tmp_path: Path) -> None:
+    """It counted as running for another minute."""
+    for iterations, state in ((50, "ended"), (49, "running")):
+        home = metrics(tmp_path / str(iterations), iterations)
+        assert find_run(str(home)).state() == state
+
+
 def test_runs_are_listed_with_their_state(
     traced: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,14 +60,18 @@ class RunPlace:
         return folder
 
     def state(self) -> str:
-        """``running`` while a process holds the directory or has just written, else ``ended``."""
+        """``running`` while a process holds the directory, or has just written a line that is not
+        the last iteration's; else ``ended``.
+        """
         try:
             check_free(self.home, "run")
         except DataError:
             return "running"
         with contextlib.suppress(OSError):
             if time.time() - (self.home / METRICS).stat().st_mtime < _FRESH_S:
-                return "running"
+                found = read_training(self.home, last_only=True)
+                if found.total is None or found.iteration < found.total:
+                    return "running"
         return "ended"
 
 
