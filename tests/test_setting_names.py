@@ -20,9 +20,6 @@ ROOMS = (
     *("schedule", "transport", "runtime", "core", "sim", "inject.py", "config.py", "hosts.py"),
     *("plugin.py", "errors.py", "trace"),
 )
-PROGRAMS = {"sim/command.py"}
-"""Modules of these rooms that are programs, whose users write flags."""
-
 OF_OTHERS = {"--cap-add", "--device", "--inplace", "--ipc", "--memory", "--no-deps", "--pid"}
 OF_OTHERS |= {"--force-reinstall", "--ulimit"}
 """Flags of docker, pip and setup.py."""
@@ -34,9 +31,7 @@ def engine_files() -> Iterator[Path]:
     package = ROOT / "megatron" / "dpp"
     for room in ROOMS:
         path = package / room
-        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            if str(file.relative_to(package)) not in PROGRAMS:
-                yield file
+        yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
 
 
 def flags_in(text: str) -> list[str]:

@@ -33,7 +33,7 @@ COMMANDS = {
         "choose layers per stage, chunks per rank and the memory cap",
     ),
     "run": (_ENGINE + "run", "run a Megatron-LM script of yours with the dynamic pipeline"),
-    "sim": (_ENGINE + "sim.command", "simulate, compare and draw schedules"),
+    "sim": (_ENGINE + "sim_command", "simulate, compare and draw schedules"),
     "train": (_TRAINER + "launch.main", "train a model: choose a layout, print it, start torchrun"),
     "monitor": (_ENGINE + "report.monitor_command", "show a run live"),
     "report": (

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.dpp import sim_command as sim
 from megatron.dpp.report import (
     monitor_command as monitor,
 )
@@ -19,7 +20,6 @@ from megatron.dpp.report import (
 from megatron.dpp.report.reader import open_run, read_events
 from megatron.dpp.schedule import Geometry
 from megatron.dpp.schedule.reference import reference_order
-from megatron.dpp.sim import command as sim
 from tests.plugin.hosts import DYNAMIC, PP2X2, Hosts, records
 
 pytestmark = pytest.mark.timeout(500)  # each test runs a host up to three times

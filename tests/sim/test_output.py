@@ -8,12 +8,12 @@ from megatron.dpp.errors import DataError
 from megatron.dpp.report.pictures.schedules import _slices, draw
 from megatron.dpp.schedule import Action, Kind
 from megatron.dpp.sim.arms import parts
-from megatron.dpp.sim.command import main
 from megatron.dpp.sim.conditions import uniform
 from megatron.dpp.sim.costs import Shape, even_costs
 from megatron.dpp.sim.measured import load_costs
 from megatron.dpp.sim.result import Result, Slot, format_grid
 from megatron.dpp.sim.schedules import ScheduleConfig
+from megatron.dpp.sim_command import main
 from tests.options.test_sequences import index
 
 

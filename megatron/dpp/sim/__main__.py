@@ -1,6 +1,6 @@
-"""``python -m megatron.dpp.sim``: see ``command.py``."""
+"""``python -m megatron.dpp.sim``: see ``sim_command.py``."""
 
 from megatron.dpp.errors import exit_with
-from megatron.dpp.sim.command import main
+from megatron.dpp.sim_command import main
 
 exit_with(main)
