@@ -47,13 +47,14 @@ def inject(run: Run, cause: str, seed: int) -> Run:
 
 def culprit_of(run: Run, cause: str, seed: int) -> str | None:
     """The name that the analysis must give."""
-    who = draw(seed, "who").randrange(run.ranks - 1)
+    who, chunk = draw(seed, "who").randrange(run.ranks - 1), run.chunks - 1
+    place = "stage {0} (rank {0})".format
     return {
         "none": None,
-        "slow-rank": f"rank {who}",
-        "transient": f"rank {who}",
-        "slow-link": f"link {who}-{who + 1}",
-        "heavy-stage": f"rank {run.ranks - 1}, chunk {run.chunks - 1}",
+        "slow-rank": place(who),
+        "transient": place(who),
+        "slow-link": f"{place(who)} and {place(who + 1)}",
+        "heavy-stage": f"stage {run.ranks - 1}" + (f", chunk {chunk}" if chunk else ""),
     }.get(cause, "all ranks")
 
 

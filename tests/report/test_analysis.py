@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -28,6 +29,8 @@ from megatron.dpp.report.analysis.sentences import EVEN_LAYERS, sentences, strag
 from megatron.dpp.report.analysis.stragglers import Culprit
 from megatron.dpp.report.analysis.summary import summary
 from megatron.dpp.report.analysis.times import length, subtract, union
+from megatron.dpp.report.analysis.work import JobShape
+from megatron.dpp.report.pictures.runs import full_name
 from megatron.dpp.report.reader import read_events
 from megatron.dpp.report.recorded import cost_file, recorded_runs
 from megatron.dpp.report.whatif import WhatIf, other_schedules, removal, schedule_of
@@ -42,11 +45,11 @@ def run_for(seed: int) -> Run:
 
 
 def check_culprits(analysis, cause, expected):
-    assert [(c.kind, c.name) for c in analysis.culprits] == [(cause, expected)]
+    assert [(c.kind, c.where(analysis.shape)) for c in analysis.culprits] == [(cause, expected)]
     (culprit,) = analysis.culprits
     assert culprit.share >= (0.5 if cause == "transient" else 1.0)
     assert culprit.rank not in culprit.victims
-    assert straggler_text(culprit)
+    assert straggler_text(culprit, analysis.shape)
 
 
 def gain(times, before):
@@ -124,23 +127,52 @@ def test_other_schedules_do_not_name_the_run_itself(tmp_path):
 
 def test_a_finding_says_how_often_and_what_to_do():
     straggler = Culprit("heavy-stage", 1.45, 1.0, 5, rank=1, chunk=1, victims=(0,))
-    assert straggler_text(straggler) == (
-        "the stage of rank 1, chunk 1 has 1.45 times the work of the others, in every iteration; "
-        "waiting most meanwhile: rank 0; megatron-dpp plan moves layers away from it"
+    shape = JobShape(2, 2, {0: 0, 1: 1}, {0: (0, 0), 1: (0, 0)}, "dpp")
+    assert straggler_text(straggler, shape) == (
+        "stage 1, chunk 1 has 1.45 times the work of the others, in every iteration; waiting most "
+        "meanwhile: stage 0 (rank 0); megatron-dpp plan moves layers away from it"
     )
     assert "in 70 % of the iterations, since iteration 5" in straggler_text(
-        dataclasses.replace(straggler, share=0.7)
+        dataclasses.replace(straggler, share=0.7), shape
     )
+
+
+@pytest.mark.parametrize(
+    ("replicas", "tensors", "name"),
+    [
+        (1, 1, "stage 1 (rank 1)"),
+        (2, 1, "stage 1, replica 0 (rank 2)"),
+        (1, 2, "stage 1, tensor rank 0 (rank 2)"),
+        (2, 2, "stage 1, replica 0, tensor rank 0 (rank 4)"),
+    ],
+)
+def test_all_reports_name_a_rank_by_stage_and_replica(replicas, tensors, name):
+    """A table said ``rank 6, chunk 1`` and a picture ``stage 1, replica 1`` of one rank."""
+    places = [(p, d, t) for p in range(2) for d in range(replicas) for t in range(tensors)]
+    rank = int(name.split()[-1][:-1])
+    replica = {each: place[1:] for each, place in enumerate(places)}
+    shape = JobShape(2, 1, {each: place[0] for each, place in enumerate(places)}, replica, "dpp")
+    for culprit in (
+        Culprit("slow-rank", 1.5, 1.0, 5, rank=rank, victims=(rank,)),
+        Culprit("transient", 1.5, 1.0, 5, rank=rank),
+        Culprit("slow-link", 9.0, 1.0, 5, link=(0, rank)),
+    ):
+        text = straggler_text(culprit, shape)
+        assert name in text and culprit.where(shape) in text
+        assert text.count("rank ") - text.count("tensor rank ") == text.count("(rank ")
+    row = SimpleNamespace(rank=rank, pipeline=1, data=0, tensor=0)
+    run = SimpleNamespace(run=SimpleNamespace(data=replicas, tensor=tensors))
+    assert full_name(row, run) == name
 
 
 def test_a_heavy_stages_work_is_not_promised_away(tmp_path):
     report = summary(analysed(Run(chunks=2), tmp_path))
-    heavy = Prediction("without heavy-stage (rank 1, chunk 1)", 1000, 826)
+    heavy = Prediction("without heavy-stage (stage 1, chunk 1)", 1000, 826)
     report.what_if = [heavy, Prediction(EVEN_LAYERS, 1000, 928)]
     assert sentences(report)[-1].endswith(
         "17.4 % of an iteration if that work were gone; laid out evenly over all stages 7.2 %."
     )
-    report.what_if = [dataclasses.replace(heavy, name="without slow-rank (rank 1)")]
+    report.what_if = [dataclasses.replace(heavy, name="without slow-rank (stage 1 (rank 1))")]
     assert sentences(report)[-1].endswith("17.4 % of an iteration.")
 
 
@@ -251,7 +283,7 @@ def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
     assert _hop_delay(links, range(4), 1) == pytest.approx(200e-6)
     slow = links | {(1, 2): LinkSamples(any=busy.any, clean=busy.any)}
     (found,) = StragglerSearch(shape, works, [slow] * 5, dict.fromkeys(range(4), 0)).find()
-    assert (found.name, found.factor) == ("link 1-2", 55.0)
+    assert (found.link, found.factor) == ((1, 2), 55.0)
     assert _hop_delay(slow, range(4), 1) == pytest.approx(11e-3)
 
 

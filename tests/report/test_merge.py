@@ -45,7 +45,7 @@ def of(merged, **wanted):
 
 def test_there_is_one_named_track_per_rank(merged):
     names = [e["args"]["name"] for e in of(merged, name="process_name")]
-    assert names == [f"rank {r} (data 0, pipeline {r}, tensor 0)" for r in range(4)]
+    assert names == [f"stage {r} (rank {r})" for r in range(4)]
     tasks = of(merged, cat="task", pid=1)
     assert {e["tid"] for e in tasks} == {TASK_TRACK}
     assert len(tasks) == 2 * 2 * 8 * 3
@@ -125,6 +125,8 @@ def test_tracks_are_sorted_pipeline_by_pipeline():
         )
         file = SimpleNamespace(layout=layout, rank=5, host="h", device="d")
         events = {event["name"]: event["args"] for event in _metadata(file)}
+        name = f"stage {stage}, replica {data}, tensor rank {tensor} (rank 5)"
+        assert events["process_name"]["name"] == name
         found.append(events["process_sort_index"]["sort_index"])
     assert found == list(range(24))
 

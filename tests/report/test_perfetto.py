@@ -59,7 +59,7 @@ def test_tasks_lie_on_a_named_track_of_each_rank(opened: Any) -> None:
     query = """select process.name as rank, thread.name as track, count(*) as n from slice
         join thread_track on slice.track_id = thread_track.id join thread using (utid)
         join process using (upid) where category = 'task' group by 1, 2 order by 1"""
-    name = "rank {0} (data 0, pipeline {0}, tensor 0)".format
+    name = "stage {0} (rank {0})".format
     assert rows(opened, query) == [(name(rank), "tasks", 96) for rank in range(4)]
 
 

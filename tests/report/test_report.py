@@ -224,7 +224,10 @@ def test_a_slow_link_that_costs_nothing_is_not_called_a_straggler(tmp_path):
     numbers = json.loads(done.stdout)
     assert numbers["stragglers"] == []
     (harmless,) = numbers["without_effect"]
-    assert (harmless["kind"], harmless["name"]) == ("slow-link", "link 0-1")
+    assert (harmless["kind"], harmless["name"]) == (
+        "slow-link",
+        "stage 0 (rank 0) and stage 1 (rank 1)",
+    )
     assert 0 <= harmless["effect"] < 0.01
     assert "No straggler." in numbers["sentences"]
     assert any(line.startswith("Without effect") for line in numbers["sentences"])
@@ -251,7 +254,8 @@ def test_two_ranks_that_are_equally_slow_are_both_named(tmp_path):
 
     directory = write(Run(cost=cost, ranks=6, microbatches=18, iterations=6), tmp_path)
     numbers = json.loads(report("--benchmark_dir", str(directory), "--json").stdout)
-    assert sorted(s["name"] for s in numbers["stragglers"]) == ["rank 1", "rank 2"]
+    names = sorted(s["name"] for s in numbers["stragglers"])
+    assert names == ["stage 1 (rank 1)", "stage 2 (rank 2)"]
     assert all(s["effect"] > 0.1 for s in numbers["stragglers"])
     alone = [p["gain"] for p in numbers["what_if"] if p["name"].startswith("without slow-rank")]
     assert max(alone) < 0.1

@@ -69,10 +69,11 @@ def _predict(analysis: Analysis, runs: Sequence[Recorded], into: Pipeline) -> No
     nothing is no straggler, however slow it is.
     """
     costs: list[float | None] = [None] * len(analysis.culprits)
+    shape = analysis.shape
     if runs:
-        ranks = analysis.shape.pipelines()[0]
+        ranks = shape.pipelines()[0]
         what_if = WhatIf(runs)
-        predictions = predict_all(what_if, analysis.culprits, ranks)
+        predictions = predict_all(what_if, analysis.culprits, shape)
         lost = lost_per_forward(analysis.loads)
         if any(lost.values()):
             change = without_imbalance(ranks, lost)
@@ -83,7 +84,8 @@ def _predict(analysis: Analysis, runs: Sequence[Recorded], into: Pipeline) -> No
         costs = effects(what_if, analysis.culprits, ranks)
     for culprit, effect in zip(analysis.culprits, costs, strict=True):
         harmless = effect is not None and effect < LEAST
-        finding = Finding(culprit, straggler_text(culprit), effect)
+        where, text = culprit.where(shape), straggler_text(culprit, shape)
+        finding = Finding(culprit, where, text, effect)
         (into.without_effect if harmless else into.stragglers).append(finding)
     into.totals = dataclasses.replace(into.totals, stragglers=len(into.stragglers))
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron.dpp.report.align import Alignment, align, message_key
+from megatron.dpp.report.analysis.places import full_name
 from megatron.dpp.report.reader import Event, TraceFile, read_events
 from megatron.dpp.safe_files import open_to_write
 from megatron.dpp.trace.schema import ARRIVAL_TRACK, SCHEMA_VERSION, SEND_TRACK, TASK_TRACK
@@ -67,10 +68,11 @@ class _Arrows:
 
 def _metadata(file: TraceFile) -> Iterator[Event]:
     layout, rank = file.layout, file.rank
-    where = f"data {layout.data}, pipeline {layout.pipeline}, tensor {layout.tensor}"
+    replica = layout.data if layout.data_size > 1 else None
+    tensor = layout.tensor if layout.tensor_size > 1 else None
     order = (layout.data * layout.tensor_size + layout.tensor) * layout.pipeline_size
     named = (
-        ("process_name", TASK_TRACK, {"name": f"rank {rank} ({where})"}),
+        ("process_name", TASK_TRACK, {"name": full_name(rank, layout.pipeline, replica, tensor)}),
         ("process_labels", TASK_TRACK, {"labels": f"{file.host} {file.device}"}),
         ("process_sort_index", TASK_TRACK, {"sort_index": order + layout.pipeline}),
         ("thread_name", TASK_TRACK, {"name": "tasks"}),

@@ -144,7 +144,7 @@ def _stragglers(files: list[FollowedFile], iterations: list[Iteration]) -> list[
     works = [work_of(iteration) for iteration in iterations]
     waits = dict.fromkeys(shape.pipeline, 0)
     found = StragglerSearch(shape, works, [{} for _ in works], waits).find()
-    return [straggler_text(dataclasses.replace(culprit, victims=())) for culprit in found]
+    return [straggler_text(dataclasses.replace(culprit, victims=()), shape) for culprit in found]
 
 
 def _ranks(run: FollowedRun, times: list[IterationTimes], iterations: list[Iteration]) -> list[str]:

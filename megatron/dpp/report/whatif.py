@@ -17,7 +17,7 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.report.analysis import work
 from megatron.dpp.report.analysis.sentences import EVEN_LAYERS
 from megatron.dpp.report.analysis.stragglers import Culprit
-from megatron.dpp.report.analysis.work import Cell
+from megatron.dpp.report.analysis.work import Cell, JobShape
 from megatron.dpp.report.recorded import SECOND, Recorded, Table
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.costs import Shape
@@ -347,16 +347,14 @@ def other_schedules(
     return changes
 
 
-def predict_all(
-    what_if: WhatIf, culprits: Sequence[Culprit], ranks: Sequence[int]
-) -> list[Outcome]:
+def predict_all(what_if: WhatIf, culprits: Sequence[Culprit], shape: JobShape) -> list[Outcome]:
     """Predictions for the removal of every culprit and for every other schedule that is
     possible."""
-    predictions = []
+    predictions, ranks = [], shape.pipelines()[0]
     for culprit in culprits:
         change = removal(culprit, what_if.runs, ranks)
         if change is not None:
-            name = f"without {culprit.kind} ({culprit.name})"
+            name = f"without {culprit.kind} ({culprit.where(shape)})"
             predictions.append(what_if.predict(name, change))
     slow = {culprit.rank: culprit.factor for culprit in culprits if culprit.kind == "slow-rank"}
     slowness = [slow.get(rank, 1.0) for rank in ranks]

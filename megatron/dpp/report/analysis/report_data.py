@@ -125,15 +125,16 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class Finding:
-    """A culprit, and the share of an iteration that it costs (None: not simulated)."""
+    """A culprit, its place, and the share of an iteration that it costs (None: not simulated)."""
 
     culprit: Culprit
+    where: str
     text: str
     effect: float | None
 
     def numbers(self) -> dict[str, Any]:
         """As JSON."""
-        culprit = asdict(self.culprit) | {"name": self.culprit.name}
+        culprit = asdict(self.culprit) | {"name": self.where}
         return culprit | {"text": self.text, "effect": self.effect}
 
 

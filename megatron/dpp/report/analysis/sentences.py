@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.dpp.report.analysis.formats import duration, number, percent, time_left
 from megatron.dpp.report.analysis.report_data import Pipeline, Prediction, Totals, Training
 from megatron.dpp.report.analysis.stragglers import Culprit
+from megatron.dpp.report.analysis.work import JobShape
 from megatron.dpp.trace.vocabulary import words_of
 
 LEAST = 0.01
@@ -26,8 +27,8 @@ EVEN_EXPERTS = "as many tokens on all ranks of an expert-parallel group"
 
 _KINDS = {
     "slow-rank": "{name} computes {factor:.2f} times slower than its peers",
-    "heavy-stage": "the stage of {name} has {factor:.2f} times the work of the others",
-    "slow-link": "messages on {name} take {factor:.1f} times as long as they should",
+    "heavy-stage": "{name} has {factor:.2f} times the work of the others",
+    "slow-link": "messages between {name} take {factor:.1f} times as long as they should",
     "transient": "{name} is slow now and then (slowest tenth: {factor:.2f} times its usual)",
     "jitter": "task times vary on {name} (slowest tenth: {factor:.2f} times the usual)",
     "uneven-microbatches": "some microbatches are larger: the same ones are slow on {name}",
@@ -37,13 +38,13 @@ _KINDS = {
 _REMEDIES = {"heavy-stage": "; megatron-dpp plan moves layers away from it"}
 
 
-def straggler_text(culprit: Culprit) -> str:
+def straggler_text(culprit: Culprit, shape: JobShape) -> str:
     """One finding as a sentence."""
-    text = _KINDS[culprit.kind].format(name=culprit.name, factor=culprit.factor)
+    text = _KINDS[culprit.kind].format(name=culprit.where(shape), factor=culprit.factor)
     often = f"in {culprit.share * 100:.0f} % of the iterations, since iteration {culprit.since}"
     if culprit.share >= 1:
         often = "in every iteration"
-    victims = ", ".join(f"rank {rank}" for rank in culprit.victims)
+    victims = "; ".join(map(shape.name_of, culprit.victims))
     text = f"{text}, {often}" + (f"; waiting most meanwhile: {victims}" if victims else "")
     return text + _REMEDIES.get(culprit.kind, "")
 

@@ -32,6 +32,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron.dpp.report.analysis.link_times import ENOUGH, Link, LinkSamples, merge_links
+from megatron.dpp.report.analysis.places import place_name
 from megatron.dpp.report.analysis.work import Cell, JobShape, Work
 
 _SLOW = 1.15
@@ -75,14 +76,16 @@ class Culprit:
     link: Link | None = None
     victims: tuple[int, ...] = field(default=())
 
-    @property
-    def name(self) -> str:
-        """Short text for tables."""
+    def where(self, shape: JobShape) -> str:
+        """Rank, stage or link, by places."""
         if self.link is not None:
-            return f"link {self.link[0]}-{self.link[1]}"
+            return " and ".join(shape.name_of(rank) for rank in self.link)
         if self.rank is None:
             return "all ranks"
-        return f"rank {self.rank}" + ("" if self.chunk is None else f", chunk {self.chunk}")
+        if self.chunk is None:
+            return shape.name_of(self.rank)
+        stage = place_name(shape.pipeline[self.rank], None, None)
+        return stage if shape.num_chunks == 1 else f"{stage}, chunk {self.chunk}"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron.dpp.report.analysis.model import Iteration
+from megatron.dpp.report.analysis.places import full_name
 from megatron.dpp.report.reader import TraceFile
 
 Cell = tuple[int, int]
@@ -80,6 +81,13 @@ class JobShape:
             replica={file.rank: (file.layout.data, file.layout.tensor) for file in files},
             schedule=layout.schedule,
         )
+
+    def name_of(self, rank: int) -> str:
+        """A rank by its place and number, as all reports name it."""
+        replica, tensor = self.replica[rank]
+        several = [len(set(numbers)) > 1 for numbers in zip(*self.replica.values(), strict=True)]
+        place = replica if several[0] else None, tensor if several[1] else None
+        return full_name(rank, self.pipeline[rank], *place)
 
     def pipelines(self) -> list[list[int]]:
         """Ranks of every pipeline, in order of their stages."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megatron.dpp.report.analysis import places
 from megatron.dpp.report.analysis.report_data import Pipeline, RankRow, Report
 
 RUN_COLOURS = ("this", "other", "run3", "run4", "run5", "run6")
@@ -71,10 +72,9 @@ def place_name(row: RankRow, pipeline: Pipeline) -> str:
 
 def full_name(row: RankRow, pipeline: Pipeline) -> str:
     """A rank by place and number: ``stage 0, replica 1, tensor rank 0 (rank 2)``."""
-    parts = [f"stage {row.pipeline}"]
-    parts += [f"replica {row.data}"] if pipeline.run.data > 1 else []
-    parts += [f"tensor rank {row.tensor}"] if pipeline.run.tensor > 1 else []
-    return f"{', '.join(parts)} (rank {row.rank})"
+    replica = row.data if pipeline.run.data > 1 else None
+    tensor = row.tensor if pipeline.run.tensor > 1 else None
+    return places.full_name(row.rank, row.pipeline, replica, tensor)
 
 
 def places_note(pipeline: Pipeline) -> str:

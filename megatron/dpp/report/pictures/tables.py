@@ -55,7 +55,7 @@ def details(title: str, *contents: str) -> str:
 def findings(found: Pipeline) -> str:
     """Stragglers, and the predicted gains of changes."""
     stragglers: list[Column] = [
-        ("finding", lambda f: f.culprit.kind, "text"), ("at", lambda f: f.culprit.name, "text"),
+        ("finding", lambda f: f.culprit.kind, "text"), ("at", lambda f: f.where, "text"),
         ("times slower", lambda f: f"{f.culprit.factor:.2f}", ""),
         ("in iterations", lambda f: percent(f.culprit.share), ""),
         ("since", lambda f: f.culprit.since, ""), ("in words", lambda f: f.text, "text"),
@@ -159,7 +159,7 @@ def ranks(found: Pipeline) -> str:
         ("tasks not in static order", lambda r: f"{r.differing_decisions:.1f}", ""),
     ]  # fmt: skip
     links: list[Column] = [
-        ("link", lambda x: f"{x.source} → {x.destination}", ""),
+        ("ranks", lambda x: f"{x.source} → {x.destination}", ""),
         ("kind", lambda x: x.kind, ""),
         ("messages", lambda x: f"{x.messages:.0f}", ""),
         ("MiB", lambda x: f"{x.bytes / 2**20:.2f}", ""),
