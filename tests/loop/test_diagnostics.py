@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from megatron.dpp_train.loop import diagnostics
-from megatron.dpp_train.loop.diagnostics import Diagnostics, _Profile
+from megatron.dpp_train.loop.diagnostics import Diagnostics
 from megatron.dpp_train.loop.logs import StepResult
 from megatron.dpp_train.state import note_progress
 
@@ -30,83 +31,101 @@ def run_of(said: list[str], **changes: Any) -> Any:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("ranks", "expected"), [([0], ["open 2", "closed 4"]), ([1], [])])
-def test_a_profile_holds_the_asked_iterations_once(
-    ranks: list[int], expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[str] = []
-    profile = _Profile(run_of([], profile_ranks=ranks))
+class Profilers:
+    """The profilers of PyTorch and CUDA, which note when they begin and end."""
 
-    def start(_: Any) -> contextlib.ExitStack:
-        told.append(f"open {now}")
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[str] = []
+        self.run: Any = None
+        monkeypatch.setattr(torch.profiler, "profile", lambda: self.part("PyTorch's"))
+        monkeypatch.setattr(torch.cuda.profiler, "profile", lambda: self.part("CUDA's"))
+        monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", lambda: self.part("names"))
+
+    def part(self, name: str) -> Any:
         stack = contextlib.ExitStack()
-        stack.callback(lambda: told.append(f"closed {now}"))
+        stack.callback(lambda: self.told.append(f"end of {name} {self.run.iteration}"))
+        stack.export_chrome_trace = lambda path: self.told.append(f"to {path}")  # type: ignore[attr-defined]
+        self.told.append(f"{name} {self.run.iteration}")
         return stack
 
-    monkeypatch.setattr(_Profile, "_start", start)
-    for now in (0, 1, 2, 3, 4, 5, 2, 3):
-        profile.before(now)
-    profile.close()
-    assert told == expected
+    def train(self, *iterations: int, **changes: Any) -> list[str]:
+        self.run = run_of([], **{"profile": True, "use_pytorch_profiler": True} | changes)
+        self.run.device = torch.device(changes.get("device", "cpu"))
+        made = Diagnostics(self.run)
+        for self.run.iteration in iterations:
+            made.before_step()
+        for _ in range(2):
+            made.close()
+        return self.told
 
 
-def test_a_loss_above_ten_times_all_before_it_is_told_and_a_skipped_step_has_none() -> None:
+@pytest.fixture
+def profilers(monkeypatch: pytest.MonkeyPatch) -> Profilers:
+    return Profilers(monkeypatch)
+
+
+@pytest.mark.parametrize(("board", "folder"), [("board", "board"), (None, "trace")])
+@pytest.mark.parametrize(
+    ("iterations", "end"),
+    [((0, 1, 2, 3, 4, 5, 2, 3), 4), ((2,), 2)],
+    ids=["its iterations", "the run ends before"],
+)
+def test_a_profile_holds_the_asked_iterations_once_and_is_written_after_its_end(
+    iterations: tuple[int, ...], end: int, board: str | None, folder: str, tmp_path: Path,
+    profilers: Profilers, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """It is asked by the number of iterations before it, as Megatron-LM counts them, and lies
+    beside the values of TensorBoard or the trace."""
+    told = profilers.train(
+        *iterations, tensorboard_dir=board and str(tmp_path / board),
+        trace_dir=str(tmp_path / "trace"),
+    )  # fmt: skip
+    path = tmp_path / folder / "profile-rank0.pt.trace.json"
+    assert told == ["PyTorch's 2", f"end of PyTorch's {end}", f"to {path}"]
+    assert path.parent.is_dir() and str(path) in capsys.readouterr().out
+
+
+def test_only_the_asked_ranks_are_profiled(profilers: Profilers) -> None:
+    assert profilers.train(2, profile_ranks=[1]) == []
+    assert profilers.train(2, profile=False) == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_profile_for_nsight_is_cudas_with_the_names_of_operators(
+    device: str, profilers: Profilers
+) -> None:
+    """On a CPU it is none."""
+    told = profilers.train(2, 3, 4, use_pytorch_profiler=False, device=device)
+    expected = ["CUDA's 2", "names 2", "end of names 4", "end of CUDA's 4"]
+    assert told == (expected if device == "cuda" else [])
+
+
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        ([2.0, None, 20.0, 200.5],
+         "iteration 4: lm loss 2.005000E+02 is more than 10 times the largest of the 2"),
+        ([50.0, *[2.0] * 100, 21.0], "largest of the 100 before it (2.0"),
+        ([1.0, 9.0, 20.0], None),
+        ([math.inf, 2.0, 3.0, 31.0], "largest of the 2 before it (3.0"),
+        ([math.nan, 2.0, 3.0, 31.0], "largest of the 2 before it (3.0"),
+        ([1.0, 50.0, 45.0], "iteration 2: "),
+    ],
+    ids=["a skipped step has none", "an old large one hides no new", "not the least",
+         "infinite hides none", "no number hides none", "the way back is none"],
+)  # fmt: skip
+def test_a_loss_above_ten_times_the_last_hundred_before_it_is_told(
+    losses: list[float | None], told: str | None
+) -> None:
     said: list[str] = []
     run = run_of(said)
     with contextlib.closing(Diagnostics(run)) as made:
-        for loss, skipped in ((2.0, False), (900.0, True), (20.0, False), (200.5, False)):
+        for loss in losses:
             run.iteration += 1
-            losses = {"lm loss": torch.tensor(loss)}
-            made.after_step(StepResult(losses=losses, skipped=skipped, grad_norm=None))
-    assert len(said) == 1
-    assert "iteration 4: lm loss 2.005000E+02 is more than 10 times the largest of the 2" in said[0]
-
-
-def test_losses_of_the_last_100_steps_are_compared() -> None:
-    """An old large one hides no new spike."""
-    said: list[str] = []
-    run = run_of(said)
-    with contextlib.closing(Diagnostics(run)) as made:
-        for loss in (50.0, *[2.0] * 100, 21.0):
-            run.iteration += 1
-            losses = {"lm loss": torch.tensor(loss)}
-            made.after_step(StepResult(losses=losses, skipped=False, grad_norm=None))
-    assert len(said) == 1 and "largest of the 100 before it (2.0" in said[0]
-
-
-def test_the_largest_loss_counts_not_the_least() -> None:
-    said: list[str] = []
-    run = run_of(said)
-    with contextlib.closing(Diagnostics(run)) as made:
-        for loss in (1.0, 9.0, 20.0):
-            losses = {"lm loss": torch.tensor(loss)}
-            made.after_step(StepResult(losses=losses, skipped=False, grad_norm=None))
-    assert not said
-
-
-@pytest.mark.parametrize("wrong", ["inf", "nan"])
-def test_a_loss_that_is_no_number_hides_no_later_spike(wrong: str) -> None:
-    """The largest of the losses before would be infinite, or nothing would be above it."""
-    said: list[str] = []
-    run = run_of(said)
-    with contextlib.closing(Diagnostics(run)) as made:
-        for loss in (float(wrong), 2.0, 3.0, 31.0):
-            run.iteration += 1
-            losses = {"lm loss": torch.tensor(loss)}
-            made.after_step(StepResult(losses=losses, skipped=False, grad_norm=None))
-    assert len(said) == 1 and "iteration 4: " in said[0] and "of the 2 before it" in said[0]
-
-
-def test_a_spike_counts_among_the_losses_of_those_after_it() -> None:
-    """The way back down from it is no spike."""
-    said: list[str] = []
-    run = run_of(said)
-    with contextlib.closing(Diagnostics(run)) as made:
-        for loss in (1.0, 50.0, 45.0):
-            run.iteration += 1
-            losses = {"lm loss": torch.tensor(loss)}
-            made.after_step(StepResult(losses=losses, skipped=False, grad_norm=None))
-    assert len(said) == 1 and "iteration 2: " in said[0]
+            values = {"lm loss": torch.tensor(900.0 if loss is None else loss)}
+            made.after_step(StepResult(losses=values, skipped=loss is None, grad_norm=None))
+    assert len(said) == (told is not None)
+    assert told is None or told in said[0]
 
 
 def test_the_device_is_waited_for_and_its_memory_told_at_intervals(
@@ -197,100 +216,6 @@ def test_the_level_of_the_log_is_the_flags(monkeypatch: pytest.MonkeyPatch) -> N
     assert root.level == logging.ERROR
     Diagnostics(run_of([], logging_level=logging.NOTSET)).close()
     assert root.level == logging.NOTSET
-
-
-def test_a_profile_begins_before_the_step_that_it_is_asked_from(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It is asked by the number of iterations before it, as Megatron-LM counts them."""
-    asked: list[int] = []
-    monkeypatch.setattr(_Profile, "before", lambda _, iteration: asked.append(iteration))
-    run = run_of([], profile=True)
-    with contextlib.closing(Diagnostics(run)) as made:
-        for run.iteration in (0, 7):
-            made.before_step()
-    assert asked == [0, 7]
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_a_profile_that_is_open_at_the_end_of_the_run_ends_with_it(
-    asked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run may end before the last iteration that the flag names."""
-    told: list[str] = []
-
-    def start(_: Any) -> contextlib.ExitStack:
-        stack = contextlib.ExitStack()
-        stack.callback(told.append, "closed")
-        return stack
-
-    monkeypatch.setattr(_Profile, "_start", start)
-    run = run_of([], profile=asked)
-    made = Diagnostics(run)
-    run.iteration = 2
-    made.before_step()
-    assert told == []
-    for _ in range(2):
-        made.close()
-    assert told == ["closed"] * asked
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_profile_for_nsight_is_cudas_with_the_names_of_operators(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a CPU it is none."""
-    told: list[str] = []
-
-    @contextlib.contextmanager
-    def part(name: str) -> Any:
-        told.append(name)
-        yield
-        told.append(f"end of {name}")
-
-    monkeypatch.setattr(torch.profiler, "profile", lambda: part("PyTorch's"))
-    monkeypatch.setattr(torch.cuda.profiler, "profile", lambda: part("CUDA's"))
-    monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", lambda: part("names"))
-    run = run_of([], use_pytorch_profiler=False)
-    run.device = torch.device(device)
-    profile = _Profile(run)
-    profile.before(2)
-    profile.close()
-    expected = ["CUDA's", "names", "end of names", "end of CUDA's"]
-    assert told == (expected if device == "cuda" else [])
-
-
-def test_a_profile_is_written_after_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch has no events before."""
-    told: list[str] = []
-
-    @contextlib.contextmanager
-    def profiler() -> Any:
-        yield
-        told.append("ended")
-
-    monkeypatch.setattr(torch.profiler, "profile", profiler)
-    monkeypatch.setattr(_Profile, "_export", lambda *_: told.append("written"))
-    profile = _Profile(run_of([], use_pytorch_profiler=True))
-    profile.before(2)
-    assert told == []
-    for _ in range(2):
-        profile.close()
-    assert told == ["ended", "written"]
-
-
-@pytest.mark.parametrize(("board", "folder"), [("board", "board"), (None, "trace")])
-def test_a_profile_lies_beside_the_values_of_tensorboard_or_the_trace(
-    board: str | None, folder: str, tmp_path: Path
-) -> None:
-    run = run_of(
-        [], tensorboard_dir=board and str(tmp_path / board), trace_dir=str(tmp_path / "trace")
-    )
-    exported: list[str] = []
-    profiler = SimpleNamespace(export_chrome_trace=exported.append)
-    _Profile(run)._export(profiler)
-    assert exported == [str(tmp_path / folder / "profile-rank0.pt.trace.json")]
-    assert (tmp_path / folder).is_dir()
 
 
 def test_progress_is_noted_by_the_first_rank_line_after_line(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,13 +152,28 @@ def test_the_optimizer_is_the_flags(
 ) -> None:
     chunk = torch.nn.Linear(2, 2)
     groups = [{"params": [chunk.weight]}, {"params": [chunk.bias], "weight_decay": 0.0}]
+    given: dict[str, Any] = {}
+    package: Any = SimpleNamespace(
+        initialize=lambda **options: given.update(options) or (Engine(),)
+    )
+    monkeypatch.setitem(sys.modules, "deepspeed", package)
+    monkeypatch.setenv("DS_ACCELERATOR", "")
     monkeypatch.setattr(zero_engine, "parameter_groups", lambda chunks, settings: groups)
     monkeypatch.setattr(zero_engine, "optimizer_config", lambda args: None)
+    monkeypatch.setattr(zero_engine, "build_scheduler", lambda args, optimizer: optimizer)
     args: Any = argparse.Namespace(
-        optimizer=name, decoupled_weight_decay=decoupled, lr=0.1, weight_decay=0.2,
+        **ARGS, optimizer=name, decoupled_weight_decay=decoupled, lr=0.1, weight_decay=0.2,
         sgd_momentum=0.3, adam_beta1=0.4, adam_beta2=0.5, adam_eps=0.6,
     )  # fmt: skip
-    made = zero_engine._torch_optimizer(args, chunk)
+    run: Any = SimpleNamespace(args=args, device=torch.device("cpu"))
+    trainee: Any = SimpleNamespace(chunks=[chunk])
+    zero_engine.start_engine(run, trainee)
+    assert given["model"] is chunk and given["config"] == engine_settings(args)
+    assert isinstance(trainee.optimizer, EngineOptimizer) and isinstance(
+        trainee.chunks[0], EngineChunk
+    )
+    made = given["optimizer"]
+    assert trainee.scheduler is made
     assert type(made).__name__ == kind
     first, second = made.param_groups
     assert (first["lr"], first["weight_decay"], second["weight_decay"]) == (0.1, 0.2, 0.0)

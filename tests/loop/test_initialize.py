@@ -17,7 +17,8 @@ import torch
 from megatron.dpp_train import initialize as joining
 
 ARGS = {
-    "device": "cuda", "gradient_accumulation_fusion": False, "variable_lengths": False,
+    "device": "cuda", "local_rank": None, "distributed_backend": "nccl",
+    "gradient_accumulation_fusion": False, "variable_lengths": False,
     "deterministic_mode": False, "world_size": 64, "use_nccl_ub": False, "async_save": False,
     "nccl_ub": False, "use_persistent_ckpt_worker": False,
     "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3,
@@ -32,8 +33,8 @@ ARGS = {
 }  # fmt: skip
 
 
-def join(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, tuple[Any, ...]]:
-    """The arguments of each function that ``initialize`` calls, by its name."""
+def join(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, Any]:
+    """The arguments of each function that ``initialize`` calls, by its name, and the run."""
     given: dict[str, Any] = {}
 
     def note(name: str, result: Any = None) -> Any:
@@ -43,7 +44,8 @@ def join(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, tuple[Any
 
         return call
 
-    monkeypatch.setattr(joining, "_join_process_group", note("join", torch.device("cpu")))
+    monkeypatch.setattr(joining.dist, "init_process_group", note("join"))
+    monkeypatch.setattr(torch.cuda, "set_device", note("device"))
     monkeypatch.setattr(joining, "check_agreement", note("agree"))
     monkeypatch.setattr(joining, "set_seeds", note("seeds"))
     monkeypatch.setattr(joining, "register_safe_globals", note("safe"))
@@ -62,6 +64,7 @@ def join(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, tuple[Any
     args: Any = argparse.Namespace(**ARGS | changes)
     run = joining.initialize(args, 5)
     assert (run.args, run.rank) == (args, 5)
+    given["run"] = run
     return given
 
 
@@ -118,19 +121,14 @@ def test_stages_draw_their_own_numbers_and_replicas_only_if_asked(
 def test_a_collective_may_take_as_many_minutes_as_the_flag_says(
     launched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(joining.dist, "init_process_group", lambda **options: given.update(options))
     monkeypatch.setenv("MASTER_ADDR", "here")
     if not launched:
         monkeypatch.delenv("MASTER_ADDR")
-    args: Any = argparse.Namespace(
-        distributed_backend="gloo", world_size=2, distributed_timeout_minutes=7, device="cpu"
-    )
-    assert joining._join_process_group(args, 1) == torch.device("cpu")
+    given = join(monkeypatch, distributed_timeout_minutes=7)["join"][1]
     assert given.pop("timeout") == timedelta(seconds=7 * 60)
     assert ("store" in given) is not launched, "one process finds itself"
     given.pop("store", None)
-    assert given == {"backend": "gloo", "rank": 1, "world_size": 2}
+    assert given == {"backend": "nccl", "rank": 5, "world_size": 64}
 
 
 def test_a_rank_prepares_pytorch_as_its_flags_ask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,19 +160,19 @@ def test_a_rank_takes_the_gpu_of_its_place_on_the_node(
     variable: str | None, flag: int | None, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Launchers set the variable; the flag is for those that do not."""
-    taken: list[torch.device] = []
-    monkeypatch.setattr(joining.dist, "init_process_group", lambda **_: None)
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setenv("MASTER_ADDR", "here")
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if variable is not None:
         monkeypatch.setenv("LOCAL_RANK", variable)
-    args: Any = argparse.Namespace(
-        distributed_backend="nccl", world_size=8, distributed_timeout_minutes=7, device="cuda",
-        local_rank=flag,
-    )  # fmt: skip
-    assert joining._join_process_group(args, 7) == torch.device("cuda", place)
-    assert taken == [torch.device("cuda", place)]
+    given = join(monkeypatch, local_rank=flag)
+    assert given["device"][0] == (torch.device("cuda", place),)
+    assert given["run"].device == torch.device("cuda", place)
+
+
+def test_a_rank_without_a_gpu_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.dpp.core.cpu.install", lambda: "support")
+    given = join(monkeypatch, device="cpu", local_rank=3)
+    assert "device" not in given
+    assert (given["run"].device, given["run"].cpu_support) == (torch.device("cpu"), "support")
 
 
 def test_expanded_segments_are_not_registered_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

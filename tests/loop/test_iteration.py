@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.dpp_train.loop import loop
-from megatron.dpp_train.loop.logs import StepResult
 from megatron.dpp_train.loop.loop import Trainer
-from tests.loop.test_trainer import Told, alone, trainer
+from tests.loop.test_trainer import OVERLAP, Told, alone, step, trainer
 
 __all__ = ["alone"]
-
-OVERLAP = {"use_distributed_optimizer": True, "overlap_param_gather": True}
 
 
 def with_hooks(told: Told, **changes: Any) -> tuple[Trainer, list[str]]:
@@ -48,11 +46,12 @@ def test_whole_parameters_are_gathered_for_all_that_reads_them(
         check_weight_hash_across_dp_replicas_interval=5,
     )  # fmt: skip
 
-    def compare(chunks: Any) -> None:
+    def compare(chunks: Any, *, cross_check: bool) -> bool:
         assert [t[0] for t in told if "hook" in t[0]][-1] == "disable_forward_pre_hook"
         read.append(f"comparison {made.run.iteration}")
+        return True
 
-    monkeypatch.setattr(loop, "_compare_replicas", compare)
+    monkeypatch.setattr(loop, "check_param_hashes_across_dp_replicas", compare)
     made.train()
     assert read == ["evaluation 2", "save 3", "evaluation 4", "save 4", "comparison 5", "save 5"]
     assert [t for t in told if "hook" in t[0]][-1] == ("disable_forward_pre_hook", 0, True)
@@ -92,12 +91,12 @@ def test_losses_and_norms_are_checked_before_the_step_counts(
         yield
         told.append("collected")
 
-    monkeypatch.setattr(made._checks, "late", late)
+    monkeypatch.setattr(made.checks, "late", late)
     monkeypatch.setattr(
-        loop, "check_step", lambda run, checks: told.append(("step", checks is made._checks))
+        loop, "check_step", lambda run, checks: told.append(("step", checks is made.checks))
     )
     monkeypatch.setattr(loop, "check_norm", lambda run, norm: told.append(("norm", norm)))
-    made._step()
+    step(made)
     kinds = told[told.index("late") :]
     assert kinds == ["late", ("run", False, [0, 1]), "collected", "update", ("step", True),
                      ("norm", 1.0), ("rate", 4)]  # fmt: skip
@@ -113,7 +112,7 @@ def test_the_optimizers_timer_waits_for_the_ranks_if_asked_to(barrier: bool) -> 
         return contextlib.nullcontext()
 
     made.run.timed = note
-    made._step()
+    step(made)
     assert timed == [("optimizer", {"level": 1, "barrier": barrier})]
 
 
@@ -125,24 +124,16 @@ def test_unused_memory_is_given_back_after_the_backwards(
 ) -> None:
     told: Told = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("empty"))
-    trainer(told, empty_unused_memory_level=level, device=device)._step()
+    step(trainer(told, empty_unused_memory_level=level, device=device))
     assert told.count("empty") == emptied
     if emptied:
         assert told.index("empty") == told.index("update") - 1
 
 
-def test_zeros_are_the_largest_number_of_any_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks without a number learn it."""
-    monkeypatch.setattr(loop, "_largest", lambda *values: [7.0 if v is None else v for v in values])
-    made = trainer([], log_num_zeros_in_grad=True)
-    assert made._step().num_zeros == 7.0
-    assert trainer([])._step().num_zeros is None
-
-
 def test_a_decoder_may_have_a_length_of_its_own() -> None:
     made, given = trainer([], decoder_seq_length=5), list[Any]()
     made.schedule = lambda **keywords: given.append(keywords["decoder_seq_length"]) or []
-    made._step()
+    step(made)
     made.evaluate("here", None)
     assert given == [5, 5, 5]
 
@@ -152,10 +143,14 @@ def test_the_metrics_of_a_skipped_step_have_no_loss(
     skipped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: Any = trainer([], metrics_file="x")
+    made.trainee.optimizer.step = lambda: (not skipped, 1.0, None)
     written: list[dict[str, Any]] = []
     made.metrics.write = lambda **values: written.append(values)
+    monkeypatch.setattr(loop, "mean_losses", lambda reduced: {"lm loss": torch.tensor(2.0)})
     monkeypatch.setattr(loop, "peak_memory_bytes", lambda run: 3)
-    step = StepResult(losses={"lm loss": torch.tensor(2.0)}, skipped=skipped, grad_norm=None)
-    made._write_metrics(step, 0.5)
+    times = iter([1.0, 1.5])
+    clock = SimpleNamespace(perf_counter=lambda: next(times), strftime=str)
+    monkeypatch.setattr(loop, "time", clock)
+    step(made)
     assert ("lm loss" in written[0]) is not skipped
     assert (written[0]["skipped"], written[0]["seconds"]) == (int(skipped), 0.5)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron.dpp_train.loop import logs
-from megatron.dpp_train.loop.logs import StepResult, TrainingLog
 from megatron.dpp_train.loop.writers import Writers
 from tests.loop.test_log import Log
 
@@ -74,11 +73,17 @@ def test_only_a_loss_above_zero_has_a_place_in_the_line(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("to_board", [True, False])
-def test_timers_are_reset_once_by_the_line_that_prints_them(level: int, to_board: bool) -> None:
+def test_timers_are_reset_once_by_the_line_that_prints_them(
+    level: int, to_board: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The line that keeps its totals keeps them, and TensorBoard's values come before both."""
     told: list[Any] = []
+    log = Log(monkeypatch, log_timers_to_tensorboard=to_board, timing_log_level=level)
 
     class Timers:
+        def __call__(self, name: str) -> Any:
+            return SimpleNamespace(elapsed=lambda **_: 6.0)
+
         def write(self, names: Any, board: Any, at: int, *, normalizer: int, reset: bool) -> None:
             told.append(("write", board, at, normalizer, reset))
 
@@ -86,16 +91,14 @@ def test_timers_are_reset_once_by_the_line_that_prints_them(level: int, to_board
             told.append(("print", normalizer, reset))
             return None if reset else "times"
 
-    args = Namespace(log_timers_to_tensorboard=to_board, timing_log_level=level)
-    run: Any = SimpleNamespace(
-        args=args, iteration=9, timers=Timers(), say_last=lambda text: told.append(text)
-    )
-    made = TrainingLog(run, SimpleNamespace(board="board"))  # type: ignore[arg-type]
-    for reset in (False, True):
+    log.run.timers, log.run.say_last = Timers(), told.append
+    writers: Any = log.made.writers
+    writers.board = "board"
+    for at, count, reset in ((1, 1, False), (3, 3, True)):
         told.clear()
-        made._report_timers(3, reset=reset)
-        written = [("write", "board", 9, 3, False)] * to_board
-        printed = [("print", 3, reset), *["times"] * (not reset)]
+        log.add(*[1.0] * (at - log.run.iteration))
+        written = [("write", "board", at, count, False)] * to_board
+        printed = [("print", count, reset), *["times"] * (not reset)]
         assert told == written + (printed if level else [])
 
 
@@ -110,7 +113,7 @@ def test_memory_is_written_by_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> No
     for device, asked in (("cuda", True), ("cpu", True), ("cuda", False)):
         log = Log(monkeypatch, log_memory_to_tensorboard=asked, tensorboard_log_interval=1)
         log.run.device = torch.device(device)
-        log.made._write_values(StepResult(losses={}, skipped=False, grad_norm=None))
+        log.add(1.0)
         found = {name: value for _, name, value in log.written if name.startswith("mem-")}
         expected = dict(zip(names, (1, 2, 3, 4), strict=True))
         assert found == (expected if device == "cuda" and asked else {})

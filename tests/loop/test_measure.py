@@ -12,82 +12,105 @@ import torch
 from megatron.dpp_train.loop import measure
 from megatron.dpp_train.loop.measure import Comparison
 
+RANKS = [
+    {"stage": 0, "state": 80, "peak": 130, "seconds": 1.0},
+    {"stage": 0, "state": 90, "peak": 120, "seconds": 4.0},
+    {"stage": 1, "state": 0, "peak": None, "seconds": 3.0},
+]
 
-def comparison(*, begun: int = 0, train_iters: int = 100, estimate: bool = True) -> Comparison:
-    made = Comparison.__new__(Comparison)
-    args = argparse.Namespace(estimate=False, train_iters=train_iters, world_size=3)
-    run: Any = SimpleNamespace(
-        args=args, iteration=begun, device=torch.device("cpu"), said=[], rank=0
-    )
-    run.say = run.said.append
-    made.__init__(run, SimpleNamespace(), "gpt")  # type: ignore[misc, arg-type]
-    if estimate:
+
+class Compared:
+    """A run's comparison; notes what it says and writes, and what this rank measured."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, begun: int = 0, train_iters: int = 100,
+        estimate: bool = True, device: str = "cpu",
+    ) -> None:  # fmt: skip
+        self.said: list[str] = []
+        self.written: list[dict[str, Any]] = []
+        self.mine: list[dict[str, Any]] = []
         memory = SimpleNamespace(state=100, activations=30, workspace=10)
-        made._found = SimpleNamespace(  # type: ignore[assignment]
+        found = SimpleNamespace(
             ranks=[memory, memory], seconds=2.0, flops_per_device=6e12, bubble=0.25
         )
-    return made
+
+        def gather(ranks: list[Any], mine: dict[str, Any]) -> None:
+            self.mine.append(mine)
+            ranks[:] = RANKS
+
+        self.asked: list[Any] = []
+        monkeypatch.setattr(measure, "shape_of", lambda args, **given: self.asked.append(given))
+        monkeypatch.setattr(measure, "estimate", lambda shape, device: (
+            self.asked.append(device) or found
+        ))  # fmt: skip
+        monkeypatch.setattr(measure, "lines", lambda found: ["an estimate"])
+        monkeypatch.setattr(measure.mpu, "get_pipeline_model_parallel_rank", lambda: 1)
+        monkeypatch.setattr(measure, "state_bytes", lambda trainee: 200)
+        monkeypatch.setattr(measure.dist, "all_gather_object", gather)
+        monkeypatch.setattr(measure, "cpu_device", lambda ranks: f"{ranks} ranks")
+        monkeypatch.setattr(measure, "gpu_device", lambda name, memory: (name, memory))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU as {device}")
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties",
+            lambda device: SimpleNamespace(total_memory=device.index),
+        )  # fmt: skip
+        args = argparse.Namespace(
+            estimate=estimate, train_iters=train_iters, world_size=3, device=device
+        )
+        self.run: Any = SimpleNamespace(
+            args=args, iteration=begun,
+            device=torch.device("cuda:3" if device == "cuda" else "cpu"),
+            say=self.said.append,
+        )  # fmt: skip
+        self.made = Comparison(self.run, SimpleNamespace(), "bert")  # type: ignore[arg-type]
+        self.first = self.said.copy()
+        self.said.clear()
+
+    def iterate(self, last: int) -> list[int]:
+        """Iterates until ``last``; the iterations after which it said something."""
+        due = []
+        for number in range(self.run.iteration, last):
+            self.run.iteration = number
+            with self.made.memory():
+                pass
+            self.run.iteration = number + 1
+            before = len(self.said)
+            self.made.after_iteration(3.0, SimpleNamespace(  # type: ignore[arg-type]
+                write=lambda **values: self.written.append(values)
+            ))  # fmt: skip
+            due += [number] * (len(self.said) - before)
+        return due
 
 
 @pytest.mark.parametrize(
     ("begun", "train_iters", "at"), [(0, 100, 2), (50, 100, 52), (0, 2, 1), (99, 100, 99)]
 )
-def test_an_iteration_after_the_warm_up_is_measured(begun: int, train_iters: int, at: int) -> None:
-    made = comparison(begun=begun, train_iters=train_iters)
-    run: Any = made._run
-    due = []
-    for run.iteration in range(begun, train_iters):
-        if made._due:
-            due.append(run.iteration)
-    assert due == [at]
-    assert not comparison(estimate=False)._due
+def test_an_iteration_after_the_warm_up_is_measured(
+    begun: int, train_iters: int, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared = Compared(monkeypatch, begun=begun, train_iters=train_iters)
+    assert compared.iterate(train_iters) == [at]
+    asked_for_none = Compared(monkeypatch, estimate=False)
+    assert asked_for_none.iterate(9) == asked_for_none.first == []
 
 
-RANKS = [
-    {"stage": 0, "state": 80, "peak": 130, "seconds": 1.0},
-    {"stage": 0, "state": 90, "peak": 120, "seconds": 4.0},
-    {"stage": 1, "state": 200, "peak": None, "seconds": 3.0},
-]
-
-
-def test_a_stages_largest_rank_is_compared() -> None:
-    found: Any = comparison()._found
-    assert measure._rows(found, RANKS) == [
-        ("stage 0, state", 100, 90), ("stage 0, activations", 40, 50),
-        ("stage 1, state", 100, 200), ("stage 1, activations", 40, None),
-        ("seconds", 2.0, 4.0),
-    ]  # fmt: skip
-
-
-def test_the_comparison_is_said_once_with_the_rate_of_the_slowest_rank(
+def test_a_stages_largest_rank_is_compared_with_the_rate_of_the_slowest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = comparison()
-    run: Any = made._run
-    written: list[dict[str, Any]] = []
-    metrics: Any = SimpleNamespace(write=lambda **values: written.append(values))
-    monkeypatch.setattr(measure.mpu, "get_pipeline_model_parallel_rank", lambda: 1)
-    monkeypatch.setattr(measure, "state_bytes", lambda trainee: 200)
-
-    def gather(ranks: list[Any], mine: dict[str, Any]) -> None:
-        assert mine == {**RANKS[2], "stage": 1}
-        ranks[:] = RANKS
-
-    monkeypatch.setattr(measure.dist, "all_gather_object", gather)
-    for run.iteration in range(6):
-        made.after_iteration(3.0, metrics)
-    assert len(run.said) == len(written) == 1
-    assert "useful work: 3 TFLOP/s per device" in run.said[0]  # 6 TFLOP/s for 2 s, done in 4 s
-    assert written[0]["iteration"] == 3 and written[0]["bubble"] == 0.25
-    assert written[0]["estimate"]["seconds"] == [2.0, 4.0]
-
-
-def test_the_error_is_that_of_the_estimate() -> None:
-    assert measure._line("seconds", 1.5, 1.0).endswith(
-        "1500.0 ms estimated, 1000.0 ms measured (+50.0%)"
-    )
-    assert "not measured without a GPU" in measure._line("stage 0, activations", 1.0, None)
-    assert measure._line("stage 0, state", 5.0, 0).endswith("(-)")
+    compared = Compared(monkeypatch)
+    compared.iterate(6)
+    assert compared.mine == [{"stage": 1, "state": 200, "peak": None, "seconds": 3.0}]
+    (written,) = compared.written
+    assert written["estimate"] == {
+        "stage 0, state": [100, 90], "stage 0, activations": [40, 50], "stage 1, state": [100, 0],
+        "stage 1, activations": [40, None], "seconds": [2.0, 4.0],
+    }  # fmt: skip
+    assert written["iteration"] == 3 and written["bubble"] == 0.25
+    (text,) = compared.said
+    assert "useful work: 3 TFLOP/s per device" in text  # 6 TFLOP/s for 2 s, done in 4 s
+    assert "2000.0 ms estimated, 4000.0 ms measured (-50.0%)" in text
+    lines = text.splitlines()
+    assert lines[3].endswith("(-)") and "not measured without a GPU" in lines[4]
 
 
 def test_the_state_of_a_rank_is_its_weights_gradients_moments_and_copies() -> None:
@@ -140,85 +163,40 @@ def test_only_a_ranks_own_part_of_a_tensor_is_its_state() -> None:
     assert measure.state_bytes(trainee) == 8 + 8 + 16
 
 
-def test_a_run_without_a_gpu_is_estimated_for_ranks_that_share_the_machine(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(measure, "cpu_device", lambda ranks: f"{ranks} ranks")
-    run: Any = SimpleNamespace(args=SimpleNamespace(world_size=3), device=torch.device("cpu"))
-    found: Any = measure._device(run)
-    assert found == "3 ranks"
-
-
-def test_a_gpu_is_estimated_by_the_name_and_memory_of_the_ranks_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(measure, "gpu_device", lambda name, memory: (name, memory))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"a GPU as {device}")
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties",
-        lambda device: SimpleNamespace(total_memory=device.index),
-    )  # fmt: skip
-    run: Any = SimpleNamespace(device=torch.device("cuda", 3))
-    found: Any = measure._device(run)
-    assert found == ("a GPU as cuda:3", 3)
-
-
 @pytest.mark.parametrize(("device", "at"), [("cpu", 2), ("cuda", 5)])
 def test_graphs_are_captured_before_the_measured_iteration_and_only_a_gpu_has_a_peak(
     device: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[int] = []
-    args = argparse.Namespace(estimate=False, train_iters=100)
-    run: Any = SimpleNamespace(args=args, iteration=0, device=torch.device(device))
-    made: Any = Comparison(run, SimpleNamespace(), "gpt")  # type: ignore[arg-type]
-    made._found = "an estimate"
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: told.append(run.iteration))
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 600)
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", list)
-    for run.iteration in range(10):
-        assert made._due is (run.iteration == at)
-        with made.memory():
-            pass
-    assert (told, made._peak) == (([], None) if device == "cpu" else ([at], 600))
-
-
-@pytest.mark.parametrize(("device", "on_gpu"), [("cuda", True), ("cpu", False)])
-@pytest.mark.parametrize(("per_node", "expected"), [("2", 2), (None, 3)])
-def test_a_run_is_estimated_for_its_devices_and_ranks_of_a_node(
-    device: str, on_gpu: bool, per_node: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(measure, "shape_of", lambda args, **given: asked.append(given))
-    monkeypatch.setattr(measure, "estimate", lambda shape, device: None)
-    monkeypatch.setattr(measure, "lines", lambda found: ["an estimate"])
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    if per_node:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", per_node)
-    args = argparse.Namespace(estimate=True, train_iters=5, world_size=3, device=device)
-    said: list[str] = []
-    run: Any = SimpleNamespace(args=args, iteration=0, device=torch.device("cpu"), say=said.append)
-    Comparison(run, SimpleNamespace(), "bert")  # type: ignore[arg-type]
-    assert asked == [{"on_gpu": on_gpu, "arch": "bert", "per_node": expected}]
-    assert "an estimate" in said[0]
-
-
-def test_the_peak_is_that_of_one_step_with_the_memory_of_graphs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """PyTorch counts what a graph holds as free."""
+    """The peak is that of one step, with what graphs hold, which PyTorch counts as free."""
     segments = [
         {"segment_pool_id": (0, 0), "total_size": 1000, "allocated_size": 1},
         {"segment_pool_id": (0, 7), "total_size": 50, "allocated_size": 10},
         {"total_size": 2000, "allocated_size": 1},
     ]
-    told: list[str] = []
-    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: told.append("reset"))
+    compared, reset = Compared(monkeypatch, device=device), list[int]()
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda: reset.append(compared.run.iteration)
+    )
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 600)
-    made: Any = comparison()
-    made._run.device = torch.device("cuda")
-    for made._run.iteration in range(4):
-        with made.memory():
-            told.append(f"step {made._run.iteration}")
-    assert told == ["step 0", "step 1", "reset", "step 2", "step 3"]
-    assert made._peak == 600 + 40
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    assert compared.iterate(10) == [at]
+    assert reset == ([] if device == "cpu" else [at])
+    assert compared.mine[0]["peak"] == (None if device == "cpu" else 640)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cuda", ("a GPU as cuda:3", 3)), ("cpu", "3 ranks")]
+)
+@pytest.mark.parametrize(("per_node", "ranks"), [("2", 2), (None, 3)])
+def test_a_run_is_estimated_for_its_own_device_and_the_ranks_of_a_node(
+    device: str, expected: Any, per_node: str | None, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks without a GPU share the machine."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if per_node:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", per_node)
+    compared = Compared(monkeypatch, device=device)
+    assert compared.asked == [
+        {"on_gpu": device == "cuda", "arch": "bert", "per_node": ranks}, expected
+    ]  # fmt: skip
+    assert "an estimate" in compared.first[0]

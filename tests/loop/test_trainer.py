@@ -14,7 +14,7 @@ import torch
 from megatron.dpp.errors import DppError
 from megatron.dpp_train.loop import loop
 from megatron.dpp_train.loop.logs import StepResult
-from megatron.dpp_train.loop.loop import Trainer, _ForwardHooks
+from megatron.dpp_train.loop.loop import Trainer
 
 Told = list[Any]
 """What the parts were asked to do, in order."""
@@ -62,6 +62,13 @@ class Timers:
         self.running -= 1
 
 
+class GroupOf:
+    """A process group of some ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        self.size = lambda: ranks
+
+
 ARGS = {
     "micro_batch_size": 2, "data_parallel_size": 1, "global_batch_size": 6, "train_iters": 5,
     "seq_length": 8, "decoder_seq_length": None, "variable_lengths": False, "save": None,
@@ -88,7 +95,7 @@ def trainer(told: Told, *, num_chunks: int = 2, plans: Any = None, **changes: An
     run: Any = SimpleNamespace(
         args=args, iteration=0, consumed_train_samples=0, skipped_train_samples=0,
         consumed_valid_samples=0, flops_so_far=0.0, timers=Timers(), timed=around, is_last=True,
-        say=lambda text: None, rank=0,
+        say=lambda text: None, rank=0, steps=[],
         recorder=SimpleNamespace(
             begin_iteration=lambda number: None, end_iteration=lambda: None, span=around
         ),
@@ -135,20 +142,31 @@ def trainer(told: Told, *, num_chunks: int = 2, plans: Any = None, **changes: An
     )  # fmt: skip
 
 
+def step(made: Trainer) -> StepResult:
+    """The result of one iteration."""
+    run: Any = made.run
+    run.args.train_iters = run.iteration + 1
+    made.train()
+    found: StepResult = run.steps[-1]
+    return found
+
+
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank, whose steps need no collective."""
+    """One rank, whose steps need no collective; its log keeps the results of steps."""
     monkeypatch.setattr(loop, "microbatches", Ramp())
     monkeypatch.setattr(loop, "mean_losses", lambda reduced: {})
     monkeypatch.setattr(loop, "summed_losses", lambda reduced: {})
     monkeypatch.setattr(loop, "gc", SimpleNamespace(collect=lambda: None, disable=lambda: None))
     monkeypatch.setattr(loop, "added_losses", lambda args, count: {})
     monkeypatch.setattr(loop, "check_step", lambda run, checks: None)
-    monkeypatch.setattr(loop, "_largest", lambda *values: list(values))
+    monkeypatch.setattr(loop.mpu, "get_model_parallel_group", lambda: GroupOf(1))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(loop, "fused_step", lambda optimizer: contextlib.nullcontext())
     monkeypatch.setattr(loop, "flops_of_step", lambda args, step: 0.0)
-    log = SimpleNamespace(add=lambda step: None)
-    monkeypatch.setattr(loop, "TrainingLog", lambda run, writers: log)
+    monkeypatch.setattr(
+        loop, "TrainingLog", lambda run, writers: SimpleNamespace(add=run.steps.append)
+    )
     monkeypatch.setattr(loop, "print_evaluation", lambda *given: None)
 
 
@@ -180,8 +198,8 @@ def test_losses_that_layers_add_are_means_over_the_steps_microbatches(
     monkeypatch.setattr(loop, "added_losses", lambda args, count: {"balance": 12.0 / count})
     made = trainer([])
     for consumed, expected in ((0, 6.0), (12, 4.0)):
-        loop.microbatches.update_num_microbatches(consumed)
-        assert made._step().losses == {"lm loss": 2.0, "balance": expected}
+        made.run.consumed_train_samples = consumed
+        assert step(made).losses == {"lm loss": 2.0, "balance": expected}
 
 
 @pytest.mark.parametrize("bf16", [True, False])
@@ -193,9 +211,9 @@ def test_the_parameters_norm_is_that_of_the_main_copy_in_bf16(
 
     monkeypatch.setattr(loop, "parameters_norm", norm)
     given = {"log_params_norm": True, "bf16": bf16, "fp16": not bf16}
-    found: Any = trainer([], **given)._step().params_norm
+    found: Any = step(trainer([], **given)).params_norm
     assert found == ("2 chunks' main copy" if bf16 else "2 chunks' own")
-    assert trainer([])._step().params_norm is None
+    assert step(trainer([])).params_norm is None
 
 
 @pytest.mark.parametrize("equal", [True, False])
@@ -220,27 +238,61 @@ def test_replicas_are_compared_after_every_so_many_iterations(
 
 def test_a_step_clears_all_gradients_first_and_sets_the_rate_last() -> None:
     told: Told = []
-    step = trainer(told)._step()
+    made = step(trainer(told))
     assert told == [
         ("zero_grad_buffer", 0), ("zero_grad_buffer", 1), "zero_grad", ("run", False, [0, 1]),
         "update", ("rate", 4),
     ]  # fmt: skip
-    assert (step.batch_size, step.skipped, step.learning_rate) == (4, False, 0.25)
+    assert (made.batch_size, made.skipped, made.learning_rate) == (4, False, 0.25)
 
 
-def test_a_step_that_any_rank_skipped_moves_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+NORM = torch.tensor(2.5, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "succeeds", "norm", "expected", "reads"),
+    [
+        (1, False, None, (True, None, None, 0.25), 0),
+        (1, True, NORM, (False, 2.5, None, 0.25), 1),
+        (2, True, NORM, (True, 2.5, 7.0, 7.0), 3),
+        (2, True, None, (True, 2.0, 7.0, 7.0), 3),
+    ],
+)
+def test_the_ranks_of_a_model_agree_on_the_largest_of_each_value(
+    ranks: int, succeeds: bool, norm: Any, expected: tuple[Any, ...], reads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Another rank skipped its step, and has a norm of 2, 7 zeros and a rate of 7. The norm is read
+    once, with the other values; a single rank does not read the device. A step that any rank
+    skipped moves no rate."""
+    read: list[torch.Tensor] = []
+
+    def with_another_rank(whole: torch.Tensor, op: Any, group: Any) -> None:
+        read.append(whole)
+        assert op == torch.distributed.ReduceOp.MAX
+        if group.size() > 1:
+            theirs = [1.0, 2.0] if len(whole) == 2 else [7.0]
+            whole.copy_(torch.maximum(whole, whole.new_tensor(theirs)))
+
+    monkeypatch.setattr(loop.mpu, "get_model_parallel_group", lambda: GroupOf(ranks))
+    monkeypatch.setattr(loop.dist, "all_reduce", with_another_rank)
     told: Told = []
-    made = trainer(told)
-    monkeypatch.setattr(loop, "_largest", lambda *values: [1.0, *values[1:]])
-    assert made._step().skipped
-    assert ("rate", 4) not in told
+    made = trainer(told, log_num_zeros_in_grad=True)
+    optimizer: Any = made.trainee.optimizer
+    optimizer.step = lambda: (succeeds, norm, None)
+    found = step(made)
+    values = (found.skipped, found.grad_norm, found.num_zeros, found.learning_rate)
+    assert values == expected and len(read) == reads
+    assert (("rate", 4) in told) is not found.skipped
+    if ranks > 1:
+        assert step(trainer([])).num_zeros is None, "it was not asked for"
 
 
 def test_the_rate_of_the_log_is_none_of_a_decoupled_group() -> None:
     made = trainer([])
-    assert made._learning_rate() == 0.25
+    assert step(made).learning_rate == 0.25
     made.trainee.optimizer.param_groups.pop()
-    assert made._learning_rate() == 0.0
+    assert step(made).learning_rate == 0.0
 
 
 def test_an_evaluation_counts_its_samples_and_leaves_the_model_in_training(
@@ -320,10 +372,12 @@ def test_a_run_without_an_iteration_writes_no_checkpoint() -> None:
 
 def test_a_run_that_continues_with_another_batch_size_saves_nothing_before_its_first_step() -> None:
     told: Told = []
-    made = trainer(told, save="x")
+    made = trainer(told, save="x", train_iters=1)
     made.run.consumed_train_samples = 12
-    made._set_batch_size(_ForwardHooks(made.trainee, made.run.args))
-    assert not told and made._num_microbatches() == 3 and made._batch_size() == 6
+    made.train()
+    assert [t for t in told if t[0] in ("run", "rate", "save")] == [
+        ("run", False, [0, 1, 2]), ("rate", 6), ("save", 1)
+    ]  # fmt: skip
 
 
 def test_an_exit_condition_ends_the_run_with_a_checkpoint() -> None:
@@ -343,9 +397,9 @@ def test_the_schedule_gets_the_hooks_of_every_chunk(
     made = trainer(
         [], num_chunks=chunks, overlap_grad_reduce=True, overlap_param_gather=True,
         align_grad_reduce=aligned, align_param_gather=aligned,
-        num_distributed_optimizer_instances=instances,
+        num_distributed_optimizer_instances=instances, train_iters=0,
     )  # fmt: skip
-    made._connect()
+    made.train()
     config, names = made.trainee.config, []
     for functions in (config.no_sync_func, config.grad_sync_func, config.param_sync_func):
         assert functions is None or isinstance(functions, list) == (chunks > 1)
@@ -356,71 +410,76 @@ def test_the_schedule_gets_the_hooks_of_every_chunk(
     assert config.timers is made.run.timers
 
 
-def test_the_planners_choices_are_those_of_the_samples_to_come() -> None:
+def given_to_schedule(made: Trainer, *names: str) -> tuple[Any, ...]:
+    """Keywords of the schedule in one training step."""
+    given: dict[str, Any] = {}
+    made.schedule = lambda **keywords: given.update(keywords) or []
+    step(made)
+    return tuple(given.get(name) for name in names)
+
+
+def test_the_planners_choices_are_those_of_the_samples_to_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "write_lengths", lambda *_: None)
     plans: Any = SimpleNamespace(
         policy=lambda first: f"policy of {first}", own_sizes=lambda first: [first],
-        num_microbatches=lambda first: first + 1, batch_size=16,
+        num_microbatches=lambda first: first + 1, batch_size=16, tokens=lambda first: None,
     )  # fmt: skip
-    for cap, more in (("static", {"sizes": [32]}), ("1.0", {})):
-        made = trainer([], plans=plans, dpp_activation_cap=cap)
+    names = ("policy", "sizes", "num_microbatches")
+    for cap, sizes in (("static", [32]), ("1.0", None)):
+        told: Told = []
+        made = trainer(told, plans=plans, dpp_activation_cap=cap)
         made.run.consumed_train_samples = 32
-        assert made._planned() == {"policy": "policy of 32", **more}
-        assert (made._num_microbatches(), made._batch_size()) == (33, 16)
-    assert trainer([])._planned() == {}
+        assert given_to_schedule(made, *names) == ("policy of 32", sizes, 33)
+        assert ("rate", 16) in told
+    assert given_to_schedule(trainer([]), *names) == (None, None, 2)
     plans.policy = lambda first: None
-    assert trainer([], plans=plans, use_dpp=False, dpp_activation_cap="static")._planned() == {}
+    made = trainer([], plans=plans, use_dpp=False, dpp_activation_cap="static")
+    assert given_to_schedule(made, *names) == (None, None, 1)
 
 
 def test_the_longest_row_is_told_where_lengths_are_unlike() -> None:
     given = {"packing_budget": 70, "length_multiple": 4}
-    assert trainer([], variable_lengths=True, **given)._longest == 72
-    assert trainer([], **given)._longest == 8
+    made = trainer([], variable_lengths=True, **given)
+    assert given_to_schedule(made, "seq_length") == (72,)
+    assert given_to_schedule(trainer([], **given), "seq_length") == (8,)
 
 
-def _hooks(told: Told, **changes: Any) -> tuple[_ForwardHooks, Any, Any]:
+OVERLAP = {"use_distributed_optimizer": True, "overlap_param_gather": True}
+
+
+def hooks_of(told: Told, outcomes: list[bool], **changes: Any) -> Told:
+    """Trains steps that succeed as ``outcomes`` say; tells of hooks, of steps, and whether each
+    step's parameters were gathered by the schedule."""
     made = trainer(
-        told, **{"use_distributed_optimizer": True, "overlap_param_gather": True} | changes
+        told, train_iters=len(outcomes), **OVERLAP | {"align_param_gather": False} | changes
     )
     made.trainee.config.param_sync_func = gather = object()
-    return _ForwardHooks(made.trainee, made.run.args), made.trainee.config, gather
-
-
-def _result(*, skipped: bool) -> StepResult:
-    return StepResult(losses={}, skipped=skipped, grad_norm=None)
+    ends = iter(outcomes)
+    optimizer: Any = made.trainee.optimizer
+    optimizer.step = lambda: (next(ends), 1.0, None)
+    made.schedule = lambda **_: (
+        told.append(("step", made.trainee.config.param_sync_func is gather)) or []
+    )
+    made.evaluate = lambda *_: told.append(("evaluation",))  # type: ignore[method-assign]
+    made.train()
+    return [t for t in told if t[0] in ("step", "evaluation") or "hook" in t[0]]
 
 
 def test_parameters_are_gathered_by_hooks_after_the_first_step_that_was_made() -> None:
-    told: Told = []
-    hooks, config, gather = _hooks(told)
-    assert told == [("disable_forward_pre_hook", n, False) for n in (0, 1)]
-    assert config.param_sync_func is None
-    told.clear()
-    hooks.after_step(_result(skipped=True))
-    with hooks.paused():
-        pass
-    hooks.off()
-    assert not told and config.param_sync_func is None
-    for _ in range(2):
-        hooks.after_step(_result(skipped=False))
-    assert told == [("enable_forward_pre_hook", n) for n in (0, 1)]
-    assert config.param_sync_func is gather
-
-
-def test_whole_parameters_are_read_while_the_hooks_are_off() -> None:
-    told: Told = []
-    hooks, _, _ = _hooks(told)
-    hooks.after_step(_result(skipped=False))
-    told.clear()
-    with hooks.paused():
-        assert told == [("disable_forward_pre_hook", n, True) for n in (0, 1)]
-        told.clear()
-    assert told == [("enable_forward_pre_hook", n) for n in (0, 1)]
+    """Whole parameters are read while the hooks are off."""
+    on = [("enable_forward_pre_hook", n) for n in (0, 1)]
+    off, gathered = (
+        [("disable_forward_pre_hook", n, flag) for n in (0, 1)] for flag in (False, True)
+    )
+    assert hooks_of([], [False, True, True], eval_interval=3) == [
+        *off, ("step", False), ("step", False), *on, ("step", True), *gathered, ("evaluation",),
+        *on, *gathered,
+    ]  # fmt: skip
+    assert hooks_of([], [False], eval_interval=1) == [*off, ("step", False), ("evaluation",)]
 
 
 @pytest.mark.parametrize("name", ["use_distributed_optimizer", "overlap_param_gather"])
 def test_there_are_no_hooks_without_an_overlap(name: str) -> None:
-    told: Told = []
-    hooks, config, gather = _hooks(told, **{name: False})
-    hooks.after_step(_result(skipped=False))
-    hooks.off()
-    assert not told and config.param_sync_func is gather
+    assert hooks_of([], [True, True], **{name: False}) == [("step", True)] * 2

@@ -64,7 +64,7 @@ class Trainer:
     checkpointer: Checkpointer
     comparison: Comparison
     diagnostics: Diagnostics
-    _checks: GradientChecks = field(default_factory=GradientChecks)
+    checks: GradientChecks = field(default_factory=GradientChecks)
 
     def train(self) -> bool:
         """Runs until ``--train-iters`` or an exit condition, and saves a checkpoint.
@@ -179,7 +179,7 @@ class Trainer:
         for chunk in trainee.chunks:
             chunk.zero_grad_buffer()
         trainee.optimizer.zero_grad()
-        with self.comparison.memory(), self._checks.late():
+        with self.comparison.memory(), self.checks.late():
             reduced = self._forward_backward(
                 self.iterators.train, self._num_microbatches(), forward_only=False
             )
@@ -190,7 +190,7 @@ class Trainer:
         timed = run.timed("optimizer", level=1, barrier=args.barrier_with_L1_time)
         with timed, run.recorder.span("optimizer"), fused_step(trainee.optimizer):
             successful, grad_norm, num_zeros = trainee.optimizer.step()
-        check_step(run, self._checks)  # bf16 and fp32 have not waited for the device before
+        check_step(run, self.checks)  # bf16 and fp32 have not waited for the device before
         failed, grad_norm = _largest(float(not successful), grad_norm)
         check_norm(run, grad_norm)
         successful = not failed
