@@ -84,12 +84,14 @@ def test_a_note_that_its_writer_left_unfinished_is_none(tmp_path: Path, torn: st
     assert set(checksums.read(path) or {}) == {"__0_0.distcp", "__1_0.distcp"}
 
 
-def test_every_block_of_a_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksums, "_BLOCK_BYTES", 4)
-    (tmp_path / "long").write_bytes(b"0123456789")
-    assert checksums._sum(tmp_path / "long") == f"{zlib.crc32(b'0123456789'):08x} 10"
+def test_every_block_of_a_file_counts(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 9000  # blocks are of 1 MiB
+    (tmp_path / "long").write_bytes(content)
     (tmp_path / "empty").touch()
-    assert checksums._sum(tmp_path / "empty") == "00000000 0"
+    checksums.write(tmp_path)
+    assert checksums.read(tmp_path) == {
+        "long": f"{zlib.crc32(content):08x} {len(content)}", "empty": "00000000 0"
+    }  # fmt: skip
 
 
 def test_every_bit_of_the_checksums_themselves_counts(tmp_path: Path) -> None:

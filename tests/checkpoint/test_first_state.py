@@ -181,7 +181,10 @@ def test_sharded_layers_are_units_of_their_own_and_are_freed_as_asked(
     reshard: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    monkeypatch.setattr(fsdp, "_FullySharded", lambda *rest, **more: given.append((rest, more)))
+    monkeypatch.setattr(
+        fsdp.TorchFullyShardedDataParallel, "__init__",
+        lambda _, *rest, **more: given.append((rest, more)),
+    )  # fmt: skip
     fsdp.fully_sharded("config", "chunk", reshard_after_forward=reshard)  # type: ignore[arg-type]
     (((config, settings, chunk), more),) = given
     assert (config, chunk, more) == ("config", "chunk", {"sub_modules_to_wrap": {TransformerLayer}})
@@ -198,7 +201,15 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def test_loaded_shards_are_placed_as_their_own_parameters(mesh: Any) -> None:
+def test_loaded_shards_are_placed_as_their_own_parameters(
+    mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the parameter's whole shape: the last rank's shard may be shorter."""
+    given: list[dict[str, Any]] = []
+    local = DTensor.from_local
+    monkeypatch.setattr(
+        DTensor, "from_local", lambda *of, **options: given.append(options) or local(*of, **options)
+    )
     parameters = [
         torch.nn.Parameter(distribute_tensor(torch.ones(shape), mesh)) for shape in ((2, 3), (5,))
     ]
@@ -226,17 +237,9 @@ def test_loaded_shards_are_placed_as_their_own_parameters(mesh: Any) -> None:
         assert torch.equal(average.to_local(), torch.full(shape, float(index)))
         assert not isinstance(kept[index]["step"], DTensor), "a number has no shards"
     assert kept["common_step"] == 4
-
-
-def test_a_shard_is_of_its_parameters_whole_shape(
-    mesh: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last rank's shard may be shorter: the whole does not follow from a shard."""
-    parameter: Any = torch.nn.Parameter(distribute_tensor(torch.ones(2, 3), mesh))
-    given: list[dict[str, Any]] = []
-    monkeypatch.setattr(DTensor, "from_local", lambda *_, **options: given.append(options))
-    fsdp._like(parameter, torch.zeros(2, 3))
-    assert given == [{"run_check": False, "shape": torch.Size((2, 3)), "stride": (3, 1)}]
+    assert {tuple(each["shape"]) for each in given} == set(shapes)
+    assert {each["stride"] for each in given} == {(3, 1), (1,)}
+    assert not any(each["run_check"] for each in given)
 
 
 def test_a_parameters_shard_is_one_object_while_its_state_is_sharded(mesh: Any) -> None:

@@ -248,9 +248,8 @@ def test_an_index_is_an_array(
         monkeypatch.setattr(Builder, "build", lambda _: (later, None, None))
     monkeypatch.setattr(data, "BlendedMegatronDatasetBuilder", Builder)
     monkeypatch.setattr(data, "num_samples", lambda _: [1])
-    monkeypatch.setattr(data, "_sources", lambda _: "PREFIX")
     config = SimpleNamespace(defer_npy_index_mmap=deferred)
-    run = SimpleNamespace(args=None)
+    run = SimpleNamespace(args=SimpleNamespace(data_path=["PREFIX"]))
     task = SimpleNamespace(datasets=lambda _: (None, config))
     rule = (
         r"pickled \(object\) data"
@@ -258,7 +257,7 @@ def test_an_index_is_an_array(
         else rf"shuffle_index\.npy: asks for posix\.mkdir, which {RULE}"
     )
     with pytest.raises(DataError, match=rule):
-        data._chunk_loaders(run, task, None)
+        data.build_iterators(run, 1, task)
     assert not (tmp_path / "made").exists()
 
 

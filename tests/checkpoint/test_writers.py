@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import queue
 import signal
@@ -16,21 +17,22 @@ from megatron.dpp import processes
 from megatron.dpp_train.checkpoint import writers
 
 
-@pytest.mark.parametrize(("known", "ends"), [(0, False), (1, True), (None, False)])
-def test_a_process_whose_parent_has_ended_already_ends_now(
-    known: int | None, ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel tells of an end after the request alone. A rank has no such parent."""
-    asked: list[tuple[int, ...]] = []
-    killed: list[tuple[int, int]] = []
-    own = None if known is None else SimpleNamespace(pid=os.getppid() + known)
-    library = SimpleNamespace(prctl=lambda *given: asked.append(given))
-    monkeypatch.setattr(processes, "_C_LIBRARY", library)
-    monkeypatch.setattr(processes.multiprocessing, "parent_process", lambda: own)
-    monkeypatch.setattr(processes.os, "kill", lambda *given: killed.append(given))
+def _ends_with(parent: int | None) -> None:
+    """Ask to end with process ``parent``, which ``multiprocessing`` says has started this one."""
+    known = None if parent is None else SimpleNamespace(pid=parent)
+    processes.multiprocessing.parent_process = lambda: known  # type: ignore[attr-defined,assignment]
     processes.end_with_parent()
-    assert asked == [(1, signal.SIGKILL, 0, 0, 0)]
-    assert killed == [(os.getpid(), signal.SIGKILL)] * ends
+    os._exit(3)
+
+
+@pytest.mark.parametrize(("known", "status"), [(0, 3), (1, -signal.SIGKILL), (None, 3)])
+def test_a_process_whose_parent_has_ended_already_ends_now(known: int | None, status: int) -> None:
+    """The kernel tells of an end after the request alone. A rank has no such parent."""
+    parent = None if known is None else os.getpid() + known
+    child = multiprocessing.get_context("fork").Process(target=_ends_with, args=(parent,))
+    child.start()
+    child.join(30)
+    assert child.exitcode == status
 
 
 class Manager:
@@ -66,12 +68,18 @@ def test_a_save_in_the_background_has_one_manager_that_ends_with_the_rank(
     assert Manager.started == [processes.end_with_parent]
 
 
+@pytest.mark.parametrize("in_background", [True, False])
 def test_every_writer_ends_with_the_process_that_started_it(
-    monkeypatch: pytest.MonkeyPatch,
+    in_background: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
+    kind, name = filesystem_async.FileSystemWriterAsync, "write_preloaded_data"
     monkeypatch.setattr(writers, "end_with_parent", lambda: told.append("bound"))
-    writers._bound(lambda *given, **more: told.append(f"{given} {more}"), 1, files=2)
+    monkeypatch.setattr(
+        kind, name, staticmethod(lambda *given, **more: told.append(f"{given} {more}"))
+    )
+    with writers.bound_writers(in_background=in_background):
+        kind.write_preloaded_data(1, files=2)
     assert told == ["bound", "(1,) {'files': 2}"]
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.dpp.sim.batches import LengthCosts
-from megatron.dpp_train.data import samples as data
 from megatron.dpp_train.data import sequences
 from megatron.dpp_train.exits import prepare_worker
-from tests.data.test_sequences import chats, dataset
+from tests.data.test_sequences import LENGTHS, chats, dataset
 
 __all__ = ["chats"]
 
@@ -58,26 +58,32 @@ def test_an_evaluation_keeps_its_order_and_a_row_its_multiple(args: Any) -> None
 
 
 @pytest.mark.parametrize("outlives", [True, False])
-def test_workers_are_as_many_as_asked_for_and_prepared(args: Any, outlives: bool) -> None:
-    """Those of samples of one length, too."""
+def test_workers_are_as_many_as_asked_for_and_prepared(
+    args: Any, outlives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args.exit_signal_handler = outlives
-    loader = sequences.sequence_loader(args, Lengths(), 0, reads=True)
-    assert loader is not None
-    for found in (loader._loader(), data._loader(args, range(8), 0)):
-        assert found.num_workers == 2
-        assert found.worker_init_fn.func is prepare_worker
-        assert found.worker_init_fn.keywords == {"outlives_sigterm": outlives}
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        torch.utils.data, "DataLoader", lambda dataset, **options: made.append(options) or ["one"]
+    )
+    loader = sequences.sequence_loader(args, Lengths(), 0, reads=True, plain=True)
+    assert loader is not None and next(iter(loader)).sample == "one"
+    assert made[0]["num_workers"] == 2
+    assert made[0]["worker_init_fn"].func is prepare_worker
+    assert made[0]["worker_init_fn"].keywords == {"outlives_sigterm": outlives}
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data.mpu, "get_data_parallel_rank", lambda: 0)
-    monkeypatch.setattr(data.mpu, "get_data_parallel_world_size", lambda: 1)
-
-
-def test_orders_of_two_epochs_are_kept(chats: Path) -> None:
+def test_orders_of_two_epochs_are_kept(chats: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch may reach into the next epoch; all before it are forgotten."""
-    made = dataset(chats)
-    for number in range(5 * len(made._documents)):
+    made, drawn, size = dataset(chats), list[int](), len(LENGTHS)
+    random = sequences.np.random.default_rng
+    monkeypatch.setattr(
+        sequences.np.random, "default_rng", lambda seeds: drawn.append(seeds[-1]) or random(seeds)
+    )
+    for number in range(4 * size, size, -1):
         made.length(number)
-    assert len(made._orders) == 2 and max(made._orders) == 4
+    assert drawn == [4, 3, 2, 1]
+    made.length(2 * size)
+    assert drawn == [4, 3, 2, 1], "the last two are kept"
+    made.length(3 * size)
+    assert drawn == [4, 3, 2, 1, 3]

@@ -47,6 +47,25 @@ class Schedule:
         self.told.append("close schedule")
 
 
+class Part:
+    """A part that notes when it is closed, and what it writes."""
+
+    def __init__(self, told: Told, name: str) -> None:
+        self.told, self.name = told, name
+
+    def close(self) -> None:
+        self.told.append(f"close {self.name}")
+
+    def __enter__(self) -> Part:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, **values: Any) -> None:
+        self.told.append(f"write {sorted(values)}")
+
+
 class Parts:
     """The parts of a job, which note what they do. A training calls ``steps`` with the schedule,
     and ends as ``complete`` says."""
@@ -56,23 +75,12 @@ class Parts:
         self.schedules: list[Schedule] = []
         self.steps: Callable[[Any, Any], object] = lambda run, schedule: None
         self.training: Any = None
+        self.first, self.cpu_support = False, None
+        self._replace_parts(monkeypatch, complete=complete)
+        self._replace_the_start(monkeypatch)
+
+    def _replace_parts(self, monkeypatch: pytest.MonkeyPatch, *, complete: bool) -> None:
         told, patch = self.told, monkeypatch.setattr
-
-        class Part:
-            def __init__(self, name: str) -> None:
-                self.name = name
-
-            def close(self) -> None:
-                told.append(f"close {self.name}")
-
-            def __enter__(self) -> Part:
-                return self
-
-            def __exit__(self, *_: object) -> None:
-                self.close()
-
-            def write(self, **values: Any) -> None:
-                told.append(f"write {sorted(values)}")
 
         @contextlib.contextmanager
         def checkpointer(run: Any, trainee: Any, name: str) -> Iterator[Any]:
@@ -114,7 +122,10 @@ class Parts:
         patch(job, "Comparison", lambda *given: None)
         patch(job, "gather_hashes", lambda *given: {})
         for name in ("Diagnostics", "Writers", "ExitConditions", "MetricsFile"):
-            patch(job, name, lambda _, name=name: Part(name))
+            patch(job, name, lambda _, name=name: Part(told, name))
+
+    def _replace_the_start(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        told, patch = self.told, monkeypatch.setattr
         patch(job.settings, "summary", lambda *_: "")
         patch(job.settings, "save", lambda args, folder: told.append(("settings", str(folder))))
         patch(
@@ -126,7 +137,6 @@ class Parts:
         for name in ("data", "pipeline_model", "tensor_model"):
             patch(job.mpu, f"get_{name}_parallel_rank", lambda: 0)
         monkeypatch.delenv("RUN_DIR", raising=False)
-        self.first, self.cpu_support = False, None
 
     def joined(self, args: Any, rank: int) -> Any:
         self.training = SimpleNamespace(

@@ -34,7 +34,7 @@ def bound_writers(*, in_background: bool) -> Iterator[None]:
     Args:
         in_background: another process writes the results of its writers into the queue.
     """
-    results = _results_queue if in_background else _own_queue
+    results = _shared_queue if in_background else _own_queue
     with (
         compat.patched(f"{_FILES}:_get_write_results_queue", results),
         compat.patched(f"{_FILES}:FileSystemWriterAsync.write_preloaded_data", _bound),
@@ -49,7 +49,7 @@ def bound_request(request: AsyncRequest) -> AsyncRequest:
     return request._replace(async_fn=functools.partial(_write_bound, request.async_fn))
 
 
-def _results_queue(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _shared_queue(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if compat.lookup(_QUEUE) is None:
         # An address without a file: nothing of it can be left behind.
         address = f"\0dpp-writers-{os.getpid()}-{secrets.token_hex(4)}"
