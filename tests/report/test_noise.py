@@ -123,6 +123,19 @@ def test_two_tensor_ranks_that_share_their_noise_do_not_make_microbatches_uneven
     assert found(TWO_STAGES, uneven, sizes=equal) == [("jitter", None)]
 
 
+def test_no_rank_of_a_heavy_stage_waits_for_it() -> None:
+    """Its other tensor rank was named among those that wait."""
+    shape = JobShape(2, 1, {r: r // 2 for r in range(4)}, {r: (0, r % 2) for r in range(4)}, "dpp")
+    times = {
+        (rank, 0): {kind: dict.fromkeys(range(8), 10**6 * (1 + rank // 2)) for kind in "FB"}
+        for rank in shape.pipeline
+    }
+    works = [Work(number, times) for number in range(8)]
+    waits = {0: 1, 1: 2, 2: 3, 3: 4}
+    (heavy,) = StragglerSearch(shape, works, [{}] * 8, waits).find()
+    assert (heavy.kind, heavy.victims) == ("heavy-stage", (1, 0))
+
+
 def test_a_stage_that_is_slow_in_the_end_has_no_layers_too_many() -> None:
     """Of 49 iterations the last four were slow; the last quarter is no heavy stage either."""
 

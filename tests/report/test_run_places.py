@@ -151,6 +151,23 @@ def test_several_runs_stand_beside_each_other(
     assert "<h2>Two runs compared</h2>" in page.read_text()
 
 
+@pytest.mark.parametrize(
+    ("homes", "labels"),
+    [
+        (("0102-030405-gpt-tp2-dp1", "0102-040506-gpt-tp1-dp1"), ("tp2", "tp1")),
+        (("0102-030405-gpt-tp2", "0102-040506-gpt-tp2"), ("030405", "040506")),
+        (("0102-030405-gpt-tp2", "wide"), ("0102-030405-gpt…", "wide")),
+    ],
+)
+def test_labels_hold_what_tells_runs_apart(
+    homes: tuple[str, str], labels: tuple[str, str], tmp_path: Path
+) -> None:
+    """Labels of two runs began with one date and ended before what differs."""
+    page, names = tmp_path / "page.html", [str(metrics(tmp_path / name, 20)) for name in homes]
+    assert report_command.main([*names, "--output", str(page)]) == 0
+    assert all(f'data-label="{label}"' in page.read_text() for label in labels)
+
+
 def test_a_run_has_ended_with_its_last_iteration(tmp_path: Path) -> None:
     """It counted as running for another minute."""
     for iterations, state in ((50, "ended"), (49, "running")):

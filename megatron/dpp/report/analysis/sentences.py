@@ -44,7 +44,7 @@ def straggler_text(culprit: Culprit, shape: JobShape) -> str:
     often = f"in {culprit.share * 100:.0f} % of the iterations, since iteration {culprit.since}"
     if culprit.share >= 1:
         often = "in every iteration"
-    victims = "; ".join(map(shape.name_of, culprit.victims))
+    victims = ", ".join(map(shape.name_of, culprit.victims))
     text = f"{text}, {often}" + (f"; waiting most meanwhile: {victims}" if victims else "")
     return text + _REMEDIES.get(culprit.kind, "")
 

@@ -190,17 +190,17 @@ class StragglerSearch:
         ranks: list[Culprit] = []
         for rank in sorted({rank for rank, _ in slow}):
             own = {chunk: found for (r, chunk), found in slow.items() if r == rank}
-            victims = self._victims({rank})
             whole = len(own) == self._shape.num_chunks
             if whole and not (self._is_heavy(rank, slow) and all(s.always for s in own.values())):
                 least = min(own.values(), key=lambda each: each.factor)
                 what = (least.factor, least.share, least.since)
-                ranks.append(Culprit("slow-rank", *what, rank, victims=victims))
+                ranks.append(Culprit("slow-rank", *what, rank, victims=self._victims({rank})))
                 continue
             for chunk, one in own.items():
                 if one.always:  # the ranks of a stage have the same work: one finding
                     what = (one.factor, one.share, one.since)
-                    found_here = Culprit("heavy-stage", *what, rank, chunk, victims=victims)
+                    others = self._victims(set(self._shape.stage_of(rank)))
+                    found_here = Culprit("heavy-stage", *what, rank, chunk, victims=others)
                     heavy.setdefault((self._shape.pipeline[rank], chunk), found_here)
         return ranks + list(heavy.values())
 
@@ -208,7 +208,7 @@ class StragglerSearch:
         """True if a rank with only slow chunks is slow because of its stage's work."""
         shape = self._shape
         place = shape.pipeline[rank]
-        peers = [r for r, p in shape.pipeline.items() if p == place and r != rank]
+        peers = shape.stage_of(rank)
         others = [r for r in peers if shape.replica[r][0] != shape.replica[rank][0]]
         if others:
             return all((r, c) in slow for r in others for c in range(shape.num_chunks))

@@ -89,6 +89,10 @@ class JobShape:
         place = replica if several[0] else None, tensor if several[1] else None
         return full_name(rank, self.pipeline[rank], *place)
 
+    def stage_of(self, rank: int) -> list[int]:
+        """The ranks of a rank's stage, of all replicas."""
+        return [each for each, place in self.pipeline.items() if place == self.pipeline[rank]]
+
     def pipelines(self) -> list[list[int]]:
         """Ranks of every pipeline, in order of their stages."""
         groups: dict[tuple[int, int], list[int]] = {}

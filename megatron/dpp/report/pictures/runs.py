@@ -49,10 +49,25 @@ def _names(runs: list[Report]) -> list[str]:
         return schedules
     if len(runs) == 2 and set(schedules) == {"dynamic", "static"}:
         return schedules
-    homes = [_short(run.training.home.name) for run in runs]
+    homes = [_short(name) for name in _distinct([run.training.home.name for run in runs])]
     if len(set(homes)) == len(homes):
         return homes
     return [f"run {number}" for number in range(1, len(runs) + 1)]
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Of names with as many parts the parts that differ: ``tp2`` and ``tp4`` of
+    ``20260102-030405-gpt-8x128-tp2`` and ``20260102-030506-gpt-8x128-tp4``.
+    """
+    split = [name.split("-") for name in names]
+    if len({len(parts) for parts in split}) == 1:
+        differ = [parts for parts in zip(*split, strict=True) if len(set(parts)) > 1]
+        undated = [parts for parts in differ if not all(part.isdigit() for part in parts)]
+        for kept in (undated, differ):
+            short = ["-".join(parts) for parts in zip(*kept, strict=True)]
+            if len(set(short)) == len(names):
+                return short
+    return names
 
 
 def _short(name: str) -> str:
