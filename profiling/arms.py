@@ -35,12 +35,18 @@ class Arm:
     cap: str = "static"
     split: bool = True
 
-    def config(self, **settings: Any) -> DppConfig:
-        """The settings of this arm under ``DppSchedule``, and further ones."""
+    def settings(self) -> dict[str, Any]:
+        """The settings of this arm under ``DppSchedule``, as fields of a :class:`DppConfig`."""
         assert self.policy is not None
-        return DppConfig(
-            policy=self.policy, activation_cap=self.cap, split_backward=self.split, **settings
-        )
+        return {
+            "policy": self.policy,
+            "activation_cap": self.cap,
+            "split_backward": self.split,
+        }
+
+    def config(self, **more: Any) -> DppConfig:
+        """:meth:`settings`, and further ones."""
+        return DppConfig(**self.settings(), **more)
 
     def flags(self) -> list[str]:
         """The flags of this arm."""

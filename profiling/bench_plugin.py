@@ -1,116 +1,118 @@
-"""Steps of an unmodified Megatron-LM, under its own schedule and through ``megatron-dpp run``.
+"""Steps of an unmodified Megatron-LM under its own schedule and under the plug-in's, in turns.
 
     python profiling/bench_plugin.py --sources DIR [--json FILE]
+    python profiling/bench_plugin.py --sources DIR --layers-of transformer_engine --queues 1,8 \\
+        --arms static,static-graphs,static-links,megatron,fused,dynamic --more "--swiglu"
 
-DIR holds archives ``NAME.tar.xz`` of Megatron-LM, or folders NAME. Each version runs
-on ``--ranks`` ranks, with sequences of one length and of unlike lengths, the schedules in turns.
-Every run is a process group of its own; its first steps are not timed. No run begins after
-``--seconds``.
+DIR holds archives ``NAME.tar.xz`` of Megatron-LM, or folders NAME. Rows: sequences of one length;
+of unlike lengths, one a microbatch; and unlike lengths packed into rows of at most --sequence
+tokens (best fit; attention within a row does not end at a sequence's end).
 
-    python profiling/bench_plugin.py --sources DIR --layers-of transformer_engine \\
-        --arms static:1,static:8,megatron:8,fused:8,dynamic:8 --more "--swiglu"
-
-An arm is a schedule, and with a colon the number of hardware queues
-(``CUDA_DEVICE_MAX_CONNECTIONS``). ``--more`` has further flags of the script.
+The arms of a row train the same model on the same microbatches within one process group, in turns
+of ``--block`` steps, of which the first ``--untimed`` are not timed; the learning rate is 0, so all
+steps have the same loss. Arms with the host's own CUDA graphs, and each number of hardware queues
+(``CUDA_DEVICE_MAX_CONNECTIONS``), are process groups of their own. Memory is the most that the
+worst rank reserved in an arm's turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
 import tarfile
 import tempfile
-import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import arms
 import harness
 
-_DYNAMIC = ["--use-dpp", "--dpp-strict"]
-ARMS = {
-    "static": [],
-    "megatron": [*_DYNAMIC, "--dpp-policy", "megatron"],
-    "fused": [*_DYNAMIC, "--no-dpp-split-backward"],
-    "dynamic": _DYNAMIC,
-}
-"""Name of a schedule -> its flags: the host's own, its order with a split backward, the dynamic
-one with a fused and with a split backward."""
 LAYERS = {
     "local": "--transformer-impl local --no-bias-gelu-fusion --no-bias-dropout-fusion "
     "--no-rope-fusion --no-persist-layer-norm",
     "transformer_engine": "--transformer-impl transformer_engine",
 }
 """Whose layers -> their flags."""
-ROWS = ("equal", "unlike")
+ROWS = ("equal", "unlike", "packed")
+LATE = "late-"
+"""Prefix of a dynamic arm that launches no task ahead of its input."""
+NAMES = {name.replace(", ", "-").replace(" ", "-"): name for name in arms.ARMS}
+"""Name on the command line -> name of the arm."""
+_OWN_GRAPHS = (arms.GRAPHS, arms.GRAPHS_LINKS)
 _ENTRY = Path(__file__).with_name("plugin_entry.py")
-_STEP = re.compile(r"elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: (\S+)")
-_RUN_SECONDS = 150.0
+
+Line = tuple[str, int, float, int, int, float | None, float]
+"""Arm, number in its turn, seconds, bytes allocated and reserved, loss, gradient norm."""
 
 
 def main() -> int:
-    """Measure and print the table; 1 if a run failed."""
+    """Measure and print the tables; 1 if a run failed."""
     args = parse_arguments()
-    end = time.monotonic() + args.seconds
-    found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    failed: list[str] = []
+    failed, steps = False, {}
     with tempfile.TemporaryDirectory() as folder:
-        cells = [(v, row, arm) for v in args.versions for row in args.rows for arm in args.arms]
-        for turn in range(args.rounds):
-            for cell in cells:
-                if time.monotonic() > end or "/".join(cell) in failed:
-                    continue
-                result = run(args, *cell, Path(folder))
-                print(f"turn {turn + 1}: {' '.join(cell)}: {result.get('error') or result['ms']}")
-                sys.stdout.flush()
-                if "error" in result:
-                    failed.append("/".join(cell))
-                else:
-                    found.setdefault(cell, []).append(result)
-    report(args, found)
-    return 1 if failed else 0
+        for version in args.versions:
+            for row in args.rows:
+                found: list[tuple[str, list[Line]]] = []
+                for queues, names in process_groups(args, row):
+                    lines = run(args, version, row, queues, names, Path(folder))
+                    failed = failed or not lines
+                    found.append((queues, lines))
+                    steps[f"{version} {row} {queues}"] = lines
+                report(args, f"{version}, {row}", found)
+                harness.write_json(args.json, {"settings": vars(args), "steps": steps})
+    return int(failed)
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = harness.new_parser(
         __doc__, sources=(".wheels", "folder of archives or folders of Megatron-LM"),
-        versions=("core_v0.16.1,main-2026-08-22", "names in it, separated by commas"),
-        rounds=(2, "turns of all arms"), iterations=(12, "steps of a run"),
-        untimed=(5, "first steps, which are not timed"),
-        seconds=(330.0, "no run begins later than this"), json=("", "file for the results"),
-        hidden=4096, layers=8, heads=32, sequence=(2048, "longest sequence"),
-        ranks=(2, "pipeline size"), microbatches=16, chunks=(2, "model chunks per rank"),
-        vocabulary=8191, seed=1, rows=(",".join(ROWS), "lengths, separated by commas"),
-        arms=("static,dynamic", f"of {', '.join(ARMS)}, separated by commas; NAME:QUEUES"),
+        versions=("main-2026-08-22", "names in it, separated by commas"),
+        json=("", "file for the results"), rounds=(3, "turns of all arms"),
+        block=(8, "steps of an arm's turn"),
+        untimed=(4, "first steps of a turn, which are not timed"),
+        runs=(1, "process groups for each number of queues, in turns"),
+        seconds=(280.0, "most seconds of a process group"), hidden=4096, layers=8, heads=32,
+        sequence=(2048, "longest sequence, or row"), ranks=(2, "pipeline size"), microbatches=16,
+        chunks=(2, "model chunks per rank"), vocabulary=8191, seed=1,
+        layout=("", "as --pipeline-model-parallel-layout, for all arms"),
+        rows=(",".join(ROWS), "lengths, separated by commas"),
+        arms=("static,static-links,megatron,fused,dynamic",
+              f"of {', '.join(NAMES)}; {LATE}NAME launches no task ahead of its input"),
+        queues=("8", "numbers of hardware queues, separated by commas"),
+        one_queue=("static,dynamic", "arms with one queue"),
+        own_graphs=("--cuda-graph-impl transformer_engine --te-rng-tracker",
+                    "flags of the host's own CUDA graphs"),
+        median=(600.0, "median of the unlike lengths, which are lognormal with sigma 1"),
         layers_of=("local", f"whose layers: {', '.join(LAYERS)}"),
         more=("", "further flags of the script"),
-        median=(600.0, "median of the unlike lengths, which are lognormal with sigma 1"),
     )  # fmt: skip
     args = parser.parse_args()
-    args.versions, args.rows, args.arms = (
-        given.split(",") for given in (args.versions, args.rows, args.arms)
-    )
-    known = {"arms": ARMS, "rows": ROWS, "layers-of": LAYERS}
-    given = {"arms": args.arms, "rows": args.rows, "layers-of": [args.layers_of]}
-    for flag, names in given.items():
-        for name in names:
-            if name.partition(":")[0] not in known[flag]:
-                parser.error(f"--{flag} {name}: expected one of {', '.join(known[flag])}")
+    for name in ("versions", "rows", "arms", "queues", "one_queue"):
+        setattr(args, name, getattr(args, name).split(","))
+    known = [*NAMES, *(LATE + name for name, arm in NAMES.items() if arms.ARMS[arm].policy)]
+    for flag, given, names in (
+        ("arms", args.arms, known), ("one-queue", args.one_queue, known), ("rows", args.rows, ROWS),
+        ("layers-of", [args.layers_of], list(LAYERS)),
+    ):  # fmt: skip
+        for name in given:
+            if name not in names:
+                parser.error(f"--{flag} {name}: expected one of {', '.join(names)}")
     if args.layers % (args.ranks * args.chunks):
         parser.error(
             f"--layers {args.layers}: must be a multiple of --ranks {args.ranks} x --chunks "
             f"{args.chunks}"
         )
-    if args.untimed >= args.iterations:
-        parser.error(f"--untimed {args.untimed}: must be below --iterations {args.iterations}")
+    if args.untimed >= args.block:
+        parser.error(f"--untimed {args.untimed}: must be below --block {args.block}")
     for version in args.versions:
         if not (Path(args.sources) / version).is_dir() and not _archive(args, version).is_file():
             parser.error(
@@ -134,134 +136,192 @@ def unpacked(args: argparse.Namespace, version: str, folder: Path) -> Path:
     return folder / version
 
 
-def lengths(args: argparse.Namespace) -> list[int]:
-    """Unlike lengths of all microbatches of a run; each step has the same ones."""
+def lengths(args: argparse.Namespace, row: str) -> list[int]:
+    """Tokens of all microbatches of a step; empty where all are of the longest length."""
     rng = random.Random(args.seed)
-    drawn = [rng.lognormvariate(0.0, 1.0) * args.median for _ in range(args.microbatches)]
-    return [max(16, min(args.sequence, round(length / 16) * 16)) for length in drawn]
+    if row == "equal":
+        return []
+    longest, microbatches = args.sequence, args.microbatches
+    if row == "unlike":
+        return [_drawn(rng, args) for _ in range(microbatches)]
+    sequences = [_drawn(rng, args)]
+    while len(rows := _packed(sequences, longest)) <= microbatches:
+        full = rows
+        sequences.append(_drawn(rng, args))
+    rng.shuffle(full)
+    return full
 
 
-def flags(args: argparse.Namespace) -> list[str]:
+def _drawn(rng: random.Random, args: argparse.Namespace) -> int:
+    length = rng.lognormvariate(0.0, 1.0) * args.median
+    return max(16, min(args.sequence, round(length / 16) * 16))
+
+
+def _packed(sequences: Sequence[int], most: int) -> list[int]:
+    """Tokens of the rows into which the sequences are packed, the longest first, by best fit."""
+    rows: list[int] = []
+    for length in sorted(sequences, reverse=True):
+        fits = [place for place, tokens in enumerate(rows) if tokens + length <= most]
+        if fits:
+            rows[max(fits, key=lambda place: rows[place])] += length
+        else:
+            rows.append(length)
+    return rows
+
+
+def process_groups(args: argparse.Namespace, row: str) -> Iterator[tuple[str, list[str]]]:
+    """Number of queues and arms of each process group, in the order in which they run."""
+    for _ in range(args.runs):
+        for queues in args.queues:
+            names = [name for name in args.arms if queues != "1" or name in args.one_queue]
+            graphed = [name for name in names if NAMES.get(name) in _OWN_GRAPHS]
+            eager = [name for name in names if name not in graphed]
+            if eager:
+                yield queues, eager
+            if graphed and row == "equal":  # a captured layer has one shape
+                yield queues, graphed
+
+
+def arm_of(name: str) -> tuple[str, str, dict[str, Any]]:
+    """An arm for plugin_entry.py: its name, its kind and its settings."""
+    import torch
+
+    arm = arms.ARMS[NAMES[name.removeprefix(LATE)]]
+    if arm.policy is not None:
+        ahead = {"launch_ahead": False} if name.startswith(LATE) else {}
+        return name, "dynamic", {**arm.settings(), **ahead}
+    if NAMES[name] in (arms.LINKS, arms.GRAPHS_LINKS):
+        return name, "static", {"transport": "cuda_ipc" if torch.cuda.is_available() else "shm"}
+    return name, "own", {}
+
+
+def flags(args: argparse.Namespace, steps: int) -> list[str]:
     """The script's flags."""
     import torch
 
-    layers = args.layers // (args.ranks * args.chunks)
     words = (
         f"--num-layers {args.layers} --hidden-size {args.hidden} --seq-length {args.sequence} "
         f"--num-attention-heads {args.heads} --max-position-embeddings {args.sequence} "
-        f"--micro-batch-size 1 --global-batch-size {args.microbatches} --lr 1e-4 "
-        f"--seed {args.seed} --train-iters {args.iterations} --log-interval 1 "
-        "--eval-iters 1 --eval-interval 1000 "
+        f"--micro-batch-size 1 --global-batch-size {args.microbatches} --lr 0 --min-lr 0 "
+        f"--seed {args.seed} --train-iters {steps} --log-interval 1 "
+        "--eval-iters 1 --eval-interval 100000 "
         f"--mock-data --tokenizer-type NullTokenizer --vocab-size {args.vocabulary} "
         "--num-workers 0 --attention-dropout 0 --hidden-dropout 0 "
         f"--pipeline-model-parallel-size {args.ranks} --no-gradient-accumulation-fusion "
         f"--no-masked-softmax-fusion {LAYERS[args.layers_of]} {args.more}"
     )
-    if args.chunks > 1:
-        words += f" --num-layers-per-virtual-pipeline-stage {layers}"
+    found = words.split()
+    if args.layout:
+        found += ["--pipeline-model-parallel-layout", args.layout]
+    elif args.chunks > 1:
+        layers = args.layers // (args.ranks * args.chunks)
+        found += ["--num-layers-per-virtual-pipeline-stage", str(layers)]
     if torch.cuda.is_available():
-        return [*words.split(), "--bf16"]
-    return [*words.split(), "--distributed-backend", "gloo", "--use-cpu-initialization"]
+        return [*found, "--bf16"]
+    return [*found, "--distributed-backend", "gloo", "--use-cpu-initialization"]
 
 
-def run(args: argparse.Namespace, version: str, row: str, arm: str, folder: Path) -> dict[str, Any]:
-    """One training run: times and losses of its timed steps and its peak memory, or an error."""
-    root, record = unpacked(args, version, folder), folder / "peak"
-    own = (str(root), str(harness.ROOT), os.environ.get("PYTHONPATH", ""))
-    path = os.pathsep.join(filter(None, own))
-    drawn = lengths(args) if row == "unlike" else []
-    schedule, _, queues = arm.partition(":")
-    environment = {
-        **os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1",
-        "BENCH_SCRIPT": str(root / "pretrain_gpt.py"), "BENCH_RECORD": str(record),
-        "BENCH_LENGTHS": ",".join(map(str, drawn)),
-        **({"CUDA_DEVICE_MAX_CONNECTIONS": queues} if queues else {}),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", str(args.ranks), "-m", "megatron.dpp.run", str(_ENTRY)]
-    try:
-        done = subprocess.run(
-            [*command, *flags(args), *ARMS[schedule]], env=environment, capture_output=True,
-            text=True, cwd=folder, timeout=_RUN_SECONDS,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"error": f"no end within {_RUN_SECONDS:g} s"}
-    steps = _STEP.findall(done.stdout)[args.untimed :]
-    if done.returncode or not steps:
-        told = done.stderr.split("torch.distributed.elastic.multiprocessing.errors")[0]
-        return {"error": f"status {done.returncode}\n{done.stdout[-1500:]}\n{told[-4000:]}"}
-    peaks = [Path(f"{record}.{rank}").read_text(encoding="utf-8") for rank in range(args.ranks)]
-    return {
-        "ms": [float(took) for took, _ in steps],
-        "losses": [loss for _, loss in steps],
-        "peaks": [json.loads(peak) for peak in peaks],
-    }
+def run(
+    args: argparse.Namespace, version: str, row: str, queues: str, names: list[str], folder: Path
+) -> list[Line]:
+    """One process group; the lines of all ranks."""
+    root = unpacked(args, version, folder)
+    path = os.pathsep.join(
+        filter(None, (str(root), str(harness.ROOT), os.environ.get("PYTHONPATH")))
+    )
+    more = args.own_graphs.split() if NAMES.get(names[0]) in _OWN_GRAPHS else []
+    steps = args.block * args.rounds * len(names)
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        record = Path(own) / "steps"
+        environment = {
+            **os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1",
+            "CUDA_DEVICE_MAX_CONNECTIONS": queues, "BENCH_SCRIPT": str(root / "pretrain_gpt.py"),
+            "BENCH_RECORD": str(record), "BENCH_BLOCK": str(args.block),
+            "BENCH_MICROBATCHES": str(args.microbatches),
+            "BENCH_LENGTHS": ",".join(map(str, lengths(args, row))),
+            "BENCH_ARMS": json.dumps([arm_of(name) for name in names]),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc_per_node", str(args.ranks), "-m", "megatron.dpp.run", str(_ENTRY)]
+        try:
+            done = subprocess.run(
+                [*command, *flags(args, steps), *more], env=environment, capture_output=True,
+                text=True, cwd=own, timeout=args.seconds,
+            )  # fmt: skip
+            output, error = done.stdout, done.stderr if done.returncode else ""
+        except subprocess.TimeoutExpired as late:
+            output, error = str(late.stdout or ""), f"no end within {args.seconds:g} s"
+        told = [line for line in output.splitlines() if line.startswith("dynamic pipeline")]
+        told.append(error.split("closing signal")[0][-3000:])
+        print(f"{version}, {row}, {queues} queues: {' '.join(names)}")
+        print("\n".join(filter(None, dict.fromkeys(told))), flush=True)
+        written = [Path(f"{record}.{rank}") for rank in range(args.ranks)]
+        return [
+            json.loads(line)
+            for file in written
+            if file.is_file()
+            for line in file.read_text(encoding="utf-8").splitlines()
+        ]
 
 
 def report(
-    args: argparse.Namespace, found: dict[tuple[str, str, str], list[dict[str, Any]]]
+    args: argparse.Namespace, group: str, found: Sequence[tuple[str, Sequence[Line]]]
 ) -> None:
-    """Print the medians of all steps, the largest peaks of the ranks, and the last loss."""
+    """Print a row's arms and what comes from what, the launched-late arms in a table before it."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(
         f"\nhidden {args.hidden}, {args.layers} layers, PP{args.ranks} x {args.chunks}, "
-        f"{args.microbatches} microbatches of {args.sequence} tokens, or "
-        f"{sum(lengths(args))} tokens in all, {args.iterations - args.untimed} timed steps of "
-        f"each run, {device}, torch {torch.__version__}\n"
+        f"{args.microbatches} microbatches of at most {args.sequence} tokens, vocabulary "
+        f"{args.vocabulary}, {args.block - args.untimed} timed steps of each turn, {device}, torch "
+        f"{torch.__version__}"
     )
-    medians = {
-        cell: statistics.median(ms for result in results for ms in result["ms"])
-        for cell, results in found.items()
-    }
-    rows = []
-    for cell, results in found.items():
-        of_runs = [statistics.median(result["ms"]) for result in results]
-        static = [ms for (*row, arm), ms in medians.items()
-                  if row == list(cell[:2]) and arm.startswith("static")]  # fmt: skip
-        ratio = medians[cell] / min(static, default=float("nan"))
-        peaks = [
-            f"{max(peak[kind] for result in results for peak in result['peaks']) / 1e9:.2f}"
-            for kind in ("allocated", "reserved")
-        ]
-        losses = sorted({result["losses"][-1] for result in results})
-        rows.append(
-            (cell[0], cell[1], cell[2], f"{medians[cell]:.1f}",
-             " ".join(f"{ms:.1f}" for ms in of_runs), f"{ratio:.3f}", *peaks,
-             " ".join(losses))
-        )  # fmt: skip
-    harness.print_table(
-        "version | lengths | schedule | median ms | of each run | / best static | GB allocated | "
-        "reserved | last loss",
-        rows,
-    )
-    facts = {"settings": vars(args), "device": device, "lengths": lengths(args)}
-    named = {" ".join(cell): results for cell, results in found.items()}
-    harness.write_json(args.json, {**facts, "runs": named})
-    arms.print_gains([*gains(found)])
+    measured = [*gains(args, group, found)]
+    late = [one for one in measured if one.arm not in arms.ARMS]
+    if late:
+        print("\nTasks launched when their input has arrived:\n")
+        harness.print_table("row | arm | queues | median ms (min..max, turns) | reserved GB",
+                            (one.cells() for one in late))  # fmt: skip
+    graphs = any(one.arm in _OWN_GRAPHS for one in measured)
+    arms.print_gains([one for one in measured if one.arm in arms.ARMS], graphs=graphs)
 
 
-def gains(found: dict[tuple[str, str, str], list[dict[str, Any]]]) -> Iterator[arms.Measured]:
-    """The arms for the table of gains: the median of each run, the largest peak, and whether the
-    last loss is that of the static schedule. An arm may have a number of queues, as static:8.
+def gains(
+    args: argparse.Namespace, group: str, found: Sequence[tuple[str, Sequence[Line]]]
+) -> Iterator[arms.Measured]:
+    """The arms for the table of gains: the median of each turn, the worst rank's peak, and how far
+    loss and gradient norm are from the static schedule's.
+
+    Args:
+        found: number of queues, and lines of each process group.
     """
-    for (version, row, arm), results in found.items():
-        name, _, queues = arm.partition(":")
-        static = {
-            result["losses"][-1]
-            for (*other, one), others in found.items()
-            if other == [version, row] and one.startswith("static")
-            for result in others
-        }
-        losses = {result["losses"][-1] for result in results}
+    numbers: dict[str, set[tuple[float, float]]] = defaultdict(set)
+    turns: dict[tuple[str, str], list[float]] = defaultdict(list)
+    reserved: dict[tuple[str, str], int] = defaultdict(int)
+    for queues, lines in found:
+        steps: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        turn: dict[str, int] = defaultdict(int)
+        for name, number, seconds, _, peak, loss, norm in lines:
+            reserved[name, queues] = max(reserved[name, queues], peak)
+            if loss is None:
+                continue  # the last stage's rank has the losses, and its steps are timed
+            numbers[name].add((loss, norm))
+            turn[name] += number == 0
+            if number >= args.untimed:
+                steps[name][turn[name]].append(1e3 * seconds)
+        for name, of_turn in steps.items():
+            turns[name, queues] += [statistics.median(took) for took in of_turn.values()]
+    base = min(numbers.get("static") or {(math.nan, math.nan)})
+    for (name, queues), times in turns.items():
+        far = max(
+            abs(ours - own) / abs(own)
+            for pair in numbers[name]
+            for ours, own in zip(pair, base, strict=True)
+        )
+        equal = "bitwise" if far == 0.0 else f"{far:.0e}"
         yield arms.Measured(
-            name,
-            f"{version}, {row}",
-            queues,
-            [statistics.median(result["ms"]) for result in results],
-            max(peak["reserved"] for result in results for peak in result["peaks"]),
-            str(losses == static),
+            NAMES.get(name, name), group, queues, times, reserved[name, queues], equal
         )
 
 

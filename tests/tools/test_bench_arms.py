@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -114,17 +115,28 @@ def test_every_plan_has_every_arm() -> None:
     assert kinds == {arms.STATIC, arms.LINKS, "megatron", "fused", "dynamic, cap static", "dynamic"}
 
 
-def test_runs_of_the_plugin_are_arms() -> None:
-    def result(ms: float, loss: str = "7.1") -> dict[str, object]:
-        return {"ms": [ms, ms + 1, ms + 2], "losses": ["9.0", loss], "peaks": [{"reserved": 3e9}]}
+def test_turns_of_the_plugin_are_arms() -> None:
+    args = argparse.Namespace(untimed=1)
+    eight = [
+        (name, number, ms / 1e3, 0, int(3e9), loss, 2.0)
+        for name, times in (("static", (99.0, 97.0)), ("dynamic", (79.0, 81.0)))
+        for ms in times
+        for number in range(3)
+        for loss in (7.0, None)  # the first stage's rank has no loss
+    ]
+    one = [("static", number, 0.11, 0, int(2e9), 7.0, 2.0) for number in range(3)]
+    found = [*bench_plugin.gains(args, "unlike", [("8", eight), ("1", one)])]
+    assert [(each.arm, each.queues, len(each.times)) for each in found] == [
+        (arms.STATIC, "8", 2), ("dynamic", "8", 2), (arms.STATIC, "1", 1),
+    ]  # fmt: skip
+    assert [each.equal for each in found] == ["bitwise"] * 3
+    _, rows = arms.gain_rows(found, graphs=False)
+    assert rows[1][4:7] == ["3.00", "0.816", "18.4"]
 
-    found = {
-        ("main", "unlike", "static:1"): [result(110.0)],
-        ("main", "unlike", "static:8"): [result(99.0), result(98.0)],
-        ("main", "unlike", "dynamic:8"): [result(79.0), result(81.0, "7.2")],
-    }
-    one, static, dynamic = bench_plugin.gains(found)
-    assert (one.queues, static.queues, static.arm) == ("1", "8", arms.STATIC)
-    assert (static.ms, static.equal, dynamic.equal) == (99.5, "True", "False")
-    _, rows = arms.gain_rows([one, static, dynamic], graphs=False)
-    assert rows[2][4:7] == ["3.00", "0.814", "18.6"]
+
+def test_a_loss_of_the_plugin_that_differs_is_shown() -> None:
+    args = argparse.Namespace(untimed=0)
+    lines = [("static", 0, 0.1, 0, 0, 8.0, 2.0), ("fused", 0, 0.1, 0, 0, 8.0, 2.02)]
+    assert [one.equal for one in bench_plugin.gains(args, "equal", [("8", lines)])] == [
+        "bitwise", "1e-02",
+    ]  # fmt: skip
