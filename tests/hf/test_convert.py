@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.checkpoint.files import find
+from megatron.dpp_train.families import find_families
 from megatron.dpp_train.hf import Entry, Part, entries, num_parameters, read_config
 from megatron.dpp_train.hf.checkpoint import Stored
 from megatron.dpp_train.hf.convert_command import main
@@ -276,6 +277,7 @@ def test_bad_checkpoints_and_targets_are_one_line(
     shutil.rmtree(ours / "hf")
     refused("--like DIR", ours, tmp_path / "x")
     refused("--add-qkv-bias is off, there on", ours, tmp_path / "x", "--family", "qwen2")
+    refused("--family nothing: expected one of", ours, tmp_path / "x", "--family", "nothing")
     refused("the model has no experts", ours, tmp_path / "x", "--family", "mixtral")
     (shard,) = (ours / "release").glob("*.distcp")
     damaged = bytearray(shard.read_bytes())
@@ -321,18 +323,11 @@ def test_notes_name_what_is_not_mapped(made: Callable[[str], Path], tmp_path: Pa
 
 def test_every_tensor_has_one_place(made: Callable[[str], Path]) -> None:
     for family in FAMILIES:
-        found = list(entries(family, read_config(made(family)).sizes))
+        found = list(entries(find_families()[family], read_config(made(family)).sizes))
         places = [(each.key, each.place) for each in found]
         names = [part.name for each in found if not each.twin for part in each.parts]
         assert len(set(places)) == len(places)
         assert len(set(names)) == len(names)
-
-
-def test_a_family_must_be_the_models() -> None:
-    from megatron.dpp_train.hf import write_config
-
-    with pytest.raises(DataError, match="--family nothing: expected one of llama"):
-        write_config("nothing", SimpleNamespace(), "float32")
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.dpp.errors import DataError
+from megatron.dpp_train.families import find_families
 from megatron.dpp_train.hf import Entry, checkpoint, read_config, write_config
 from megatron.dpp_train.hf.checkpoint import Stored
 from megatron.dpp_train.hf.convert_command import main
-from megatron.dpp_train.hf.fields import FAMILIES, parse_config
+from megatron.dpp_train.hf.fields import parse_config
 from megatron.dpp_train.hf.folder import Folder
 from megatron.dpp_train.hf.model import args_of_model, check_same, completed
 from megatron.dpp_train.hf.rules import join
@@ -65,7 +66,9 @@ def export(source: Path, target: Path, like: Path) -> dict[str, torch.Tensor]:
 
 
 def rewritten(family: str, folder: Path) -> dict[str, Any]:
-    return write_config(family, completed(args_of_model(read_config(folder))), "float32")
+    return write_config(
+        find_families()[family], completed(args_of_model(read_config(folder))), "float32"
+    )
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -256,7 +259,7 @@ def test_the_type_of_an_entry_is_that_of_its_own_tensor() -> None:
     assert found.dtype(replace(entry, place=(0,))) == torch.float32
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", tiny.MODELS)
 def test_absent_fields_have_the_values_of_transformers(family: str) -> None:
     import transformers
 
@@ -267,10 +270,10 @@ def test_absent_fields_have_the_values_of_transformers(family: str) -> None:
         rope = getattr(usual, "rope_parameters", None) or {}
         return rope[key] if key in rope else getattr(usual, key)
 
-    for key, value in FAMILIES[family].usual.items():
+    for key, value in find_families()[family].usual.items():
         if key != "sliding_window" or hasattr(usual, key):
             assert value_of(key) == value, key
-    for key, values in FAMILIES[family].only.items():
+    for key, values in find_families()[family].only.items():
         if hasattr(usual, key):
             assert getattr(usual, key) == values[0], key
     if family == "gpt2":
@@ -326,7 +329,7 @@ def test_yarn_comes_back_as_it_was(more: dict[str, Any], made: Callable[[str], P
     content = json.loads((made("llama") / "config.json").read_text())
     content["rope_parameters"] = YARN | {"rope_theta": 10000.0} | more
     config = parse_config(content, "x")
-    written = write_config("llama", completed(args_of_model(config)), "float32")
+    written = write_config(find_families()["llama"], completed(args_of_model(config)), "float32")
     check_same(completed(args_of_model(config)), parse_config(written, "x"), "", "", "")
     found = [ROPE_INIT_FUNCTIONS["yarn"](LlamaConfig(**each)) for each in (content, written)]
     assert torch.equal(found[0][0], found[1][0])
@@ -375,7 +378,7 @@ def test_linear_scaling_comes_back_as_it_was(made: Callable[[str], Path]) -> Non
     rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     config = parse_config(content | {"rope_parameters": rope}, "x")
     assert config.flags["rotary-seq-len-interpolation-factor"] == 4
-    written = write_config("llama", completed(args_of_model(config)), "float32")
+    written = write_config(find_families()["llama"], completed(args_of_model(config)), "float32")
     check_same(completed(args_of_model(config)), parse_config(written, "x"), "", "", "")
     assert parse_config(written, "x").flags == config.flags
 

@@ -14,9 +14,11 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
 from megatron.dpp.errors import DataError
+from megatron.dpp_train.families import find_families
 from megatron.dpp_train.hf import Entry, Sizes, entries
 from megatron.dpp_train.hf import load as hf
 
+FAMILIES = find_families()
 _SIZES = Sizes(
     layers=4,
     hidden=32,
@@ -36,7 +38,7 @@ _SIZES = Sizes(
     ("family", "key"), [("qwen2", "linear_qkv.bias"), ("qwen3", "q_layernorm")]
 )
 def test_tensors_that_no_rank_used_are_refused(family: str, key: str) -> None:
-    tensors = list(entries(family, _SIZES))
+    tensors = list(entries(FAMILIES[family], _SIZES))
     used = {(each.key, each.place) for each in tensors if not each.twin}
     hf.check_all_used(Path("folder"), tensors, used)
     less = {(name, place) for name, place in used if key not in name}
@@ -46,14 +48,14 @@ def test_tensors_that_no_rank_used_are_refused(family: str, key: str) -> None:
 
 
 def test_a_norm_with_two_names_needs_one_of_them() -> None:
-    tensors = list(entries("mixtral", replace(_SIZES, experts=4)))
+    tensors = list(entries(FAMILIES["mixtral"], replace(_SIZES, experts=4)))
     once = {(each.key, each.place) for each in tensors if not each.twin}
     assert len(once) == len(tensors) - _SIZES.layers
     hf.check_all_used(Path("folder"), tensors, once)
 
 
 def test_a_model_with_fewer_layers_is_refused() -> None:
-    entry = next(each for each in entries("llama", _SIZES) if each.counts == (4,))
+    entry = next(each for each in entries(FAMILIES["llama"], _SIZES) if each.counts == (4,))
     shape = (2, *entry.shape)
     shard: Any = SimpleNamespace(
         key=entry.key,
@@ -74,14 +76,16 @@ def test_what_any_rank_uses_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         entries=list, path="folder", config=SimpleNamespace(family="llama"), dtype="bf16",
         close=lambda: closed.append(True),
     )  # fmt: skip
-    monkeypatch.setattr(hf, "Folder", lambda path: folder)
+    monkeypatch.setattr(hf, "Folder", lambda *_: folder)
     monkeypatch.setattr(hf.mpu, "get_data_parallel_group", lambda **_: None)
     monkeypatch.setattr(hf.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(
         hf.dist, "all_gather_object", lambda every, own: every.__setitem__(slice(2), [{1}, {2}])
     )
     monkeypatch.setattr(hf, "check_all_used", lambda path, left, used: checked.append(used))
-    run: Any = SimpleNamespace(args=SimpleNamespace(load_hf="folder"), say=lambda text: None)
+    run: Any = SimpleNamespace(
+        args=SimpleNamespace(load_hf="folder", family_file=None), say=lambda text: None
+    )
     hf.fill(run, [])
     assert checked == [{1, 2}] and closed == [True]
 
@@ -89,7 +93,9 @@ def test_what_any_rank_uses_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("experts", [4, 8])
 def test_a_model_with_another_number_of_experts_is_refused(experts: int) -> None:
     entry = next(
-        each for each in entries("mixtral", replace(_SIZES, experts=4)) if "linear_fc2" in each.key
+        each
+        for each in entries(FAMILIES["mixtral"], replace(_SIZES, experts=4))
+        if "linear_fc2" in each.key
     )
     assert entry.counts == (4, 4)
     places = [(axis, at, size) for axis, (at, size) in enumerate([(0, 4), (0, experts)])]
@@ -105,7 +111,7 @@ def test_a_model_with_another_number_of_experts_is_refused(experts: int) -> None
 
 
 def test_one_tensor_that_no_rank_used_is_refused_by_all_its_names() -> None:
-    tensors = list(entries("llama", _SIZES))
+    tensors = list(entries(FAMILIES["llama"], _SIZES))
     left = next(each for each in tensors if "linear_qkv.weight" in each.key)
     used = {(each.key, each.place) for each in tensors if each is not left}
     names = r"\.q_proj\.weight, .*\.k_proj\.weight, .*\.v_proj\.weight;"
@@ -115,7 +121,9 @@ def test_one_tensor_that_no_rank_used_is_refused_by_all_its_names() -> None:
 
 def test_a_vocabulary_is_not_cut() -> None:
     """A run's may be longer, as it is padded."""
-    (entry,) = (each for each in entries("llama", _SIZES) if "word_embeddings" in each.key)
+    (entry,) = (
+        each for each in entries(FAMILIES["llama"], _SIZES) if "word_embeddings" in each.key
+    )
     shape = (entry.shape[0] - 1, *entry.shape[1:])
     shard: Any = SimpleNamespace(
         key=entry.key, data=torch.zeros(shape), global_shape=shape, global_offset=(0, 0),
@@ -140,11 +148,13 @@ def test_shards_are_those_of_data_and_context_ranks_together(
         entries=list, path="folder", config=SimpleNamespace(family="llama"), dtype="bf16",
         close=lambda: None,
     )  # fmt: skip
-    monkeypatch.setattr(hf, "Folder", lambda path: folder)
+    monkeypatch.setattr(hf, "Folder", lambda *_: folder)
     monkeypatch.setattr(hf.mpu, "get_data_parallel_group", group)
     monkeypatch.setattr(hf.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(hf.dist, "all_gather_object", lambda every, own: every.__setitem__(0, own))
-    run: Any = SimpleNamespace(args=SimpleNamespace(load_hf="folder"), say=lambda text: None)
+    run: Any = SimpleNamespace(
+        args=SimpleNamespace(load_hf="folder", family_file=None), say=lambda text: None
+    )
     hf.fill(run, [SimpleNamespace(sharded_state_dict=state)] * 2)
     assert asked == ["data and context"] * 2
 
@@ -157,7 +167,7 @@ def folder_of_numbers() -> Any:
         return [torch.full(part.shape, first + i / 2) for i, part in enumerate(entry.parts)]
 
     return SimpleNamespace(
-        entries=lambda: entries("llama", _SIZES), path="folder", read=read, dtype="bf16",
+        entries=lambda: entries(FAMILIES["llama"], _SIZES), path="folder", read=read, dtype="bf16",
         config=SimpleNamespace(family="llama", sizes=_SIZES), close=lambda: None,
     )  # fmt: skip
 
@@ -165,12 +175,14 @@ def folder_of_numbers() -> Any:
 def fill_alone(monkeypatch: pytest.MonkeyPatch, states: list[dict[str, Any]]) -> set[Any]:
     """Fill these chunks on the only rank; what of the folder it used."""
     used: list[set[Any]] = []
-    monkeypatch.setattr(hf, "Folder", lambda path: folder_of_numbers())
+    monkeypatch.setattr(hf, "Folder", lambda *_: folder_of_numbers())
     monkeypatch.setattr(hf.mpu, "get_data_parallel_group", lambda **_: None)
     monkeypatch.setattr(hf.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(hf.dist, "all_gather_object", lambda every, own: every.__setitem__(0, own))
     monkeypatch.setattr(hf, "check_all_used", lambda path, left, found: used.append(found))
-    run: Any = SimpleNamespace(args=SimpleNamespace(load_hf="folder"), say=lambda text: None)
+    run: Any = SimpleNamespace(
+        args=SimpleNamespace(load_hf="folder", family_file=None), say=lambda text: None
+    )
     hf.fill(run, [SimpleNamespace(sharded_state_dict=lambda metadata, s=s: s) for s in states])
     return used[0]
 
@@ -220,7 +232,7 @@ def shard_of(key: str, *shape: int) -> Any:
 @pytest.mark.parametrize(("rows", "fits"), [(96, True), (102, True), (95, False)])
 def test_only_a_vocabulary_may_be_longer_than_the_folders(rows: int, fits: bool) -> None:
     """Rows of others would be left as zeros."""
-    entry_of = {each.key: each for each in entries("llama", _SIZES)}
+    entry_of = {each.key: each for each in entries(FAMILIES["llama"], _SIZES)}
     words, norm = "embedding.word_embeddings.weight", "decoder.final_layernorm.weight"
     refusal = pytest.raises(DataError, match=r"is \[(96, )?32\], the run's model has ")
     with contextlib.nullcontext() if fits else refusal:
@@ -232,7 +244,9 @@ def test_only_a_vocabulary_may_be_longer_than_the_folders(rows: int, fits: bool)
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_takes_its_rows_of_the_vocabulary_and_zeros_behind_them(rank: int) -> None:
-    (entry,) = (each for each in entries("llama", _SIZES) if "word_embeddings" in each.key)
+    (entry,) = (
+        each for each in entries(FAMILIES["llama"], _SIZES) if "word_embeddings" in each.key
+    )
     whole = torch.arange(96.0 * 32).reshape(96, 32) + 1
     folder: Any = SimpleNamespace(
         path="folder", read=lambda _: [whole], config=SimpleNamespace(sizes=_SIZES)
@@ -259,7 +273,12 @@ def test_only_a_complete_training_is_exported(
     said: list[str] = []
     monkeypatch.setattr(hf, "to_hf", lambda *words, like, **_: calls.append((*words, like)))
     args = SimpleNamespace(
-        skip_train=skips, train_iters=9, save="save", save_hf="new", load_hf="there"
+        skip_train=skips,
+        train_iters=9,
+        save="save",
+        save_hf="new",
+        load_hf="there",
+        family_file=None,
     )
     run: Any = SimpleNamespace(args=args, iteration=iteration, say=said.append)
     hf.export(run)

@@ -9,8 +9,8 @@ import pytest
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.cost.memory import model_parameters
+from megatron.dpp_train.families import find_families
 from megatron.dpp_train.hf import Sizes, num_parameters
-from megatron.dpp_train.hf.fields import FAMILIES
 from megatron.dpp_train.launch.flags import MODELS, model_flags
 from megatron.dpp_train.launch.main import plan
 from megatron.dpp_train.launch.settle import shape_from
@@ -96,18 +96,20 @@ def sizes_of(name: str, family: str) -> Sizes:
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
     family, count = PARAMETERS[name]
-    assert num_parameters(family, sizes_of(name, family)) == count
+    assert num_parameters(find_families()[family], sizes_of(name, family)) == count
 
 
 @pytest.mark.parametrize("name", GPT3)
 def test_a_size_of_gpt3_is_near_the_papers(name: str) -> None:
-    assert num_parameters("gpt2", sizes_of(name, "gpt2")) == pytest.approx(GPT3[name], rel=0.02)
+    assert num_parameters(find_families()["gpt2"], sizes_of(name, "gpt2")) == pytest.approx(
+        GPT3[name], rel=0.02
+    )
 
 
 def test_presets_have_the_options_of_their_family() -> None:
     families = {name: family for name, (family, _) in PARAMETERS.items()} | TINY
     for name, family in families.items():
-        options = FAMILIES[family].flags
+        options = find_families()[family].flags
         switches = {f"--{each}" for each, value in options.items() if value is True}
         flags = model_flags(name)
         assert switches <= flags.keys(), name
@@ -125,7 +127,7 @@ FEW = {"gpt2", "gpt3-175b", "llama3.1-8b", "mixtral-8x7b", "tiny-qwen3-moe"}
 def test_a_preset_is_planned_with_a_layout_that_fits(name: str) -> None:
     """The estimate counts all parameters of the model."""
     family = "gpt2" if name in GPT3 else PARAMETERS.get(name, (TINY.get(name, ""), 0))[0]
-    count = num_parameters(family, sizes_of(name, family))
+    count = num_parameters(find_families()[family], sizes_of(name, family))
     sizes = {
         4e9: "--gpus 2 --pp 2",
         15e9: "--gpus 8 --tp 2 --pp 4",

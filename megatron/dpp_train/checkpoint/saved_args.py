@@ -21,7 +21,7 @@ _UNLESS_GIVEN = (
     *SIZES, "seq_length", "max_position_embeddings", "padded_vocab_size", "ckpt_format",
 )  # fmt: skip
 STRUCTURE = (
-    "num_query_groups", "group_query_attention", "position_embedding_type", "rotary_base",
+    "family", "num_query_groups", "group_query_attention", "position_embedding_type", "rotary_base",
     "rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor",
     "use_rope_scaling", "rope_scaling_factor", "rotary_scaling_factor", "mscale", "mscale_all_dim",
     "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow",

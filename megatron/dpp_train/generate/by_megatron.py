@@ -54,11 +54,14 @@ _SWITCHES = {"float32": [], "bfloat16": ["--bf16"], "float16": ["--fp16"]}
 _NODE = ("MASTER_ADDR", "MASTER_PORT")
 
 
-def settings(model: Found | Path, device: str, dtype: str) -> RunConfig:
+def settings(
+    model: Found | Path, device: str, dtype: str, family_file: Path | None = None
+) -> RunConfig:
     """The settings of one process that loads a model and does not train it.
 
     Args:
         model: a checkpoint, or a Hugging Face folder.
+        family_file: a Python file with a further family.
 
     Raises:
         ConfigError: a model that these layers do not compute.
@@ -67,7 +70,9 @@ def settings(model: Found | Path, device: str, dtype: str) -> RunConfig:
     if isinstance(model, Found):
         words = ["--load", str(model.path.parent), "--use-checkpoint-args"]
     else:
-        words = ["--load-hf", str(model), *read_config(model).words()]
+        words = ["--load-hf", str(model), *read_config(model, family_file).words()]
+    if family_file:
+        words += ["--family-file", str(family_file)]
     parsed = parse_args([*_FLAGS.split(), "--device", device, *_SWITCHES[dtype], *words])
     if isinstance(model, Found):
         parsed.start = model
@@ -90,7 +95,12 @@ def _take_router(parsed: Settings, saved: Any) -> None:
 
 @contextlib.contextmanager
 def megatron_engine(
-    model: Found | Path, *, vocabulary: int, device: str = "auto", dtype: str | None = None
+    model: Found | Path,
+    *,
+    vocabulary: int,
+    device: str = "auto",
+    dtype: str | None = None,
+    family_file: Path | None = None,
 ) -> Iterator[MegatronEngine]:
     """A model, until the end of the block.
 
@@ -98,13 +108,14 @@ def megatron_engine(
         model: a checkpoint, or a Hugging Face folder.
         vocabulary: tokens that exist; the rows of the model behind them are padding.
         device: ``auto``, ``cpu`` or ``cuda``.
+        family_file: a Python file with a further family.
         dtype: ``float32``, ``bfloat16`` or ``float16``; :func:`default_dtype` when None.
 
     Raises:
         ConfigError: the model does not fit on the device, or cannot be computed.
         DataError: the model is damaged.
     """
-    args = settings(model, device, dtype or default_dtype(device))
+    args = settings(model, device, dtype or default_dtype(device), family_file)
     _check_memory(args)
     with _alone() as stack:
         with contextlib.redirect_stdout(io.StringIO()):  # stdout is the answer's

@@ -82,7 +82,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError(
             "--tasks: lm-evaluation-harness is not installed; pip install lm_eval[hf]"
         )
-    source = find_source(args.model, args.step, args.engine)
+    source = find_source(args.model, args.step, args.engine, args.family_file)
     found: dict[str, Any] = {}
     if args.data:
         found |= _perplexity(args, source)

@@ -70,7 +70,7 @@ def _run(args: argparse.Namespace) -> int:
     require_value(args, "max_new_tokens", most >= 1, "at least 1")
     if args.output is not None:
         _check_output(args.output)
-    source = find_source(args.model, args.step, args.engine)
+    source = find_source(args.model, args.step, args.engine, args.family_file)
     tokenizer, place = tokenizer_of(source, args.tokenizer)
     prompts = _prompts(args, source, tokenizer, place)
     ids = [prompt.ids for prompt in prompts]

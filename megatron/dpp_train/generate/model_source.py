@@ -44,6 +44,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
         "--engine", choices=_ENGINES, default="auto", help="auto: megatron, if it has the family"
     )
     parser.add_argument(
+        "--family-file", type=Path, metavar="FILE", help="Python file with a further family"
+    )
+    parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there"
     )
     parser.add_argument("--dtype", choices=_DTYPES, help="default: bfloat16 on GPUs, else float32")
@@ -67,6 +70,7 @@ class Source:
         folder: the Hugging Face folder, or that which the checkpoint's model comes from.
         config: its ``config.json``; None without one, and for a family that only transformers
             knows.
+        family_file: a Python file with a further family.
     """
 
     path: Path
@@ -74,6 +78,7 @@ class Source:
     saved: Any
     folder: Path | None
     config: HfConfig | None
+    family_file: Path | None = None
 
     @property
     def positions(self) -> int | None:
@@ -85,11 +90,14 @@ class Source:
         return int(known) if known else None
 
 
-def find_source(path: Path, step: int | None, engine: str) -> Source:
+def find_source(
+    path: Path, step: int | None, engine: str, family_file: Path | None = None
+) -> Source:
     """The model at ``path``: a Hugging Face folder, a directory of checkpoints, or one of them.
 
     Args:
         step: iteration of the checkpoint; the latest when None.
+        family_file: a Python file with a further family.
 
     Raises:
         ConfigError: ``--step`` of a Hugging Face folder.
@@ -100,8 +108,9 @@ def find_source(path: Path, step: int | None, engine: str) -> Source:
     if (path / CONFIG).is_file():
         if step is not None:
             raise ConfigError(f"--step: {path} is a Hugging Face model, not a checkpoint")
+        config = _known_config(path, engine, family_file)
         return Source(
-            path=path, found=None, saved=None, folder=path, config=_known_config(path, engine)
+            path=path, found=None, saved=None, folder=path, config=config, family_file=family_file
         )
     found = find_named(path, step)
     if found is None:
@@ -114,25 +123,27 @@ def find_source(path: Path, step: int | None, engine: str) -> Source:
         raise DataError(f"{found.path}: holds no arguments, so its model is not known")
     started = [getattr(saved, name, None) for name in ("load_hf", "pretrained_checkpoint", "load")]
     folder = find_whole_origin(found.path.parent, started)
-    config = _config_of(folder, saved) if folder else None
+    config = _config_of(folder, saved, family_file) if folder else None
     folder = folder if config else None
-    return Source(path=path, found=found, saved=saved, folder=folder, config=config)
+    return Source(
+        path=path, found=found, saved=saved, folder=folder, config=config, family_file=family_file
+    )
 
 
-def _config_of(folder: Path, saved: Any) -> HfConfig | None:
+def _config_of(folder: Path, saved: Any, family_file: Path | None) -> HfConfig | None:
     """The ``config.json`` of a checkpoint's model; None where it is broken or another model's."""
     try:
-        config = read_config(folder)
+        config = read_config(folder, family_file)
         check_same(completed(saved), config, "", "", "")
     except DataError:
         return None
     return config
 
 
-def _known_config(folder: Path, engine: str) -> HfConfig | None:
+def _known_config(folder: Path, engine: str, family_file: Path | None) -> HfConfig | None:
     """The ``config.json`` of a folder; None for a family that only transformers may know."""
     try:
-        return read_config(folder)
+        return read_config(folder, family_file)
     except DataError:
         from megatron.dpp_train.generate.by_transformers import is_installed
 
@@ -224,7 +235,7 @@ def ends_of(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
 def vocabulary_of(source: Source, tokenizer: Tokenizer) -> int:
     """Tokens that exist: those that the run counted, rows of ``config.json``, else the tokenizer's
     tokens. The model may have more rows, which are padding."""
-    known = tokens_of(source.found, source.saved) if source.found else None
+    known = tokens_of(source.found, source.saved, source.family_file) if source.found else None
     if known is None and source.config:
         known = source.config.sizes.vocab
     return known or tokenizer.vocab_size
@@ -273,7 +284,11 @@ def _engine(source: Source, args: argparse.Namespace, vocabulary: int) -> Iterat
             yield by_transformers.TransformersEngine(folder, args.device, args.dtype)
         return
     with by_megatron.megatron_engine(
-        source.found or source.path, vocabulary=vocabulary, device=args.device, dtype=args.dtype
+        source.found or source.path,
+        vocabulary=vocabulary,
+        device=args.device,
+        dtype=args.dtype,
+        family_file=source.family_file,
     ) as found:
         yield found
 
@@ -302,6 +317,7 @@ def exported(source: Source) -> Iterator[Path]:
             source.found.path,
             target,
             like=source.folder,
+            family_file=source.family_file,
             progress=lambda _: None,
         )
         yield target

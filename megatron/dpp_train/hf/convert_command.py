@@ -11,7 +11,6 @@ from pathlib import Path
 
 from megatron.dpp.command_line import guarded, new_parser, progress_bar
 from megatron.dpp.errors import DataError
-from megatron.dpp_train.hf import TABLES
 from megatron.dpp_train.hf.fields import CONFIG
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -32,11 +31,14 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="folder to read")
     parser.add_argument("target", type=Path, metavar="TARGET", help="folder to make")
     parser.add_argument("--dtype", choices=_DTYPES, help="type of the tensors (default: as is)")
+    parser.add_argument(
+        "--family-file", type=Path, metavar="FILE", help="Python file with a further family"
+    )
     group = parser.add_argument_group("from a checkpoint")
     group.add_argument(
         "--like", type=Path, metavar="DIR", help="Hugging Face folder of the same model"
     )
-    group.add_argument("--family", choices=tuple(TABLES), help="kind of model, without --like")
+    group.add_argument("--family", metavar="NAME", help="kind of model, without --like")
     group.add_argument("--step", type=int, metavar="N", help="iteration (default: the latest)")
     group.add_argument(
         "--shard-size", type=float, default=5.0, metavar="GB", help="largest file (default 5)"
@@ -68,13 +70,20 @@ def _run(args: argparse.Namespace) -> int:
             bar.update(done)
 
         if from_hf:
-            notes = to_megatron(args.source, args.target, dtype=dtype, progress=progress)
+            notes = to_megatron(
+                args.source,
+                args.target,
+                dtype=dtype,
+                family_file=args.family_file,
+                progress=progress,
+            )
         else:
             config = to_hf(
                 args.source,
                 args.target,
                 like=args.like,
                 family=args.family,
+                family_file=args.family_file,
                 step=args.step,
                 dtype=dtype,
                 shard_bytes=int(args.shard_size * 10**9),

@@ -72,11 +72,13 @@ def loaded_tokens(args: Settings) -> int | None:
     """
     found = find_start(args)
     if found is None:
-        return read_config(Path(args.load_hf)).sizes.vocab if args.load_hf else None
-    return tokens_of(found, saved_args(found) or args)
+        return (
+            read_config(Path(args.load_hf), args.family_file).sizes.vocab if args.load_hf else None
+        )
+    return tokens_of(found, saved_args(found) or args, args.family_file)
 
 
-def tokens_of(found: Found, saved: Any) -> int | None:
+def tokens_of(found: Found, saved: Any, family_file: str | Path | None = None) -> int | None:
     """The same for a checkpoint.
 
     Args:
@@ -88,7 +90,7 @@ def tokens_of(found: Found, saved: Any) -> int | None:
     started = [getattr(saved, name, None) for name in ("load_hf", "pretrained_checkpoint", "load")]
     folder = find_whole_origin(found.path.parent, started)
     try:
-        return read_config(folder).sizes.vocab if folder else None
+        return read_config(folder, family_file).sizes.vocab if folder else None
     except DataError:  # another model's since
         return None
 
@@ -123,7 +125,7 @@ def origin_of(args: Settings) -> Path | None:
 def _check_model(args: Settings, folder: Path, given: str) -> None:
     """Compare the flags that shape a model or change its numbers with a ``config.json``."""
     advice = f"megatron-dpp train --model {folder} gives its flags"
-    check_same(args, read_config(folder), given, str(folder / CONFIG), advice)
+    check_same(args, read_config(folder, args.family_file), given, str(folder / CONFIG), advice)
 
 
 def _check_tokenizer(args: Settings, folder: Path) -> None:

@@ -33,9 +33,9 @@ class Folder:
         DataError: a file is missing or damaged; names, shapes or types are not the model's.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, family_file: str | Path | None = None) -> None:
         self.path = Path(path)
-        self.config: HfConfig = read_config(path)
+        self.config: HfConfig = read_config(path, family_file)
         self._files = find_weights(self.path)
         self._open = {file: _opened(file) for file in sorted(set(self._files.values()))}
         self._prefix = self._own_prefix()
@@ -85,7 +85,8 @@ class Folder:
 
     def _may_be(self, name: str) -> bool:
         """True for buffers of older files, and for tied output weights that were saved too."""
-        return name.endswith(IGNORED) or name == "lm_head.weight"
+        unread = (*IGNORED, *self.config.family.unread)
+        return name.endswith(unread) or name == "lm_head.weight"
 
     def _check_part(self, name: str, shape: tuple[int, ...]) -> str:
         found = self._open[self._files[name]].get_slice(name)

@@ -27,7 +27,7 @@ def fill(run: Run, models: Sequence[Any]) -> None:
     Raises:
         DataError: the folder is damaged, or its model is another.
     """
-    folder = Folder(run.args.load_hf or "")
+    folder = Folder(run.args.load_hf or "", run.args.family_file)
     entries = {(each.key, each.place): each for each in folder.entries()}
     axes = {key: len(place) for key, place in entries}
     group = mpu.get_data_parallel_group(with_context_parallel=True)
@@ -109,6 +109,7 @@ def export(run: Run) -> None:
         Path(args.save or ""),
         Path(args.save_hf or ""),
         like=origin_of(args),
+        family_file=Path(args.family_file) if args.family_file else None,
         progress=lambda _: None,
     )
     run.say(f"Hugging Face model: {args.save_hf}")

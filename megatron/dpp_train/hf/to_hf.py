@@ -12,6 +12,7 @@ from megatron.dpp.errors import DataError
 from megatron.dpp_train.checkpoint import checksums
 from megatron.dpp_train.checkpoint import files as checkpoint_files
 from megatron.dpp_train.checkpoint.saved_args import saved_args
+from megatron.dpp_train.families import find_families
 from megatron.dpp_train.hf import Entry, HfConfig, Part, entries, read_config, write_config
 from megatron.dpp_train.hf.checkpoint import Stored
 from megatron.dpp_train.hf.fields import CONFIG, parse_config
@@ -30,6 +31,7 @@ def to_hf(
     *,
     like: Path | None = None,
     family: str | None = None,
+    family_file: Path | None = None,
     step: int | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -39,9 +41,10 @@ def to_hf(
     not exist.
 
     Args:
-        like: a Hugging Face folder of the same model: its ``config.json`` and tokenizer are copied.
-            Found by itself beside a converted checkpoint, and where training started from one.
+        like: a Hugging Face folder of the same model, whose ``config.json`` and tokenizer are
+            copied. By default it is that beside the checkpoint, or from which training started.
         family: the kind of model, for a checkpoint that never was one of Hugging Face's.
+        family_file: a Python file with a further family.
         step: iteration of the checkpoint; the latest by default.
         dtype: of the tensors; as they are in the checkpoint by default.
         progress: called with the bytes of each tensor that is written.
@@ -63,11 +66,7 @@ def to_hf(
     sums = checksums.read(found.path) or {}
     checksums.check(found.path, sums, list(sums))
     stored = Stored(found.path)
-    config = read_config(like) if like else _from_args(str(family), args, source)
-    if args is not None:
-        where = str(like / CONFIG) if like else f"--family {family}"
-        check_same(completed(args), config, str(source), where, "give the model's own (--like DIR)")
-        config = _with_tokens(config, getattr(args, "loss_vocab_size", None), where)
+    config = _config_of(like, family, family_file, args, source)
     tensors = _checked(stored, config)
     kind = dtype or one_dtype({each.key: stored.dtype(each) for each in tensors}, found.path)
     shapes = {part.name: part.shape for each in tensors for part in each.parts}
@@ -85,11 +84,37 @@ def to_hf(
     return config
 
 
-def _with_tokens(config: HfConfig, count: int | None, where: str) -> HfConfig:
+def _config_of(
+    like: Path | None, family: str | None, family_file: Path | None, args: Any, source: Path
+) -> HfConfig:
+    """The ``config.json`` of the model: that of a folder, or one made of the arguments."""
+    if args is None and like:
+        return read_config(like, family_file)
+    if args is None:
+        raise DataError(f"{source}: holds no arguments; name a folder of the same model (--like)")
+    if like:
+        config, where = read_config(like, family_file), str(like / CONFIG)
+    else:
+        config, where = _from_args(args, family, family_file, source), f"--family {family}"
+    check_same(completed(args), config, str(source), where, "give the model's own (--like DIR)")
+    return _with_tokens(config, getattr(args, "loss_vocab_size", None), where, family_file)
+
+
+def _from_args(args: Any, family: str | None, family_file: Path | None, source: Path) -> HfConfig:
+    families = find_families(family_file)
+    if family is None or family not in families:
+        raise DataError(f"--family {family}: expected one of {', '.join(sorted(families))}")
+    content = write_config(families[family], completed(args), "float32")
+    return parse_config(content, f"the arguments in {source}", family_file)
+
+
+def _with_tokens(
+    config: HfConfig, count: int | None, where: str, family_file: Path | None
+) -> HfConfig:
     """``config`` with the tokens that a run counted; its tokenizer may have had more."""
     if count is None or count <= config.sizes.vocab:
         return config
-    return parse_config({**config.content, "vocab_size": count}, where)
+    return parse_config({**config.content, "vocab_size": count}, where, family_file)
 
 
 def _checked(stored: Stored, config: HfConfig) -> list[Entry]:
@@ -103,15 +128,8 @@ def _checked(stored: Stored, config: HfConfig) -> list[Entry]:
             chosen[each.parts] = each
     for each in chosen.values():
         stored.check(each)
-    stored.check_rest(tensors, config.family)
+    stored.check_rest(tensors, str(config.family))
     return list(chosen.values())
-
-
-def _from_args(family: str, args: Any, source: Path) -> HfConfig:
-    if args is None:
-        raise DataError(f"{source}: holds no arguments; name a folder of the same model (--like)")
-    content = write_config(family, completed(args), "float32")
-    return parse_config(content, f"the arguments in {source}")
 
 
 def _write_config(path: Path, content: dict[str, Any], kind: torch.dtype) -> None:

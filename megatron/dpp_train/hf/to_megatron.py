@@ -24,12 +24,18 @@ Progress = Callable[[int], None]
 
 
 def to_megatron(
-    source: Path, target: Path, *, dtype: torch.dtype | None = None, progress: Progress
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    family_file: Path | None = None,
+    progress: Progress,
 ) -> list[str]:
     """Convert the model in ``source`` to a checkpoint in ``target``, which must not exist.
 
     Args:
         dtype: of the checkpoint; that of the source by default.
+        family_file: a Python file with a further family.
         progress: called with the bytes of each tensor that is written.
 
     Returns:
@@ -38,7 +44,7 @@ def to_megatron(
     Raises:
         DataError: the source cannot be converted, or the target exists.
     """
-    folder = Folder(source)
+    folder = Folder(source, family_file)
     sizes = folder.config.sizes
     kind = dtype or one_dtype(folder.dtypes, source)
 

@@ -5,31 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.dpp.errors import DataError
-from megatron.dpp_train.hf.fields import FAMILIES, Config
+from megatron.dpp_train.families import Config, Family
 from megatron.dpp_train.hf.rotary import rotary_fields
 
 _DESTINATIONS = {"norm-epsilon": "layernorm_epsilon"}
 """Flag -> its attribute, where that has another name."""
 
 
-def write_config(name: str, args: Any, dtype: str) -> Config:
+def write_config(family: Family, args: Any, dtype: str) -> Config:
     """The ``config.json`` of a model that was trained with ``args``. It says of the model what the
     family's fields can say.
 
     Args:
-        name: its family.
         dtype: of its tensors, as PyTorch calls it.
 
     Raises:
-        DataError: there is no such family, or it has experts and the model has none.
+        DataError: the family has experts and the model has none.
     """
-    if name not in FAMILIES:
-        raise DataError(f"--family {name}: expected one of {', '.join(FAMILIES)}")
-    family = FAMILIES[name]
-    if "num-experts" in family.mapped.values() and not args.num_experts:
-        raise DataError(f"--family {name}: the model has no experts")
-    content: Config = {"architectures": [family.class_name], "model_type": name}
-    for key, flag in family.mapped.items():
+    if "num-experts" in family.fields.values() and not args.num_experts:
+        raise DataError(f"--family {family}: the model has no experts")
+    content: Config = {"architectures": [family.class_name], "model_type": family.name}
+    for key, flag in family.fields.items():
         value = getattr(args, _DESTINATIONS.get(flag, flag.replace("-", "_")))
         content[key] = value[0] if isinstance(value, list) else value
     if "num_key_value_heads" in content and not args.group_query_attention:
@@ -43,4 +39,4 @@ def write_config(name: str, args: Any, dtype: str) -> Config:
     if "norm_topk_prob" in family.usual:
         content["norm_topk_prob"] = not args.moe_router_pre_softmax
     content["torch_dtype"] = dtype
-    return content
+    return content | family.write(args)

@@ -19,6 +19,7 @@ from megatron.dpp_train.cost.device import Device, find_machine, known_gpu
 from megatron.dpp_train.cost.estimate import estimate
 from megatron.dpp_train.cost.from_flags import shape_of
 from megatron.dpp_train.cost.text import lines
+from megatron.dpp_train.launch.flags import from_argv, model_flags, to_argv
 from megatron.dpp_train.options.run_config import RunConfig
 
 _ASSUMED = "--transformer-impl local --micro-batch-size 1 --train-iters 1 --lr 1e-4 --eval-iters 0"
@@ -34,6 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes of the run")
     parser.add_argument("--per-node", type=int, metavar="N", help="of each node (default: all)")
+    parser.add_argument("--model", metavar="M", help="a file of configs/models, or a folder")
     parser.add_argument("--arch", choices=("gpt", "bert"), default="gpt")
     parser.add_argument("--gpu", metavar="NAME", help="H100, H200, ...; default: this machine")
     parser.add_argument("--memory", type=float, metavar="GiB", help="memory of one device")
@@ -72,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     known, flags = _parser().parse_known_args(argv)
     try:
         _check(known)
+        if known.model:
+            file = from_argv(flags).get("--family-file")
+            flags = [*to_argv(model_flags(known.model, file)), *flags]
         args = _checked(flags, known.ranks, known.arch)
         on_gpu, device = device_of(known.ranks, known.gpu, known.memory, known.tflops)
         shape = shape_of(args, on_gpu=on_gpu, arch=known.arch, per_node=known.per_node)

@@ -65,29 +65,35 @@ _LONGEST = 4096
 """Tokens of a sample, for models that take more."""
 
 
-def folder_flags(folder: str) -> Flags:
+def folder_flags(folder: str, family_file: str | None = None) -> Flags:
     """The flags of a Hugging Face model's ``config.json``; prints the fields that no flag stands
     for.
+
+    Args:
+        family_file: a Python file with a further family.
 
     Raises:
         DataError: the model cannot be trained here.
     """
-    config = read_config(folder)
+    config = read_config(folder, family_file)
     for note in config.notes:
         print(f"note: {note}", file=sys.stderr)
     flags = {f"--{name}": value for name, value in config.flags.items()}
     return _FINE_TUNING | {"--seq-length": min(_LONGEST, config.sizes.positions)} | flags
 
 
-def model_flags(name: str) -> Flags:
+def model_flags(name: str, family_file: str | None = None) -> Flags:
     """The flags of ``configs/models/NAME.yaml``, or of a folder with a ``config.json``.
+
+    Args:
+        family_file: a Python file with a further family, for a folder.
 
     Raises:
         ConfigError: there is none.
         DataError: the folder's model cannot be trained here.
     """
     if "/" in name or (Path(name) / CONFIG).is_file():
-        return folder_flags(name)
+        return folder_flags(name, family_file)
     names = sorted(path.stem for path in MODELS.glob("*.yaml"))
     if name not in names:
         near = difflib.get_close_matches(name.lower(), [*names, *_OTHER_NAMES], n=1, cutoff=0.0)[0]

@@ -95,9 +95,9 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Settin
         ConfigError: a model or a word that is not known.
         DataError: a file that is not there.
     """
-    folder = from_argv(rest).get("--load-hf")
-    name = options.model or folder or ("small" if setting.on_gpu else "sample")
-    flags = {**_common(on_gpu=setting.on_gpu), **model_flags(name)}
+    asked = from_argv(rest)
+    name = options.model or asked.get("--load-hf") or ("small" if setting.on_gpu else "sample")
+    flags = {**_common(on_gpu=setting.on_gpu), **model_flags(name, asked.get("--family-file"))}
     if options.arch == "bert":
         flags["--seq-length"] = min(512, whole(flags, "--seq-length"))
     file = {}
@@ -113,18 +113,18 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Settin
         "--lr": options.lr,
     }
     spelled = {name: value for name, value in given.items() if value is not None}
-    flags |= file | spelled | _heads(file | spelled | from_argv(rest))
+    flags |= file | spelled | _heads(file | spelled | asked)
     if _asked_precision(options):
         flags = {name: value for name, value in flags.items() if name not in _HALF}
     flags |= _precision(options, flags, setting)
-    flags |= from_argv(rest)
-    if "--train-samples" in flags and "--train-iters" not in spelled | from_argv(rest):
+    flags |= asked
+    if "--train-samples" in flags and "--train-iters" not in spelled | asked:
         del flags["--train-iters"]
     if options.mode == "megatron" and options.config:
         if options.model:
             raise ConfigError("--model and --config exclude each other in --mode megatron")
         read_text(options.config)  # refuses a file that is no text
-        flags = _above_file(options, spelled | from_argv(rest), setting)
+        flags = _above_file(options, spelled | asked, setting)
     else:
         _refuse_layout(options.mode, flags)
     return _derived(flags)

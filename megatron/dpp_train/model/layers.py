@@ -12,6 +12,7 @@ import contextlib
 import copy
 import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,8 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.model import context, packed
 
 IMPLEMENTATIONS = ("torch", "megatron", "transformer_engine")
+Change = Callable[[ModuleSpec], ModuleSpec]
+"""A function that gives a changed spec of a layer."""
 
 
 class TorchNorm:
@@ -207,6 +210,7 @@ def block_spec(
     vp_stage: int | None = None,
     own_masks: bool = False,
     grouped_experts: bool = False,
+    change: Change | None = None,
 ) -> TransformerBlockSubmodules:
     """The spec of this rank's transformer block.
 
@@ -218,6 +222,7 @@ def block_spec(
         own_masks: samples bring attention masks that are not the plain causal one
             (``--reset-attention-mask``); ``torch`` leaves masks unread without this.
         grouped_experts: experts of local layers run their products as one each.
+        change: what a family does to the spec of each local layer.
 
     Returns:
         What ``GPTModel`` and ``BertModel`` take as ``transformer_layer_spec``.
@@ -244,7 +249,7 @@ def block_spec(
     )
     if implementation == "transformer_engine":
         return block
-    local = _LocalLayers(config, implementation, own_masks, grouped_experts)
+    local = _LocalLayers(config, implementation, own_masks, grouped_experts, change=change)
     layers = [local.made_from(layer) for layer in block.layer_specs]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
 
@@ -256,6 +261,7 @@ def prediction_spec(
     vp_stage: int | None = None,
     own_masks: bool = False,
     grouped_experts: bool = False,
+    change: Change | None = None,
 ) -> Any | None:
     """The spec of the layers that predict further tokens (``config.mtp_num_layers``), each around a
     layer like the model's last.
@@ -273,7 +279,7 @@ def prediction_spec(
     block = get_gpt_mtp_block_spec(config, layers[-1], engine, vp_stage=vp_stage)
     if block is not None and not engine:
         block = copy.deepcopy(block)
-        local = _LocalLayers(config, implementation, own_masks, grouped_experts)
+        local = _LocalLayers(config, implementation, own_masks, grouped_experts, change=change)
         for layer in block.layer_specs:
             parts = layer.submodules
             parts.enorm = parts.hnorm = parts.layer_norm = TorchNorm
@@ -330,6 +336,7 @@ class _LocalLayers:
         own_masks: see :func:`block_spec`, as ``grouped_experts``.
         packs: for packed sequences, too. BERT's must not, as ``BertModel`` reads the shape of its
             masks from the attention's class.
+        change: see :func:`block_spec`.
     """
 
     config: TransformerConfig
@@ -337,6 +344,7 @@ class _LocalLayers:
     own_masks: bool = False
     grouped_experts: bool = False
     packs: bool = True
+    change: Change | None = None
 
     def made_from(self, layer: ModuleSpec) -> ModuleSpec:
         """A layer's spec with our norms, attention and experts."""
@@ -359,7 +367,7 @@ class _LocalLayers:
         experts: Any = getattr(parts.mlp.submodules, "experts", None)
         if self.grouped_experts and getattr(experts, "module", None) is SequentialMLP:
             experts.module = GroupedExperts
-        return layer
+        return self.change(layer) if self.change else layer
 
 
 def _require_transformer_engine() -> None:

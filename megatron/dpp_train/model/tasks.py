@@ -21,10 +21,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 
+from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.data.samples import next_of, tensor_parallel_batch
 from megatron.dpp_train.data.sequences import Microbatch, SequenceConfig, SequenceDataset
+from megatron.dpp_train.families import find_families
 from megatron.dpp_train.model.configs import dataset_values, sequences_per_dataset
-from megatron.dpp_train.model.layers import bert_head_norm, block_spec, prediction_spec
+from megatron.dpp_train.model.layers import Change, bert_head_norm, block_spec, prediction_spec
 from megatron.dpp_train.model.losses import masked_sum, require_finite
 from megatron.dpp_train.model.packed import packed_params
 from megatron.dpp_train.options.run_config import RunConfig
@@ -90,6 +92,28 @@ def _model_values(args: Args, config: TransformerConfig) -> dict[str, Any]:
 # --- GPT ---
 
 
+def _change_of_family(args: Args, config: TransformerConfig) -> Change | None:
+    """The function by which ``--family`` changes the spec of a layer.
+
+    Raises:
+        ConfigError: the family is not known here, or the layers are Transformer Engine's.
+    """
+    if args.family is None:
+        return None
+    family = find_families(args.family_file).get(args.family)
+    if family is None or family.layer is None:
+        raise ConfigError(
+            f"--family {args.family}: no family here has layers of this name; name the file that "
+            "describes it (--family-file)"
+        )
+    if args.transformer_impl != "local":
+        raise ConfigError(
+            f"--family {args.family} needs --transformer-impl local, not {args.transformer_impl}"
+        )
+    change = family.layer
+    return lambda layer: change(layer, config, args)
+
+
 class _LoadedModel(GPTModel):  # type: ignore[misc]
     """A model whose loss counts the first tokens of the vocabulary only. The rows behind them pad
     it: they get a probability of 0, and gradients of 0."""
@@ -121,6 +145,7 @@ def build_gpt(
         "vp_stage": vp_stage,
         "own_masks": args.reset_attention_mask,
         "grouped_experts": args.moe_grouped_gemm,
+        "change": _change_of_family(args, config),
     }
     count, rows = args.loss_vocab_size, args.padded_vocab_size
     kind = GPTModel if count is None or count >= rows else partial(_LoadedModel, count)

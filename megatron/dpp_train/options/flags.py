@@ -60,6 +60,8 @@ MODEL = (
     off("--bert-no-binary-head", "bert_binary_head", "BERT without its binary head"),
     on("--untie-embeddings-and-output-weights", "separate output weights"),
     Flag("--num-experts", int, None, "experts per mixture-of-experts layer"),
+    Flag("--family", str, None, "layers of this family, which another one's flags do not say"),
+    Flag("--family-file", str, None, "Python file with a further family of models"),
     on("--init-method-xavier-uniform", "Xavier uniform initialisation"),
     off("--no-masked-softmax-fusion", "masked_softmax_fusion", "unfused attention softmax"),
     off("--no-bias-gelu-fusion", "bias_gelu_fusion", "unfused bias and GELU"),

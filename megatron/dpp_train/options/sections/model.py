@@ -31,6 +31,8 @@ class Model(Section):
     bert_binary_head: bool = True
     untie_embeddings_and_output_weights: bool = False
     num_experts: int | None = None
+    family: str | None = None
+    family_file: str | None = None
     init_method_xavier_uniform: bool = False
     masked_softmax_fusion: bool = True
     bias_gelu_fusion: bool = True
