@@ -114,7 +114,7 @@ class DppConfig:
         "auto",
         "activations a rank may hold: auto, megatron (its worst rank's peak), static (and no more "
         "than its batches so far needed), strict (its peak rank by rank), a multiple of the "
-        "pipeline size like 1.5p, or bytes like 20GiB",
+        "pipeline size like 1.5p, longest sequences like 1.2seq, or bytes like 20GiB",
     )
     forward_only_order: str = _option(
         "auto",

@@ -175,14 +175,17 @@ def in_threads(body: Callable[[int], None], number: int, seconds: float) -> None
     assert not any(thread.is_alive() for thread in threads), "a rank is stuck"
 
 
-def check_values(runners: list[Arithmetic], m: int, iterations: int = 1) -> None:
+def check_values(
+    runners: list[Arithmetic], m: int, iterations: int = 1, groups: tuple[int, ...] = ()
+) -> None:
     """Every stage saw every microbatch once per iteration, in order, with the right value."""
+    units = Geometry(1, 0, 1, m, groups=groups).backward_units
     for runner in runners:
         top = runner.topology
         for chunk in range(top.num_chunks):
             for kind in "FB":
                 order = [i for k, c, i, _ in runner.log if k == kind and c == chunk]
-                assert order == list(range(m)) * iterations
+                assert order == list(range(m) if kind == "F" else units) * iterations
             for microbatch in range(m):
                 value = float(microbatch)
                 for stage in range(top.stage(chunk) + 1):

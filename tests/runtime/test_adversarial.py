@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from megatron.dpp.schedule import (
     Reference,
     Scheduler,
     View,
+    key_sizes,
     peak_size,
 )
 from megatron.dpp.trace import NullRecorder
@@ -73,6 +74,19 @@ class Case:
     slack: int
     beta: float
     policy: str | None
+    groups: tuple[int, ...] = ()
+    kappa: float = 0.0
+
+    @classmethod
+    def sliced(cls, seed: int) -> Case:
+        """One whose microbatches are linked, with keys; without weights and further limits."""
+        case, rng = cls.drawn(seed), random.Random(f"slices {seed}")
+        groups = tuple(rng.choice((1, 1, 2, 3, 5)) for _ in range(rng.randint(1, 4)))
+        return replace(
+            case, groups=groups, sizes=tuple(rng.randint(1, LONGEST) for _ in range(sum(groups))),
+            kappa=rng.choice((0.0, 0.09, 0.35)), known=True, weights=(), target=None,
+            counted=False,
+        )  # fmt: skip
 
     @classmethod
     def drawn(cls, seed: int) -> Case:
@@ -97,7 +111,9 @@ class Case:
     def scheduler(self, geometry: Geometry) -> Scheduler:
         """At the least caps of what is known or assumed, with a little slack at most."""
         order, m = Reference(geometry).order, len(self.sizes)
-        sizes = self.sizes if self.known else (LONGEST,) * m
+        keys = key_sizes(self.groups, self.sizes, self.kappa)
+        sizes = [size + keys.get(i, 0) for i, size in enumerate(self.sizes)]
+        sizes = sizes if self.known else [LONGEST] * m
         limits = []
         if self.counted:
             limits.append(MemoryLimit(float(peak_size(order, [1] * m)), counts=True))
@@ -114,6 +130,7 @@ class Case:
             sizes=self.sizes if self.known else None,
             weights=self.weights,
             limits=limits,
+            kappa=self.kappa,
         )
 
 
@@ -152,7 +169,8 @@ def run(case: Case) -> list[Arithmetic]:
         channels, transport = opened[rank], transports[rank]
         try:
             links = Links(transport, channels)
-            scheduler = case.scheduler(Geometry(p, rank, v, m, w_pieces=case.pieces))
+            geometry = Geometry(p, rank, v, m, w_pieces=case.pieces, groups=case.groups)
+            scheduler = case.scheduler(geometry)
             decider = decider_for(scheduler, channels.receiving, transport.board)
             decider.start(links.consumed)
             Executor(
@@ -170,17 +188,28 @@ def run(case: Case) -> list[Arithmetic]:
     return list(runners)
 
 
-def check(seeds: range) -> None:
+def check(seeds: range, drawn: Callable[[int], Case] = Case.drawn) -> None:
     for seed in seeds:
-        case = Case.drawn(seed)
+        case = drawn(seed)
         try:
-            check_values(run(case), len(case.sizes))
+            check_values(run(case), len(case.sizes), groups=case.groups)
         except BaseException as error:
             raise AssertionError(f"{case}: {error}") from error
 
 
 def test_random_pipelines_end() -> None:
     check(range(60))
+
+
+def test_random_pipelines_of_slices_end() -> None:
+    """Backwards of a group in reverse order, at the least cap of its slices and keys."""
+    check(range(200), Case.sliced)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_ten_thousand_random_pipelines_of_slices_end(part: int) -> None:
+    check(range(500 * part, 500 * (part + 1)), Case.sliced)
 
 
 @pytest.mark.slow

@@ -240,7 +240,11 @@ class Follower(_Member):
         if action.kind not in DIRECTION_OF:
             return True
         index = self._index_of.get((DIRECTION_OF[action.kind], action.chunk))
-        return index is None or self._counted(arrived, index) > action.microbatch
+        return index is None or self._counted(arrived, index) > self._number(action)
+
+    def _number(self, action: Action) -> int:
+        """Messages that its channel carries before the input of a task."""
+        return self.scheduler.geometry.position(action.kind, action.microbatch)
 
     def next_coming(self, coming: Sequence[int]) -> Action | None:
         """None: the leader decides, when all members have posted the message."""
@@ -252,10 +256,10 @@ class Follower(_Member):
         if action.kind not in DIRECTION_OF:
             return
         index = self._index_of.get((DIRECTION_OF[action.kind], action.chunk))
-        if index is None or self._told[index] != action.microbatch:
+        if index is None or self._told[index] != self._number(action):
             return
-        if self._counted(self._coming, index) > action.microbatch:
-            self._tell_one(index, action.microbatch + 1)
+        if self._counted(self._coming, index) > self._number(action):
+            self._tell_one(index, self._number(action) + 1)
 
 
 def decider_for(

@@ -92,7 +92,7 @@ class Executor:
     ) -> None:
         self._runner, self._decider, self._recorder = runner, decider, recorder
         self._scheduler, self._geometry = decider.scheduler, decider.scheduler.geometry
-        self._mail = Mail(links, recorder, iteration, timeout)
+        self._mail = Mail(links, recorder, iteration, timeout, self._geometry.backward_units)
         self._gaps = Gaps(recorder, decider)
         self._timer, self._injector = timer, injector
         self._split_backward = split_backward

@@ -30,13 +30,22 @@ class Mail:
         recorder: records every message.
         iteration: number that every message of this iteration carries.
         timeout: seconds without any progress after which the rank gives up.
+        backward_units: the microbatches in the order of their gradients; empty for their own order.
     """
 
-    def __init__(self, links: Links, recorder: Recorder, iteration: int, timeout: float) -> None:
+    def __init__(
+        self,
+        links: Links,
+        recorder: Recorder,
+        iteration: int,
+        timeout: float,
+        backward_units: Sequence[int] = (),
+    ) -> None:
         self._links, self._recorder = links, recorder
         self._transport, self._channels = links.transport, links.channels
         self._records = recorder.enabled
         self._iteration, self._timeout = iteration, timeout
+        self._backward_units = backward_units
         self._kinds = {link.peer: link.kind for link in links.transport.links()}
         self._sources = {spec.source for spec in links.transport.incoming}
         self._before, self._taken = links.consumed, list(links.consumed)
@@ -169,6 +178,8 @@ class Mail:
                 continue
             if arrived[index] <= self._taken[index]:
                 number = self._taken[index] - self._before[index]
+                if way is Direction.BACKWARD and self._backward_units:
+                    number = self._backward_units[number]
                 raise self.overdue(index, number, 0.0)
 
     def overdue(self, channel: int, microbatch: int, seconds: float) -> TransportError:

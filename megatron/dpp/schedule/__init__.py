@@ -6,7 +6,7 @@ Read ``actions.py`` first, then ``state.py`` (tasks that may run) and ``policies
 """
 
 from megatron.dpp.schedule.actions import DIRECTION_OF, Action, Geometry, Kind
-from megatron.dpp.schedule.budget import UNIT, Budget, MemoryLimit
+from megatron.dpp.schedule.budget import UNIT, Budget, MemoryLimit, group_sizes, key_sizes
 from megatron.dpp.schedule.caps import (
     Allowance,
     LastRank,
@@ -14,6 +14,7 @@ from megatron.dpp.schedule.caps import (
     StaticSizes,
     beside_head,
     parse_cap,
+    sliced_allowance,
 )
 from megatron.dpp.schedule.policies import (
     BUILT_IN,
@@ -59,9 +60,12 @@ __all__ = [
     "check_recording",
     "check_room",
     "find_policy",
+    "group_sizes",
+    "key_sizes",
     "parse_cap",
     "peak_in_flight",
     "peak_size",
     "reference_order",
     "replica_path",
+    "sliced_allowance",
 ]

@@ -7,8 +7,10 @@ text (``1F3`` is chunk 1, forward, microbatch 3) and pack into one integer for s
 from __future__ import annotations
 
 import enum
+import functools
+import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.dpp.direction import Direction
@@ -95,6 +97,9 @@ class Geometry:
             no effect with one chunk.
         w_pieces: pieces of each chunk's ``W`` with a split backward; ``None`` is one each. A chunk
             with 0 pieces defers nothing.
+        groups: numbers of consecutive microbatches that attention links, such as the slices of one
+            sequence; empty (as it is stored, too, where all are 1) where none is linked. The
+            forwards of a group run in order, its backwards in reverse order after all of them.
 
     Raises:
         ConfigError: a number is out of range.
@@ -107,6 +112,7 @@ class Geometry:
     forward_only: bool = False
     group: int | None = None
     w_pieces: tuple[int, ...] | None = None
+    groups: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "num_chunks", "num_microbatches"):
@@ -125,6 +131,52 @@ class Geometry:
                 f"w_pieces {pieces}: expected {self.num_chunks} numbers, one per chunk, none below "
                 "0"
             )
+        if self.groups and (min(self.groups) < 1 or sum(self.groups) != self.num_microbatches):
+            raise ConfigError(
+                f"groups {self.groups}: expected numbers of at least 1 with the sum "
+                f"{self.num_microbatches}, the number of microbatches"
+            )
+        if all(number == 1 for number in self.groups):
+            object.__setattr__(self, "groups", ())
+
+    @property
+    def uncut(self) -> Geometry:
+        """The iteration in which each group is one microbatch."""
+        if not self.groups:
+            return self
+        return replace(self, num_microbatches=len(self.groups), groups=())
+
+    @functools.cached_property
+    def backward_units(self) -> tuple[int, ...]:
+        """The microbatches of a chunk in the order of their backwards: groups in order, each from
+        its last microbatch to its first. This permutation is its own inverse.
+
+        >>> Geometry(2, 0, 1, 6, groups=(3, 1, 2)).backward_units
+        (2, 1, 0, 3, 5, 4)
+        """
+        ends = list(itertools.accumulate(self.groups or (1,) * self.num_microbatches))
+        starts = [0, *ends]
+        found = zip(starts, ends, strict=False)
+        return tuple(i for start, end in found for i in range(end - 1, start - 1, -1))
+
+    @functools.cached_property
+    def due(self) -> tuple[int, ...]:
+        """``due[n]`` is the number of microbatches in the groups that the first ``n`` forwards of a
+        chunk complete: backwards that these forwards allow.
+
+        >>> Geometry(2, 0, 1, 6, groups=(3, 1, 2)).due
+        (0, 0, 0, 3, 4, 4, 6)
+        """
+        found = [0]
+        for number in self.groups or (1,) * self.num_microbatches:
+            found += [found[-1]] * (number - 1) + [found[-1] + number]
+        return tuple(found)
+
+    def position(self, kind: Kind, microbatch: int) -> int:
+        """Tasks of its kind that come before a microbatch's in each chunk."""
+        if kind is Kind.F or not 0 <= microbatch < self.num_microbatches:
+            return microbatch
+        return self.backward_units[microbatch]
 
     @property
     def group_size(self) -> int:

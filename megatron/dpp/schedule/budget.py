@@ -162,6 +162,32 @@ class Budget:
             self.smallest = min(self.smallest, held)
 
 
+def key_sizes(groups: Sequence[int], sizes: Sequence[int], kappa: float) -> dict[int, int]:
+    """The memory of each group's keys, values and gradients, under its first microbatch, whose
+    activation lives as long. Microbatches that are linked to no other keep none.
+
+    Args:
+        groups: as in :class:`Geometry`; empty for none.
+        sizes: of the microbatches.
+        kappa: what they hold, as a share of their microbatches' activations.
+    """
+    found: dict[int, int] = {}
+    first = 0
+    for number in groups if sizes else ():
+        if number > 1:
+            found[first] = math.ceil(kappa * sum(sizes[first : first + number]))
+        first += number
+    return found
+
+
+def group_sizes(groups: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Sizes of the microbatches of :attr:`Geometry.uncut`: of each group."""
+    if not groups:
+        return list(sizes)
+    left = iter(sizes)
+    return [sum(itertools.islice(left, number)) for number in groups]
+
+
 class KnownSizes:
     """The sizes of one iteration's microbatches as far as they are known, checked.
 

@@ -2,6 +2,10 @@
 
 The unit is the activation of one chunk for one microbatch of the largest size. A cap below the peak
 of Megatron's own order on the rank (``I_r``) could stop the pipeline, so it is refused.
+
+Where microbatches are linked (``Geometry.groups``), as the slices of a sequence, a group counts as
+one microbatch: a cap means the same bytes whether sequences are cut or not. Megatron's order of
+slices needs other sizes then, of which :func:`sliced_allowance` takes care.
 """
 
 from __future__ import annotations
@@ -15,8 +19,15 @@ from typing import NamedTuple
 
 from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.schedule.actions import Geometry
-from megatron.dpp.schedule.budget import ROUNDING, UNIT, MemoryLimit
+from megatron.dpp.schedule.budget import (
+    ROUNDING,
+    UNIT,
+    MemoryLimit,
+    group_sizes,
+    key_sizes,
+)
 from megatron.dpp.schedule.reference import (
+    Reference,
     peak_in_flight,
     peak_size,
     reference_order,
@@ -38,6 +49,7 @@ class Cap:
             ``chunks`` is the default cap until :func:`parse_cap` is called again with the size.
         by_order: it equals the peak of Megatron's own order on its worst rank.
         as_static: beside it, what the static schedule would have held so far is a soft limit.
+        exact: it was given in bytes, which no rank may exceed.
     """
 
     chunks: float
@@ -45,6 +57,7 @@ class Cap:
     needs_measuring: bool = False
     by_order: bool = False
     as_static: bool = False
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,10 @@ class StaticSizes:
         self._own: dict[tuple[float, ...], int] = {}
 
     def add(self, geometry: Geometry, sizes: Sequence[int], weights: tuple[float, ...]) -> None:
-        """Count a batch; ``weights`` are those of the rank's chunks."""
+        """Count a batch; ``weights`` are those of the rank's chunks. A group of linked microbatches
+        counts as one.
+        """
+        geometry, sizes = geometry.uncut, group_sizes(geometry.groups, sizes)
         self.mean = -(-sum(sizes) // len(sizes))
         self.unlike = min(sizes) < max(sizes)
         self._worst = max(self._worst, static_peak(geometry, sizes))
@@ -123,8 +139,11 @@ class Memory:
 def parse_cap(
     text: str, geometry: Geometry, bytes_per_chunk_activation: float | None = None
 ) -> Cap:
-    """Read a cap (``auto``, ``megatron``, ``static``, ``strict``, ``1.5p`` or ``20GiB``) for
-    ``geometry``'s rank.
+    """Read a cap (``auto``, ``megatron``, ``static``, ``strict``, ``1.5p``, ``1.2seq`` or
+    ``20GiB``) for ``geometry``'s rank.
+
+    ``seq`` are activations of the longest microbatch in all chunks of the rank. It, and bytes, may
+    be less than Megatron's order of uncut microbatches holds where they are linked.
 
     Args:
         bytes_per_chunk_activation: measured bytes of one microbatch's activation in the largest
@@ -165,6 +184,31 @@ def beside_head(cap: Cap, geometry: Geometry, memory: Memory | None = None) -> A
     order, sizes = reference_order(geometry), [UNIT] * geometry.num_microbatches
     least = peak_size(order, sizes, weights) / UNIT
     return Allowance(max(cap.chunks, least), weights)
+
+
+def sliced_allowance(
+    cap: Cap, geometry: Geometry, sizes: Sequence[int], largest: int, kappa: float
+) -> Allowance:
+    """The allowance of a rank for one iteration of linked microbatches: the cap, or what Megatron's
+    order of them needs if that is more.
+
+    Args:
+        sizes: of the microbatches.
+        largest: size of the largest microbatch of :attr:`Geometry.uncut`.
+        kappa: as in :class:`Scheduler`.
+
+    Raises:
+        ConfigError: the order needs more than a cap in bytes.
+    """
+    keys = key_sizes(geometry.groups, sizes, kappa)
+    held = [size + keys.get(unit, 0) for unit, size in enumerate(sizes)]
+    least = peak_size(Reference.of(geometry).order, held) / largest
+    if cap.exact and least > cap.chunks + ROUNDING:
+        raise ConfigError(
+            f"{cap.text}; the slices of this step need {least:.2f} there. Raise "
+            f"{setting('activation_cap')}, or cut into smaller slices"
+        )
+    return Allowance(max(cap.chunks, least))
 
 
 def _fewer_activations(cap: Cap, geometry: Geometry, memory: Memory | None) -> Allowance:
@@ -224,11 +268,11 @@ def times_p(chunks: float, geometry: Geometry) -> str:
 
 def worst_peak(geometry: Geometry) -> int:
     """The peak of Megatron's order on its worst rank, rank 0 (``I0``), in chunk activations."""
-    return peak_in_flight(dataclasses.replace(geometry, rank=0))
+    return peak_in_flight(dataclasses.replace(geometry, rank=0).uncut)
 
 
 def _named_cap(word: str, geometry: Geometry) -> Cap:
-    per_p = re.fullmatch(r"([0-9.]+)p", word)
+    per_p, per_sequence = (re.fullmatch(rf"([0-9.]+){unit}", word) for unit in ("p", "seq"))
     if word == "megatron":
         cap = _checked(worst_peak(geometry), geometry, "as Megatron's worst rank does")
         return dataclasses.replace(cap, by_order=True)
@@ -237,14 +281,23 @@ def _named_cap(word: str, geometry: Geometry) -> Cap:
         cap = _checked(worst_peak(geometry), geometry, why)
         return dataclasses.replace(cap, by_order=True, as_static=True)
     if word == "strict":
-        return _checked(peak_in_flight(geometry), geometry, "as in Megatron's own schedule")
+        return _checked(peak_in_flight(geometry.uncut), geometry, "as in Megatron's own schedule")
     if per_p:
         chunks = _number(per_p[1], word) * geometry.num_ranks * geometry.num_chunks
         return _checked(chunks, geometry, f"{word} whole-model activations")
+    if per_sequence:
+        chunks = _number(per_sequence[1], word) * geometry.num_chunks
+        why = f"{per_sequence[1]} activations of the longest sequence"
+        return _checked(chunks, geometry, why, f"{_rounded_up(geometry)}seq")
     raise ConfigError(
         f"{setting('activation_cap', word)}: expected auto, megatron, static, strict, a multiple "
-        "of the pipeline size like 1.5p, or bytes like 20GiB"
+        "of the pipeline size like 1.5p, longest sequences like 1.2seq, or bytes like 20GiB"
     )
+
+
+def _rounded_up(geometry: Geometry) -> str:
+    """Whole-rank activations that Megatron's order needs, with two digits."""
+    return f"{math.ceil(100 * peak_in_flight(geometry.uncut) / geometry.num_chunks) / 100:g}"
 
 
 def _bytes_cap(
@@ -268,9 +321,9 @@ def _bytes_cap(
         )
     chunks = amount * _UNITS[size[2].upper()] / bytes_per_chunk_activation
     mib = bytes_per_chunk_activation / (1 << 20)
-    least = f"{math.ceil(mib * peak_in_flight(geometry))}MiB"
+    least = f"{math.ceil(mib * peak_in_flight(geometry.uncut))}MiB"
     why = f"{word} at {mib:.1f} MiB for each of the longest microbatch"
-    return _checked(chunks, geometry, why, least)
+    return dataclasses.replace(_checked(chunks, geometry, why, least), exact=True)
 
 
 def _number(digits: str, text: str) -> float:
@@ -283,9 +336,11 @@ def _number(digits: str, text: str) -> float:
 
 
 def _checked(chunks: float, geometry: Geometry, why: str, instead: str = "") -> Cap:
-    """A cap that holds Megatron's order; ``instead`` is what to give if this one does not."""
-    least = peak_in_flight(geometry)
-    if chunks < least - ROUNDING:
+    """A cap that holds Megatron's order; ``instead`` is what to give if this one does not. What
+    linked microbatches need depends on their sizes: :func:`sliced_allowance`.
+    """
+    least = peak_in_flight(geometry.uncut)
+    if chunks < least - ROUNDING and not geometry.groups:
         raise ConfigError(
             f"{setting('activation_cap')}: {why} is {chunks:g} chunk activations on pipeline rank "
             f"{geometry.rank}, but Megatron's own order needs {least} there; less could stop the "

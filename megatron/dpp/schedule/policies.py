@@ -137,13 +137,13 @@ def check_room(
     Raises:
         ConfigError: names the cap that suffices, on the last rank also beside the LM head.
     """
-    need = geometry.num_chunks * geometry.num_microbatches
+    need = geometry.num_chunks * geometry.uncut.num_microbatches
     name = next((each for each in HOLDS_ALL if BUILT_IN[each] is policy), None)
     if name and not geometry.forward_only and cap < need:
         head = split_backward and geometry.num_ranks > 1
         raise ConfigError(
             f"{setting('policy', name)}: pipeline rank {geometry.rank} may hold {cap:g} chunk "
-            f"activations, but {name} holds all {geometry.num_microbatches} microbatches of "
+            f"activations, but {name} holds all {geometry.uncut.num_microbatches} microbatches of "
             f"{geometry.num_chunks} chunks, {need}. Give "
             f"{setting('activation_cap', times_p(need + head, geometry))} (or more bytes), or take "
             f"{setting('policy', 'dynamic')}"

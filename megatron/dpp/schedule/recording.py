@@ -99,6 +99,7 @@ class DecisionRecorder:
             sizes: of the microbatches; None if all have the largest size.
         """
         line: dict[str, Any] = {"iteration": self._iteration} | _owed(geometry, split_backward)
+        line |= _groups(geometry)
         if sizes is not None:
             line["sizes"] = list(sizes)
         self._write(line | {"actions": " ".join(map(str, actions))})
@@ -152,7 +153,8 @@ class Recording:
                 f"iteration {index} cannot be replayed"
             )
         line = self.iterations[index]
-        now = _shape(geometry) | _owed(geometry, split_backward)
+        now = _shape(geometry) | _owed(geometry, split_backward) | {"groups": None}
+        now |= _groups(geometry)
         if changes := _changes(self.header | line, now):
             raise ReplayError(f"{place}: recorded with other settings: {changes}")
         text = line.get("actions")
@@ -233,6 +235,11 @@ class Replay:
 def _shape(geometry: Geometry) -> dict[str, Any]:
     names = ("num_ranks", "rank", "num_chunks")
     return {name: getattr(geometry, name) for name in names}
+
+
+def _groups(geometry: Geometry) -> dict[str, Any]:
+    """The field of linked microbatches, which a line without them lacks."""
+    return {"groups": list(geometry.groups)} if geometry.groups else {}
 
 
 def _owed(geometry: Geometry, split_backward: bool) -> dict[str, Any]:

@@ -6,12 +6,16 @@ It is the order of megatron-core 0.16.1 (``get_schedule_table`` and ``get_pp_ran
 remaining backwards. For a number of microbatches that megatron-core refuses, it is the order of the
 next number that it accepts, without the surplus microbatches. Leaving out whole microbatches keeps
 an order free of deadlocks and adds no memory.
+
+Where microbatches are linked (``Geometry.groups``), backwards of a group run in reverse order and
+forwards lead by as many more as they need. ``docs/policies.md`` proves that these orders end.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
@@ -45,10 +49,9 @@ def schedule_table(num_microbatches: int, num_chunks: int, group: int) -> list[t
 
 def num_warmup(geometry: Geometry) -> int:
     """Warm-up forwards: those before the first pair of a forward and a backward."""
-    p, v = geometry.num_ranks, geometry.num_chunks
-    behind = p - 1 - geometry.rank
-    warmup = behind if v == 1 else 2 * behind + (v - 1) * geometry.group_size
-    return min(warmup, padded_microbatches(geometry) * v)
+    total = padded_microbatches(geometry) * geometry.num_chunks
+    lead = next(iter(_leads(geometry)), total + 1)
+    return min(lead - 1, total)
 
 
 def reference_order(geometry: Geometry) -> list[Action]:
@@ -60,16 +63,42 @@ def reference_order(geometry: Geometry) -> list[Action]:
     v, padded = geometry.num_chunks, padded_microbatches(geometry)
     table = schedule_table(padded, v, geometry.group_size)
     forwards = [Action(Kind.F, chunk, i) for chunk, i in table]
-    if geometry.forward_only:
-        order = forwards
-    else:
-        backwards = [Action(Kind.B, v - 1 - chunk, i) for chunk, i in table]
-        warmup = num_warmup(geometry)
-        order = forwards[:warmup]
-        for forward, backward in zip(forwards[warmup:], backwards, strict=False):
-            order += (forward, backward)
-        order += backwards[len(forwards) - warmup :]
+    order, num_run = [], 0
+    if not geometry.forward_only:
+        units = (*geometry.backward_units, *range(geometry.num_microbatches, padded))
+        leads = itertools.chain(_leads(geometry), itertools.repeat(len(forwards)))
+        for (chunk, position), lead in zip(table, leads, strict=False):
+            order += forwards[num_run:lead]
+            num_run = max(num_run, lead)
+            order.append(Action(Kind.B, v - 1 - chunk, units[position]))
+    order += forwards[num_run:]
     return [action for action in order if action.microbatch < geometry.num_microbatches]
+
+
+def _leads(geometry: Geometry) -> list[int]:
+    """Forwards that have run before each backward, but for the last ones: there all have.
+
+    Megatron's warm-up tells those of the last rank. With linked microbatches its backward needs
+    those of its whole group, and the number grows by one at most from a backward to the next. A
+    rank before it runs as many as the last rank does ``q`` backwards later, with several chunks
+    ``2 q``, if it is ``q`` ranks before.
+    """
+    v, size, padded = geometry.num_chunks, geometry.group_size, padded_microbatches(geometry)
+    table = schedule_table(padded, v, size)
+    found = [place + 1 + (v - 1) * size for place in range(len(table))]
+    if geometry.groups:
+        place_of = {entry: place for place, entry in enumerate(table)}
+        numbers = (*geometry.groups, *[1] * (padded - geometry.num_microbatches))
+        ends = zip(itertools.accumulate(numbers), numbers, strict=True)
+        last = [end - 1 for end, number in ends for _ in range(number)]
+        most = 0
+        for place, (chunk, position) in enumerate(table):
+            most = max(most, place_of[v - 1 - chunk, last[position]] + 1)
+            found[place] = max(found[place], most)
+        for place in range(len(found) - 2, -1, -1):
+            found[place] = max(found[place], found[place + 1] - 1)
+    behind = geometry.num_ranks - 1 - geometry.rank
+    return found[behind if v == 1 else 2 * behind :]
 
 
 def peak_in_flight(geometry: Geometry) -> int:
@@ -112,6 +141,12 @@ def _order_of(geometry: Geometry) -> list[Action]:
 
 class Reference:
     """Megatron's order of one rank, indexed. Immutable: all iterations of a shape share it."""
+
+    @staticmethod
+    @functools.lru_cache(maxsize=64)
+    def of(geometry: Geometry) -> Reference:
+        """That of a geometry, made once."""
+        return Reference(geometry)
 
     def __init__(self, geometry: Geometry) -> None:
         v, m, g = geometry.num_chunks, geometry.num_microbatches, geometry.group_size

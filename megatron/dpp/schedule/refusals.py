@@ -40,16 +40,18 @@ def refusal(view: View, action: Action) -> Refusal:
             return Refusal("no weight gradient is left to run")
         return Refusal(f"{oldest} is the oldest weight gradient and comes first")
     run = (view.forwards_run if action.kind == Kind.F else view.backwards_run)[chunk]
-    if action.microbatch != run or run >= geometry.num_microbatches:
-        return Refusal(
-            f"{run} of {geometry.num_microbatches} {action.kind.name} of chunk {chunk} have run, "
-            "and microbatches go in order"
-        )
+    total, unit = geometry.num_microbatches, action.microbatch
+    if not 0 <= unit < total or geometry.position(action.kind, unit) != run:
+        rule = "microbatches go in order"
+        if geometry.groups and action.kind == Kind.B:
+            rule = "groups go in order, each from its last microbatch to its first"
+        return Refusal(f"{run} of {total} {action.kind.name} of chunk {chunk} have run, and {rule}")
     if action.kind == Kind.F:
         return _forward_refusal(view, chunk)
-    if run >= view.forwards_run[chunk]:
-        return Refusal("its forward has not run")
-    return _missing("gradient", f"{chunk + 1}B{run}", _gradient_may_arrive(view, chunk))
+    if run >= geometry.due[view.forwards_run[chunk]]:
+        which = "not all forwards of its group have" if geometry.groups else "its forward has not"
+        return Refusal(f"{which} run")
+    return _missing("gradient", f"{chunk + 1}B{unit}", _gradient_may_arrive(view, chunk))
 
 
 def may_arrive(view: View) -> bool:
@@ -66,7 +68,7 @@ def _input_may_arrive(view: View, chunk: int) -> bool:
 
 
 def _gradient_may_arrive(view: View, chunk: int) -> bool:
-    most = view.forwards_run[chunk]
+    most = view.geometry.due[view.forwards_run[chunk]]
     if chunk < view.geometry.num_chunks - 1:
         most = min(most, view.backwards_run[chunk + 1])
     return not view.geometry.forward_only and view.gradients_arrived[chunk] < most

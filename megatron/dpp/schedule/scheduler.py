@@ -16,7 +16,7 @@ from typing import Any
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, DppError, ScheduleError, setting
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.budget import ROUNDING, UNIT, KnownSizes, MemoryLimit
+from megatron.dpp.schedule.budget import ROUNDING, UNIT, KnownSizes, MemoryLimit, key_sizes
 from megatron.dpp.schedule.caps import default_cap
 from megatron.dpp.schedule.policies import BUILT_IN, Policy, check_room, find_policy
 from megatron.dpp.schedule.reference import Reference
@@ -66,6 +66,8 @@ class Scheduler:
         sizes: of this iteration's microbatches, where they are known beforehand.
         weights: the activation of each chunk, in chunk activations; empty where all are 1.
         limits: further bounds, all of which hold beside the cap.
+        kappa: keys, values and their gradients of linked microbatches, as a share of these
+            microbatches' activations; they count where ``sizes`` are given.
 
     Raises:
         ConfigError: the cap or a limit is below what Megatron's own order or the policy needs, beta
@@ -84,6 +86,7 @@ class Scheduler:
         sizes: Sequence[int] | None = None,
         weights: Sequence[float] = (),
         limits: Sequence[MemoryLimit] = (),
+        kappa: float = 0.0,
     ) -> None:
         if cap is None:
             cap = default_cap(geometry).chunks
@@ -104,12 +107,12 @@ class Scheduler:
                     f"weights {tuple(given)}: one of at least 0 is needed for each of "
                     f"{geometry.num_chunks} chunks"
                 )
-        self._limits = tuple(limits)
+        self._limits, self._kappa = tuple(limits), kappa
         self._settings: dict[str, Any] = {
             "cap": cap, "split_backward": split_backward, "beta": beta, "largest": largest,
             "weights": tuple(weights),
         }  # fmt: skip
-        self._reference = Reference(geometry)
+        self._reference = Reference.of(geometry)
         self.restart(sizes)
         check_room(self.policy, geometry, cap, split_backward=split_backward)
 
@@ -136,8 +139,9 @@ class Scheduler:
         self._state = RankState(
             self.geometry, reference=self._reference, limits=self._limits, **self._settings
         )
+        keys = key_sizes(self.geometry.groups, sizes or (), self._kappa)
         for microbatch, size in enumerate(sizes or ()):
-            self._state.learn(microbatch, size)
+            self._state.learn(microbatch, size, keys.get(microbatch, 0))
         if self.geometry.forward_only:
             return
         for cap, least in self._state.least:
@@ -315,7 +319,7 @@ class Scheduler:
             (Direction.BACKWARD, c)
             for c in chunks
             if not self.geometry.forward_only
-            and state.gradients_arrived[c] == state.backwards_run[c] < state.forwards_run[c]
+            and state.gradients_arrived[c] == state.backwards_run[c] < state.backwards_due(c)
         ]
         inputs = [
             (Direction.FORWARD, c)
@@ -348,7 +352,7 @@ class Scheduler:
         gradients = [
             (Direction.BACKWARD, c)
             for c in chunks
-            if state.backwards_run[c] < state.forwards_run[c]
+            if state.backwards_run[c] < state.backwards_due(c)
         ]
         if self.geometry.forward_only:
             gradients = []
@@ -356,10 +360,10 @@ class Scheduler:
         if ready:
             text = f"{ready[0]} may run; the policy waits"
             return Stall(Cause.POLICY, text, channels)
-        cause = self._cause(inputs, blocked)
+        cause, units = self._cause(inputs, blocked), self.geometry.backward_units
         names = ", ".join(
             f"{'gradient' if way is Direction.BACKWARD else 'input'} "
-            f"{state.backwards_run[c] if way else state.forwards_run[c]} of chunk {c}"
+            f"{units[state.backwards_run[c]] if way else state.forwards_run[c]} of chunk {c}"
             for way, c in channels
         )
         held = f"{state.held:g} of {state.cap:g} chunk activations held"

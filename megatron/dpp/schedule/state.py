@@ -140,6 +140,7 @@ class RankState:
         ]
         self._deferred: deque[tuple[int, int, list[int]]] = deque()
         self._next_piece = 0
+        self._units, self._due = geometry.backward_units, geometry.due
         self._left = geometry.num_microbatches * v * (1 if geometry.forward_only else 2)
         self.held_back = False
         self._evaluates = geometry.forward_only
@@ -185,9 +186,13 @@ class RankState:
 
     def backward(self, chunk: int) -> Action | None:
         i = self.backwards_run[chunk]
-        if i < self.gradients_arrived[chunk] and i < self.forwards_run[chunk]:
-            return self._reference.order[self._reference.places[1][chunk][i]]
+        if i < self.gradients_arrived[chunk] and i < self.backwards_due(chunk):
+            return self._reference.order[self._reference.places[1][chunk][self._units[i]]]
         return None
+
+    def backwards_due(self, chunk: int) -> int:
+        """The backwards of ``chunk`` that its forwards so far allow: those of whole groups."""
+        return self._due[self.forwards_run[chunk]]
 
     def weight(self) -> Action | None:
         if not self._deferred:
@@ -221,17 +226,17 @@ class RankState:
 
     def first_backward(self) -> Action | None:
         best, best_index = -1, -1
-        arrived, forwards = self.gradients_arrived, self.forwards_run
+        arrived, forwards, due = self.gradients_arrived, self.forwards_run, self._due
         indices, last = self._reference.depth_first, len(forwards) - 1
         for chunk, i in enumerate(self.backwards_run):
-            if i < arrived[chunk] and i < forwards[chunk]:
+            if i < arrived[chunk] and i < due[forwards[chunk]]:
                 index = indices[last - chunk][i]
                 if best < 0 or index < best_index:
                     best, best_index = chunk, index
         if best < 0:
             return None
         reference = self._reference
-        return reference.order[reference.places[1][best][self.backwards_run[best]]]
+        return reference.order[reference.places[1][best][self._units[self.backwards_run[best]]]]
 
     def next_in_reference(self) -> Action | None:
         place = self._after[-1]
@@ -271,7 +276,7 @@ class RankState:
             self.forwards_run[chunk] += 1
             if not self._evaluates:
                 if chunk == self._last:
-                    self.gradients_arrived[chunk] += 1
+                    self.gradients_arrived[chunk] = self.backwards_due(chunk)
                 for budget in self._budgets:
                     budget.forward(place)
         else:
@@ -289,16 +294,19 @@ class RankState:
         after[behind] = ahead
         before[ahead] = behind
 
-    def learn(self, microbatch: int, size: int) -> None:
-        """Take the size of a microbatch, none of whose backwards has run here."""
-        if any(run > microbatch for run in self.backwards_run):
+    def learn(self, microbatch: int, size: int, keys: int = 0) -> None:
+        """Take the size of a microbatch, none of whose backwards has run here, and what its group's
+        keys hold from its F to its B.
+        """
+        position = self.geometry.position(Kind.B, microbatch)
+        if any(run > position for run in self.backwards_run):
             raise ScheduleError(
                 f"pipeline rank {self.geometry.rank}: the size of microbatch {microbatch}, {size}, "
                 "comes after its first backward has run"
             )
         if self.sizes.learn(microbatch, size) and not self.geometry.forward_only:
             for budget in self._sized:
-                budget.learn(microbatch, size, self.forwards_run)
+                budget.learn(microbatch, size + keys, self.forwards_run)
 
     def _apply_weight(self, chunk: int) -> None:
         kept, pieces = self._deferred[0][2], self._pieces[chunk]

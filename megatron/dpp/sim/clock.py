@@ -86,6 +86,7 @@ class _Clock:
         self._number = 0
         self._link_free: dict[tuple[int, int], float] = {}
         self._channel_last = [[0.0] * costs.num_stages for _ in range(2)]
+        self._sent = [[0] * costs.num_stages for _ in range(2)]
 
     def run(self) -> None:
         for rank in range(len(self._lanes)):
@@ -153,7 +154,8 @@ class _Clock:
             self._link_free[pair] = leaves
             last = self._channel_last[direction]
             time = last[target] = max(last[target], leaves + hop.latency * scale)
-        self._push(time, rank, direction, chunk, action.microbatch + 1)
+        self._sent[direction][target] += 1
+        self._push(time, rank, direction, chunk, self._sent[direction][target])
 
     def _push(
         self, time: float, rank: int, direction: Direction | None, chunk: int, total: int

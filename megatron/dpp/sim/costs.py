@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron.dpp.schedule import UNIT, Kind
+from megatron.dpp.schedule import UNIT, Kind, group_sizes
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Shape:
     Args:
         sizes: of each microbatch, in tokens, for the memory cap; empty where they are equal.
         largest: most tokens that a microbatch may have; 0 for the largest of ``sizes``.
+        groups: of linked microbatches, as in :class:`~megatron.dpp.schedule.Geometry`; with sizes.
     """
 
     num_ranks: int
@@ -28,11 +29,12 @@ class Shape:
     num_microbatches: int
     sizes: tuple[int, ...] = ()
     largest: int = 0
+    groups: tuple[int, ...] = ()
 
     @property
     def unit(self) -> int:
-        """Size of the largest microbatch, in which the memory cap counts."""
-        return self.largest or max(self.sizes, default=UNIT)
+        """Size of the largest microbatch, in which the memory cap counts; a group counts as one."""
+        return self.largest or max(group_sizes(self.groups, self.sizes), default=UNIT)
 
     @property
     def num_stages(self) -> int:

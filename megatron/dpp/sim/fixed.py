@@ -28,7 +28,7 @@ class FixedOrder:
         kept: float = 0.0,
         shares: Sequence[float] = (),
     ) -> None:
-        self._order, self._kept = order, kept
+        self._order, self._kept, self._geometry = order, kept, geometry
         self._shares = shares or [1.0] * geometry.num_microbatches
         # Inputs from the data and gradients from the loss need no message.
         self._first = 0 if geometry.is_first else None
@@ -63,7 +63,8 @@ class FixedOrder:
         implied = self._first if action.kind == Kind.F else self._last
         if action.chunk == implied:
             return True
-        return self._arrived[DIRECTION_OF[action.kind]].get(action.chunk, 0) > action.microbatch
+        arrived = self._arrived[DIRECTION_OF[action.kind]].get(action.chunk, 0)
+        return arrived > self._geometry.position(action.kind, action.microbatch)
 
 
 def gpipe_order(geometry: Geometry) -> list[Action]:

@@ -20,6 +20,7 @@ from megatron.dpp.schedule import (
     StaticSizes,
     beside_head,
     parse_cap,
+    sliced_allowance,
 )
 from megatron.dpp.sim.clock import Lane, simulate
 from megatron.dpp.sim.costs import Costs, Shape
@@ -42,7 +43,10 @@ class ScheduleConfig:
         memory: of each rank. With it, ``beta`` and a cap in bytes follow from an activation's size,
             and the last rank leaves room for the LM head, as in training.
         sizes_at_start: ranks know the sizes of all microbatches when the iteration begins;
-            otherwise, as in training, when a microbatch's first forward on the rank begins.
+            otherwise, as in training, when a microbatch's first forward on the rank begins. Those
+            of linked microbatches are always known.
+        kappa: memory of the keys and values of linked microbatches, as in
+            :class:`~megatron.dpp.schedule.Scheduler`.
     """
 
     policy: str | Policy = "dynamic"
@@ -53,6 +57,7 @@ class ScheduleConfig:
     group: int | None = None
     memory: tuple[Memory, ...] = ()
     sizes_at_start: bool = False
+    kappa: float = 0.0
 
     def lanes(self, shape: Shape) -> list[Lane]:
         """A scheduler per rank."""
@@ -85,13 +90,15 @@ class ScheduleConfig:
             shape.num_microbatches,
             group=self.group,
             w_pieces=self._pieces(shape)[rank :: shape.num_ranks],
+            groups=shape.groups,
         )
 
     def _scheduler(self, shape: Shape, rank: int) -> Scheduler:
         geometry = self._geometry(shape, rank)
         allowance = self._allowance(shape, geometry)
+        at_start = self.sizes_at_start or bool(shape.groups)
         make = partial(
-            _Learner if shape.sizes and not self.sizes_at_start else Scheduler,
+            _Learner if shape.sizes and not at_start else Scheduler,
             geometry,
             policy=self.policy,
             cap=allowance.chunks,
@@ -100,8 +107,9 @@ class ScheduleConfig:
             split_backward=self.split_backward,
             beta=self.memory[rank].beta if self.memory and self.split_backward else self.beta,
             largest=shape.unit,
+            kappa=self.kappa,
         )
-        scheduler = make(sizes=(shape.sizes or None) if self.sizes_at_start else None)
+        scheduler = make(sizes=(shape.sizes or None) if at_start else None)
         if isinstance(scheduler, _Learner):
             scheduler.coming = shape.sizes
         return scheduler
@@ -111,6 +119,8 @@ class ScheduleConfig:
             return Allowance(float(2 * geometry.num_chunks * geometry.num_microbatches))
         memory = self.memory[geometry.rank] if self.memory else None
         cap = parse_cap(self.cap, geometry, memory.activation_bytes or None if memory else None)
+        if geometry.groups:
+            return sliced_allowance(cap, geometry, shape.sizes, shape.unit, self.kappa)
         known = memory is not None and self.split_backward
         found = beside_head(cap, geometry, memory) if known else Allowance(cap.chunks)
         if not (cap.as_static and shape.sizes):
