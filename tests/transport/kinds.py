@@ -201,6 +201,39 @@ def opened(
         yield transports
 
 
+class Library:
+    """The extension with transports that ``wrap`` makes of its own, given the rank."""
+
+    def __init__(self, wrap: Callable[[Any, int], Any]) -> None:
+        self._own, self._wrap = native.load_native(), wrap
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def Transport(self, **options: Any) -> Any:
+        return self._wrap(self._own.Transport(**options), options["rank"])
+
+
+class Wrapped:
+    """A transport of the extension; a call named ``fails`` raises ``error``, before or after its
+    work."""
+
+    def __init__(self, made: Any, fails: str, error: BaseException, *, after: bool = False) -> None:
+        self._made, self.fails, self._error, self._after = made, fails, error, after
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self._made, name)
+        if name != self.fails:
+            return own
+
+        def fail(*given: Any, **options: Any) -> None:
+            if self._after:
+                own(*given, **options)
+            raise self._error
+
+        return fail
+
+
 def close_and_wait(leaves: Transport, stays: Transport) -> None:
     """Close a rank's transport, and wait until its peer knows that it has left."""
     leaves.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import threading
@@ -27,13 +26,10 @@ from megatron.dpp.transport import (
     pci,
     rdma_ports,
 )
-from megatron.dpp.transport.board_hosts import BoardHosts, hosts_of
-from megatron.dpp.transport.choose import Choice, choose
+from megatron.dpp.transport.choose import choose
 from megatron.dpp.transport.joining import Facts
 from megatron.dpp.transport.kinds import TransportKind, cuda_ipc, find, shm, staged, tcp
-from megatron.dpp.transport.native import load_native
-from megatron.dpp.transport.opening import _Opening
-from tests.transport.kinds import PATIENCE, opened, take_next
+from tests.transport.kinds import PATIENCE, Library, opened, take_next
 
 
 def facts(rank: int, **changes: Any) -> Facts:
@@ -148,25 +144,6 @@ def test_what_stands_against_a_kind() -> None:
 
 # Opening ------------------------------------------------------------------------------------------
 
-SPECS = [
-    ChannelSpec(3, 4, 1, Direction.FORWARD, 10, 2),
-    ChannelSpec(2, 4, 0, Direction.BACKWARD, 20, 3),
-    ChannelSpec(3, 4, 0, Direction.BACKWARD, 30, 4),
-    ChannelSpec(3, 4, 0, Direction.FORWARD, 40, 5),
-]
-
-
-def opening_of(kind: str = "auto", **changes: Any) -> _Opening:
-    made: Any = object.__new__(_Opening)
-    made._rank, made._kind = 4, kind
-    made._options = TransportOptions(**changes)
-    made._incoming, made._outgoing = SPECS, [ChannelSpec(4, 5, 0, Direction.FORWARD, 1)]
-    made._board_ranks, made._board_counters, made._board = [], 0, None
-    made._notes, made._choices, made._facts = {}, {}, {}
-    result: _Opening = made
-    return result
-
-
 LINK = [
     ChannelSpec(0, 1, 1, Direction.FORWARD, 10, 2),
     ChannelSpec(0, 1, 0, Direction.BACKWARD, 30, 4),
@@ -229,16 +206,12 @@ def test_a_rank_spins_where_every_rank_has_a_core(
     if local is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
     given: list[dict[str, Any]] = []
-
-    class Library:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(load_native(), name)
-
-        def Transport(self, **options: Any) -> Any:
-            given.append(options)
-            return load_native().Transport(**options)
-
-    monkeypatch.setattr(opening, "load_native", Library)
+    library = Library(lambda made, rank: made)
+    make = library.Transport
+    monkeypatch.setattr(
+        library, "Transport", lambda **options: given.append(options) or make(**options)
+    )
+    monkeypatch.setattr(opening, "load_native", lambda: library)
     with opened("shm", LINK, spin=asked, timeout=8.0, max_pending=16, checksum=True):
         pass
     assert len(given) == 2
@@ -247,63 +220,34 @@ def test_a_rank_spins_where_every_rank_has_a_core(
         assert (options["timeout"], options["max_pending"]) == (8.0, 16)
 
 
-def test_what_was_chosen_and_noted_reaches_the_transport(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = opening_of(abandon_after=2.5)
-    made._device = torch.device("cpu")
-    plain, direct = kind("shm"), kind("cuda_ipc", device_memory=True)
-    made._choices = {3: Choice(direct, "near"), 5: Choice(plain, "far"), 6: Choice(direct, "r")}
-    made._notes = {5: "; noted"}
-    made._board_ranks, made._board = [9, 4], BoardHosts(4, (4,), (9, 4))
-    taken: dict[str, Any] = {}
-    monkeypatch.setattr(opening, "NativeTransport", lambda native, **given: taken.update(given))
-    made._wrap(None, facts(4))
-    assert taken["in_place"] == {3, 6}
-    links = [LinkInfo(3, "cuda_ipc", "near"), LinkInfo(5, "shm", "far; noted")]
-    assert taken["links"] == [*links, LinkInfo(6, "cuda_ipc", "r")]
-    board = taken["board"]
-    assert (board.index, board.size, board.spans_hosts) == (1, 2, True)
-    assert taken["abandon_after"] == 2.5
-    assert (taken["incoming"], taken["outgoing"]) == (made._incoming, made._outgoing)
-    made._board = hosts_of(4, [9, 4], {9: "a", 4: "a"})
-    made._wrap(None, facts(4, gpu=""))
-    assert taken["in_place"] == set() and not taken["board"].spans_hosts
-
-
-@pytest.mark.parametrize("fails", ["_join", "start", None])
-def test_a_set_up_that_fails_leaves_nothing_behind(
-    fails: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_what_was_chosen_and_noted_reaches_the_transport(
+    has_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The peers learn why before the connections end."""
-    told: list[str] = []
-
-    class Meeting(contextlib.nullcontext[None]):
-        exchange = staticmethod(lambda own, peers: {})
-        connect = staticmethod(lambda wanted: {(3, "control"): connection})
-
-        def __enter__(self) -> Any:
-            return self
-
-    def step(name: str) -> None:
-        told.append(name)
-        if name == fails:
-            raise SetupError("no room")
-
-    connection = SimpleNamespace(close=lambda: told.append("hang up"))
-    native = SimpleNamespace(
-        start=lambda: step("start"), abort=told.append, close=lambda: told.append("close")
-    )
-    made: Any = opening_of()
-    monkeypatch.setattr(opening, "Rendezvous", lambda *_: Meeting())
-    made._own_facts, made._choose = lambda _: facts(4), lambda *_: Choice(kind("shm"), "")
-    made._facts = {peer: facts(peer) for peer in (2, 3, 5)}
-    made._wanted_connections, made._make_native = list, lambda _: native
-    made._join, made._wrap = lambda *_: step("_join"), lambda *_: "transport"
-    if fails is None:
-        assert made.run(None) == "transport" and told == ["_join", "start", "hang up"]
-        return
-    with pytest.raises(SetupError, match="no room"):
-        made.run(None)
-    assert told[told.index(fails) + 1 :] == ["SetupError: no room", "close", "hang up"]
+    """Tensors stay where they are on links of a kind that knows GPUs, if there is one."""
+    own = dataclasses.replace(
+        find("shm"), device_memory=True,
+        join=lambda setup, links: (shm.join(setup, links) or {}) | {5: "; noted", 4: "; here"},
+    )  # fmt: skip
+    monkeypatch.setattr(opening, "kinds_of_links", lambda *_: [own])
+    monkeypatch.setattr(opening, "gpu_facts", lambda *_: ("a GPU" * has_gpu, {}))
+    monkeypatch.setattr(opening, "device_index", lambda device: 0)
+    taken: dict[int, dict[str, Any]] = {}
+    kind_of_transport = opening.NativeTransport
+    monkeypatch.setattr(
+        opening, "NativeTransport",
+        lambda native, **given: taken.setdefault(given["rank"], given)
+        and kind_of_transport(native, **given),
+    )  # fmt: skip
+    specs = [ChannelSpec(4, 5, 0, Direction.FORWARD, 64)]
+    with opened("shm", specs, counters=1, abandon_after=60.0) as (_, end):
+        board = end.board
+    given = taken[5]
+    assert given["in_place"] == ({4} if has_gpu else set())
+    assert given["links"] == [LinkInfo(4, "shm", "asked for: shm; here")]
+    assert board is not None and (board.index, board.size, board.spans_hosts) == (1, 2, False)
+    assert given["abandon_after"] == 60.0
+    assert (given["incoming"], given["outgoing"]) == (specs, [])
 
 
 # Options, and the rest of what a rank looks up ----------------------------------------------------

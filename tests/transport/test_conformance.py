@@ -83,7 +83,7 @@ def test_a_flush_may_take_longer_than_its_timeout_as_long_as_messages_leave(
                 wait(0.01)
             return True
 
-        monkeypatch.setattr(a, "_now", lambda: now[0])
+        monkeypatch.setattr(a, "now", lambda: now[0])
         monkeypatch.setattr(a, "wait", take_slowly)
         a.flush(0.7)
         assert now[0] > 0.7 and a.pending() == 0

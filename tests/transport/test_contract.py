@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,13 +43,13 @@ class Scripted(Transport):
     def __init__(self, left: Callable[[float], int], naps: float = 100.0) -> None:
         self.rank, self.incoming, self.outgoing = 0, [BACKWARD], [FORWARD]
         self.left, self.naps = left, naps
-        self.now = 50.0
+        self.time = 50.0
         self.waits: list[float] = []
         self.calls: list[str] = []
         self.gone: set[int] = set()
 
-    def _now(self) -> float:
-        return self.now
+    def now(self) -> float:
+        return self.time
 
     def put(self, channel: int, tensor: torch.Tensor, **labels: Any) -> None:
         raise AssertionError
@@ -67,12 +66,12 @@ class Scripted(Transport):
         self.calls.append("wait")
         self.waits.append(seconds)
         assert len(self.waits) < 100, "it waits for ever"
-        self.now += min(seconds, self.naps)
+        self.time += min(seconds, self.naps)
         return True
 
     def pending(self) -> int:
         assert self.calls[-1] == "poll", "a change between the two would be slept over"
-        return self.left(self.now - 50.0)
+        return self.left(self.time - 50.0)
 
     def pending_bytes(self) -> int:
         return 0
@@ -126,11 +125,11 @@ def test_a_late_message_is_its_senders() -> None:
 
 def test_a_failure_that_shows_in_a_second_explains_another(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = Scripted(lambda now: 0, naps=0.05)
-    monkeypatch.setattr(base.time, "monotonic", lambda: quiet.now)
+    monkeypatch.setattr(base.time, "monotonic", lambda: quiet.time)
     quiet.raise_failure()
     assert len(quiet.waits) in (20, 21) and set(quiet.waits) == {0.05}
     fails = Scripted(lambda now: 0, naps=0.05)
-    monkeypatch.setattr(base.time, "monotonic", lambda: fails.now)
+    monkeypatch.setattr(base.time, "monotonic", lambda: fails.time)
 
     def poll() -> Sequence[int]:
         if len(fails.waits) == 3:
@@ -237,25 +236,15 @@ def test_virtual_time_passes_while_all_ranks_sleep_and_not_before() -> None:
     other.poll()
     sleeper = threading.Thread(target=sleep_and_leave)
     sleeper.start()
-    until(lambda: 1 in made._sleepers or not sleeper.is_alive())
     put(one, 0)
-    until(lambda: (len(woken) == 1 and 1 in made._sleepers) or not sleeper.is_alive())
     one.poll()
     assert not one.wait(9.0) and made.now() == 9.0
     sleeper.join(PATIENCE)
     assert woken == [(True, 0.0), (False, 5.0)]
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    """Until something is so, which takes moments."""
-    while not is_so():
-        time.sleep(0.001)
-
-
-def test_a_follower_of_a_fake_board_reads_from_the_beginning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("megatron.dpp.transport.fake._BOARD_RING", 2)
+def test_a_follower_of_a_fake_board_reads_from_the_beginning() -> None:
+    ring = 4096  # words that a reader may lag
     made = FakeNetwork([])
     leader, one, other = (
         made.transport(rank, board_ranks=(5, 6, 7), board_counters=2) for rank in (5, 6, 7)
@@ -265,16 +254,18 @@ def test_a_follower_of_a_fake_board_reads_from_the_beginning(
         assert transport.board is not None
         transport.board.post(counters)
     assert list(leader.board.common()) == [3, 1]
-    leader.board.append(8)
-    leader.board.append(9)
-    with pytest.raises(TransferTimeout, match="rank 5: a board reader lags 2 words"):
-        leader.board.append(10)
-    assert [one.board.next() for _ in range(3)] == [8, 9, None]
+    words = list(range(8, 8 + ring))
+    for word in words:
+        leader.board.append(word)
+    with pytest.raises(TransferTimeout, match="rank 5: a board reader lags 4096 words"):
+        leader.board.append(1)
+    assert [one.board.next() for _ in range(ring + 1)] == [*words, None]
     with pytest.raises(TransferTimeout):
-        leader.board.append(10)
+        leader.board.append(1)
     assert other.board.next() == 8
-    leader.board.append(10)
-    assert [other.board.next() for _ in range(3)] == [9, 10, None]
-    leader.board.append(11)
+    leader.board.append(1)
+    assert [other.board.next() for _ in range(ring + 1)] == [*words[1:], 1, None]
+    for word in range(ring - 1):
+        leader.board.append(word)
     with pytest.raises(TransferTimeout):
-        leader.board.append(12)  # the first follower has read neither
+        leader.board.append(12)  # the first follower has read none of them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import resource
 import shutil
@@ -130,8 +131,12 @@ def test_limits_of_swap_in_version_1_count_memory_too(
 def test_the_pages_of_nixls_slots_exist_from_the_start(
     known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class OldKernels(mmap.mmap):
+        def madvise(self, option: int, *rest: int) -> None:
+            super().madvise(option if option == mmap.MADV_REMOVE else 0x7FFF, *rest)
+
     if not known:
-        monkeypatch.setattr(nixl_agent, "_POPULATE_WRITE", 0x7FFF)
+        monkeypatch.setattr(nixl_agent.mmap, "mmap", OldKernels)
     slots = nixl_agent.Slots(0, pair(MIB))
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     slots.memory.fill_(1)

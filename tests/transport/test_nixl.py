@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import importlib.util
 import logging
-import math
 import mmap
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,9 +31,10 @@ from megatron.dpp.errors import (
     TransportUnavailable,
 )
 from megatron.dpp.transport import nixl_agent, open_transport
-from megatron.dpp.transport.base import ChannelSpec, Message
+from megatron.dpp.transport.base import ChannelSpec, Transport
 from megatron.dpp.transport.kinds import nixl
 from megatron.dpp.transport.kinds.nixl import NixlTransport
+from megatron.dpp.transport.native import NativeTransport
 from megatron.dpp.transport.nixl_agent import NixlAgent, Slots
 from tests.conftest import REPOSITORY
 from tests.transport.kinds import (
@@ -115,72 +116,161 @@ def test_pages_are_made_on_old_kernels_too(code: int, monkeypatch: pytest.Monkey
         assert not Slots(1, IN).memory.any()
 
 
-def alone() -> Any:
-    """Rank 1 with the channels to it and one back, without an agent or a thread."""
-    made: Any = object.__new__(NixlTransport)
-    made.rank, made._pid, made._failure, made._closed = 1, os.getpid(), None, False
-    made.changed, made._seen, made._version = threading.Condition(), 0, 0
-    made._incoming = [nixl._Incoming(spec) for spec in IN]
-    made._outgoing = [nixl._Outgoing(ChannelSpec(1, 0, 0, Direction.BACKWARD, 64, 2))]
-    made._dtypes, made._device = [torch.float32, None], torch.device("cpu")
-    made._control = SimpleNamespace(abort=lambda reason: None, ring=lambda: None)
-    made._departed, made._drained_at = set(), math.inf
-    return made
+class Agents:
+    """Agents of one process, which write at once and are done when they may.
+
+    ``damaged``: bytes arrive wrong.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held = self.damaged = False
+        self.num_writes = 0
+        self.given_up: list[int] = []
+        monkeypatch.setattr(nixl, "missing_part", lambda kind: None)
+        monkeypatch.setattr(nixl, "NixlAgent", lambda name, slots: self)
+
+    def description(self) -> str:
+        return "here"
+
+    def connect(self, description: str) -> str:
+        return description
+
+    def write(self, source: torch.Tensor, agent: str, address: int) -> int:
+        assert agent == "here"
+        ctypes.memmove(address, source.data_ptr(), source.nbytes)
+        if self.damaged:
+            ctypes.memset(address, 0xFF, 1)
+        self.num_writes += 1
+        return self.num_writes
+
+    def is_written(self, handle: int) -> bool:
+        return not self.held
+
+    def close(self, begun: list[int]) -> None:
+        self.given_up += begun
 
 
-def test_a_channel_has_as_many_puts_on_their_way_as_slots() -> None:
-    (out,) = alone()._outgoing
-    found = []
-    for out.num_begun, out.num_released in ((0, 0), (1, 0), (2, 0), (2, 1), (9, 7), (9, 8)):
-        found.append(out.has_slot)
-    assert found == [True, True, False, True, False, True]
+@pytest.fixture
+def agents(monkeypatch: pytest.MonkeyPatch) -> Agents:
+    return Agents(monkeypatch)
 
 
-def test_a_closed_transport_drains_while_there_is_a_reader_and_time() -> None:
-    rank = alone()
-    (out,) = rank._outgoing
-    assert not rank._is_draining()
-    out.waiting.append("put")
-    assert rank._is_draining()
-    for owner, name, value in (
-        (out, "broken", True),
-        (rank, "_departed", {0}),
-        (rank, "_drained_at", time.monotonic()),
-    ):
-        before = getattr(owner, name)
-        setattr(owner, name, value)
-        assert not rank._is_draining(), name
-        setattr(owner, name, before)
-    out.waiting.clear()
-    out.written.append("write")
-    assert rank._is_draining()
+def until_pending(transport: Transport, count: int) -> None:
+    while transport.pending() > count:
+        transport.poll()
+        assert transport.wait(PATIENCE)
+
+
+def test_a_channel_has_as_many_puts_on_their_way_as_slots(agents: Agents) -> None:
+    with opened(NIXL, pair(depth=2)) as (a, b):
+        for number in range(5):
+            a.put(0, torch.full((9,), float(number)), iteration=0, microbatch=number)
+        for taken in range(3):
+            until_pending(a, 3 - taken)
+            assert agents.num_writes == 2 + taken
+            assert take_next(b, 0, taken).tensor.tolist() == [float(taken)] * 9
+
+
+def test_a_closed_transport_drains_while_there_is_a_reader(agents: Agents) -> None:
+    with opened(NIXL, pair()) as (a, b), ThreadPoolExecutor(1) as pool:
+        agents.held = True
+        a.put(0, torch.ones(9), iteration=0, microbatch=0)
+        closing = pool.submit(a.close)
+        agents.held = False
+        assert take_next(b, 0, 0).microbatch == 0
+        closing.result(PATIENCE)
+        assert not agents.given_up
+
+
+def test_a_closed_transport_gives_up_what_is_not_written_in_time(agents: Agents) -> None:
+    with opened(NIXL, pair()) as (a, _):
+        agents.held = True
+        a.put(0, torch.ones(9), iteration=0, microbatch=0)
+        a.close()
+        assert agents.given_up == [1]
+
+
+GOOD = zlib.crc32(torch.ones(3).numpy().data)
 
 
 @pytest.mark.parametrize(
     ("note", "fault"),
     [
-        ([5, 0, -1, -1, -3], "a broken announcement"),
-        ([5, 0, -1, *[1] * 9], "a broken announcement"),
-        ([5, 1, -1, 3], "a broken announcement"),
-        ([5, 0, -1, PAGE], "does not fit"),
-        ([5, 0, 0, 3], "the checksum of microbatch 8 is wrong"),
+        ([], "not enough values"),
+        ([1, 99, -1, 3], "list index out of range"),
+        ([1, -1, -1, 3], "a broken announcement"),
+        ([1, 0, -1, -3], "a broken announcement"),
+        ([1, 0, -1, *[1] * 9], "a broken announcement"),
+        ([1, 0, -1, 1 << 40], "does not fit 65536 bytes"),
+        ([1, 0, 7, 3], "the checksum of microbatch 5 is wrong"),
         ([5, 0, -1, 3], ""),
-        ([5, 0, zlib.crc32(bytes([1] * 12)), 3], ""),
+        ([5, 0, GOOD, 3], ""),
     ],
 )
-def test_an_announcement_is_checked_before_it_is_believed(note: list[int], fault: str) -> None:
-    rank = alone()
-    rank._receive_slots = Slots(1, IN)
-    rank._receive_slots.memory.fill_(1)
-    rank._incoming[1].announced.append(Message(torch.tensor(note), 4, 8, 0, 1, 0, 0))
-    if fault:
+def test_an_announcement_is_checked_before_it_is_believed(
+    note: list[int], fault: str, agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broken one ends the run."""
+    put = NativeTransport.put
+
+    def announce(self: NativeTransport, channel: int, tensor: torch.Tensor, **labels: Any) -> None:
+        if labels["microbatch"] == 5:
+            labels["microbatch"], tensor = 5, torch.tensor(note, dtype=torch.int64)
+        put(self, channel, tensor, **labels)
+
+    monkeypatch.setattr(NativeTransport, "put", announce)
+    with opened(NIXL, pair()) as (a, b):
+        a.put(0, torch.ones(3), iteration=0, microbatch=5)
+        if not fault:
+            found = take_next(b, 0, 0)
+            assert found.tensor.tolist() == [1.0] * 3
+            assert (found.microbatch, found.sent_ns) == (5, 5)
+            return
         with pytest.raises(ProtocolError, match=fault):
-            rank.take(1)
-    else:
-        found = rank.take(1)
-        assert found.tensor.view(torch.uint8).tolist() == [1] * 12
-        assert (found.microbatch, found.sent_ns, rank._incoming[1].num_taken) == (8, 5, 1)
-    rank._receive_slots.close()
+            take_next(b, 0, 0)
+        with pytest.raises(ProtocolError, match=fault):
+            b.poll()
+        with pytest.raises(PeerDead, match=f"rank 1 gave up: .*{fault}"):
+            while True:
+                a.poll()
+                assert a.wait(PATIENCE)
+
+
+def test_a_checksum_notices_bytes_that_arrive_wrong(agents: Agents) -> None:
+    with opened(NIXL, pair(), checksum=True) as (a, b):
+        a.put(0, torch.ones(3), iteration=0, microbatch=5)
+        assert take_next(b, 0, 0).microbatch == 5
+        agents.damaged = True
+        a.put(0, torch.ones(3), iteration=0, microbatch=6)
+        with pytest.raises(ProtocolError, match="the checksum of microbatch 6 is wrong"):
+            take_next(b, 0, 1)
+
+
+def test_a_write_ends_with_its_handle_and_nixl_leaves_logging_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released: list[int] = []
+    inner = SimpleNamespace(
+        createBackend=lambda *_: "UCX", registerMem=lambda *_: None,
+        getXferStatus=lambda handle: handle, releaseXferReq=released.append,
+    )  # fmt: skip
+    module = SimpleNamespace(
+        nixlAgentConfig=SimpleNamespace, nixlAgent=lambda *_: inner, DRAM_SEG=0, NIXL_IN_PROG=1,
+        nixlRegDList=lambda *_: None,
+    )  # fmt: skip
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    monkeypatch.setenv("UCX_MODULES", "")
+
+    def load(name: str) -> Any:
+        assert name == "nixl._bindings"
+        logging.raiseExceptions = False
+        return module
+
+    monkeypatch.setattr(nixl_agent.importlib, "import_module", load)
+    agent = NixlAgent("a", [])
+    assert logging.raiseExceptions
+    assert (agent.is_written(1), released) == (False, [])
+    assert (agent.is_written(0), released) == (True, [0])
 
 
 # With it ------------------------------------------------------------------------------------------
@@ -243,31 +333,6 @@ def test_a_peer_that_hangs_or_dies_holds_no_close_up(how: signal.Signals, tmp_pa
 
 
 @pytest.mark.nixl
-@pytest.mark.parametrize(
-    ("note", "fault"),
-    [
-        ([], "not enough values"),
-        ([1, 99, -1, 3], "list index out of range"),
-        ([1, 0, -1, -3], "a broken announcement"),
-        ([1, 0, -1, *[1] * 9], "a broken announcement"),
-        ([1, 0, -1, 1 << 40], "does not fit 65536 bytes"),
-        ([1, 0, 7, 3], "the checksum of microbatch 5 is wrong"),
-    ],
-)
-def test_a_broken_announcement_ends_the_run(note: list[int], fault: str) -> None:
-    with opened(NIXL, pair()) as (a, b):
-        a._control.put(0, torch.tensor(note, dtype=torch.int64), iteration=0, microbatch=5)
-        with pytest.raises(ProtocolError, match=fault):
-            take_next(b, 0, 0)
-        with pytest.raises(ProtocolError, match=fault):
-            b.poll()
-        with pytest.raises(PeerDead, match=f"rank 1 gave up: .*{fault}"):
-            while True:
-                a.poll()
-                assert a.wait(PATIENCE)
-
-
-@pytest.mark.nixl
 def test_a_set_up_that_fails_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(agent: NixlAgent, description: str) -> str:
         found.append(shared_bytes())
@@ -307,24 +372,3 @@ def test_a_peer_that_dies_during_the_set_up_is_named(tmp_path: Path) -> None:
     with forked(2, body, tmp_path) as (_, results):
         name, text = results.get(timeout=PATIENCE)
     assert name == "PeerDead" and "rank 1 (pid" in text
-
-
-def test_a_write_ends_with_its_handle_and_a_load_leaves_logging_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    released: list[int] = []
-    agent: Any = object.__new__(nixl_agent.NixlAgent)
-    agent._nixl = SimpleNamespace(NIXL_IN_PROG=1)
-    agent._agent = SimpleNamespace(getXferStatus=lambda h: h, releaseXferReq=released.append)
-    assert (agent.is_written(1), released) == (False, [])
-    assert (agent.is_written(0), released) == (True, [0])
-    monkeypatch.setattr(logging, "raiseExceptions", True)
-    monkeypatch.setenv("UCX_MODULES", "")
-
-    def load(name: str) -> str:
-        logging.raiseExceptions = False
-        return name
-
-    monkeypatch.setattr(nixl_agent.importlib, "import_module", load)
-    assert nixl_agent._load() == "nixl._bindings"
-    assert logging.raiseExceptions

@@ -27,7 +27,6 @@ from megatron.dpp.errors import (
 )
 from megatron.dpp.transport import TransportOptions
 from megatron.dpp.transport.joining import PeerLink
-from megatron.dpp.transport.kinds import rdma
 from megatron.dpp.transport.native import load_native
 from megatron.dpp.transport.options import RdmaOptions
 from megatron.dpp.transport.rdma_ports import Node, choose_place, find_places
@@ -218,10 +217,10 @@ def test_errors_name_the_kind_that_a_link_has_fallen_back_to(
 def test_a_fault_of_any_letters_fits_into_a_set_up_message(
     letter: str, trouble: Trouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise SetupError("no way: " + letter * 5000)
 
-    monkeypatch.setattr(rdma, "_make", refuse)
+    monkeypatch.setattr(load_native(), "RdmaLink", refuse)
     with opened("auto", pair()) as (a, b):
         links = [end.links()[0] for end in (a, b)]
     for link in links:

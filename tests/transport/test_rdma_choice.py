@@ -342,7 +342,7 @@ def test_a_rank_knows_the_gpus_of_the_ranks_before_it(
         (entry / "class").write_text(kind + "\n")
     (devices / "0000:00:00.0").mkdir()
     buses = [6, 3, 1]
-    monkeypatch.setattr(pci, "_SYS", tmp_path)
+    monkeypatch.setattr(pci, "SYS", tmp_path)
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",

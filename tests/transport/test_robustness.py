@@ -15,14 +15,19 @@ import pytest
 import torch
 
 from megatron.dpp.errors import ConfigError, PeerDead, TransportUnavailable
-from megatron.dpp.transport import ChannelSpec, Direction
+from megatron.dpp.transport import ChannelSpec, Direction, opening
 from megatron.dpp.transport.native import load_native
-from tests.transport.kinds import PATIENCE, opened, pair, take_next
+from tests.transport.kinds import PATIENCE, Library, Wrapped, opened, pair, take_next
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 @pytest.mark.parametrize("shift", range(3))
-def test_a_long_text_is_not_cut_in_a_character(kind: str, shift: int) -> None:
+def test_a_long_text_is_not_cut_in_a_character(
+    kind: str, shift: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: dict[int, Any] = {}
+    library = Library(lambda native, rank: made.setdefault(rank, native))
+    monkeypatch.setattr(opening, "load_native", lambda: library)
     reason = "x" * shift + "\N{EURO SIGN}" * 2000
     with opened(kind, pair()) as (a, b):
         a.abort(reason)
@@ -30,7 +35,7 @@ def test_a_long_text_is_not_cut_in_a_character(kind: str, shift: int) -> None:
             for _ in range(100):
                 b.poll()
                 b.wait(PATIENCE / 100)
-        assert "\N{EURO SIGN}" in b._native.failure()  # as the thread that ends a process reads it
+        assert "\N{EURO SIGN}" in made[1].failure()  # as the thread that ends a process reads it
 
 
 def test_an_error_that_is_no_text_still_closes_the_transport() -> None:
@@ -69,11 +74,14 @@ def test_a_board_after_close_is_an_error() -> None:
 
 
 def test_a_board_that_is_not_there_is_an_error() -> None:
-    with (
-        opened("shm", pair()) as (a, _),
-        pytest.raises(TransportUnavailable, match="has no board"),
-    ):
-        a._native.board_common()
+    settings = {"timeout": 1.0, "checksum": False, "max_pending": 2, "spin": False}
+    native = load_native().Transport(rank=0, incoming=[], outgoing=[], **settings)
+    try:
+        native.start()
+        with pytest.raises(TransportUnavailable, match="has no board"):
+            native.board_common()
+    finally:
+        native.close()
 
 
 def test_a_channel_without_slots_is_refused() -> None:
@@ -81,36 +89,29 @@ def test_a_channel_without_slots_is_refused() -> None:
         ChannelSpec(0, 1, 0, Direction.FORWARD, 1024, 0)
 
 
-class Interrupting:
-    """The C++ transport, with Ctrl-C right after a put."""
+def test_an_interrupt_after_a_put_frees_no_tensor_that_is_still_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: dict[int, Wrapped] = {}
 
-    def __init__(self, native: Any) -> None:
-        self._native = native
+    def interrupted(native: Any, rank: int) -> Wrapped:
+        return made.setdefault(rank, Wrapped(native, "", KeyboardInterrupt(), after=True))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._native, name)
-
-    def put(self, *arguments: Any) -> bool:
-        self._native.put(*arguments)
-        raise KeyboardInterrupt
-
-
-def test_an_interrupt_after_a_put_frees_no_tensor_that_is_still_read() -> None:
+    library = Library(interrupted)
+    monkeypatch.setattr(opening, "load_native", lambda: library)
     with opened("shm", pair(depth=1)) as (a, b):
         a.put(0, torch.zeros(4), iteration=0, microbatch=0)  # fills the only slot
-        native = a._native
-        a._native = Interrupting(native)
+        made[0].fails = "put"  # Ctrl-C right behind it
         with pytest.raises(KeyboardInterrupt):
             a.put(0, torch.ones(4), iteration=0, microbatch=1)
-        a._native = native
+        made[0].fails = ""
         a.poll()
-        assert [tensor.tolist() for _, tensor in a._kept[0]] == [[1.0] * 4]
+        assert a.pending_bytes() == 16
         a.put(0, torch.full((4,), 2.0), iteration=0, microbatch=2)
         for index in range(3):
             assert take_next(b, 0, index).tensor.tolist() == [float(index)] * 4
         a.flush(PATIENCE)
-        a.poll()
-        assert not a._kept[0]
+        assert a.pending_bytes() == 0
 
 
 YIELDS = """

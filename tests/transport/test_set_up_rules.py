@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import selectors
 import socket
@@ -21,6 +23,7 @@ from megatron.dpp.transport.admission import Connection
 from megatron.dpp.transport.joining import PeerLink, link_faults
 from megatron.dpp.transport.kinds import cuda_ipc, rdma
 from megatron.dpp.transport.options import RdmaOptions
+from megatron.dpp.transport.rdma_places import Place
 from megatron.dpp.transport.rdma_ports import Node, choose_place, choose_places
 from megatron.dpp.transport.rendezvous import Rendezvous
 from tests.transport.kinds import PATIENCE, proof_of
@@ -226,65 +229,145 @@ def test_connections_of_a_meeting_that_fails_are_closed(met: Rendezvous) -> None
 # RDMA ---------------------------------------------------------------------------------------------
 
 
-def test_what_a_peer_says_first_counts(ends: tuple[socket.socket, socket.socket]) -> None:
-    setup: Any = SimpleNamespace(options=TransportOptions(), has_other_kind={1}, failed={})
+PORT = Place("a", 1, 3, infiniband=False)
+
+
+class Side:
+    """One end of a link of a card: it connects, and delivers unless it is told what else."""
+
+    def __init__(self, card: Card, peer: int, device: str, gpudirect: str) -> None:
+        self._card, self._peer, self._device = card, peer, device
+        self.in_host_memory = peer not in card.on_gpu or gpudirect == "off"
+        self.gpu_way = None if self.in_host_memory else "in place"
+
+    def offer(self) -> dict[str, Any]:
+        return {}
+
+    def connect(self, theirs: Any) -> None:
+        pass
+
+    def post_pattern(self, test: str, seed: int) -> None:
+        self._card.tested.append((self._peer, self._device, test))
+
+    def await_pattern(self, seconds: float) -> bool:
+        return True
+
+    def pattern_fault(self, test: str, seed: int) -> str:
+        place = "slots on the GPU" if not self.in_host_memory and test == "slots" else test
+        return self._card.undelivered.get((self._peer, place), "")
+
+    def attributes(self) -> dict[str, Any]:
+        names = ("gid_index", "traffic_class", "service_level", "pkey_index", "timeout", "retries")
+        return dict.fromkeys(names, 0)
+
+
+class Card:
+    """The set-up of one rank whose card has links as a test wants them.
+
+    Args:
+        broken: pairs of peer and device that cannot be set up, with the reason.
+        undelivered: pairs of peer and test that do not deliver.
+        on_gpu: peers whose slots are on a GPU.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        places: list[Place],
+        peers: dict[int, list[Place]],
+        *,
+        others: set[int] | None = None,
+        broken: dict[tuple[int, str], str] | None = None,
+        undelivered: dict[tuple[int, str], str] | None = None,
+        on_gpu: set[int] | None = None,
+        gpudirect: str = "auto",
+    ) -> None:
+        self.tested: list[tuple[int, str, str]] = []
+        self.dropped: list[int] = []
+        self.broken, self.undelivered = broken or {}, undelivered or {}
+        self.on_gpu = on_gpu or set()
+
+        def found(ports: list[Place]) -> dict[str, Any]:
+            return {"rdma": {"places": [dataclasses.asdict(port) for port in ports]}}
+
+        self.setup: Any = SimpleNamespace(
+            extension=self, native=SimpleNamespace(drop_link=self.dropped.append),
+            options=TransportOptions(gpudirect=gpudirect), failed={},
+            has_other_kind=set() if others is None else others, gpu=0,
+            facts=facts(rank, found=found(places)),
+            peer_facts={peer: facts(peer, found=found(ports)) for peer, ports in peers.items()},
+        )  # fmt: skip
+
+    def RdmaLink(
+        self, native: Any, peer: int, *_: Any, device: str, gpudirect: str, **__: Any
+    ) -> Side:
+        if (peer, device) in self.broken:
+            raise SetupError(self.broken[peer, device])
+        return Side(self, peer, device, gpudirect)
+
+
+def joined(card: Card, peers: dict[int, Card]) -> dict[int, str]:
+    """What rank 0 notes of its links with the peers, each of which joins its own end."""
+    links, ended = [], list[threading.Thread]()
+    with contextlib.ExitStack() as stack:
+        for peer, theirs in peers.items():
+            ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            for end in ends:
+                stack.enter_context(end).settimeout(PATIENCE)
+            links.append(PeerLink(rank=0, peer=peer, sock=ends[0], incoming=[], outgoing=[0]))
+            back = PeerLink(rank=peer, peer=0, sock=ends[1], incoming=[0], outgoing=[])
+            ended.append(threading.Thread(target=rdma.join, args=(theirs.setup, [back])))
+            ended[-1].start()
+        try:
+            return dict(rdma.join(card.setup, links))
+        finally:
+            for thread in ended:
+                thread.join(PATIENCE)
+
+
+@pytest.mark.parametrize("said", [("first", "later"), ("", "later")])
+def test_what_a_peer_says_first_counts(
+    said: tuple[str, str], ends: tuple[socket.socket, socket.socket]
+) -> None:
+    card = Card(0, [PORT], {1: [PORT]}, others={1})
+    for text in said:
+        handshake.send_message(ends[1], {"failed": text, "rdma": {}})
     link = PeerLink(rank=0, peer=1, sock=ends[0], incoming=[], outgoing=[0])
-    faults = rdma._Faults(setup, {})
-    for said in ("first", "", "later"):
-        faults.hear(link, {"failed": said})
-    assert faults.text(link) == "first"
+    assert rdma.join(card.setup, [link]) == {}
+    assert card.setup.failed == {1: said[0] or said[1]} and card.dropped == [1]
 
 
-def test_only_links_that_do_not_work_are_tried_over_their_next_ports(
-    monkeypatch: pytest.MonkeyPatch, ends: tuple[socket.socket, socket.socket]
-) -> None:
+def test_only_links_that_do_not_work_are_tried_over_their_next_ports() -> None:
     """Rank 1 is reached at once, rank 2 over its second port, and rank 3 has no second one."""
-    tried: list[dict[int, str]] = []
-    places: dict[int, list[Any]] = {1: ["a", "b"], 2: ["a", "b"], 3: ["a"]}
-
-    class Try:
-        def __init__(self, setup: Any, ports: dict[int, str], faults: Any) -> None:
-            self.ports = ports
-            tried.append(ports)
-
-        def join(self, links: list[PeerLink]) -> dict[int, str]:
-            assert [link.peer for link in links] == list(self.ports)
-            works = {peer: f"; port {port}" for peer, port in self.ports.items() if peer != 3}
-            if len(tried) == 1:
-                del works[2]
-                setup.failed.update({2: "no cable", 3: "no switch"})
-            return works
-
-    monkeypatch.setattr(rdma, "_own_places", lambda setup, peer: places[peer])
-    monkeypatch.setattr(rdma, "_Try", Try)
-    setup: Any = SimpleNamespace(options=TransportOptions(), gpu=-1, failed={}, has_other_kind={3})
-    links = [
-        PeerLink(rank=0, peer=peer, sock=ends[0], incoming=[], outgoing=[]) for peer in (1, 2, 3)
-    ]
-    assert rdma.join(setup, links) == {1: "; port a", 2: "; port b [no cable]"}
-    assert tried == [{1: "a", 2: "a", 3: "a"}, {2: "b"}]
-    assert setup.failed == {3: "no switch"}, "it goes to another kind"
+    near = [PORT, dataclasses.replace(PORT, device="b", distance=2, subnet="s")]
+    far = {1: [near[1]], 2: [near[1]], 3: [PORT]}
+    card = Card(0, near, far, others={3}, broken={(2, "a"): "no cable", (3, "a"): "no switch"})
+    peers = {peer: Card(peer, ports, {0: near}, others={0}) for peer, ports in far.items()}
+    found = joined(card, peers)
+    assert set(found) == {1, 2}
+    assert found[1].startswith("; a port 1, ") and "[" not in found[1]
+    assert found[2].startswith("; b port 1, ") and found[2].endswith(" [rank 0: no cable]")
+    assert card.setup.failed == {3: "rank 0: no switch"}, "it goes to another kind"
+    assert set(card.tested) == {
+        (peer, device, test) for peer, device in ((1, "a"), (2, "b")) for test in ("path", "slots")
+    }
 
 
-def test_slots_on_a_gpu_are_not_tested_with_those_of_the_host(
-    monkeypatch: pytest.MonkeyPatch, ends: tuple[socket.socket, socket.socket]
-) -> None:
+def test_slots_on_a_gpu_are_not_tested_with_those_of_the_host() -> None:
     """A link whose slots on a GPU get nothing is staged, not dropped."""
-    tested: list[tuple[str, list[int]]] = []
-    told: list[Any] = []
-
-    def undelivered(own: Any, links: Any, ours: Any, test: str) -> dict[int, str]:
-        tested.append((test, [link.peer for link in links]))
-        return {2: "zeros"} if test == "path" else {}
-
-    monkeypatch.setattr(rdma._Try, "_undelivered", undelivered)
-    setup: Any = SimpleNamespace(native=SimpleNamespace(drop_link=told.append))
-    faults: Any = SimpleNamespace(agree=lambda link, fault: told.append((link.peer, fault)))
-    ours = {peer: SimpleNamespace(in_host_memory=peer < 3) for peer in (1, 2, 3)}
-    links = [PeerLink(rank=0, peer=peer, sock=ends[0], incoming=[], outgoing=[]) for peer in ours]
-    rdma._Try(setup, {}, faults)._keep_those_that_deliver(links, ours)
-    assert tested == [("path", [1, 2, 3]), ("slots", [1])]
-    assert told == [(2, "zeros"), 2] and set(ours) == {1, 3}
+    far = {peer: [PORT] for peer in (1, 2, 3)}
+    undelivered = {(2, "path"): "zeros", (3, "slots on the GPU"): "zeros"}
+    card = Card(0, [PORT], far, others={2}, undelivered=undelivered, on_gpu={3})
+    peers = {
+        peer: Card(peer, [PORT], {0: [PORT]}, others={0}, on_gpu={0} if peer == 3 else set())
+        for peer in far
+    }
+    found = joined(card, peers)
+    assert set(found) == {1, 3} and "zeros" in card.setup.failed[2]
+    assert "staged in the host's memory" in found[3] and "staged" not in found[1]
+    assert [test for peer, _, test in card.tested if peer == 2] == ["path"]
+    assert [test for peer, _, test in card.tested if peer == 3] == ["path", "slots"] * 2
+    assert card.dropped == [2, 3]
 
 
 @pytest.mark.parametrize(("gpu", "possible"), [(0, True), (-1, False)])
@@ -308,18 +391,20 @@ def test_gpudirect_can_be_asked_for_with_any_gpu(gpu: int, possible: bool) -> No
 def test_a_fault_of_rdma_ends_the_set_up_unless_the_link_may_be_of_another_kind(
     gpudirect: str, peer: int, falls_back: bool, ends: tuple[socket.socket, socket.socket]
 ) -> None:
-    options = TransportOptions(gpudirect=gpudirect)
-    setup: Any = SimpleNamespace(options=options, has_other_kind={1}, failed={})
+    card = Card(
+        0, [PORT], {peer: [PORT]}, others={1}, broken={(peer, "a"): "the card\nsays no"},
+        gpudirect=gpudirect,
+    )  # fmt: skip
     link = PeerLink(rank=0, peer=peer, sock=ends[0], incoming=[], outgoing=[0])
-    faults = rdma._Faults(setup, {})
+    for _ in range(2):
+        handshake.send_message(ends[1], {"failed": ""})
     if falls_back:
-        with faults.of(link):
-            raise SetupError("the card\nsays no")
-        assert setup.failed == {1: "rank 0: the card says no"}
+        assert rdma.join(card.setup, [link]) == {}
+        assert card.setup.failed == {1: "rank 0: the card says no"}
         return
-    with pytest.raises(SetupError, match="says no"), faults.of(link):
-        raise SetupError("the card says no")
-    assert setup.failed == {}
+    with pytest.raises(SetupError, match="says no"):
+        rdma.join(card.setup, [link])
+    assert card.setup.failed == {}
 
 
 ADDRESS = "00000000000000000000ffff0a000005"  # 10.0.0.5

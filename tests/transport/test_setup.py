@@ -28,23 +28,19 @@ from megatron.dpp.transport import (
 )
 from megatron.dpp.transport.joining import Facts, PeerLink
 from megatron.dpp.transport.native import load_native
-from tests.transport.kinds import PATIENCE, of_rank, pair, prepared
+from tests.transport.kinds import PATIENCE, Library, Wrapped, of_rank, pair, prepared
 
 REASON = "123 bytes of shared memory: Cannot allocate memory"
 
 
-def fail_on_rank_1(patch: pytest.MonkeyPatch, step: str, *, after: bool = False) -> None:
-    """Let a step of opening fail on rank 1, before or after its work."""
-    original = getattr(opening._Opening, step)
+def fail_on_rank_1(patch: pytest.MonkeyPatch, call: str) -> None:
+    """Let a call of the extension fail on rank 1."""
 
-    def fail(self: Any, *rest: Any) -> Any:
-        if self._rank == 1:
-            if after:
-                original(self, *rest)
-            raise SetupError(REASON)
-        return original(self, *rest)
+    def wrap(native: Any, rank: int) -> Any:
+        return Wrapped(native, call, SetupError(REASON)) if rank == 1 else native
 
-    patch.setattr(opening._Opening, step, fail)
+    library = Library(wrap)
+    patch.setattr(opening, "load_native", lambda: library)
 
 
 def errors_of(kind: str) -> dict[int, TransportError]:
@@ -83,23 +79,33 @@ def error_of_rank_0(kind: str) -> TransportError:
 def test_a_peer_that_fails_in_its_last_step_has_not_left_in_good_order(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_on_rank_1(monkeypatch, "_join_kinds", after=True)
+    fail_on_rank_1(monkeypatch, "start")
     error = error_of_rank_0(kind)
     assert type(error) is PeerDead
     assert f"rank 0: rank 1 gave up: SetupError: {REASON}" in str(error)
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-@pytest.mark.parametrize("step", ["_add_peer", "_send_offer"])
+@pytest.mark.parametrize("step", ["add_peer", "its offer"])
 def test_a_peer_that_fails_while_links_are_joined_is_named(
     kind: str, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fail_on_rank_1(monkeypatch, step)
+    original = PeerLink.send
+
+    def send(self: PeerLink, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        if self.rank == 1 and "channels" in message:
+            raise SetupError(REASON)
+        original(self, message, fds)
+
+    if step == "add_peer":
+        fail_on_rank_1(monkeypatch, step)
+    else:
+        monkeypatch.setattr(PeerLink, "send", send)
     error = error_of_rank_0(kind)
     assert "rank 1" in str(error) and str(error).startswith("rank 0: ")
     assert type(error) is SetupError
     # Before it knows rank 0 as a peer it can only hang up.
-    assert step == "_add_peer" or f"rank 1 gave up: SetupError: {REASON}" in str(error)
+    assert step == "add_peer" or f"rank 1 gave up: SetupError: {REASON}" in str(error)
 
 
 @pytest.mark.parametrize("kind", ["cuda_ipc", "staged", "rdma"])

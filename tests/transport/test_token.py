@@ -253,7 +253,7 @@ def test_a_token_file_of_another_user_is_refused(
 
 
 def test_the_store_of_one_node_listens_on_the_loopback_address() -> None:
-    store = torchrun._LocalStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
+    store = torchrun.LocalStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
     assert store.host == "127.0.0.1"
     listening = f":{store.port:04X}"
     rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()]

@@ -208,12 +208,13 @@ class Transport(abc.ABC):
             if left == 0:
                 return
             if left < least:
-                least, deadline = left, self._now() + seconds
-            if self._now() >= deadline:
+                least, deadline = left, self.now() + seconds
+            if self.now() >= deadline:
                 raise self._unsent(left, seconds)
-            self.wait(deadline - self._now())
+            self.wait(deadline - self.now())
 
-    def _now(self) -> float:
+    def now(self) -> float:
+        """Seconds on the clock of this transport's deadlines."""
         return time.monotonic()
 
     def _unsent(self, left: int, seconds: float) -> TransportError:

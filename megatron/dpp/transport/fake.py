@@ -337,7 +337,7 @@ class FakeTransport(Transport):
             parcels = [p for c in self._outgoing for p in (*c.waiting, *c.flying)]
             return sum(parcel.source.nbytes for parcel in parcels)
 
-    def _now(self) -> float:
+    def now(self) -> float:
         return self._network.now()
 
     def links(self) -> Sequence[LinkInfo]:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-_SYS = Path("/sys")
+SYS = Path("/sys")
+"""Root of the kernel's files about devices."""
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"  # class of GPUs, with and without a display
 
@@ -35,7 +36,7 @@ def pci_distance(one: Path, other: Path) -> tuple[int, int]:
 
 def pci_path(entry: str) -> Path:
     """Path of a device under ``/sys/devices``, by an entry of ``/sys`` that leads there."""
-    return (_SYS / entry).resolve()
+    return (SYS / entry).resolve()
 
 
 def gpu_path(device: torch.device) -> Path | None:
@@ -65,7 +66,7 @@ def gpus_of_ranks(device: torch.device, local_rank: int) -> Sequence[Path | None
 
 def _gpus() -> list[Path]:
     """All GPUs of NVIDIA on this node, by their PCI addresses."""
-    found = sorted((_SYS / "bus/pci/devices").glob("*"))
+    found = sorted((SYS / "bus/pci/devices").glob("*"))
     return [entry.resolve() for entry in found if _is_gpu(entry)]
 
 

@@ -41,7 +41,7 @@ _GRACE_S = 5.0
 """Time for PyTorch's own error, which names the nodes that are missing."""
 
 
-class _LocalStore(TCPStore):
+class LocalStore(TCPStore):
     """A store whose server, whatever its ``host_name``, listens on the loopback address alone."""
 
     def __init__(self, host_name: str, port: int = 0, *rest: Any, **options: Any) -> None:
@@ -78,8 +78,8 @@ def _end(host: str, port: int, seconds: float) -> None:
 
 def _stay_on_this_host() -> None:
     """Bind the stores of a run on one node to the loopback address."""
-    c10d_rendezvous_backend.TCPStore = _LocalStore  # type: ignore[attr-defined]
-    torch.distributed.TCPStore = _LocalStore  # type: ignore[attr-defined]
+    c10d_rendezvous_backend.TCPStore = LocalStore  # type: ignore[attr-defined]
+    torch.distributed.TCPStore = LocalStore  # type: ignore[attr-defined]
     sys.argv[1:1] = ["--local-addr", _LOOPBACK]
 
 
