@@ -121,31 +121,66 @@ def test_one_chunk_has_the_embedding_and_one_the_loss(
         assert parameter.tensor_model_parallel is False
 
 
+TRAINEE = {
+    "fp16": False, "bf16": False, "skip_train": False, "deepspeed_zero_stage": None,
+    "use_torch_fsdp2": False, "use_dpp": False, "dpp_split_backward": True,
+    "transformer_impl": "transformer_engine", "enable_gloo_process_groups": True,
+    "overlap_param_gather_with_optimizer_step": False, "data_parallel_random_init": False,
+}  # fmt: skip
+
+
+class Trainees:
+    """Builds a trainee of megatron-core's parts, which tell what they are given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, chunks: list[Any]) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.optimizers: list[Any] = []
+        self.said: list[str] = []
+        told, patch = self.told, monkeypatch.setattr
+
+        class Wrapped:
+            def __init__(self, config: Any, given: Any, chunk: Any, disable_bucketing: bool):
+                self.chunk = chunk
+                told.append((chunk, given.delay_wgrad_compute, disable_bucketing))
+
+            def broadcast_params(self) -> None:
+                told.append((self.chunk, "sent"))
+
+        patch(model, "bare_chunks", lambda *given: chunks)
+        patch(model, "DistributedDataParallel", Wrapped)
+        patch(model, "ddp_config", lambda args, count: SimpleNamespace(count=count))
+        patch(model, "delay_weight_gradients", lambda config: "too old")
+        patch(model.mpu, "get_data_parallel_rank", lambda **_: 1)
+        patch(model, "Float16Module", lambda config, chunk: ("half", chunk))
+        patch(model, "optimizer_config", lambda args: SimpleNamespace(of=args))
+        patch(model, "get_standard_config_overrides", lambda config: ("by", config))
+        patch(
+            model, "get_megatron_optimizer",
+            lambda *words, **options: self.optimizers.append((words, options)) or "optimizer",
+        )  # fmt: skip
+        patch(model, "build_scheduler", lambda args, optimizer: f"scheduler of the {optimizer}")
+
+    def build(self, config: Any = None, **changes: Any) -> model.Trainee:
+        args = argparse.Namespace(**TRAINEE | changes)
+        run: Any = SimpleNamespace(args=args, device="cpu", timers="timers", say=self.said.append)
+        config = config or SimpleNamespace(delay_wgrad_compute=False)
+        return model.build_trainee(run, config, None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("delays", [True, False])
 @pytest.mark.parametrize("with_step", [True, False])
 @pytest.mark.parametrize("random_init", [True, False])
 def test_gradient_buffers_know_what_is_delayed_and_start_equal(
     delays: bool, with_step: bool, random_init: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[Any, ...]] = []
-
-    class Wrapped:
-        def __init__(self, config: Any, given: Any, chunk: Any, disable_bucketing: bool) -> None:
-            self.chunk = chunk
-            told.append((chunk, given.delay_wgrad_compute, disable_bucketing))
-
-        def broadcast_params(self) -> None:
-            told.append((self.chunk, "sent"))
-
-    monkeypatch.setattr(model, "DistributedDataParallel", Wrapped)
-    monkeypatch.setattr(model, "ddp_config", lambda args, count: SimpleNamespace())
-    args: Any = argparse.Namespace(
-        overlap_param_gather_with_optimizer_step=with_step, data_parallel_random_init=random_init
-    )
-    config: Any = SimpleNamespace(delay_wgrad_compute=delays)
-    model._with_gradient_buffers(args, config, ["a", "b"], 9)
-    assert told[:2] == [("a", delays, with_step), ("b", delays, True)]
-    assert told[2:] == ([("a", "sent"), ("b", "sent")] if random_init else [])
+    a, b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    trainees = Trainees(monkeypatch, [a, b])
+    trainees.build(
+        SimpleNamespace(delay_wgrad_compute=delays), data_parallel_random_init=random_init,
+        overlap_param_gather_with_optimizer_step=with_step,
+    )  # fmt: skip
+    assert trainees.told[:2] == [(a, delays, with_step), (b, delays, True)]
+    assert trainees.told[2:] == ([(a, "sent"), (b, "sent")] if random_init else [])
 
 
 @pytest.mark.parametrize(
@@ -160,14 +195,12 @@ def test_gradient_buffers_know_what_is_delayed_and_start_equal(
 def test_only_a_dynamic_split_backward_delays_weight_gradients(
     dynamic: bool, split: bool, layers: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(model, "delay_weight_gradients", lambda config: "too old")
-    run: Any = SimpleNamespace(
-        args=argparse.Namespace(use_dpp=dynamic, dpp_split_backward=split, transformer_impl=layers),
-        say=said.append,
+    trainees = Trainees(monkeypatch, [])
+    trainees.build(
+        use_dpp=dynamic, dpp_split_backward=split, transformer_impl=layers, skip_train=True
     )
-    model._delay_weight_gradients(run, SimpleNamespace())  # type: ignore[arg-type]
-    assert said == (["--dpp-split-backward: the backward is fused: too old"] if asked else [])
+    said = ["--dpp-split-backward: the backward is fused: too old"]
+    assert trainees.said == (said if asked else [])
 
 
 @pytest.mark.parametrize("half", ["fp16", "bf16", None])
@@ -177,26 +210,14 @@ def test_a_trainee_has_what_its_run_needs(
 ) -> None:
     """Half precision wraps the chunks, whose buffers and optimizer come after it."""
     chunk = torch.nn.Linear(2, 2)
-    monkeypatch.setattr(model, "_delay_weight_gradients", lambda run, config: None)
-    monkeypatch.setattr(model, "bare_chunks", lambda *given: [chunk])
-    monkeypatch.setattr(model.mpu, "get_data_parallel_rank", lambda **_: 1)
-    monkeypatch.setattr(model, "Float16Module", lambda config, chunk: ("half", chunk))
-    monkeypatch.setattr(
-        model, "_with_gradient_buffers", lambda args, config, chunks, count: (chunks, count)
-    )
-    monkeypatch.setattr(model, "_optimizer", lambda run, chunks: "optimizer")
-    monkeypatch.setattr(model, "build_scheduler", lambda args, optimizer: "scheduler")
-    given = {"fp16": False, "bf16": False, "skip_train": False, "deepspeed_zero_stage": None,
-             "use_torch_fsdp2": False}  # fmt: skip
-    args = argparse.Namespace(**given | dict.fromkeys(filter(None, [half, without]), 1))
-    run: Any = SimpleNamespace(args=args, device="cpu")
-    made = model.build_trainee(run, SimpleNamespace(), None)  # type: ignore[arg-type]
-    wrapped = [("half", chunk)] if half else [chunk]
+    trainees = Trainees(monkeypatch, [chunk])
+    made = trainees.build(**dict.fromkeys(filter(None, [half, without]), 1))
+    wrapped = ("half", chunk) if half else chunk
     if without:
-        assert (made.chunks, made.optimizer, made.scheduler) == (wrapped, None, None)
+        assert (made.chunks, made.optimizer, made.scheduler) == ([wrapped], None, None)
     else:
-        assert made.chunks == (wrapped, 6)  # type: ignore[comparison-overlap]
-        assert (made.optimizer, made.scheduler) == ("optimizer", "scheduler")
+        assert [each.chunk for each in made.chunks] == [wrapped]
+        assert (made.optimizer, made.scheduler) == ("optimizer", "scheduler of the optimizer")
 
 
 @pytest.mark.parametrize("gloo", [True, False])
@@ -204,17 +225,11 @@ def test_an_optimizer_has_the_runs_timers_groups_and_overrides(
     gloo: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parameters have learning rates and decays of their own by the flags' overrides."""
-    given: list[Any] = []
-    monkeypatch.setattr(model, "optimizer_config", lambda args: SimpleNamespace(of=args))
-    monkeypatch.setattr(
-        model, "get_megatron_optimizer", lambda *words, **options: given.append((words, options))
-    )
-    monkeypatch.setattr(model, "get_standard_config_overrides", lambda config: ("by", config))
-    args = argparse.Namespace(enable_gloo_process_groups=gloo)
-    run: Any = SimpleNamespace(args=args, timers="timers")
-    model._optimizer(run, ["chunk"])
-    (((settings, chunks), options),) = given
-    assert (settings.of, settings.timers, chunks) == (args, "timers", ["chunk"])
+    trainees = Trainees(monkeypatch, [torch.nn.Linear(2, 2)])
+    made = trainees.build(enable_gloo_process_groups=gloo)
+    (((settings, chunks), options),) = trainees.optimizers
+    assert settings.of.enable_gloo_process_groups is gloo
+    assert (settings.timers, chunks) == ("timers", made.chunks)
     assert options == {"config_overrides": ("by", settings), "use_gloo_process_groups": gloo}
 
 
@@ -227,14 +242,11 @@ def test_one_replica_tells_the_number_of_parameters(
     def rank(*, with_context_parallel: bool = False) -> int:
         return replica if with_context_parallel else 0
 
-    monkeypatch.setattr(model, "_delay_weight_gradients", lambda run, config: None)
-    monkeypatch.setattr(model, "bare_chunks", lambda *given: [torch.nn.Linear(2, 2)])
+    trainees = Trainees(monkeypatch, [torch.nn.Linear(2, 2)])
     places = {"get_data_parallel_rank": rank, "get_tensor_model_parallel_rank": lambda: 3,
               "get_pipeline_model_parallel_rank": lambda: 4}  # fmt: skip
     monkeypatch.setattr(model, "mpu", SimpleNamespace(**places))
-    args = argparse.Namespace(fp16=False, bf16=False, skip_train=True)
-    run: Any = SimpleNamespace(args=args, device="cpu")
-    model.build_trainee(run, SimpleNamespace(), None)  # type: ignore[arg-type]
+    trainees.build(skip_train=True)
     line = " > number of parameters on (tensor, pipeline) model parallel rank (3, 4): 6\n"
     assert capsys.readouterr().out == (line if replica == 0 else "")
 
@@ -248,15 +260,7 @@ def test_sharded_chunks_are_gathered_again_for_the_backward_if_asked_to(
 
     moved: list[str] = []
     chunk: Any = SimpleNamespace(parameters=list, to=moved.append)
-    monkeypatch.setattr(model, "_delay_weight_gradients", lambda run, config: None)
-    monkeypatch.setattr(model, "bare_chunks", lambda *given: [chunk])
-    monkeypatch.setattr(model.mpu, "get_data_parallel_rank", lambda **_: 1)
-    monkeypatch.setattr(model, "_optimizer", lambda run, chunks: "optimizer")
-    monkeypatch.setattr(model, "build_scheduler", lambda args, optimizer: "scheduler")
+    trainees = Trainees(monkeypatch, [chunk])
     monkeypatch.setattr(fsdp, "fully_sharded", lambda config, chunk, **given: (chunk, given))
-    args = argparse.Namespace(
-        fp16=False, bf16=False, skip_train=False, deepspeed_zero_stage=None, use_torch_fsdp2=True,
-        torch_fsdp2_reshard_after_forward=reshard,
-    )  # fmt: skip
-    made = model.build_trainee(SimpleNamespace(args=args, device="here"), "c", None)  # type: ignore[arg-type]
-    assert made.chunks == [(chunk, {"reshard_after_forward": reshard})] and moved == ["here"]
+    made = trainees.build(use_torch_fsdp2=True, torch_fsdp2_reshard_after_forward=reshard)
+    assert made.chunks == [(chunk, {"reshard_after_forward": reshard})] and moved == ["cpu"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,11 +103,10 @@ def test_the_ends_of_the_pipeline_have_the_layers_that_they_are_given(
 def test_a_ramp_counts_each_of_its_batches_and_whole_ones_alone_behind_it(
     samples: int, expected: int
 ) -> None:
-    args: Any = SimpleNamespace(
-        rampup_batch_size=["2", "2", "12"], global_batch_size=6, micro_batch_size=1,
-        data_parallel_size=1, decrease_batch_size_if_needed=False, train_samples=samples,
-    )  # fmt: skip
-    assert configs._iterations(args, samples) == expected
+    flags = f"--train-samples {samples} --rampup-batch-size 2 2 12 --global-batch-size 6"
+    words = f"{FLAGS} --mock-data {flags}".replace("--train-iters 1", "").split()
+    args = configs.settled(validate(parse_args(words), 2, "gpt"))
+    assert args.train_iters == expected
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,21 @@ def test_a_loss_that_comes_late_stops_the_step_that_has_it(copies: list[Copy]) -
 
 def test_losses_are_means_over_microbatches_and_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses.mpu, "is_pipeline_last_stage", lambda ignore_virtual: True)
-    monkeypatch.setattr(losses, "_over_replicas", lambda sums: 2 * sums)  # two with the same ones
-    monkeypatch.setattr(losses, "_num_replicas", lambda: 2)
+    """Context-parallel ranks hold other tokens of the same samples."""
+
+    def group(*, with_context_parallel: bool = False) -> str:
+        return "dp and cp" if with_context_parallel else "dp"
+
+    def all_reduce(sums: torch.Tensor, group: str) -> None:
+        assert group == "dp and cp"
+        sums *= 2  # two ranks with the same ones
+
+    sizes = {"dp and cp": 2, "dp": 1}
+    monkeypatch.setattr(losses.mpu, "get_data_parallel_group", group)
+    monkeypatch.setattr(
+        losses.mpu, "get_data_parallel_world_size", lambda **given: sizes[group(**given)]
+    )
+    monkeypatch.setattr(losses.dist, "all_reduce", all_reduce)
     reduced = [
         {"mean": torch.tensor([1.0]), "by token": torch.tensor([6.0, 3.0])},
         {"mean": torch.tensor([4.0]), "by token": torch.tensor([2.0, 5.0])},
@@ -160,23 +173,6 @@ def test_the_host_does_not_wait_for_a_gpus_loss() -> None:
     assert not torch.cuda.current_stream().query()
     wrong = check.rest()
     assert wrong is not None and math.isnan(wrong)
-
-
-def test_sums_go_over_context_ranks_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They hold other tokens of the same samples."""
-    asked: list[str] = []
-
-    def group(with_context_parallel: bool = False) -> str:
-        return "dp and cp" if with_context_parallel else "dp"
-
-    ranks = SimpleNamespace(
-        get_data_parallel_group=group,
-        get_data_parallel_world_size=lambda **given: 8 if group(**given) == "dp and cp" else 4,
-    )
-    monkeypatch.setattr(losses, "mpu", ranks)
-    monkeypatch.setattr(losses.dist, "all_reduce", lambda sums, group: asked.append(group))
-    losses._over_replicas(torch.ones(2))
-    assert asked == ["dp and cp"] and losses._num_replicas() == 8
 
 
 def test_losses_that_layers_add_are_means_over_microbatches(

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp_train.data import samples as data
 from megatron.dpp_train.data.sequences import Microbatch
 from megatron.dpp_train.model import tasks
 from megatron.dpp_train.options.arguments import parse_args
@@ -26,46 +25,18 @@ def parsed(*flags: str) -> Any:
     return parse_args([*FLAGS.split(), *flags])
 
 
-@pytest.mark.parametrize("more", ["", "--moe-grouped-gemm"])
-def test_grouped_products_are_asked_of_all_layers(more: str, monkeypatch: Any) -> None:
-    asked: list[bool] = []
-
-    def spec(*_: Any, grouped_experts: bool, **__: Any) -> None:
-        asked.append(grouped_experts)
-
-    monkeypatch.setattr(tasks, "block_spec", spec)
-    monkeypatch.setattr(tasks, "prediction_spec", spec)
-    monkeypatch.setattr(tasks, "GPTModel", lambda **_: None)
-    args = parsed(*more.split())
-    tasks.build_gpt(args, None, vp_stage=None, pre_process=True)  # type: ignore[arg-type]
-    assert asked == [bool(more)] * 2
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_layers_are_asked_for_the_masks_of_documents(
-    given: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Layers that make a causal mask by themselves would let documents see each other."""
-    asked: list[bool] = []
-
-    def spec(*_: Any, own_masks: bool, **__: Any) -> None:
-        asked.append(own_masks)
-
-    monkeypatch.setattr(tasks, "block_spec", spec)
-    monkeypatch.setattr(tasks, "prediction_spec", spec)
-    monkeypatch.setattr(tasks, "GPTModel", lambda **_: None)
-    args = parsed(*["--reset-attention-mask"] * given)
-    tasks.build_gpt(args, None, vp_stage=None, pre_process=True)  # type: ignore[arg-type]
-    assert asked == [given] * 2
-
-
 def built(kind: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> dict[str, Any]:
-    """The arguments of the model's class."""
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(tasks, "block_spec", lambda *_, **__: SimpleNamespace(
-        layer_specs=["layer"], layer_norm="norm"
-    ))  # fmt: skip
-    monkeypatch.setattr(tasks, "prediction_spec", lambda *_, **__: "further")
+    """The arguments of the model's class, and those of its layers' specs."""
+    given: dict[str, Any] = {"layers": []}
+
+    def spec(*_: Any, **options: Any) -> Any:
+        given["layers"].append(options)
+        return SimpleNamespace(layer_specs=["layer"], layer_norm="norm")
+
+    monkeypatch.setattr(tasks, "block_spec", spec)
+    monkeypatch.setattr(
+        tasks, "prediction_spec", lambda *_, **options: spec(**options) and "further"
+    )
     for name in ("GPTModel", "BertModel"):
         monkeypatch.setattr(tasks, name, lambda **options: given.update(options))
     args = parsed(*flags)
@@ -114,10 +85,25 @@ def test_berts_second_head_has_sentence_types(
      ("transformer_engine", "cpu", "transformer_engine")],
 )  # fmt: skip
 def test_local_layers_are_megatrons_on_a_cpu_alone(
-    implementation: str, device: str, expected: str
+    implementation: str, device: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args: Any = argparse.Namespace(transformer_impl=implementation, device=device)
-    assert tasks._layer_implementation(args) == expected
+    flags = ("--transformer-impl", implementation, "--device", device)
+    for kind, count in (("gpt", 2), ("bert", 1)):
+        asked = [each["implementation"] for each in built(kind, monkeypatch, *flags)["layers"]]
+        assert asked == [expected] * count
+
+
+@pytest.mark.parametrize(
+    ("flag", "name"),
+    [("--moe-grouped-gemm", "grouped_experts"), ("--reset-attention-mask", "own_masks")],
+)
+def test_all_layers_are_asked_for_grouped_products_and_the_masks_of_documents(
+    flag: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that make a causal mask by themselves would let documents see each other."""
+    for flags in ([], [flag]):
+        asked = [each[name] for each in built("gpt", monkeypatch, *flags)["layers"]]
+        assert asked == [bool(flags)] * 2
 
 
 INPUTS, LABELS = {"tokens", "position_ids"}, {"labels", "loss_mask"}
@@ -126,11 +112,20 @@ INPUTS, LABELS = {"tokens", "position_ids"}, {"labels", "loss_mask"}
 @pytest.mark.parametrize("further", [None, 1])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("last", [True, False])
-def test_a_stage_reads_what_it_computes_with(first: bool, last: bool, further: int | None) -> None:
+def test_a_stage_reads_what_it_computes_with(
+    first: bool, last: bool, further: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The prediction of further tokens needs the inputs on the last stage as well."""
-    args: Any = argparse.Namespace(mtp_num_layers=further)
-    layout = tasks._gpt_layout(args, (2, 8), first=first, last=last)
-    inputs = INPUTS if first or further else set()
+    layout: dict[str, Any] = {}
+    monkeypatch.setattr(tasks, "ends", lambda stage: (first, last))
+    monkeypatch.setattr(
+        tasks, "tensor_parallel_batch", lambda sample, asked, device: layout.update(asked) or {}
+    )
+    monkeypatch.setattr(tasks, "get_batch_on_this_cp_rank", lambda batch: batch)
+    microbatch = Microbatch((8, 7), (2, 8), 1.0, None)
+    run = _run(mtp_num_layers=further, variable_lengths=True, calculate_per_token_loss=True)
+    tasks.TASKS["gpt"].get_batch(run, iter([microbatch]), None)
+    inputs = INPUTS if (first or further) and (first or last) else set()
     assert set(layout) == inputs | (LABELS if last else set())
     assert all(shape == (2, 8) for shape, _ in layout.values())
     assert all(
@@ -179,21 +174,26 @@ def half(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_sequences_weigh_the_same_wherever_they_are(
-    changes: dict[str, Any], factor: float | None
+    changes: dict[str, Any], factor: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the microbatch's share, and by the ranks over which megatron-core takes the mean."""
     names = ("tokens", "position_ids", "labels", "loss_mask", "loss_weights")
     sample = {name: torch.ones(1, 8) for name in names}
     microbatch = Microbatch((3, 4), (1, 8), 0.5, sample)
-    run = _run(**changes)
-    batch = tasks._sequence_batch(run, microbatch, first=False, last=True)
+    run = _run(variable_lengths=True, **changes)
+
+    def of_stage(*, first: bool, last: bool) -> Any:
+        monkeypatch.setattr(tasks, "ends", lambda stage: (first, last))
+        return tasks.TASKS["gpt"].get_batch(run, iter([microbatch]), None)
+
+    batch = of_stage(first=False, last=True)
     expected = None if factor is None else [[factor] * 4]
     assert (batch["loss_weights"].tolist() if "loss_weights" in batch else None) == expected
     assert batch["labels"].shape == (1, 4) and "tokens" not in batch
     packed = "packing" in changes
-    for stage in (batch, tasks._sequence_batch(run, microbatch, first=False, last=False)):
+    for stage in (batch, of_stage(first=False, last=False)):
         assert ("cu_seqlens" in stage) is packed
-    first = tasks._sequence_batch(run, microbatch, first=True, last=False)
+    first = of_stage(first=True, last=False)
     assert "loss_weights" not in first and "tokens" in first
 
 
@@ -201,7 +201,7 @@ def test_sequences_weigh_the_same_wherever_they_are(
 def test_context_ranks_take_their_part_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     sample = {name: torch.arange(4)[None] for name in (*INPUTS, *LABELS)}
     monkeypatch.setattr(tasks, "ends", lambda stage: (True, True))
-    batch = tasks._gpt_batch(_run(), iter([sample]), None)
+    batch = tasks.TASKS["gpt"].get_batch(_run(), iter([sample]), None)
     assert {name: tensor.tolist() for name, tensor in batch.items()} == {
         name: [[0, 1]] for name in (*INPUTS, *LABELS)
     }
@@ -234,7 +234,8 @@ def test_bert_tells_sentences_apart_for_its_second_head(with_head: bool) -> None
         given.update(options, words=words)
 
     names = ("text", "padding_mask", "types", "labels", "loss_mask", "is_random")
-    tasks._bert_forward(_run(bert_binary_head=with_head), model, {name: name for name in names})
+    run = _run(bert_binary_head=with_head)
+    tasks.TASKS["bert"].forward(run, model, {name: name for name in names})
     assert given == {
         "words": ("text", "padding_mask"), "lm_labels": "labels",
         "tokentype_ids": "types" if with_head else None,
@@ -254,7 +255,7 @@ def test_gpt_is_given_its_whole_batch(packed: bool, monkeypatch: pytest.MonkeyPa
     names = ("tokens", "position_ids", "attention_mask", "labels", "loss_mask")
     names += ("cu_seqlens", "max_seqlen") * packed
     run = _run()
-    output, loss = tasks._gpt_forward(run, model, {name: name for name in names})
+    output, loss = tasks.TASKS["gpt"].forward(run, model, {name: name for name in names})
     assert given == {
         "words": ("tokens", "position_ids", "attention_mask"), "labels": "labels",
         "loss_mask": "loss_mask",
@@ -263,14 +264,9 @@ def test_gpt_is_given_its_whole_batch(packed: bool, monkeypatch: pytest.MonkeyPa
     assert output == "output" and loss.args == (run, "loss_mask")  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("name", "reading"), [("gpt", [True, False, True]), ("bert", [True, True, True])]
-)
-def test_stages_in_the_middle_read_the_masks_of_berts_layers(
-    name: str, reading: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(data, "ends", lambda stage: (stage == 0, stage == 2))
-    assert [data._is_read(tasks.TASKS[name], stage) for stage in range(3)] == reading
+def test_stages_in_the_middle_read_the_masks_of_berts_layers() -> None:
+    reading = {name: task.every_stage_reads for name, task in tasks.TASKS.items()}
+    assert reading == {"gpt": False, "bert": True}
 
 
 DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")

@@ -16,8 +16,6 @@ from megatron.core.optimizer import optimizer as core
 from megatron.core.utils import local_multi_tensor_l2_norm, local_multi_tensor_scale
 
 from megatron.dpp_train.optimizer.fused_step import (
-    _is_on_gpus,
-    _one_kernel,
     clipping,
     copy,
     divisor,
@@ -186,16 +184,25 @@ def test_nothing_changes_on_a_cpu() -> None:
         assert not optimizer.chained_optimizers[0].optimizer.param_groups[0]["fused"]
 
 
+class OnGpu(torch.nn.Parameter):
+    """A parameter that says that it is on a GPU."""
+
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+
 def test_adam_is_fused_for_one_step_from_any_loaded_state() -> None:
     """A fused kernel wants counts of fp32 where the parameters are, and saves no setting."""
     stepped, elsewhere, fresh = (
-        torch.nn.Parameter(torch.ones(2, device=device)) for device in ("cpu", "meta", "cpu")
+        OnGpu(torch.ones(2, device=device)) for device in ("cpu", "meta", "cpu")
     )
     adam = torch.optim.AdamW([stepped, elsewhere], lr=0.1, foreach=True)
     adam.add_param_group({"params": [fresh], "foreach": None})
     count = torch.tensor(3.0, dtype=torch.float64)
     adam.state[stepped]["step"], adam.state[elsewhere]["step"] = count, count
-    with pytest.raises(ValueError, match="of the step"), _one_kernel(adam):
+    with (
+        pytest.raises(ValueError, match="of the step"),
+        fused_step(SimpleNamespace(optimizer=adam)),
+    ):
         assert [(each["fused"], each["foreach"]) for each in adam.param_groups] == [
             (True, False)
         ] * 2
@@ -210,10 +217,11 @@ def test_adam_is_fused_for_one_step_from_any_loaded_state() -> None:
 
 
 def test_an_optimizer_with_a_parameter_on_the_host_is_not_fused() -> None:
-    on_gpu, on_host = (SimpleNamespace(is_cuda=is_cuda) for is_cuda in (True, False))
-    for parameters, fused in (([on_gpu], True), ([on_gpu, on_host], False), ([], False)):
-        groups = [{"params": [each]} for each in parameters]
-        assert _is_on_gpus(SimpleNamespace(param_groups=groups)) is fused
+    on_gpu, on_host = OnGpu(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+    for parameters, fused in (([on_gpu], True), ([on_gpu, on_host], False)):
+        adam = torch.optim.AdamW([{"params": [each]} for each in parameters], lr=0.1)
+        with fused_step(SimpleNamespace(optimizer=adam)):
+            assert {bool(group["fused"]) for group in adam.param_groups} == {fused}
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ import pytest
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.sim.lengths import read_costs
-from megatron.dpp_train.options.validate_sequences import _check_buckets, _check_packing
+from megatron.dpp_train.options.validate_sequences import check_sequences
 from megatron.dpp_train.preflight.files import check_data, warnings_of_data
 
 LENGTHS = (5, 40, 9, 101)
@@ -123,6 +123,23 @@ def test_tokens_without_marks_of_answers_are_refused(tmp_path: Path) -> None:
         checked(tmp_path / "y_chat_document")
 
 
+def of_sequences(**changes: Any) -> Any:
+    """Settings of a run over chats, before they are checked."""
+    excluded = (
+        "mock_data", "rampup_batch_size", "full_validation", "decrease_batch_size_if_needed",
+        "reset_position_ids", "reset_attention_mask", "dataloader_fast_cache_load",
+        "dataloader_defer_npy_index_mmap", "per_dataset_sequences_path", "deepspeed_zero_stage",
+    )  # fmt: skip
+    usual = {
+        "sft": True, "variable_length": False, "dataloader_type": "single", "seq_length": 64,
+        "context_parallel_size": 1, "tensor_model_parallel_size": 1, "sequence_parallel": False,
+        "packing": "none", "packing_budget": None, "micro_batch_size": 1, "mtp_num_layers": None,
+        "transformer_impl": "local", "dpp_length_buckets": "off", "num_experts": None,
+        "pipeline_model_parallel_size": 1, "use_dpp": True, "dpp_transport": "auto",
+    }  # fmt: skip
+    return argparse.Namespace(**dict.fromkeys(excluded), **usual | changes)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -131,21 +148,17 @@ def test_tokens_without_marks_of_answers_are_refused(tmp_path: Path) -> None:
         ({"dpp_length_buckets": "9" * 5000}, "9: expected off, geometric, or ascending lengths"),
         ({"dpp_length_buckets": "\u0663\u0662,64"}, ",64: expected off, geometric, or ascending"),
         ({"dpp_length_buckets": "32,128"}, "128 is above the longest sequence, 64"),
-        ({"dpp_length_buckets": "30,60", "length_multiple": 4}, "30 is no multiple of 4"),
+        ({"dpp_length_buckets": "30,60", "context_parallel_size": 2}, "30 is no multiple of 4"),
         ({"packing": "even"}, "packed rows run without CUDA graphs"),
         ({"num_experts": 4}, "routers would send padding to experts"),
     ],
 )
 def test_buckets_that_cannot_be_are_refused(changes: dict[str, Any], said: str) -> None:
-    values = {
-        "dpp_length_buckets": "32,64", "packing": "none", "num_experts": None, "seq_length": 64,
-        "length_multiple": 2,
-    }  # fmt: skip
-    args = argparse.Namespace(**values)
-    _check_buckets(args)
+    args = of_sequences(dpp_length_buckets="32,64")
+    check_sequences(args)
     assert args.length_buckets == (32, 64)
     with pytest.raises(ConfigError, match=re.escape(said)):
-        _check_buckets(argparse.Namespace(**{**values, **changes}))
+        check_sequences(of_sequences(**{"dpp_length_buckets": "32,64"} | changes))
 
 
 def test_a_packed_row_holds_what_the_longest_document_is_cut_to(chats: Path) -> None:
@@ -167,17 +180,9 @@ def test_geometric_buckets_grow_by_the_root_of_two() -> None:
 
 def test_further_tokens_of_packed_and_cut_rows_are_refused() -> None:
     """megatron-core looks for the next token in a document's part on the same rank."""
-    args = argparse.Namespace(
-        packing="ffd",
-        packing_budget=None,
-        micro_batch_size=1,
-        context_parallel_size=2,
-        transformer_impl="local",
-        mtp_num_layers=1,
-        seq_length=64,
-    )
+    wrong = of_sequences(packing="ffd", context_parallel_size=2, mtp_num_layers=1)
     with pytest.raises(ConfigError, match="does not go with --mtp-num-layers 1"):
-        _check_packing(args)
-    args.mtp_num_layers = None
-    _check_packing(args)
+        check_sequences(wrong)
+    args = of_sequences(packing="ffd", context_parallel_size=2)
+    check_sequences(args)
     assert args.packing_budget == 64

@@ -307,7 +307,7 @@ class Card:
 
 
 def joined(card: Card, peers: dict[int, Card]) -> dict[int, str]:
-    """What rank 0 notes of its links with the peers, each of which joins its own end."""
+    """The notes of rank 0 on its links with the peers, each of which joins its own end."""
     links, ended = [], list[threading.Thread]()
     with contextlib.ExitStack() as stack:
         for peer, theirs in peers.items():
