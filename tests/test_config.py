@@ -12,14 +12,18 @@ from megatron.dpp import ConfigError, DppConfig
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"slots": 0}, r"DppConfig\(slots=0\): must be at least 1, and finite"),
+        ({"slots": 0}, r"DppConfig\(slots=0\): must be from 1 to 1048576"),
         (
             {"timeout": float("nan")},
-            r"DppConfig\(timeout=nan\): must be at least 0.001, and finite",
+            r"DppConfig\(timeout=nan\): must be from 0.001 to 2000000.0",
         ),
         (
             {"lookahead": float("inf")},
-            r"DppConfig\(lookahead=inf\): must be at least -1.0, and finite",
+            r"DppConfig\(lookahead=inf\): must be from -1.0 to 1000000000.0",
+        ),
+        (
+            {"slots": 10**5000},
+            r"DppConfig\(slots='a number of 16610 bits'\): must be from 1 to 1048576",
         ),
         (
             {"record": "./x", "replay": "x"},

@@ -10,6 +10,7 @@
 #include <memory>
 #include <new>
 
+#include "base/blocks.h"
 #include "base/os.h"
 
 namespace dpp {
@@ -128,9 +129,9 @@ Copier Copier::measured(uint64_t largest) {
   if (!kCanStream || largest < kSmallestStream) return Copier();
   const uint64_t room = std::min(largest, kLargestTrial);
   const uint64_t total = (2 + kTrialSlots) * room;
-  const std::unique_ptr<std::byte[]> arena(new (std::nothrow) std::byte[total]);
+  // Not of the heap, which would keep it: each transport would leave a hole there.
+  const Block arena = Blocks::create(total, 0)->get();
   if (!arena) return Copier();
-  expect_large_pages(arena.get(), total);
   std::memset(arena.get(), 0, total);
   uint64_t threshold = UINT64_MAX;
   for (uint64_t bytes = room; bytes >= kSmallestStream; bytes /= 2) {

@@ -52,7 +52,7 @@ void bind_cuda(py::module_& module) {
             self.use_ipc_slots(peer, channels, UniqueFd(control), handle, UniqueFd(memory));
           },
           "Owns the descriptors from here on.")
-      .def("make_staged_slots", &CudaLinks::make_staged_slots)
+      .def("make_staged_slots", &CudaLinks::make_staged_slots, no_gil)
       .def(
           "use_staged_slots",
           [](CudaLinks& self, int peer, const std::vector<size_t>& channels, int control,

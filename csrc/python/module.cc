@@ -84,7 +84,9 @@ std::unique_ptr<Transport> make_transport(int rank, double timeout, bool checksu
   settings.checksum = checksum;
   settings.max_pending = max_pending;
   settings.spin = spin;
-  return std::make_unique<Transport>(settings, specs_of(incoming), specs_of(outgoing));
+  const std::vector<ChannelSpec> in = specs_of(incoming), out = specs_of(outgoing);
+  const py::gil_scoped_release others_run;  // ways to copy are measured
+  return std::make_unique<Transport>(settings, in, out);
 }
 
 dpp::Outgoing::Put put_once(Transport& self, size_t channel, const dpp::Parcel& parcel) {
@@ -217,6 +219,7 @@ void add_tcp_link(Transport& self, int peer, const std::vector<size_t>& incoming
                   const std::vector<size_t>& outgoing, const std::vector<int>& sockets) {
   std::vector<UniqueFd> owned;
   for (const int socket : sockets) owned.emplace_back(socket);
+  const py::gil_scoped_release others_run;  // the pages of all slots are made
   self.add_tcp_link(peer, incoming, outgoing, std::move(owned));
 }
 

@@ -136,6 +136,7 @@ void bind_rdma(py::module_& module) {
                        uint16_t pkey_index, uint8_t timeout, uint8_t retries, bool adaptive_routing,
                        uint64_t piece_bytes, int gpu, const std::string& gpudirect,
                        uint32_t max_pending) {
+             const py::gil_scoped_release others_run;  // the pages of all slots are registered
              return make_link(transport, peer, incoming, outgoing,
                               {device, port, gid_index, traffic_class, service_level, pkey_index,
                                timeout, retries, adaptive_routing, piece_bytes},

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import ConfigError, setting
+from megatron.dpp.errors import ConfigError, number_fault, setting
 
 TRANSPORT_KINDS = (
     "auto",
@@ -54,7 +54,17 @@ lengths up to 16,384.
 GPUDIRECT = ("auto", "on", "off")
 """Values of ``gpudirect`` and ``rdma_adaptive_routing``."""
 
+MOST_SLOTS = 1 << 20
+LONGEST_WAIT = 2_000_000.0
+"""Seconds, as many as the kernel counts in milliseconds."""
+
 _RANGES = (
+    ("slots", 1, MOST_SLOTS),
+    ("max_tokens", 0, 1 << 40),
+    ("workload", 1, 1 << 40),
+    ("timeout", 0.001, LONGEST_WAIT),
+    ("peer_timeout", 1.0, LONGEST_WAIT),
+    ("lookahead", -1.0, 1e9),
     ("tcp_connections", 1, 16),
     ("rdma_traffic_class", 0, 255),
     ("rdma_service_level", 0, 15),
@@ -273,22 +283,10 @@ class DppConfig:
                 raise ConfigError(
                     f"{setting(name, getattr(self, name))}: expected one of {', '.join(GPUDIRECT)}"
                 )
-        for name, least in (
-            ("slots", 1),
-            ("max_tokens", 0),
-            ("workload", 1),
-            ("timeout", 0.001),
-            ("peer_timeout", 1.0),
-            ("lookahead", -1.0),
-        ):
-            value = getattr(self, name)
-            if not least <= value < math.inf:
-                raise ConfigError(f"{setting(name, value)}: must be at least {least}, and finite")
         for name, least, most in _RANGES:
-            if not least <= getattr(self, name) <= most:
-                raise ConfigError(
-                    f"{setting(name, getattr(self, name))}: must be from {least} to {most}"
-                )
+            value = getattr(self, name)
+            if number_fault(value, least, most, whole=isinstance(least, int)):
+                raise ConfigError(f"{setting(name, value)}: must be from {least} to {most}")
         for address in self.node_ips.split(",") if self.node_ips else ():
             if fault := _fault_of_address(address):
                 raise ConfigError(f"{setting('node_ips', self.node_ips)}: {address!r} {fault}")

@@ -13,12 +13,16 @@ import contextlib
 import difflib
 import json
 import math
+import numbers
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+
+_PLAIN_BITS = 128
+"""Of a number that a text shows whole."""
 
 
 class Setting(NamedTuple):
@@ -51,6 +55,8 @@ def setting(name: str, value: Any = ..., *, owner: str = "DppConfig") -> str:
     if value is ...:
         return f"{_BEGIN}{owner}.{name}{_END}"
     plain = value if isinstance(value, str | bool | int | float | None) else str(value)
+    if isinstance(plain, int) and plain.bit_length() > _PLAIN_BITS:
+        plain = shown(plain)
     return f"{_BEGIN}{owner}.{name}={json.dumps(plain)}{_END}"
 
 
@@ -208,6 +214,8 @@ def shown(value: object, limit: int = 80) -> str:
         text = " ".join(repr(value).split())
     except (ValueError, RecursionError):  # a number of too many digits, a structure too deep
         text = f"a {type(value).__name__}"
+        if isinstance(value, int):
+            text = f"a number of {value.bit_length()} bits"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
@@ -220,6 +228,18 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.5)
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def number_fault(value: Any, least: float, most: float, *, whole: bool = True) -> str:
+    """The reason why a value is no number from ``least`` to ``most``; empty where it is.
+
+    >>> number_fault(0, 1, 2**20)
+    'is 0; expected a whole number from 1 to 1048576'
+    """
+    is_one = isinstance(value, numbers.Integral if whole else numbers.Real)
+    if is_one and not isinstance(value, bool) and least <= value <= most:
+        return ""
+    return f"is {shown(value)}; expected a{' whole' * whole} number from {least} to {most}"
 
 
 def require(condition: object, message: str) -> None:

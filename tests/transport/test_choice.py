@@ -258,7 +258,9 @@ def test_options_have_least_values(field: str) -> None:
     least = 1 if field == "workload" else 0.001
     assert getattr(TransportOptions(**{field: least}), field) == least
     for wrong in (0, -1):
-        with pytest.raises(ConfigError, match=f"option {field} is {wrong}; the least is {least}"):
+        with pytest.raises(
+            ConfigError, match=f"option {field} is {wrong}; expected .* from {least}"
+        ):
             TransportOptions(**{field: wrong})
 
 
@@ -266,7 +268,7 @@ def test_as_many_puts_may_wait_as_a_power_of_two() -> None:
     for number in (1, 2, 1024):
         assert TransportOptions(max_pending=number).max_pending == number
     for wrong in (0, -4, 3, 6):
-        with pytest.raises(ConfigError, match=f"max_pending is {wrong}; give a power of two"):
+        with pytest.raises(ConfigError, match=f"max_pending is {wrong}; (give a power|expected)"):
             TransportOptions(max_pending=wrong)
 
 

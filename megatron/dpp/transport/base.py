@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from megatron.dpp.config import MOST_SLOTS
 from megatron.dpp.direction import Direction as Direction
 from megatron.dpp.errors import (
     ConfigError,
@@ -25,8 +26,21 @@ from megatron.dpp.errors import (
     TransferTimeout,
     TransportError,
     core_setting,
+    number_fault,
     setting,
+    shown,
 )
+
+_MOST_RANKS = (1 << 31) - 1
+_MOST_BYTES = 1 << 47
+"""Of a channel's slots: the addresses of a process."""
+_NUMBERS = {
+    "channel": (0, _MOST_RANKS),
+    **dict.fromkeys(("iteration", "microbatch"), (-1 << 63, (1 << 63) - 1)),
+    **dict.fromkeys(("part", "num_parts"), (0, (1 << 32) - 1)),
+}
+_COUNTER = (0, (1 << 64) - 1)
+"""Least and greatest number that a message or a board takes."""
 
 _EXPLAIN_SECONDS = 1.0
 _NAP_SECONDS = 0.05
@@ -53,16 +67,25 @@ class ChannelSpec:
     depth: int = 2
 
     def __post_init__(self) -> None:
-        for name, least in (("slot_bytes", 0), ("depth", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(
-                    f"{self}: {name} is {getattr(self, name)}; the least is {least} "
-                    f"({setting('slots')})"
-                )
+        for name, least, most in (
+            ("source", 0, _MOST_RANKS),
+            ("destination", 0, _MOST_RANKS),
+            ("chunk", 0, _MOST_RANKS),
+            ("slot_bytes", 0, _MOST_BYTES),
+            ("depth", 1, MOST_SLOTS),
+        ):
+            if fault := number_fault(getattr(self, name), least, most):
+                raise ConfigError(f"{self}: {name} {fault} ({setting('slots')})")
+        if self.slot_bytes * self.depth > _MOST_BYTES:
+            raise ConfigError(
+                f"{self}: {self.depth} slots of {self.slot_bytes} bytes; the most is "
+                f"{_MOST_BYTES} bytes ({setting('slots')})"
+            )
 
     def __str__(self) -> str:
         name = self.direction.name.lower()
-        return f"{name} of chunk {self.chunk}, rank {self.source} -> {self.destination}"
+        ends = f"rank {shown(self.source)} -> {shown(self.destination)}"
+        return f"{name} of chunk {shown(self.chunk)}, {ends}"
 
 
 class Message(NamedTuple):
@@ -292,6 +315,13 @@ class Transport(abc.ABC):
                 self.abort(f"{type(error).__name__}: {error}")
         finally:
             self.close()
+
+
+def refuse_numbers(**given: object) -> None:
+    """Raise ``ValueError`` for the first number, by its name, that no call of a transport takes."""
+    for name, value in given.items():
+        if fault := number_fault(value, *_NUMBERS.get(name, _COUNTER)):
+            raise ValueError(f"{name} {fault}")
 
 
 def check_payload(tensor: torch.Tensor, spec: ChannelSpec) -> None:

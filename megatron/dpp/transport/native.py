@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron.dpp.config import missing_extension
-from megatron.dpp.errors import TransportUnavailable
+from megatron.dpp.errors import TransportUnavailable, shown
 from megatron.dpp.transport.abandon import Abandon
 from megatron.dpp.transport.base import (
     Board,
@@ -25,6 +25,7 @@ from megatron.dpp.transport.base import (
     Message,
     Transport,
     check_payload,
+    refuse_numbers,
 )
 from megatron.dpp.transport.gpu import device_index
 from megatron.dpp.transport.kinds import find
@@ -58,7 +59,11 @@ class NativeBoard(Board):
         self._native = native
 
     def post(self, counters: Sequence[int]) -> None:
-        self._native.board_post(counters)
+        try:
+            self._native.board_post(counters)
+        except TypeError:
+            refuse_numbers(**{f"counter {i}": counter for i, counter in enumerate(counters)})
+            raise
 
     def common(self) -> Sequence[int]:
         counters: list[int] = self._native.board_common()
@@ -145,7 +150,12 @@ class NativeTransport(Transport):
                 stream,
             ):
                 self._keep(channel, tensor)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, TypeError):  # before anything was sent
+                refuse_numbers(
+                    channel=channel, iteration=iteration, microbatch=microbatch, part=part,
+                    num_parts=num_parts,
+                )  # fmt: skip
             self._keep(channel, tensor)  # Ctrl-C may come between the put and the line above
             raise
 
@@ -173,6 +183,8 @@ class NativeTransport(Transport):
                     self._num_kept -= 1
 
     def take(self, channel: int) -> Message:
+        if not 0 <= channel < self._num_incoming:
+            raise IndexError(f"channel {shown(channel)}: there are {self._num_incoming}")
         code, shape, strides, num_bytes, iteration, microbatch, part, num_parts, sent, arrived = (
             self._native.head(channel)
         )

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch._C._distributed_c10d import Store
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, number_fault
 from megatron.dpp.transport.base import ChannelSpec, Transport
 from megatron.dpp.transport.fake import FakeNetwork
 from megatron.dpp.transport.joining import Request
 from megatron.dpp.transport.kinds import AUTO, find
 from megatron.dpp.transport.options import TransportOptions
+
+_MOST_COUNTERS = 1 << 20
 
 
 def open_transport(
@@ -48,6 +50,8 @@ def open_transport(
     for spec in channels:
         if rank not in (spec.source, spec.destination):
             raise ConfigError(f"rank {rank} neither sends nor receives on the channel {spec}")
+    if fault := number_fault(board_counters, 0, _MOST_COUNTERS):
+        raise ConfigError(f"board_counters {fault}")
     request = Request(
         channels=channels,
         rank=rank,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from megatron.dpp.config import GPUDIRECT
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.config import GPUDIRECT, LONGEST_WAIT
+from megatron.dpp.errors import ConfigError, number_fault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,23 +85,22 @@ class TransportOptions:
 
     def __post_init__(self) -> None:
         for field, least, most in (
-            ("timeout", 0.001, math.inf),
-            ("setup_timeout", 0.001, math.inf),
-            ("workload", 1, math.inf),
-            ("peer_timeout", 0.001, math.inf),
+            ("timeout", 0.001, LONGEST_WAIT),
+            ("setup_timeout", 0.001, LONGEST_WAIT),
+            ("peer_timeout", 0.001, LONGEST_WAIT),
+            ("workload", 1, 1 << 40),
             ("tcp_connections", 1, 16),
+            ("max_pending", 1, 1 << 20),
         ):
-            value = getattr(self, field)
-            if value < least:
-                raise ConfigError(f"transport option {field} is {value}; the least is {least}")
-            if value > most:
-                raise ConfigError(f"transport option {field} is {value}; the most is {most}")
+            whole = isinstance(least, int)
+            if fault := number_fault(getattr(self, field), least, most, whole=whole):
+                raise ConfigError(f"transport option {field} {fault}")
         if self.gpudirect not in GPUDIRECT:
             raise ConfigError(
                 f"transport option gpudirect is {self.gpudirect}; expected one of "
                 f"{', '.join(GPUDIRECT)}"
             )
-        if self.max_pending < 1 or self.max_pending & (self.max_pending - 1):
+        if self.max_pending & (self.max_pending - 1):
             raise ConfigError(
                 f"transport option max_pending is {self.max_pending}; give a power of two"
             )
