@@ -16,7 +16,7 @@ case ${0##*/} in
   *) words=(--mode 3d --tp "$tensor" --pp "$pipeline") ;;
 esac
 devices=--procs
-if command -v nvidia-smi >/dev/null && [[ -n $(nvidia-smi -L 2>/dev/null) ]]; then
+if [[ " $* " == *" --gpu"[\ =]* || -n $(nvidia-smi -L 2>/dev/null) ]]; then
   devices=--gpus
 fi
 [[ -z ${NUM_GPUS:-} ]] || words+=("$devices" "$NUM_GPUS")

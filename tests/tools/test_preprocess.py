@@ -14,6 +14,7 @@ import sys
 import time
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -253,13 +254,13 @@ def test_a_worker_that_cannot_build_its_tokenizer_says_why(
 ) -> None:
     vocab = tmp_path / "vocab.json"
     vocab.write_bytes(VOCAB.read_bytes())
-    real = preprocess._indexed_dataset
+    real = preprocess.progress_bar
 
-    def after_the_first_tokenizer() -> object:
+    def after_the_first_tokenizer(*words: Any, **settings: Any) -> Any:
         vocab.unlink(missing_ok=True)
-        return real()
+        return real(*words, **settings)
 
-    monkeypatch.setattr(preprocess, "_indexed_dataset", after_the_first_tokenizer)
+    monkeypatch.setattr(preprocess, "progress_bar", after_the_first_tokenizer)
     flags = [*GPT, "--workers", "2", "--vocab-file", str(vocab)]
     assert run(corpus(tmp_path, {"text": "good"}), tmp_path / "out", *flags) == 1
     said = capfd.readouterr().err

@@ -77,14 +77,14 @@ def test_num_gpus_is_the_most_that_a_benchmark_takes(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("run_3d_parallel.sh", "mode 3d"), ("run_multinode.sh", "mode 3d"),
+        ("run_3d_parallel.sh", "mode 3d"), ("run_multinode.sh --gpu H100", "mode 3d"),
         ("run_megatron.sh", "mode megatron"), ("run_deepspeed.sh", "mode zero"),
     ],
 )  # fmt: skip
 def test_an_earlier_launch_script_plans_the_run_of_its_variables(script: str, words: str) -> None:
     env = {**os.environ, "NUM_GPUS": "4", "TP_SIZE": "2", "PP_SIZE": "2", "ZERO_STAGE": "2"}
     ran = subprocess.run(
-        ["bash", f"{ROOT}/scripts/{script}", "--dry-run", "--mock-data"],
+        ["bash", *f"{ROOT}/scripts/{script} --dry-run --mock-data".split()],
         env=env, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

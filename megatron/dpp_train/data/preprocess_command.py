@@ -10,19 +10,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import glob
-import importlib
 import multiprocessing
 import os
 import sys
 import time
-import warnings
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -36,9 +33,10 @@ from megatron.dpp_train.data.chats import ANSWERS_KEY, CHAT_KEY, ChatEncoder, fi
 from megatron.dpp_train.data.json_lines import BadLine, parse_line, text_of
 from megatron.dpp_train.data.rows import LINES, files_of, open_rows, size_of
 from megatron.dpp_train.data.sentences import SPLITTERS, make_splitter
+from megatron.dpp_train.data.token_files import Documents, TokenFile, token_type
 from megatron.dpp_train.tokenizers import PIECE_TYPES, TOKENIZER_TYPES, tokenizer_for
 
-_BATCH_LINES = 64
+_BATCH_LINES = 256
 _BATCH_BYTES = 1 << 20
 _BATCHES_PER_WORKER = 4
 _MOST_BAD_LINES_SHOWN = 20
@@ -48,9 +46,9 @@ _CHAT_TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", *PIECE_TYPES)
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document of one key: its token ids (int32, one axis) and the length of each sentence."""
+    """One document of one key: its token ids, and the length of each sentence."""
 
-    ids: np.ndarray
+    ids: list[int]
     lengths: list[int]
 
 
@@ -60,6 +58,16 @@ class Line:
 
     documents: list[dict[str, Encoded]]
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """The documents of a batch by key, what is to be said about its lines, and the numbers of bad
+    lines, from 0, with the reasons."""
+
+    documents: dict[str, Documents]
+    notes: Counter[str]
+    bad_lines: list[tuple[int, str]]
 
 
 @dataclass(frozen=True)
@@ -87,15 +95,15 @@ class Totals:
     notes: Counter[str] = field(default_factory=Counter)
     formats: dict[str, str] = field(default_factory=dict)
 
-    def add(self, documents: dict[str, Encoded]) -> None:
-        """Count a document of each key."""
-        self.documents += 1
-        for key, document in documents.items():
+    def add(self, documents: dict[str, Documents]) -> None:
+        """Count the documents of each key."""
+        self.documents += len(next(iter(documents.values())).counts)
+        for key, each in documents.items():
             if key == ANSWERS_KEY:
-                self.answers += int(document.ids.sum())
+                self.answers += int(each.ids.sum())
                 continue
-            self.sentences += len(document.lengths)
-            self.tokens += document.ids.size
+            self.sentences += len(each.lengths)
+            self.tokens += each.ids.size
 
 
 class Encoder:
@@ -108,7 +116,7 @@ class Encoder:
     def __init__(self, args: argparse.Namespace) -> None:
         self._append_eod, self._keys = args.append_eod, _keys(args)
         self._tokenizer = tokenizer_for(args)
-        self.vocab_size = self._tokenizer.vocab_size
+        self.token_type = token_type(self._tokenizer.vocab_size)
         self._chats = ChatEncoder(self._tokenizer, _templates(args)) if args.sft else None
         self._split = None
         if args.split_sentences:
@@ -116,8 +124,27 @@ class Encoder:
                 args.sentence_splitter, args.lang, keep_newlines=args.keep_newlines
             )
 
-    def encode_line(self, line: bytes) -> Line:
-        """Encodes each of the asked keys of one JSON line; raises :class:`BadLine`."""
+    def encode(self, lines: list[bytes]) -> EncodedBatch:
+        """Encodes the asked keys of JSON lines."""
+        parts: dict[str, tuple[list[int], list[int], list[int]]]
+        parts = {key: ([], [], []) for key in self._keys}
+        notes, bad_lines = Counter[str](), []
+        for number, line in enumerate(lines):
+            try:
+                found = self._encode_line(line)
+            except BadLine as error:
+                bad_lines.append((number, str(error)))
+                continue
+            notes.update(found.notes)
+            for documents in found.documents:
+                for key, (ids, lengths, counts) in parts.items():
+                    ids += documents[key].ids
+                    lengths += documents[key].lengths
+                    counts.append(len(documents[key].lengths))
+        documents_of = {key: Documents.of(*part, self.token_type) for key, part in parts.items()}
+        return EncodedBatch(documents_of, notes, bad_lines)
+
+    def _encode_line(self, line: bytes) -> Line:
         document = parse_line(line)
         if self._chats is None:
             return Line([{key: self._encode(text_of(document, key)) for key in self._keys}])
@@ -126,9 +153,7 @@ class Encoder:
         for sample in samples:
             self._check(sample.ids)
             found = {CHAT_KEY: sample.ids, ANSWERS_KEY: sample.marks}
-            documents.append(
-                {key: Encoded(np.asarray(v, np.int32), [len(v)]) for key, v in found.items()}
-            )
+            documents.append({key: Encoded(v, [len(v)]) for key, v in found.items()})
         return Line(documents, notes)
 
     def _encode(self, text: str | list[str]) -> Encoded:
@@ -149,10 +174,10 @@ class Encoder:
             ids.append(self._tokenizer.eod)
             lengths[-1] += 1
         self._check(ids)
-        return Encoded(np.asarray(ids, dtype=np.int32), lengths)
+        return Encoded(ids, lengths)
 
     def _check(self, ids: list[int]) -> None:
-        size = min(self.vocab_size, 1 << 31)  # ids are stored in 32 bits
+        size = min(self._tokenizer.vocab_size, 1 << 31)  # ids are stored in 32 bits
         if ids and not 0 <= min(ids) <= max(ids) < size:
             outside = min(ids) if min(ids) < 0 else max(ids)
             raise BadLine(f"token {outside} is outside a vocabulary of {size}")
@@ -171,18 +196,11 @@ def _begin(args: argparse.Namespace) -> None:
     _of_process[:] = [Encoder(args)]
 
 
-def encode_batch(args: argparse.Namespace, lines: list[bytes]) -> list[Line | str]:
-    """Encodes lines in a worker; a bad line becomes the text that says why it is bad."""
+def encode_batch(args: argparse.Namespace, lines: list[bytes]) -> EncodedBatch:
+    """Encodes lines in a worker."""
     if not _of_process:  # here, as an error of an initializer ends the worker without its text
         _begin(args)
-    (encoder,) = _of_process
-    results: list[Line | str] = []
-    for line in lines:
-        try:
-            results.append(encoder.encode_line(line))
-        except BadLine as error:
-            results.append(str(error))
-    return results
+    return _of_process[0].encode(lines)
 
 
 def find_inputs(pattern: str) -> list[str]:
@@ -212,7 +230,7 @@ def read_batches(paths: list[str]) -> Iterator[Batch]:
 
 def encode_all(
     args: argparse.Namespace, batches: Iterator[Batch]
-) -> Iterator[tuple[Batch, list[Line | str]]]:
+) -> Iterator[tuple[Batch, EncodedBatch]]:
     """Encodes batches in ``--workers`` processes and yields them in their order.
 
     At most ``_BATCHES_PER_WORKER`` batches per worker are in flight, so memory stays bounded.
@@ -225,7 +243,7 @@ def encode_all(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron.dpp_train.tokenizers"])
     with ProcessPoolExecutor(args.workers, context, end_with_starter) as executor:
-        window: deque[tuple[Batch, Future[list[Line | str]]]] = deque()
+        window: deque[tuple[Batch, Future[EncodedBatch]]] = deque()
         try:
             for batch in batches:
                 window.append((batch, executor.submit(encode_batch, args, batch.lines)))
@@ -243,12 +261,6 @@ def encode_all(
             executor.shutdown(cancel_futures=True)
 
 
-def _indexed_dataset() -> ModuleType:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it recommends Transformer Engine, which nothing here uses
-        return importlib.import_module("megatron.core.datasets.indexed_dataset")
-
-
 class Writer:
     """The ``.bin`` and ``.idx`` files of all keys, under temporary names until :meth:`publish`.
 
@@ -256,10 +268,10 @@ class Writer:
     away on leaving the ``with`` block, whatever happened.
     """
 
-    def __init__(self, prefix: str, keys: tuple[str, ...], level: str, dtype: Any) -> None:
+    def __init__(self, prefix: str, keys: tuple[str, ...], level: str, dtype: np.dtype) -> None:
         self._targets = {key: Path(f"{prefix}_{key}_{level}") for key in keys}
         self._dtype = dtype
-        self._builders: dict[str, Any] = {}
+        self._files: dict[str, TokenFile] = {}
 
     def __enter__(self) -> Writer:
         first = next(iter(self._targets.values()))
@@ -268,19 +280,18 @@ class Writer:
             scratch = scratch_directory(first.parent, f".{first.name}.partial-")
             self._folder = stack.enter_context(scratch)
             for key, target in self._targets.items():
-                path = self._partial(target, ".bin")
-                builder = _indexed_dataset().IndexedDatasetBuilder(str(path), dtype=self._dtype)
-                stack.callback(builder.data_file.close)
-                self._builders[key] = builder
+                file = TokenFile(self._partial(target, ".bin"), self._dtype)
+                stack.callback(file.close)
+                self._files[key] = file
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def add(self, encoded: dict[str, Encoded]) -> None:
-        for key, document in encoded.items():
-            self._builders[key].add_document(document.ids, document.lengths)
+    def add(self, documents: dict[str, Documents]) -> None:
+        for key, each in documents.items():
+            self._files[key].add(each)
 
     def publish(self) -> list[Path]:
         """Gives all files their names and returns these; each ``.idx`` comes after its ``.bin``.
@@ -289,7 +300,7 @@ class Writer:
         takes for a data set, and never an old index beside new data.
         """
         for key, target in self._targets.items():
-            self._builders[key].finalize(str(self._partial(target, ".idx")))
+            self._files[key].finish(self._partial(target, ".idx"))
         for target in self._targets.values():
             Path(f"{target}.idx").unlink(missing_ok=True)
         published = []
@@ -314,8 +325,8 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
     """
     paths = find_inputs(args.input)
     level = "sentence" if args.split_sentences else "document"
-    _begin(args)  # before megatron-core's slow import: a missing vocabulary is named at once
-    dtype = _indexed_dataset().DType.optimal_dtype(_of_process[0].vocab_size)
+    _begin(args)  # a missing vocabulary is named at once
+    dtype = _of_process[0].token_type
     totals = Totals()
     bar = progress_bar(
         sum(size_of(Path(path)) for path in paths),
@@ -324,8 +335,8 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
         leave=True,
     )
     with bar, Writer(args.output_prefix, _keys(args), level, dtype) as writer:
-        for batch, results in encode_all(args, read_batches(paths)):
-            _take_batch(batch, results, writer, totals, skip_bad_lines=args.skip_bad_lines)
+        for batch, encoded in encode_all(args, read_batches(paths)):
+            _take_batch(batch, encoded, writer, totals, skip_bad_lines=args.skip_bad_lines)
             totals.formats[batch.path] = batch.name
             bar.set_postfix_str(f"{totals.documents} documents", refresh=False)
             bar.update(batch.consumed)
@@ -335,24 +346,16 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
 
 
 def _take_batch(
-    batch: Batch,
-    results: list[Line | str],
-    writer: Writer,
-    totals: Totals,
-    *,
-    skip_bad_lines: bool,
+    batch: Batch, encoded: EncodedBatch, writer: Writer, totals: Totals, *, skip_bad_lines: bool
 ) -> None:
-    for number, result in enumerate(results, batch.first_number):
-        if isinstance(result, str):
-            message = f"{batch.path}, {batch.unit} {number}: {result}"
-            if not skip_bad_lines:
-                raise DataError(f"{message} (--skip-bad-lines leaves such lines out)")
-            totals.bad_lines.append(message)
-            continue
-        totals.notes.update(result.notes)
-        for documents in result.documents:
-            writer.add(documents)
-            totals.add(documents)
+    for number, reason in encoded.bad_lines:
+        message = f"{batch.path}, {batch.unit} {batch.first_number + number}: {reason}"
+        if not skip_bad_lines:
+            raise DataError(f"{message} (--skip-bad-lines leaves such lines out)")
+        totals.bad_lines.append(message)
+    totals.notes.update(encoded.notes)
+    writer.add(encoded.documents)
+    totals.add(encoded.documents)
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
