@@ -42,6 +42,8 @@ LAYERS = {
 }
 """Whose layers -> their flags."""
 ROWS = ("equal", "unlike", "packed")
+LOGGED = ("dynamic pipeline", "static pipeline", "CUDA graphs")
+"""How the lines of a log begin that are printed."""
 LATE = "late-"
 """Prefix of a dynamic arm that launches no task ahead of its input."""
 NAMES = {name.replace(", ", "-").replace(" ", "-"): name for name in arms.ARMS}
@@ -59,13 +61,23 @@ def main() -> int:
     failed, steps = False, {}
     with tempfile.TemporaryDirectory() as folder:
         for version in args.versions:
+            root = unpacked(args, version, Path(folder))
             for row in args.rows:
                 found: list[tuple[str, list[Line]]] = []
                 for queues, names in process_groups(args, row):
-                    lines = run(args, version, row, queues, names, Path(folder))
+                    print(f"{version}, {row}, {queues} queues: {' '.join(names)}")
+                    graphs = NAMES.get(names[0]) in _OWN_GRAPHS
+                    steps_of_group = args.block * args.rounds * len(names)
+                    words = [*flags(args), "--train-iters", str(steps_of_group)]
+                    lines = run(
+                        root, [*words, *(args.own_graphs.split() if graphs else [])],
+                        [arm_of(name) for name in names], processes=args.ranks, queues=queues,
+                        block=args.block, microbatches=args.microbatches,
+                        lengths=lengths(args, row), seconds=args.seconds,
+                    )  # fmt: skip
                     failed = failed or not lines
                     found.append((queues, lines))
-                    steps[f"{version} {row} {queues}"] = lines
+                    steps[f"{version} {row} {queues} {names[0]}"] = lines
                 report(args, f"{version}, {row}", found)
                 harness.write_json(args.json, {"settings": vars(args), "steps": steps})
     return int(failed)
@@ -195,7 +207,7 @@ def arm_of(name: str) -> tuple[str, str, dict[str, Any]]:
     return name, "own", {}
 
 
-def flags(args: argparse.Namespace, steps: int) -> list[str]:
+def flags(args: argparse.Namespace) -> list[str]:
     """The script's flags."""
     import torch
 
@@ -203,7 +215,7 @@ def flags(args: argparse.Namespace, steps: int) -> list[str]:
         f"--num-layers {args.layers} --hidden-size {args.hidden} --seq-length {args.sequence} "
         f"--num-attention-heads {args.heads} --max-position-embeddings {args.sequence} "
         f"--micro-batch-size 1 --global-batch-size {args.microbatches} --lr 0 --min-lr 0 "
-        f"--seed {args.seed} --train-iters {steps} --log-interval 1 "
+        f"--seed {args.seed} --log-interval 1 "
         "--eval-iters 1 --eval-interval 100000 "
         f"--mock-data --tokenizer-type NullTokenizer --vocab-size {args.vocabulary} "
         "--num-workers 0 --attention-dropout 0 --hidden-dropout 0 "
@@ -222,40 +234,49 @@ def flags(args: argparse.Namespace, steps: int) -> list[str]:
 
 
 def run(
-    args: argparse.Namespace, version: str, row: str, queues: str, names: list[str], folder: Path
+    root: Path,
+    words: Sequence[str],
+    arms_of_group: Sequence[tuple[str, str, dict[str, Any]]],
+    *,
+    processes: int,
+    queues: str,
+    block: int,
+    microbatches: int,
+    lengths: Sequence[int] = (),
+    seconds: float,
 ) -> list[Line]:
-    """One process group; the lines of all ranks."""
-    root = unpacked(args, version, folder)
-    path = os.pathsep.join(
-        filter(None, (str(root), str(harness.ROOT), os.environ.get("PYTHONPATH")))
-    )
-    more = args.own_graphs.split() if NAMES.get(names[0]) in _OWN_GRAPHS else []
-    steps = args.block * args.rounds * len(names)
-    with tempfile.TemporaryDirectory(dir=folder) as own:
+    """One process group of ``root``'s script with these flags; the lines of all ranks.
+
+    Args:
+        arms_of_group: as :func:`arm_of` gives them.
+        microbatches: of a step, on each rank.
+        seconds: the most that it may take.
+    """
+    paths = (str(root), str(harness.ROOT), os.environ.get("PYTHONPATH"))
+    with tempfile.TemporaryDirectory() as own:
         record = Path(own) / "steps"
         environment = {
-            **os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1",
+            **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": queues, "BENCH_SCRIPT": str(root / "pretrain_gpt.py"),
-            "BENCH_RECORD": str(record), "BENCH_BLOCK": str(args.block),
-            "BENCH_MICROBATCHES": str(args.microbatches),
-            "BENCH_LENGTHS": ",".join(map(str, lengths(args, row))),
-            "BENCH_ARMS": json.dumps([arm_of(name) for name in names]),
+            "BENCH_RECORD": str(record), "BENCH_BLOCK": str(block),
+            "BENCH_MICROBATCHES": str(microbatches),
+            "BENCH_LENGTHS": ",".join(map(str, lengths)), "BENCH_ARMS": json.dumps(arms_of_group),
         }  # fmt: skip
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc_per_node", str(args.ranks), "-m", "megatron.dpp.run", str(_ENTRY)]
+        command += ["--nproc_per_node", str(processes), "-m", "megatron.dpp.run", str(_ENTRY)]
         try:
             done = subprocess.run(
-                [*command, *flags(args, steps), *more], env=environment, capture_output=True,
-                text=True, cwd=own, timeout=args.seconds,
+                [*command, *words], env=environment, capture_output=True, text=True, cwd=own,
+                timeout=seconds,
             )  # fmt: skip
             output, error = done.stdout, done.stderr if done.returncode else ""
         except subprocess.TimeoutExpired as late:
-            output, error = str(late.stdout or ""), f"no end within {args.seconds:g} s"
-        told = [line for line in output.splitlines() if line.startswith("dynamic pipeline")]
+            output, error = str(late.stdout or ""), f"no end within {seconds:g} s"
+        told = [line for line in output.splitlines() if line.startswith(LOGGED)]
         told.append(error.split("closing signal")[0][-3000:])
-        print(f"{version}, {row}, {queues} queues: {' '.join(names)}")
         print("\n".join(filter(None, dict.fromkeys(told))), flush=True)
-        written = [Path(f"{record}.{rank}") for rank in range(args.ranks)]
+        written = [Path(f"{record}.{rank}") for rank in range(processes)]
         return [
             json.loads(line)
             for file in written

@@ -1,0 +1,45 @@
+"""The flags of the ways to split one model."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "profiling"))
+
+import bench_parallel  # noqa: E402
+
+
+def test_each_way_trains_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_parallel.py", "--devices", "4", "--layers", "32"])
+    args = bench_parallel.parse_arguments()
+    last = {}
+    for name, way in bench_parallel.WAYS.items():
+        words = bench_parallel.flags(args, way)
+        pairs = {a: b for a, b in itertools.pairwise(words) if a.startswith("--")}
+        assert (pairs["--num-layers"], pairs["--global-batch-size"]) == ("32", "16")
+        last[name] = pairs
+    assert last["pp"]["--pipeline-model-parallel-size"] == "4"
+    assert last["pp"]["--num-layers-per-virtual-pipeline-stage"] == "4"
+    assert last["dp"]["--pipeline-model-parallel-size"] == "1"
+    assert last["cp"]["--context-parallel-size"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ways", "dp,xp"], "--ways xp: expected one of dp,"),
+        (["--batch", "3"], "--batch 3: must be a multiple of --devices 2"),
+    ],
+)
+def test_refusals_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_parallel.py", *words])
+    with pytest.raises(SystemExit):
+        bench_parallel.parse_arguments()
+    assert said in capsys.readouterr().err
