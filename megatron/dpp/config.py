@@ -38,6 +38,9 @@ CUDA_GRAPHS = ("auto", "on", "off")
 FORWARD_ONLY_ORDERS = ("auto", "megatron", "dynamic")
 """Values of ``forward_only_order``."""
 
+HEAD_IN_FORWARD = ("auto", "on", "off")
+"""Values of ``head_in_forward``."""
+
 ENGINE_ROWS = 128
 """Transformer Engine's attention (cuDNN 9.19) is right in CUDA graphs for sequences of multiples of
 this; of 16 and 64 a replay accessed memory that is not its own.
@@ -133,6 +136,12 @@ class DppConfig:
     )
     split_backward: bool = _option(
         True, "run a layer's weight gradients apart from its input gradients, to fill waiting times"
+    )
+    head_in_forward: str = _option(
+        "auto",
+        "run the backward of LM head and loss in the last chunk's forward, so that the logits of "
+        "one microbatch exist at a time: on, off, auto (where several would exist otherwise: with "
+        "{policy} breadth-first)",
     )
     transport: str = _option(
         "auto",
@@ -267,22 +276,18 @@ class DppConfig:
                 f"{setting('transport', self.transport)}: expected one of "
                 f"{', '.join(TRANSPORT_KINDS)}"
             )
-        if self.cuda_graphs not in CUDA_GRAPHS:
-            raise ConfigError(
-                f"{setting('cuda_graphs', self.cuda_graphs)}: expected one of "
-                f"{', '.join(CUDA_GRAPHS)}"
-            )
-        if self.forward_only_order not in FORWARD_ONLY_ORDERS:
-            raise ConfigError(
-                f"{setting('forward_only_order', self.forward_only_order)}: expected one of "
-                f"{', '.join(FORWARD_ONLY_ORDERS)}"
-            )
-        self.buckets(sys.maxsize)
-        for name in ("gpudirect", "rdma_adaptive_routing"):
-            if getattr(self, name) not in GPUDIRECT:
+        for name, values in (
+            ("cuda_graphs", CUDA_GRAPHS),
+            ("forward_only_order", FORWARD_ONLY_ORDERS),
+            ("head_in_forward", HEAD_IN_FORWARD),
+            ("gpudirect", GPUDIRECT),
+            ("rdma_adaptive_routing", GPUDIRECT),
+        ):
+            if getattr(self, name) not in values:
                 raise ConfigError(
-                    f"{setting(name, getattr(self, name))}: expected one of {', '.join(GPUDIRECT)}"
+                    f"{setting(name, getattr(self, name))}: expected one of {', '.join(values)}"
                 )
+        self.buckets(sys.maxsize)
         for name, least, most in _RANGES:
             value = getattr(self, name)
             if number_fault(value, least, most, whole=isinstance(least, int)):

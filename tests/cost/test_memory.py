@@ -16,6 +16,7 @@ from megatron.dpp_train.cost.memory import (
     layer_bytes,
     layer_parameters,
     least_bytes,
+    logits,
     model_parameters,
     rank_memory,
     rank_parameters,
@@ -110,6 +111,17 @@ def test_the_head_is_kept_on_the_last_virtual_stage_alone() -> None:
     run = shape((1, 1, 1, 1), pipeline=2)
     each = layer_bytes(run)
     assert [stage_bytes(run, stage) - each for stage in range(4)] == [0, 0, 0, head_bytes(run)]
+
+
+def test_a_heads_backward_in_forward_keeps_one_microbatchs_logits() -> None:
+    whole = shape((2, 2), pipeline=2, num_microbatches=8)
+    cut = dataclasses.replace(whole, schedule=RunSchedule(dynamic=True, head_in_forward=True))
+    hidden = 2 * 32 * 64
+    assert head_bytes(whole) - head_bytes(cut) == 4 * logits(whole) - hidden
+    more = rank_memory(cut, 1, 0.0).workspace - 2 * logits(whole)
+    assert more == 4 * logits(whole), "they stand beside their gradient"
+    costs = [model_costs(each, plain_device()).head.times for each in (whole, cut)]
+    assert costs[1] == (pytest.approx(sum(costs[0])), 0.0, 0.0)
 
 
 def test_a_rank_holds_the_forwards_before_its_first_gradient() -> None:

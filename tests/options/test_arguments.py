@@ -385,6 +385,7 @@ OURS = {
     "--dpp-policy": "megatron", "--dpp-activation-cap": "strict", "--no-dpp-split-backward": "",
     "--dpp-lookahead": "1", "--no-dpp-launch-ahead": "", "--dpp-max-tokens": "9",
     "--dpp-record": "x", "--dpp-replay": "y", "--dpp-forward-only-order": "megatron",
+    "--dpp-head-in-forward": "off",
     "--dpp-transport": "shm", "--dpp-slots": "3", "--workload": "7", "--dpp-gpudirect": "off",
     "--dpp-rdma-devices": "nearest", "--dpp-rdma-traffic-class": "96",
     "--dpp-rdma-service-level": "1", "--dpp-rdma-pkey-index": "1", "--dpp-rdma-gid-index": "3",
@@ -395,8 +396,8 @@ OURS = {
     "--no-dpp-task-rng": "", "--dpp-cuda-graphs": "on", "--dpp-inject": "jitter:0.1",
     "--node-ips": "10.0.0.1", "--dpp-length-buckets": "off",
 }  # fmt: skip
-DYNAMIC = set(list(OURS)[:9])
-LINKS = set(list(OURS)[9:27])
+DYNAMIC = set(list(OURS)[:10])
+LINKS = set(list(OURS)[10:28])
 
 
 def idle(more: str, *flags: str, world_size: int = 1) -> set[str]:
@@ -458,3 +459,24 @@ def test_iterations_that_a_loss_scale_may_cost_are_counted() -> None:
     assert "up to 5 of 10" in line and "--initial-loss-scale 65536 suits" in line
     assert not warnings_of(checked(f"{scale} 65536"))
     assert not warnings_of(checked(f"{scale} {2**20} --loss-scale 8"))
+
+
+@pytest.mark.parametrize(
+    ("more", "arch", "words"),
+    [
+        ("", None, "in one stage the output layer's weight is the embedding's"),
+        (
+            "--mtp-num-layers 1 --position-embedding-type rope",
+            None,
+            "--mtp-num-layers 1 runs the output layer several times",
+        ),
+        ("", "bert", "BERT's binary head reads the hidden states"),
+    ],
+)
+def test_a_head_that_cannot_run_in_forward_is_refused(
+    more: str, arch: str | None, words: str
+) -> None:
+    given = parse_args([*MINIMUM.split(), "--dpp-head-in-forward", "on", *more.split()])
+    with pytest.raises(ConfigError, match=f"--dpp-head-in-forward on: .*{words}"):
+        validate(given, 1, arch)
+    checked("--dpp-head-in-forward on --untie-embeddings-and-output-weights")

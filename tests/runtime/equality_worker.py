@@ -57,6 +57,7 @@ from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorde
 from megatron.dpp_train.model import context  # noqa: E402
 from megatron.dpp_train.model.layers import block_spec, prediction_spec  # noqa: E402
 from megatron.dpp_train.model.packed import packed_params, positions  # noqa: E402
+from tests.runtime.losses import OwnLoss, loss_func, token_loss  # noqa: E402
 from tests.runtime.rerun import Rerun  # noqa: E402
 
 VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
@@ -209,24 +210,13 @@ def documents(case: dict[str, Any]) -> Any:
             yield found
 
 
-def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = output.float().mean()
-    return loss, {"lm loss": loss.detach().clone()}
-
-
-def token_loss(
-    mask: torch.Tensor, output: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    total, count = (output.float() * mask).sum(), mask.sum().int()
-    return total, count, {"lm loss": total.detach() / count, "sum": total.detach().clone()}
-
-
 class ForwardStep:
     """Records for each training forward if it recomputes all activations."""
 
     def __init__(self, case: dict[str, Any]) -> None:
         self.per_token = case.get("per_token", False)
         self.told: list[bool | None] = []
+        self.own_loss = OwnLoss() if case.get("own_loss") else None
 
     def __call__(self, iterator: Any, model: Any, all_again: bool | None = None) -> Any:
         if model.training:
@@ -242,6 +232,9 @@ class ForwardStep:
         tokens = tokens.cuda()
         inputs, labels = own_part(tokens[:, :-1]), own_part(tokens[:, 1:])
         every = torch.arange(tokens.shape[1] - 1, device="cuda").expand(MICRO_BATCH, -1)
+        if self.own_loss is not None:
+            loss = self.own_loss if model.training else OwnLoss()  # an evaluation keeps graphs
+            return model(inputs, every, None), partial(loss, labels)
         output = model(inputs, own_part(every), None, labels=labels)
         if self.per_token:  # another number in each microbatch
             return output, partial(token_loss, labels % 3 > 0)
@@ -310,8 +303,10 @@ def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
                 recorder.end_iteration()
             norms.append(norm)
     weights = [p.detach().clone() for chunk in chunks for p in chunk.parameters()]
+    logits = forward_step.own_loss.most_before if forward_step.own_loss else 0
     return {"losses": losses, "norms": norms, "weights": weights, "told": forward_step.told,
-            "out of order": out_of_order, "sums": sums, "gradients": gradients}  # fmt: skip
+            "out of order": out_of_order, "sums": sums, "gradients": gradients,
+            "logits": logits}  # fmt: skip
 
 
 def check_reduced_everywhere(chunks: list[Any]) -> None:
@@ -413,6 +408,7 @@ def run_case(case: dict[str, Any]) -> None:
         trace = recorder_of(case, settings.pop("trace", None), "pp" if static else "dpp")
         grouped = settings.pop("grouped", case.get("grouped", False))
         host = settings.pop("host", None)
+        most_logits = settings.pop("most_logits", None)
         replays: list[Rerun] = []
         if settings.get("cuda_graphs") == "on" and SUPPORT is not None:
             kind = partial(kind, capture=partial(Rerun, replays=replays))
@@ -435,6 +431,10 @@ def run_case(case: dict[str, Any]) -> None:
             captured = any("CUDA graphs: memory for" in line for line in said)
             assert replays or captured, f"{case['name']} with {settings}: nothing was replayed"
         compare(expected, got, f"{case['name']} with {settings}")
+        if most_logits is not None and parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            assert got["logits"] == most_logits, (
+                f"{case['name']} with {settings}: logits of {got['logits']} kept"
+            )
         moved = [0] * dist.get_world_size()
         dist.all_gather_object(moved, got["out of order"])
         deviated += any(moved)

@@ -183,7 +183,10 @@ class Step:
         self.wrapped.append(iteration)
         return "seeded"
 
-    def _stage(self, call: Any, rank: int, num_ranks: int, window: int, weights: Any) -> Any:
+    def _stage(
+        self, call: Any, rank: int, num_ranks: int, window: int, weights: Any, *, head: Any
+    ) -> Any:
+        assert head is None, "B runs the head's backward unless it is asked for in F"
         self.stages.append((call.forward_step_func, rank, num_ranks, window, weights))
         note = self.events.append
         return SimpleNamespace(

@@ -233,6 +233,7 @@ def test_boundaries_of_several_tensors_have_no_graphs(made: list[Weights]) -> No
 def measured_stage(sizes: Sequence[int], *, last: bool) -> Any:
     return SimpleNamespace(
         activation_bytes=dict(enumerate(sizes)), deferred_bytes={0: 30, 1: 50},
+        runs_head_in_forward=False,
         is_last=lambda chunk: last and chunk == len(sizes) - 1,
     )  # fmt: skip
 

@@ -1,5 +1,7 @@
 """Values of ``activation_cap``, valid and invalid."""
 
+import dataclasses
+
 import pytest
 
 from megatron.dpp.config import DppConfig
@@ -114,6 +116,17 @@ def test_the_head_counts_in_the_same_bytes(num_ranks, cap, room, slots, chunks):
     first = Geometry(num_ranks, 0, 2, 16)
     allowed = beside_head(parse_cap("auto", first), first, memory)
     assert allowed.chunks == parse_cap("auto", first).chunks and not allowed.limits
+
+
+def test_a_head_of_one_microbatch_at_a_time_is_reserved_once():
+    """It then takes a part of the cap, and no activation of the last chunk weighs more for it."""
+    where = Geometry(4, 3, 2, 16)
+    cap = parse_cap("megatron", where)
+    memory = Memory(activation_bytes=100, deferred_bytes=60, head_room=1.5, one_head=True)
+    found = beside_head(cap, where, memory)
+    assert found.chunks == cap.chunks - 1.5 and set(found.weights) == {1.0}
+    slots = beside_head(cap, where, dataclasses.replace(memory, slots=True))
+    assert slots.chunks == cap.chunks - 2 and not slots.limits
 
 
 def worst_bytes(ranks, room):

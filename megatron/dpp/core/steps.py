@@ -23,6 +23,7 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.core import boundary, compat
 from megatron.dpp.core.boundary import Boundaries, Tensors, Tokens
 from megatron.dpp.core.grad_sync import GradSync
+from megatron.dpp.core.head import Head, Kept
 from megatron.dpp.core.memory import is_readable, saved_bytes
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.errors import ConfigError, core_setting, setting
@@ -257,6 +258,8 @@ class Stage:
         rank, num_ranks: place in the pipeline and its size.
         window: activations that Megatron's own order would hold at most on this rank.
         weight_gradients: takes deferred weight gradients; None for a fused backward.
+        head: makes the head of the last chunk, whose F then runs the backward of output layer and
+            loss; None leaves it to B.
     """
 
     def __init__(
@@ -266,6 +269,8 @@ class Stage:
         num_ranks: int,
         window: int,
         weight_gradients: WeightGradients | None,
+        *,
+        head: Callable[[torch.nn.Module], Head] | None = None,
     ) -> None:
         self.call = call
         self.forward_data_store: list[Any] = []
@@ -275,7 +280,9 @@ class Stage:
         self._is_last_rank = rank == num_ranks - 1
         self._window = window
         self._model_type = get_model_type(call.model[0])
-        self._kept: dict[tuple[int, int], tuple[Tensors | None, Tensors]] = {}
+        self._kept: dict[tuple[int, int], tuple[Tensors | None, Tensors | Kept]] = {}
+        ends_here = head is not None and self._is_last_rank and not call.forward_only
+        self._head = head(call.model[-1]) if head and ends_here else None
         self._num_tokens = torch.zeros([], dtype=torch.int, device=_device())
         self._num_forwards = 0
         self._grad_sync = GradSync(call)
@@ -289,6 +296,11 @@ class Stage:
     def is_last(self, chunk: int) -> bool:
         """True if this chunk computes the loss."""
         return self._is_last_rank and chunk == self._num_chunks - 1
+
+    @property
+    def runs_head_in_forward(self) -> bool:
+        """True if this rank's last chunk runs the backward of output layer and loss in F."""
+        return self._head is not None
 
     def open(self) -> None:
         """Begin the iteration; no chunk's gradients are reduced before they are complete."""
@@ -310,10 +322,17 @@ class Stage:
         Returns:
             The chunk's output, a list if it is several tensors; the scaled loss on the last stage.
         """
-        output = self._forward(chunk, microbatch, received)
+        head = self._head if self.is_last(chunk) else None
+        with head.cut() if head else contextlib.nullcontext():
+            output = self._forward(chunk, microbatch, received)
         if microbatch == 0 and chunk in self._measuring:
             outputs = output if isinstance(output, list) else [output]
             self.activation_bytes[chunk] = saved_bytes(outputs, self.call.model[chunk])
+        if not self.call.forward_only:
+            kept = None
+            if head is not None and isinstance(output, torch.Tensor):
+                kept = head.backward(output, received)
+            self._kept[chunk, microbatch] = (received, kept or output)
         return output
 
     def _forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
@@ -345,8 +364,6 @@ class Stage:
             output = list(output)
         self._num_tokens += num_tokens
         self._num_forwards += 1
-        if not call.forward_only:
-            self._kept[chunk, microbatch] = (received, output)
         return output  # type: ignore[no-any-return]
 
     def free_output(self, chunk: int, microbatch: int) -> None:
@@ -372,7 +389,12 @@ class Stage:
         measures = store is not None and microbatch == 0 and chunk in self._measuring
         held = store.held_bytes if store and measures else 0
         with store.collect(chunk, microbatch) if store else contextlib.nullcontext():
-            gradient = boundary.backward(given, output, received, self._model_type, self._config)
+            if isinstance(output, Kept):
+                gradient = output.backward(given, self._model_type, self._config)
+            else:
+                gradient = boundary.backward(
+                    given, output, received, self._model_type, self._config
+                )
         if store and measures:
             self.deferred_bytes[chunk] = store.held_bytes - held
         return gradient

@@ -6,6 +6,7 @@ cap in bytes becomes one in chunk activations as soon as an activation has been 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from megatron.dpp.config import DppConfig
@@ -100,11 +101,11 @@ class Decisions:
         eager = self._measured
         assert eager is not None
         self.measured(
-            Memory(
+            dataclasses.replace(
+                eager,
                 activation_bytes=slot_bytes,
                 deferred_bytes=slot_bytes,
                 head_room=eager.head_room * eager.activation_bytes / slot_bytes,
-                last_layers=eager.last_layers,
                 slots=True,
             )
         )

@@ -16,16 +16,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import torch
+
+from megatron.dpp.core.head import Head, why_not
 from megatron.dpp.core.steps import Stage, StepCall
+from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.executor import Executor
 from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.runtime.session import Session, Sessions, check_chunks
-from megatron.dpp.schedule import Geometry
+from megatron.dpp.schedule import HOLDS_ALL, Geometry
 from megatron.dpp.schedule.reference import num_warmup
 from megatron.dpp.transport.base import Transport
 
@@ -74,7 +79,9 @@ class DppSchedule(PipelineSchedule):
         topology = session.topology
         geometry = topology.geometry(call, weights.num_pieces if weights else None)
         window = num_warmup(geometry) + 1
-        stage = Stage(call, topology.rank, topology.num_ranks, window, weights)
+        stage = Stage(
+            call, topology.rank, topology.num_ranks, window, weights, head=self._head_of(call)
+        )
         measures = session.decisions.wants_measuring and not call.forward_only
         if measures:
             stage.measure()
@@ -110,7 +117,33 @@ class DppSchedule(PipelineSchedule):
         call = StepCall.checked(**keywords)
         call.refuse_ordered()
         call.check_length(call.longest(self.config.max_tokens))
+        self._head_of(call)
         return call
+
+    def _head_of(self, call: StepCall) -> Callable[[torch.nn.Module], Head] | None:
+        """The head of a call whose backward runs in F; None if B runs it.
+
+        Raises:
+            ConfigError: it should run in F, and the model does not allow it.
+        """
+        asked = self.config.head_in_forward
+        holds_all = (self.policy or self.config.policy) in HOLDS_ALL
+        if asked == "off" or call.forward_only or (asked == "auto" and not holds_all):
+            return None
+        reason = why_not(call.model, call.pg_collection.pp.size())
+        if reason is None:
+            return partial(Head, refuse=self._refuse_head)
+        self._refuse_head(reason)
+        return None
+
+    def _refuse_head(self, reason: str) -> None:
+        """Refuse to run a head's backward in F, or say why B runs it where none was asked for."""
+        if self.config.head_in_forward == "on":
+            raise ConfigError(
+                f"{setting('head_in_forward', 'on')}: {reason}: use "
+                f"{setting('head_in_forward', 'off')}"
+            )
+        self._say_once(f"dynamic pipeline: B runs the backward of the LM head, too: {reason}")
 
     def _seeded(self, call: StepCall, session: Session, iteration: int) -> StepCall:
         """The call with random states of its tasks, where they need some."""

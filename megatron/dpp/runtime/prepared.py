@@ -197,6 +197,7 @@ class Prepared:
                     deferred_bytes=deferred,
                     head_room=head,
                     last_layers=layers,
+                    one_head=measured.runs_head_in_forward,
                 )
             )
         graphs = self.graphs

@@ -120,6 +120,7 @@ class Memory:
         head_room: memory of the LM head on the last rank, in chunk activations.
         last_layers: layers of the last rank's last chunk, likewise.
         slots: activations are kept in the slots of CUDA graphs, which are never freed.
+        one_head: the LM head's memory is that of one microbatch at a time, as F runs its backward.
     """
 
     activation_bytes: float
@@ -127,6 +128,7 @@ class Memory:
     head_room: float = 1.0
     last_layers: float = 1.0
     slots: bool = False
+    one_head: bool = False
 
     @property
     def beta(self) -> float:
@@ -172,18 +174,20 @@ def beside_head(cap: Cap, geometry: Geometry, memory: Memory | None = None) -> A
     """The allowance of a rank with a split backward.
 
     On the last rank the LM head's logits and their gradient count like activations of the last
-    chunk, from its F to its B. The cap follows from the bytes that Megatron's own order holds on
-    its worst rank, and is at least what that order needs on this one.
+    chunk, from its F to its B, or once if F runs their backward. The cap follows from the bytes
+    that Megatron's own order holds on its worst rank, and is at least what that order needs on
+    this one.
     """
     if not geometry.is_last or geometry.num_ranks == 1:
         return Allowance(cap.chunks)
     if memory is None or geometry.num_chunks == 1 or memory.slots:
         return _fewer_activations(cap, geometry, memory)
-    last = memory.last_layers + memory.head_room
+    one_head = memory.head_room if memory.one_head else 0.0
+    last = memory.last_layers + memory.head_room - one_head
     weights = (*[1.0] * (geometry.num_chunks - 1), last)
     order, sizes = reference_order(geometry), [UNIT] * geometry.num_microbatches
     least = peak_size(order, sizes, weights) / UNIT
-    return Allowance(max(cap.chunks, least), weights)
+    return Allowance(max(cap.chunks - one_head, least), weights)
 
 
 def sliced_allowance(
@@ -220,7 +224,7 @@ def _fewer_activations(cap: Cap, geometry: Geometry, memory: Memory | None) -> A
     """
     room = math.ceil(memory.head_room) if memory is not None and cap.by_order else 1
     chunks = max(cap.chunks - max(room, 1), peak_in_flight(geometry))
-    if memory is None or geometry.num_chunks == 1:
+    if memory is None or geometry.num_chunks == 1 or memory.one_head:
         return Allowance(chunks)
     of_head = (*[0.0] * (geometry.num_chunks - 1), 1.0)
     heads = peak_size(reference_order(geometry), [1] * geometry.num_microbatches, of_head)

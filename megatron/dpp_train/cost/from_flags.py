@@ -7,6 +7,7 @@ import dataclasses
 from megatron.dpp.config import ENGINE_ROWS
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.naming import flag_name
+from megatron.dpp.schedule import HOLDS_ALL
 from megatron.dpp_train.cost.shape import ExpertShape, ModelShape, Precision, RunSchedule, RunShape
 from megatron.dpp_train.options.layer_patterns import layers_with_experts, layout_stages
 from megatron.dpp_train.options.run_config import Settings
@@ -124,7 +125,16 @@ def _schedule(args: Settings, *, on_gpu: bool) -> RunSchedule:
         cap=args.dpp_activation_cap,
         split_backward=args.dpp_split_backward,
         cuda_graphs=graphs,
+        head_in_forward=_head_in_forward(args),
     )
+
+
+def _head_in_forward(args: Settings) -> bool:
+    """F runs the backward of the LM head: asked for, or as ``auto`` decides."""
+    if args.dpp_head_in_forward == "auto" and args.dpp_policy in HOLDS_ALL:
+        stages = len(_layers(args))
+        return bool(stages > 1 or args.untie_embeddings_and_output_weights)
+    return bool(args.dpp_head_in_forward == "on")
 
 
 def _captured(args: Settings) -> bool:

@@ -238,11 +238,22 @@ def deferred_bytes(shape: RunShape) -> float:
 
 
 def head_bytes(shape: RunShape) -> float:
-    """Bytes of the final norm, the output layer and the loss, which keeps exponentials in fp32."""
-    total = _norm_bytes(shape) + 4 * logits(shape)
+    """Bytes that a microbatch keeps of the final norm, the output layer and the loss: the gradient
+    of the hidden states where F runs the backward of the latter two, else their logits.
+    """
+    total = _norm_bytes(shape)
+    if shape.schedule.head_in_forward:
+        total += shape.elements * shape.element_bytes
+    else:
+        total += loss_bytes(shape)
     if shape.model.arch == "bert":  # dense layer, activation function, norm before the output layer
         total += 3 * shape.elements * shape.element_bytes
     return total
+
+
+def loss_bytes(shape: RunShape) -> float:
+    """Bytes that the output layer and the loss keep of a microbatch: exponentials in fp32."""
+    return 4 * logits(shape)
 
 
 def logits(shape: RunShape) -> float:
@@ -314,8 +325,8 @@ def _workspace_bytes(shape: RunShape, rank: int) -> float:
 
     Within a layer: the gradients of the MLP and of its weight, and what is recomputed. On the last
     rank, before that: in 16 bits the logits or their gradient, with a fused loss also an fp32 copy
-    of the logits; after it, with tied weights, the embedding's gradient until its second half is
-    added.
+    of the logits, and what the loss keeps where F runs this backward; after it, with tied weights,
+    the embedding's gradient until its second half is added.
     """
     layer = _layer_workspace(shape)
     if rank != shape.pipeline - 1:
@@ -323,6 +334,7 @@ def _workspace_bytes(shape: RunShape, rank: int) -> float:
     model, count = shape.model, logits(shape)
     at_loss = count * (shape.element_bytes if shape.element_bytes < 4 else 0)
     at_loss += count * 4 if model.fused_loss else 0
+    at_loss += loss_bytes(shape) if shape.schedule.head_in_forward else 0
     table = shape.element_bytes * model.vocab_size * model.hidden_size / shape.tensor
     below = layer - head_bytes(shape) + (table if model.tied and shape.pipeline == 1 else 0)
     return max(at_loss, below)

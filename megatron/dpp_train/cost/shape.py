@@ -131,6 +131,7 @@ class RunSchedule:
         split_backward: weight gradients are tasks of their own.
         cuda_graphs: ``--dpp-cuda-graphs``; ``off`` where chunks cannot be captured, whatever is
             recomputed or sharded.
+        head_in_forward: F runs the backward of LM head and loss.
     """
 
     dynamic: bool = False
@@ -138,6 +139,7 @@ class RunSchedule:
     cap: str = "megatron"
     split_backward: bool = False
     cuda_graphs: str = "off"
+    head_in_forward: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from megatron.dpp_train.cost.estimate import Estimate
-from megatron.dpp_train.cost.memory import interleaving_factor, published_layer_bytes
+from megatron.dpp_train.cost.memory import (
+    interleaving_factor,
+    loss_bytes,
+    published_layer_bytes,
+)
 from megatron.dpp_train.cost.shape import RunShape
 
 _SHARDS = {
@@ -86,6 +90,7 @@ def lines(found: Estimate) -> list[str]:
     table += [
         f"  of {size(device.memory_bytes)} on {device.name}; activations by the published formula: "
         f"{_published(shape)}",
+        _logits_line(shape),
         "",
         _bubble_line(found),
         f"traffic       per rank and iteration: {_traffic(found)}",
@@ -94,6 +99,16 @@ def lines(found: Estimate) -> list[str]:
         f"products ({device.source}){graphs}",
     ]
     return table
+
+
+def _logits_line(shape: RunShape) -> str:
+    """The share of the logits, with what the loss keeps of them."""
+    each = size(loss_bytes(shape))
+    if shape.schedule.head_in_forward:
+        return f"  logits: {each} on the last stage, of one microbatch at a time"
+    return (
+        f"  logits: {each} on the last stage, of each microbatch between its forward and backward"
+    )
 
 
 def _rank_line(found: Estimate, rank: int) -> str:

@@ -254,10 +254,17 @@ def _head_seconds(shape: RunShape, device: Device) -> Times:
     adding = constants.TABLE_BYTES * table / rate
     backward = 2 * product + loss_backward * logits(shape) / rate + adding
     if shape.tensor == 1:
-        return forward, backward, 0.0
+        return _in_forward(shape, forward, backward)
     each, gathers = collective_seconds(shape, device), shape.sequence_parallel
     forward += constants.LOSS_COLLECTIVES * device.collective + gathers * each
-    return forward, backward + (1 + gathers) * each, 0.0
+    return _in_forward(shape, forward, backward + (1 + gathers) * each)
+
+
+def _in_forward(shape: RunShape, forward: float, backward: float) -> Times:
+    """The head's times, whose backward F may run, too."""
+    if shape.schedule.head_in_forward:
+        return forward + backward, 0.0, 0.0
+    return forward, backward, 0.0
 
 
 def _lookup_seconds(shape: RunShape, device: Device) -> Times:

@@ -88,6 +88,11 @@ def _family(args: Args, arch: str) -> None:
         not args.full_validation,
         "--full-validation: BERT's data sets have no natural end; give --eval-iters",
     )
+    require(
+        args.dpp_head_in_forward != "on" or not args.bert_binary_head,
+        "--dpp-head-in-forward on: BERT's binary head reads the hidden states beside the LM head: "
+        "use --bert-no-binary-head, or leave it out",
+    )
 
 
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
@@ -430,6 +435,24 @@ def _trace(args: Args) -> None:
         raise ConfigError(f"--trace-iterations: {error}") from error
 
 
+def _head(args: Args) -> None:
+    """Refuse a backward of the LM head in F where it would change numbers."""
+    if args.dpp_head_in_forward != "on":
+        return
+    require(
+        args.mtp_num_layers is None,
+        f"--dpp-head-in-forward on: --mtp-num-layers {args.mtp_num_layers} runs the output layer "
+        "several times: leave one of them out",
+    )
+    stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
+    require(
+        stages > 1 or args.untie_embeddings_and_output_weights,
+        "--dpp-head-in-forward on: in one stage the output layer's weight is the embedding's, and "
+        "would get its gradients in another order: use --untie-embeddings-and-output-weights, or "
+        "leave it out",
+    )
+
+
 _SIZE_RULES = (
     check_numbers,
     _shape,
@@ -456,6 +479,7 @@ RULES = (
     check_engine,  # needs the layers' implementation of _kernels, as the next
     check_experts,
     check_prediction,
+    _head,
     _data,
     check_sequences,  # needs the kind of loader of _data
     _checkpoints,
