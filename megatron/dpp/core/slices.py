@@ -1,0 +1,448 @@
+"""Attention across the slices of one row: a long sequence runs through a pipeline as several units.
+
+A :class:`Unit` is a slice ``[begin, end)`` of a row of tokens. Its queries attend to the keys of
+the row up to ``end``, so keys and values of earlier slices wait in a store (:class:`Keys`), and
+later slices leave the gradients of theirs there. All of it happens within one autograd function:
+the graph of a slice stays closed, and backwards, weight gradients and recompute need to know
+nothing of other slices. Slices run forward in order and backward in reverse.
+
+:class:`Slices` rebinds the attention and the rotary embeddings of a model for one step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+
+from megatron.dpp.core.prefix_attention import Span, attend
+from megatron.dpp.core.wgrad.linear import decoder_block
+from megatron.dpp.errors import ConfigError, core_setting
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention of query [s, b, np, hn] to key and value [k, b, ng, hn]."""
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One slice of a row of tokens.
+
+    Args:
+        row: number of the row, one group of units.
+        begin, end: the tokens ``[begin, end)`` of the row.
+        total: tokens of the row.
+        starts: first token of each of the row's documents, ascending from 0. Attention leaves no
+            document.
+    """
+
+    row: int
+    begin: int
+    end: int
+    total: int
+    starts: tuple[int, ...] = (0,)
+
+    def __post_init__(self) -> None:
+        inside = 0 <= self.begin < self.end <= self.total
+        ascending = all(a < b for a, b in zip(self.starts, self.starts[1:], strict=False))
+        if not inside or not self.starts or self.starts[0] or not ascending:
+            raise ConfigError(
+                f"slice {self.begin} to {self.end} of {self.total} tokens with documents from "
+                f"{self.starts}: it must lie within the row, and documents ascend from token 0"
+            )
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the row has other slices."""
+        return self.end - self.begin < self.total
+
+    @property
+    def is_last(self) -> bool:
+        """True for the row's last slice, whose backward is the first one."""
+        return self.end == self.total
+
+    @property
+    def share(self) -> float:
+        """The unit's part of the row's tokens."""
+        return (self.end - self.begin) / self.total
+
+    @functools.cached_property
+    def first_key(self) -> int:
+        """The first token of the row that the unit's queries attend to."""
+        return max(start for start in self.starts if start <= self.begin)
+
+    @functools.cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Each document's queries in the unit, and its keys from :attr:`first_key` on."""
+        ends = (*self.starts[1:], self.total)
+        found = []
+        for start, stop in zip(self.starts, ends, strict=True):
+            if stop > self.begin and start < self.end:
+                end = min(stop, self.end)
+                queries = max(start, self.begin) - self.begin, end - self.begin
+                found.append(Span(*queries, start - self.first_key, end - self.first_key))
+        return tuple(found)
+
+    @functools.cached_property
+    def positions(self) -> list[int] | None:
+        """The place of each token in its document; None if they are ``begin .. end - 1``."""
+        if len(self.spans) == 1 and self.first_key == 0:
+            return None
+        return [
+            place
+            for span in self.spans
+            for place in range(span.num_keys - span.num_queries, span.num_keys)
+        ]
+
+
+def units_of(
+    lengths: Sequence[int], slice_tokens: int, *, first_row: int = 0, multiple: int = 1
+) -> list[Unit]:
+    """The slices of rows of one sequence each: equal tokens, of which the last slice has the rest.
+
+    Args:
+        slice_tokens: tokens of a slice.
+        multiple: of which a slice's tokens are a multiple, but for the last one.
+
+    Raises:
+        ConfigError: ``slice_tokens`` is no such multiple.
+    """
+    if slice_tokens < 1 or slice_tokens % multiple:
+        raise ConfigError(f"slices of {slice_tokens} tokens: expected a multiple of {multiple}")
+    return [
+        Unit(row, begin, min(begin + slice_tokens, length), length)
+        for row, length in enumerate(lengths, first_row)
+        for begin in range(0, length, slice_tokens)
+    ]
+
+
+class Row:
+    """Keys and values of one row in one layer, [total, b, ng, hn], and their gradients.
+
+    Every view and every write has a version counter of its own, so that a later slice's keys do not
+    invalidate what autograd keeps of an earlier one.
+    """
+
+    def __init__(self, total: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        self._kept = [each.new_empty(total, *each.shape[1:]) for each in (key, value)]
+        self._grads: list[torch.Tensor] = []
+
+    def put(self, unit: Unit, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Keep a slice's keys and values."""
+        for kept, new in zip(self._kept, (key, value), strict=True):
+            kept.data[unit.begin : unit.end].copy_(new)
+
+    def seen_by(self, unit: Unit) -> list[torch.Tensor]:
+        """Views of the keys and values that a slice attends to."""
+        return [kept.data[unit.first_key : unit.end] for kept in self._kept]
+
+    def share(self, unit: Unit, grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Leave the gradients of earlier slices' keys and values.
+
+        Args:
+            grads: of what :meth:`seen_by` gives.
+
+        Returns:
+            Gradients of the slice's own keys and values, with those that later slices have left.
+        """
+        own = unit.begin - unit.first_key
+        found = [grad[own:] for grad in grads]
+        if self._grads:
+            found = [
+                (new + kept[unit.begin : unit.end]).to(new.dtype)
+                for new, kept in zip(found, self._grads, strict=True)
+            ]
+        if own:
+            if not self._grads:
+                self._grads = [torch.zeros_like(kept, dtype=_wide(kept)) for kept in self._kept]
+            for kept, new in zip(self._grads, grads, strict=True):
+                kept[unit.first_key : unit.begin] += new[:own]
+        return found
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the row takes."""
+        return sum(each.nbytes for each in (*self._kept, *self._grads))
+
+    @property
+    def storages(self) -> set[int]:
+        """Addresses of keys and values."""
+        return {each.untyped_storage().data_ptr() for each in self._kept}
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype in which gradients of several slices are added."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+class Keys:
+    """The store of one rank: rows by chunk, row and layer, from F to B of a row's first slice."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[int, int], dict[int, Row]] = {}
+
+    def row(self, chunk: int, unit: Unit, layer: int, key: Any, value: Any) -> Row:
+        """The keys of a unit's row; they are allocated at its first slice."""
+        rows = self._rows.setdefault((chunk, unit.row), {})
+        if layer not in rows:
+            if unit.begin:
+                raise AssertionError(f"slice at {unit.begin} of row {unit.row} before its first")
+            rows[layer] = Row(unit.total, key, value)
+        return rows[layer]
+
+    def free(self, chunk: int, unit: Unit) -> None:
+        """Forget a row whose slices have all run."""
+        self._rows.pop((chunk, unit.row), None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all rows."""
+        return sum(row.num_bytes for rows in self._rows.values() for row in rows.values())
+
+    @property
+    def storages(self) -> set[int]:
+        """Addresses of the memory of all keys and values."""
+        rows = (row for rows in self._rows.values() for row in rows.values())
+        return set().union(*(row.storages for row in rows))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+class SlicedAttention(torch.autograd.Function):
+    """One layer's attention of a slice; see the module."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        row: Row, unit: Unit, kernel: Attend, wants_grad: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Keep keys and values, and attend. Without gradients (recompute's first run, evaluation)
+        no graph is built.
+        """
+        row.put(unit, key, value)
+        leaves = [query.detach(), *row.seen_by(unit)]
+        if not wants_grad:
+            return kernel(*leaves)
+        with torch.enable_grad():
+            output = kernel(*(leaf.requires_grad_() for leaf in leaves))
+        ctx.nested, ctx.leaves, ctx.row, ctx.unit = output, leaves, row, unit
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        """Gradients of the slice's own query, key and value."""
+        dq, *seen = torch.autograd.grad(ctx.nested, ctx.leaves, gradient)
+        dk, dv = ctx.row.share(ctx.unit, seen)
+        ctx.nested = ctx.leaves = None
+        return dq, dk, dv, None, None, None, None
+
+
+def attend_in_slice(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    row: Row, unit: Unit, kernel: Attend,
+) -> torch.Tensor:  # fmt: skip
+    """A slice's attention: query [s, b, np, hn], its own key and value [s, b, ng, hn].
+
+    Returns:
+        What ``kernel`` returns.
+    """
+    wants = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    return SlicedAttention.apply(query, key, value, row, unit, kernel, wants)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Slices:
+    """The attention layers and rotary embeddings of one rank's chunks, bound to units for a step.
+
+    Args:
+        chunks: the rank's model chunks, wrapped or bare, in chunk order.
+
+    Raises:
+        ConfigError: a layer's attention cannot be cut.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self.keys = Keys()
+        self._unit: Unit | None = None
+        self._chunk = 0
+        self._layers: list[tuple[Any, Callable[..., Any]]] = []
+        self._rotary: list[tuple[Any, Callable[..., Any]]] = []
+        for chunk in chunks:
+            block = decoder_block(chunk)
+            for number, layer in enumerate(block.layers if block is not None else ()):
+                core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
+                if core is None:
+                    raise ConfigError(f"slices: {type(layer).__name__} has no self-attention")
+                self._layers.append((core, self._attention_of(core, number)))
+            rotary = _found(chunk, "rotary_pos_emb")
+            if rotary is not None:
+                self._rotary.append((rotary, _Table(rotary, lambda: self._unit)))
+
+    @contextlib.contextmanager
+    def bound(self) -> Iterator[None]:
+        """Let the model attend across slices in the block."""
+        with contextlib.ExitStack() as around:
+            for module, forward in (*self._layers, *self._rotary):
+                module.forward = forward
+                around.callback(vars(module).pop, "forward", None)
+            yield
+
+    @contextlib.contextmanager
+    def running(self, chunk: int, unit: Unit) -> Iterator[None]:
+        """Run F or B of one unit in the block; units that are not cut run as without slices."""
+        before = self._chunk, self._unit
+        self._chunk, self._unit = chunk, unit if unit.is_cut else None
+        try:
+            yield
+        finally:
+            self._chunk, self._unit = before
+
+    def _attention_of(self, core: Any, layer: int) -> Callable[..., Any]:
+        own, kernel = core.forward, _kernel_of(core)
+
+        def forward(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any
+        ) -> Any:
+            unit = self._unit
+            if unit is None:
+                return own(query, key, value, *rest, **options)
+            if len(query) != unit.end - unit.begin:
+                raise AssertionError(f"{len(query)} queries of a slice {unit}")
+            row = self.keys.row(self._chunk, unit, layer, key, value)
+            return attend_in_slice(query, key, value, row, unit, functools.partial(kernel, unit))
+
+        return forward
+
+
+def _found(chunk: torch.nn.Module, name: str) -> Any:
+    """An attribute of the model within its wrappers; None without one."""
+    module: Any = chunk
+    while module is not None:
+        if getattr(module, name, None) is not None:
+            return getattr(module, name)
+        module = getattr(module, "module", None)
+    return None
+
+
+class _Table:
+    """The rotary embeddings of a unit's tokens, cut from one table: megatron-core's cache holds 32
+    entries, and every slice has an offset of its own.
+    """
+
+    def __init__(self, rotary: Any, unit: Callable[[], Unit | None]) -> None:
+        self._own, self._unit = rotary.forward, unit
+        self._table: torch.Tensor | None = None
+
+    def __call__(self, length: int, *rest: Any, **options: Any) -> torch.Tensor:
+        unit = self._unit()
+        if unit is None:
+            return self._own(length, *rest, **options)  # type: ignore[no-any-return]
+        if self._table is None or len(self._table) < unit.total:
+            self._table = self._own(unit.total)
+        assert self._table is not None
+        places = unit.positions
+        if places is None:
+            return self._table[unit.begin : unit.end]
+        return self._table[torch.tensor(places).to(self._table.device)]
+
+
+def _kernel_of(core: Any) -> Callable[..., torch.Tensor]:
+    """The attention of a module over a unit's keys: ``kernel(unit, query, key, value)``.
+
+    Raises:
+        ConfigError: it is none that is known to be causal attention and no more.
+    """
+    if "forward" in vars(core):
+        raise ConfigError(f"slices: a host has replaced the forward of {type(core).__name__}")
+    if (mask := getattr(core, "attn_mask_type", AttnMaskType.causal)) not in _CAUSAL:
+        raise ConfigError(f"slices: {type(core).__name__} attends with the mask {mask.name}")
+    if any(kind.__module__.startswith("transformer_engine") for kind in type(core).__mro__):
+        return _by_engine(core)
+    if not isinstance(core, DotProductAttention) and not getattr(core, "may_be_sliced", False):
+        raise ConfigError(
+            f"slices: {type(core).__name__} is not known to be plain causal attention: use "
+            "megatron-core's DotProductAttention or Transformer Engine's"
+        )
+    scale = float(core.softmax_scale)
+    if isinstance(core, DotProductAttention) and core.config.apply_query_key_layer_scaling:
+        scale *= core.layer_number
+    drops = getattr(core, "attention_dropout", None)
+    share = float(drops.p if drops is not None else core.dropout)
+
+    def kernel(unit: Unit, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        dropout = share if core.training else 0.0
+        with _random_draws(core.config, dropout):
+            return attend(q, k, v, unit.spans, scale=scale, dropout=dropout)
+
+    return kernel
+
+
+def _random_draws(config: Any, dropout: float) -> contextlib.AbstractContextManager[None]:
+    """The random state from which attention draws, as in megatron-core's."""
+    if dropout > 0.0 and not config.sequence_parallel:
+        fork: contextlib.AbstractContextManager[None]
+        fork = tensor_parallel.get_cuda_rng_tracker().fork()
+        return fork
+    return contextlib.nullcontext()
+
+
+def _by_engine(core: Any) -> Callable[..., torch.Tensor]:
+    """Transformer Engine's attention, through megatron-core's own class."""
+    own, drops = core.forward, float(core.config.attention_dropout)
+
+    def kernel(unit: Unit, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if len(unit.spans) > 1:
+            scale = getattr(core, "softmax_scale", None) or q.shape[-1] ** -0.5
+            with _random_draws(core.config, dropout := drops if core.training else 0.0):
+                return attend(q, k, v, unit.spans, scale=scale, dropout=dropout)
+        mask = AttnMaskType.causal if len(q) == len(k) else AttnMaskType.causal_bottom_right
+        output: torch.Tensor = own(q, k, v, None, attn_mask_type=mask)
+        return output
+
+    return kernel
+
+
+def why_not(config: Any) -> str | None:
+    """The reason why a model of this config cannot be cut; None if it can."""
+    balancing = getattr(config, "moe_router_load_balancing_type", None)
+    kinds = {balancing} if isinstance(balancing, str) else set(balancing or ())
+    of_all = kinds & {"seq_aux_loss", "global_aux_loss"} if config.num_moe_experts else set()
+    partial = "num_microbatches_with_partial_activation_checkpoints"
+    refused: dict[str, bool] = {
+        core_setting(name, getattr(config, name, None)): getattr(config, name, usual) != usual
+        for name, usual in _REFUSED.items()
+    }
+    refused[core_setting(partial, getattr(config, partial, None))] = (
+        getattr(config, partial, None) is not None
+    )
+    refused |= {core_setting("moe_router_load_balancing_type", kind): True for kind in of_all}
+    name = next((text for text, asked in refused.items() if asked), None)
+    return f"{name} does not work with slices" if name else None
+
+
+_REFUSED: dict[str, Any] = {
+    "multi_latent_attention": False,
+    "mtp_num_layers": None,
+    "context_parallel_size": 1,
+    "cuda_graph_impl": "none",
+    "window_size": None,
+    "softmax_type": "vanilla",
+    "qk_clip": False,
+    "fp8_dot_product_attention": False,
+    "fp8_multi_head_attention": False,
+    "cpu_offloading": False,
+    "fine_grained_activation_offloading": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "experimental_attention_variant": None,
+}
+"""Settings of megatron-core with the value that slices can honour: other attention than plain
+causal one, what counts on whole sequences, and what moves activations.
+"""
