@@ -4,6 +4,7 @@
     megatron-dpp sim --pp 8 --chunks 2 --microbatches 32 --jitter 0.3 --compare --seeds 10
     megatron-dpp sim --pp 4 --microbatches 32 --lengths sft --compare --seeds 10
     megatron-dpp sim --costs costs.json --microbatches 32 --compare --svg step.svg
+    megatron-dpp sim --pp 4 --lengths long --slices auto --seeds 4
 
 ``sim/measured.py`` describes cost files.
 """
@@ -37,6 +38,8 @@ from megatron.dpp.sim.measured import MeasuredCosts, load_costs
 from megatron.dpp.sim.packing import orders
 from megatron.dpp.sim.result import Result, format_grid
 from megatron.dpp.sim.schedules import STATIC, find_schedule, run_static
+from megatron.dpp.sim.slice_arms import Comparison, table
+from megatron.dpp.sim.slices import MOST_TOKENS, check_slice_tokens
 
 _GRID_COLUMNS = 260
 """Wider grids are not printed unless asked for: they would wrap."""
@@ -47,6 +50,10 @@ _LEAST_SHOWN = 16
 _MOST_SIGMA = 5.0
 _MOST = {"lead": 1e6, "hop": 1e6, "head": 1e6, "jitter": _MOST_SIGMA}
 """Largest values; with a larger sigma a single task dominates a run."""
+
+_BATCH = 64
+"""Sequences of a batch with --slices, unless there are fewer or --microbatches says otherwise."""
+_NOT_WITH_SLICES = ("compare", "policy", "costs", "condition", "svg", "jitter")
 
 _Run = Callable[[Shape, Costs], Result]
 
@@ -120,6 +127,7 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
         help="sft, long, LIST, FILE, or SIGMA of times",
     )
     add("--longest", type=int, metavar="TOKENS", help="unit of --cap (default: of --lengths)")
+    add("--slices", metavar="N", help="compare sequences cut into slices of N tokens, or auto")
     add("--slow-rank", metavar="RANK:FACTOR", help="as in 1:1.5")
     add("--slow-link", metavar="A-B:TIME", help="as in 0-1:2, in chunk forwards")
     add("--transient", metavar="FACTORx:SHARE%", help="slow ranks now and then, as 2x:20%%")
@@ -130,6 +138,9 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
 def _run(args: argparse.Namespace) -> None:
     measured = load_costs(args.costs) if args.costs else None
     lengths = _Lengths.parse(args.lengths, args.longest)
+    if args.slices is not None:
+        _compare_slices(args, lengths)
+        return
     if args.microbatches is None:
         args.microbatches = lengths.count or 8
     if measured is None:
@@ -164,6 +175,30 @@ def _run(args: argparse.Namespace) -> None:
     if args.compare:
         _report_parts(_arms(args, shape, measured), results, shape.num_chunks)
     _show(args, results, unit)
+
+
+def _compare_slices(args: argparse.Namespace, lengths: _Lengths) -> None:
+    """Print the arms of cut and uncut batches."""
+    others = [name for name in _NOT_WITH_SLICES if getattr(args, name)]
+    if others or lengths.source is None:
+        what = (
+            f"leave out --{others[0]}" if others else "it needs --lengths sft, long, LIST or FILE"
+        )
+        raise ConfigError(f"--slices {args.slices}: it compares schedules of its own; {what}")
+    tokens = None if args.slices == "auto" else _positive("--slices", args.slices)
+    check_slice_tokens(tokens or MOST_TOKENS)
+    comparison = Comparison(num_ranks=args.pp, num_chunks=args.chunks, tokens=tokens)
+    number = args.microbatches or min(lengths.count or _BATCH, _BATCH)
+    seeds = range(args.seed, args.seed + args.seeds)
+    if min(args.pp, args.chunks, number, args.seeds) < 1:
+        raise ConfigError("--pp, --chunks, --microbatches and --seeds must be at least 1")
+    print("\n".join(table(comparison, [lengths.source(seed, number) for seed in seeds])))
+
+
+def _positive(flag: str, text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{flag} {text}: expected a number of tokens, or auto")
+    return int(text)
 
 
 @dataclass(frozen=True)

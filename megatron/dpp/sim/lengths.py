@@ -68,8 +68,13 @@ class LengthCosts:
 
     def time(self, kind: Kind, lengths: Sequence[int]) -> float:
         """Time of one task for a microbatch of these sequences."""
-        squares = sum(length * length for length in lengths)
-        return self.fixed + self.per_token[kind] * sum(lengths) + self.per_square[kind] * squares
+        return self.of_work(kind, sum(lengths), sum(length * length for length in lengths))
+
+    def of_work(self, kind: Kind, tokens: int, squares: int) -> float:
+        """Time of one task for so many tokens, of which each pair of a query and its keys counts
+        twice in ``squares``: ``end ** 2 - begin ** 2`` for a slice of a sequence.
+        """
+        return self.fixed + self.per_token[kind] * tokens + self.per_square[kind] * squares
 
     def total(self, lengths: Sequence[int]) -> float:
         """Time of a microbatch's F, B and W."""
