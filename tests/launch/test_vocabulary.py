@@ -134,3 +134,24 @@ def test_ids_outside_of_the_vocabulary_are_refused_with_file_and_id(tmp_path: Pa
     _check_ids(prefix, 78)
     with pytest.raises(DataError, match=r"tokens.bin: token id 77 is outside .* of 77"):
         _check_ids(prefix, 77)
+
+
+def test_of_a_large_corpus_a_tokenizer_sees_a_part_of_the_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ten gigabytes took hours. The drawn lines are the same ones each time."""
+    text = tmp_path / "large.jsonl"
+    words = [f"{number:03d}" * 3 for number in range(400)]
+    text.write_text("".join(json.dumps({"text": f" {word}" * 3}) + "\n" for word in words))
+    monkeypatch.setattr(vocabulary, "_MOST_TEXT", text.stat().st_size // 4)
+    files = []
+    for folder in ("one", "two"):
+        copy = tmp_path / folder / text.name
+        copy.parent.mkdir()
+        copy.write_bytes(text.read_bytes())
+        files.append(tokenizer_flags("gpt", "train:2000", copy)["--vocab-file"])
+    assert "25.0% of the lines of " in capsys.readouterr().out
+    one, two = (json.loads(Path(file).read_text()) for file in files)
+    assert one == two
+    whole = sum(f"\u0120{word}" in one for word in words)
+    assert 60 < whole < 140

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import re
 import tempfile
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ TEMPLATE_FILES = (
 _END_OF_TEXT = "<|endoftext|>"
 _PAIRS = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
 _HUB = Path("~/.cache/huggingface/hub")
+_MOST_TEXT = 1 << 30
+"""Bytes of a corpus that a tokenizer is trained on; of a larger one it sees a part of the lines."""
 _SMALLEST = 257
 """Tokens of a byte-level vocabulary without merges: each byte, and the end of a text."""
 
@@ -142,10 +145,12 @@ def _trained(text: Path, size: int) -> tuple[Path, Path]:
     pair = _pair_in(folder)
     if pair is not None:
         return pair
-    print(f"training a tokenizer of {size} tokens on {text} ...", flush=True)
+    share = min(1.0, _MOST_TEXT / max(1, size_of(text)))
+    part = f"{share:.1%} of the lines of " if share < 1 else ""
+    print(f"training a tokenizer of {size} tokens on {part}{text} ...", flush=True)
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(
-        _texts(text), vocab_size=size, special_tokens=[_END_OF_TEXT], show_progress=False
+        _texts(text, share), vocab_size=size, special_tokens=[_END_OF_TEXT], show_progress=False
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -158,8 +163,12 @@ def _trained(text: Path, size: int) -> tuple[Path, Path]:
     return pair
 
 
-def _texts(path: Path) -> Iterator[str]:
+def _texts(path: Path, share: float) -> Iterator[str]:
+    """The texts of a share of the lines, the same ones each time."""
+    draw = random.Random(0).random
     for line, _ in open_rows(path).lines:
+        if share < 1 and draw() >= share:
+            continue
         try:
             found = json.loads(line.decode("utf-8", errors="replace"))
         except ValueError:
