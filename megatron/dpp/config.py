@@ -143,6 +143,11 @@ class DppConfig:
         "one microbatch exist at a time: on, off, auto (where several would exist otherwise: with "
         "{policy} breadth-first)",
     )
+    slice_tokens: str = _option(
+        "off",
+        "cut each sequence into slices of so many tokens, which run through the pipeline as units "
+        "of their own: off, auto (from the batch), or a number",
+    )
     transport: str = _option(
         "auto",
         "how tensors move between ranks: "
@@ -287,6 +292,11 @@ class DppConfig:
                 raise ConfigError(
                     f"{setting(name, getattr(self, name))}: expected one of {', '.join(values)}"
                 )
+        if not re.fullmatch("off|auto|[1-9][0-9]{0,9}", self.slice_tokens):
+            raise ConfigError(
+                f"{setting('slice_tokens', self.slice_tokens)}: expected off, auto, or a number of "
+                "tokens"
+            )
         self.buckets(sys.maxsize)
         for name, least, most in _RANGES:
             value = getattr(self, name)

@@ -385,7 +385,7 @@ OURS = {
     "--dpp-policy": "megatron", "--dpp-activation-cap": "strict", "--no-dpp-split-backward": "",
     "--dpp-lookahead": "1", "--no-dpp-launch-ahead": "", "--dpp-max-tokens": "9",
     "--dpp-record": "x", "--dpp-replay": "y", "--dpp-forward-only-order": "megatron",
-    "--dpp-head-in-forward": "off",
+    "--dpp-head-in-forward": "off", "--dpp-slice-tokens": "auto",
     "--dpp-transport": "shm", "--dpp-slots": "3", "--workload": "7", "--dpp-gpudirect": "off",
     "--dpp-rdma-devices": "nearest", "--dpp-rdma-traffic-class": "96",
     "--dpp-rdma-service-level": "1", "--dpp-rdma-pkey-index": "1", "--dpp-rdma-gid-index": "3",
@@ -396,8 +396,8 @@ OURS = {
     "--no-dpp-task-rng": "", "--dpp-cuda-graphs": "on", "--dpp-inject": "jitter:0.1",
     "--node-ips": "10.0.0.1", "--dpp-length-buckets": "off",
 }  # fmt: skip
-DYNAMIC = set(list(OURS)[:10])
-LINKS = set(list(OURS)[10:28])
+DYNAMIC = set(list(OURS)[:11])
+LINKS = set(list(OURS)[11:29])
 
 
 def idle(more: str, *flags: str, world_size: int = 1) -> set[str]:

@@ -37,7 +37,7 @@ def call_of(chunks: int = 1, **given: Any) -> Any:
         "forward_step_func": "the user's", "longest": lambda most: max(8, most),
         "boundaries": lambda length: Boundaries(length, (length,), (length,)),
         "boundary_example": lambda *_: torch.zeros(3), "captured_rows": lambda settings: [],
-        "tokens": lambda longest, _=0: Tokens(longest, 4),
+        "tokens": lambda longest, _=0: Tokens(longest, 4), "cut": None,
     }  # fmt: skip
     return SimpleNamespace(**usual | given)
 
@@ -109,7 +109,7 @@ class Step:
         self.closed: list[str] = []
         self.scheduler = SimpleNamespace(num_out_of_order=3)
         self.decisions = SimpleNamespace(
-            wants_measuring=True, peak_held=2.5,
+            wants_measuring=True, peak_held=2.5, activation_bytes=0.0,
             scheduler=lambda geometry, **given: self.asked.append(given) or self.scheduler,
             ran=lambda which, actions, *, split: self.asked.append((which, actions, split)),
         )  # fmt: skip
@@ -184,9 +184,9 @@ class Step:
         return "seeded"
 
     def _stage(
-        self, call: Any, rank: int, num_ranks: int, window: int, weights: Any, *, head: Any
+        self, call: Any, rank: int, num_ranks: int, window: int, weights: Any, **more: Any
     ) -> Any:
-        assert head is None, "B runs the head's backward unless it is asked for in F"
+        assert more == {"head": None, "slices": None}, "neither is asked for"
         self.stages.append((call.forward_step_func, rank, num_ranks, window, weights))
         note = self.events.append
         return SimpleNamespace(
@@ -263,7 +263,7 @@ def test_announced_sizes_serve_one_call_where_all_that_run_it_have_them(
         told.clear()  # the host's own list
     for sizes in (known, None):
         own()
-        expected = {"split": True, "largest": 8, "sizes": sizes, "policy": "megatron"}
+        expected = {"split": True, "largest": 8, "sizes": sizes, "kappa": 0.0, "policy": "megatron"}
         assert step.asked == [expected, (step.scheduler, ["a", "b", "c", "d"], True)]
         step.asked.clear()
     assert step.started == [[4], [4]]

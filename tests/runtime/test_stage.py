@@ -213,7 +213,7 @@ def test_memory_is_measured_of_each_chunks_first_microbatch(
     """A backward's deferred bytes are the growth of all deferred bytes."""
     counted: list[torch.nn.Module] = []
 
-    def count(outputs: Any, model: torch.nn.Module) -> int:
+    def count(outputs: Any, model: torch.nn.Module, apart: Any) -> int:
         counted.append(model)
         return 100 * len(counted)
 

@@ -417,7 +417,7 @@ class Modules:
     def is_like(self, other: Any) -> bool:
         return True
 
-    def restart(self) -> None:
+    def restart(self, order: Any) -> None:
         self.told.append("restart")
 
     def check_empty(self) -> None:

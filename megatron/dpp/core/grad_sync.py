@@ -128,7 +128,7 @@ class GradSync:
     def _count(self, group: Any, everywhere: bool) -> None:
         """Tell DDP of the gradients of all microbatches that megatron-core's schedule counts."""
         group.is_last_microbatch = True
-        for _ in range(self._call.num_microbatches if self._always[group] else 1):
+        for _ in range(self._call.num_whole if self._always[group] else 1):
             for parameter in group.params:
                 group.register_grad_ready(parameter, everywhere)
         group.is_last_microbatch = False

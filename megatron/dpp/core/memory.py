@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
 
-def saved_bytes(outputs: Sequence[torch.Tensor], model: torch.nn.Module) -> int:
+def saved_bytes(
+    outputs: Sequence[torch.Tensor], model: torch.nn.Module, apart: Collection[int] = ()
+) -> int:
     """Bytes of the storages that a forward keeps for its backward, each once, weights not counted.
 
     The autograd graph is read. Hooks on saved tensors would hand copies of the weights to the
@@ -17,8 +19,9 @@ def saved_bytes(outputs: Sequence[torch.Tensor], model: torch.nn.Module) -> int:
     Args:
         outputs: of the forward, before its backward.
         model: whose parameters are not counted.
+        apart: addresses of further storages that are not counted.
     """
-    seen = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen = {p.untyped_storage().data_ptr() for p in model.parameters()} | set(apart)
     total = 0
     for tensor in _saved_tensors(outputs):
         storage = tensor.untyped_storage()
@@ -40,6 +43,10 @@ def _saved_tensors(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     while waiting:
         function = waiting.pop()
         yield from tensors_in(getattr(function, "saved_tensors", ()))  # a Function of Python
+        nested = getattr(getattr(function, "nested", None), "grad_fn", None)
+        if nested is not None and nested not in reached:  # a graph within it
+            reached.add(nested)
+            waiting.append(nested)
         for name in dir(function):
             if name.startswith("_saved_"):  # one of C++ has an attribute per tensor
                 yield from tensors_in(getattr(function, name))

@@ -21,6 +21,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.utils import get_model_config
 
 from megatron.dpp.core.prefix_attention import Span, attend
 from megatron.dpp.core.wgrad.linear import decoder_block
@@ -271,12 +272,16 @@ class Slices:
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         self.keys = Keys()
-        self._unit: Unit | None = None
+        """Of the rows whose slices are under way."""
+        self.unit: Unit | None = None
+        """The slice that runs; None for a unit that is not cut."""
         self._chunk = 0
         self._layers: list[tuple[Any, Callable[..., Any]]] = []
+        most = 0
         self._rotary: list[tuple[Any, Callable[..., Any]]] = []
         for chunk in chunks:
             block = decoder_block(chunk)
+            most = max(most, len(block.layers) if block is not None else 0)
             for number, layer in enumerate(block.layers if block is not None else ()):
                 core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
                 if core is None:
@@ -284,7 +289,13 @@ class Slices:
                 self._layers.append((core, self._attention_of(core, number)))
             rotary = _found(chunk, "rotary_pos_emb")
             if rotary is not None:
-                self._rotary.append((rotary, _Table(rotary, lambda: self._unit)))
+                self._rotary.append((rotary, _Table(rotary, lambda: self.unit)))
+
+        config = get_model_config(chunks[0])
+        groups = config.num_query_groups // config.tensor_model_parallel_size
+        element = config.params_dtype.itemsize
+        self.keys_per_token: int = most * 2 * groups * config.kv_channels * (element + 4)
+        """Bytes of keys, values and their gradients per token of a cut row, in one chunk."""
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
@@ -298,12 +309,12 @@ class Slices:
     @contextlib.contextmanager
     def running(self, chunk: int, unit: Unit) -> Iterator[None]:
         """Run F or B of one unit in the block; units that are not cut run as without slices."""
-        before = self._chunk, self._unit
-        self._chunk, self._unit = chunk, unit if unit.is_cut else None
+        before = self._chunk, self.unit
+        self._chunk, self.unit = chunk, unit if unit.is_cut else None
         try:
             yield
         finally:
-            self._chunk, self._unit = before
+            self._chunk, self.unit = before
 
     def _attention_of(self, core: Any, layer: int) -> Callable[..., Any]:
         own, kernel = core.forward, _kernel_of(core)
@@ -311,7 +322,7 @@ class Slices:
         def forward(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any
         ) -> Any:
-            unit = self._unit
+            unit = self.unit
             if unit is None:
                 return own(query, key, value, *rest, **options)
             if len(query) != unit.end - unit.begin:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,11 @@ from megatron.core.utils import get_model_config, get_model_type
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core import boundary, compat
 from megatron.dpp.core.boundary import Boundaries, Tensors, Tokens
+from megatron.dpp.core.cut import Cut, weighted_aux_loss
 from megatron.dpp.core.grad_sync import GradSync
 from megatron.dpp.core.head import Head, Kept
 from megatron.dpp.core.memory import is_readable, saved_bytes
+from megatron.dpp.core.slices import Slices
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.errors import ConfigError, core_setting, setting
 
@@ -71,6 +73,8 @@ class StepCall:
     adjust_tensor_shapes_fn: Callable[..., Any] | None = None
     pg_collection: Any = None
     force_all_reduce: bool = False
+    cut: Cut | None = None
+    """Its units, which ``num_microbatches`` then counts."""
 
     @classmethod
     def checked(
@@ -92,7 +96,8 @@ class StepCall:
             raise ConfigError(
                 f"num_microbatches is {rest['num_microbatches']}: at least 1 is needed"
             )
-        unknown = sorted(rest.keys() - {field.name for field in dataclasses.fields(cls)})
+        known = {field.name for field in dataclasses.fields(cls)} - {"cut"}
+        unknown = sorted(rest.keys() - known)
         if unknown:
             raise ConfigError(
                 f"{', '.join(unknown)}: megatron-core {compat.VERSION} passes this to its "
@@ -111,10 +116,17 @@ class StepCall:
         """The sequence length between stages. It may be nominal: 1 where stages exchange shapes."""
         return self.decoder_seq_length or self.seq_length
 
+    @property
+    def num_whole(self) -> int:
+        """The host's microbatches, whose losses are divided by their number."""
+        return self.num_microbatches if self.cut is None else self.cut.num_microbatches
+
     def longest(self, max_tokens: int) -> int:
         """The greatest sequence length that is known: of this call, of the host's settings, or that
         of a microbatch of ``max_tokens``.
         """
+        if self.cut is not None and self.cut.whole:
+            return self.length
         by_tokens = -(-max_tokens // self.micro_batch_size)
         return max(self.length, compat.longest_length(self.config), by_tokens)
 
@@ -260,6 +272,7 @@ class Stage:
         weight_gradients: takes deferred weight gradients; None for a fused backward.
         head: makes the head of the last chunk, whose F then runs the backward of output layer and
             loss; None leaves it to B.
+        slices: the attention across slices of a call that is cut.
     """
 
     def __init__(
@@ -271,6 +284,7 @@ class Stage:
         weight_gradients: WeightGradients | None,
         *,
         head: Callable[[torch.nn.Module], Head] | None = None,
+        slices: Slices | None = None,
     ) -> None:
         self.call = call
         self.forward_data_store: list[Any] = []
@@ -280,6 +294,7 @@ class Stage:
         self._is_last_rank = rank == num_ranks - 1
         self._window = window
         self._model_type = get_model_type(call.model[0])
+        self._slices = slices
         self._kept: dict[tuple[int, int], tuple[Tensors | None, Tensors | Kept]] = {}
         ends_here = head is not None and self._is_last_rank and not call.forward_only
         self._head = head(call.model[-1]) if head and ends_here else None
@@ -323,11 +338,12 @@ class Stage:
             The chunk's output, a list if it is several tensors; the scaled loss on the last stage.
         """
         head = self._head if self.is_last(chunk) else None
-        with head.cut() if head else contextlib.nullcontext():
+        with self._running(chunk, microbatch), head.cut() if head else contextlib.nullcontext():
             output = self._forward(chunk, microbatch, received)
         if microbatch == 0 and chunk in self._measuring:
             outputs = output if isinstance(output, list) else [output]
-            self.activation_bytes[chunk] = saved_bytes(outputs, self.call.model[chunk])
+            keys = self._slices.keys.storages if self._slices else ()
+            self.activation_bytes[chunk] = saved_bytes(outputs, self.call.model[chunk], keys)
         if not self.call.forward_only:
             kept = None
             if head is not None and isinstance(output, torch.Tensor):
@@ -336,7 +352,8 @@ class Stage:
         return output
 
     def _forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
-        call = self.call
+        call, cut = self.call, self.call.cut
+        counts = cut is None or not cut.whole or cut.units[microbatch].is_last
         self._sync_params(chunk)
         if received is not None and not call.forward_only:
             boundary.want_gradients(received)
@@ -344,9 +361,9 @@ class Stage:
             call.forward_step_func,
             call.data_iterator[chunk],
             call.model[chunk],
-            call.num_microbatches,
+            call.num_whole,
             received,
-            self.forward_data_store,
+            self.forward_data_store if counts else [],
             self._config,
             cp_group_size=call.pg_collection.cp.size(),
             collect_non_loss_data=call.collect_non_loss_data,
@@ -362,9 +379,24 @@ class Stage:
             (output,) = output  # megatron-core answers a list with a list of what was returned
         if isinstance(output, tuple):
             output = list(output)
-        self._num_tokens += num_tokens
+        if counts:
+            self._num_tokens += num_tokens
         self._num_forwards += 1
         return output  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def _running(self, chunk: int, microbatch: int, *, backward: bool = False) -> Iterator[None]:
+        """Run F or B of a unit in the block, and free the keys of a row whose last task it is."""
+        cut, slices = self.call.cut, self._slices
+        if cut is None or slices is None:
+            yield
+            return
+        unit = cut.units[microbatch]
+        share = cut.share(microbatch) if backward else 1.0
+        with slices.running(chunk, unit), weighted_aux_loss(self._config, share):
+            yield
+        if (unit.begin == 0) if backward else (unit.is_last and self.call.forward_only):
+            slices.keys.free(chunk, unit)
 
     def free_output(self, chunk: int, microbatch: int) -> None:
         """Free the storage of an output that was sent; only its graph is still needed. Several
@@ -388,7 +420,10 @@ class Stage:
         store = self._weight_gradients
         measures = store is not None and microbatch == 0 and chunk in self._measuring
         held = store.held_bytes if store and measures else 0
-        with store.collect(chunk, microbatch) if store else contextlib.nullcontext():
+        with (
+            self._running(chunk, microbatch, backward=True),
+            store.collect(chunk, microbatch) if store else contextlib.nullcontext(),
+        ):
             if isinstance(output, Kept):
                 gradient = output.backward(given, self._model_type, self._config)
             else:
@@ -415,6 +450,8 @@ class Stage:
 
     def finish(self) -> list[Any]:
         """Finalise gradients after the last task; returns the result of the call."""
+        if self._slices is not None and len(self._slices.keys):
+            raise AssertionError("keys of slices are left over")
         self.close()
         call, config = self.call, self._config
         if not call.forward_only and config.finalize_model_grads_func is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, setting
@@ -27,6 +28,7 @@ from megatron.dpp.schedule import (
     beside_head,
     parse_cap,
     replica_path,
+    sliced_allowance,
 )
 
 _MOST_SCHEDULERS = 4
@@ -52,7 +54,9 @@ class Decisions:
         decides: bool = True,
     ) -> None:
         self._config, self._log = config, log
-        self._schedulers: dict[tuple[Geometry, bool, int, str], tuple[Scheduler, Allowance]] = {}
+        self._schedulers: dict[
+            tuple[Geometry, bool, int, str, tuple[Any, ...]], tuple[Scheduler, Allowance]
+        ] = {}
         self._measured: Memory | None = None
         self._as_static = config.activation_cap.strip() == "static"
         self._static = StaticSizes()
@@ -118,12 +122,14 @@ class Decisions:
         largest: int = UNIT,
         sizes: Sequence[int] | None = None,
         policy: str | None = None,
+        kappa: float = 0.0,
     ) -> Scheduler:
         """A scheduler at its start, for one call.
 
         Args:
             largest: tokens of the longest microbatch.
             sizes: tokens of each microbatch, where they are known beforehand.
+            kappa: keys of linked microbatches, as in :class:`Scheduler`.
             policy: in the place of the configuration's, or of depth-first where ``forward_only``.
 
         Raises:
@@ -135,27 +141,37 @@ class Decisions:
             self._recorder = DecisionRecorder(self._record, geometry)
         if sizes is not None:
             _check_sizes(sizes, geometry.num_microbatches, largest)
+        if geometry.groups and not geometry.forward_only and sizes is None:
+            raise ConfigError("slices need their sizes, which ranks of this stage do not share")
         if geometry.forward_only:
             sizes = None  # no cap applies
         if self._replay is not None:
             replay = self._next_replay(self._replay, geometry, split)
-            allowance = self._allowance(geometry, split)
-            return self._build(geometry, split, replay, largest, allowance, sizes)
+            allowance = self._allowance(geometry, split, largest, sizes, kappa)
+            return self._build(geometry, split, replay, largest, allowance, sizes, kappa)
         chosen = policy or ("depth-first" if geometry.forward_only else self._config.policy)
-        key = (geometry, split, largest, chosen)
+        linked = (tuple(sizes or ()), kappa) if geometry.groups else ()  # the cap depends on them
+        key = (geometry, split, largest, chosen, linked)
         known = self._schedulers.pop(key, None)
         if known is None:
             while len(self._schedulers) >= _MOST_SCHEDULERS:
                 del self._schedulers[next(iter(self._schedulers))]
-            allowance = self._allowance(geometry, split)
-            scheduler = self._build(geometry, split, chosen, largest, allowance, sizes)
+            allowance = self._allowance(geometry, split, largest, sizes, kappa)
+            scheduler = self._build(geometry, split, chosen, largest, allowance, sizes, kappa)
         else:
             scheduler, allowance = known
             scheduler.restart(sizes, self._limits(allowance, geometry, largest, sizes))
         self._schedulers[key] = scheduler, allowance
         return scheduler
 
-    def _allowance(self, geometry: Geometry, split: bool) -> Allowance:
+    def _allowance(
+        self,
+        geometry: Geometry,
+        split: bool,
+        largest: int,
+        sizes: Sequence[int] | None,
+        kappa: float,
+    ) -> Allowance:
         """The allowance of this rank, which is logged when it changes."""
         if geometry.forward_only:
             return Allowance(0.0)
@@ -163,7 +179,10 @@ class Decisions:
         cap = parse_cap(
             self._config.activation_cap, geometry, measured.activation_bytes if measured else None
         )
-        found = beside_head(cap, geometry, measured) if split else Allowance(cap.chunks)
+        found = beside_head(cap, geometry.uncut, measured) if split else Allowance(cap.chunks)
+        if geometry.groups and sizes is not None:
+            own = dataclasses.replace(cap, chunks=found.chunks)
+            found = sliced_allowance(own, geometry, sizes, largest, kappa)
         self.cap = found.chunks
         text = cap.text
         if found.chunks < cap.chunks:
@@ -200,6 +219,7 @@ class Decisions:
         largest: int,
         allowance: Allowance,
         sizes: Sequence[int] | None,
+        kappa: float = 0.0,
     ) -> Scheduler:
         if geometry.forward_only:
             return Scheduler(geometry, policy=policy, split_backward=False, largest=largest)
@@ -218,6 +238,7 @@ class Decisions:
             sizes=sizes,
             weights=allowance.weights,
             limits=self._limits(allowance, geometry, largest, sizes),
+            kappa=kappa,
         )
 
     def _next_replay(self, path: str, geometry: Geometry, split: bool) -> Policy:

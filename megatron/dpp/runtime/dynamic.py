@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from megatron.dpp.core.head import Head, why_not
+from megatron.dpp.core.slices import Unit
 from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.runtime.agreement import decider_for
@@ -30,6 +31,7 @@ from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.executor import Executor
 from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.runtime.session import Session, Sessions, check_chunks
+from megatron.dpp.runtime.slicing import Slicing
 from megatron.dpp.schedule import HOLDS_ALL, Geometry
 from megatron.dpp.schedule.reference import num_warmup
 from megatron.dpp.transport.base import Transport
@@ -55,6 +57,7 @@ class DppSchedule(PipelineSchedule):
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         self._sessions = Sessions(self.config, self._seed, self._log, self._warn)
+        self._slicing = Slicing(self.config, self._say_once)
         self._prepared = Prepared(
             self.config, self._sessions, self._log, self._say_once, self._capture
         )
@@ -70,7 +73,7 @@ class DppSchedule(PipelineSchedule):
             ConfigError: an argument or a model setting that cannot be honoured, by name.
             TransportError: a peer died, or a message did not arrive in time.
         """
-        call = self._checked(**keywords)
+        call = self._checked(take=True, **keywords)
         session = self._sessions.open(call)
         weights = None if call.forward_only else self._prepared.prepare(call)
         iteration = self.iteration
@@ -80,14 +83,20 @@ class DppSchedule(PipelineSchedule):
         geometry = topology.geometry(call, weights.num_pieces if weights else None)
         window = num_warmup(geometry) + 1
         stage = Stage(
-            call, topology.rank, topology.num_ranks, window, weights, head=self._head_of(call)
+            call,
+            topology.rank,
+            topology.num_ranks,
+            window,
+            weights,
+            head=self._head_of(call),
+            slices=self._slicing.slices_of(call),
         )
         measures = session.decisions.wants_measuring and not call.forward_only
         if measures:
             stage.measure()
         with contextlib.closing(stage):
             stage.open()
-            with self._prepared.bound(call, self.recorder):
+            with self._prepared.bound(call, self.recorder), self._slicing.bound(call):
                 longest = self._execute(session, stage, geometry, iteration)
             if not call.forward_only:
                 self._prepared.account(call, longest, stage if measures else None)
@@ -106,16 +115,28 @@ class DppSchedule(PipelineSchedule):
         if not call.forward_only:
             self._prepared.prepare(call)
 
-    def announce(self, sizes: Sequence[int]) -> None:
+    def announce(
+        self, sizes: Sequence[int], units: Sequence[Unit] = (), longest_row: int = 0
+    ) -> None:
         """Tell the tokens of each microbatch of the next call, on all ranks alike.
 
         Without this a rank learns a size when the microbatch's first forward begins there.
+
+        Args:
+            sizes: tokens with padding.
+            units: the slice of a row that each microbatch is, where sequences are cut: the slices
+                of a row follow each other. The loss then counts rows. Ranks that run one order
+                announce the same ones.
+            longest_row: most tokens that a row of any call has; the memory cap counts in their
+                activations. 0 for the longest of these.
         """
         self._announced = list(sizes)
+        self._slicing.announce(units, sizes, longest_row)
 
-    def _checked(self, **keywords: Any) -> StepCall:
+    def _checked(self, *, take: bool = False, **keywords: Any) -> StepCall:
         call = StepCall.checked(**keywords)
         call.refuse_ordered()
+        call = self._slicing.cut(call, take=take)
         call.check_length(call.longest(self.config.max_tokens))
         self._head_of(call)
         return call
@@ -128,7 +149,8 @@ class DppSchedule(PipelineSchedule):
         """
         asked = self.config.head_in_forward
         holds_all = (self.policy or self.config.policy) in HOLDS_ALL
-        if asked == "off" or call.forward_only or (asked == "auto" and not holds_all):
+        wanted = holds_all or self._slicing.slices_of(call) is not None
+        if asked == "off" or call.forward_only or (asked == "auto" and not wanted):
             return None
         reason = why_not(call.model, call.pg_collection.pp.size())
         if reason is None:
@@ -173,13 +195,19 @@ class DppSchedule(PipelineSchedule):
         links, decisions, most = session.links, session.decisions, self.config.max_tokens
         tokens = stage.call.tokens(stage.call.longest(most), most)
         sizes, self._announced = self._announced, None
-        known = tokens.of_rank(sizes) if sizes and session.group.one_replica else None
+        cut, largest = stage.call.cut, tokens.largest
+        if cut is not None:
+            sizes = cut.sizes
+            largest = max([largest, *(tokens.of_rank([cut.longest]) or ())])
+        tells = session.group.one_replica or bool(geometry.groups)
+        known = tokens.of_rank(sizes) if sizes and tells else None
         split = geometry.w_pieces is not None
         scheduler = decisions.scheduler(
             geometry,
             split=split,
-            largest=tokens.largest,
+            largest=largest,
             sizes=known,
+            kappa=self._slicing.kappa(stage.call, decisions.activation_bytes),
             policy=self._policy_of(stage.call),
         )
         decider = decider_for(scheduler, links.channels.receiving, links.transport.board)
@@ -196,7 +224,7 @@ class DppSchedule(PipelineSchedule):
             timeout=self.config.timeout,
             launch_ahead=session.launch_ahead,
             count_tokens=tokens.count,
-            sizes_agree=session.group.one_replica,
+            sizes_agree=tells,
         )
         executor.run()
         links.consume(geometry)
@@ -204,7 +232,7 @@ class DppSchedule(PipelineSchedule):
         self.peak_held = max(self.peak_held, decisions.peak_held)
         self.num_out_of_order = scheduler.num_out_of_order
         self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
-        return tokens.largest / (executor.first_size or tokens.largest)
+        return largest / (executor.first_size or largest)
 
     def _policy_of(self, call: StepCall) -> str | None:
         """The policy of a call in the place of the configuration's, if there is one."""
@@ -217,6 +245,7 @@ class DppSchedule(PipelineSchedule):
     def close(self) -> None:
         self._sessions.close()
         self._prepared.forget()
+        self._slicing.forget()
 
     def _links(self) -> Transport | None:
         session = self._sessions.current

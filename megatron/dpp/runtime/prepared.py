@@ -117,8 +117,9 @@ class Prepared:
         with contextlib.ExitStack() as around:
             if not call.forward_only:
                 if self._weights is not None:
-                    around.enter_context(self._weights.bound())
-                if self.graphs is not None:
+                    order = call.cut.order if call.cut is not None else ()
+                    around.enter_context(self._weights.bound(order))
+                if self.graphs is not None and call.cut is None:
                     around.enter_context(self.graphs.bound(call.boundary_example(self._config)))
                 around.enter_context(traced_experts(call.model, recorder))
             yield

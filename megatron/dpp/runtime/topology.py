@@ -60,6 +60,7 @@ class Topology:
             forward_only=call.forward_only,
             group=call.config.microbatch_group_size_per_vp_stage or None,
             w_pieces=w_pieces,
+            groups=call.cut.groups if call.cut is not None else (),
         )
 
     def channels(self, receives: Sequence[int], sends: Sequence[int], depth: int) -> Channels:

@@ -106,6 +106,7 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]
             self.context_ranks = own or parallel_state.get_context_parallel_group()
         self.attn_mask_type = attn_mask_type
         self.own_masks = own_masks
+        self.may_be_sliced = not own_masks and self.context_ranks is None
         head_size = config.kv_channels
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(head_size)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout

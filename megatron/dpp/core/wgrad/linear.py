@@ -17,7 +17,7 @@ Source of the idea: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -217,11 +217,15 @@ class WeightGradients:
         self._say(f"dynamic pipeline: the weight gradient of {text} is computed within B: {reason}")
 
     @contextmanager
-    def bound(self) -> Iterator[None]:
-        """Make the layers' backwards defer for one step; the model is restored after it."""
+    def bound(self, order: Sequence[int] = ()) -> Iterator[None]:
+        """Make the layers' backwards defer for one step; the model is restored after it.
+
+        Args:
+            order: microbatches in the order of their backwards; empty for their own order.
+        """
         self._accumulated.clear()
         for modules in self._delayed:
-            modules.restart()
+            modules.restart(order)
         with ExitStack() as around:
             for weight in self._weights:
                 hook = weight.register_hook(partial(self._before_autograd_adds, weight))  # type: ignore[no-untyped-call]

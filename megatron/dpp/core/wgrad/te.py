@@ -27,7 +27,7 @@ import functools
 import importlib.util
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,14 +197,19 @@ class DelayedModules:
         rows = [[delayed.signature() for delayed in row] for row in self._layers]
         return [rows, [id(module) for module in self._others]]
 
-    def restart(self) -> None:
-        """Before the first task of an iteration."""
+    def restart(self, order: Sequence[int] = ()) -> None:
+        """Begin an iteration.
+
+        Args:
+            order: microbatches in the order of their backwards; empty for their own order.
+        """
+        self._order: dict[int, int] = {each: place for place, each in enumerate(order)}
         self._next_backward, self._next_weight = 0, [0] * len(self._layers)
         self._replayed: set[int] = set()
 
     def after_backward(self, microbatch: int) -> None:
         """End a backward pass; modules outside of the layers, which have no W, compute theirs."""
-        if microbatch != self._next_backward:
+        if self._order.get(microbatch, microbatch) != self._next_backward:
             raise AssertionError(
                 f"backward of microbatch {microbatch} where {self._next_backward} was due"
             )
@@ -220,7 +225,7 @@ class DelayedModules:
 
     def run(self, layer: int, microbatch: int) -> None:
         """Compute one layer's weight gradients of this microbatch, the oldest in its queues."""
-        if microbatch != self._next_weight[layer]:
+        if self._order.get(microbatch, microbatch) != self._next_weight[layer]:
             raise AssertionError(
                 f"weight gradients of microbatch {microbatch}, layer {layer}, where the queue "
                 f"has {self._next_weight[layer]}"

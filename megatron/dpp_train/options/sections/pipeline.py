@@ -20,6 +20,7 @@ class Pipeline(Section):
     dpp_forward_only_order: str = "auto"
     dpp_split_backward: bool = True
     dpp_head_in_forward: str = "auto"
+    dpp_slice_tokens: str = "off"
     dpp_transport: str = "auto"
     dpp_slots: int = 2
     dpp_max_tokens: int = 0

@@ -1,0 +1,160 @@
+"""Slicing: the cut of a schedule's calls into slices, and the model's attention across them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from megatron.dpp.config import DppConfig
+from megatron.dpp.core.cut import Cut, WholeSteps, fixed_cut, slice_tokens
+from megatron.dpp.core.slices import Slices, Unit, why_not
+from megatron.dpp.core.steps import StepCall
+from megatron.dpp.errors import ConfigError, setting
+
+_KAPPA = 0.35
+"""Memory of keys, values and their gradients over that of activations, until it is measured: that
+of a layer of hidden size 4096 whose heads all have keys of their own.
+"""
+
+
+class Slicing:
+    """The slices of a schedule's calls; prepared anew for another model.
+
+    Args:
+        config: ``slice_tokens``, for calls whose microbatches have one length.
+        say: called with a line of something that holds for each step.
+    """
+
+    def __init__(self, config: DppConfig, say: Callable[[str], None]) -> None:
+        self._config, self._say = config, say
+        self._next: Cut | None = None
+        self._model: Sequence[torch.nn.Module] = ()
+        self._slices: Slices | None = None
+        self._whole: WholeSteps | None = None
+
+    def announce(self, units: Sequence[Unit], sizes: Sequence[int], longest_row: int) -> None:
+        """Tell the units of the next call, whose forward steps run once per unit.
+
+        Raises:
+            ConfigError: they do not fit together.
+        """
+        self._next = None
+        if units:
+            longest = max(longest_row, *(unit.total for unit in units))
+            rows = sum(unit.is_last for unit in units)
+            self._next = Cut(tuple(units), tuple(sizes), rows, longest)
+
+    def cut(self, call: StepCall, *, take: bool) -> StepCall:
+        """The call with its units as microbatches; the call itself if none of them is cut.
+
+        Args:
+            take: the announced units are this call's; otherwise they are looked at only.
+
+        Raises:
+            ConfigError: the model, or the call, cannot be cut.
+        """
+        cut, told = self._next, self._next is not None
+        if take:
+            self._next = None
+        if cut is None:
+            cut = self._fixed(call)
+        if cut is None:
+            return call
+        if len(cut.units) != call.num_microbatches and told:
+            raise ConfigError(
+                f"announce: {len(cut.units)} units for a step of {call.num_microbatches} "
+                "microbatches: forward steps run once per unit, so num_microbatches counts them"
+            )
+        if not cut.is_cut:
+            return dataclasses.replace(call, cut=cut)
+        self._prepare(call)
+        if told:
+            return dataclasses.replace(call, cut=cut)
+        assert self._whole is not None
+        longest = max(unit.end - unit.begin for unit in cut.units)
+        return dataclasses.replace(
+            call,
+            cut=cut,
+            num_microbatches=len(cut.units),
+            seq_length=longest,
+            decoder_seq_length=None,
+            data_iterator=self._whole.iterators(call.data_iterator),
+        )
+
+    def _fixed(self, call: StepCall) -> Cut | None:
+        """The slices of microbatches that all have the call's length."""
+        asked = self._config.slice_tokens
+        if asked == "off" or call.collect_non_loss_data:
+            return None
+        if getattr(call.config, "variable_seq_lengths", False):
+            raise ConfigError(
+                f"{setting('slice_tokens', asked)} cuts microbatches of one length, and "
+                "variable_seq_lengths tells of others: use off"
+            )
+        groups, length, size = call.pg_collection, call.length, call.micro_batch_size
+        tokens = slice_tokens(
+            asked,
+            length,
+            call.num_microbatches * size * length,
+            groups.pp.size(),
+            groups.tp.size() if call.config.sequence_parallel else 1,
+        )
+        if tokens is None:
+            self._say(
+                f"dynamic pipeline: {setting('slice_tokens', asked)}: sequences of {length} tokens "
+                "are not cut, as those up to 1.5 slices stay whole"
+            )
+            return None
+        return fixed_cut(length, call.num_microbatches, size, tokens)
+
+    def _prepare(self, call: StepCall) -> None:
+        """Find the model's attention and forwards."""
+        asked = self._config.slice_tokens
+        if reason := why_not(call.config):
+            raise ConfigError(f"{reason}: use {setting('slice_tokens', 'off')}")
+        if self._config.cuda_graphs == "on":
+            raise ConfigError(
+                f"{setting('cuda_graphs', 'on')} does not go with slices, whose keys grow: use off"
+            )
+        if call.adjust_tensor_shapes_fn is not None:
+            raise ConfigError("slices: adjust_tensor_shapes_fn is not known to fit a slice")
+        if self._slices is None or self._model != call.model:
+            self._model = list(call.model)
+            self._slices = Slices(call.model)
+            self._whole = WholeSteps(self._slices, call.model) if asked != "off" else None
+
+    def slices_of(self, call: StepCall) -> Slices | None:
+        """The attention of a call's model; None if it is not cut."""
+        cut = call.cut
+        return self._slices if cut is not None and cut.is_cut else None
+
+    @contextlib.contextmanager
+    def bound(self, call: StepCall) -> Iterator[None]:
+        """Let the model attend across slices in one call."""
+        slices = self.slices_of(call)
+        with contextlib.ExitStack() as around:
+            if slices is not None:
+                around.enter_context(slices.bound())
+                if self._whole is not None and call.cut is not None and call.cut.whole:
+                    around.enter_context(self._whole.bound())
+            yield
+
+    def kappa(self, call: StepCall, activation_bytes: float) -> float:
+        """Memory of a row's keys, values and their gradients over that of its activations.
+
+        Args:
+            activation_bytes: measured, of the longest row in one chunk; 0 before that.
+        """
+        slices = self.slices_of(call)
+        if slices is None or call.cut is None:
+            return 0.0
+        if not activation_bytes:
+            return _KAPPA
+        return slices.keys_per_token * call.cut.longest / activation_bytes
+
+    def forget(self) -> None:
+        """Let go of the model."""
+        self._model, self._slices, self._whole = (), None, None

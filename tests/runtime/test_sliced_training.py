@@ -1,0 +1,70 @@
+"""Slices have the numbers of uncut microbatches to fp32's rounding, and those of their own static
+order to the last bit, whatever order they run in.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, TENSOR, case
+from tests.runtime.launcher import run_ranks
+
+WORKER = Path(__file__).with_name("slices_worker.py")
+RANDOM = {"policy": "tests.runtime.slices_worker:AtRandom"}
+LATE_RUN, FUSED = {"inject": LATE}, {"inject": LATE, "split_backward": False}
+ROTARY = {"positions": "rope", "model": {"num_query_groups": 2}}
+
+
+def check(num_ranks: int, *cases: dict[str, Any]) -> None:
+    output = run_ranks(WORKER, num_ranks, [json.dumps(cases)], timeout=300)
+    for each in cases:
+        assert f"CASE {each['name']} ok" in output
+
+
+def test_two_ranks_in_slices() -> None:
+    check(
+        2,
+        case("rotary, groups", 2, 3, LATE_RUN, FUSED, RANDOM, slices=4, **ROTARY),
+        case("v2, learned", 2, 4, LATE_RUN, FUSED, {"host": True}, slices=6, v=2, layers=4,
+             per_token=True),
+        case("full", 2, 2, LATE_RUN, slices=8, recompute="full", **ROTARY),
+        case("selective, own", 2, 3, LATE_RUN, slices=4, recompute="selective", untied=True,
+             spec="megatron"),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_ranks_in_further_slices() -> None:
+    check(
+        2,
+        case("five slices", 2, 4, LATE_RUN, RANDOM, slices=3, v=2, layers=4, **ROTARY),
+        case("dropout", 2, 3, LATE_RUN, slices=4, dropout=0.1),
+        case("experts", 2, 3, LATE_RUN, slices=4, model=EXPERTS | {"moe_aux_loss_coeff": 0.0}),
+        case("balanced experts", 2, 3, LATE_RUN, slices=4, model=EXPERTS, balances=True),
+        case("between", 2, 3, LATE_RUN, slices=4, between=True, spec="host"),
+        case("one stage", 1, 2, LATE_RUN, slices=4, untied=True),
+    )
+
+
+def test_models_that_cannot_be_cut_are_named() -> None:
+    for words, more in (
+        ("mtp_num_layers=1 does not work with slices", {"model": {"mtp_num_layers": 1}}),
+        ("cuda_graphs", {"runs": [{"cuda_graphs": "on"}]}),
+    ):
+        with pytest.raises(AssertionError, match=words):
+            check(2, {**case("refused", 2, 2, slices=4), **more})
+
+
+@pytest.mark.slow
+def test_four_ranks_in_slices() -> None:
+    check(
+        4,
+        case("p4v2", 4, 4, LATE_RUN, RANDOM, slices=4, v=2, layers=8),
+        case("p4", 4, 4, LATE_RUN, slices=6, layers=4, **ROTARY),
+        case("tp2", 2, 3, LATE_RUN, slices=4, layers=4, **TENSOR),
+        case("dp2", 2, 3, LATE_RUN, slices=4, layers=4, **OPTIMIZED),
+    )
