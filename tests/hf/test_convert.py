@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import dataclasses
 import json
 import os
+import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +17,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.checkpoint.files import find
 from megatron.dpp_train.families import find_families
-from megatron.dpp_train.hf import Entry, Part, entries, num_parameters, read_config
-from megatron.dpp_train.hf.checkpoint import Stored
+from megatron.dpp_train.hf import Entry, Part, checkpoint, entries, num_parameters, read_config
 from megatron.dpp_train.hf.convert_command import main
 from megatron.dpp_train.hf.folder import Folder, Shards, one_dtype, some
-from megatron.dpp_train.hf.to_hf import _checked, to_hf
+from megatron.dpp_train.hf.to_hf import to_hf
 from megatron.dpp_train.hf.to_megatron import to_megatron
 from tests.harmful import Harmful
 from tests.hf import tiny
@@ -172,13 +176,42 @@ def test_a_file_may_be_as_large_as_asked_and_a_large_tensor_has_its_own(
         }
 
 
+def entry_of(key: str, *shape: int, **changes: Any) -> Entry:
+    """An entry of one part, without layers."""
+    usual = {"rule": "same", "twin": False, "by_vocab": False, "parts": (Part("w", shape),)}
+    return Entry(key, (), (), shape, **usual | changes)
+
+
+def written(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """A checkpoint of these tensors."""
+    folder.mkdir()
+    sizes: Any = SimpleNamespace(layers=0, experts=0)
+    found = [entry_of(key, *tensor.shape) for key, tensor in tensors.items()]
+    checkpoint.write(
+        folder, found, sizes, torch.float32, lambda each: tensors[each.key], argparse.Namespace()
+    )
+    return folder
+
+
+@contextlib.contextmanager
+def metadata_of(folder: Path) -> Iterator[Any]:
+    """The list of a checkpoint's tensors, which a test may change."""
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    yield metadata
+    path.write_bytes(pickle.dumps(metadata))
+
+
 def test_reading_a_checkpoint_runs_nothing_that_it_names(tmp_path: Path) -> None:
-    torch.save(Harmful(tmp_path / "made"), tmp_path / "shard")
-    stored: Any = object.__new__(Stored)
-    stored._path = tmp_path
-    size = (tmp_path / "shard").stat().st_size
+    folder = written(tmp_path / "ckpt", {"k": torch.ones(2)})
+    torch.save(Harmful(tmp_path / "made"), folder / "shard")
+    with metadata_of(folder) as metadata:
+        for index, info in metadata.storage_data.items():
+            if index.fqn == "k":
+                info.relative_path, info.offset = "shard", 0
+                info.length = (folder / "shard").stat().st_size
     with pytest.raises(DataError, match="shard: unreadable"):
-        stored._load(SimpleNamespace(relative_path="shard", offset=0, length=size))
+        checkpoint.Stored(folder).read(entry_of("k", 2))
     assert not (tmp_path / "made").exists()
 
 
@@ -333,67 +366,102 @@ def test_every_tensor_has_one_place(made: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize(
     ("rows", "width", "fits"), [(96, 8, True), (128, 8, True), (95, 8, False), (96, 9, False)]
 )
-def test_a_vocabulary_may_be_padded_and_not_cut(rows: int, width: int, fits: bool) -> None:
-    entry: Any = SimpleNamespace(key="k", place=(), counts=(), shape=(96, 8), by_vocab=True)
-    stored: Any = object.__new__(Stored)
-    stored._path, stored._tensors = Path("x"), {"k": SimpleNamespace(size=(rows, width))}
-    if fits:
-        stored.check(entry)
-    else:
-        with pytest.raises(
-            DataError, match=rf"x: k is \[{rows}, {width}\], the model's is \[96, 8"
-        ):
-            stored.check(entry)
-
-
-def test_a_padded_vocabulary_is_read_from_the_parts_of_several_ranks() -> None:
-    entry: Any = SimpleNamespace(key="k", place=(), counts=(), shape=(96, 8), by_vocab=True)
-    whole = torch.arange(102.0 * 8).reshape(102, 8)
-    stored: Any = object.__new__(Stored)
-    kept = SimpleNamespace(properties=SimpleNamespace(dtype=whole.dtype))
-    stored._path, stored._tensors = Path("x"), {"k": kept}
-    stored._load = lambda rows: whole[rows]
-    parts = [
-        SimpleNamespace(offset=(first, 0), size=(34, 8), info=slice(first, first + 34))
-        for first in (0, 34, 68)
-    ]
-    stored._chunks = {("k", ()): parts}
-    assert torch.equal(stored.read(entry), whole[:96])
-    stored._chunks = {("k", ()): parts[1:]}
-    with pytest.raises(DataError, match="x: k is not whole"):
-        stored.read(entry)
-
-
-def holding(*keys: str) -> Any:
-    """A checkpoint of these tensors, 2 x 3."""
-    stored: Any = object.__new__(Stored)
-    stored._path = Path("x")
-    stored._tensors = {key: SimpleNamespace(size=(2, 3)) for key in keys}
-    return stored
-
-
-def test_twins_are_read_once_and_nothing_may_be_left_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    part = Part("w", (2, 3))
-    first, twin = (
-        Entry(key, (), (), (2, 3), (part,), rule="same", twin=key == "b", by_vocab=False)
-        for key in "ab"
+def test_a_vocabulary_may_be_padded_and_not_cut(
+    rows: int, width: int, fits: bool, tmp_path: Path
+) -> None:
+    stored = checkpoint.Stored(written(tmp_path / "x", {"k": torch.zeros(rows, width)}))
+    refusal = pytest.raises(
+        DataError, match=rf"x: k is \[{rows}, {width}\], the model's is \[96, 8"
     )
-    monkeypatch.setattr("megatron.dpp_train.hf.to_hf.entries", lambda *_: [first, twin])
-    config: Any = SimpleNamespace(family="f", sizes=None)
-    assert _checked(holding("a", "b"), config) == [first]
-    assert _checked(holding("a", "optimizer.state"), config) == [first]
-    assert _checked(holding("b"), config) == [twin]
-    state = "decoder.layers.mlp.linear_fc1._extra_state"
-    assert _checked(holding("a", state), config) == [first], "no parameter"
-    with pytest.raises(DataError, match="x: holds c, which f does not have"):
-        _checked(holding("a", "c"), config)
-    with pytest.raises(DataError, match="x: holds no a; it is of another model"):
-        _checked(holding(), config)
-    for names in (("a", "b"), ("b",)):
-        other = holding(*names)
-        other._tensors[names[0]].size = (3, 2)
-        with pytest.raises(DataError, match=rf"x: {names[0]} is \[3, 2\], the model's is \[2, 3"):
-            _checked(other, config)
+    with contextlib.nullcontext() if fits else refusal:
+        stored.check(entry_of("k", 96, 8, by_vocab=True))
+
+
+def test_a_padded_vocabulary_is_read_from_the_parts_of_several_ranks(tmp_path: Path) -> None:
+    whole = torch.arange(102.0 * 8).reshape(102, 8)
+    firsts = (0, 34, 68)
+    folder = written(tmp_path / "x", {f"{at}": whole[at : at + 34] for at in firsts})
+    entry = entry_of("k", 96, 8, by_vocab=True)
+    for kept in (firsts, firsts[1:]):
+        with metadata_of(folder) as metadata:
+            places = {index.fqn: info for index, info in metadata.storage_data.items()}
+            of_part = metadata.state_dict_metadata["0"]
+            offsets = {at: torch.Size((at, 0)) for at in kept}
+            metadata.state_dict_metadata["k"] = dataclasses.replace(
+                of_part, size=torch.Size((102, 8)),
+                chunks=[dataclasses.replace(of_part.chunks[0], offsets=each)
+                        for each in offsets.values()],
+            )  # fmt: skip
+            for at in firsts:
+                metadata.storage_data.pop(MetadataIndex("k", torch.Size((at, 0))), None)
+            for at, offset in offsets.items():
+                metadata.storage_data[MetadataIndex("k", offset)] = places[f"{at}"]
+        stored = checkpoint.Stored(folder)
+        if kept == firsts:
+            assert torch.equal(stored.read(entry), whole[:96])
+            continue
+        with pytest.raises(DataError, match="x: k is not whole"):
+            stored.read(entry)
+
+
+class Export:
+    """Exports checkpoints of a model with one matrix, which two names may hold."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._folder, self._count = tmp_path, 0
+        self.config: Any = SimpleNamespace(family="f", sizes=None, content={})
+        part = Part("w", (2, 3))
+        both = [entry_of("a", 2, 3, parts=(part,)), entry_of("b", 2, 3, parts=(part,), twin=True)]
+        (tmp_path / "like").mkdir()
+        for name, result in (
+            ("entries", lambda *_: both), ("saved_args", lambda found: None),
+            ("read_config", lambda *_: self.config),
+        ):  # fmt: skip
+            monkeypatch.setattr(f"megatron.dpp_train.hf.to_hf.{name}", result)
+
+    def __call__(self, dtype: torch.dtype | None = None, **tensors: torch.Tensor) -> Path:
+        self._count += 1
+        place = self._folder / str(self._count)
+        place.mkdir()
+        named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+        source = written(place / "x", named)
+        to_hf(
+            source, place / "out", like=self._folder / "like", dtype=dtype, progress=lambda _: None
+        )
+        return place / "out"
+
+
+def test_twins_are_read_once_and_nothing_may_be_left_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export, other = Export(tmp_path, monkeypatch), torch.zeros(1)
+    one, two, wrong = torch.ones(2, 3), torch.full((2, 3), 2.0), torch.ones(3, 2)
+    state = {"decoder__layers__mlp__linear_fc1___extra_state": other}
+    for given, first in (
+        ({"a": one, "b": two}, 1.0), ({"a": one, "optimizer__state": other}, 1.0),
+        ({"b": two}, 2.0), ({"a": one, **state}, 1.0),
+    ):  # fmt: skip
+        assert tensors_of(export(**given))["w"].unique().tolist() == [first]
+    for given, said in (
+        ({"a": one, "c": other}, "x: holds c, which f does not have"),
+        ({"optimizer__state": other}, "x: holds no a; it is of another model"),
+        ({"a": wrong, "b": one}, r"x: a is \[3, 2\], the model's is \[2, 3"),
+        ({"b": wrong}, r"x: b is \[3, 2\], the model's is \[2, 3"),
+    ):
+        with pytest.raises(DataError, match=said):
+            export(**given)
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_a_config_says_the_type_under_the_name_that_it_has(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newer folders have ``dtype``; two names would contradict each other."""
+    export = Export(tmp_path, monkeypatch)
+    export.config.content = {name: "float32", "head_dim": 8}
+    folder = export(torch.bfloat16, a=torch.ones(2, 3))
+    content = json.loads((folder / "config.json").read_text())
+    assert content == {name: "bfloat16", "head_dim": 8}
 
 
 def test_a_checkpoint_has_the_type_that_was_asked_for(
@@ -401,14 +469,14 @@ def test_a_checkpoint_has_the_type_that_was_asked_for(
 ) -> None:
     source = made("qwen2")
     to_megatron(source, tmp_path / "ours", dtype=torch.bfloat16, progress=lambda _: None)
-    stored = Stored(tmp_path / "ours" / "release")
+    stored = checkpoint.Stored(tmp_path / "ours" / "release")
     folder = Folder(source)
     entry = next(each for each in folder.entries() if each.rule == "same")
     assert torch.equal(stored.read(entry), folder.read(entry)[0].to(torch.bfloat16))
     (shard,) = (tmp_path / "ours" / "release").glob("*.distcp")
     shard.unlink()
     with pytest.raises(DataError, match=f"{shard.name}: missing; the checkpoint is not whole"):
-        Stored(tmp_path / "ours" / "release")
+        checkpoint.Stored(tmp_path / "ours" / "release")
 
 
 def test_the_header_of_a_file_ends_at_a_multiple_of_8(tmp_path: Path) -> None:

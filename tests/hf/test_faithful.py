@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +22,10 @@ from megatron.dpp_train.hf.fields import parse_config
 from megatron.dpp_train.hf.folder import Folder
 from megatron.dpp_train.hf.model import args_of_model, check_same, completed
 from megatron.dpp_train.hf.rules import join
-from megatron.dpp_train.hf.to_hf import _write_config, to_hf
+from megatron.dpp_train.hf.to_hf import to_hf
 from megatron.dpp_train.hf.to_megatron import to_megatron
 from tests.hf import tiny
+from tests.hf.test_convert import metadata_of, written
 
 Change = Callable[[list[Entry]], list[Entry]]
 
@@ -241,20 +241,17 @@ def test_tensors_of_several_types_need_one(
     assert config.get("dtype", config.get("torch_dtype")) == "float16"
 
 
-@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
-def test_a_config_says_the_type_under_the_name_that_it_has(name: str, tmp_path: Path) -> None:
-    """Newer folders have ``dtype``; two names would contradict each other."""
-    _write_config(tmp_path / "c", {name: "float32", "head_dim": 8}, torch.bfloat16)
-    assert json.loads((tmp_path / "c").read_text()) == {name: "bfloat16", "head_dim": 8}
-
-
-def test_the_type_of_an_entry_is_that_of_its_own_tensor() -> None:
-    entry = Entry("decoder.layers.w", (1,), (2,), (2, 3), (), "same", twin=False, by_vocab=False)
-    found: Any = object.__new__(Stored)
+def test_the_type_of_an_entry_is_that_of_its_own_tensor(tmp_path: Path) -> None:
+    """Layers may be tensors of their own."""
     types = {"decoder.layers.0.w": torch.float32, "decoder.layers.1.w": torch.bfloat16}
-    found._tensors = {
-        key: SimpleNamespace(properties=SimpleNamespace(dtype=kind)) for key, kind in types.items()
-    }
+    folder = written(tmp_path / "x", {key: torch.zeros(2, 3) for key in types})
+    with metadata_of(folder) as metadata:
+        for key, kind in types.items():
+            own = metadata.state_dict_metadata[key]
+            own = replace(own, properties=replace(own.properties, dtype=kind))
+            metadata.state_dict_metadata[key] = own
+    found = checkpoint.Stored(folder)
+    entry = Entry("decoder.layers.w", (1,), (2,), (2, 3), (), "same", twin=False, by_vocab=False)
     assert found.dtype(entry) == torch.bfloat16
     assert found.dtype(replace(entry, place=(0,))) == torch.float32
 

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.checkpoint import saved_args as checkpoint_args
+from megatron.dpp_train.checkpoint.files import Found
 from megatron.dpp_train.checkpoint.saved_args import STRUCTURE
 from megatron.dpp_train.hf import files as hf_files
 from megatron.dpp_train.hf import read_config
@@ -156,16 +158,25 @@ def test_a_vocabulary_beside_sentence_pieces_is_refused(tmp_path: Path) -> None:
 
 
 def test_sentence_pieces_of_other_bytes_are_refused(tmp_path: Path) -> None:
-    folder, mine = tmp_path / "there", tmp_path / "mine"
+    folder, words = make(tmp_path / "there", "llama")
+    mine = tmp_path / "mine"
+    mine.mkdir()
     for place in (folder, mine):
-        place.mkdir()
         (place / "tokenizer.model").write_bytes(b"pieces")
+    words += ["--load-hf", str(folder), "--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model"]
     for given in (mine, mine / "tokenizer.model"):
-        hf_files._check_pieces(given, folder)
+        check_pieces(words, given)
     (mine / "tokenizer.model").write_bytes(b"piecez")
     for given in (mine, mine / "tokenizer.model"):
         with pytest.raises(DataError, match=r"its tokenizer\.model is another than .*mine"):
-            hf_files._check_pieces(given, folder)
+            check_pieces(words, given)
+
+
+def check_pieces(words: list[str], given: Path) -> None:
+    """Of a run whose tokenizer is that of ``words``."""
+    usual = [*_RUN.replace("--tokenizer-type NullTokenizer", "").split(), *words, str(given)]
+    args = validate(parse_args(usual), 1, "gpt")
+    hf_files.check_hf(args)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +222,9 @@ def test_a_converted_checkpoint_brings_its_whole_model(
     """``--use-checkpoint-args`` gives what the folder's flags would have given."""
     folder, _ = make(tmp_path / "there", family)
     saved = args_of_model(read_config(folder))
-    monkeypatch.setattr(checkpoint_args, "find_start", lambda _: folder)
-    monkeypatch.setattr(checkpoint_args, "_required_args", lambda _: saved)
+    torch.save({"args": saved}, tmp_path / "common.pt")
+    (tmp_path / "metadata.json").touch()
+    monkeypatch.setattr(checkpoint_args, "find_start", lambda _: Found(tmp_path, 1))
     args = parse_args([*_RUN.split(), "--use-checkpoint-args", "--load", str(folder)])
     checkpoint_args.take_checkpoint_args(args)
     args.load_hf = str(folder)

@@ -54,85 +54,6 @@ def test_a_norm_with_two_names_needs_one_of_them() -> None:
     hf.check_all_used(Path("folder"), tensors, once)
 
 
-def test_a_model_with_fewer_layers_is_refused() -> None:
-    entry = next(each for each in entries(FAMILIES["llama"], _SIZES) if each.counts == (4,))
-    shape = (2, *entry.shape)
-    shard: Any = SimpleNamespace(
-        key=entry.key,
-        data=torch.zeros(entry.shape),
-        global_shape=shape,
-        global_offset=(0,) * len(shape),
-        local_shape=entry.shape,
-    )
-    folder: Any = SimpleNamespace(path="folder")
-    with pytest.raises(DataError, match=r"has \[4\] layers .* the run's model \[2\]"):
-        hf._copy(folder, entry, shard)
-
-
-def test_what_any_rank_uses_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder is closed after it was read."""
-    closed, checked = list[bool](), list[Any]()
-    folder = SimpleNamespace(
-        entries=list, path="folder", config=SimpleNamespace(family="llama"), dtype="bf16",
-        close=lambda: closed.append(True),
-    )  # fmt: skip
-    monkeypatch.setattr(hf, "Folder", lambda *_: folder)
-    monkeypatch.setattr(hf.mpu, "get_data_parallel_group", lambda **_: None)
-    monkeypatch.setattr(hf.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(
-        hf.dist, "all_gather_object", lambda every, own: every.__setitem__(slice(2), [{1}, {2}])
-    )
-    monkeypatch.setattr(hf, "check_all_used", lambda path, left, used: checked.append(used))
-    run: Any = SimpleNamespace(
-        args=SimpleNamespace(load_hf="folder", family_file=None), say=lambda text: None
-    )
-    hf.fill(run, [])
-    assert checked == [{1, 2}] and closed == [True]
-
-
-@pytest.mark.parametrize("experts", [4, 8])
-def test_a_model_with_another_number_of_experts_is_refused(experts: int) -> None:
-    entry = next(
-        each
-        for each in entries(FAMILIES["mixtral"], replace(_SIZES, experts=4))
-        if "linear_fc2" in each.key
-    )
-    assert entry.counts == (4, 4)
-    places = [(axis, at, size) for axis, (at, size) in enumerate([(0, 4), (0, experts)])]
-    data = torch.zeros(entry.shape)
-    shard = ShardedTensor.from_rank_offsets(entry.key, data, *places, prepend_axis_num=2)
-    folder: Any = SimpleNamespace(
-        path="folder", config=SimpleNamespace(sizes=_SIZES), read=lambda _: [torch.ones(32, 48)]
-    )
-    refusal = pytest.raises(DataError, match=r"has \[4, 4\] layers .* the run's model \[4, 8\]")
-    with contextlib.nullcontext() if experts == 4 else refusal:
-        hf._copy(folder, entry, shard)
-        assert data.all()
-
-
-def test_one_tensor_that_no_rank_used_is_refused_by_all_its_names() -> None:
-    tensors = list(entries(FAMILIES["llama"], _SIZES))
-    left = next(each for each in tensors if "linear_qkv.weight" in each.key)
-    used = {(each.key, each.place) for each in tensors if each is not left}
-    names = r"\.q_proj\.weight, .*\.k_proj\.weight, .*\.v_proj\.weight;"
-    with pytest.raises(DataError, match=f"no place for .*{names}"):
-        hf.check_all_used(Path("folder"), tensors, used)
-
-
-def test_a_vocabulary_is_not_cut() -> None:
-    """A run's may be longer, as it is padded."""
-    (entry,) = (
-        each for each in entries(FAMILIES["llama"], _SIZES) if "word_embeddings" in each.key
-    )
-    shape = (entry.shape[0] - 1, *entry.shape[1:])
-    shard: Any = SimpleNamespace(
-        key=entry.key, data=torch.zeros(shape), global_shape=shape, global_offset=(0, 0),
-        local_shape=shape,
-    )  # fmt: skip
-    with pytest.raises(DataError, match=r"is \[96, 32\], the run's model has \[95, 32\]"):
-        hf._copy(SimpleNamespace(path="folder"), entry, shard)  # type: ignore[arg-type]
-
-
 def test_shards_are_those_of_data_and_context_ranks_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -159,7 +80,7 @@ def test_shards_are_those_of_data_and_context_ranks_together(
     assert asked == ["data and context"] * 2
 
 
-def folder_of_numbers() -> Any:
+def folder_of_numbers(family: str = "llama", sizes: Sizes = _SIZES) -> Any:
     """A folder whose tensors hold their layer's number, and a half more in each next part."""
 
     def read(entry: Entry) -> list[torch.Tensor]:
@@ -167,15 +88,17 @@ def folder_of_numbers() -> Any:
         return [torch.full(part.shape, first + i / 2) for i, part in enumerate(entry.parts)]
 
     return SimpleNamespace(
-        entries=lambda: entries(FAMILIES["llama"], _SIZES), path="folder", read=read, dtype="bf16",
-        config=SimpleNamespace(family="llama", sizes=_SIZES), close=lambda: None,
+        entries=lambda: entries(FAMILIES[family], sizes), path="folder", read=read, dtype="bf16",
+        config=SimpleNamespace(family=family, sizes=sizes), close=lambda: None,
     )  # fmt: skip
 
 
-def fill_alone(monkeypatch: pytest.MonkeyPatch, states: list[dict[str, Any]]) -> set[Any]:
+def fill_alone(
+    monkeypatch: pytest.MonkeyPatch, states: list[dict[str, Any]], folder: Any = None
+) -> set[Any]:
     """Fill these chunks on the only rank; what of the folder it used."""
     used: list[set[Any]] = []
-    monkeypatch.setattr(hf, "Folder", lambda *_: folder_of_numbers())
+    monkeypatch.setattr(hf, "Folder", lambda *_: folder or folder_of_numbers())
     monkeypatch.setattr(hf.mpu, "get_data_parallel_group", lambda **_: None)
     monkeypatch.setattr(hf.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(hf.dist, "all_gather_object", lambda every, own: every.__setitem__(0, own))
@@ -229,38 +152,56 @@ def shard_of(key: str, *shape: int) -> Any:
     return ShardedTensor.from_rank_offsets(key, torch.full(shape, float("nan")))
 
 
-@pytest.mark.parametrize(("rows", "fits"), [(96, True), (102, True), (95, False)])
-def test_only_a_vocabulary_may_be_longer_than_the_folders(rows: int, fits: bool) -> None:
+WORDS, NORM = "embedding.word_embeddings.weight", "decoder.final_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "fits"),
+    [(WORDS, (96, 32), True), (WORDS, (102, 32), True), (WORDS, (95, 32), False),
+     (NORM, (32,), True), (NORM, (96,), False), (NORM, (102,), False)],
+)  # fmt: skip
+def test_only_a_vocabulary_may_be_longer_than_the_folders(
+    key: str, shape: tuple[int, ...], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of others would be left as zeros."""
-    entry_of = {each.key: each for each in entries(FAMILIES["llama"], _SIZES)}
-    words, norm = "embedding.word_embeddings.weight", "decoder.final_layernorm.weight"
     refusal = pytest.raises(DataError, match=r"is \[(96, )?32\], the run's model has ")
     with contextlib.nullcontext() if fits else refusal:
-        hf._copy(folder_of_numbers(), entry_of[words], shard_of(words, rows, 32))
-    for size in (32, rows):
-        with contextlib.nullcontext() if size == 32 else refusal:
-            hf._copy(folder_of_numbers(), entry_of[norm], shard_of(norm, size))
+        fill_alone(monkeypatch, [{"one": shard_of(key, *shape)}])
+
+
+@pytest.mark.parametrize("experts", [0, 4, 8])
+def test_a_model_with_another_number_of_layers_or_experts_is_refused(
+    experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of two layers, and those of 4 and 8 experts; there are four of both."""
+    folder = folder_of_numbers("mixtral", replace(_SIZES, experts=4))
+    key = next(each.key for each in folder.entries() if len(each.counts) == (2 if experts else 1))
+    entry = next(each for each in folder.entries() if each.key == key)
+    folder.read = lambda entry: [torch.ones(part.shape) for part in entry.parts]
+    places = [(0, 0, 4), (1, 0, experts)] if experts else [(0, 0, 2)]
+    data = torch.zeros(entry.shape)
+    shard = ShardedTensor.from_rank_offsets(key, data, *places, prepend_axis_num=len(places))
+    counts = (r"\[4, 4\]", r"\[4, 8\]") if experts else (r"\[4\]", r"\[2\]")
+    refusal = pytest.raises(
+        DataError, match=rf"has {counts[0]} layers .* the run's model {counts[1]}"
+    )
+    with contextlib.nullcontext() if experts == 4 else refusal:
+        fill_alone(monkeypatch, [{"one": shard}], folder)
+        assert data.all()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_takes_its_rows_of_the_vocabulary_and_zeros_behind_them(rank: int) -> None:
-    (entry,) = (
-        each for each in entries(FAMILIES["llama"], _SIZES) if "word_embeddings" in each.key
-    )
+def test_a_rank_takes_its_rows_of_the_vocabulary_and_zeros_behind_them(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = torch.arange(96.0 * 32).reshape(96, 32) + 1
-    folder: Any = SimpleNamespace(
-        path="folder", read=lambda _: [whole], config=SimpleNamespace(sizes=_SIZES)
-    )
-    shard: Any = SimpleNamespace(
-        key=entry.key,
-        data=torch.full((51, 32), float("nan")),
-        global_shape=(102, 32),
-        global_offset=(51 * rank, 0),
-        local_shape=(51, 32),
-    )
-    hf._copy(folder, entry, shard)
+    folder = folder_of_numbers()
+    folder.read = lambda entry: [whole]
+    data = torch.full((51, 32), float("nan"))
+    shard = ShardedTensor.from_rank_offsets(WORDS, data, (0, rank, 2))
+    fill_alone(monkeypatch, [{"one": shard}], folder)
     padded = torch.cat([whole, torch.zeros(6, 32)])
-    assert torch.equal(shard.data, padded[51 * rank : 51 * (rank + 1)])
+    assert torch.equal(data, padded[51 * rank : 51 * (rank + 1)])
 
 
 @pytest.mark.parametrize(

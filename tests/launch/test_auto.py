@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ from megatron.dpp_train.cost.estimate import estimate
 from megatron.dpp_train.cost.shape import RunShape
 from megatron.dpp_train.launch import auto, cli
 from megatron.dpp_train.launch.layout import Layout
-from megatron.dpp_train.launch.main import _plain, find_setting, plan
+from megatron.dpp_train.launch.main import find_setting, plain_shape, plan
 from megatron.dpp_train.launch.nodes import find_nodes
 from megatron.dpp_train.launch.resolve import Setting, base_flags
 from megatron.dpp_train.launch.settle import shape_from
@@ -22,12 +21,13 @@ from megatron.dpp_train.options.arguments import parse_args
 from tests.launch.test_train import H200
 
 
-def best_for(words: str, setting: Setting = H200) -> list[auto.Candidate]:
+def best_for(words: str, setting: Setting = H200, **changes: int) -> list[auto.Candidate]:
     """The candidates of ``auto`` on ``setting``."""
     options, rest = cli.parse(words.split())
     flags = base_flags(options, [*rest, "--padded-vocab-size", "50304"], setting)
     flags |= prepare("gpt", None, flags).flags
-    return auto.candidates(options, flags, setting, _plain(options, flags, setting))
+    plain = plain_shape(options, flags, setting)
+    return auto.candidates(options, flags, setting, plain, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_what_auto_estimates_is_what_its_command_runs(model: str) -> None:
     setting = find_setting(options, find_nodes({}))
     flags = base_flags(options, rest, setting)
     flags |= prepare("gpt", None, flags).flags
-    found = auto.candidates(options, flags, setting, _plain(options, flags, setting))
+    found = auto.candidates(options, flags, setting, plain_shape(options, flags, setting))
     assert any(each.planned for each in found) == (not options.no_dpp)
     kinds = {(each.layout.pipeline > 1, each.layout.chunks > 1): each for each in found}
     for each in kinds.values():
@@ -75,13 +75,10 @@ def test_what_auto_estimates_is_what_its_command_runs(model: str) -> None:
         assert estimate(shape_from(again.resolved, setting), setting.device) == each.estimate
 
 
-def test_auto_leaves_out_only_what_cannot_be_among_the_best(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_leaves_out_only_what_cannot_be_among_the_best() -> None:
     words = "--mode auto --model large --num-layers 48 --hidden-size 4096 --no-dpp"
     best = best_for(words)[:3]
-    monkeypatch.setattr(auto, "_SHOWN", 1000)
-    every = best_for(words)
+    every = best_for(words, count=1000)
     assert len(every) > 6
     assert [each.command() for each in every[:3]] == [each.command() for each in best]
     assert all(each.least_seconds <= each.estimate.seconds for each in every)
@@ -103,16 +100,41 @@ def test_auto_shares_out_what_does_not_fit() -> None:
         shape_from(each.resolved, H200)  # its flags are possible
 
 
+def forms_tried(words: str, setting: Setting, heads: int, *layers: str) -> list[auto.Form]:
+    """The forms that ``auto`` looks at."""
+    tried: list[auto.Form] = []
+    options, rest = cli.parse(words.split())
+    flags = base_flags(options, [*rest, "--padded-vocab-size", "49152"], setting)
+    flags |= prepare("gpt", None, flags).flags
+    plain = plain_shape(options, flags, setting)
+    flags |= dict.fromkeys(["--transformer-impl"] * bool(layers), *layers)
+    plain = dataclasses.replace(plain, model=dataclasses.replace(plain.model, num_heads=heads))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            auto, "shape_with", lambda plain, setting, form, *, static: tried.append(form)
+        )
+        assert auto.candidates(options, flags, setting, plain) == []
+    return tried
+
+
 def test_auto_lays_no_tensor_parallel_group_across_nodes() -> None:
     """Groups of 4 do not lie within nodes of 6."""
     two_of_six = dataclasses.replace(H200, per_node=6, num_nodes=2)
-    options, rest = cli.parse(["--mode", "auto", "--model", "large", "--hidden-size", "12288"])
-    flags = base_flags(options, [*rest, "--padded-vocab-size", "49152"], two_of_six)
-    flags |= prepare("gpt", None, flags).flags
-    plain = _plain(options, flags, two_of_six)
-    plain = dataclasses.replace(plain, model=dataclasses.replace(plain.model, num_heads=96))
-    layouts = [layout for layout, _ in auto._layouts(options, flags, two_of_six, plain)]
-    assert {layout.tensor for layout in layouts} == {1, 2, 3, 6}
+    tried = forms_tried("--mode auto --model large --hidden-size 12288", two_of_six, 96)
+    assert {form.layout.tensor for form in tried} == {1, 2, 3, 6}
+
+
+def test_ranks_that_share_a_sequence_may_share_an_optimizer() -> None:
+    two = dataclasses.replace(H200, per_node=2)
+    tried = forms_tried("--mode auto --model large", two, 16, "transformer_engine")
+    shards = {
+        layout: {form.shard for form in tried if form.layout == layout}
+        for layout in (Layout(), Layout(context=2), Layout(tensor=2))
+    }
+    assert shards == {
+        Layout(): {"none", "optimizer", "parameters"}, Layout(context=2): {"none", "optimizer"},
+        Layout(tensor=2): {"none"},
+    }  # fmt: skip
 
 
 # One layout at a time -----------------------------------------------------------------------------
@@ -124,7 +146,7 @@ def plain() -> RunShape:
     options, rest = cli.parse(["--mode", "auto", "--model", "sample", "--batch-size", "12"])
     flags = base_flags(options, [*rest, "--padded-vocab-size", "2048"], H200)
     flags |= prepare("gpt", None, flags).flags
-    return _plain(options, flags, H200)
+    return plain_shape(options, flags, H200)
 
 
 @pytest.mark.parametrize(
@@ -172,36 +194,27 @@ def test_each_part_of_a_layout_counts_and_is_an_option(
     assert made.least_cost == pytest.approx(1.0 + 0.02 * parts)
 
 
-def test_ranks_that_share_a_sequence_may_share_an_optimizer() -> None:
-    two = dataclasses.replace(H200, per_node=2)
-    assert auto._shards(Layout(), two) == ("none", "optimizer", "parameters")
-    assert auto._shards(Layout(context=2), two) == ("none", "optimizer")
-    assert auto._shards(Layout(tensor=2), two) == ("none",)
-
-
 @pytest.mark.parametrize(("need", "gpus"), [(1.2, 16), (2.0, 16), (2.1, 24)])
 def test_the_devices_that_would_do_are_whole_nodes(
     plain: RunShape, need: float, gpus: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = dataclasses.replace(plain, num_microbatches=16, micro_batch=1, data=1)
     usable = 0.92 * H200.device.memory_bytes
-    monkeypatch.setattr(auto, "_layouts", lambda *given: [(Layout(), False)])
+    monkeypatch.setattr(auto, "possible_layouts", lambda *_: [Layout()])
     monkeypatch.setattr(auto, "least_bytes", lambda shape: need * usable)
-    options = argparse.Namespace(no_dpp=False)
-    assert f"about --gpus {gpus}, " in auto.why_nothing_fits(options, {}, H200, plain)
+    monkeypatch.setattr(auto, "is_planned", lambda *_: False)
+    options, rest = cli.parse(["--mode", "auto", "--model", "sample"])
+    flags = base_flags(options, rest, H200)
+    assert f"about --gpus {gpus}, " in auto.why_nothing_fits(options, flags, H200, plain)
 
 
-def test_a_share_of_the_memory_is_left_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: Any = object.__new__(auto._Search)
-    made._setting, made._options = H200, argparse.Namespace(resume_from=None)
-    made._usable = 0.92 * H200.device.memory_bytes
-    monkeypatch.setattr(made, "_resolved", lambda way: SimpleNamespace(flags=()))
-    monkeypatch.setattr(auto, "shape_from", lambda *given: None)
-    way = auto.Way(layout=Layout(), shard="none", spread=False, recompute="none", planned=False,
-                   least_seconds=1.0)  # fmt: skip
-    for share, fits in ((0.919, True), (0.93, False)):
-        guess = SimpleNamespace(peak_bytes=share * H200.device.memory_bytes, seconds=2.0)
-        monkeypatch.setattr(auto, "estimate", lambda *given, guess=guess: guess)
-        found = made._try(way)
-        assert (found is not None) == fits
-        assert found is None or found.cost == pytest.approx(2.0)
+@pytest.mark.parametrize(("share", "fits"), [(0.919, True), (0.93, False)])
+def test_a_share_of_the_memory_is_left_free(
+    share: float, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guess = SimpleNamespace(peak_bytes=share * H200.device.memory_bytes, seconds=2.0)
+    monkeypatch.setattr(auto, "possible_layouts", lambda *_: [Layout()])
+    monkeypatch.setattr(auto, "estimate", lambda *_: guess)
+    found = best_for("--mode auto --model sample --batch-size 16")
+    assert bool(found) is fits
+    assert not fits or found[0].cost == pytest.approx(2.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import socket
@@ -18,7 +17,6 @@ from megatron.dpp.errors import DataError
 from megatron.dpp.locks import LOCK_NAME, lock_directory
 from megatron.dpp_train.launch import home
 from megatron.dpp_train.launch.home import check_home, make_home, with_home
-from megatron.dpp_train.loop.job import _link_trace
 from megatron.dpp_train.options.arguments import parse_args
 from megatron.dpp_train.options.run_config import RunConfig
 from tests.conftest import REPOSITORY
@@ -201,22 +199,3 @@ def test_a_second_run_into_one_directory_is_refused_while_the_first_one_lasts(
     while (tmp_path / LOCK_NAME).read_bytes():  # released by the process that copies the log
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def test_a_trace_in_the_directory_has_the_earlier_name_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    args = argparse.Namespace(trace=True)
-    name = "data-1-pipeline-2-tensor-2-dpp"
-    for folder_of_run in ("one", "two"):
-        monkeypatch.setenv("RUN_DIR", str(tmp_path / folder_of_run))
-        folder = tmp_path / folder_of_run / "traces" / name
-        folder.mkdir(parents=True)
-        _link_trace(args, folder)
-        assert (tmp_path / "benchmark" / name).resolve() == folder
-    (tmp_path / "benchmark" / name).unlink()
-    (tmp_path / "benchmark" / name).mkdir()  # a trace that --trace-dir put there stays
-    _link_trace(args, folder)
-    assert not (tmp_path / "benchmark" / name).is_symlink()
-    assert [each.name for each in (tmp_path / "benchmark").iterdir()] == [name]

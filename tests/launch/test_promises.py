@@ -15,7 +15,6 @@ from megatron.dpp_train.cost.device import known_gpu
 from megatron.dpp_train.launch.cli import MODES
 from megatron.dpp_train.launch.flags import resume_flags
 from megatron.dpp_train.launch.main import main, plan
-from megatron.dpp_train.launch.resolve import _heads
 from megatron.dpp_train.launch.scripts import settings_of
 from tests.conftest import REPOSITORY
 
@@ -31,14 +30,10 @@ def flags(*words: str) -> dict[str, object]:
     ("hidden", "heads"), [(256, 4), (1024, 16), (1600, 25), (2048, 16), (4096, 32), (5120, 40)]
 )
 def test_heads_follow_from_the_hidden_size(hidden: int, heads: int) -> None:
-    assert _heads({"--hidden-size": hidden}) == {"--num-attention-heads": heads}
-    assert not _heads({"--hidden-size": hidden, "--num-attention-heads": 2})
-
-
-def test_the_command_line_gets_them_and_small_models_keep_theirs() -> None:
-    words = ["--mode", "3d", "--num-layers", "24", "--hidden-size"]
-    assert flags(*words, "1024")["--num-attention-heads"] == 16
-    assert flags(*words, "1024", "--num-attention-heads", "8")["--num-attention-heads"] == "8"
+    """Small models keep theirs."""
+    words = ["--mode", "3d", "--num-layers", "2", "--hidden-size"]
+    assert flags(*words, str(hidden))["--num-attention-heads"] == heads
+    assert flags(*words, str(hidden), "--num-attention-heads", "8")["--num-attention-heads"] == "8"
     assert flags(*words, "64", "--model", "sample")["--num-attention-heads"] == 4
 
 

@@ -13,9 +13,7 @@ import pytest
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp_train.data import preprocess_command as preprocess
 from megatron.dpp_train.data.chats import ChatEncoder
-from megatron.dpp_train.hf import files as hf_files
 from megatron.dpp_train.launch.start import prepare
-from megatron.dpp_train.options.arguments import parse_args
 from megatron.dpp_train.tokenizers import PIECES, build_tokenizer
 
 TEXTS = [
@@ -145,14 +143,3 @@ def test_a_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     ) as error:
         build_tokenizer("Llama2Tokenizer", tokenizer_model=str(tmp_path))
     assert "\n" not in str(error.value)
-
-
-def test_a_run_has_the_pieces_of_the_folder_that_it_starts_from(tmp_path: Path) -> None:
-    for name in ("here", "there"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / PIECES).write_text(name)
-    words = ["--tokenizer-type", "Llama2Tokenizer", "--tokenizer-model"]
-    same, other = (parse_args([*words, str(tmp_path / name)]) for name in ("there", "here"))
-    hf_files._check_tokenizer(same, tmp_path / "there")
-    with pytest.raises(DataError, match=r"its tokenizer\.model is another than .*here"):
-        hf_files._check_tokenizer(other, tmp_path / "there")

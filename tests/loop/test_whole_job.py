@@ -270,7 +270,7 @@ def test_a_trace_has_a_second_name_unless_something_is_there(
     for folder in (trace, elsewhere, "run/data-3", "benchmark/data-3"):
         Path(folder).mkdir(parents=True)
     monkeypatch.setenv("RUN_DIR", str(tmp_path / "run"))
-    for folder in (trace, trace, elsewhere, "run/data-3"):
+    for folder in ("run/data-1", trace, trace, elsewhere, "run/data-3"):
         parts.run(trace=True, trace_dir=folder)
     made = sorted(Path("benchmark").iterdir())
     assert [path.name for path in made] == ["data-1", "data-3"]

@@ -10,6 +10,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from megatron.dpp.errors import ConfigError, DataError
@@ -101,19 +102,17 @@ def test_token_ids_are_those_of_the_vocabulary(tmp_path: Path) -> None:
         check_tokens(_data(prefix))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("cut", [3, 4])
-def test_every_token_of_a_file_is_looked_at(
-    cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In blocks, of which the last may be short."""
-    monkeypatch.setattr("megatron.dpp_train.preflight.files._BLOCK_BYTES", 2 * cut)
+@pytest.mark.parametrize("place", [0, (1 << 21) - 1, 1 << 21, 2_999_999])
+def test_every_token_of_a_file_is_looked_at(place: int, tmp_path: Path) -> None:
+    """In blocks of 4 MiB, of which the last may be short."""
     prefix = tmp_path / "data"
-    _write_index(prefix, [3, 4])
-    for wrong in range(7):
-        ids = [100 if place == wrong else 1 for place in range(7)]
-        prefix.with_suffix(".bin").write_bytes(struct.pack("<7H", *ids))
-        with pytest.raises(DataError, match="token id 100"):
-            check_tokens(_data(prefix))  # type: ignore[arg-type]
+    _write_index(prefix, [3_000_000])
+    tokens = numpy.ones(3_000_000, dtype="u2")
+    tokens[place] = 100
+    tokens.tofile(prefix.with_suffix(".bin"))
+    check_tokens(_data(prefix, vocab_size=101))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"data\.bin: token id 100 is outside .* of 100"):
+        check_tokens(_data(prefix))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("tokens", "warned"), [(6, True), (7, True), (8, False)])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
-from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron.dpp.errors import ConfigError
@@ -62,8 +63,10 @@ def test_another_process_plans_the_same() -> None:
         planner.ask(16, drawn(1))
         assert planner.take(0, drawn(0)) == plan_order(model("dynamic"), drawn(0))
         assert planner.take(16, drawn(1)) == plan_order(model("dynamic"), drawn(1))
-        assert planner._process is not None
-        planner._process.kill()
+        (process,) = (
+            each for each in psutil.Process().children() if module.__name__ in each.cmdline()
+        )
+        process.kill()
         assert planner.take(32, drawn(2)) == plan_order(model("dynamic"), drawn(2))
     finally:
         planner.close()
@@ -88,7 +91,9 @@ def test_batches_are_planned_a_step_ahead() -> None:
         plans.close()
 
 
-def found_with(times: dict[tuple[str, str | None], float], monkeypatch: Any) -> PlannedOrder:
+def found_with(
+    times: dict[tuple[str, str | None], float], monkeypatch: Any, num_ranks: int = 2
+) -> PlannedOrder:
     """The plan of two microbatches where orders and policies take these times, others 10."""
 
     def seconds(own: Any, microbatches: Any, policy: str | None = None) -> float:
@@ -97,7 +102,7 @@ def found_with(times: dict[tuple[str, str | None], float], monkeypatch: Any) -> 
 
     monkeypatch.setattr(module, "orders", lambda *_: {"drawn": [0, 1], "turned": [1, 0]})
     monkeypatch.setattr(PipelineModel, "seconds", seconds)
-    return plan_order(model("dynamic"), [[1], [2]])
+    return plan_order(model("dynamic", num_ranks=num_ranks), [[1], [2]])
 
 
 @pytest.mark.parametrize(
@@ -123,10 +128,10 @@ def test_another_order_or_policy_must_gain_two_thousandths(
 
 
 def test_steps_of_many_tasks_are_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2 microbatches, 2 ranks, 2 chunks, F, B and W."""
-    for most, name in ((24, "turned"), (23, "drawn")):
-        monkeypatch.setattr(module, "_MOST_TASKS", most)
-        assert found_with({("turned", None): 1.0}, monkeypatch).name == name
+    """F, B and W of 2 microbatches in 2 chunks: 99,996 and 100,008 tasks."""
+    for num_ranks, name in ((8333, "turned"), (8334, "drawn")):
+        found = found_with({("turned", None): 1.0}, monkeypatch, num_ranks)
+        assert found.name == name
 
 
 class Pipe:
@@ -134,11 +139,13 @@ class Pipe:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
+        self.lines: list[str] = []
         self.answers: list[str] = []
         self.stdin = self.stdout = self
 
     def write(self, line: str) -> None:
         value = json.loads(line)
+        self.lines.append(line)
         if isinstance(value, list):
             self.asked.append(value)
             self.answers.append(json.dumps({"order": value[0], "name": "n", "policy": None}))
@@ -154,9 +161,9 @@ class Pipe:
         return self.answers.pop(0) + "\n" if self.answers else ""
 
 
-def test_each_key_is_asked_once_and_gets_its_own_answer() -> None:
+def test_each_key_is_asked_once_and_gets_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     planner, pipe = OrderPlanner(model("dynamic")), Pipe()
-    planner._process = pipe  # type: ignore[assignment]
+    monkeypatch.setattr(module.subprocess, "Popen", lambda *_, **__: pipe)
     for key in (1, 2, 3, 2):
         planner.ask(key, [[key]])
     assert pipe.asked == [[[1]], [[2]], [[3]]]
@@ -167,17 +174,23 @@ def test_each_key_is_asked_once_and_gets_its_own_answer() -> None:
     assert planner.waited > 0
 
 
-def test_the_newest_answers_are_kept() -> None:
+def test_the_newest_answers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     planner, pipe = OrderPlanner(model("dynamic")), Pipe()
-    planner._process = pipe  # type: ignore[assignment]
+    monkeypatch.setattr(module.subprocess, "Popen", lambda *_, **__: pipe)
     for key in range(20):
         assert planner.take(key, [[key]]).order == [key]
-    assert list(planner._answers) == list(range(12, 20))
+    pipe.asked.clear()
+    assert [planner.take(key, [[key]]).order for key in range(12, 20)] == [
+        [k] for k in range(12, 20)
+    ]
+    assert not pipe.asked
+    planner.take(11, [[11]])
+    assert pipe.asked == [[[11]]]
 
 
 def test_a_process_that_is_gone_is_replaced_by_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     planner, pipe = OrderPlanner(model("dynamic")), Pipe()
-    planner._process = pipe  # type: ignore[assignment]
+    monkeypatch.setattr(module.subprocess, "Popen", lambda *_, **__: pipe)
     planner.ask(1, [[1]])
     planner.ask(2, [[2]])
     pipe.answers.clear()
@@ -188,34 +201,32 @@ def test_a_process_that_is_gone_is_replaced_by_this_one(monkeypatch: pytest.Monk
     assert pipe.asked == [[[1]]]
 
 
-def test_a_planner_that_was_closed_asks_the_next_process_again() -> None:
+def test_a_planner_that_was_closed_asks_the_next_process_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     planner, first, second = OrderPlanner(model("dynamic")), Pipe(), Pipe()
-    planner._process = first  # type: ignore[assignment]
+    processes = iter([first, second])
+    monkeypatch.setattr(module.subprocess, "Popen", lambda *_, **__: next(processes))
     planner.ask(1, [[1]])
     planner.close()
-    assert planner._process is None
-    planner._process = second  # type: ignore[assignment]
     assert planner.take(1, [[1]]).order == [1] and second.asked == [[[1]]]
 
 
-def test_a_model_survives_its_way_to_the_process() -> None:
+def test_a_model_survives_its_way_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The costs are those of the run, also in a process that reads JSON."""
     costs = LengthCosts(fixed=3.0, per_token=(1.0, 2.0, 0.5), per_square=(0.1, 0.2, 0.0))
     sent = PipelineModel(
         num_ranks=3, num_chunks=2, longest=64, policy="depth-first", cap="strict",
         split_backward=False, costs=costs, overhead=0.25,
     )  # fmt: skip
-    lines: list[str] = []
-    stream: Any = SimpleNamespace(write=lines.append, flush=lambda: None)
-    module._write(stream, module.asdict(sent))
-    assert module._model_of(json.loads(lines[0])) == sent
-
-
-def test_time_is_in_the_unit_of_the_costs() -> None:
-    """One rank runs all tasks, one after the other; time between two tasks counts."""
-    costs = LengthCosts(per_token=(1.0, 2.0, 3.0))
-    alone = PipelineModel(num_ranks=1, num_chunks=1, longest=9, policy="dynamic", costs=costs)
-    assert alone.seconds([[4], [5]]) == pytest.approx(9 * 6.0)
-    assert alone.seconds([[4, 1], [5]], "megatron") == pytest.approx(10 * 6.0)
-    later = module.replace(alone, overhead=0.5)
-    assert later.seconds([[4], [5]]) == pytest.approx(9 * 6.0 + 5 * 0.5)
+    pipe, found = Pipe(), list[Any]()
+    monkeypatch.setattr(module.subprocess, "Popen", lambda *_, **__: pipe)
+    OrderPlanner(sent).ask(1, [[1]])
+    monkeypatch.setattr(
+        module, "plan_order",
+        lambda model, microbatches: found.append((model, microbatches)) or PlannedOrder([0], "n"),
+    )  # fmt: skip
+    answers = io.StringIO()
+    module.serve(io.StringIO("".join(pipe.lines)), answers)
+    assert found == [(sent, [[1]])]
+    assert json.loads(answers.getvalue())["order"] == [0]

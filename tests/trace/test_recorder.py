@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import signal
@@ -9,12 +11,21 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.dpp.report.reader import open_run, read_events
-from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder, parse_iterations
+from megatron.dpp.trace import (
+    NullRecorder,
+    Recorder,
+    TraceLayout,
+    open_recorder,
+    parse_iterations,
+    writer,
+)
 from megatron.dpp.trace.schema import TASK_TRACK
 from megatron.dpp.trace.writer import TraceWriter
 from tests.report.synthetic import Channel
@@ -80,7 +91,11 @@ def test_events_that_are_dropped_give_their_marks_back(
 def test_events_that_the_device_never_reaches_are_counted_as_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron.dpp.trace.writer._DEVICE_PATIENCE_S", 0.01)
+    seconds = itertools.count()
+    clock = SimpleNamespace(
+        monotonic=lambda: next(seconds), monotonic_ns=time.monotonic_ns, sleep=lambda _: None
+    )
+    monkeypatch.setattr(writer, "time", clock)
     pool = Pool(100)
     monkeypatch.setattr(pool, "resolve", lambda mark: None)
     monkeypatch.setattr("megatron.dpp.trace.recorder.clock_for", lambda device: pool)
@@ -114,10 +129,40 @@ def task(microbatch: int, start: object, end: object) -> tuple[object, ...]:
     return ("task", start, end, 0, "F", 0, microbatch, 0)
 
 
+class ByHand:
+    """The thread of a writer, which runs when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._waits: Iterator[bool] = iter(())
+        self._stopped = False
+        threads = SimpleNamespace(Thread=self._thread, Event=self._event)
+        monkeypatch.setattr(writer, "threading", threads)
+
+    def _thread(self, target: Callable[[], None], **_: object) -> object:
+        self._target = target
+        return SimpleNamespace(start=lambda: None, join=lambda: None)
+
+    def _event(self) -> object:
+        def stop() -> None:
+            self._stopped = True
+
+        return SimpleNamespace(
+            wait=lambda _: next(self._waits), is_set=lambda: self._stopped, set=stop
+        )
+
+    def drain(self) -> None:
+        self._waits = iter([False, True])
+        self._target()
+
+
+@pytest.fixture
+def thread(monkeypatch: pytest.MonkeyPatch) -> ByHand:
+    return ByHand(monkeypatch)
+
+
 def test_an_event_without_both_of_its_times_is_dropped_and_gives_back_what_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, thread: ByHand
 ) -> None:
-    monkeypatch.setattr("megatron.dpp.trace.writer._PERIOD_S", 60.0)
     start = time.monotonic_ns()
     marks = Marks(b=start + 1, f=start + 2_000, g=start + 3_000)
     events = [
@@ -129,35 +174,34 @@ def test_an_event_without_both_of_its_times_is_dropped_and_gives_back_what_it_ha
         task(5, 7, None),
     ]
     queue: deque[tuple[object, ...]] = deque(events)
-    writer = TraceWriter(
+    made = TraceWriter(
         tmp_path / "x.json", queue, marks, rank=0, layout=LAYOUT, device="d", run="r"
     )  # type: ignore[arg-type]
-    writer._drain()
-    assert writer.dropped == 5 and not queue
+    thread.drain()
+    assert made.dropped == 5 and not queue
     assert marks.given_back == ["a", "b", "e"]
-    writer.scalars.add(("iteration", 0, 1, 0))
-    assert writer.scalars.latest["dpp/bubble"] == pytest.approx(1 - 3_000 / (start + 3_000))
-    writer.close()
+    made.scalars.add(("iteration", 0, 1, 0))
+    assert made.scalars.latest["dpp/bubble"] == pytest.approx(1 - 3_000 / (start + 3_000))
+    made.close()
     _, *found, last = json.loads((tmp_path / "x.json").read_text())
     assert [event["args"]["microbatch"] for event in found] == [4]
     assert last["args"]["dropped"] == 5
 
 
 def test_events_wait_behind_one_that_the_device_has_not_reached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, thread: ByHand
 ) -> None:
-    monkeypatch.setattr("megatron.dpp.trace.writer._PERIOD_S", 60.0)
     marks = Marks()
     queue: deque[tuple[object, ...]] = deque([task(0, 5, 6), task(1, 6, ("a",)), task(2, 8, 9)])
-    writer = TraceWriter(
+    made = TraceWriter(
         tmp_path / "x.json", queue, marks, rank=0, layout=LAYOUT, device="d", run="r"
     )  # type: ignore[arg-type]
-    writer._drain()
-    assert [event[6] for event in queue] == [1, 2] and not writer.dropped
+    thread.drain()
+    assert [event[6] for event in queue] == [1, 2] and not made.dropped
     marks.times["a"] = 7
-    writer._drain()
+    thread.drain()
     assert not queue and not marks.given_back
-    writer.close()
+    made.close()
     _, *found, last = json.loads((tmp_path / "x.json").read_text())
     assert [event["args"]["microbatch"] for event in found] == [0, 1, 2]
     assert last["args"]["dropped"] == 0
@@ -264,9 +308,8 @@ def test_spans_between_iterations_are_kept_and_tasks_are_not(tmp_path):
     assert len([e for e in events if e["cat"] == "task"]) == 1
 
 
-def test_a_full_queue_drops_events_and_says_how_many(tmp_path, monkeypatch):
+def test_a_full_queue_drops_events_and_says_how_many(tmp_path, monkeypatch, thread):
     monkeypatch.setattr("megatron.dpp.trace.recorder.QUEUE_EVENTS", 10)
-    monkeypatch.setattr("megatron.dpp.trace.writer._PERIOD_S", 60.0)
     recorder = open_recorder(tmp_path, rank=0, layout=LAYOUT)
     recorder.begin_iteration(0)
     for _ in range(25):
@@ -276,16 +319,37 @@ def test_a_full_queue_drops_events_and_says_how_many(tmp_path, monkeypatch):
     assert len(events_of(tmp_path)) == 10
 
 
-def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.dpp.trace.writer._PERIOD_S", 60.0)  # this thread finds it first
+class Disk:
+    """A file on a disk that gets full."""
+
+    def __init__(self, file):
+        self._file, self.full = file, False
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+    def write(self, data):
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self._file.write(data)
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch, thread):
+    disks, opening = [], writer.open_to_write
+
+    def opened(*words, **options):
+        disks.append(Disk(opening(*words, **options)))
+        return disks[-1]
+
+    monkeypatch.setattr(writer, "open_to_write", opened)
     recorder = open_recorder(tmp_path, rank=0, layout=LAYOUT)
-    recorder._writer._file.close()
-    recorder._writer._file = open("/dev/full", "wb")  # noqa: SIM115
+    disks[0].full = True
     record_iteration(recorder, 0)
     with pytest.warns(UserWarning, match="the trace ends here"):
-        recorder._writer._drain()
+        thread.drain()
     record_iteration(recorder, 1)
     recorder.close()
+    assert len(LAYOUT.path(tmp_path).read_text().splitlines()) == 2, "the header alone"
 
 
 KILLED = """

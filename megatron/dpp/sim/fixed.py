@@ -35,7 +35,7 @@ class FixedOrder:
         self._last = geometry.num_chunks - 1 if geometry.is_last else None
         self._position = 0
         self._arrived: tuple[dict[int, int], dict[int, int]] = ({}, {})
-        self._held = 0.0
+        self.held = 0.0
         self.peak_held = 0.0
 
     @property
@@ -55,8 +55,8 @@ class FixedOrder:
             return None
         self._position += 1
         change = {Kind.F: 1.0, Kind.B: self._kept - 1.0, Kind.W: -self._kept}
-        self._held += change[action.kind] * self._shares[action.microbatch]
-        self.peak_held = max(self.peak_held, self._held)
+        self.held += change[action.kind] * self._shares[action.microbatch]
+        self.peak_held = max(self.peak_held, self.held)
         return action
 
     def _is_here(self, action: Action) -> bool:

@@ -191,7 +191,7 @@ def _model_of(values: Mapping[str, Any]) -> PipelineModel:
     return PipelineModel(**{**values, "costs": costs})
 
 
-def _serve(source: IO[str], target: IO[str]) -> None:
+def serve(source: IO[str], target: IO[str]) -> None:
     """Answers each line of microbatches with a plan, until the source ends."""
     model = _model_of(json.loads(source.readline()))
     for line in source:
@@ -199,4 +199,4 @@ def _serve(source: IO[str], target: IO[str]) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.stdin, sys.stdout)
+    serve(sys.stdin, sys.stdout)

@@ -41,7 +41,7 @@ _MOST_CHUNKS = 4
 _SHOWN = 3
 """Layouts to report, each with its best micro-batch size."""
 _MOST_SIMULATED = 40
-"""Limit on simulated layouts, once ``_SHOWN`` of them fit."""
+"""Limit on simulated layouts, once as many fit as are asked for."""
 _MOST_PLANNED = 4
 """Limit on pipelines whose layers are planned, which takes 0.1 to 2 s each."""
 
@@ -123,10 +123,15 @@ class Candidate(Way):
 
 
 def candidates(
-    options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape
+    options: argparse.Namespace,
+    flags: Flags,
+    setting: Setting,
+    plain: RunShape,
+    *,
+    count: int = _SHOWN,
 ) -> list[Candidate]:
     """Layouts that fit, each with its best micro-batch size, the best first. None that is left out
-    is better than the third.
+    is better than the last of the first ``count``.
 
     Args:
         plain: the run on one device.
@@ -134,7 +139,7 @@ def candidates(
     Raises:
         DppError: flags that go with no layout, or a checkpoint that no layout reads.
     """
-    search = _Search(options, flags, setting, plain)
+    search = _Search(options, flags, setting, plain, count)
     found = search.run()
     if not found and search.problem is not None:
         raise search.problem
@@ -145,9 +150,15 @@ class _Search:
     """Tries layouts, the most promising first. ``problem`` is the last error with one of them."""
 
     def __init__(
-        self, options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape
+        self,
+        options: argparse.Namespace,
+        flags: Flags,
+        setting: Setting,
+        plain: RunShape,
+        count: int,
     ) -> None:
         self._options, self._flags, self._setting, self._plain = options, flags, setting, plain
+        self._count = count
         self._usable = _USABLE * setting.device.memory_bytes
         self._plans: dict[tuple[Layout, int, bool], Flags] = {}
         self.problem: DppError | None = None
@@ -158,8 +169,8 @@ class _Search:
         ways = sorted(self._ways(), key=lambda way: way.least_cost)
         for tried, way in enumerate(ways):
             costs = sorted(each.cost for each in best.values())
-            enough = len(costs) >= _SHOWN
-            if enough and (tried >= _MOST_SIMULATED or way.least_cost >= costs[_SHOWN - 1]):
+            enough = len(costs) >= self._count
+            if enough and (tried >= _MOST_SIMULATED or way.least_cost >= costs[self._count - 1]):
                 break
             key = way.layout, way.shard
             if key in best and way.least_cost >= best[key].cost:

@@ -334,7 +334,7 @@ def _warnings(shape: RunShape) -> list[str]:
     return ["warning: there is one replica, so --mode zero shards nothing; nearest: --mode 3d"]
 
 
-def _plain(options: argparse.Namespace, flags: Flags, setting: Setting) -> RunShape:
+def plain_shape(options: argparse.Namespace, flags: Flags, setting: Setting) -> RunShape:
     """The run on one device, which ``auto`` starts from. A batch that was not asked for is made to
     fit as many replicas as there are devices."""
     plain = argparse.Namespace(**vars(options))
@@ -354,7 +354,7 @@ def _does_not_fit(
     need = f"the fullest rank needs {size(need_bytes)} of {size(setting.device.memory_bytes)}"
     if options.mode == "megatron":  # its file holds the batch, and the layout
         return ConfigError(f"{need}; more devices, or a layout in --config, divide the model")
-    plain = _plain(options, flags, setting)
+    plain = plain_shape(options, flags, setting)
     fitting = auto.candidates(options, flags, setting, plain)
     if fitting:
         return ConfigError(f"{need}; nearest that fits: {fitting[0].command()}")
@@ -363,7 +363,7 @@ def _does_not_fit(
 
 def _best(options: argparse.Namespace, flags: Flags, setting: Setting) -> list[auto.Candidate]:
     """Mode ``auto``: all layouts that fit, the best first."""
-    plain = _plain(options, flags, setting)
+    plain = plain_shape(options, flags, setting)
     found = auto.candidates(options, flags, setting, plain)
     if not found:
         raise ConfigError(auto.why_nothing_fits(options, flags, setting, plain))
