@@ -109,17 +109,17 @@ def _compare(args: argparse.Namespace, run: Path) -> str:
     troubled.find_culprits(1.15)
     cause, runs = _removed(troubled)
     lines = [f"{args.inject}, {args.pairs} pairs, removed: {cause}"]
-    lines.append(_row("all iterations", runs, [1e-9 * times.total for times in quiet.times]))
+    lines.append(row("all iterations", runs, [1e-9 * times.total for times in quiet.times]))
     if _only_links(args):  # tasks take what they sleep: more comes from the machine
         most = _UNDISTURBED * min(times.ideal for times in [*quiet.times, *troubled.times])
         alike = [1e-9 * times.total for times in quiet.times if times.ideal <= most]
         kept = zip(runs, troubled.times, strict=True)
         undisturbed = [run for run, times in kept if times.ideal <= most]
-        lines.append(_row("undisturbed ones", undisturbed, alike))
+        lines.append(row("undisturbed ones", undisturbed, alike))
     return "\n".join(lines)
 
 
-def _row(name: str, runs: list[tuple[float, float]], quiet: list[float]) -> str:
+def row(name: str, runs: list[tuple[float, float]], quiet: list[float]) -> str:
     """``runs``: seconds of an iteration with the trouble, and its predicted time without."""
     if not runs or not quiet:
         return f"{name}: none"

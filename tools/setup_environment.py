@@ -127,7 +127,7 @@ def choose_environment(
     if at_hand.torch:
         command.append("--system-site-packages")
     try:
-        _run_logged(command, "python -m venv failed (on Debian it needs the package python3-venv)")
+        run_logged(command, "python -m venv failed (on Debian it needs the package python3-venv)")
     except SetupFailed:
         shutil.rmtree(VENV_PYTHON.parents[1], ignore_errors=True)
         raise
@@ -157,7 +157,7 @@ def install(environment: Environment) -> list[str]:
 
 def _pip_install(environment: Environment, arguments: list[str]) -> None:
     command = [environment.python, "-m", "pip", "install", *arguments]
-    _run_shown(command, f"pip could not install {' '.join(arguments)}")
+    run_shown(command, f"pip could not install {' '.join(arguments)}")
 
 
 def _write_constraints(environment: Environment) -> Path:
@@ -226,7 +226,7 @@ def build_extension(environment: Environment) -> list[str]:
     stamp_path.unlink(missing_ok=True)
     digest = source_digest(environment)
     command = [environment.python, "setup.py", "build_ext", "--inplace", "--force"]
-    _run_logged(command, "the C++ extension could not be built")
+    run_logged(command, "the C++ extension could not be built")
     built = (ROOT / "megatron" / "dpp").rglob(f"*{environment.extension_suffix}")
     files = sorted(str(path.relative_to(ROOT)) for path in built)
     if not files:
@@ -235,7 +235,7 @@ def build_extension(environment: Environment) -> list[str]:
     return [f"built the extension in {time.monotonic() - start:.0f} s"]
 
 
-def _run_logged(command: list[str], complaint: str) -> None:
+def run_logged(command: list[str], complaint: str) -> None:
     with LOG.open("a") as log:
         log.write(f"$ {' '.join(command)}\n")
         log.flush()
@@ -245,7 +245,7 @@ def _run_logged(command: list[str], complaint: str) -> None:
         raise SetupFailed(f"{complaint}; the end of {LOG}:\n{tail}")
 
 
-def _run_shown(command: list[str], complaint: str) -> None:
+def run_shown(command: list[str], complaint: str) -> None:
     """Runs pip, which shows its progress on stderr and adds to the log by itself."""
     result = subprocess.run([*command, "--log", str(LOG)], cwd=ROOT, stdout=sys.stderr)
     if result.returncode != 0:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from megatron.dpp.config import ENGINE_ROWS
-from megatron.dpp.report.recorded import _hop_delay, _message_delays
+from megatron.dpp.report.recorded import hop_delay, message_delays
 from megatron.dpp.sim.costs import Costs, Hop, Shape
 from megatron.dpp_train.cost import estimate as plan_estimate
 from megatron.dpp_train.cost import times as plan_times
-from megatron.dpp_train.cost.from_flags import _captured
+from megatron.dpp_train.cost.from_flags import is_captured
 from megatron.dpp_train.cost.model_costs import ModelCosts, PartCosts
 from megatron.dpp_train.cost.planner import Planner
 from megatron.dpp_train.cost.shape import LayerLayout
@@ -43,13 +43,26 @@ def test_graphs_pay_from_a_share_of_launching(
     head: float,
     replayed: bool,
 ) -> None:
-    monkeypatch.setattr(plan_times, "_launches", lambda *_: (1.0, 1.0, 1.0))
-    schedule = SimpleNamespace(split_backward=True)
-    shape: Any = SimpleNamespace(
-        graphs=graphs, num_layers=4, pipeline=1, chunks=chunks, schedule=schedule
+    assert replays(monkeypatch, layer, head, graphs=graphs, num_layers=4, chunks=chunks) == replayed
+
+
+def replays(
+    monkeypatch: pytest.MonkeyPatch, layer: tuple[float, float, float], head: float, **given: Any
+) -> bool:
+    """True if layers of these times, whose tasks take 1 each to launch, run as graphs."""
+    usual = {
+        "pipeline": 1, "tensor": 1, "shard": "none", "recompute": "none",
+        "schedule": SimpleNamespace(split_backward=True, dynamic=True),
+    }  # fmt: skip
+    shape: Any = SimpleNamespace(**usual | given)
+    shape.layout = SimpleNamespace(rank_layers=lambda rank: shape.num_layers)
+    device: Any = SimpleNamespace(launch=1.0, queues=True, between=0.0)
+    whole = plan_times.PartTimes(
+        layer=layer, lookup=(0.0,) * 3, head=(head, 0.0, 0.0), between=0.0, replayed=True
     )
-    device: Any = None
-    assert plan_times._replays(shape, device, layer, (head, 0.0, 0.0)) == replayed
+    monkeypatch.setattr(plan_times, "device_times", lambda *_: whole)
+    monkeypatch.setattr(plan_times.constants, "WEIGHTS_LAUNCH", 1.0)
+    return plan_times.part_times(shape, device).replayed
 
 
 @pytest.mark.parametrize(
@@ -141,7 +154,7 @@ def test_a_hop_that_nobody_waited_for_takes_its_bound_or_what_is_usual(
     links: Any = {
         link: SimpleNamespace(delay=each[0], clean=each[1]) for link, each in given.items() if each
     }
-    assert _hop_delay(links, [4, 5, 6], 0) == pytest.approx(seconds)
+    assert hop_delay(links, [4, 5, 6], 0) == pytest.approx(seconds)
 
 
 def test_a_message_has_its_own_delay_where_its_receiver_waited() -> None:
@@ -152,7 +165,7 @@ def test_a_message_has_its_own_delay_where_its_receiver_waited() -> None:
         link: SimpleNamespace(delay=3 * 10**9, clean=True, waited_for=own)
         for link, own in (((5, 4), to_first), ((4, 5), to_last))
     }
-    assert _message_delays(links, [4, 5], 1, 2) == ([7.0, 3.0], [3.0, 9.0])
+    assert message_delays(links, [4, 5], 1, 2) == ([7.0, 3.0], [3.0, 9.0])
 
 
 @pytest.mark.parametrize(
@@ -177,4 +190,4 @@ def test_an_estimate_knows_the_runs_whose_chunks_cannot_be_captured(
         "context_parallel_size": 1, "num_experts": None, "tensor_model_parallel_size": 1,
         "seq_length": ENGINE_ROWS,
     }  # fmt: skip
-    assert _captured(argparse.Namespace(**args | changes)) == captured
+    assert is_captured(argparse.Namespace(**args | changes)) == captured

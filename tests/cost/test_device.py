@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp_train.cost import device
 from megatron.dpp_train.cost.device import find_machine, gpu_device
 
 
@@ -42,9 +41,12 @@ def test_a_gpu_without_a_size_is_no_traceback(
     ("shown", "number"), [(None, 4), ("0,1", 2), ("3", 1), ("", 0), ("-1", 0), ("2, -1", 1)]
 )
 def test_gpus_that_are_hidden_do_not_count(
-    shown: str | None, number: int, monkeypatch: pytest.MonkeyPatch
+    shown: str | None, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "_gpus", lambda: [("NVIDIA H200", 2**37)] * 4)
+    script = tmp_path / "nvidia-smi"
+    script.write_text("#!/bin/sh\n" + "echo NVIDIA H200, 143771\n" * 4)
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     env = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
     assert find_machine(env=env).num_gpus == number
 

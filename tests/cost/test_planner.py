@@ -1,6 +1,7 @@
 """The layout planner: parts of a model, balanced layouts, memory, and its command line."""
 
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -9,19 +10,17 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.report import whatif
 from megatron.dpp.report.recorded import cost_file, recorded
 from megatron.dpp.report.whatif import WhatIf
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.measured import parse_costs
-from megatron.dpp_train.cost import times as plan_times
 from megatron.dpp_train.cost.device import known_gpu
 from megatron.dpp_train.cost.memory import layer_bytes
 from megatron.dpp_train.cost.model_costs import (
     ModelCosts,
     PartCosts,
-    _check_fit,
-    _spread,
     from_measured,
 )
 from megatron.dpp_train.cost.plan_command import main
@@ -29,6 +28,7 @@ from megatron.dpp_train.cost.planner import Planner, from_run
 from megatron.dpp_train.cost.shape import LayerLayout, ModelShape, RunShape
 from megatron.dpp_train.cost.times import collective_seconds, planning_costs
 from megatron.dpp_train.options.layer_patterns import layout_stages
+from tests.cost.test_costs import replays
 
 LAYER = PartCosts((1.0, 1.0, 1.0), activation_bytes=10.0, state_bytes=100.0)
 NOTHING = PartCosts((0.0, 0.0, 0.0))
@@ -103,9 +103,9 @@ def test_searching_never_makes_it_worse():
 
 
 def test_layers_leave_the_busiest_rank_first_and_go_to_no_busier_one():
-    moves = Planner(model(head=0.0, num_layers=9), 3, 4)._moves(LayerLayout(3, (2, 4, 3)))
+    moves = Planner(model(head=0.0, num_layers=9), 3, 4).moves(LayerLayout(3, (2, 4, 3)))
     assert [move.layers for move in moves] == [(3, 3, 3), (2, 3, 4), (3, 4, 2)]
-    kept = Planner(model(head=0.0, num_layers=4), 4, 4)._moves(LayerLayout(4, (1, 1, 1, 1)))
+    kept = Planner(model(head=0.0, num_layers=4), 4, 4).moves(LayerLayout(4, (1, 1, 1, 1)))
     assert all(move.layers[1] and move.layers[2] for move in kept), "inner stages keep a layer"
     assert {move.layers for move in kept if 0 in move.layers} >= {(0, 2, 1, 1), (1, 2, 1, 0)}
 
@@ -117,7 +117,7 @@ def test_a_search_keeps_to_its_bound(monkeypatch, seeds):
         model(head=2.5, num_layers=18, sigma=0.1),
         LayerLayout(4, (2, 2, 2, 2, 2, 2, 3, 3)),
     )
-    once = Planner(parts, 4, 8)._num_simulated * (2 * 8 + 18)
+    once = Planner(parts, 4, 8).num_simulated * (2 * 8 + 18)
     planner = Planner(parts, 4, 8, seeds=seeds, max_tasks=6 * once)
     tried = []
     predict = Planner.predict
@@ -171,8 +171,13 @@ def test_memory_bounds_the_plan():
 
 def test_the_memory_that_would_do_is_that_of_the_least(monkeypatch):
     planner = Planner(model(), 4, 16, memory_bytes=2**30)
-    tried = [SimpleNamespace(seconds=1.0, peak_bytes=(2**30, n * 2**30)) for n in (5, 3, 4)]
-    monkeypatch.setattr(planner, "_tried", lambda *given: tried)
+    peaks = itertools.chain((9, 3), itertools.repeat(5))  # the first is of the search
+
+    def predict(layout, *_, **__):
+        peak = (2**30, next(peaks) * 2**30)
+        return SimpleNamespace(layout=layout, seconds=1.0, peak_bytes=peak)
+
+    monkeypatch.setattr(planner, "predict", predict)
     with pytest.raises(ConfigError, match=r"1 chunks need 3\.0 GiB on a rank"):
         planner.best([1])
 
@@ -234,12 +239,17 @@ def test_a_run_that_layers_do_not_explain_is_refused():
     ("seconds", "fits"), [(1.69, False), (1.71, True), (2.29, True), (2.31, False)]
 )
 def test_a_stage_may_be_15_percent_off_its_layers_either_way(seconds, fits):
-    given = (Kind.B, 1.0, [(3, 2, seconds)])
+    """Of five inner stages of two layers, the others make up for the fourth."""
+    data = measured([2] * 7, 7)
+    rest = (10.0 - seconds) / 4
+    for stage in range(1, 6):
+        data["stages"][stage]["B"] = [1e-3 * (seconds if stage == 3 else rest)]
+    costs = parse_costs(data, "run")
     if fits:
-        _check_fit(*given)
+        assert from_measured(costs, [2] * 7).layer.times[Kind.B] == pytest.approx(1e-3)
         return
-    with pytest.raises(DataError, match=r"stage 3: its B takes .*, but 2 layers of 1000.000 ms"):
-        _check_fit(*given)
+    with pytest.raises(DataError, match=r"stage 3: its B takes .*, but 2 layers of 1\.000 ms"):
+        from_measured(costs, [2] * 7)
 
 
 def run(hidden_size, seq_length, vocab_size, **more):
@@ -382,11 +392,13 @@ def test_a_run_whose_tasks_take_no_time_is_refused(capsys, tmp_path):
 
 def test_the_spread_of_times_counts_both_sides_of_their_median():
     logs = (-8.0, -6.0, -4.0, -2.0, 0.0, 1.0, 2.0, 3.0, 4.0)
-    measured = SimpleNamespace(tasks=[[[math.exp(log) for log in logs]]])
-    assert _spread(measured) == pytest.approx((2.5 + 5.0) / 1.349)
-    measured.tasks[0][0].pop()
-    measured.tasks[0][0].pop()
-    assert _spread(measured) == 0.0, "seven samples tell nothing"
+    data = measured([2, 2, 2], 3, head=0.0, samples=[math.exp(log) for log in logs])
+    found = from_measured(parse_costs(data, "run"), [2, 2, 2])
+    assert found.sigma == pytest.approx((2.0 + 4.0) / 1.349), "each of them nine times"
+    for stage in data["stages"]:
+        stage.update({"F": [1e-3, 4e-3], "B": [0.0], "W": [0.0]})
+    few = from_measured(parse_costs(data, "run"), [2, 2, 2])
+    assert few.sigma == 0.0, "six samples tell nothing"
 
 
 def test_every_task_has_the_overhead_of_its_own_rank():
@@ -429,8 +441,7 @@ def test_times_that_vary_keep_their_mean():
 def test_no_rank_begins_before_its_first_input_can_come():
     parts = model(head=0.0, num_layers=6)
     planner = Planner(dataclasses.replace(parts, hop=0.25), 3, 2)
-    forward, *rest = (planner._stage_times((2, 2, 2))[kind] for kind in range(3))
-    each = [sum(times) for times in zip(forward, *rest, strict=True)]
+    forward, each = [2.0] * 3, [6.0] * 3  # two layers of 1 s for each of F, B and W
     begins = [0.0, forward[0] + 0.25, forward[0] + forward[1] + 0.5]
     expected = max(b + 2 * e for b, e in zip(begins, each, strict=True))
     assert planner.least_seconds(LayerLayout(3, (2, 2, 2))) == pytest.approx(expected)
@@ -439,10 +450,9 @@ def test_no_rank_begins_before_its_first_input_can_come():
 @pytest.mark.parametrize(("pipeline", "head", "replayed"), [(1, 0.0, True), (1, 9.0, False),
                                                             (2, 9.0, True)])  # fmt: skip
 def test_the_head_counts_where_it_is_in_the_only_chunk(monkeypatch, pipeline, head, replayed):
-    monkeypatch.setattr(plan_times, "_launches", lambda *_: (1.0, 1.0, 1.0))
-    monkeypatch.setattr(plan_times, "_paced", lambda shape, layer, least: least)
-    shape = SimpleNamespace(graphs="auto", num_layers=1, pipeline=pipeline, chunks=1)
-    assert plan_times._replays(shape, None, (0.0,) * 3, (head, 0.0, 0.0)) == replayed
+    layer = (0.0,) * 3
+    given = {"graphs": "auto", "num_layers": 1, "pipeline": pipeline, "chunks": 1}
+    assert replays(monkeypatch, layer, head, **given) == replayed
 
 
 def test_layers_that_defer_nothing_keep_nothing():
@@ -452,8 +462,10 @@ def test_layers_that_defer_nothing_keep_nothing():
     assert dataclasses.replace(parts, layer=nothing).deferred_bytes([2, 3]) == [0.0, 0.0]
 
 
-def test_what_follows_the_pipeline_stays_as_long():
-    what_if = object.__new__(WhatIf)
-    what_if.runs, what_if._base = [SimpleNamespace(window=10.0, tail=1.0)], [5.0]
-    found = what_if._outcome("half", lambda run: 2.5)
+def test_what_follows_the_pipeline_stays_as_long(monkeypatch):
+    run = SimpleNamespace(window=10.0, tail=1.0, replayed=lambda: 5.0)
+    monkeypatch.setattr(whatif, "schedule_of", lambda run: None)
+    found = WhatIf([run]).in_recorded_order(
+        "half", lambda run: SimpleNamespace(replayed=lambda: 2.5)
+    )
     assert (found.now, found.then) == (11.0, 6.0)

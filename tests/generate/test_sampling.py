@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp_train.generate import sampling
 from megatron.dpp_train.generate.answers import check_lengths, generate
-from megatron.dpp_train.generate.losses import Document, _batches, check_windows, windows
+from megatron.dpp_train.generate.losses import Document, check_windows, total_loss, windows
 from megatron.dpp_train.generate.sampling import Chooser, Sampling
 
 LOGITS = torch.tensor([[0.5, 0.1, 0.25, 0.15]]).log()
@@ -104,8 +106,16 @@ def test_a_prompt_leaves_room_for_a_token() -> None:
 
 
 def test_windows_are_read_together_while_there_is_room() -> None:
-    pieces = list(windows(Document(range(8)), 2, 1)) + list(windows(Document(range(3)), 3, 1))
-    batches = [[len(piece.ids) for piece in batch] for batch in _batches(pieces, 4)]
+    batches: list[list[int]] = []
+
+    class Engine:
+        def losses(self, pieces: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+            batches.append([len(each) for each in pieces])
+            return [torch.zeros(len(each) - 1) for each in pieces]
+
+    engine: Any = Engine()
+    documents = [Document(range(size)) for size in (2,) * 7 + (3,)]
+    total_loss(engine, documents, window=4, stride=1, batch_size=1)
     assert batches == [[2, 2], [2, 2], [2, 2], [2], [3]]
 
 
@@ -128,12 +138,13 @@ def test_equal_rows_have_draws_of_their_own() -> None:
     assert any(first != second for first, second in rows)
 
 
-def test_a_token_without_a_probability_is_never_drawn() -> None:
+def test_a_token_without_a_probability_is_never_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.tensor([[0.0, -torch.inf, -torch.inf]])
     chooser = Chooser(Sampling(temperature=1.0), [0])
     assert {chooser.choose(logits, [0])[0] for _ in range(100)} == {0}
-    rounded_up = torch.ones(1, dtype=torch.float64)
-    assert chooser._drawn(logits, rounded_up) == [0]
+    monkeypatch.setattr(sampling.random, "Random", lambda seed: SimpleNamespace(random=lambda: 1.0))
+    rounded_up = Chooser(Sampling(temperature=1.0), [0])
+    assert rounded_up.choose(logits, [0]) == [0]
     with pytest.raises(DataError, match="NaN"):
         chooser.choose(torch.tensor([[0.0, torch.nan]]), [0])
 

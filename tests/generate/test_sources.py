@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -111,18 +113,28 @@ def test_a_router_of_sinkhorn_stays_one(tmp_path: Path, monkeypatch: pytest.Monk
 def test_memory_of_the_last_batch_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny.make("llama", tmp_path / "model")
     with opened(folder) as model:
+        alive, kept = weakref.WeakSet[Any](), by_megatron.Cache
+
+        def cache(room: int) -> Any:
+            made = kept(room)
+            if room:
+                alive.add(made)
+            return made
+
+        monkeypatch.setattr(by_megatron, "Cache", cache)
         rooms: list[int] = []
-        monkeypatch.setattr(
-            by_megatron, "check_room", lambda *args: rooms.append(model._cache.room)
-        )
+        monkeypatch.setattr(by_megatron, "check_room", lambda *args: rooms.append(len(alive)))
         model.begin([[5, 7]], 9)
         model.begin([[5, 7]], 9)
         assert rooms == [0, 0]
         pieces = [list(range(2, 40)), [3, 4, 5]]
         whole = model.losses(pieces)
         rows: list[int] = []
-        plain = model._logits
-        monkeypatch.setattr(model, "_logits", lambda h: rows.append(len(h)) or plain(h))
+        plain = by_megatron.token_losses
+        monkeypatch.setattr(
+            by_megatron, "token_losses",
+            lambda logits, wanted: rows.append(len(wanted)) or plain(logits, wanted),
+        )  # fmt: skip
         monkeypatch.setattr(by_megatron, "LOSS_ROWS", 16)
         cut = model.losses(pieces)
     assert rows == [16, 16, 8]
@@ -181,7 +193,7 @@ def test_an_error_leaves_the_name_of_the_output_free(
     output = tmp_path / "out.jsonl"
     words = [str(word) for word in (two / "first", *WORDS, "--output", output)]
     with monkeypatch.context() as broken:
-        broken.setattr("megatron.dpp_train.generate.answers._answers", _no_memory)
+        broken.setattr("megatron.dpp_train.generate.answers.Chooser", _no_memory)
         assert generate.main(words) == 1
     assert list(tmp_path.iterdir()) == []
     assert generate.main(words) == 0

@@ -25,7 +25,7 @@ from megatron.dpp_train.hf.rules import join
 from megatron.dpp_train.hf.to_hf import to_hf
 from megatron.dpp_train.hf.to_megatron import to_megatron
 from tests.hf import tiny
-from tests.hf.test_convert import metadata_of, written
+from tests.hf.test_stored import metadata_of, written
 
 Change = Callable[[list[Entry]], list[Entry]]
 

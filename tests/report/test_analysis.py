@@ -271,7 +271,7 @@ def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
     """A busy receiver sees a message when its task ends, which bounds the delay from above only."""
     from megatron.dpp.report.analysis.stragglers import StragglerSearch
     from megatron.dpp.report.analysis.work import JobShape, Work
-    from megatron.dpp.report.recorded import _hop_delay
+    from megatron.dpp.report.recorded import hop_delay
 
     busy = LinkSamples(any=[11_000_000, 12_000_000, 9_000_000])
     quick = LinkSamples(any=[200_000] * 3, clean=[200_000] * 3)
@@ -280,11 +280,11 @@ def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
     tasks = {(rank, 0): {"F": dict.fromkeys(range(8), 10_000_000)} for rank in range(4)}
     works = [Work(number, tasks) for number in range(5)]
     assert StragglerSearch(shape, works, [links] * 5, dict.fromkeys(range(4), 0)).find() == []
-    assert _hop_delay(links, range(4), 1) == pytest.approx(200e-6)
+    assert hop_delay(links, range(4), 1) == pytest.approx(200e-6)
     slow = links | {(1, 2): LinkSamples(any=busy.any, clean=busy.any)}
     (found,) = StragglerSearch(shape, works, [slow] * 5, dict.fromkeys(range(4), 0)).find()
     assert (found.link, found.factor) == ((1, 2), 55.0)
-    assert _hop_delay(slow, range(4), 1) == pytest.approx(11e-3)
+    assert hop_delay(slow, range(4), 1) == pytest.approx(11e-3)
 
 
 def test_a_message_taken_ahead_is_timed_only_where_the_device_was_idle():

@@ -9,7 +9,6 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.dpp.report import run_files
 from megatron.dpp.report.run_files import (
     model_text,
     read_metrics,
@@ -48,15 +47,15 @@ def test_iterations_are_read_once_and_in_order(tmp_path_factory: Any, written: l
     assert found == expected and list(found) == sorted(found)
 
 
-def test_a_look_at_the_end_skips_the_line_that_it_begins_in(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    path = _write(tmp_path / "metrics.jsonl", *({"iteration": i} for i in range(1, 9)))
-    monkeypatch.setattr(run_files, "_TAIL_BYTES", 50)
-    assert [each["iteration"] for each in read_metrics(path, last_only=True)] == [7, 8]
-    assert len(read_metrics(path)) == 8
-    monkeypatch.setattr(run_files, "_TAIL_BYTES", 1 << 16)
-    assert len(read_metrics(path, last_only=True)) == 8
+def test_a_look_at_the_end_skips_the_line_that_it_begins_in(tmp_path: Path) -> None:
+    """It reads the last 64 KiB."""
+    path = _write(tmp_path / "metrics.jsonl", *({"iteration": i} for i in range(1000, 9000)))
+    found = [each["iteration"] for each in read_metrics(path, last_only=True)]
+    assert found == list(range(found[0], 9000))
+    assert (1 << 16) - 60 < len(found) * len('{"iteration": 1000}\n') <= 1 << 16
+    assert len(read_metrics(path)) == 8000
+    few = _write(tmp_path / "few.jsonl", *({"iteration": i} for i in range(1, 9)))
+    assert len(read_metrics(few, last_only=True)) == 8
 
 
 def test_settings_that_were_given_stand_out_from_defaults(tmp_path: Path) -> None:

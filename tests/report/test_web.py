@@ -17,7 +17,7 @@ import pytest
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.report.building import resolved
-from megatron.dpp.report.monitor_command import _parser
+from megatron.dpp.report.monitor_command import build_parser
 from megatron.dpp.report.web import LivePage, open_server
 from tests.report.synthetic import Run, write
 
@@ -33,7 +33,7 @@ def monitor(*arguments: str, **settings) -> subprocess.Popen[str]:
 @pytest.fixture
 def page(tmp_path):
     """A function that fetches from a live page of ``tmp_path``, which is made anew each time."""
-    options = _parser("monitor").parse_args(["--web", "--benchmark_dir", str(tmp_path)])
+    options = build_parser("monitor").parse_args(["--web", "--benchmark_dir", str(tmp_path)])
     live = LivePage(options, 0.01)
     server = open_server(live, "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -90,7 +90,7 @@ def test_nothing_but_the_page_is_served(page, tmp_path):
 
 
 def test_ports_that_cannot_be_had_are_named(page, tmp_path):
-    live = LivePage(_parser("monitor").parse_args([]), 1.0)
+    live = LivePage(build_parser("monitor").parse_args([]), 1.0)
     with pytest.raises(ConfigError, match="--port 70000: must be in 0"):
         open_server(live, "127.0.0.1", 70_000)
     open_server(live, "::1", 0).server_close()
@@ -126,7 +126,7 @@ def test_a_page_keeps_to_the_run_that_a_link_meant_when_it_began(tmp_path):
     (homes[0] / "metrics.jsonl").write_text('{"iteration": 3, "lm loss": 3.25}\n')
     link = tmp_path / "latest"
     link.symlink_to("one")
-    options = resolved(_parser("monitor").parse_args(["--web", str(link)]))
+    options = resolved(build_parser("monitor").parse_args(["--web", str(link)]))
     assert options.runs == [str(homes[0])]
     live = LivePage(options, 0.01)
     link.unlink()

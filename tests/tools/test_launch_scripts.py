@@ -166,7 +166,8 @@ def test_slurm_stands_in_for_what_is_not_set(monkeypatch: pytest.MonkeyPatch) ->
     names = subprocess.CompletedProcess([], 0, "node-c\nnode-d\n")
     monkeypatch.setattr(nodes, "shutil", SimpleNamespace(which=lambda name: name))
     monkeypatch.setattr(nodes.subprocess, "run", lambda *_, **__: names)
-    assert nodes._first_host("node-[c-d]") == "node-c"
+    listed = {**slurm, "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node-[c-d]"}
+    assert nodes.find_nodes(listed).master == "node-c"
 
 
 @pytest.mark.parametrize(

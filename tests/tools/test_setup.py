@@ -280,9 +280,7 @@ def test_installing_holds_the_users_versions(
 ) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(setup_environment, "BUILD", tmp_path)
-    monkeypatch.setattr(
-        setup_environment, "_run_shown", lambda command, _: commands.append(command)
-    )
+    monkeypatch.setattr(setup_environment, "run_shown", lambda command, _: commands.append(command))
     setup_environment.install(environment(missing=["tqdm>=4"]))
     (command,) = commands
     assert command[-1] == "tqdm>=4"
@@ -296,9 +294,7 @@ def test_pytorch_is_installed_where_none_is(
 ) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(setup_environment, "BUILD", tmp_path)
-    monkeypatch.setattr(
-        setup_environment, "_run_shown", lambda command, _: commands.append(command)
-    )
+    monkeypatch.setattr(setup_environment, "run_shown", lambda command, _: commands.append(command))
     monkeypatch.setenv("TORCH_INDEX_URL", "https://example.org/cpu")
     setup_environment.install(environment(torch=None, missing=["torch>=2.6", "tqdm>=4"]))
     assert commands[0][-3:] == ["torch==2.13.0", "--index-url", "https://example.org/cpu"]
@@ -309,11 +305,11 @@ def test_pips_progress_is_shown_and_a_failure_points_to_it(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     shows = "import sys; print('Downloading torch'); sys.exit(int(sys.argv[1]))"
-    setup_environment._run_shown([sys.executable, "-c", shows, "0"], "pip could not")
+    setup_environment.run_shown([sys.executable, "-c", shows, "0"], "pip could not")
     out, err = capfd.readouterr()
     assert not out and err == "Downloading torch\n"
     with pytest.raises(SetupFailed, match=r"pip could not; pip says why above, and in .*log"):
-        setup_environment._run_shown([sys.executable, "-c", shows, "1"], "pip could not")
+        setup_environment.run_shown([sys.executable, "-c", shows, "1"], "pip could not")
 
 
 def test_an_environment_that_must_not_be_written_to_gets_a_venv_over_it(
@@ -326,7 +322,7 @@ def test_an_environment_that_must_not_be_written_to_gets_a_venv_over_it(
     monkeypatch.setattr(setup_environment, "describe", lambda _: at_hand)
     monkeypatch.setattr(setup_environment, "inspect", lambda python, _: environment(python=python))
     monkeypatch.setattr(
-        setup_environment, "_run_logged", lambda command, _: commands.append(command)
+        setup_environment, "run_logged", lambda command, _: commands.append(command)
     )
     chosen, done = setup_environment.choose_environment(["requirements.txt"], anew=True)
     assert chosen.python == str(tmp_path / ".venv" / "bin" / "python")

@@ -34,7 +34,7 @@ _BAR, _CURVE = 20, 60
 _HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
-def _parser(prog: str) -> argparse.ArgumentParser:
+def build_parser(prog: str) -> argparse.ArgumentParser:
     text = "Show a run live: loss, tokens/s, time left, and of a traced run what every rank does."
     parser = new_parser(prog, text, "[RUN] [options]")
     add = parser.add_argument
@@ -58,7 +58,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp monitor") -> int:
     """Exit status, with ``--once`` or when all ranks have ended: 0, or 3 when a rank of this host
     died without ending its trace."""
-    options = _parser(prog).parse_args(argv)
+    options = build_parser(prog).parse_args(argv)
     try:
         return guarded(prog, lambda: _run(options))
     except KeyboardInterrupt:

@@ -63,7 +63,7 @@ class Recorded:
         return replay(self.orders, self.costs(), self.shape.num_chunks)
 
 
-def _hop_delay(links: dict[Link, LinkSamples], ranks: Sequence[int], stage: int) -> float:
+def hop_delay(links: dict[Link, LinkSamples], ranks: Sequence[int], stage: int) -> float:
     """Delay of a hop in seconds. Of a link that no rank waited for only a bound is known; the other
     links' median is used if it is smaller.
     """
@@ -79,13 +79,13 @@ def _hop_delay(links: dict[Link, LinkSamples], ranks: Sequence[int], stage: int)
     return min(bounds, default=0) / SECOND
 
 
-def _message_delays(
+def message_delays(
     links: dict[Link, LinkSamples], ranks: Sequence[int], stage: int, num_microbatches: int
 ) -> tuple[list[float], list[float]]:
     """Delays of the messages between ``stage`` and the next, forward and back: their own where the
     receiver waited, else the hop's.
     """
-    usual, size = _hop_delay(links, ranks, stage), len(ranks)
+    usual, size = hop_delay(links, ranks, stage), len(ranks)
     found = []
     for way, source, target in (("forward", stage, stage + 1), ("backward", stage + 1, stage)):
         samples = links.get((ranks[source % size], ranks[target % size]))
@@ -121,8 +121,8 @@ def recorded(
     return Recorded(
         Shape(num_ranks, num_chunks, num_microbatches),
         tables,
-        [_hop_delay(links, ranks, stage) for stage in stages],
-        [_message_delays(links, ranks, stage, num_microbatches) for stage in stages],
+        [hop_delay(links, ranks, stage) for stage in stages],
+        [message_delays(links, ranks, stage, num_microbatches) for stage in stages],
         [[Action(Kind[k], *rest) for k, *rest in work_.orders[rank]] for rank in ranks],
         [t / max(len(work_.orders[rank]), 1) for t, rank in zip(hosts, ranks, strict=True)],
         split=any(any(row) for row in tables[2]),

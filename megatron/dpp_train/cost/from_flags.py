@@ -116,7 +116,7 @@ def _experts(args: Settings) -> ExpertShape | None:
 
 
 def _schedule(args: Settings, *, on_gpu: bool) -> RunSchedule:
-    graphs = args.dpp_cuda_graphs if on_gpu and _captured(args) else "off"
+    graphs = args.dpp_cuda_graphs if on_gpu and is_captured(args) else "off"
     if not args.use_dpp:
         return RunSchedule(cuda_graphs=graphs)
     return RunSchedule(
@@ -137,7 +137,7 @@ def _head_in_forward(args: Settings) -> bool:
     return bool(args.dpp_head_in_forward == "on")
 
 
-def _captured(args: Settings) -> bool:
+def is_captured(args: Settings) -> bool:
     """``core.graphs`` can capture this run's chunks as CUDA graphs."""
     engine = args.transformer_impl == "transformer_engine"
     obstacles = (

@@ -104,13 +104,13 @@ class Planner:
         self.num_microbatches = num_microbatches
         self.memory_bytes = memory_bytes
         self._split = split_backward
-        self._num_simulated = min(num_microbatches, most_simulated or num_microbatches)
+        self.num_simulated = min(num_microbatches, most_simulated or num_microbatches)
         self._seeds = list(range(seeds)) if model.sigma else [None]
         self._max_tasks = max_tasks
 
     def predict(self, layout: LayerLayout, cap: str, policy: str = "dynamic") -> Prediction:
         """Simulate ``layout``."""
-        shape = Shape(self.num_ranks, layout.num_chunks, self._num_simulated)
+        shape = Shape(self.num_ranks, layout.num_chunks, self.num_simulated)
         config = ScheduleConfig(
             policy=policy,
             cap=cap,
@@ -135,7 +135,7 @@ class Planner:
         """Seconds of a whole iteration of which ``run`` has the first microbatches, and of the
         busiest and the average rank's own work in it.
         """
-        times = self.num_microbatches / self._num_simulated
+        times = self.num_microbatches / self.num_simulated
         busiest, own = max(run.own), statistics.fmean(run.own)
         return run.makespan + (times - 1) * busiest, times * busiest, times * own
 
@@ -236,13 +236,13 @@ class Planner:
 
     def improve(self, layout: LayerLayout) -> LayerLayout:
         """Moves single layers between stages as long as the simulated iteration gets shorter."""
-        once = self._num_simulated * (2 * len(layout.layers) + self.model.num_layers)
+        once = self.num_simulated * (2 * len(layout.layers) + self.model.num_layers)
         tasks = once * len(self._seeds)
         left = self._max_tasks // tasks
         best = self.predict(layout, "auto")
         while left > 0:
             aim = best.seconds * (1 - _WORTH)
-            moves = [move for move in self._moves(best.layout) if self.least_seconds(move) < aim]
+            moves = [move for move in self.moves(best.layout) if self.least_seconds(move) < aim]
             del moves[left:]
             left -= len(moves)
             tried = [self.predict(move, "auto") for move in moves]
@@ -265,7 +265,7 @@ class Planner:
             begins += forward[rank] + self.model.hop
         return least
 
-    def _moves(self, layout: LayerLayout) -> list[LayerLayout]:
+    def moves(self, layout: LayerLayout) -> list[LayerLayout]:
         """Layouts with one layer elsewhere, those that relieve the busiest ranks first."""
         work = [sum(times) for times in zip(*self._stage_times(layout.layers), strict=True)]
         rank = [sum(work[r :: self.num_ranks]) for r in range(self.num_ranks)]
@@ -336,7 +336,7 @@ class Planner:
         """
         if config.policy == "megatron" and not self._split:
             return run.peak_held
-        caps = config.caps(Shape(self.num_ranks, layout.num_chunks, self._num_simulated))
+        caps = config.caps(Shape(self.num_ranks, layout.num_chunks, self.num_simulated))
         most = self.num_microbatches * layout.num_chunks
         return [min(math.floor(cap), most) for cap in caps]
 

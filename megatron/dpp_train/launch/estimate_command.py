@@ -27,7 +27,7 @@ _ASSUMED = "--transformer-impl local --micro-batch-size 1 --train-iters 1 --lr 1
 _VOCABULARY = 50304
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-dpp estimate",
         description="Memory, traffic, bubble and time of a run, before it starts.",
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the estimate; returns the exit status."""
     from megatron.dpp_train.preflight.check import BAD_INPUT
 
-    known, flags = _parser().parse_known_args(argv)
+    known, flags = build_parser().parse_known_args(argv)
     try:
         _check(known)
         if known.model:
