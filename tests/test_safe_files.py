@@ -40,7 +40,7 @@ from megatron.dpp_train.data.chats import find_templates
 from megatron.dpp_train.hf import read_config
 from megatron.dpp_train.hf.to_megatron import unfinished
 from megatron.dpp_train.hf.weights import find_weights
-from megatron.dpp_train.launch.home import copy_output
+from megatron.dpp_train.launch.log_copy import copy_output
 from megatron.dpp_train.loop.metrics import MetricsFile
 from megatron.dpp_train.options.yaml_file import defaults_from_yaml
 from megatron.dpp_train.state import note_progress

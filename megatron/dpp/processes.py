@@ -11,7 +11,9 @@ import os
 import signal
 import subprocess
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -34,6 +36,24 @@ def end_with_starter() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_wait_for, args=(parent.sentinel,), daemon=True).start()
+
+
+def stopped(pid: int) -> list[str]:
+    """Names the stopped ones (SIGSTOP, a debugger) among a process of this host and all that
+    descend from it, as ``process 12 (name)``."""
+    states, children = {}, defaultdict(list)
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            head, _, rest = path.read_text(errors="replace").rpartition(")")
+            number, _, name = head.partition(" (")
+            state, parent = rest.split()[:2]
+            states[int(number)] = (state, name)
+            children[int(parent)].append(int(number))
+    tree = [pid]
+    for each in tree:
+        tree += children[each]
+    there = [(each, *states[each]) for each in tree if each in states]
+    return [f"process {each} ({name})" for each, state, name in there if state in "Tt"]
 
 
 def bound_to_this(number: int = signal.SIGTERM) -> Callable[[], None]:

@@ -26,9 +26,12 @@ from megatron.core import (
 )
 from megatron.core.safe_globals import register_safe_globals
 from megatron.core.timers import Timers
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from megatron.dpp import __version__
-from megatron.dpp.errors import VersionMismatch
+from megatron.dpp.errors import PeerDead, VersionMismatch, one_line
+from megatron.dpp_train import culprits
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.state import Args, Run
 
@@ -125,9 +128,23 @@ def _join_process_group(args: Args, rank: int) -> torch.device:
         local = int(os.environ.get("LOCAL_RANK", args.local_rank or 0))
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
-    if "MASTER_ADDR" not in os.environ:  # one process, no launcher
-        options["store"] = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(**options)
+    store: Any = None
+    try:
+        if "MASTER_ADDR" not in os.environ:  # one process, no launcher
+            store = HashStore()
+        else:
+            where = {"rank": rank, "world_size": args.world_size, "timeout": options["timeout"]}
+            found, _, _ = next(rendezvous("env://", **where))
+            found.set_timeout(options["timeout"])
+            store = PrefixStore("default_pg", found)
+        culprits.announce(store, rank)
+        dist.init_process_group(**options, store=store)
+    except (dist.DistError, RuntimeError) as error:
+        who = "" if store is None else culprits.of_ranks(store, rank, args.world_size)
+        raise PeerDead(
+            f"the ranks did not meet (--distributed-timeout-minutes "
+            f"{args.distributed_timeout_minutes}): {one_line(error, _SAID).rstrip('.')}{who}"
+        ) from error
     return device
 
 
@@ -148,6 +165,8 @@ def set_seeds(args: Args) -> None:
 _MAY_DIFFER = ("rank", "local_rank", "save", "load", "pretrained_checkpoint", "load_hf", "save_hf")
 _PATHS = ("_path", "_dir", "_file", "_cfg")
 _MAX_SHOWN = 5
+_SAID = 200
+"""Characters of an error of PyTorch's that are quoted."""
 
 
 def description(args: RunConfig) -> dict[str, str]:

@@ -21,6 +21,7 @@ ARGS = {
     "pipeline_model_parallel_size": 1, "micro_batch_size": 1, "packing": "none",
     "packing_budget": 0, "length_multiple": 4, "length_buckets": (), "order": "planned",
     "seq_length": 8, "global_batch_size": 2, "num_workers": 2, "device": "cpu", "seed": 3,
+    "distributed_timeout_minutes": 10,
     "exit_signal_handler": True, "dataloader_type": "single", "data_sharding": True,
 }  # fmt: skip
 
@@ -63,9 +64,9 @@ def test_workers_are_as_many_as_asked_for_and_prepared(
 ) -> None:
     args.exit_signal_handler = outlives
     made: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        torch.utils.data, "DataLoader", lambda dataset, **options: made.append(options) or ["one"]
-    )
+    kind = torch.utils.data.DataLoader
+    monkeypatch.setattr(kind, "__init__", lambda self, data, **options: made.append(options))
+    monkeypatch.setattr(kind, "__iter__", lambda self: iter(["one"]))
     loader = sequences.sequence_loader(args, Lengths(), 0, reads=True, plain=True)
     assert loader is not None and next(iter(loader)).sample == "one"
     assert made[0]["num_workers"] == 2

@@ -88,7 +88,7 @@ def test_hardware_queues(
     monkeypatch.setattr(os, "execvpe", become)
     monkeypatch.setattr(job, "check_parsed", unchecked)
     monkeypatch.setattr(job, "make_home", lambda *_: tmp_path)
-    monkeypatch.setattr(job, "copy_output", lambda log, lock: lock.close())
+    monkeypatch.setattr(job, "copy_output", lambda log, lock: lock.close() or {})
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
     monkeypatch.delenv("DRY_RUN", raising=False)
     with pytest.raises(Started):

@@ -206,6 +206,8 @@ class Mail:
             if stall.cause is Cause.POLICY and not followed
             else ""
         )
+        if found := self._transport.stopped_peers():
+            return TransferTimeout(f"{begin}; missing from: {', '.join(sources)}. {found}")
         return TransferTimeout(
             f"{begin}; missing from: {', '.join(sources)}. Every peer's process is alive: one is "
             f"stopped or stuck, or slower than {setting('timeout')} allows{either}"

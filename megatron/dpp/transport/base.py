@@ -30,6 +30,7 @@ from megatron.dpp.errors import (
     setting,
     shown,
 )
+from megatron.dpp.processes import stopped
 
 _MOST_RANKS = (1 << 31) - 1
 _MOST_BYTES = 1 << 47
@@ -109,11 +110,15 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkInfo:
-    """The kind of the link to one peer, and the reason for it (printed once at start)."""
+    """The kind of the link to one peer, and the reason for it (printed once at start).
+
+    ``pid`` is the peer's process where it is on this host, else 0.
+    """
 
     peer: int
     kind: str
     reason: str
+    pid: int = 0
 
 
 class Board(abc.ABC):
@@ -280,10 +285,21 @@ class Transport(abc.ABC):
         )
         if self.departed(spec.source):
             return PeerDead(f"{what}, and rank {spec.source} has closed its transport")
+        if found := self.stopped_peers():
+            return TransferTimeout(f"{what}; {found}")
         return TransferTimeout(
             f"{what}; rank {spec.source} is alive: it is slow, stopped or waiting itself "
             f"({setting('timeout')} sets how long to wait)"
         )
+
+    def stopped_peers(self) -> str:
+        """Text about peers of this host that are stopped, or of which a child is; else empty."""
+        found = [
+            f"{', '.join(names)} of rank {link.peer} {'is' if len(names) == 1 else 'are'} stopped"
+            for link in self.links()
+            if link.pid and (names := stopped(link.pid))
+        ]
+        return f"{'; '.join(found)} (SIGSTOP or a debugger; kill -CONT)" if found else ""
 
     def raise_failure(self) -> None:
         """Raise a link's failure that explains an error met elsewhere, if one shows in a second.

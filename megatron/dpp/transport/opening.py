@@ -96,7 +96,12 @@ class _Opening:
                 spans_hosts=len(self._board.heads) > 1,
             )
         links = [
-            LinkInfo(peer, how.kind.name, render(how.reason + self._notes.get(peer, "")))
+            LinkInfo(
+                peer,
+                how.kind.name,
+                render(how.reason + self._notes.get(peer, "")),
+                self._facts[peer].pid if self._facts[peer].host == own.host else 0,
+            )
             for peer, how in self._choices.items()
         ]
         return NativeTransport(

@@ -15,8 +15,10 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint.api import CheckpointException  # no Exception, by its base
 
 from megatron.dpp.errors import DataError
+from megatron.dpp_train import culprits
 from megatron.dpp_train.checkpoint import checksums
 from megatron.dpp_train.checkpoint.files import Found, unfinished_directory
+from megatron.dpp_train.checkpoint.writers import manager_ended
 from megatron.dpp_train.state import Run
 
 _ROOM = 1 << 20
@@ -34,7 +36,9 @@ def saving(root: str | Path, iteration: int) -> Iterator[Path]:
     path = unfinished_directory(root, iteration)
     try:
         yield path
-    except (OSError, RuntimeError, CheckpointingException, CheckpointException) as error:
+    except (OSError, EOFError, RuntimeError, CheckpointingException, CheckpointException) as error:
+        if worker := culprits.of_worker(error):  # PyTorch notices its end wherever the rank is
+            raise DataError(worker) from error
         raise DataError(
             f"{path}: saving failed: {_cause(error)}{_full(Path(root))}; the checkpoint before is "
             "untouched"
@@ -44,7 +48,7 @@ def saving(root: str | Path, iteration: int) -> Iterator[Path]:
 def _cause(error: BaseException) -> str:
     failures = getattr(error, "failures", None)  # by rank, of dist_checkpointing's coordinator
     if failures is None:
-        return str(error)
+        return manager_ended() or culprits.find(error) or str(error)
     named = [f"rank {rank}: {failure[0]}" for rank, failure in sorted(failures.items())]
     return "; ".join(named) or "another rank could not write"
 

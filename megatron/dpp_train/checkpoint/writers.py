@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from megatron.dpp.core import compat
 from megatron.dpp.processes import end_with_parent
+from megatron.dpp_train import culprits
 
 _FILES = "dist_checkpointing.strategies.filesystem_async"
 _QUEUE = f"{_FILES}:_results_queue"
@@ -57,6 +58,17 @@ def _shared_queue(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
         manager.start(end_with_parent)
         compat.assign(_QUEUE, manager.Queue())
     return original(*args, **kwargs)
+
+
+def manager_ended() -> str:
+    """Text about the manager of the queue of results if it has ended, as a save then fails with an
+    EOFError without a text; else empty."""
+    results = compat.lookup(_QUEUE)
+    process = getattr(getattr(results, "_manager", None), "_process", None)  # the proxy keeps both
+    if process is None or process.is_alive():
+        return ""
+    how = culprits.how_ended(process.exitcode)
+    return f"process {process.pid}, which manages the writers' results, {how}"
 
 
 def _own_queue(_: Callable[..., Any]) -> queue.SimpleQueue[Any]:

@@ -23,7 +23,8 @@ from megatron.dpp.errors import DataError, one_line
 from megatron.dpp.sim.batches import BatchPlans
 from megatron.dpp_train.checkpoint.plain_data import only_plain_data
 from megatron.dpp_train.data.sequences import sequence_loader
-from megatron.dpp_train.exits import largest, prepare_worker
+from megatron.dpp_train.data.workers import Loader
+from megatron.dpp_train.exits import largest
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.state import Run, ends
 
@@ -300,15 +301,7 @@ def _loader(args: Args, dataset: Any, consumed: int) -> Any:
     sampler = kind(
         len(dataset), consumed, args.micro_batch_size, *place, sharded=args.data_sharding
     )
-    return torch.utils.data.DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        num_workers=args.num_workers,
-        pin_memory=args.device == "cuda",
-        generator=torch.Generator().manual_seed(args.seed),  # see _draw_seeds
-        persistent_workers=args.num_workers > 0,
-        worker_init_fn=partial(prepare_worker, outlives_sigterm=args.exit_signal_handler),
-    )
+    return Loader(args, dataset, batch_sampler=sampler, persistent_workers=args.num_workers > 0)
 
 
 def _endless(args: Args, loader: Any, eval_iters: int | None) -> Iterator[Any]:

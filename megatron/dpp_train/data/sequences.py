@@ -27,7 +27,7 @@ from megatron.dpp.sim.orders import OrderPlanner, PipelineModel
 from megatron.dpp.trace.step_lengths import FILE, StepLengths, write_step
 from megatron.dpp_train.cost.flops import length_costs
 from megatron.dpp_train.data.sequence_files import answers_prefix, keeps_answers
-from megatron.dpp_train.exits import prepare_worker
+from megatron.dpp_train.data.workers import Loader
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.options.trace_layout import trace_layout
 
@@ -309,16 +309,8 @@ class SequenceLoader:
                 yield Microbatch(own, settings.shape(own), share, next(loaded))
 
     def _loader(self) -> Any:
-        args = self._args
-        return torch.utils.data.DataLoader(
-            self._dataset,
-            batch_sampler=_Batches(self),
-            collate_fn=partial(collate, settings=self.plans.settings),
-            num_workers=args.num_workers,
-            pin_memory=args.device == "cuda",
-            generator=torch.Generator().manual_seed(args.seed),
-            worker_init_fn=partial(prepare_worker, outlives_sigterm=args.exit_signal_handler),
-        )
+        collating = partial(collate, settings=self.plans.settings)
+        return Loader(self._args, self._dataset, batch_sampler=_Batches(self), collate_fn=collating)
 
 
 def sequence_loader(

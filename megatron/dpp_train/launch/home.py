@@ -10,23 +10,17 @@ import importlib.util
 import json
 import os
 import re
-import selectors
-import signal
-import sys
 import time
-import tty
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
 from megatron.dpp.errors import DataError, core_setting
-from megatron.dpp.locks import Lock, check_free
-from megatron.dpp.safe_files import open_to_write, read_bytes
+from megatron.dpp.locks import check_free
+from megatron.dpp.safe_files import read_bytes
 from megatron.dpp_train.options import settings
 from megatron.dpp_train.options.run_config import RunConfig, Settings
 
 _RUNS, _METRICS = Path("runs"), "metrics.jsonl"
-_READ_BYTES = 1 << 16
 
 
 def make_home(arch: str, args: Settings, world_size: int, env: Mapping[str, str]) -> Path:
@@ -135,71 +129,3 @@ def _new_directory(path: Path) -> Path:
             chosen.mkdir(parents=True)
             return chosen
     raise FileExistsError(17, "File exists", str(path))
-
-
-def copy_output(log: Path, lock: Lock | None = None) -> None:
-    """Copy what this process and its children print from now on into ``log`` as well.
-
-    A child process copies until all writers have closed. When the reader of the output has left, it
-    ends, and the next line ends the run as without it.
-
-    Args:
-        lock: of the run's directory; the child releases it at its end.
-
-    Raises:
-        DataError: the log cannot be opened, or is no file of this user.
-    """
-    try:
-        file = open_to_write(log, append=True, buffered=False)
-    except OSError as error:
-        raise DataError(f"{log}: {error.strerror}") from error
-    sys.stdout.flush()
-    sys.stderr.flush()
-    streams = {_channel(1): 1, _channel(2): 2}
-    if os.fork():
-        file.close()
-        for (read_end, write_end), stream in streams.items():
-            os.close(read_end)
-            os.dup2(write_end, stream)
-            os.close(write_end)
-        return
-    status = 1
-    try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks' last lines are to come
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        for _, write_end in streams:
-            os.close(write_end)
-        _copy({read_end: stream for (read_end, _), stream in streams.items()}, file)
-        status = 0
-    finally:
-        if lock is not None:
-            lock.close()
-        os._exit(status)
-
-
-def _channel(stream: int) -> tuple[int, int]:
-    """Both ends of a pipe; of a terminal where ``stream`` is one, so that progress is shown."""
-    if not os.isatty(stream):
-        return os.pipe()
-    master, slave = os.openpty()
-    tty.setraw(slave)
-    return master, slave
-
-
-def _copy(streams: dict[int, int], file: IO[bytes]) -> None:
-    with file, selectors.DefaultSelector() as selector:
-        for read_end in streams:
-            selector.register(read_end, selectors.EVENT_READ)
-        while selector.get_map():
-            for key, _ in selector.select():
-                try:
-                    data = os.read(key.fd, _READ_BYTES)
-                except OSError:  # a terminal without writers
-                    data = b""
-                if not data:
-                    selector.unregister(key.fd)
-                    continue
-                with contextlib.suppress(OSError):  # a full disk ends the log, not the run
-                    file.write(data)
-                while data:
-                    data = data[os.write(streams[key.fd], data) :]

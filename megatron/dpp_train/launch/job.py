@@ -16,7 +16,8 @@ from megatron.dpp.errors import ConfigError, DataError, core_setting, require
 from megatron.dpp.hosts import is_loopback, own_interface, with_port
 from megatron.dpp.locks import Lock, check_free, lock_directory
 from megatron.dpp_train.launch.flags import ROOT, Flags
-from megatron.dpp_train.launch.home import check_home, copy_output, make_home, with_home
+from megatron.dpp_train.launch.home import check_home, make_home, with_home
+from megatron.dpp_train.launch.log_copy import copy_output
 from megatron.dpp_train.launch.start import import_path
 from megatron.dpp_train.options import environment, run_file
 from megatron.dpp_train.options.arguments import parse_args
@@ -197,11 +198,12 @@ def launch(
     run = begin(job, arch, parse_args(argv) if parsed is None else parsed, os.environ)
     if run.lock is not None:
         run.lock.keep_over_exec()
+    env = dict(run.env)
     if run.home is not None:
-        copy_output(run.home / job.log_name(), run.lock)
+        env |= copy_output(run.home / job.log_name(), run.lock)
         print(f"run: {run.home}", flush=True)
     sys.stdout.flush()
-    os.execvpe(python, [*command, *run.words], run.env)
+    os.execvpe(python, [*command, *run.words], env)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron.dpp.errors import INTERRUPTED, DataError
 from megatron.dpp_train.checkpoint.files import find
+from megatron.dpp_train.launch.log_copy import LogWatch
 
 try:
     import torch.distributed
@@ -164,4 +165,6 @@ def _say(text: str, code: int = _FAILED) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    with LogWatch():
+        code = run()
+    sys.exit(code)

@@ -99,10 +99,21 @@ def _train(args: RunConfig, task_name: str, rank: int, tokenizer: Tokenizer) -> 
 
         run_job(args, task_name, rank, tokenizer)
     except DppError as error:
-        tell_torchrun(f"error on rank {rank}: {error}")
-        print(f"error on rank {rank}: {error}", file=sys.stderr, flush=True)
-        return _FAILED
+        return _failed(rank, str(error))
+    except (RuntimeError, MemoryError, OSError) as error:
+        from megatron.dpp_train import culprits
+
+        said = culprits.find(error)
+        if not said:
+            raise
+        return _failed(rank, said)
     return 0
+
+
+def _failed(rank: int, said: str) -> int:
+    tell_torchrun(f"error on rank {rank}: {said}")
+    print(f"error on rank {rank}: {said}", file=sys.stderr, flush=True)
+    return _FAILED
 
 
 def _settled(args: RunConfig) -> RunConfig:

@@ -1,0 +1,180 @@
+"""Names who is to blame for errors of libraries that name nobody: a rank, a worker, a limit.
+
+gloo, PyTorch's stores and its data loaders report a connection, a key or a time. Each rank writes
+its process into the job's store when it joins; :func:`find` looks there, and at this host.
+"""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing.connection
+import os
+import platform
+import re
+import resource
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.dpp.errors import one_line
+from megatron.dpp.processes import stopped
+
+_KEY = "dpp/process"
+_SHARED_MEMORY = "/dev/shm"
+_ASK_SECONDS = 2.0
+"""Short, as the store may be lost, too."""
+_LONGEST = 300
+_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", re.DOTALL)
+_NO_ROOM = re.compile(r"unable to \w+ .*(?:shared memory|file </torch_).*|.*\(shm\).*", re.DOTALL)
+_NO_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|std::bad_alloc")
+
+
+def announce(store: Any, rank: int) -> None:
+    """Tell the other ranks which process this is."""
+    store.set(f"{_KEY}/{rank}", f"{os.getpid()} {platform.node()}")
+
+
+def find(error: BaseException) -> str:
+    """The text of the error to show instead; empty where ``error`` may speak for itself."""
+    said = one_line(error, _LONGEST)
+    if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) or _errno(error):
+        return f"out of memory: {said}{_limit()}"
+    if text := of_worker(error):
+        return text
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in said):
+        said = re.sub(r"^\[\S*gloo\S*\] ", "", said).partition(". This is typically")[0]
+        return f"a collective failed ({said}){of_ranks()}"
+    return ""
+
+
+def _errno(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno == errno.ENOMEM
+
+
+def _limit() -> str:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return ""
+    return f"; this process may map {limit >> 10} KiB (ulimit -v)"
+
+
+def of_worker(error: BaseException) -> str:
+    """The text for an error of a data loader about its workers; empty for any other."""
+    text = str(error)
+    found = _WORKER.search(text)
+    if found is None:
+        return f"{_full()}: {one_line(error, _LONGEST)}" if _NO_ROOM.fullmatch(text) else ""
+    who = f"a data loader's worker (process {found[1].strip()})"
+    how = one_line(Exception(found[2].partition(". ")[0]), _LONGEST).rstrip(".")
+    if "Bus error" in how or "shared memory" in text:
+        return f"{who} {how}: {_full()}"
+    if "Killed" in how:
+        how += ": by hand, or by the kernel where memory ran out (dmesg)"
+    return f"{who} {how}"
+
+
+def late(seconds: float) -> str:
+    """Text about a data loader whose workers have given nothing for so long."""
+    names = stopped(os.getpid())
+    verb = "is" if len(names) == 1 else "are"
+    why = f"{', '.join(names)} {verb} stopped (SIGSTOP or a debugger)" if names else "too slow"
+    return (
+        f"the data loader's workers gave nothing for {seconds:g} s "
+        f"(--distributed-timeout-minutes): {why}"
+    )
+
+
+def ended(workers: Sequence[Any], patience: float) -> str:
+    """Text about those of a loader's processes that have ended, for at most ``patience`` seconds of
+    waiting for the first; empty without one."""
+    if not workers:
+        return ""
+    by_sentinel = {worker.sentinel: worker for worker in workers}
+    gone = [by_sentinel[each] for each in multiprocessing.connection.wait(by_sentinel, patience)]
+    for worker in gone:
+        worker.join(patience)  # its pipe closes a moment before it can be waited for
+    named = [f"process {worker.pid} {how_ended(worker.exitcode)}" for worker in gone]
+    return f"a data loader's worker is gone: {', '.join(named)}" if named else ""
+
+
+def how_ended(code: int | None) -> str:
+    """Text about the exit code of a process of ``multiprocessing``."""
+    if code is not None and code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _full() -> str:
+    room = os.statvfs(_SHARED_MEMORY)
+    free, total = (blocks * room.f_frsize / 2**20 for blocks in (room.f_bavail, room.f_blocks))
+    return (
+        f"{_SHARED_MEMORY}, which hands over their microbatches, is full ({free:.1f} of "
+        f"{total:.1f} MiB are free now): --num-workers 0 needs none of it; in a container "
+        "--shm-size=1g makes it larger"
+    )
+
+
+def of_ranks(store: Any = None, rank: int = -1, world_size: int = 0) -> str:
+    """Text about ranks that have not come, have ended or are stopped, to append to an error.
+
+    Args:
+        store: the job's; that of the default process group where it is None.
+    """
+    if store is None:
+        if not dist.is_initialized():
+            return ""
+        store = dist.distributed_c10d._get_default_store()
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    found: list[str] = []
+
+    def look() -> None:
+        for other in set(range(world_size)) - {rank}:
+            if text := _state(store, other):
+                found.append(text)
+
+    if not _within(_ASK_SECONDS, look):
+        found.append("the store of rank 0 does not answer")
+    return f": {'; '.join(found)}" if found else ""
+
+
+def _state(store: Any, rank: int) -> str:
+    """The fault of a rank; empty if it runs, or is on another host."""
+    key = f"{_KEY}/{rank}"
+    if not store.check([key]):
+        return f"rank {rank} has not come"
+    pid, _, host = store.get(key).decode().partition(" ")
+    if host != platform.node():
+        return ""
+    if not _runs(pid):
+        return f"rank {rank} (process {pid}) has ended"
+    if names := stopped(int(pid)):
+        verb = "is" if len(names) == 1 else "are"
+        return f"{', '.join(names)} of rank {rank} {verb} stopped (SIGSTOP or a debugger)"
+    return ""
+
+
+def _runs(pid: str) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2]
+    except OSError:
+        return False
+    return state.split()[0] not in "ZX"
+
+
+def _within(seconds: float, look: Callable[[], None]) -> bool:
+    """Whether ``look`` came to its end; the store may fail or hang with the host that was lost."""
+    ended = threading.Event()
+
+    def attempt() -> None:
+        try:
+            look()
+        except RuntimeError:  # the store's own
+            return
+        ended.set()
+
+    threading.Thread(target=attempt, name="dpp-culprits", daemon=True).start()
+    return ended.wait(seconds)

@@ -1,0 +1,234 @@
+"""Errors of libraries that name nobody: which process, limit or file system is to blame."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed import DistStoreError, HashStore
+
+from megatron.dpp.errors import DataError
+from megatron.dpp.processes import stopped
+from megatron.dpp.transport import ChannelSpec, Direction, LinkInfo
+from megatron.dpp.transport.fake import FakeNetwork
+from megatron.dpp_train import culprits
+from megatron.dpp_train.checkpoint.guards import saving
+from megatron.dpp_train.checkpoint.writers import bound_writers
+from megatron.dpp_train.data.workers import Loader
+from tests.failing_disk import fork
+from tests.runtime.launcher import REPOSITORY
+
+PATIENCE = 60.0
+
+
+@contextlib.contextmanager
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    """A stopped process."""
+    with subprocess.Popen(["sleep", "600"]) as process:
+        try:
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+            yield process
+        finally:
+            process.kill()
+
+
+def test_stopped_processes_of_a_tree_are_named() -> None:
+    with sleeper() as process:
+        name = f"process {process.pid} (sleep)"
+        assert name in stopped(os.getpid()) and stopped(process.pid) == [name]
+        process.send_signal(signal.SIGCONT)
+        os.waitid(os.P_PID, process.pid, os.WCONTINUED)
+        assert stopped(process.pid) == []
+
+
+def test_ranks_that_have_not_come_have_ended_or_are_stopped_are_named() -> None:
+    store = HashStore()
+    assert culprits.of_ranks(store, 0, 1) == ""
+    culprits.announce(store, 0)
+    with subprocess.Popen(["true"]) as gone, sleeper() as process:
+        gone.wait()
+        store.set("dpp/process/1", f"{process.pid} {platform.node()}")
+        store.set("dpp/process/2", f"{gone.pid} {platform.node()}")
+        store.set("dpp/process/3", f"{gone.pid} another host")
+        said = culprits.of_ranks(store, 0, 5)
+        assert f"process {process.pid} (sleep) of rank 1 is stopped (SIGSTOP" in said
+    assert f"rank 2 (process {gone.pid}) has ended" in said
+    assert "rank 4 has not come" in said and "rank 3" not in said and "rank 0" not in said
+
+
+def test_a_store_that_does_not_answer_is_no_wait_without_end() -> None:
+    class Lost:
+        def check(self, _: list[str]) -> bool:
+            raise DistStoreError("gone")
+
+    assert culprits.of_ranks(Lost(), 1, 2) == ": the store of rank 0 does not answer"
+
+
+def test_a_stall_names_the_stopped_process_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said that one of the peers was stopped or stuck, or slow."""
+    channel = ChannelSpec(1, 0, 0, Direction.FORWARD, 64)
+    transport = FakeNetwork([channel]).transport(0)
+    with sleeper() as process:
+        link = LinkInfo(1, "shm", "", process.pid)
+        monkeypatch.setattr(transport, "links", lambda: [link])
+        error = transport.overdue(0, 5.0, iteration=1, microbatch=2)
+    assert f"; process {process.pid} (sleep) of rank 1 is stopped (SIGSTOP" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("DataLoader worker (pid 12) is killed by signal: Bus error. It is possible that data",
+         "worker (process 12) is killed by signal: Bus error: /dev/shm, which hands"),
+        ("DataLoader worker (pid 12) is killed by signal: Killed. ", "Killed: by hand, or by"),
+        ("DataLoader worker (pid(s) 12, 13) exited unexpectedly",
+         "a data loader's worker (process 12, 13) exited unexpectedly"),
+        ("unable to write to file </torch_12_3_0>: No space left on device (28)",
+         "--num-workers 0 needs none of it; in a container --shm-size=1g makes it larger: unable"),
+        ("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you",
+         "out of memory: [enforce fail"),
+        ("std::bad_alloc", "out of memory: std::bad_alloc"),
+        ("[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:9. This is "
+         "typically caused by a crash", "a collective failed (Connection closed by peer [127."),
+        ("shape '[2]' is invalid for input of size 3", ""),
+    ],
+)  # fmt: skip
+def test_errors_of_pytorch_are_told_in_this_projects_words(text: str, said: str) -> None:
+    found = culprits.find(RuntimeError(text))
+    assert said in found if said else found == ""
+
+
+def test_a_limit_of_addresses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(culprits.resource, "getrlimit", lambda _: (4 << 30, 4 << 30))
+    found = culprits.find(OSError(12, "Cannot allocate memory"))
+    assert found.endswith("; this process may map 4194304 KiB (ulimit -v)")
+    assert culprits.find(MemoryError()).startswith("out of memory: MemoryError; ")
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), index)
+
+
+def loader(minutes: float) -> Any:
+    args: Any = argparse.Namespace(
+        num_workers=1, device="cpu", seed=1, distributed_timeout_minutes=minutes,
+        exit_signal_handler=False,
+    )  # fmt: skip
+    return iter(Loader(args, Numbers()))
+
+
+def error_of(minutes: float, number: int, report: Path) -> tuple[int, str]:
+    """A loader's worker that gets a signal, and the error of its rank, which is a fork: PyTorch
+    raises there wherever it is."""
+
+    def work() -> None:
+        batches, said = loader(minutes), ""
+        next(batches)
+        (worker,) = _children("pt_data_worker")
+        os.kill(worker, number)
+        try:
+            for _ in batches:
+                pass
+        except (DataError, RuntimeError) as error:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            said = str(error) if isinstance(error, DataError) else culprits.find(error)
+        report.write_text(f"{worker} {said}")
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+
+    assert fork(work) == 0
+    worker, _, said = report.read_text().partition(" ")
+    return int(worker), said
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
+def test_a_killed_worker_of_a_loader_is_named(number: int, tmp_path: Path) -> None:
+    """Where the rank was fetching a batch from it, the error was `No such file or directory`."""
+    worker, said = error_of(1.0, number, tmp_path / "report")
+    assert f"process {worker}" in said and "a data loader's worker" in said
+
+
+def test_a_stopped_worker_of_a_loader_is_named_in_time(tmp_path: Path) -> None:
+    """The rank waited for it without end."""
+    worker, said = error_of(1.0 / 60.0, signal.SIGSTOP, tmp_path / "report")
+    assert f"process {worker} (pt_data_worker) is stopped" in said
+
+
+def _children(name: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            head, _, rest = path.read_text().rpartition(")")
+            if head.endswith(f"({name}") and int(rest.split()[1]) == os.getpid():
+                found.append(int(path.parent.name))
+    return found
+
+
+def test_a_killed_manager_of_the_writers_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of the save was `EOFError:`."""
+    monkeypatch.setattr(filesystem_async, "_results_queue", None)
+    with bound_writers(in_background=True):
+        results = filesystem_async._get_write_results_queue()
+    manager = results._manager._process
+    os.kill(manager.pid, signal.SIGKILL)
+    manager.join(PATIENCE)
+    said = f"saving failed: process {manager.pid}, which manages .* results, ended by SIGKILL; the"
+    with pytest.raises(DataError, match=said), saving(tmp_path, 3):
+        results.get_nowait()
+
+
+PRINTS = """
+import os, signal, sys, time
+from megatron.dpp_train.launch.log_copy import LogWatch
+with LogWatch():
+    print("before", flush=True)
+    while "before" not in open(sys.argv[1]).read():
+        time.sleep(0.01)
+    os.kill(int(sys.argv[2]), signal.SIGKILL)
+    for number in range(1000):
+        print("after", number, flush=True)
+    print("last", file=sys.stderr)
+"""
+COPIES = """
+import json, os, sys
+from pathlib import Path
+from megatron.dpp_train.launch.log_copy import copy_output
+watch = copy_output(Path(sys.argv[1]))
+pid = str(json.loads(next(iter(watch.values())))["pid"])
+os.execve(sys.executable, [sys.executable, "-c", sys.argv[2], sys.argv[1], pid], os.environ | watch)
+"""
+
+
+def test_the_output_goes_on_when_the_process_that_copies_it_is_killed(tmp_path: Path) -> None:
+    """Ranks ended by their next line, and nobody could say so."""
+    log = tmp_path / "train.log"
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", COPIES, str(log), PRINTS], capture_output=True, text=True,
+        cwd=REPOSITORY, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stderr, time.monotonic() - start)
+    expected = ["before", *(f"after {number}" for number in range(1000))]
+    assert done.stdout.splitlines() == expected
+    said = f"which copied the output into {log}, was ended by SIGKILL; torchrun goes on with it"
+    assert said in done.stderr and done.stderr.endswith("last\n")
+    assert log.read_text().splitlines()[:-1] == expected
