@@ -160,7 +160,7 @@ def error_of(minutes: float, number: int, report: Path) -> tuple[int, str]:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
 def test_a_killed_worker_of_a_loader_is_named(number: int, tmp_path: Path) -> None:
-    """Where the rank was fetching a batch from it, the error was `No such file or directory`."""
+    """To a rank that was fetching a batch from it, the error was `No such file or directory`."""
     worker, said = error_of(1.0, number, tmp_path / "report")
     assert f"process {worker}" in said and "a data loader's worker" in said
 

@@ -166,7 +166,7 @@ def _runs(pid: str) -> bool:
 
 
 def _within(seconds: float, look: Callable[[], None]) -> bool:
-    """Whether ``look`` came to its end; the store may fail or hang with the host that was lost."""
+    """True if ``look`` came to its end: the store may fail or hang with the host that was lost."""
     ended = threading.Event()
 
     def attempt() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from torch.distributed.checkpoint.api import CheckpointException  # no Exception, by its base
 
-from megatron.dpp.errors import ConfigError, DataError, one_line
+from megatron.dpp.errors import ConfigError, DataError, DppError, one_line
+from megatron.dpp_train import culprits
 from megatron.dpp_train.checkpoint import files as files
 from megatron.dpp_train.checkpoint.contents import Contents, model_layout, optimizer_file, rank_file
 from megatron.dpp_train.checkpoint.first_state import add_steps
@@ -31,7 +34,30 @@ from megatron.dpp_train.optimizer.optimizer import own_steps, steps_may_lack
 from megatron.dpp_train.options.run_config import Settings
 
 _UNFIT = (dist_checkpointing.core.CheckpointingException, OSError, KeyError)
+_MISSING = "Missing key in checkpoint"
 """Errors of megatron-core and PyTorch about a state that a checkpoint does not have."""
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Around reading a checkpoint: makes one plain error of what a damaged file, or a state that
+    the model does not have, raises.
+
+    Raises:
+        DataError: with the checkpoint's path.
+    """
+    try:
+        yield
+    except (DppError, torch.OutOfMemoryError):
+        raise
+    except (Exception, CheckpointException) as error:
+        by_rank = getattr(error, "failures", {0: (error, None)})  # as PyTorch gathers them
+        causes = [cause for cause, _ in by_rank.values()]
+        if any(map(culprits.find, causes)):
+            raise  # of a rank that ended, or of memory
+        unfit = all(isinstance(cause, _UNFIT) or _MISSING in str(cause) for cause in causes)
+        what = "does not fit this model" if unfit else "cannot be read, it is damaged"
+        raise DataError(f"{path}: {what} ({one_line(causes[0], 300)})") from error
 
 
 @dataclass
@@ -85,7 +111,8 @@ class Loader:
         run.say(f" loading checkpoint {found.path} ...")
         verify(run, found)
         wanted = Wanted.of(args, found)
-        with nullcontext() if found.is_deepspeed else only_plain_data(found.path):
+        plain = nullcontext() if found.is_deepspeed else only_plain_data(found.path)
+        with _reading(found.path), plain:
             state = self.read(found, wanted)
             self._take(state, found, wanted)
         run.say(f"  successfully loaded checkpoint {found.path} at iteration {run.iteration}")
@@ -127,17 +154,9 @@ class Loader:
         strategy = get_default_load_sharded_strategy(path)
         if args.ckpt_fully_parallel_load:
             strategy = FullyParallelLoadStrategyWrapper(strategy, metadata["dp_cp_group"])
-        try:
-            state: dict[str, Any] = dist_checkpointing.load(
-                request, path, strategy, strict=args.dist_ckpt_strictness
-            )
-        except (*_UNFIT, CheckpointException) as error:
-            by_rank = getattr(error, "failures", {0: (error, None)})  # as PyTorch gathers them
-            causes = [cause for cause, _ in by_rank.values()]
-            if not all(isinstance(cause, _UNFIT) for cause in causes):
-                raise
-            reason = one_line(causes[0], 300)
-            raise DataError(f"{found.path}: does not fit this model ({reason})") from error
+        state: dict[str, Any] = dist_checkpointing.load(
+            request, path, strategy, strict=args.dist_ckpt_strictness
+        )
         if not with_random:
             state.pop("rng_state", None)
         return state

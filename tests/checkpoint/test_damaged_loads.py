@@ -1,0 +1,94 @@
+"""Ranks that load damaged checkpoints: one error that names the checkpoint, or its content."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.dpp.errors import DppError
+from megatron.dpp_train.checkpoint import checksums
+from tests.checkpoint.small import Job
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*_state_dict. is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated:UserWarning"),
+]
+FILES = {
+    "torch_dist": [".metadata", "common.pt", "metadata.json", "__0_0.distcp", "__0_1.distcp"],
+    "torch": ["mp_rank_00/model_optim_rng.pt"],
+}
+
+
+def saved(patch: pytest.MonkeyPatch, folder: Path, form: str) -> tuple[Job, Path]:
+    """A run whose checkpoint has no checksums, as those of other programs."""
+    job = Job(patch, folder, ckpt_format=form, no_save_rng=True)
+    job.save(3)
+    path = folder / "iter_0000003"
+    (path / checksums.NAME).unlink()
+    return job, path
+
+
+def load(job: Job) -> str:
+    """The error of a load; ``loaded`` without one."""
+    try:
+        job.next()
+    except DppError as error:
+        text = str(error)
+        assert text.count("\n") == 0 and len(text) < 1000 and "iter_0000003" in text, text
+        return text
+    return "loaded"
+
+
+def test_a_checkpoint_that_lacks_an_object_does_not_fit(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It ended in PyTorch's RuntimeError, with the stacks of all ranks."""
+    job, path = saved(monkeypatch, tmp_path, "torch_dist")
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    del metadata.state_dict_metadata["weight"]
+    metadata.storage_data = {k: v for k, v in metadata.storage_data.items() if k.fqn != "weight"}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    said = load(job)
+    assert "does not fit this model" in said and "weight" in said
+
+
+def tried(patch: pytest.MonkeyPatch, folder: Path, form: str, number: int) -> Counter[str]:
+    """Results of loads after random changes: a flipped bit, a lost end, lost bytes, zeros."""
+    job, path = saved(patch, folder, form)
+    drawn, found = random.Random(8), Counter[str]()
+    for _ in range(number):
+        name = drawn.choice([name for name in FILES[form] if (path / name).exists()])
+        content = (path / name).read_bytes()
+        broken, at = bytearray(content), drawn.randrange(len(content))
+        change = drawn.choice(["bit", "bit", "end", "cut", "zeros"])
+        if change == "bit":
+            broken[at] ^= 1 << drawn.randrange(8)
+        elif change == "end":
+            del broken[at:]
+        elif change == "cut":
+            del broken[at : at + drawn.randrange(1, 64)]
+        else:
+            broken[at : at + 64] = bytes(len(broken[at : at + 64]))
+        (path / name).write_bytes(broken)
+        try:
+            found["loaded" if load(job) == "loaded" else "refused"] += 1
+        except BaseException as error:  # PyTorch's CheckpointException is no Exception
+            found[f"{name}, {change}: {type(error).__name__}: {str(error)[:120]}"] += 1
+        (path / name).write_bytes(content)
+    assert load(job) == "loaded"
+    return found
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_random_damage_is_refused_in_one_line_or_changes_values_only(
+    form: str, one_rank: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Values and names that nothing reads cannot be told from others without checksums."""
+    found = tried(monkeypatch, tmp_path, form, 60)
+    assert set(found) == {"loaded", "refused"}, found
+    assert torch.is_grad_enabled()
