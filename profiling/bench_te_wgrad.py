@@ -1,0 +1,218 @@
+#!/usr/bin/env python3
+"""Measure what weight gradients apart from B cost the host, with Transformer Engine's layers.
+
+    python profiling/bench_te_wgrad.py
+
+One GPU and one process, with layers so small that the host is the limit. Rows: the host's CPU time
+of a chunk's F, B and W per layer; with a fused backward, with W apart in layers as a host builds
+them, and in layers that were built with ``delay_wgrad_compute``. Autograd runs in the thread that
+is timed, and the device is waited for outside of the times. ``--profile N`` prints the N functions
+that a W spends its time in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import importlib.util
+import io
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+
+from megatron.dpp.errors import exit_with
+
+_BUILDS = ("local", "te", "te delayed")
+"""Whose layers: megatron-core's own, Transformer Engine's as a host builds them, and the same with
+``delay_wgrad_compute``."""
+
+
+class _Chunk:
+    """A GPT under DistributedDataParallel on this process alone, and its tasks."""
+
+    def __init__(self, args: argparse.Namespace, build: str, *, fusion: bool) -> None:
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+        )
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_layer_local_spec,
+            get_gpt_layer_with_transformer_engine_spec,
+        )
+        from megatron.core.transformer import TransformerConfig
+
+        from megatron.dpp.core.wgrad import fused
+        from megatron.dpp.core.wgrad.linear import WeightGradients
+        from megatron.dpp.core.wgrad.te import delay_weight_gradients
+
+        if fusion:
+            fused.provide()
+        half = torch.cuda.is_available()
+        config = TransformerConfig(
+            num_layers=args.layers, hidden_size=args.hidden, num_attention_heads=args.heads,
+            hidden_dropout=0.0, attention_dropout=0.0, bf16=half, bias_dropout_fusion=False,
+            params_dtype=torch.bfloat16 if half else torch.float32,
+            gradient_accumulation_fusion=fusion, persist_layer_norm=False,
+            masked_softmax_fusion=False,
+        )  # fmt: skip
+        delayed = build == "te delayed"
+        if delayed and (reason := delay_weight_gradients(config)):
+            raise RuntimeError(f"layers with delay_wgrad_compute: {reason}")
+        spec = (
+            get_gpt_layer_local_spec()
+            if build == "local"
+            else get_gpt_layer_with_transformer_engine_spec()
+        )
+        model = GPTModel(config, spec, args.vocabulary, args.sequence)
+        if half:
+            model = model.cuda().bfloat16()
+        buffers = DistributedDataParallelConfig(delay_wgrad_compute=delayed)
+        self.chunk = DistributedDataParallel(config, buffers, model)
+        self.said: list[str] = []
+        self.weights = WeightGradients([self.chunk], self.said.append)
+        self.pieces = self.weights.num_pieces[0]
+        self.can_fuse = not delayed
+        device = "cuda" if half else "cpu"
+        self.tokens = torch.arange(args.sequence, device=device)[None] % args.vocabulary
+        self.loss: Any = None
+
+    @contextlib.contextmanager
+    def step(self, *, apart: bool) -> Iterator[None]:
+        """Around the tasks of one step."""
+        self.chunk.zero_grad_buffer()
+        with self.weights.bound() if apart else contextlib.nullcontext():
+            yield
+
+    def forward(self) -> None:
+        self.loss = self.chunk(self.tokens, self.tokens, None, labels=self.tokens).sum()
+
+    def backward(self) -> None:
+        self.loss.backward()
+
+    def backward_apart(self, number: int) -> None:
+        with self.weights.collect(0, number):
+            self.loss.backward()
+
+    def weight(self, number: int) -> None:
+        for piece in range(self.pieces):
+            self.weights.run(0, number, piece)
+
+
+def _timed(function: Callable[..., None], *given: Any) -> float:
+    """CPU time of this thread in microseconds; the device is idle before and after it."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    before = time.thread_time()
+    function(*given)
+    took = time.thread_time() - before
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return took * 1e6
+
+
+def _measure(args: argparse.Namespace, chunk: _Chunk, *, apart: bool) -> list[float]:
+    """The least times of F, B and W per layer."""
+    times: list[tuple[float, float, float]] = []
+    for turn in range(args.rounds + 1):
+        with chunk.step(apart=apart):
+            for number in range(args.microbatches):
+                forward = _timed(chunk.forward)
+                if apart:
+                    backward = _timed(chunk.backward_apart, number)
+                    found = forward, backward, _timed(chunk.weight, number)
+                else:
+                    found = forward, _timed(chunk.backward), 0.0
+                times += [found] if turn else []
+    return [min(column) / args.layers for column in zip(*times, strict=True)] + [
+        statistics.median(map(sum, times)) / args.layers
+    ]
+
+
+def _print_profile(args: argparse.Namespace, title: str, chunk: _Chunk) -> None:
+    """The functions in which the B and W of some microbatches spend their time."""
+    for name in ("B", "W"):
+        profile = cProfile.Profile()
+        with chunk.step(apart=True):
+            for number in range(args.microbatches):
+                chunk.forward()
+                if name == "B":
+                    profile.runcall(chunk.backward_apart, number)
+                    chunk.weight(number)
+                else:
+                    chunk.backward_apart(number)
+                    profile.runcall(chunk.weight, number)
+        text = io.StringIO()
+        pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(args.profile)
+        lines = [line for line in text.getvalue().splitlines() if line.strip()]
+        print(f"\n{name} apart, {title}, {args.microbatches} x {args.layers} layers")
+        print("\n".join(lines[2:]))
+
+
+def _run(args: argparse.Namespace) -> None:
+    rows, profiled = [], []
+    end = time.monotonic() + args.seconds
+    engine = importlib.util.find_spec("transformer_engine") is not None
+    for build in _BUILDS if engine else _BUILDS[:1]:
+        for fusion in (False, True) if build != "local" else (False,):
+            if time.monotonic() > end:
+                print(f"{build}: left out after {args.seconds:g} s")
+                continue
+            chunk = _Chunk(args, build, fusion=fusion)
+            title = f"{build}, {'added to main_grad' if fusion else 'own gradient'}"
+            fused = _measure(args, chunk, apart=False) if chunk.can_fuse else None
+            apart = _measure(args, chunk, apart=True)
+            for name, found in (("fused", fused), ("apart", apart)):
+                if found is None:
+                    continue
+                whole = found[1] + found[2]
+                against = f"{whole / (fused[1] + fused[2]):.3f}" if fused else "-"
+                cells = [f"{value:.1f}" for value in (*found[:3], whole, found[3])]
+                rows.append((title, name, *cells, against))
+            print("\n".join(dict.fromkeys(chunk.said)))
+            if args.profile:
+                profiled.append((title, chunk))
+    harness.print_table(
+        "layers | backward | F us | B us | W us | B + W us | median F + B + W us | / fused", rows
+    )
+    for title, chunk in profiled:
+        _print_profile(args, title, chunk)
+
+
+def main() -> int:
+    """Measure and print the table."""
+    parser = harness.new_parser(
+        __doc__, layers=12, hidden=512, heads=8, sequence=128, vocabulary=512, microbatches=8,
+        rounds=(4, "steps that are timed, after one that is not"),
+        seconds=(70.0, "after which no further layers are begun"),
+        profile=(0, "functions of a W and of a B that are printed"),
+    )  # fmt: skip
+    args = parser.parse_args()
+    from megatron.dpp.core import cpu
+
+    support = None if torch.cuda.is_available() else cpu.install()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    address = f"tcp://127.0.0.1:{harness.free_port()}"
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=address, rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    with torch.autograd.set_multithreading_enabled(False):
+        _run(args)
+    dist.destroy_process_group()
+    if support is not None:
+        support.close()
+    return 0
+
+
+if __name__ == "__main__":
+    exit_with(main)
