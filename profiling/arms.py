@@ -41,7 +41,7 @@ class Arm:
         return {
             "policy": self.policy,
             "activation_cap": self.cap,
-            "split_backward": self.split,
+            "split_backward": self._word,
         }
 
     def config(self, **more: Any) -> DppConfig:
@@ -53,7 +53,11 @@ class Arm:
         if self.policy is None:
             return []
         found = ["--use-dpp", "--dpp-policy", self.policy, "--dpp-activation-cap", self.cap]
-        return found if self.split else [*found, "--no-dpp-split-backward"]
+        return [*found, "--dpp-split-backward", self._word]
+
+    @property
+    def _word(self) -> str:
+        return "on" if self.split else "off"
 
 
 ARMS = {

@@ -156,7 +156,9 @@ def _count_calls(args: argparse.Namespace, name: str) -> list[float]:
     with contextlib.ExitStack() as around:
         function: Callable[..., Any] = get_forward_backward_func()
         if name != "static":
-            config = DppConfig(split_backward=name == "split", transport=args.transport)
+            config = DppConfig(
+                split_backward="on" if name == "split" else "off", transport=args.transport
+            )
             function = around.enter_context(DppSchedule(config, log=lambda line: None))
         least = []
         for number in (m, 2 * m):

@@ -44,8 +44,14 @@ LAYERS = {
 ROWS = ("equal", "unlike", "packed")
 LOGGED = ("dynamic pipeline", "static pipeline", "CUDA graphs")
 """How the lines of a log begin that are printed."""
-LATE = "late-"
-"""Prefix of a dynamic arm that launches no task ahead of its input."""
+OTHERS: dict[str, dict[str, Any]] = {
+    "late-": {"launch_ahead": False},
+    "auto-": {"split_backward": "auto"},
+    "stock0-": {"split_backward": "stock:0"},
+    "stock1-": {"split_backward": "stock:1"},
+}
+"""Prefix of a dynamic arm -> what it changes: tasks are launched when their input has arrived; a
+backward is split as measured, or unless N others wait for their weight gradients."""
 NAMES = {name.replace(", ", "-").replace(" ", "-"): name for name in arms.ARMS}
 """Name on the command line -> name of the arm."""
 _OWN_GRAPHS = (arms.GRAPHS, arms.GRAPHS_LINKS)
@@ -98,7 +104,7 @@ def parse_arguments() -> argparse.Namespace:
         layout=("", "as --pipeline-model-parallel-layout, for all arms"),
         rows=(",".join(ROWS), "lengths, separated by commas"),
         arms=("static,static-links,megatron,fused,dynamic",
-              f"of {', '.join(NAMES)}; {LATE}NAME launches no task ahead of its input"),
+              f"of {', '.join(NAMES)}; before a dynamic one's name {', '.join(OTHERS)}"),
         queues=("8", "numbers of hardware queues, separated by commas"),
         one_queue=("static,dynamic", "arms with one queue"),
         own_graphs=("--cuda-graph-impl transformer_engine --te-rng-tracker",
@@ -110,7 +116,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     for name in ("versions", "rows", "arms", "queues", "one_queue"):
         setattr(args, name, getattr(args, name).split(","))
-    known = [*NAMES, *(LATE + name for name, arm in NAMES.items() if arms.ARMS[arm].policy)]
+    known = [name for name, arm in NAMES.items() if arms.ARMS[arm].policy]
+    known = [*NAMES, *(prefix + name for prefix in OTHERS for name in known)]
     for flag, given, names in (
         ("arms", args.arms, known), ("one-queue", args.one_queue, known), ("rows", args.rows, ROWS),
         ("layers-of", [args.layers_of], list(LAYERS)),
@@ -198,10 +205,10 @@ def arm_of(name: str) -> tuple[str, str, dict[str, Any]]:
     """An arm for plugin_entry.py: its name, its kind and its settings."""
     import torch
 
-    arm = arms.ARMS[NAMES[name.removeprefix(LATE)]]
+    prefix = next((each for each in OTHERS if name.startswith(each)), "")
+    arm = arms.ARMS[NAMES[name.removeprefix(prefix)]]
     if arm.policy is not None:
-        ahead = {"launch_ahead": False} if name.startswith(LATE) else {}
-        return name, "dynamic", {**arm.settings(), **ahead}
+        return name, "dynamic", arm.settings() | OTHERS.get(prefix, {})
     if NAMES[name] in (arms.LINKS, arms.GRAPHS_LINKS):
         return name, "static", {"transport": "cuda_ipc" if torch.cuda.is_available() else "shm"}
     return name, "own", {}
@@ -288,7 +295,7 @@ def run(
 def report(
     args: argparse.Namespace, group: str, found: Sequence[tuple[str, Sequence[Line]]]
 ) -> None:
-    """Print a row's arms and what comes from what, the launched-late arms in a table before it."""
+    """Print a row's arms and what comes from what, arms of :data:`OTHERS` in a table before it."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -299,11 +306,11 @@ def report(
         f"{torch.__version__}"
     )
     measured = [*gains(args, group, found)]
-    late = [one for one in measured if one.arm not in arms.ARMS]
-    if late:
-        print("\nTasks launched when their input has arrived:\n")
+    others = [one for one in measured if one.arm not in arms.ARMS]
+    if others:
+        print("\nWith other settings:\n")
         harness.print_table("row | arm | queues | median ms (min..max, turns) | reserved GB",
-                            (one.cells() for one in late))  # fmt: skip
+                            (one.cells() for one in others))  # fmt: skip
     graphs = any(one.arm in _OWN_GRAPHS for one in measured)
     arms.print_gains([one for one in measured if one.arm in arms.ARMS], graphs=graphs)
 

@@ -16,7 +16,7 @@ import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.dpp.errors import ConfigError, number_fault, setting
 
@@ -40,6 +40,9 @@ FORWARD_ONLY_ORDERS = ("auto", "megatron", "dynamic")
 
 HEAD_IN_FORWARD = ("auto", "on", "off")
 """Values of ``head_in_forward``."""
+
+SPLIT_BACKWARD = ("auto", "on", "off", "stock:N")
+"""Values of ``split_backward``; N is a number of deferred backwards."""
 
 ENGINE_ROWS = 128
 """Transformer Engine's attention (cuDNN 9.19) is right in CUDA graphs for sequences of multiples of
@@ -109,6 +112,38 @@ def missing_extension() -> str | None:
     )
 
 
+class Backward(NamedTuple):
+    """The way in which the backwards of a step run.
+
+    Args:
+        split: weight gradients may be tasks of their own.
+        stock: deferred backwards from which a backward is fused, if no weight gradient of its chunk
+            is deferred; infinity for never.
+    """
+
+    split: bool = True
+    stock: float = math.inf
+
+    @classmethod
+    def of(cls, word: str) -> Backward | None:
+        """That of a value of ``split_backward``; None for ``auto``.
+
+        Raises:
+            ValueError: it is none of :data:`SPLIT_BACKWARD`.
+        """
+        if word in ("on", "off"):
+            return cls(split=word == "on")
+        stock = re.fullmatch("stock:([0-9]{1,9})", str(word))
+        if stock is None and word != "auto":
+            raise ValueError(f"expected {', '.join(SPLIT_BACKWARD[:-1])} or {SPLIT_BACKWARD[-1]}")
+        return None if stock is None else cls(stock=int(stock[1]))
+
+    def __str__(self) -> str:
+        if self.split:
+            return "on" if math.isinf(self.stock) else f"stock:{self.stock:.0f}"
+        return "off"
+
+
 def _option(default: Any, help_text: str, needs: str = "dpp") -> Any:
     return field(default=default, metadata={"help": help_text, "needs": needs})
 
@@ -134,8 +169,11 @@ class DppConfig:
         "order of forward-only steps over chunks: megatron (megatron-core's own), dynamic (what is "
         "ready), auto (megatron if the model replays its routing, dynamic otherwise)",
     )
-    split_backward: bool = _option(
-        True, "run a layer's weight gradients apart from its input gradients, to fill waiting times"
+    split_backward: str = _option(
+        "auto",
+        "run a layer's weight gradients apart from its input gradients, to fill waiting times: on, "
+        "off, stock:N (unless N backwards wait for theirs, and none of the same chunk), auto "
+        "(chosen by what the first steps measure on a GPU, else on)",
     )
     head_in_forward: str = _option(
         "auto",
@@ -281,6 +319,11 @@ class DppConfig:
                 f"{setting('transport', self.transport)}: expected one of "
                 f"{', '.join(TRANSPORT_KINDS)}"
             )
+        try:
+            Backward.of(self.split_backward)
+        except ValueError as error:
+            given = setting("split_backward", self.split_backward)
+            raise ConfigError(f"{given}: {error}") from None
         for name, values in (
             ("cuda_graphs", CUDA_GRAPHS),
             ("forward_only_order", FORWARD_ONLY_ORDERS),

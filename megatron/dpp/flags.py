@@ -12,6 +12,9 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.naming import flag_of
 from megatron.dpp.schedule import BUILT_IN
 
+_WERE_SWITCHES = ("split_backward",)
+"""Fields of words whose ``off`` may be spelled as that of a switch: ``--no-dpp-x``."""
+
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises instead of leaving the process."""
@@ -31,6 +34,9 @@ def add_dpp_flags(parser: argparse.ArgumentParser) -> None:
             "default": field.default,
             "help": field.metadata["help"].format_map(names),
         }
+        if field.name in _WERE_SWITCHES:
+            off = options | {"action": "store_const", "const": "off", "help": argparse.SUPPRESS}
+            group.add_argument(flag_of(field.name).replace("--", "--no-", 1), **off)
         if isinstance(field.default, bool):
             options["action"] = argparse.BooleanOptionalAction
         else:

@@ -46,8 +46,8 @@ def flag_name(name: str) -> str:
 def in_flags(given: Setting) -> str:
     """A setting as a flag, with its value.
 
-    >>> in_flags(Setting("DppConfig", "split_backward", False))
-    '--no-dpp-split-backward'
+    >>> in_flags(Setting("DppConfig", "launch_ahead", False))
+    '--no-dpp-launch-ahead'
     """
     if given.owner == "DppConfig":
         flag = flag_of(given.name)

@@ -15,14 +15,15 @@ import argparse
 import dataclasses
 import random
 import re
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron.dpp.command_line import new_parser
+from megatron.dpp.config import Backward
 from megatron.dpp.errors import ConfigError, DppError, require_value, use_names
 from megatron.dpp.index_files import check_index, read_lengths
 from megatron.dpp.naming import renamed
@@ -40,6 +41,7 @@ from megatron.dpp.sim.result import Result, format_grid
 from megatron.dpp.sim.schedules import STATIC, find_schedule, run_static
 from megatron.dpp.sim.slice_arms import Comparison, table
 from megatron.dpp.sim.slices import MOST_TOKENS, check_slice_tokens
+from megatron.dpp.sim.tables import print_parts, print_results
 
 _GRID_COLUMNS = 260
 """Wider grids are not printed unless asked for: they would wrap."""
@@ -48,7 +50,7 @@ _LEAST_SHOWN = 16
 """Lengths from which a histogram is printed."""
 
 _MOST_SIGMA = 5.0
-_MOST = {"lead": 1e6, "hop": 1e6, "head": 1e6, "jitter": _MOST_SIGMA}
+_MOST = {"lead": 1e6, "hop": 1e6, "overhead": 1e6, "head": 1e6, "jitter": _MOST_SIGMA}
 """Largest values; with a larger sigma a single task dominates a run."""
 
 _BATCH = 64
@@ -103,11 +105,15 @@ def _add_schedule_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--compare", action="store_true", help="add other schedules, and what comes from what")
     add("--cap", default="auto", metavar="C", help="as --dpp-activation-cap (default auto)")
+    off: dict[str, Any] = {"action": "store_const", "const": "off", "default": "auto"}
+    add("--no-split-backward", dest="split_backward", help=argparse.SUPPRESS, **off)
     add(
         "--split-backward",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="W apart from B (default yes)",
+        type=_word,
+        default="auto",
+        metavar="WORD",
+        help="W apart from B: on, off, stock:N, or auto (default): stock:1 with --overhead and "
+        "equal lengths, off with --costs that have no W, else on",
     )
     add("--w-pieces", type=int, default=1, metavar="N", help="pieces of a chunk's W (default 1)")
     add("--beta", type=float, default=0.0, metavar="X", help="share that a B frees (default 0)")
@@ -118,6 +124,7 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("costs and what varies, applied in this order").add_argument
     add("--costs", metavar="FILE", help="measured costs; they set --pp and --chunks")
     add("--condition", choices=list(CONDITIONS), metavar="NAME", help=", ".join(CONDITIONS))
+    add("--overhead", type=float, metavar="T", help="host time after a task (0 chunk forwards)")
     add("--hop", type=float, default=0.01, metavar="T", help="time of a hop (0.01 chunk forwards)")
     add("--head", type=float, metavar="T", help="add T to the last stage's F, B and W")
     add("--jitter", type=float, metavar="SIGMA", help="lognormal factor per task")
@@ -148,6 +155,7 @@ def _run(args: argparse.Namespace) -> None:
     else:
         shape = measured.shape(args.microbatches)
     _check(args, shape, measured)
+    args.backward = _backward(args, measured, unlike=lengths.source is not None)
     if lengths.source and (measured or args.condition):
         raise ConfigError(
             f"--lengths {args.lengths}: --costs and --condition have costs of their own; give "
@@ -171,9 +179,9 @@ def _run(args: argparse.Namespace) -> None:
         costs = change(base, shape, random.Random(f"change {seed}"))
         for name, run in runs.items():
             results[name].append(run(drawn, costs))
-    _report(args, dataclasses.replace(shape, largest=lengths.longest), results, unit)
+    print_results(dataclasses.replace(shape, largest=lengths.longest), results, unit)
     if args.compare:
-        _report_parts(_arms(args, shape, measured), results, shape.num_chunks)
+        print_parts(_arms(args, shape, measured), results, shape.num_chunks)
     _show(args, results, unit)
 
 
@@ -306,10 +314,31 @@ def _check(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | Non
         )
     if measured and args.condition:
         raise ConfigError("--condition has costs of its own; with --costs use --jitter and so on")
-    if measured and not measured.split and args.split_backward:
+    if measured and not measured.split and args.split_backward not in ("auto", "off"):
         raise ConfigError(
-            f"{args.costs} has no W times (its run had a fused backward): add --no-split-backward"
+            f"--split-backward {args.split_backward}: {args.costs} has no W times (its run had a "
+            "fused backward); take --split-backward off"
         )
+
+
+def _word(text: str) -> str:
+    try:
+        Backward.of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
+    return text
+
+
+def _backward(
+    args: argparse.Namespace, measured: MeasuredCosts | None, *, unlike: bool
+) -> Backward:
+    """The way of backwards; ``auto`` chooses as a run does where it can."""
+    given = Backward.of(args.split_backward)
+    if given is not None:
+        return given
+    if measured and not measured.split:
+        return Backward(split=False)
+    return Backward(stock=1) if args.overhead and not unlike else Backward()
 
 
 def _base(
@@ -331,6 +360,8 @@ def _base(
 
 def _changes(args: argparse.Namespace, shape: Shape, sigma: float | None) -> list[Change]:
     found: list[Change] = []
+    if args.overhead:
+        found.append(conditions.overhead(args.overhead))
     if args.head is not None:
         found.append(conditions.heavy_head(args.head))
     if args.jitter is not None:
@@ -387,7 +418,8 @@ def _runner(name: str, args: argparse.Namespace) -> _Run:
     schedule = find_schedule(
         name,
         cap=args.cap,
-        split_backward=args.split_backward,
+        split_backward=args.backward.split,
+        stock=args.backward.stock,
         beta=args.beta,
         w_pieces=args.w_pieces,
         group=args.group,
@@ -422,7 +454,7 @@ def _arms(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None
     return arms.Arms(
         shape.num_chunks,
         cap=args.cap,
-        split=args.split_backward and (measured is None or measured.split),
+        split=args.backward.split,
         beta=args.beta,
         w_pieces=args.w_pieces,
         group=args.group,
@@ -441,48 +473,6 @@ def _comparison(
     if shape.num_chunks == 1:
         names.remove("interleaved")
     return runs | {name: _runner(name, args) for name in names if name not in runs}
-
-
-def _mean(runs: Sequence[Result]) -> float:
-    return statistics.fmean(run.makespan for run in runs)
-
-
-def _report(
-    args: argparse.Namespace, shape: Shape, results: dict[str, list[Result]], unit: str
-) -> None:
-    plural = "es" if shape.num_microbatches > 1 else ""
-    print(
-        f"{shape.num_ranks} ranks x {shape.num_chunks} chunks, "
-        f"{shape.num_microbatches} microbatch{plural}, {args.seeds} seed(s)"
-    )
-    print(f"{'schedule':24s} {'makespan':>10s} {'ratio':>7s} {'peak':>6s}  peak by rank")
-    for name, runs in results.items():
-        first = runs[0]
-        makespan = _mean(runs)
-        ratio = statistics.fmean(run.ratio for run in runs)
-        chunks = len(first.slots) and 1 + max(s.action.chunk for s in first.slots[0])
-        peaks = [held / chunks for held in first.peak_held]
-        shown = " ".join(f"{peak:.3g}" for peak in peaks[:16]) + (" ..." if peaks[16:] else "")
-        print(f"{name:24s} {makespan:9.4g}{unit or ' '} {ratio:7.3f} {max(peaks):6.3g}  {shown}")
-    of = " of the longest sequence" if shape.largest else ""
-    print(f"ratio: makespan / the busiest rank's own work; peak: whole ranks' activations{of} held")
-
-
-def _report_parts(chosen: arms.Arms, results: dict[str, list[Result]], num_chunks: int) -> None:
-    """Print which ingredient saves what, and each arm's peak in whole ranks' activations."""
-    times = {name: _mean(results[name]) for name in chosen.names}
-    found = arms.parts(times, chosen.steps)
-    names = arms.part_names(found.values())
-    heads = "".join(f"{name:>9s}" for name in ("peak", *names, "all"))
-    print(f"\n{'what comes from what, %':24s}{heads}")
-    for name in chosen.names:
-        peak = statistics.fmean(max(run.peak_held) / num_chunks for run in results[name])
-        cells = "".join(f"{cell:>9s}" for cell in arms.part_cells(found.get(name), names))
-        print(f"{name:24s}{peak:9.3g}{cells}")
-    print(
-        f"per cent of the time of {chosen.static} that each ingredient saves; order: at the cap "
-        "static; memory: beyond it, with --cap; links are alike in all rows"
-    )
 
 
 def _show(args: argparse.Namespace, results: dict[str, list[Result]], unit: str) -> None:

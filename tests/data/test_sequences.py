@@ -298,12 +298,12 @@ def test_the_planner_simulates_the_pipeline_of_the_run(
     args: Any = argparse.Namespace(
         dpp_activation_cap=cap, use_dpp=dynamic, pipeline_model_parallel_size=4,
         virtual_pipeline_model_parallel_size=None, packing_budget=0, seq_length=64,
-        micro_batch_size=3, dpp_policy="a policy", dpp_split_backward=True,
+        micro_batch_size=3, dpp_policy="a policy", dpp_split_backward="auto",
     )  # fmt: skip
     made = sequences.pipeline_model(args)
     assert (made.num_ranks, made.num_chunks, made.longest, made.cap) == (4, 1, 192, told)
     assert made.policy == ("a policy" if dynamic else None) and made.split_backward
-    args.virtual_pipeline_model_parallel_size, args.dpp_split_backward = 2, False
+    args.virtual_pipeline_model_parallel_size, args.dpp_split_backward = 2, "off"
     made = sequences.pipeline_model(args)
     assert made.num_chunks == 2 and not made.split_backward
 

@@ -186,14 +186,16 @@ def test_gradient_buffers_know_what_is_delayed_and_start_equal(
 @pytest.mark.parametrize(
     ("dynamic", "split", "layers", "asked"),
     [
-        (True, True, "transformer_engine", True),
-        (False, True, "transformer_engine", False),
-        (True, False, "transformer_engine", False),
-        (True, True, "local", False),
+        (True, "on", "transformer_engine", True),
+        (True, "stock:1", "transformer_engine", True),
+        (True, "auto", "transformer_engine", False),
+        (False, "on", "transformer_engine", False),
+        (True, "off", "transformer_engine", False),
+        (True, "on", "local", False),
     ],
 )
 def test_only_a_dynamic_split_backward_delays_weight_gradients(
-    dynamic: bool, split: bool, layers: str, asked: bool, monkeypatch: pytest.MonkeyPatch
+    dynamic: bool, split: str, layers: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainees = Trainees(monkeypatch, [])
     trainees.build(

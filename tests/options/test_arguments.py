@@ -347,7 +347,7 @@ def test_dpp_flags_come_from_the_configuration() -> None:
     args = checked("--use-dpp --dpp-slots 3 --no-dpp-split-backward --workload 7 --dpp-record x")
     config = args.dpp
     assert (config.slots, config.split_backward, config.workload, config.record) == (
-        3, False, 7, "x",
+        3, "off", 7, "x",
     )  # fmt: skip
     with pytest.raises(ConfigError, match="--dpp-transport pigeon"):
         checked("--use-dpp --dpp-transport pigeon")

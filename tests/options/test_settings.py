@@ -42,6 +42,9 @@ def test_yaml_settings_lie_between_defaults_and_command_line(tmp_path: Path) -> 
     assert not args.bias_gelu_fusion
     plain = parse_args([])
     assert (plain.init_method_std, plain.bias_gelu_fusion) == (0.02, True), "the next has its own"
+    path.write_text("dpp_split_backward: off\ndpp-cuda-graphs: on\n")
+    words = checked(f"--yaml-cfg {path}")
+    assert (words.dpp_split_backward, words.dpp_cuda_graphs) == ("off", "on"), "no booleans"
     path.write_text("language_model:\n  hiden_size: 3\n")
     with pytest.raises(ConfigError, match="did you mean hidden"):
         checked(f"--yaml-cfg {path}")

@@ -128,7 +128,7 @@ def main() -> None:
     chunk.zero_grad_buffer = lambda: None  # type: ignore[assignment]
     sizes = {"pp": 2, "tp": 1, "cp": 1, "dp_cp": 1}
     groups = SimpleNamespace(**{name: FakeGroup(size) for name, size in sizes.items()})
-    plugin.install(DppConfig(split_backward=False), strict=True)
+    plugin.install(DppConfig(split_backward="off"), strict=True)
     assert training.get_forward_backward_func == evaluation.get_forward_backward_func
     assert training.get_forward_backward_func == schedules.get_forward_backward_func
     for module in (training, evaluation):

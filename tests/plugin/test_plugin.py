@@ -156,7 +156,7 @@ def test_what_explains_an_error_leaves_nothing_installed(
 def test_a_pipeline_runs_dynamically(
     dynamic_calls: list[dict[str, Any]], static_calls: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    plugin.install(DppConfig(split_backward=False))
+    plugin.install(DppConfig(split_backward="off"))
     run = schedules.get_forward_backward_func()
     asked = keywords(forward_only=True, p2p_communicator=SimpleNamespace())
     assert run(**asked) == run(**asked) == ["dynamic"]
@@ -171,7 +171,7 @@ def test_the_calls_of_nemo_and_verl_are_covered(dynamic_calls: list[dict[str, An
     exec("from megatron.core.pipeline_parallel import get_forward_backward_func", verl.__dict__)
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(sys.modules, verl.__name__, verl)
-        plugin.install(DppConfig(split_backward=False, max_tokens=64), strict=True)
+        plugin.install(DppConfig(split_backward="off", max_tokens=64), strict=True)
     namespace: dict[str, Any] = {}
     exec(
         "from megatron.core.pipeline_parallel.schedules import get_forward_backward_func", namespace
@@ -190,7 +190,7 @@ def test_the_calls_of_nemo_and_verl_are_covered(dynamic_calls: list[dict[str, An
 def test_dropout_is_named_once(
     dynamic_calls: list[Any], caplog: pytest.LogCaptureFixture, task_rng: bool, line: str
 ) -> None:
-    plugin.install(DppConfig(split_backward=False, task_rng=task_rng))
+    plugin.install(DppConfig(split_backward="off", task_rng=task_rng))
     run = schedules.get_forward_backward_func()
     run(**keywords())
     assert not caplog.records
@@ -206,7 +206,7 @@ def test_announced_sizes_reach_the_next_training_step_alone(
     told: list[Any] = []
     monkeypatch.setattr(DppSchedule, "announce", lambda self, sizes: told.append(sizes))
     plugin.announce([1])  # nothing is installed
-    plugin.install(DppConfig(split_backward=False))
+    plugin.install(DppConfig(split_backward="off"))
     run = schedules.get_forward_backward_func()
     sizes = [8, 2, 5]
     plugin.announce(sizes)
@@ -236,7 +236,7 @@ def test_steps_of_a_host_without_a_count_are_numbered_by_training_steps(
         return contextlib.nullcontext()
 
     monkeypatch.setattr(plugin.StepTrace, "step", step)
-    plugin.install(DppConfig(split_backward=False))
+    plugin.install(DppConfig(split_backward="off"))
     for forward_only in (False, True, True, False, False):
         schedules.get_forward_backward_func()(**keywords(forward_only=forward_only))
     assert numbers == [0, 1, 1, 1, 2]
@@ -247,7 +247,7 @@ def test_a_nominal_length_needs_the_most_tokens(
 ) -> None:
     """verl passes ``seq_length`` 1 and ``micro_batch_size`` 1, and no pipeline sizes."""
     asked = keywords(config={"variable_seq_lengths": True}, seq_length=1)
-    plugin.install(DppConfig(split_backward=False, max_tokens=4096))
+    plugin.install(DppConfig(split_backward="off", max_tokens=4096))
     assert schedules.get_forward_backward_func()(**asked) == ["dynamic"]
 
 
@@ -255,7 +255,7 @@ def test_a_length_of_the_host_is_enough(
     dynamic_calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Megatron-LM's argument, or the field of Megatron-Bridge's model."""
-    plugin.install(DppConfig(split_backward=False), strict=True)
+    plugin.install(DppConfig(split_backward="off"), strict=True)
     run = schedules.get_forward_backward_func()
     config = {"variable_seq_lengths": True}
     run(**keywords(config={**config, "seq_length": 64}, seq_length=1))

@@ -109,7 +109,7 @@ def test_experts_of_two_hosts_train_as_with_the_static_schedule() -> None:
     over_rdma = {"transport": "rdma", "inject": LATE}
     cases = [
         case(
-            "ep2 of two hosts", 2, 4, over_rdma, over_rdma | {"split_backward": False}, ep=2,
+            "ep2 of two hosts", 2, 4, over_rdma, over_rdma | {"split_backward": "off"}, ep=2,
             layers=2, model=EXPERTS, deviates=1,
         )
     ]  # fmt: skip

@@ -123,7 +123,7 @@ class Heard(DppSchedule):
 
 
 def train(case: dict[str, Any], schedule: Any) -> dict[str, Any]:
-    split = isinstance(schedule, Heard) and schedule.config.split_backward
+    split = isinstance(schedule, Heard) and schedule.config.split_backward != "off"
     DELAY[0] = split and not case.get("as_built")
     result = PLAIN_TRAIN(case, schedule)
     if split:
@@ -143,7 +143,7 @@ def refuse(case: dict[str, Any]) -> None:
     from megatron.dpp.runtime.static import StaticSchedule
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=case["p"])
-    for schedule in (StaticSchedule(seed=1), DppSchedule(DppConfig(split_backward=False), seed=1)):
+    for schedule in (StaticSchedule(seed=1), DppSchedule(DppConfig(split_backward="off"), seed=1)):
         DELAY[0] = True
         with schedule:
             try:

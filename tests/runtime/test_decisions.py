@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.dpp.config import DppConfig
+from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.direction import Direction
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.schedule import (
@@ -26,6 +26,7 @@ from megatron.dpp.schedule import (
 )
 from megatron.dpp.schedule.reference import static_peak
 
+SPLIT, FUSED = Backward(), Backward(split=False)
 TRAINING = Geometry(2, 0, 1, 4)
 
 
@@ -45,7 +46,7 @@ def test_each_call_has_the_policy_that_it_asks_for() -> None:
     """Its scheduler is kept, but not for a call with another policy."""
     made = decisions(policy="dynamic")
     for asked, policy in ((None, "dynamic"), ("megatron", "megatron"), (None, "dynamic")):
-        assert made.scheduler(TRAINING, split=False, policy=asked).policy is BUILT_IN[policy]
+        assert made.scheduler(TRAINING, backward=FUSED, policy=asked).policy is BUILT_IN[policy]
 
 
 @pytest.mark.parametrize("policy", ["megatron", "breadth-first"])
@@ -54,7 +55,7 @@ def test_an_evaluation_runs_depth_first_whatever_the_policy(policy: str) -> None
     evaluation = Geometry(2, 0, 2, 4, forward_only=True)
     made = decisions(policy=policy)
     for asked, expected in ((None, "depth-first"), ("megatron", "megatron")):
-        found = made.scheduler(evaluation, split=False, policy=asked)
+        found = made.scheduler(evaluation, backward=FUSED, policy=asked)
         assert found.policy is BUILT_IN[expected]
 
 
@@ -65,7 +66,7 @@ def test_a_replayed_evaluation_runs_in_the_recorded_order(tmp_path: Path) -> Non
     recorder.write(evaluation, list(map(Action.parse, order)), split_backward=False)
     recorder.close()
     for settings, expected in (({"replay": path}, order), ({}, usual)):
-        scheduler = decisions(**settings).scheduler(evaluation, split=False)
+        scheduler = decisions(**settings).scheduler(evaluation, backward=FUSED)
         scheduler.arrived(Direction.FORWARD, 1, 2)
         found = [scheduler.next() for _ in order]
         assert list(map(str, found)) == expected
@@ -82,9 +83,11 @@ def test_the_static_peak_of_the_last_rank_is_that_with_its_head(announced: bool)
         made = decisions(activation_cap="static")
         made.measured(Memory(activation_bytes=8, deferred_bytes=8, head_room=room, last_layers=1.0))
         for _ in range(1 if announced else 2):
-            scheduler = made.scheduler(last, split=True, sizes=[UNIT] * 16 if announced else None)
+            scheduler = made.scheduler(
+                last, backward=SPLIT, sizes=[UNIT] * 16 if announced else None
+            )
             cap = scheduler._limits[-1].cap
-            made.ran(scheduler, [], split=True)
+            made.ran(scheduler, [], backward=SPLIT)
         caps.append(cap)
         weights = scheduler.weights or (1.0, 1.0)
         expected = max(
@@ -97,9 +100,9 @@ def test_the_static_peak_of_the_last_rank_is_that_with_its_head(announced: bool)
 def test_a_policy_that_holds_all_waits_only_for_bytes_to_be_measured() -> None:
     for cap, policy in (("100p", "breadth-first"), ("1GiB", "depth-first")):
         made = decisions(policy="breadth-first", activation_cap=cap)
-        assert made.scheduler(TRAINING, split=False).policy is BUILT_IN[policy]
+        assert made.scheduler(TRAINING, backward=FUSED).policy is BUILT_IN[policy]
     made.measured(Memory(activation_bytes=1024, deferred_bytes=0))
-    assert made.scheduler(TRAINING, split=False).policy is BUILT_IN["breadth-first"]
+    assert made.scheduler(TRAINING, backward=FUSED).policy is BUILT_IN["breadth-first"]
 
 
 def test_the_head_takes_room_beside_deferred_weight_gradients_alone() -> None:
@@ -107,14 +110,14 @@ def test_the_head_takes_room_beside_deferred_weight_gradients_alone() -> None:
     last = Geometry(4, 3, 2, 16)
     whole = parse_cap("auto", last).chunks
     made = decisions()
-    assert made.scheduler(last, split=False).view.cap == made.cap == whole
-    assert made.scheduler(last, split=True).view.cap == made.cap < whole
+    assert made.scheduler(last, backward=FUSED).view.cap == made.cap == whole
+    assert made.scheduler(last, backward=SPLIT).view.cap == made.cap < whole
 
 
 def test_before_it_is_measured_a_backward_counts_as_freeing_nothing() -> None:
     """More may be held otherwise than fits."""
     geometry = Geometry(1, 0, 1, 4, w_pieces=(1,))
-    scheduler = decisions().scheduler(geometry, split=True)
+    scheduler = decisions().scheduler(geometry, backward=SPLIT)
     assert held_after(scheduler, "0F0", "0B0", "0W0") == [1.0, 1.0, 0.0]
 
 
@@ -122,7 +125,7 @@ def test_a_slot_is_held_until_the_last_weight_gradient_has_run() -> None:
     made = decisions()
     made.measured(Memory(activation_bytes=100, deferred_bytes=60))
     made.measured_slots(400)
-    scheduler = made.scheduler(Geometry(1, 0, 1, 4, w_pieces=(1,)), split=True)
+    scheduler = made.scheduler(Geometry(1, 0, 1, 4, w_pieces=(1,)), backward=SPLIT)
     assert held_after(scheduler, "0F0", "0B0", "0W0") == [1.0, 1.0, 0.0]
 
 
@@ -130,7 +133,7 @@ def test_a_cap_is_said_once_however_many_calls_have_it() -> None:
     said: list[str] = []
     made = Decisions(DppConfig(activation_cap="1p"), said.append)
     for _ in range(2):
-        made.scheduler(TRAINING, split=True)
+        made.scheduler(TRAINING, backward=SPLIT)
         made.renew()
     assert [line for line in said if "may hold" in line] == said[:1] == said
     assert "LM head" not in said[0], "nothing is taken off the cap"
@@ -142,8 +145,8 @@ def test_sizes_are_recorded_of_training_calls_with_unlike_microbatches() -> None
     made._recorder = writer
     evaluation = Geometry(2, 0, 1, 4, forward_only=True)
     for geometry, sizes in ((TRAINING, [2, 5, 3, 5]), (TRAINING, [5] * 4), (evaluation, [2] * 4)):
-        scheduler = made.scheduler(geometry, split=True, largest=5, sizes=sizes)
-        made.ran(scheduler, [], split=True)
+        scheduler = made.scheduler(geometry, backward=SPLIT, largest=5, sizes=sizes)
+        made.ran(scheduler, [], backward=SPLIT)
     assert [sizes and list(sizes) for sizes in recorded] == [[2, 5, 3, 5], None, None]
 
 
@@ -152,9 +155,9 @@ def test_an_evaluation_raises_no_static_cap() -> None:
     made = decisions(activation_cap="static")
     caps = []
     for geometry in (TRAINING, Geometry(2, 0, 1, 9, forward_only=True), TRAINING):
-        scheduler = made.scheduler(geometry, split=True, largest=10, sizes=[5] * 4 + [10] * 5
+        scheduler = made.scheduler(geometry, backward=SPLIT, largest=10, sizes=[5] * 4 + [10] * 5
                                    if geometry.forward_only else [5] * 4)  # fmt: skip
-        made.ran(scheduler, [], split=True)
+        made.ran(scheduler, [], backward=SPLIT)
         caps.append([limit.cap for limit in scheduler._limits])
     assert caps == [[1.0], [], [1.0]]
 
@@ -162,9 +165,9 @@ def test_an_evaluation_raises_no_static_cap() -> None:
 def test_the_last_chunk_is_held_with_its_head_once_that_is_measured() -> None:
     last = Geometry(4, 3, 2, 16)
     made = decisions()
-    assert made.scheduler(last, split=True).weights == ()
+    assert made.scheduler(last, backward=SPLIT).weights == ()
     made.measured(Memory(activation_bytes=8, deferred_bytes=8, head_room=2.0, last_layers=0.5))
-    scheduler = made.scheduler(last, split=True)
+    scheduler = made.scheduler(last, backward=SPLIT)
     assert scheduler.weights == (1.0, 2.5)
     for chunk in range(2):
         scheduler.arrived(0, chunk, 1)
@@ -175,7 +178,7 @@ def test_of_the_shapes_of_calls_those_used_last_are_kept() -> None:
     made = decisions()
 
     def scheduler(number: int) -> Scheduler:
-        return made.scheduler(Geometry(2, 0, 1, number), split=False)
+        return made.scheduler(Geometry(2, 0, 1, number), backward=FUSED)
 
     first, second = scheduler(1), scheduler(2)
     assert [scheduler(number) for number in (3, 4)] and scheduler(1) is first

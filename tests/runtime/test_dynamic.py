@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from megatron.dpp.config import DppConfig
+from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.core.boundary import Boundaries, Tokens
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime import dynamic
@@ -107,11 +107,13 @@ class Step:
         self.span, self.reduced_in = "", list[str]()
         self.weights = Weights([0], (2,))
         self.closed: list[str] = []
-        self.scheduler = SimpleNamespace(num_out_of_order=3)
+        self.scheduler = SimpleNamespace(
+            num_out_of_order=3, sizes=SimpleNamespace(unlike=lambda: None)
+        )
         self.decisions = SimpleNamespace(
             wants_measuring=True, peak_held=2.5, activation_bytes=0.0,
             scheduler=lambda geometry, **given: self.asked.append(given) or self.scheduler,
-            ran=lambda which, actions, *, split: self.asked.append((which, actions, split)),
+            ran=lambda which, actions, *, backward: self.asked.append((which, actions, backward)),
         )  # fmt: skip
         links = SimpleNamespace(
             channels=SimpleNamespace(receiving=[]), transport=SimpleNamespace(board=None),
@@ -159,7 +161,15 @@ class Step:
     num_pieces = (0, 2)
 
     def prepare(self, call: Any) -> Any:
-        return self.weights if self.schedule.config.split_backward else None
+        return self.weights if self.schedule.config.split_backward != "off" else None
+
+    chosen = Backward()
+
+    def begin(self, call: Any) -> Backward:
+        return self.chosen
+
+    def ran(self, *, unlike: bool) -> None:
+        self.unlike = unlike
 
     @contextlib.contextmanager
     def bound(self, call: Any, recorder: Any) -> Iterator[None]:
@@ -235,15 +245,19 @@ def test_an_evaluation_measures_nothing_and_takes_no_weight_gradients(
     assert [stage[0] for stage in step.stages] == ["the user's"] and step.stages[0][-1] is None
     assert not step.wrapped and not step.accounts
     assert step.schedule.iteration == 1, "evaluations are numbered too"
-    assert step.asked[0]["split"] is False and step.asked[0]["policy"] == "depth-first"
+    assert step.asked[0]["backward"].split is False and step.asked[0]["policy"] == "depth-first"
 
 
 def test_a_fused_backward_gives_the_stage_no_weight_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    step = Step(monkeypatch, call_of(), split_backward=False)
+    step = Step(monkeypatch, call_of(), split_backward="off")
     step.schedule()
     assert step.stages[0][-1] is None and FakeExecutor.made[0]["split_backward"] is False
+    chosen = Step(monkeypatch, call_of())
+    chosen.chosen = Backward(split=False)
+    chosen.schedule()
+    assert chosen.stages[0][-1] is None and chosen.asked[0]["backward"] == Backward(split=False)
 
 
 @pytest.mark.parametrize(
@@ -263,8 +277,11 @@ def test_announced_sizes_serve_one_call_where_all_that_run_it_have_them(
         told.clear()  # the host's own list
     for sizes in (known, None):
         own()
-        expected = {"split": True, "largest": 8, "sizes": sizes, "kappa": 0.0, "policy": "megatron"}
-        assert step.asked == [expected, (step.scheduler, ["a", "b", "c", "d"], True)]
+        expected = {
+            "backward": Backward(), "largest": 8, "sizes": sizes, "kappa": 0.0,
+            "policy": "megatron",
+        }  # fmt: skip
+        assert step.asked == [expected, (step.scheduler, ["a", "b", "c", "d"], Backward())]
         step.asked.clear()
     assert step.started == [[4], [4]]
     assert step.consumed == [Geometry(3, 0, 1, 4, w_pieces=(2,))] * 2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.config import DppConfig
+from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.core import rng
 from megatron.dpp.core.boundary import Tokens
 from megatron.dpp.direction import Direction
@@ -112,11 +112,11 @@ def test_schedulers_are_built_anew_with_what_was_measured() -> None:
     """A scheduler that is kept would go on with the beta of the first step."""
     made = decisions([])
     geometry = Geometry(2, 0, 1, 4, w_pieces=(2,))
-    first = made.scheduler(geometry, split=True)
-    assert made.scheduler(geometry, split=True) is first
+    first = made.scheduler(geometry, backward=Backward())
+    assert made.scheduler(geometry, backward=Backward()) is first
     made.measured(Memory(activation_bytes=100, deferred_bytes=60))
-    second = made.scheduler(geometry, split=True)
-    assert second is not first and made.scheduler(geometry, split=True) is second
+    second = made.scheduler(geometry, backward=Backward())
+    assert second is not first and made.scheduler(geometry, backward=Backward()) is second
     held = []
     for scheduler in (first, second):
         scheduler.run(Action.parse("0F0"))
@@ -129,7 +129,10 @@ def test_schedulers_are_built_anew_with_what_was_measured() -> None:
 def test_a_call_with_shorter_sequences_has_a_scheduler_of_its_own() -> None:
     made, geometry = decisions([]), Geometry(2, 0, 1, 4)
     for largest in (8, 4, 8):
-        assert made.scheduler(geometry, split=False, largest=largest).sizes.largest == largest
+        assert (
+            made.scheduler(geometry, backward=Backward(split=False), largest=largest).sizes.largest
+            == largest
+        )
 
 
 def test_the_head_is_counted_in_slots_once_their_size_is_known() -> None:
@@ -139,11 +142,11 @@ def test_the_head_is_counted_in_slots_once_their_size_is_known() -> None:
     made.measured(Memory(activation_bytes=100, deferred_bytes=60, head_room=8.0))
     made.measured_slots(400)
     assert made.activation_bytes == 400
-    caps = [made.scheduler(geometry, split=True).view.cap]
+    caps = [made.scheduler(geometry, backward=Backward()).view.cap]
     for room in (2.0, 8.0):
         other = decisions([])
         other.measured(Memory(activation_bytes=400, deferred_bytes=400, head_room=room, slots=True))
-        caps.append(other.scheduler(geometry, split=True).view.cap)
+        caps.append(other.scheduler(geometry, backward=Backward()).view.cap)
     assert caps[0] == caps[1] > caps[2]
 
 
@@ -152,7 +155,7 @@ def test_the_cap_is_that_of_the_last_training_step() -> None:
     assert made.cap == 0.0
     for number, (forward_only, cap) in enumerate([(True, 0.0), (False, 3.0), (True, 3.0)], 3):
         geometry = Geometry(2, 0, 1, number, forward_only=forward_only)
-        made.scheduler(geometry, split=False)
+        made.scheduler(geometry, backward=Backward(split=False))
         assert made.cap == cap
 
 
@@ -160,25 +163,27 @@ def test_another_model_forgets_what_was_measured() -> None:
     made = decisions([])
     geometry = Geometry(2, 0, 1, 4, w_pieces=(2,))
     made.measured(Memory(activation_bytes=100, deferred_bytes=60))
-    measured = made.scheduler(geometry, split=True)
+    measured = made.scheduler(geometry, backward=Backward())
     made.renew()
     assert made.wants_measuring and made.activation_bytes == 0
-    assert made.scheduler(geometry, split=True) is not measured
+    assert made.scheduler(geometry, backward=Backward()) is not measured
 
 
 def test_a_recording_counts_evaluations_too() -> None:
     made = decisions([])
     for number, forward_only in enumerate((True, False, True)):
         assert made._num_calls == number
-        scheduler = made.scheduler(Geometry(2, 0, 1, 4, forward_only=forward_only), split=False)
-        made.ran(scheduler, [], split=False)
+        scheduler = made.scheduler(
+            Geometry(2, 0, 1, 4, forward_only=forward_only), backward=Backward(split=False)
+        )
+        made.ran(scheduler, [], backward=Backward(split=False))
 
 
 def test_a_scheduler_that_is_kept_follows_the_static_peak_of_the_batches() -> None:
     made = Decisions(DppConfig(activation_cap="static"), lambda _: None, 0, decides=True)
     geometry, caps = Geometry(2, 0, 1, 4), []
     for size in (1, 10, 1):
-        scheduler = made.scheduler(geometry, split=True, largest=10, sizes=[size] * 4)
+        scheduler = made.scheduler(geometry, backward=Backward(), largest=10, sizes=[size] * 4)
         caps.append(scheduler._limits[-1].cap)
     assert caps == [pytest.approx(0.2), 2.0, 2.0]
 
@@ -198,7 +203,7 @@ def test_announced_sizes_that_cannot_be_are_refused(cap: str, sizes: list[int], 
     made = Decisions(DppConfig(activation_cap=cap), lambda _: None, 0, decides=True)
     for geometry in (Geometry(2, 0, 1, 4), Geometry(2, 0, 1, 4, forward_only=True)):
         with pytest.raises(ConfigError, match=f"announce: {said}"):
-            made.scheduler(geometry, split=True, largest=10, sizes=sizes)
+            made.scheduler(geometry, backward=Backward(), largest=10, sizes=sizes)
 
 
 class Inner:

@@ -12,7 +12,7 @@ from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, UNLIKE, case, check
 
 
 def test_two_ranks_any_number_of_chunks() -> None:
-    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     check(
         2,
         case("v1", 2, 5, fused, late, {"static": True, "transport": "shm"}, dropout=0.1),
@@ -29,7 +29,7 @@ def test_two_ranks_any_number_of_chunks() -> None:
 
 @pytest.mark.slow
 def test_two_ranks_in_further_layouts() -> None:
-    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     check(
         2,
         case("v4", 2, 6, fused, late, {"activation_cap": "strict"}, v=4, spec="megatron"),
@@ -54,7 +54,7 @@ def test_links_over_nixl() -> None:
 
 def test_microbatches_of_unlike_length() -> None:
     """megatron-core's own exchange tells the shapes first; our channels carry them."""
-    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     static, tight = {"static": True, "transport": "shm"}, {"activation_cap": "strict"} | late
     follows = {"activation_cap": "static"} | late
     drawn = {"lengths": True, "layers": 4, "iterations": 3}
@@ -93,7 +93,7 @@ def test_unlike_lengths_on_four_ranks() -> None:
 
 def test_packed_documents() -> None:
     """Each document has the numbers that it has alone, to fp32's rounding."""
-    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     static = {"static": True, "transport": "shm"}
     told = {"packed": "together", "per_token": True, "layers": 4}
     rope, groups = {"positions": "rope"}, {"model": UNLIKE | {"num_query_groups": 2}}
@@ -118,7 +118,7 @@ def test_seeds_of_delays_on_four_ranks(half: int) -> None:
 
 def test_experts_and_further_tokens() -> None:
     """The number of tokens of an expert differs from microbatch to microbatch, and may be 0."""
-    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     shared = {"moe_layer_freq": [0, 1, 1, 1], "moe_shared_expert_intermediate_size": 32}
     crowded = {"num_moe_experts": 16, "moe_token_dispatcher_type": "allgather"}
     check(
@@ -135,7 +135,7 @@ def test_experts_and_further_tokens() -> None:
 def test_captured_tasks() -> None:
     """Runs each captured function again instead of a graph, over the graph's buffers."""
     fused, late = (
-        {"split_backward": False, "cuda_graphs": "on"},
+        {"split_backward": "off", "cuda_graphs": "on"},
         {"inject": LATE, "cuda_graphs": "on"},
     )
     check(
@@ -149,7 +149,7 @@ def test_captured_tasks() -> None:
 @pytest.mark.slow
 def test_captured_tasks_of_further_layouts() -> None:
     fused, late = (
-        {"split_backward": False, "cuda_graphs": "on"},
+        {"split_backward": "off", "cuda_graphs": "on"},
         {"inject": LATE, "cuda_graphs": "on"},
     )
     check(
@@ -207,7 +207,7 @@ def test_graphs_of_several_lengths_on_one_gpu() -> None:
 @pytest.mark.multigpu
 def test_graphs_on_two_gpus() -> None:
     fused, late = (
-        {"split_backward": False, "cuda_graphs": "on"},
+        {"split_backward": "off", "cuda_graphs": "on"},
         {"inject": LATE, "cuda_graphs": "on"},
     )
     static = {"static": True, "cuda_graphs": "on"}
@@ -232,7 +232,7 @@ def test_graphs_on_two_gpus() -> None:
 
 
 def test_tensor_and_data_parallel() -> None:
-    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     check(
         4,
         case("tp2 sequence parallel", 2, 4, late, v=2, tp=2, sp=True, dropout=0.1, layers=4),
@@ -255,7 +255,7 @@ def test_tensor_and_data_parallel() -> None:
 
 @pytest.mark.slow
 def test_tensor_parallel_ranks_in_further_layouts() -> None:
-    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     check(
         4,
         case("tp2", 2, 4, fused, late, v=2, tp=2, layers=4),
@@ -268,7 +268,7 @@ def test_tensor_parallel_ranks_in_further_layouts() -> None:
 
 def test_frozen_parameters() -> None:
     """Layers behind frozen ones are trained, although their input needs no gradient."""
-    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     graphs = [{**run, "cuda_graphs": "on"} for run in ({"static": True}, fused, late)]
     table, all_but_products = ["embedding"], ["embedding", "layernorm", "bias"]
     two = {"layers": 2, "untied": True, "iterations": 4}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -352,21 +353,23 @@ class Injected:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "costs"),
+    ("pieces", "stock", "costs"),
     [
-        (None, {"0F": 0.5, "0B": 1.0, "1F": 0.5, "1B": 1.0}),
-        ((2, 0), {"0F": 0.5, "0B": 0.5, "0W": 0.25, "1F": 0.5, "1B": 1.0}),
+        (None, math.inf, {"0F": 0.5, "0B": 1.0, "1F": 0.5, "1B": 1.0}),
+        ((2, 0), math.inf, {"0F": 0.5, "0B": 0.5, "0W": 0.25, "1F": 0.5, "1B": 1.0}),
+        ((2, 0), 0, {"0F": 0.5, "0B": 0.5, "0W": 0.25, "1F": 0.5, "1B": 1.0}),
     ],
 )
 def test_the_work_of_a_rank_is_three_forwards_per_microbatch(
-    pieces: tuple[int, ...] | None, costs: dict[str, float]
+    pieces: tuple[int, ...] | None, stock: float, costs: dict[str, float]
 ) -> None:
     """Delays that depend on the work done so far are the same in all schedules."""
     topology, injected = Topology((0,), 0, 2), Injected()
     channels = topology.channels([4], [4], 2)
     links = Links(FakeNetwork(list(channels.specs)).transport(0), channels)
     split = pieces is not None
-    scheduler = Scheduler(Geometry(1, 0, 2, 2, w_pieces=pieces), cap=8, split_backward=split)
+    geometry = Geometry(1, 0, 2, 2, w_pieces=pieces)
+    scheduler = Scheduler(geometry, cap=8, split_backward=split, stock=stock)
     Executor(
         runner=Arithmetic(topology), decider=decider_for(scheduler, channels.receiving, None),
         links=links, recorder=NullRecorder(), timer=HostTimer(),

@@ -14,9 +14,10 @@ from megatron.dpp.report.reader import read_events, read_header
 from megatron.dpp.runtime.gaps import Gaps
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
-from megatron.dpp.schedule import Geometry
+from megatron.dpp.schedule import Geometry, Scheduler
 from megatron.dpp.trace import Recorder, TraceLayout, open_recorder
 from megatron.dpp.transport.fake import FakeTransport, VirtualClock
+from tests.runtime.pipelines import Arithmetic
 from tests.runtime.test_executor_contract import LAST, decider_of, network_of, put, rank_of
 
 
@@ -63,6 +64,28 @@ def test_gaps_last_from_the_first_idle_look_to_the_task(clock: VirtualClock) -> 
     ]
     once = ["gap", "0F0", "taken 0", "end", "held 0"]
     assert log.events == once + [e.replace("F0", "F1").replace("n 0", "n 1") for e in once]
+
+
+def test_a_fused_backwards_output_leaves_before_the_pieces_of_its_weight_gradient() -> None:
+    """They are recorded as tasks, are no decisions, and complete the chunk."""
+    network = network_of(1)
+    put(network, 2)
+    log, topology = Log(), Topology((0, 1), 1, 1)
+    runner, geometry = Arithmetic(topology), Geometry(2, 1, 1, 2, w_pieces=(2,))
+    scheduler = Scheduler(geometry, cap=8, stock=0)
+    executor = rank_of(
+        network, geometry, runner, recorder=log, scheduler=scheduler, split_backward=True
+    )
+    executor.run()
+    assert list(map(str, executor.actions)) == ["0F0", "0B0", "0F1", "0B1"]
+    weights = ["0W0", "end", "held 0"]
+    once = ["0B0", "end", "held 0", "put 0 4 fake", *weights, *weights]
+    begin = log.events.index("0B0")
+    assert log.events[begin : begin + len(once)] == once
+    assert [entry for entry in runner.log if entry[0] == "W"] == [
+        ("W", 0, microbatch, piece) for microbatch in (0, 1) for piece in (0, 1)
+    ]
+    assert runner.complete == [0] and runner.complete_after == [8]
 
 
 @pytest.mark.parametrize("launch_ahead", [True, False])

@@ -33,7 +33,7 @@ SEQUENCE_TOKENS = 32
 
 
 def test_captured_experts_of_a_padded_capacity() -> None:
-    late, fused = {"inject": LATE, "cuda_graphs": "on"}, {"split_backward": False}
+    late, fused = {"inject": LATE, "cuda_graphs": "on"}, {"split_backward": "off"}
     grouped = {"grouped": True, "cuda_graphs": "on"}
     check(
         2,
@@ -44,7 +44,7 @@ def test_captured_experts_of_a_padded_capacity() -> None:
 @pytest.mark.slow
 def test_captured_experts_of_further_layouts() -> None:
     graphs = {"cuda_graphs": "on"}
-    late, fused = {"inject": LATE} | graphs, {"split_backward": False} | graphs
+    late, fused = {"inject": LATE} | graphs, {"split_backward": "off"} | graphs
     biased = PADDED | {
         "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
         "moe_z_loss_coeff": 1e-3, "moe_shared_expert_intermediate_size": 32,
@@ -64,7 +64,7 @@ def test_captured_experts_of_further_layouts() -> None:
 def test_graphs_of_padded_experts(grouped: bool) -> None:
     """bf16, as GPUs have grouped products for it alone."""
     static, dynamic = ({"static": static, "cuda_graphs": "on"} for static in (True, False))
-    fused = dynamic | {"split_backward": False}
+    fused = dynamic | {"split_backward": "off"}
     told = {"layers": 3, "iterations": 4, "model": PADDED, "bf16": True, "grouped": grouped}
     check(
         1,
@@ -126,7 +126,7 @@ PLAIN_EXPERTS = EXPERTS | {"moe_aux_loss_coeff": 0.0}
 
 @pytest.mark.slow
 def test_context_parallel_in_further_layouts() -> None:
-    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     two = {"cp": 2, **CUT}
     packed = two | {"packed": "together", "model": UNLIKE}
     check(
@@ -154,7 +154,7 @@ def test_context_parallel_in_further_layouts() -> None:
 
 @pytest.mark.slow
 def test_context_parallel_on_eight_ranks() -> None:
-    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     packed = CUT | {"packed": "together", "model": UNLIKE}
     two = {"cp": 2, **TENSOR}
     check(
@@ -174,7 +174,7 @@ def test_context_parallel_on_eight_ranks() -> None:
 def test_grouped_products_of_experts() -> None:
     """Bitwise those of one expert after the other, fused or split, also where the distributed
     optimizer moves the weights."""
-    late, fused = {"inject": LATE, "grouped": True}, {"split_backward": False, "grouped": True}
+    late, fused = {"inject": LATE, "grouped": True}, {"split_backward": "off", "grouped": True}
     check(
         2,
         case("grouped", 2, 3, late, fused, model=EXPERTS | SHARED, layers=2),
@@ -244,7 +244,7 @@ def test_twenty_seeds_of_delays(name: str) -> None:
 
 @pytest.mark.slow
 def test_every_kind_of_expert_group() -> None:
-    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     sinkhorn = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
     two = {"ep": 2, "layers": 4}
     check(
@@ -261,7 +261,7 @@ def test_every_kind_of_expert_group() -> None:
 
 @pytest.mark.slow
 def test_settings_with_expert_parallelism() -> None:
-    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     biased = {
         "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
         "moe_z_loss_coeff": 1e-3,

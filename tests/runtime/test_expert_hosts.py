@@ -53,7 +53,7 @@ def test_experts_of_two_hosts_train_as_with_the_static_schedule(hosts: Hosts) ->
 
 @pytest.mark.slow
 def test_settings_with_experts_of_two_hosts(hosts: Hosts) -> None:
-    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     two = {"ep": 2, "layers": 4}
     jitter = EXPERTS | {"moe_input_jitter_eps": 0.1}
     check(

@@ -15,7 +15,7 @@ from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, TENSOR, UNLIKE, case, 
 
 def test_numbers_stay_and_logits_are_kept_once() -> None:
     on = {"head_in_forward": "on"}
-    late, fused = on | {"inject": LATE}, on | {"split_backward": False, "inject": LATE}
+    late, fused = on | {"inject": LATE}, on | {"split_backward": "off", "inject": LATE}
     all_first = {"policy": "breadth-first", "activation_cap": "4p", "inject": LATE}
     few = [all_first | {"most_logits": 0} | how for how in ({}, on)]
     check(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.config import DppConfig
+from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.core.boundary import Tokens
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.executor import Executor
@@ -112,4 +112,6 @@ def test_a_measured_activation_is_scaled_to_the_longest() -> None:
     Prepared(DppConfig(), sessions, print, print).account(call, 8 / 2, stage)
     assert decisions.activation_bytes == 4 * 300.0
     geometry = Geometry(2, 0, 2, 4)
-    assert decisions.scheduler(geometry, split=True, largest=8).view.cap == 12 * 1024 / 1200
+    assert (
+        decisions.scheduler(geometry, backward=Backward(), largest=8).view.cap == 12 * 1024 / 1200
+    )

@@ -131,7 +131,7 @@ def test_without_split_backwards_delayed_modules_are_refused(
     refused: list[Any] = []
     monkeypatch.setattr(prepared, "refuse_delayed", lambda model, why: refused.append((model, why)))
     call = call_of()
-    assert prepared_of(split_backward=False).prepare(call) is None
+    assert prepared_of(split_backward="off").prepare(call) is None
     (found,) = refused
     assert found[0] is call.model and "runs no W tasks" in found[1] and not made
 
@@ -245,7 +245,7 @@ def test_the_head_is_told_apart_on_the_last_rank_with_weight_gradients_alone(
     monkeypatch.setattr(prepared, "WeightGradients", lambda chunks, say: Weights(chunks, (2, 2)))
     session, sizes, asked = session_of(), [100, 400], list[tuple[float, ...]]()
     session.largest = lambda call, *values: asked.append(values) or list(values)
-    own = prepared_of(session, split_backward=split)
+    own = prepared_of(session, split_backward="on" if split else "off")
     call = call_of(2)
     own.prepare(call)
     own.account(call, 1.0, measured_stage(sizes, last=last))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.config import DppConfig
+from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.core.boundary import Boundaries
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector, Task
@@ -209,7 +209,7 @@ def test_only_followers_follow_and_leave_the_recording_to_their_leader(
     assert opened.follow == [not leads]
     assert opened.said == ["dynamic pipeline: rank 5 -> 6: shm (same host)"]
     assert found.launch_ahead and found.injector is None
-    found.decisions.scheduler(Geometry(2, 0, 1, 2), split=False)
+    found.decisions.scheduler(Geometry(2, 0, 1, 2), backward=Backward(split=False))
     found.decisions.close()
     names = [path.name for path in tmp_path.iterdir()]
     assert names == (["record.replica3.rank0"] if leads else [])

@@ -12,7 +12,7 @@ LATE = "delay:3ms,message-delay:4ms"
 
 
 def test_equal_to_one_process_fused_and_split_over_every_exchange() -> None:
-    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     cases = [
         {"name": "v1", "p": 2, "m": 5, "runs": [fused, {"transport": "dist"}]},
         {"name": "v2", "p": 2, "v": 2, "m": 4, "runs": [late, fused | {"slots": 1}]},

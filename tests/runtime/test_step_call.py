@@ -64,7 +64,7 @@ def test_expert_parallelism_is_not_refused() -> None:
 def test_weight_gradients_outside_of_autocast_are_refused_by_name() -> None:
     chunk = torch.nn.Module()
     chunk.config = SimpleNamespace(enable_autocast=True)
-    with pytest.raises(ConfigError, match=r"enable_autocast.*split_backward=False"):
+    with pytest.raises(ConfigError, match=r"enable_autocast.*split_backward='off'"):
         WeightGradients([chunk])
 
 

@@ -34,7 +34,7 @@ WORKER = Path(__file__).with_name("te_worker.py")
 def graphed(**more: Any) -> list[dict[str, Any]]:
     """Runs whose blocks are replayed: static, with a fused and with a split backward."""
     graphs = {"cuda_graphs": "on", **more}
-    return [{"static": True, **graphs}, {"split_backward": False, **graphs},
+    return [{"static": True, **graphs}, {"split_backward": "off", **graphs},
             {"inject": LATE, **graphs}]  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def test_equal_to_the_static_schedule_bit_by_bit() -> None:
 
     A captured W puts its module's entry back.
     """
-    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     cases: list[dict[str, Any]] = [
         {"name": "v2", "p": 2, "v": 2, "m": 6, "runs": [late, {"policy": "breadth-first",
          "activation_cap": "8p", "inject": LATE}], "layers": 8},
@@ -80,7 +80,7 @@ def test_layers_as_a_host_built_them_are_equal_to_the_static_schedule_bit_by_bit
 
 @pytest.mark.slow
 def test_one_chunk_is_equal_to_the_static_schedule_bit_by_bit() -> None:
-    fused, late = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     check([
         {"name": "v1", "p": 2, "m": 5, "runs": [fused, late], "layers": 4},
         {"name": "graphs", "p": 2, "m": 5, "runs": graphed(), "layers": 4, "iterations": 4},
@@ -93,7 +93,7 @@ def check(cases: list[dict[str, Any]]) -> None:
         assert f"CASE {one['name']} ok" in output
 
 
-FUSED, SPLIT = {"split_backward": False, "inject": LATE}, {"inject": LATE}
+FUSED, SPLIT = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
 STRICT = {"policy": "breadth-first", "activation_cap": "8p", "inject": LATE}
 HALF = {"bf16": True, "fusion": True}
 DOCUMENTS = {"packed": "together", "per_token": True, "layers": 4, "model": UNLIKE}

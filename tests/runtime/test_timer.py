@@ -50,6 +50,9 @@ class Event:
     def query(self) -> bool:
         return self.device.now >= self.at
 
+    def synchronize(self) -> None:
+        self.device.now = max(self.device.now, self.at)
+
     def elapsed_time(self, end: Event) -> float:
         return (end.at - self.at) * 1e3
 
@@ -290,6 +293,22 @@ def test_tasks_go_on_only_while_the_next_one_could_be_chosen(device: Device) -> 
     timer.begin()
     assert not timer.goes_on(KEY, 1.0, 1), "two are queued before it"
     assert DeviceTimer(0.0, follow=True).goes_on(KEY, 1.0, 9), "the leader decides"
+
+
+def test_a_lap_has_the_shortest_of_each_but_the_first(device: Device) -> None:
+    """The first one includes initialisation. Those that still run are waited for."""
+    timer = DeviceTimer(0.25)
+    assert timer.lap() == {}
+    for seconds in (9.0, 3.0, 2.0):
+        device.seconds = seconds
+        timer.begin()
+        timer.launched(KEY, 1.0, 2)
+        device.now += 10.0
+    assert timer.lap() == {KEY: pytest.approx(1.0)} and timer.lap() == {}
+    timer.begin()
+    timer.launched(KEY)
+    assert timer.lap() == {}, "one alone tells nothing"
+    assert HostTimer().lap() is None
 
 
 def test_a_host_learns_tasks_by_their_share(device: Device) -> None:

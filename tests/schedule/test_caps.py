@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from megatron.dpp.config import DppConfig
+from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import (
     BUILT_IN,
@@ -110,7 +110,7 @@ def test_the_head_counts_in_the_same_bytes(num_ranks, cap, room, slots, chunks):
     training = decisions.Decisions(DppConfig(activation_cap=cap), log=lambda line: None)
     memory = Memory(activation_bytes=100, deferred_bytes=60, head_room=room, slots=slots)
     training.measured(memory)
-    assert training.scheduler(where, split=True).view.cap == pytest.approx(chunks)
+    assert training.scheduler(where, backward=Backward()).view.cap == pytest.approx(chunks)
     simulated = ScheduleConfig(cap=cap, memory=(memory,) * num_ranks)
     assert simulated.caps(Shape(num_ranks, 2, 16))[-1] == pytest.approx(chunks)
     first = Geometry(num_ranks, 0, 2, 16)
@@ -224,7 +224,9 @@ def test_slots_take_the_place_of_activations():
     training.measured_slots(150)
     where = Geometry(4, 3, 2, 16)
     assert training.activation_bytes == 150
-    assert training.scheduler(where, split=True).view.cap == 11 - 2, "2 slots hold the head"
+    assert training.scheduler(where, backward=Backward()).view.cap == 11 - 2, (
+        "2 slots hold the head"
+    )
 
 
 @pytest.mark.parametrize("p, v, m", [(3, 4, 6), (2, 1, 4), (3, 1, 7), (6, 3, 11)])
@@ -254,9 +256,9 @@ def test_breadth_first_with_bytes_begins_when_an_activation_is_measured():
     config = DppConfig(policy="breadth-first", activation_cap="1MiB")
     training = decisions.Decisions(config, log=lambda line: None)
     where = Geometry(4, 0, 1, 16)
-    assert training.scheduler(where, split=True).policy is BUILT_IN["depth-first"]
+    assert training.scheduler(where, backward=Backward()).policy is BUILT_IN["depth-first"]
     training.measured(Memory(activation_bytes=100, deferred_bytes=60))
-    assert training.scheduler(where, split=True).policy is BUILT_IN["breadth-first"]
+    assert training.scheduler(where, backward=Backward()).policy is BUILT_IN["breadth-first"]
 
 
 def test_memory_that_nothing_else_is_known_of_has_an_even_last_rank_and_no_slots():

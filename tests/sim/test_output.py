@@ -205,9 +205,28 @@ def test_costs_from_a_file(capsys, tmp_path):
 
 def test_a_fused_cost_file_cannot_be_split(capsys, tmp_path):
     path = cost_file(tmp_path, stages=[{"F": [1], "B": [2], "W": []}] * 4)
-    status, _, err = run(capsys, "--costs", path)
-    assert status == 2 and "--no-split-backward" in err
-    assert run(capsys, "--costs", path, "--no-split-backward", "--compare")[0] == 0
+    status, _, err = run(capsys, "--costs", path, "--split-backward", "on")
+    assert status == 2 and "take --split-backward off" in err
+    for words in (["--no-split-backward"], ["--split-backward", "off"], []):
+        assert run(capsys, "--costs", path, *words, "--compare")[0] == 0
+
+
+def test_backwards_are_split_by_the_word_or_by_the_hosts_time(capsys):
+    """A launch-bound pipeline of equal lengths fuses backwards while others wait for their W."""
+
+    def out(*words):
+        shape = ("--pp", "2", "--w-pieces", "4", "--no-grid", *words)
+        return run(capsys, *shape)[1]
+
+    late = ("--overhead", "0.04")
+    assert out("--split-backward", "auto") == out("--split-backward", "on")
+    assert out(*late) == out(*late, "--split-backward", "stock:1")
+    assert out(*late) != out(*late, "--split-backward", "on")
+    unlike = (*late, "--lengths", "1,2,3,4,1,2,3,4")
+    assert out(*unlike) == out(*unlike, "--split-backward", "on")
+    with pytest.raises(SystemExit):
+        run(capsys, "--split-backward", "stock")
+    assert "stock: expected auto, on, off or stock:N" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

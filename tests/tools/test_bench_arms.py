@@ -74,10 +74,10 @@ def test_prefixes_that_mean_nothing_are_refused(text: str) -> None:
 
 def test_arms_are_flags_and_settings() -> None:
     assert arms.ARMS[arms.STATIC].flags() == []
-    assert "--no-dpp-split-backward" in arms.ARMS["fused"].flags()
+    assert arms.ARMS["fused"].flags()[-2:] == ["--dpp-split-backward", "off"]
     config = arms.ARMS["megatron"].config(cuda_graphs="off")
     assert (config.policy, config.activation_cap, config.split_backward) == (
-        "megatron", "static", True,
+        "megatron", "static", "on",
     )  # fmt: skip
 
 

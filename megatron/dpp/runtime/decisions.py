@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.dpp.config import DppConfig
+from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.schedule import (
     HOLDS_ALL,
@@ -55,7 +55,7 @@ class Decisions:
     ) -> None:
         self._config, self._log = config, log
         self._schedulers: dict[
-            tuple[Geometry, bool, int, str, tuple[Any, ...]], tuple[Scheduler, Allowance]
+            tuple[Geometry, Backward, int, str, tuple[Any, ...]], tuple[Scheduler, Allowance]
         ] = {}
         self._measured: Memory | None = None
         self._as_static = config.activation_cap.strip() == "static"
@@ -118,7 +118,7 @@ class Decisions:
         self,
         geometry: Geometry,
         *,
-        split: bool,
+        backward: Backward,
         largest: int = UNIT,
         sizes: Sequence[int] | None = None,
         policy: str | None = None,
@@ -127,6 +127,7 @@ class Decisions:
         """A scheduler at its start, for one call.
 
         Args:
+            backward: how the call's backwards run.
             largest: tokens of the longest microbatch.
             sizes: tokens of each microbatch, where they are known beforehand.
             kappa: keys of linked microbatches, as in :class:`Scheduler`.
@@ -146,18 +147,18 @@ class Decisions:
         if geometry.forward_only:
             sizes = None  # no cap applies
         if self._replay is not None:
-            replay = self._next_replay(self._replay, geometry, split)
-            allowance = self._allowance(geometry, split, largest, sizes, kappa)
-            return self._build(geometry, split, replay, largest, allowance, sizes, kappa)
+            replay = self._next_replay(self._replay, geometry, backward)
+            allowance = self._allowance(geometry, backward.split, largest, sizes, kappa)
+            return self._build(geometry, backward, replay, largest, allowance, sizes, kappa)
         chosen = policy or ("depth-first" if geometry.forward_only else self._config.policy)
         linked = (tuple(sizes or ()), kappa) if geometry.groups else ()  # the cap depends on them
-        key = (geometry, split, largest, chosen, linked)
+        key = (geometry, backward, largest, chosen, linked)
         known = self._schedulers.pop(key, None)
         if known is None:
             while len(self._schedulers) >= _MOST_SCHEDULERS:
                 del self._schedulers[next(iter(self._schedulers))]
-            allowance = self._allowance(geometry, split, largest, sizes, kappa)
-            scheduler = self._build(geometry, split, chosen, largest, allowance, sizes, kappa)
+            allowance = self._allowance(geometry, backward.split, largest, sizes, kappa)
+            scheduler = self._build(geometry, backward, chosen, largest, allowance, sizes, kappa)
         else:
             scheduler, allowance = known
             scheduler.restart(sizes, self._limits(allowance, geometry, largest, sizes))
@@ -214,7 +215,7 @@ class Decisions:
     def _build(
         self,
         geometry: Geometry,
-        split: bool,
+        backward: Backward,
         policy: str | Policy,
         largest: int,
         allowance: Allowance,
@@ -232,7 +233,8 @@ class Decisions:
             geometry,
             policy="depth-first" if waits and policy in HOLDS_ALL else policy,
             cap=allowance.chunks,
-            split_backward=split,
+            split_backward=backward.split,
+            stock=backward.stock,
             beta=measured.beta if measured else 0.0,
             largest=largest,
             sizes=sizes,
@@ -241,12 +243,26 @@ class Decisions:
             kappa=kappa,
         )
 
-    def _next_replay(self, path: str, geometry: Geometry, split: bool) -> Policy:
-        if self._recording is None:
-            self._recording = Recording.load(path, geometry.rank)
-        return self._recording.replay(self._num_calls, geometry, split_backward=split)
+    def recorded_backward(self, rank: int) -> Backward | None:
+        """The way of the next call's backwards in the recording of pipeline rank ``rank``; None if
+        this rank replays none.
+        """
+        if self._replay is None:
+            return None
+        return self._loaded(self._replay, rank).backward(self._num_calls)
 
-    def ran(self, scheduler: Scheduler, actions: Sequence[Action], *, split: bool) -> None:
+    def _next_replay(self, path: str, geometry: Geometry, backward: Backward) -> Policy:
+        recording = self._loaded(path, geometry.rank)
+        return recording.replay(
+            self._num_calls, geometry, split_backward=backward.split, stock=backward.stock
+        )
+
+    def _loaded(self, path: str, rank: int) -> Recording:
+        if self._recording is None:
+            self._recording = Recording.load(path, rank)
+        return self._recording
+
+    def ran(self, scheduler: Scheduler, actions: Sequence[Action], *, backward: Backward) -> None:
         """End a call; record its decisions if asked to."""
         self._num_calls += 1
         self.peak_held = max(self.peak_held, scheduler.peak_held)
@@ -255,7 +271,13 @@ class Decisions:
             found = [sizes[microbatch] for microbatch in range(geometry.num_microbatches)]
             self._static.add(geometry, found, scheduler.weights)
         if self._recorder is not None:
-            self._recorder.write(geometry, actions, split_backward=split, sizes=sizes.unlike())
+            self._recorder.write(
+                geometry,
+                actions,
+                split_backward=backward.split,
+                stock=backward.stock,
+                sizes=sizes.unlike(),
+            )
 
     def close(self) -> None:
         """Close the recording. May be called twice."""

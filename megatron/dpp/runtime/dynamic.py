@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from megatron.dpp.config import Backward
 from megatron.dpp.core.head import Head, why_not
 from megatron.dpp.core.slices import Unit
 from megatron.dpp.core.steps import Stage, StepCall
@@ -35,6 +36,8 @@ from megatron.dpp.runtime.slicing import Slicing
 from megatron.dpp.schedule import HOLDS_ALL, Geometry
 from megatron.dpp.schedule.reference import num_warmup
 from megatron.dpp.transport.base import Transport
+
+_FUSED = Backward(split=False)
 
 
 class DppSchedule(PipelineSchedule):
@@ -76,6 +79,8 @@ class DppSchedule(PipelineSchedule):
         call = self._checked(take=True, **keywords)
         session = self._sessions.open(call)
         weights = None if call.forward_only else self._prepared.prepare(call)
+        backward = self._prepared.begin(call) if weights is not None else _FUSED
+        weights = weights if backward.split else None
         iteration = self.iteration
         self.iteration += 1
         call = self._seeded(call, session, iteration)
@@ -97,7 +102,7 @@ class DppSchedule(PipelineSchedule):
         with contextlib.closing(stage):
             stage.open()
             with self._prepared.bound(call, self.recorder), self._slicing.bound(call):
-                longest = self._execute(session, stage, geometry, iteration)
+                longest = self._execute(session, stage, geometry, backward, iteration)
             if not call.forward_only:
                 self._prepared.account(call, longest, stage if measures else None)
             with self.recorder.span("grad-sync"):
@@ -190,7 +195,14 @@ class DppSchedule(PipelineSchedule):
     def injected_seconds(self) -> float:
         return self._sessions.injected_seconds
 
-    def _execute(self, session: Session, stage: Stage, geometry: Geometry, iteration: int) -> float:
+    def _execute(
+        self,
+        session: Session,
+        stage: Stage,
+        geometry: Geometry,
+        backward: Backward,
+        iteration: int,
+    ) -> float:
         """Run the tasks; returns the tokens of the longest microbatch in those of the first."""
         links, decisions, most = session.links, session.decisions, self.config.max_tokens
         tokens = stage.call.tokens(stage.call.longest(most), most)
@@ -201,10 +213,9 @@ class DppSchedule(PipelineSchedule):
             largest = max([largest, *(tokens.of_rank([cut.longest]) or ())])
         tells = session.group.one_replica or bool(geometry.groups)
         known = tokens.of_rank(sizes) if sizes and tells else None
-        split = geometry.w_pieces is not None
         scheduler = decisions.scheduler(
             geometry,
-            split=split,
+            backward=backward,
             largest=largest,
             sizes=known,
             kappa=self._slicing.kappa(stage.call, decisions.activation_bytes),
@@ -219,7 +230,7 @@ class DppSchedule(PipelineSchedule):
             recorder=self.recorder,
             timer=session.timer,
             injector=session.injector,
-            split_backward=split,
+            split_backward=backward.split,
             iteration=iteration,
             timeout=self.config.timeout,
             launch_ahead=session.launch_ahead,
@@ -228,7 +239,8 @@ class DppSchedule(PipelineSchedule):
         )
         executor.run()
         links.consume(geometry)
-        decisions.ran(scheduler, executor.actions, split=split)
+        decisions.ran(scheduler, executor.actions, backward=backward)
+        self._prepared.ran(unlike=scheduler.sizes.unlike() is not None)
         self.peak_held = max(self.peak_held, decisions.peak_held)
         self.num_out_of_order = scheduler.num_out_of_order
         self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)

@@ -217,6 +217,7 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         _, chunk, microbatch, _ = action
+        fused = self._scheduler.fused  # before the next task is decided
         received = self._receive(action, Direction.BACKWARD)
         self._decider.look_ahead()
         begin = time.perf_counter_ns()
@@ -224,7 +225,27 @@ class Executor:
         self._runner_ns = time.perf_counter_ns() - begin
         self._finish_task("B", chunk, microbatch)
         self._mail.put(Direction.BACKWARD, chunk, microbatch, gradient)
-        if not self._split_backward or not self._geometry.pieces(chunk):
+        if fused:
+            self._all_weights(chunk, microbatch)
+        elif not self._split_backward or not self._geometry.pieces(chunk):
+            self._count_complete(chunk)
+
+    def _all_weights(self, chunk: int, microbatch: int) -> None:
+        """Run all pieces of the W that a fused B includes, whose output has left already."""
+        pieces, number = self._geometry.pieces(chunk), 0
+        for piece in range(pieces):
+            if number:
+                self._record_next(chunk, microbatch, piece, self._scheduler.held)
+            else:
+                self._begin(Action(Kind.W, chunk, microbatch, piece))
+            begin = time.perf_counter_ns()
+            self._runner.weight(chunk, microbatch, piece)
+            self._runner_ns += time.perf_counter_ns() - begin
+            number += 1
+            if self._injector is not None or piece == pieces - 1:  # each is to be prolonged
+                self._finish_task("W", chunk, microbatch, number)
+                number = 0
+        for _ in range(pieces):
             self._count_complete(chunk)
 
     def _weight(self, action: Action) -> None:
@@ -260,11 +281,15 @@ class Executor:
         following = self._decider.run_on(arrived)
         if following is not None:
             self.actions.append(following)
-            if self._recorder.enabled:
-                self._recorder.end_task()
-                self._recorder.counter("held", held)
-                self._recorder.begin_task("W", chunk, microbatch, following.piece)
+            self._record_next(chunk, microbatch, following.piece, held)
         return following
+
+    def _record_next(self, chunk: int, microbatch: int, piece: int, held: float) -> None:
+        """Record a piece's end, after which ``held`` was held, and the begin of the next one."""
+        if self._recorder.enabled:
+            self._recorder.end_task()
+            self._recorder.counter("held", held)
+            self._recorder.begin_task("W", chunk, microbatch, piece)
 
     def _size(self, microbatch: int) -> float:
         """The size of a microbatch, in the largest."""

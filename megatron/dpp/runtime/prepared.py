@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from megatron.dpp.config import GRAPHS_PAY_FROM, DppConfig
+from megatron.dpp.config import GRAPHS_PAY_FROM, Backward, DppConfig
 from megatron.dpp.core.expert_trace import traced_experts
 from megatron.dpp.core.graphs.capture import Capture
 from megatron.dpp.core.graphs.pools import POOL_GROWTH
@@ -19,6 +19,7 @@ from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.own_way import refuse_shared
 from megatron.dpp.core.wgrad.te import refuse_delayed
 from megatron.dpp.errors import core_setting, setting
+from megatron.dpp.runtime.backward import Backwards
 from megatron.dpp.runtime.session import Session, Sessions
 from megatron.dpp.schedule import LastRank, Memory
 from megatron.dpp.trace import Recorder
@@ -49,6 +50,7 @@ class Prepared:
         self.graphs: ChunkGraphs | None = None
         """Graphs of the chunks, where they are captured."""
         self._weights: WeightGradients | None = None
+        self._backwards, self._backward = Backwards(config, log), Backward()
         self._model: Sequence[torch.nn.Module] = ()
         self._parameters: Sequence[torch.nn.Parameter] = ()
         self._trained: Sequence[bool] = ()
@@ -80,12 +82,8 @@ class Prepared:
             if self._model and self._sessions.current is not None:
                 self._session.decisions.renew()
             self.forget()
-            if self._config.split_backward:
-                self._weights = WeightGradients(call.model, self._say)
-                self._log_if_fused(self._weights)
-            else:
-                why = f"{setting('split_backward', False)} runs no W tasks"
-                refuse_delayed(call.model, why)
+            self._weights = self._weight_gradients(call)
+            self._backwards = Backwards(self._config, self._log)
             if self._config.cuda_graphs != "off" and self._captures():
                 self.graphs = self._make_graphs(call)
             self._model = list(call.model)
@@ -94,6 +92,36 @@ class Prepared:
         else:
             self._look_again(call)
         return self._weights if any(self.num_pieces) else None
+
+    def _weight_gradients(self, call: StepCall) -> WeightGradients | None:
+        """Those of this model; None if its backwards are fused."""
+        if self._config.split_backward == "off":
+            refuse_delayed(call.model, f"{setting('split_backward', 'off')} runs no W tasks")
+            return None
+        found = WeightGradients(call.model, self._say)
+        self._log_if_fused(found)
+        return found
+
+    def begin(self, call: StepCall) -> Backward:
+        """Begin a training step, after :meth:`prepare`; returns the way of its backwards, equal on
+        all ranks of the stage. In some steps a collective.
+        """
+        weights, graphs = self._weights, self.graphs
+        assert weights is not None
+        self._backward = self._backwards.of_step(
+            call,
+            self._session,
+            weights.num_pieces,
+            can_fuse=weights.can_fuse,
+            replays=lambda: (
+                graphs is not None and graphs.settle(call.boundary_example(self._config))
+            ),
+        )
+        return self._backward
+
+    def ran(self, *, unlike: bool) -> None:
+        """End a call; ``unlike``: its microbatches differed in length."""
+        self._backwards.unlike |= unlike
 
     def _look_again(self, call: StepCall) -> None:
         """Prepare what a host has changed in the model since the last step."""
@@ -116,7 +144,7 @@ class Prepared:
         """Bind deferred weight gradients and graphs to the model for one call."""
         with contextlib.ExitStack() as around:
             if not call.forward_only:
-                if self._weights is not None:
+                if self._weights is not None and self._backward.split:
                     order = call.cut.order if call.cut is not None else ()
                     around.enter_context(self._weights.bound(order))
                 if self.graphs is not None and call.cut is None:

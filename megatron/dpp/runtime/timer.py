@@ -26,6 +26,10 @@ _SLOPE_SMOOTHING = 0.1
 """Weight of the newest task in the growth of a duration with the microbatch's size."""
 
 
+Lap = dict[tuple[str, int], float]
+"""Shortest seconds of a task of each (kind, chunk), of all but the first."""
+
+
 class TaskTimer(Protocol):
     """Measures the tasks of a schedule; ``key`` is (kind, chunk)."""
 
@@ -45,6 +49,12 @@ class TaskTimer(Protocol):
 
     def launch_share(self, chunks: Sequence[int]) -> float:
         """The largest share of launching in the task time of any of ``chunks``; 0 on a CPU."""
+        ...
+
+    def lap(self) -> Lap | None:
+        """Times of the tasks since the last call, after waiting for them; None on a CPU, where no
+        task is launched.
+        """
         ...
 
     def begin(self, *, ahead: bool = False) -> None:
@@ -121,6 +131,9 @@ class HostTimer:
     def launch_share(self, chunks: Sequence[int]) -> float:
         return 0.0
 
+    def lap(self) -> Lap | None:
+        return None
+
     def begin(self, *, ahead: bool = False) -> None:
         self._began = time.monotonic()
 
@@ -179,6 +192,7 @@ class DeviceTimer:
         self._launches: dict[tuple[str, int], float] = {}
         self._least_launch: dict[tuple[str, int], float] = {}
         self._least_took: dict[tuple[str, int], float] = {}
+        self._lap: Lap = {}
         self._last_end = 0.0
         self.injected_seconds = 0.0
         self._delay: _Delay | None = None
@@ -233,6 +247,13 @@ class DeviceTimer:
         took = sum(self._least_took[key] for key in keys)
         return min(1.0, sum(self._least_launch[key] for key in keys) / took) if took else 0.0
 
+    def lap(self) -> Lap | None:
+        if self._running:
+            self._running[-1].end.synchronize()
+            self._collect()
+        found, self._lap = self._lap, {}
+        return {key: took for key, took in found.items() if took < math.inf}
+
     def begin(self, *, ahead: bool = False) -> None:
         self._began, self._launched_ahead = time.monotonic(), ahead
         self._start = self._event()
@@ -285,6 +306,9 @@ class DeviceTimer:
             growth.learn(task.size, took - self.durations.get(task.key, took))
             _learn(self.durations, task.key, took)
             _least(self._least_took, task.key, took)
+            self._lap[task.key] = (
+                min(took, self._lap[task.key]) if task.key in self._lap else math.inf
+            )
             self._last_end = time.monotonic()
             self._free += (task.start, task.end)
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron.dpp.config import Backward
 from megatron.dpp.errors import ConfigError, DataError, ReplayError, ScheduleError, setting, shown
 from megatron.dpp.safe_files import open_text_to_write, open_to_read
 from megatron.dpp.schedule.actions import Action, Geometry
@@ -91,14 +93,17 @@ class DecisionRecorder:
         actions: Iterable[Action],
         *,
         split_backward: bool,
+        stock: float = math.inf,
         sizes: Sequence[int] | None = None,
     ) -> None:
         """Add one iteration (or evaluation) that ran ``actions``, in this order.
 
         Args:
+            split_backward, stock: as of the :class:`~megatron.dpp.schedule.Scheduler`.
             sizes: of the microbatches; None if all have the largest size.
         """
-        line: dict[str, Any] = {"iteration": self._iteration} | _owed(geometry, split_backward)
+        owed = _owed(geometry, Backward(split_backward, stock))
+        line: dict[str, Any] = {"iteration": self._iteration} | owed
         line |= _groups(geometry)
         if sizes is not None:
             line["sizes"] = list(sizes)
@@ -139,8 +144,20 @@ class Recording:
         header, *iterations = _read(file)
         return cls(file, header, tuple(iterations))
 
-    def replay(self, index: int, geometry: Geometry, *, split_backward: bool) -> Replay:
+    def backward(self, index: int) -> Backward:
+        """The way of an iteration's backwards; the usual one if there is no such iteration."""
+        line = self.iterations[index] if index < len(self.iterations) else {}
+        pieces, stock = line.get("w_pieces"), line.get("stock", math.inf)
+        known = isinstance(stock, int | float) and not isinstance(stock, bool)
+        return Backward(not isinstance(pieces, list) or any(pieces), stock if known else math.inf)
+
+    def replay(
+        self, index: int, geometry: Geometry, *, split_backward: bool, stock: float = math.inf
+    ) -> Replay:
         """The policy that follows iteration ``index`` (0 for the first).
+
+        Args:
+            split_backward, stock: as of the :class:`~megatron.dpp.schedule.Scheduler`.
 
         Raises:
             ReplayError: the iteration does not exist, or has another shape.
@@ -153,7 +170,8 @@ class Recording:
                 f"iteration {index} cannot be replayed"
             )
         line = self.iterations[index]
-        now = _shape(geometry) | _owed(geometry, split_backward) | {"groups": None}
+        owed = _owed(geometry, Backward(split_backward, stock))
+        now = _shape(geometry) | {"stock": None, "groups": None} | owed
         now |= _groups(geometry)
         if changes := _changes(self.header | line, now):
             raise ReplayError(f"{place}: recorded with other settings: {changes}")
@@ -242,11 +260,12 @@ def _groups(geometry: Geometry) -> dict[str, Any]:
     return {"groups": list(geometry.groups)} if geometry.groups else {}
 
 
-def _owed(geometry: Geometry, split_backward: bool) -> dict[str, Any]:
+def _owed(geometry: Geometry, backward: Backward) -> dict[str, Any]:
     """The header fields that may differ between the iterations of a run."""
-    split = split_backward and not geometry.forward_only
+    split = backward.split and not geometry.forward_only
     pieces = [geometry.pieces(c) if split else 0 for c in range(geometry.num_chunks)]
-    return {
+    stock = {"stock": backward.stock} if split and math.isfinite(backward.stock) else {}
+    return stock | {
         "num_microbatches": geometry.num_microbatches,
         "forward_only": geometry.forward_only,
         "w_pieces": pieces,

@@ -8,6 +8,7 @@ same shape; the simulator has one per rank.
 from __future__ import annotations
 
 import enum
+import math
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,6 +69,8 @@ class Scheduler:
         limits: further bounds, all of which hold beside the cap.
         kappa: keys, values and their gradients of linked microbatches, as a share of these
             microbatches' activations; they count where ``sizes`` are given.
+        stock: deferred backwards from which a ``B`` includes its ``W``, if no other ``W`` of its
+            chunk is deferred.
 
     Raises:
         ConfigError: the cap or a limit is below what Megatron's own order or the policy needs, beta
@@ -87,6 +90,7 @@ class Scheduler:
         weights: Sequence[float] = (),
         limits: Sequence[MemoryLimit] = (),
         kappa: float = 0.0,
+        stock: float = math.inf,
     ) -> None:
         if cap is None:
             cap = default_cap(geometry).chunks
@@ -110,7 +114,7 @@ class Scheduler:
         self._limits, self._kappa = tuple(limits), kappa
         self._settings: dict[str, Any] = {
             "cap": cap, "split_backward": split_backward, "beta": beta, "largest": largest,
-            "weights": tuple(weights),
+            "weights": tuple(weights), "stock": stock,
         }  # fmt: skip
         self._reference = Reference.of(geometry)
         self.restart(sizes)
@@ -173,6 +177,11 @@ class Scheduler:
     def amid_weight(self) -> bool:
         """True if some pieces of a ``W`` have run, and some are left."""
         return self._state.next_piece() is not None
+
+    @property
+    def fused(self) -> bool:
+        """True if the ``B`` that was chosen last includes a ``W`` that might have been deferred."""
+        return self._state.fused
 
     @property
     def held(self) -> float:

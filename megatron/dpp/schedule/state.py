@@ -6,6 +6,7 @@ the read-only :class:`View`. ``docs/policies.md`` has the safe rule and its proo
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -89,6 +90,8 @@ class RankState:
     Args:
         cap: chunk activations of the largest microbatch that may be held.
         split_backward: ``W`` are tasks of their own.
+        stock: deferred backwards from which a ``B`` includes its ``W``, if no other ``W`` of its
+            chunk is deferred.
         beta: share of a chunk's activation that ``B`` frees; ``W`` frees the rest.
         reference: of the same geometry.
         largest: size of the largest microbatch.
@@ -107,6 +110,7 @@ class RankState:
         largest: int = UNIT,
         weights: Sequence[float] = (),
         limits: Sequence[MemoryLimit] = (),
+        stock: float = math.inf,
     ) -> None:
         v = geometry.num_chunks
         self.geometry = geometry
@@ -121,6 +125,9 @@ class RankState:
         self._reference = reference
         split = split_backward and not geometry.forward_only
         self._pieces = [geometry.pieces(c) if split else 0 for c in range(v)]
+        self._stock, self._num_deferred = stock, [0] * v
+        self.fused = False
+        """The ``B`` that ran last includes a ``W`` that might have been deferred."""
         self._budget = Budget(
             reference, cap=cap, largest=largest, deferred=1.0 - beta, weights=weights
         )
@@ -281,10 +288,12 @@ class RankState:
                     budget.forward(place)
         else:
             self.backwards_run[chunk] += 1
-            pieces = self._pieces[chunk]
+            self.fused = self._fuses(chunk)
+            pieces = 0 if self.fused else self._pieces[chunk]
             kept = [budget.backward(place, pieces) for budget in self._budgets]
             if pieces:
                 self._deferred.append((chunk, microbatch, kept))
+                self._num_deferred[chunk] += 1
         self.last_kind = kind
         self._left -= 1
         after, before = self._after, self._before
@@ -293,6 +302,14 @@ class RankState:
         behind, ahead = before[place], after[place]
         after[behind] = ahead
         before[ahead] = behind
+
+    def _fuses(self, chunk: int) -> bool:
+        """True if the next ``B`` of ``chunk`` includes its ``W``. Each weight then still gets its
+        gradients in microbatch order.
+        """
+        if not self._pieces[chunk] or self._num_deferred[chunk]:
+            return False
+        return len(self._deferred) >= self._stock
 
     def learn(self, microbatch: int, size: int, keys: int = 0) -> None:
         """Take the size of a microbatch, none of whose backwards has run here, and what its group's
@@ -315,4 +332,5 @@ class RankState:
         self._next_piece += 1
         if self._next_piece == pieces:
             self._deferred.popleft()
+            self._num_deferred[chunk] -= 1
             self._next_piece = 0

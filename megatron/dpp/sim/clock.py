@@ -29,6 +29,11 @@ class Lane(Protocol):
     def done(self) -> bool: ...
     @property
     def peak_held(self) -> float: ...
+    @property
+    def fused(self) -> bool:
+        """The last ``B`` includes a ``W`` that might have been deferred."""
+        ...
+
     def arrived(self, direction: Direction, chunk: int, total: int) -> None: ...
     def next(self) -> Action | None: ...
 
@@ -120,13 +125,16 @@ class _Clock:
         start = max(now, self._free_at[rank])
         work = self._work(action, stage)
         slow = self._costs.slow_times.get(rank)
-        end = start + work if slow is None else slow.end(start, work)
+        end = sent = start + work if slow is None else slow.end(start, work)
+        if action.kind == Kind.B and self._lanes[rank].fused:  # its output leaves before its W
+            work = self._costs.durations[Kind.W][stage][action.microbatch]
+            end = sent + work if slow is None else slow.end(sent, work)
         self.slots[rank].append(Slot(action, start, end))
         free = self._free_at[rank] = end + self._costs.overhead.get(rank, 0.0)
         self._idle[rank] = False
         self._push(max(start, free - self._lead), rank, None, 0, 0)
         if action.kind != Kind.W:
-            self._send(action, stage, end)
+            self._send(action, stage, sent)
 
     def _work(self, action: Action, stage: int) -> float:
         kind, _, microbatch, _ = action

@@ -73,6 +73,16 @@ def heavy_head(extra: float) -> Change:
     return change
 
 
+def overhead(chunk_forwards: float) -> Change:
+    """Makes every rank idle for this time after each of its tasks."""
+
+    def change(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
+        after = chunk_forwards * rank_forward(costs, shape) / shape.num_chunks
+        return dataclasses.replace(costs, overhead=dict.fromkeys(range(shape.num_ranks), after))
+
+    return change
+
+
 def transient_one(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
     """Makes one rank at a time twice slower for a while, then another."""
     intervals: dict[int, list[tuple[float, float]]] = {}

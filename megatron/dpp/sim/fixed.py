@@ -37,6 +37,7 @@ class FixedOrder:
         self._arrived: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self.held = 0.0
         self.peak_held = 0.0
+        self.fused = False
 
     @property
     def done(self) -> bool:

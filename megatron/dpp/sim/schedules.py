@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,6 +38,8 @@ class ScheduleConfig:
         cap: as ``DppConfig.activation_cap``, or ``none`` for no limit. With ``static`` the limit is
             what the static schedule holds in this iteration.
         split_backward: ``W`` are tasks of their own.
+        stock: deferred backwards from which a ``B`` includes its ``W``, if no other ``W`` of its
+            chunk is deferred.
         beta: share of an activation that ``B`` frees.
         w_pieces: pieces of every chunk's ``W``, or of each stage's.
         group: microbatch group size; ``None`` is the number of ranks.
@@ -58,6 +61,7 @@ class ScheduleConfig:
     memory: tuple[Memory, ...] = ()
     sizes_at_start: bool = False
     kappa: float = 0.0
+    stock: float = math.inf
 
     def lanes(self, shape: Shape) -> list[Lane]:
         """A scheduler per rank."""
@@ -105,6 +109,7 @@ class ScheduleConfig:
             weights=allowance.weights,
             limits=allowance.limits,
             split_backward=self.split_backward,
+            stock=self.stock,
             beta=self.memory[rank].beta if self.memory and self.split_backward else self.beta,
             largest=shape.unit,
             kappa=self.kappa,

@@ -123,7 +123,7 @@ def _schedule(args: Settings, *, on_gpu: bool) -> RunSchedule:
         dynamic=True,
         policy=args.dpp_policy,
         cap=args.dpp_activation_cap,
-        split_backward=args.dpp_split_backward,
+        split_backward=args.dpp_split_backward != "off",
         cuda_graphs=graphs,
         head_in_forward=_head_in_forward(args),
     )

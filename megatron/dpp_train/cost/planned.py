@@ -47,7 +47,7 @@ def take_plan(args: RunConfig) -> RunConfig:
         _costs(args),
         ranks,
         microbatches,
-        split_backward=args.dpp_split_backward,
+        split_backward=args.dpp_split_backward != "off",
         most_simulated=_SIMULATED_PER_RANK * ranks,
         max_tasks=_MAX_TASKS,
     )

@@ -186,7 +186,7 @@ def pipeline_model(args: RunConfig) -> PipelineModel:
         longest=longest_microbatch(args) * args.micro_batch_size,
         policy=args.dpp_policy if args.use_dpp else None,
         cap="auto" if in_bytes else cap,
-        split_backward=args.dpp_split_backward,
+        split_backward=args.dpp_split_backward != "off",
         costs=length_costs(args),
     )
 

@@ -72,9 +72,12 @@ def build_trainee(run: Run, config: TransformerConfig, build_chunk: ChunkBuilder
 
 
 def _delay_weight_gradients(run: Run, config: TransformerConfig) -> None:
-    """Prepares a split backward of Transformer Engine's layers, before the model is built."""
+    """Prepares a split backward of Transformer Engine's layers, before the model is built. Layers
+    that are built so cannot fuse it, which ``auto`` may choose.
+    """
     args = run.args
-    if not (args.use_dpp and args.dpp_split_backward) or args.transformer_impl == "local":
+    asked = args.use_dpp and args.dpp_split_backward not in ("auto", "off")
+    if not asked or args.transformer_impl == "local":
         return
     reason = delay_weight_gradients(config)
     if reason is not None:

@@ -64,6 +64,8 @@ def _typed(path: str, key: str, action: argparse.Action, value: Any) -> Any:
     if value is None or action.nargs == 0:
         return value
     kind: Any = action.type or str
+    if isinstance(value, bool) and kind is str:
+        value = "on" if value else "off"  # YAML reads these words as booleans
     try:
         if action.nargs in ("+", "*") or isinstance(action.nargs, int):
             entries = value if isinstance(value, list) else str(value).split()

@@ -180,7 +180,8 @@ def check_schedule(args: RunConfig, *, one_node: bool) -> None:
         )
         cap = parse_cap(args.dpp_activation_cap, geometry)
         if not cap.needs_measuring:
-            check_room(policy, geometry, cap.chunks, split_backward=args.dpp_split_backward)
+            split = args.dpp_split_backward != "off"
+            check_room(policy, geometry, cap.chunks, split_backward=split)
         if args.dpp_replay and one_node:
             for replica in range(0, args.data_parallel_size, replicas_in_step(args)):
                 path = replica_path(args.dpp_replay, replica)

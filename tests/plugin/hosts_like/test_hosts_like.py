@@ -35,7 +35,7 @@ def case(name: str, loop: str, *runs: dict[str, Any], **layout: Any) -> dict[str
 
 
 EARLY = {"overlap": True}
-FUSED = {"split_backward": False, "inject": LATE}
+FUSED = {"split_backward": "off", "inject": LATE}
 TOLD = {"max_tokens": MOST, "inject": LATE}
 ACCUMULATES = [
     case("outer", "accumulates", holds="outer", **OPTIMIZED),

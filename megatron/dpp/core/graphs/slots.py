@@ -71,8 +71,8 @@ class ChunkGraphs:
         self._pools: Pools | None = None
         self._slot_bytes = 0.0
         self._addresses: list[list[int]] = []
-        self._num_steps = 0
-        self._num_said = 0
+        self._num_steps = self._num_said = 0
+        self._settled = False
         self._by_engine = any(_has_engine_layers(chunk) for chunk in chunks)
         rng = CapturedRng()
         draws = capture is None and needs_task_rng(chunks)
@@ -128,6 +128,20 @@ class ChunkGraphs:
             self._said.add(line)
             self._log(line)
 
+    def settle(self, example: torch.Tensor) -> bool:
+        """True if the next step replays graphs, which is decided once, after the first steps.
+
+        Args:
+            example: as of :meth:`bound`.
+        """
+        if self._num_steps < _WARM_UP_STEPS:
+            return False
+        if not self._settled and self._blocks:
+            self._settled = True
+            if not (self._wanted(self._numbers) and self._attends(example)):
+                self._blocks.clear()
+        return bool(self._blocks)
+
     @contextlib.contextmanager
     def bound(self, example: torch.Tensor) -> Iterator[None]:
         """Replay graphs in one training step; the model is restored after it.
@@ -135,11 +149,9 @@ class ChunkGraphs:
         Args:
             example: a tensor like a block's input, [s, b, h].
         """
+        replays = self.settle(example)
         self._num_steps += 1
-        deciding = self._num_steps == _WARM_UP_STEPS + 1 and self._blocks
-        if deciding and not (self._wanted(self._numbers) and self._attends(example)):
-            self._blocks.clear()
-        if self._num_steps <= _WARM_UP_STEPS or not self._blocks:
+        if not replays:
             yield
             return
         self._make_room(example)

@@ -76,6 +76,11 @@ class WeightGradients:
         """Memory that deferred work holds, beyond activations."""
         return self._held_bytes + sum(modules.num_bytes() for modules in self._delayed)
 
+    @property
+    def can_fuse(self) -> bool:
+        """True if all layers compute their weight gradients within B where nobody defers them."""
+        return not any(modules.exist for modules in self._delayed)
+
     def delayed_by_modules(self, chunk: int) -> DelayedModules | None:
         """The modules of a chunk that delay their weight gradients; None if it has none."""
         return self._delayed[chunk] or None
@@ -117,7 +122,7 @@ class WeightGradients:
         if getattr(get_model_config(chunk), "enable_autocast", False):
             raise ConfigError(
                 f"{setting('split_backward')} computes weight gradients outside of autocast (the "
-                f"model's enable_autocast): use {setting('split_backward', False)}, or parameters "
+                f"model's enable_autocast): use {setting('split_backward', 'off')}, or parameters "
                 "of the dtype that is computed with"
             )
         block = decoder_block(chunk)
@@ -336,7 +341,7 @@ def _ddp_of(chunk: torch.nn.Module, weight: torch.nn.Parameter | None = None) ->
         if torchs or hasattr(found, "start_grad_sync"):
             raise ConfigError(
                 f"{setting('split_backward')} cannot defer weight gradients under "
-                f"{type(found).__name__}; use {setting('split_backward', False)} or "
+                f"{type(found).__name__}; use {setting('split_backward', 'off')} or "
                 "megatron-core's DistributedDataParallel"
             )
         found = getattr(found, "module", None)

@@ -53,7 +53,7 @@ def refuse(name: str, why: str) -> NoReturn:
     """
     raise ConfigError(
         f"{setting('split_backward')}: {name} {why}, so that its deferred gradient would differ "
-        f"from that of a fused backward; use {setting('split_backward', False)}"
+        f"from that of a fused backward; use {setting('split_backward', 'off')}"
     )
 
 

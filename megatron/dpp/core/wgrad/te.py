@@ -103,7 +103,7 @@ def _has_trained_weight(module: torch.nn.Module) -> bool:
         raise ConfigError(
             f"{setting('split_backward')}: a {type(module).__name__} of Transformer Engine with a "
             "frozen weight and a trained bias would lose the bias's gradient; freeze both or "
-            f"neither, or use {setting('split_backward', False)}"
+            f"neither, or use {setting('split_backward', 'off')}"
         )
     return bool(trained)
 
@@ -134,7 +134,7 @@ def _refuse_changed(place: Place) -> None:
         raise ConfigError(
             f"{setting('split_backward')}: {place.name} of Transformer Engine was built with "
             f"delay_wgrad_compute, and a deferred weight gradient would leave out that {reason}; "
-            f"use {setting('split_backward', False)}"
+            f"use {setting('split_backward', 'off')}"
         )
 
 
@@ -188,6 +188,11 @@ class DelayedModules:
 
     def __bool__(self) -> bool:
         return bool(self._inside)
+
+    @property
+    def exist(self) -> bool:
+        """True if the chunk has modules that delay, in its layers or elsewhere."""
+        return bool(self._inside or self._others)
 
     def is_like(self, other: DelayedModules) -> bool:
         """True if both have the same modules, with the same trained parameters."""

@@ -18,7 +18,7 @@ class Pipeline(Section):
     dpp_policy: str = "dynamic"
     dpp_activation_cap: str = "auto"
     dpp_forward_only_order: str = "auto"
-    dpp_split_backward: bool = True
+    dpp_split_backward: str = "auto"
     dpp_head_in_forward: str = "auto"
     dpp_slice_tokens: str = "off"
     dpp_transport: str = "auto"

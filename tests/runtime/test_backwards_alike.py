@@ -1,0 +1,85 @@
+"""However backwards run, the numbers are the static schedule's: split, fused, fused while others
+wait for their W, or as measured. Times are given, so that each choice is made in each run.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, case
+from tests.runtime.launcher import run_ranks
+
+WORKER = Path(__file__).with_name("backward_worker.py")
+LAUNCHED, QUICK = [0.2, 1.3, 0.9], [0.2, 1.3, 0.1]
+"""A rank that is launch-bound, and one that is not; W apart costs neither much."""
+DEAR = [0.2, 1.05, 0.9]
+"""W apart costs more than a tenth of a fused backward, even with one layer per chunk."""
+AUTO: dict[str, Any] = {"inject": LATE}
+WORDS: list[dict[str, Any]] = [
+    {"split_backward": word, "inject": LATE} for word in ("on", "off", "stock:0", "stock:1")
+]
+
+
+def check(num_ranks: int, *cases: dict[str, Any]) -> None:
+    output = run_ranks(WORKER, num_ranks, [json.dumps(cases)], timeout=300)
+    for each in cases:
+        assert f"CASE {each['name']} ok" in output, output
+
+
+def measured(*ranks: tuple[list[float], str]) -> dict[str, Any]:
+    """The times of each rank, what it chooses by them, and steps enough."""
+    return {"times": [each[0] for each in ranks], "chosen": [each[1] for each in ranks],
+            "iterations": 5}  # fmt: skip
+
+
+STOCK, SPLIT, FUSED = (LAUNCHED, "stock:1"), (QUICK, "on"), (DEAR, "off")
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Any:
+    """A run that is measured and recorded, and one that replays it without measuring."""
+
+    def runs(name: str) -> list[dict[str, Any]]:
+        path = str(tmp_path / name)
+        return [AUTO | {"record": path}, {"replay": path, "inject": "delay:2ms"}]
+
+    return runs
+
+
+def test_two_stages(kept: Any) -> None:
+    two = {"split_backward": "stock:2", "inject": LATE}
+    check(
+        2,
+        case("v1", 2, 5, *WORDS, *kept("v1"), **measured(FUSED, FUSED)),
+        case("v2", 2, 4, *WORDS, two, *kept("v2"), v=2, dropout=0.1, **measured(STOCK, SPLIT)),
+        case("v2, part fused", 2, 4, *kept("part"), v=2, **measured(FUSED, STOCK)),
+    )  # fmt: skip
+
+
+def test_stages_of_several_ranks_choose_alike(kept: Any) -> None:
+    """By the largest times of each stage; experts share a stage with the other replica."""
+    layout = {"v": 2, "layers": 4}
+    stock = [{"split_backward": "stock:0", "inject": LATE}]
+    times = measured(STOCK, (QUICK, "stock:1"), (QUICK, "off"), FUSED)
+    check(
+        4,
+        case("tp2", 2, 4, *stock, *kept("tp2"), tp=2, sp=True, **layout, **times),
+        case("experts", 2, 4, *stock, *kept("experts"), ep=2, model=EXPERTS, **layout, **times),
+    )
+
+
+@pytest.mark.slow
+def test_four_ranks(kept: Any) -> None:
+    deep, layout = {"v": 2, "layers": 8}, {"v": 2, "layers": 4}
+    check(
+        4,
+        case("p4", 4, 6, *WORDS, *kept("p4"), **measured(STOCK, SPLIT, FUSED, FUSED)),
+        case("p4v2", 4, 8, *WORDS, *kept("p4v2"), **deep,
+             **measured(STOCK, SPLIT, FUSED, STOCK)),
+        case("dp2", 2, 4, *WORDS, *kept("dp2"), **layout, **OPTIMIZED,
+             **measured(STOCK, FUSED, FUSED, SPLIT)),
+    )  # fmt: skip
