@@ -265,10 +265,11 @@ def test_absent_fields_have_the_values_of_transformers(family: str) -> None:
 
     def value_of(key: str) -> Any:
         rope = getattr(usual, "rope_parameters", None) or {}
+        rope = rope.get("full_attention", rope)
         return rope[key] if key in rope else getattr(usual, key)
 
     for key, value in find_families()[family].usual.items():
-        if key != "sliding_window" or hasattr(usual, key):
+        if key not in ("sliding_window", "rope_local_base_freq") or hasattr(usual, key):
             assert value_of(key) == value, key
     for key, values in find_families()[family].only.items():
         if hasattr(usual, key):
@@ -280,6 +281,7 @@ def test_absent_fields_have_the_values_of_transformers(family: str) -> None:
         "hidden_size": 256,
         "num_attention_heads": 32,
         "max_position_embeddings": 8,
+        "n_routed_experts": 8,
         **dict.fromkeys(("num_local_experts", "num_experts_per_tok", "moe_intermediate_size"), 8),
     }
     there, sizes = kind(**few), parse_config({"model_type": family, **few}, "x").sizes

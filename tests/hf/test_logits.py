@@ -49,6 +49,8 @@ LAYOUTS = {
     "tensor": "--tensor-model-parallel-size 2",
     "sequence": "--tensor-model-parallel-size 2 --sequence-parallel",
     "experts": "--expert-model-parallel-size 2",
+    "sequence-experts": "--tensor-model-parallel-size 2 --sequence-parallel "
+    "--expert-model-parallel-size 2",
 }
 _YARN = {
     "rope_type": "yarn",
@@ -70,7 +72,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Name -> family and further settings."""
-DENSE, SPARSE = ("llama", "mistral", "qwen2", "qwen3", "gpt2"), ("mixtral", "qwen3_moe")
+DENSE = tuple(name for name in tiny.MODELS if name not in tiny.SPARSE)
 
 
 def compare(folder: Path, num_ranks: int, cases: list[tuple[str, str]]) -> None:
@@ -108,6 +110,8 @@ def test_logits_of_chunks_and_of_experts(tmp_path: Path) -> None:
                 ("mixtral", "experts"),
                 ("yarn", "chunks"),
                 ("linear", "chunks"),
+                ("gemma3_text", "chunks"),
+                ("gpt_oss", "sequence-experts"),
             ],
         ],
     )
@@ -115,15 +119,20 @@ def test_logits_of_chunks_and_of_experts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_logits_of_every_family(tmp_path: Path) -> None:
-    compare(tmp_path, 1, [(family, "one") for family in (*DENSE, *SPARSE, *VARIANTS)])
+    compare(tmp_path, 1, [(family, "one") for family in (*DENSE, *tiny.SPARSE, *VARIANTS)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pipeline", "chunks", "tensor", "sequence", "experts"])
+@pytest.mark.parametrize(
+    "layout", ["pipeline", "chunks", "tensor", "sequence", "experts", "sequence-experts"]
+)
 def test_logits_of_every_layout(layout: str, tmp_path: Path) -> None:
     families = {
         "tensor": (*DENSE, "yarn"),
-        "sequence": (*DENSE, *SPARSE),
-        "experts": (*SPARSE, "yarn-experts"),
+        "sequence": tuple(name for name in tiny.MODELS if name != "gpt_oss"),
+        "experts": (*tiny.SPARSE, "yarn-experts"),
+        "sequence-experts": ("gpt_oss", "glm4_moe"),
     }
-    compare(tmp_path, 2, [(family, layout) for family in families.get(layout, (*DENSE, *SPARSE))])
+    compare(
+        tmp_path, 2, [(family, layout) for family in families.get(layout, (*DENSE, *tiny.SPARSE))]
+    )

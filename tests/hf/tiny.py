@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from megatron.dpp_train.families import find_families
 from megatron.dpp_train.hf import read_config
 
 SIZES = {
@@ -28,6 +29,24 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_LOCAL, _FULL = "sliding_attention", "full_attention"
+_PLAIN = {"rope_type": "default", "rope_theta": 500000.0}
+_OLMO3 = {
+    _LOCAL: _PLAIN,
+    _FULL: {**_PLAIN, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+}
+_GEMMA3 = {
+    _LOCAL: {"rope_type": "default", "rope_theta": 10000.0},
+    _FULL: {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+}
+_GPT_OSS = {
+    **_PLAIN,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "truncate": False,
+}
+_ENDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
 _GPT2 = {"vocab_size": 96, "n_positions": 64, "n_embd": 32, "n_layer": 4, "n_head": 4}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**SIZES, "rope_parameters": _LLAMA3}),
@@ -46,9 +65,65 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4, "num_key_value_heads": 4}),
+    "phi3": ("Phi3", {**SIZES, "partial_rotary_factor": 0.5, **_ENDS}),
+    "smollm3": ("SmolLM3", {**SIZES, **_ENDS}),
+    "seed_oss": ("SeedOss", {**SIZES, "head_dim": 16}),
+    "granite": (
+        "Granite",
+        {
+            **SIZES,
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 5.0,
+        },
+    ),
+    "olmo2": ("Olmo2", SIZES),
+    "olmo3": ("Olmo3", {**SIZES, "sliding_window": 5, "rope_parameters": _OLMO3}),
+    "gemma3_text": (
+        "Gemma3Text",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "layer_types": [_LOCAL, _LOCAL, _FULL, _LOCAL],
+            "rope_parameters": _GEMMA3,
+        },
+    ),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "routed_scaling_factor": 1.5,
+            "num_mtp_layers": 0,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 5,
+            "rope_parameters": _GPT_OSS,
+        },
+    ),
     "gpt2": ("GPT2", {**_GPT2, "bos_token_id": 0, "eos_token_id": 0}),
 }
 """Family -> the start of transformers' class names, and its settings."""
+SPARSE = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss")
+"""Families with experts."""
 
 
 def make(family: str, folder: Path, *, shard: str = "1GB", **more: Any) -> Path:
@@ -58,13 +133,16 @@ def make(family: str, folder: Path, *, shard: str = "1GB", **more: Any) -> Path:
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     start, settings = MODELS[family]
-    head = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
-    config = getattr(transformers, f"{start}Config")(**settings | more)
+    plain = {"pad_token_id": None}  # a token of padding would have no gradient
+    config = getattr(transformers, f"{start}Config")(**plain | settings | more)
     torch.manual_seed(1)
-    model = getattr(transformers, f"{start}{head}")(config)
+    model = getattr(transformers, find_families()[family].class_name)(config)
     for name, parameter in model.named_parameters():
         scale = parameter.ndim == 1 and name.endswith("weight")
         torch.nn.init.normal_(parameter, mean=float(scale), std=0.2)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.1)
     model.save_pretrained(folder, max_shard_size=shard)
     return folder
 

@@ -104,7 +104,6 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
             "12 is not divisible by --tensor-model-parallel-size 4 x --context-parallel-size 2 "
             r"\(--sequence-parallel\)",
         ),
-        ("--num-experts 4", 1, "cannot add an expert's bias; add --disable-bias-linear"),
         (
             "--num-experts 4 --expert-model-parallel-size 2 --moe-grouped-gemm",
             2,

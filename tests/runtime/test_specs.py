@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,8 +17,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dpp.core.experts import GroupedExperts
 from megatron.dpp.errors import ConfigError
-from megatron.dpp_train.model import layers, packed
-from megatron.dpp_train.model.layers import SdpaAttention, TorchNorm
+from megatron.dpp_train.model import layers, masks, packed
+from megatron.dpp_train.model.layers import SdpaAttention
+from megatron.dpp_train.model.norms import TorchNorm
 
 
 def test_attention_keeps_to_the_masks_that_samples_bring() -> None:
@@ -152,13 +154,32 @@ def test_parts_of_a_sequence_drop_out_too_over_the_ranks_of_the_process(
     assert given == [("all", 0.5), ("all", 0.0), ("own", 0.5), ("own", 0.0)]
 
 
+@pytest.mark.parametrize("packs", [False, True])
 @pytest.mark.parametrize(
-    ("asked", "flag"),
-    [({"window_size": (0, 4)}, "--window-size"), ({"softmax_type": "learnable"}, "--softmax-type")],
+    ("window", "kind"), [(2, "vanilla"), (None, "learnable"), (3, "learnable")]
 )
-def test_what_our_attention_cannot_do_is_refused(asked: dict[str, Any], flag: str) -> None:
-    with pytest.raises(ConfigError, match=f"{flag} is not possible with --transformer-impl local"):
-        SdpaAttention(config_with(**asked), 1, AttnMaskType.causal, "self")
+def test_our_attention_has_windows_and_further_logits(
+    window: int | None, kind: str, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a plain softmax over the keys of the window, and over one more logit of each head."""
+    monkeypatch.setattr(masks.mpu, "get_tensor_model_parallel_world_size", lambda: 1)
+    asked = {"window_size": None if window is None else (window, 0), "softmax_type": kind}
+    config = config_with(use_cpu_initialization=True, **asked)
+    attention = SdpaAttention(config, 1, AttnMaskType.causal, "self").eval()
+    torch.manual_seed(1)
+    q, k, v = torch.randn(3, 6, 1, 2, 4)
+    params = packed.packed_params(torch.tensor([0, 6], dtype=torch.int32), 6) if packs else None
+    found = attention(q, k, v, None, packed_seq_params=params)
+    for head in range(2):
+        scores = (q[:, 0, head] @ k[:, 0, head].T) * attention.softmax_scale
+        far = torch.arange(6)[:, None] - torch.arange(6)
+        hidden = (far < 0) | (far > (6 if window is None else window))
+        weights = scores.masked_fill(hidden, -math.inf).exp()
+        total = weights.sum(-1, keepdim=True)
+        if kind == "learnable":
+            total = total + attention.softmax_offset[head].exp()
+        wanted = weights / total @ v[:, 0, head]
+        torch.testing.assert_close(found[:, 0].view(6, 2, 4)[:, head], wanted)
 
 
 @pytest.mark.parametrize(
@@ -301,17 +322,24 @@ def test_norms_tell_that_their_gradients_are_sums_over_tensor_ranks(kind: str, c
     assert set(marks.values()) == {cut} and len(marks) == (2 if kind == "LayerNorm" else 1)
 
 
-@pytest.mark.parametrize(
-    ("asked", "flag"),
-    [
-        ({"layernorm_zero_centered_gamma": True}, "--apply-layernorm-1p needs"),
-        ({"normalization": "L2Norm"}, "--normalization L2Norm: expected one of LayerNorm, RMSNorm"),
-    ],
-)
-def test_norms_that_pytorch_does_not_have_are_refused(asked: dict[str, Any], flag: str) -> None:
-    """A weight around 0 would be multiplied as it is."""
-    with pytest.raises(ConfigError, match=flag):
-        TorchNorm(config_with(use_cpu_initialization=True, **asked), 8)
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_a_centred_norm_multiplies_by_one_more_than_its_weight(kind: str) -> None:
+    config = config_with(use_cpu_initialization=True, normalization=kind)
+    plain = TorchNorm(config, 8)
+    config.layernorm_zero_centered_gamma = True
+    centred = TorchNorm(config, 8, scale=2.0)
+    inputs = torch.randn(3, 8)
+    torch.testing.assert_close(centred(inputs), 2 * plain(inputs))
+    with torch.no_grad():
+        plain.weight.fill_(1.5)
+        centred.weight.fill_(0.5)
+    torch.testing.assert_close(centred(inputs), 2 * plain(inputs))
+
+
+def test_norms_that_pytorch_does_not_have_are_refused() -> None:
+    said = "--normalization L2Norm: expected one of LayerNorm, RMSNorm"
+    with pytest.raises(ConfigError, match=said):
+        TorchNorm(config_with(use_cpu_initialization=True, normalization="L2Norm"), 8)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ STRUCTURE = (
     "use_rope_scaling", "rope_scaling_factor", "rotary_scaling_factor", "mscale", "mscale_all_dim",
     "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow",
     "yarn_correction_range_round_to_int", "no_rope_freq", "add_bias_linear", "add_qkv_bias",
+    "geglu", "output_norms", "input_norms", "qk_norm_over_heads", "embedding_scale",
+    "residual_scale", "logit_scale", "window_rotary_base",
     "qk_layernorm", "qk_l2_norm", "squared_relu", "quick_geglu", "swiglu", "glu_linear_offset",
     "activation_func_clamp_value", "untie_embeddings_and_output_weights", "softmax_type",
     "softmax_scale", "window_size", "window_attn_skip_freq", "attention_output_gate",

@@ -55,7 +55,7 @@ def flops_per_iteration(args: Settings, batch_size: int) -> float:
     pattern = [*pattern, *pattern[-1:] * further]  # further layers are like the last
     widths = [experts if with_experts else args.ffn_hidden_size for with_experts in pattern]
     joints = further * (2 * args.hidden_size + 3)  # projection of state and embedding; norms
-    model = dataclasses.replace(model_of(args), gated=bool(args.swiglu))
+    model = dataclasses.replace(model_of(args), gated=bool(args.swiglu or args.geglu))
     outputs = joints + (1 + further) * args.padded_vocab_size
     tokens = batch_size * args.seq_length
     return float(tokens * flops_per_token(model, widths, outputs=outputs))

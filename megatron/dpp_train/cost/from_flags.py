@@ -88,7 +88,7 @@ def model_of(args: Settings, *, arch: str = "gpt") -> ModelShape:
         num_groups=args.num_query_groups if args.group_query_attention else heads,
         head_size=args.kv_channels,
         ffn_hidden_size=args.ffn_hidden_size,
-        gated=bool(args.swiglu or args.quick_geglu),
+        gated=bool(args.swiglu or args.quick_geglu or args.geglu),
         num_positions=args.max_position_embeddings if learned else 0,
         rotary=args.position_embedding_type in ("rope", "yarn"),
         tied=not args.untie_embeddings_and_output_weights,
@@ -101,6 +101,8 @@ def model_of(args: Settings, *, arch: str = "gpt") -> ModelShape:
         attention_dropout=args.attention_dropout > 0,
         experts=_experts(args),
         qk_norm=args.qk_layernorm,
+        qk_norm_over_heads=args.qk_norm_over_heads,
+        layer_norms=2 * args.input_norms + 2 * args.output_norms,
     )
 
 

@@ -59,8 +59,11 @@ def layer_parameters(shape: RunShape) -> int:
     """Parameters of one transformer layer on one rank of its stage."""
     model, t, h = shape.model, shape.tensor, shape.model.hidden_size
     qkv = (model.queries + 2 * model.keys) // t
-    count = h * qkv + model.queries // t * h + 2 * model.norm_vectors * h
-    count += 2 * model.qk_norm * model.head_size * model.norm_vectors
+    count = h * qkv + model.queries // t * h + model.layer_norms * model.norm_vectors * h
+    if model.qk_norm_over_heads:
+        count += (model.queries + model.keys) // t * model.norm_vectors
+    else:
+        count += 2 * model.qk_norm * model.head_size * model.norm_vectors
     if model.qkv_bias or model.linear_bias:
         count += qkv
     if model.linear_bias:

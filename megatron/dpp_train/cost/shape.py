@@ -76,6 +76,8 @@ class ModelShape:
         fused_loss: ``--cross-entropy-loss-fusion``.
         experts: in the place of each layer's MLP; None without them.
         qk_norm: queries and keys of a head are normalised.
+        qk_norm_over_heads: those of all heads together.
+        layer_norms: norms of a layer over the hidden size.
     """
 
     hidden_size: int
@@ -100,6 +102,8 @@ class ModelShape:
     attention_dropout: bool = False
     experts: ExpertShape | None = None
     qk_norm: bool = False
+    qk_norm_over_heads: bool = False
+    layer_norms: int = 2
 
     @property
     def queries(self) -> int:

@@ -77,6 +77,7 @@ class Row:
         only: the row holds for models whose value of this word is not 0.
         layers: layers that have it: ``all``, those with experts (``sparse``), or the others
             (``dense``).
+        full: no parameter, and kept in 32 bit whatever the type of the others.
     """
 
     key: str
@@ -85,16 +86,30 @@ class Row:
     rule: str = "same"
     only: str = ""
     layers: str = "all"
+    full: bool = False
 
 
-def row(key: str, *parts: str, rule: str = "same", only: str = "", layers: str = "all") -> Row:
+def row(
+    key: str,
+    *parts: str,
+    rule: str = "same",
+    only: str = "",
+    layers: str = "all",
+    full: bool = False,
+) -> Row:
     """A row whose parts are written ``NAME: SHAPE``.
 
     >>> row("output_layer.weight", "lm_head.weight: vocab hidden").shapes
     ('vocab hidden',)
     """
     pairs = [part.split(": ") for part in parts]
-    return Row(key, tuple(p[0] for p in pairs), tuple(p[1] for p in pairs), rule, only, layers)
+    return Row(
+        key, tuple(p[0] for p in pairs), tuple(p[1] for p in pairs), rule, only, layers, full
+    )
+
+
+def _none(_: str, __: Sizes) -> bool:
+    return False
 
 
 def _nothing(_: Any) -> dict[str, Any]:
@@ -120,7 +135,8 @@ class Family:
         read: further flags, from the fields of a file and the usual values of those that it lacks.
             It raises DataError for a value that cannot be trained.
         write: the fields that ``read`` reads, from the arguments of a run.
-        unread: ends of the names of tensors that are left out of a checkpoint.
+        unread: True for the name of a tensor that is left out of a checkpoint.
+        written: fields of each ``config.json`` that is written, whatever the model began with.
         layer: changes the spec of each local layer; it gets the spec, megatron-core's
             ``TransformerConfig``, and the arguments of the run. Only a family whose layers no flag
             describes has one.
@@ -129,16 +145,17 @@ class Family:
     name: str
     models: str
     class_name: str
-    fields: Mapping[str, str]
+    fields: dict[str, str]
     rows: tuple[Row, ...]
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    usual: Mapping[str, Any] = field(default_factory=dict)
+    flags: dict[str, Any] = field(default_factory=dict)
+    only: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    usual: dict[str, Any] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
     prepare: Callable[[Config], Config] = dict
     read: Callable[[Config], dict[str, Any]] = _nothing
     write: Callable[[Any], Config] = _nothing
-    unread: tuple[str, ...] = ()
+    unread: Callable[[str, Sizes], bool] = _none
+    written: Config = field(default_factory=dict)
     layer: Callable[[Any, Any, Any], Any] | None = None
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.dpp.errors import DataError, shown
 from megatron.dpp_train.families.base import Config, Row, row
 
 HF = "model.layers.{layer}."
@@ -79,13 +80,10 @@ MLP = (MLP_NORM, *gated_mlp())
 
 
 def experts(router: str, gate: str, up: str, down: str, *, layers: str = "all") -> tuple[Row, ...]:
-    """Rows of a layer's experts, by their names in a layer of Hugging Face's. Their norm has one
-    name in local layers, and one in Transformer Engine's; a checkpoint holds both."""
+    """Rows of a layer's experts, by their names in a layer of Hugging Face's."""
     inner = f"{OURS}mlp.experts.experts."
-    norm = f"{HF}post_attention_layernorm.weight: hidden"
     return (
-        row(f"{OURS}mlp.linear_fc1.layer_norm_weight", norm, layers=layers),
-        row(f"{OURS}pre_mlp_layernorm.weight", norm, layers=layers),
+        *expert_norms(layers),
         row(f"{OURS}mlp.router.weight", f"{HF}{router}: experts hidden", layers=layers),
         row(
             f"{inner}linear_fc1.weight",
@@ -95,6 +93,16 @@ def experts(router: str, gate: str, up: str, down: str, *, layers: str = "all") 
             layers=layers,
         ),
         row(f"{inner}linear_fc2.weight", f"{HF}{down}: hidden expert_ffn", layers=layers),
+    )
+
+
+def expert_norms(layers: str = "all") -> tuple[Row, Row]:
+    """The norm before experts. It has one name in local layers, and one in Transformer Engine's; a
+    checkpoint holds both."""
+    norm = f"{HF}post_attention_layernorm.weight: hidden"
+    return (
+        row(f"{OURS}mlp.linear_fc1.layer_norm_weight", norm, layers=layers),
+        row(f"{OURS}pre_mlp_layernorm.weight", norm, layers=layers),
     )
 
 
@@ -158,3 +166,54 @@ USUAL: Config = {
 }
 """Values of fields that a file may lack."""
 EXPERT_USUAL = USUAL | {"router_aux_loss_coef": 0.001}
+
+# --- what several families read ---
+
+
+def window_flags(content: Config, layers: int) -> dict[str, Any]:
+    """The flags of a sliding window that the layers of ``layer_types`` have; none where no layer
+    has one."""
+    kinds = content["layer_types"]
+    window, slides = content.get("sliding_window"), [int(kind == SLIDING) for kind in kinds]
+    if len(kinds) != layers or not set(kinds) <= {SLIDING, FULL}:
+        raise DataError(f"layer_types is {shown(kinds)}, expected {layers} of {SLIDING}, {FULL}")
+    if not window or not any(slides):
+        return {}
+    return {
+        "window-size": f"{window - 1},0",
+        "window-attn-skip-freq": f"[{','.join(map(str, slides))}]",
+    }
+
+
+def window_fields(args: Any) -> Config:
+    """The fields of :func:`window_flags`, from the arguments of a run."""
+    if args.window_size is None:
+        return {"sliding_window": None, "layer_types": [FULL] * args.num_layers}
+    every = args.window_attn_skip_freq or [1] * args.num_layers
+    if isinstance(every, int):
+        every = [int((layer + 1) % every != 0) for layer in range(args.num_layers)]
+    kinds = [SLIDING if slides else FULL for slides in every]
+    return {"sliding_window": args.window_size[0] + 1, "layer_types": kinds}
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""Kinds of ``layer_types``."""
+
+
+def rope_of_kinds(content: Config) -> tuple[Config, Config]:
+    """``rope_parameters`` of a file that has them for each kind of layer: of full attention, and of
+    layers with a window; the latter is empty where the file has one for all."""
+    rope = content.get("rope_parameters") or {}
+    if FULL not in rope:
+        return rope, {}
+    return dict(rope[FULL]), dict(rope.get(SLIDING) or {})
+
+
+def partial_rotary(content: Config) -> Config:
+    """``config.json`` with the share of a head that is rotated outside of ``rope_parameters``."""
+    rope = dict(content.get("rope_parameters") or {})
+    share = rope.pop("partial_rotary_factor", None)
+    content = dict(content)
+    if share is not None:
+        content |= {"partial_rotary_factor": share, "rope_parameters": rope}
+    return content

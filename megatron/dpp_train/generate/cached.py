@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.model import packed
+from megatron.dpp_train.model.masks import masked, window_of
 
 
 class Cache:
@@ -73,10 +73,18 @@ class Step(packed.Documents):
         self._rows = self._numbers(self._places(len(places))).long()
         self._cache, self._first = cache, first
 
-    def attend(self, layer: int, scale: float, *tensors: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        scale: float,
+        *tensors: torch.Tensor,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Attention of one layer to the tokens before, which are in the cache.
 
         Args:
+            window, sinks: see ``model.masks``.
             tensors: query [t, 1, heads, size], key and value [t, 1, groups, size].
 
         Returns:
@@ -86,13 +94,14 @@ class Step(packed.Documents):
         places = self.positions(len(query))
         kept = self._cache.put(layer, self._rows, places, key[:, 0], value[:, 0])
         if self._first:
-            return packed.attend(query, key, value, self, scale=scale)
+            return packed.attend(query, key, value, self, scale=scale, window=window, sinks=sinks)
         keys, values = (each[:, : self.longest].transpose(1, 2) for each in kept)
         seen = torch.arange(self.longest, device=places.device) <= places[:, None]
-        output = F.scaled_dot_product_attention(
-            query.transpose(1, 2), keys, values, attn_mask=seen[:, None, None], scale=scale,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )  # fmt: skip
+        if window is not None:
+            seen &= torch.arange(self.longest, device=places.device) >= places[:, None] - window
+        output = masked(
+            query.transpose(1, 2), keys, values, seen[:, None, None], scale=scale, sinks=sinks
+        )
         return output.reshape(len(query), 1, -1)
 
 
@@ -105,6 +114,8 @@ class CachedAttention(MegatronModule):  # type: ignore[misc]
         super().__init__(config=own.config)
         self._layer = layer
         self._scale = own.config.softmax_scale or own.config.kv_channels**-0.5
+        self._window = window_of(own.config, layer + 1)
+        self._sinks = own.softmax_offset
 
     def forward(
         self,
@@ -120,8 +131,12 @@ class CachedAttention(MegatronModule):  # type: ignore[misc]
         q, k, v = packed.as_packed(query, key, value)
         documents = packed.documents_of(packed_seq_params)
         if isinstance(documents, Step):
-            return documents.attend(self._layer, self._scale, q, k, v)
-        return packed.attend(q, k, v, documents, scale=self._scale)
+            return documents.attend(
+                self._layer, self._scale, q, k, v, window=self._window, sinks=self._sinks
+            )
+        return packed.attend(
+            q, k, v, documents, scale=self._scale, window=self._window, sinks=self._sinks
+        )
 
 
 def use_cache(model: Any) -> None:
@@ -130,12 +145,6 @@ def use_cache(model: Any) -> None:
     Raises:
         ConfigError: its attention is of another kind.
     """
-    others = {"window_size": None, "softmax_type": "vanilla"}
-    for name, plain in others.items():
-        value = getattr(model.config, name)
-        if value != plain:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(f"{flag} {value}: generate and evaluate take plain attention alone")
     for number, layer in enumerate(model.decoder.layers):
         attention = layer.self_attention
         if not isinstance(attention, packed.PackedSelfAttention):

@@ -47,6 +47,7 @@ _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 _STATES = (
     *("self_attention.linear_qkv", "self_attention.core_attention", "self_attention.linear_proj"),
     *("mlp.linear_fc1", "mlp.linear_fc2"),
+    *("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"),
 )
 _EXPERT_STATES = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
 
@@ -62,20 +63,21 @@ Read = Callable[[Entry], torch.Tensor]
 class _Planner(DefaultSavePlanner):
     """Plans a checkpoint from shapes, and asks for each tensor when it is written."""
 
-    def __init__(self, items: dict[MetadataIndex, Entry], states: list[str], kind: Any) -> None:
+    def __init__(
+        self, items: dict[MetadataIndex, Entry], states: list[str], kind: torch.dtype
+    ) -> None:
         super().__init__(flatten_state_dict=False)
         self._items, self._states, self._dtype = items, states, kind
         self.read: Read = lambda entry: torch.empty(0)
 
     def create_local_plan(self) -> SavePlan:
-        properties = TensorProperties(dtype=self._dtype)
         items = [
             WriteItem(
                 index=index,
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
                     chunk=ChunkStorageMetadata(_offset(entry), torch.Size(_local(entry))),
-                    properties=properties,
+                    properties=TensorProperties(dtype=self._kind(entry)),
                     size=torch.Size((*entry.counts, *entry.shape)),
                 ),
             )
@@ -91,7 +93,10 @@ class _Planner(DefaultSavePlanner):
             torch.save([None], nothing)
             return nothing
         entry = self._items[write_item.index]
-        return self.read(entry).to(self._dtype).reshape(_local(entry))
+        return self.read(entry).to(self._kind(entry)).reshape(_local(entry))
+
+    def _kind(self, entry: Entry) -> torch.dtype:
+        return torch.float32 if entry.full else self._dtype
 
 
 def _local(entry: Entry) -> tuple[int, ...]:
@@ -106,20 +111,17 @@ def _offset(entry: Entry) -> torch.Size:
 def _states(sizes: Sizes) -> list[str]:
     """Keys of the states of layers, which hold nothing. Loading asks for them all the same; those
     of Transformer Engine's layers are there, too."""
-    layers = range(sizes.layers)
-    keys = [
-        f"decoder.layers.{name}._extra_state/shard_{layer}_{sizes.layers}"
-        for name in _STATES
-        for layer in layers
-    ]
-    counts = f"{sizes.layers}.{sizes.experts}"
-    keys += [
-        f"decoder.layers.{name}._extra_state/shard_{layer}.{expert}_{counts}"
-        for name in _EXPERT_STATES
-        for layer in layers
-        for expert in range(sizes.experts)
-    ]
-    return [*keys, "decoder.final_layernorm._extra_state/shard_0_1"]
+    keys = ["decoder.final_layernorm._extra_state/shard_0_1"]
+    for layer in range(sizes.layers):
+        prefix = f"decoder.layers.{layer}." if sizes.sparse else "decoder.layers."
+        own = "/shard_0_1" if sizes.sparse else f"/shard_{layer}_{sizes.layers}"
+        keys += [f"{prefix}{name}._extra_state{own}" for name in _STATES]
+        for expert in range(sizes.experts):
+            place = f"{expert}_{sizes.experts}"
+            if not sizes.sparse:
+                place = f"{layer}.{expert}_{sizes.layers}.{sizes.experts}"
+            keys += [f"{prefix}{name}._extra_state/shard_{place}" for name in _EXPERT_STATES]
+    return keys
 
 
 def write(

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.dpp.errors import DataError, one_line, shown
 from megatron.dpp_train.families import Config, Family, Sizes, find_families
 from megatron.dpp_train.families.left_out import LEFT_OUT
-from megatron.dpp_train.hf.rotary import add_rotary
+from megatron.dpp_train.families.rotary import add_rotary
 from megatron.dpp_train.options.flags_special import pattern
 from megatron.dpp_train.text_files import read_json
 

@@ -81,12 +81,14 @@ class Folder:
             raise DataError(
                 f"{self.path}: holds {some(extra)}, which {self.config.family} does not have"
             )
-        return {name: _FLOATS[self._check_part(name, parts[name].shape)] for name in parts}
+        kinds = {name: _FLOATS[self._check_part(name, parts[name].shape)] for name in parts}
+        full = {self._own(part.name) for each in self.entries() if each.full for part in each.parts}
+        return {name: kind for name, kind in kinds.items() if name not in full}
 
     def _may_be(self, name: str) -> bool:
         """True for buffers of older files, and for tied output weights that were saved too."""
-        unread = (*IGNORED, *self.config.family.unread)
-        return name.endswith(unread) or name == "lm_head.weight"
+        known = name.endswith(IGNORED) or name == "lm_head.weight"
+        return known or self.config.family.unread(name, self.config.sizes)
 
     def _check_part(self, name: str, shape: tuple[int, ...]) -> str:
         found = self._open[self._files[name]].get_slice(name)
@@ -152,7 +154,7 @@ class Shards:
 
     Args:
         shapes: the shape of each tensor, in the order in which they come.
-        dtype: of all tensors.
+        dtype: of all tensors but those in ``full``, which are in 32 bit.
     """
 
     def __init__(
@@ -161,8 +163,9 @@ class Shards:
         shapes: dict[str, tuple[int, ...]],
         dtype: torch.dtype,
         shard_bytes: int,
+        full: frozenset[str] = frozenset(),
     ) -> None:
-        self._folder, self._shapes, self._dtype = folder, shapes, dtype
+        self._folder, self._shapes, self._dtype, self._full = folder, shapes, dtype, full
         self._groups: list[list[str]] = []
         room = 0
         for name in shapes:
@@ -188,7 +191,7 @@ class Shards:
             self._begin(*next(self._coming))
         assert self._file is not None
         assert name == self._left.pop(0)
-        assert (tuple(tensor.shape), tensor.dtype) == (self._shapes[name], self._dtype)
+        assert (tuple(tensor.shape), tensor.dtype) == (self._shapes[name], self._kind(name))
         self._file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
         if not self._left:
             self._file.close()
@@ -206,13 +209,17 @@ class Shards:
 
     def _begin(self, number: int, names: list[str]) -> None:
         """Open a file and write its header: its length in 8 bytes, then JSON to a multiple of 8."""
-        kind = next(name for name, dtype in _FLOATS.items() if dtype == self._dtype)
+        kinds = {dtype: name for name, dtype in _FLOATS.items()}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name in names:
             start, end = end, end + self._bytes(name)
             shape = list(self._shapes[name])
-            header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+            header[name] = {
+                "dtype": kinds[self._kind(name)],
+                "shape": shape,
+                "data_offsets": [start, end],
+            }
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self._left = list(names)
@@ -220,7 +227,10 @@ class Shards:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def _bytes(self, name: str) -> int:
-        return math.prod(self._shapes[name]) * self._dtype.itemsize
+        return math.prod(self._shapes[name]) * self._kind(name).itemsize
+
+    def _kind(self, name: str) -> torch.dtype:
+        return torch.float32 if name in self._full else self._dtype
 
     def _name(self, number: int) -> str:
         if len(self._groups) == 1:

@@ -83,9 +83,10 @@ def _copy(folder: Folder, entry: Entry, shard: ShardedTensor) -> None:
             f"{list(there)}; --model {folder.path} gives its flags"
         )
     whole = join(entry.rule, folder.read(entry), folder.config.sizes)
-    share = whole[
-        tuple(slice(at, at + size) for at, size in zip(start, shard.local_shape, strict=True))
-    ]
+    outer = len(start) - len(shard.local_shape)  # one of the experts that the entry holds
+    local = (*(1 for _ in range(outer)), *shard.local_shape)
+    box = tuple(slice(at, at + size) for at, size in zip(start, local, strict=True))
+    share = whole[box].flatten(0, outer)
     if share.shape != shard.data.shape:
         shard.data.zero_()
     shard.data[: share.shape[0]].copy_(share)

@@ -43,11 +43,27 @@ def _apart(fused: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
     return list(torch.split_with_sizes(fused, [sizes.queries, sizes.keys, sizes.keys]))
 
 
+def _halves(pairs: torch.Tensor, axis: int) -> torch.Tensor:
+    """Gate and up projection behind each other, of those that take turns along ``axis``."""
+    whole = pairs.movedim(axis, -1)
+    return torch.cat([whole[..., 0::2], whole[..., 1::2]], -1).movedim(-1, axis)
+
+
+def _pairs(halves: torch.Tensor, axis: int) -> torch.Tensor:
+    """The inverse of :func:`_halves`."""
+    return torch.stack(halves.chunk(2, axis), axis + 1).flatten(axis, axis + 1)
+
+
 _Join = Callable[[Tensors, Sizes], torch.Tensor]
 _Split = Callable[[torch.Tensor, Sizes], list[torch.Tensor]]
 _RULES: dict[str, tuple[_Join, _Split]] = {
     "same": (lambda parts, _: parts[0], lambda whole, _: [whole]),
-    "turned": (lambda parts, _: parts[0].t(), lambda whole, _: [whole.t()]),
+    "turned": (lambda parts, _: parts[0].mT, lambda whole, _: [whole.mT]),
+    "turned_pairs": (
+        lambda parts, _: _halves(parts[0].mT, 1),
+        lambda whole, _: [_pairs(whole, 1).mT],
+    ),
+    "pairs": (lambda parts, _: _halves(parts[0], 1), lambda whole, _: [_pairs(whole, 1)]),
     "stacked": (lambda parts, _: torch.cat(list(parts)), lambda whole, _: list(whole.chunk(2))),
     "by_group": (_by_group, _out_of_groups),
     "fused_by_group": (

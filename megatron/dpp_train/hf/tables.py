@@ -44,6 +44,7 @@ class Entry:
         rule: how they are joined.
         twin: its values are those of an entry before; Hugging Face tensors are written once.
         by_vocab: its rows are those of the vocabulary, of which Megatron may hold more.
+        full: no parameter, and kept in 32 bit.
     """
 
     key: str
@@ -54,6 +55,7 @@ class Entry:
     rule: str
     twin: bool
     by_vocab: bool
+    full: bool = False
 
 
 def entries(family: Family, sizes: Sizes) -> Iterator[Entry]:
@@ -96,7 +98,7 @@ def _entry(row: Row, sizes: Sizes, layer: int | None, expert: int | None, *, twi
     )
     shape = shapes[0]
     if row.rule.startswith("turned"):
-        shape = shape[::-1]
+        shape = (*shape[:-2], shape[-1], shape[-2])
     elif len(parts) > 1:
         shape = (sum(each[0] for each in shapes), *shape[1:])
     return Entry(
@@ -108,6 +110,7 @@ def _entry(row: Row, sizes: Sizes, layer: int | None, expert: int | None, *, twi
         rule=row.rule,
         twin=twin,
         by_vocab=row.shapes[0].startswith("vocab"),
+        full=row.full,
     )
 
 
@@ -120,4 +123,6 @@ def num_parameters(family: Family, sizes: Sizes) -> int:
     >>> num_parameters(find_families()["gpt2"], gpt2)
     124439808
     """
-    return sum(math.prod(each.shape) for each in entries(family, sizes) if not each.twin)
+    return sum(
+        math.prod(each.shape) for each in entries(family, sizes) if not (each.twin or each.full)
+    )

@@ -68,19 +68,22 @@ def to_hf(
     stored = Stored(found.path)
     config = _config_of(like, family, family_file, args, source)
     tensors = _checked(stored, config)
-    kind = dtype or one_dtype({each.key: stored.dtype(each) for each in tensors}, found.path)
+    kinds = {each.key: stored.dtype(each) for each in tensors if not each.full}
+    kind = dtype or one_dtype(kinds, found.path)
+    full = frozenset(part.name for each in tensors if each.full for part in each.parts)
     shapes = {part.name: part.shape for each in tensors for part in each.parts}
     with unfinished(target) as scratch:
-        with Shards(scratch, shapes, kind, shard_bytes) as shards:
+        with Shards(scratch, shapes, kind, shard_bytes, full) as shards:
             for entry in tensors:
-                parts = split(entry.rule, stored.read(entry).to(kind), config.sizes)
+                whole = stored.read(entry).to(torch.float32 if entry.full else kind)
+                parts = split(entry.rule, whole, config.sizes)
                 for part, tensor in zip(entry.parts, parts, strict=True):
                     shards.add(part.name, tensor)
                     progress(tensor.nbytes)
             shards.finish()
         if like is not None:
             copy_files(like, scratch)
-        _write_config(scratch / CONFIG, config.content, kind)
+        _write_config(scratch / CONFIG, config.content | config.family.written, kind)
     return config
 
 

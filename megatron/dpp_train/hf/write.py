@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.families import Config, Family
-from megatron.dpp_train.hf.rotary import rotary_fields
+from megatron.dpp_train.families.rotary import rotary_fields
 
 _DESTINATIONS = {"norm-epsilon": "layernorm_epsilon"}
 """Flag -> its attribute, where that has another name."""

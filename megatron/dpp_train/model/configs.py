@@ -180,6 +180,14 @@ def _activation(args: Args) -> dict[str, Any]:
         from megatron.core.activations import squared_relu
 
         return {"activation_func": squared_relu}
+    if args.geglu:
+        from megatron.dpp_train.model.forms import gated_gelu
+
+        return {
+            "activation_func": gated_gelu,
+            "gated_linear_unit": True,
+            "bias_activation_fusion": False,
+        }
     if args.quick_geglu:
         from megatron.core.fusions.fused_bias_geglu import quick_gelu
 

@@ -41,39 +41,18 @@ from megatron.dpp.core import compat
 from megatron.dpp.core.experts import GroupedExperts
 from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.model import context, packed
+from megatron.dpp_train.model.masks import (
+    masked,
+    new_softmax_offset,
+    seen,
+    sharded_softmax_offset,
+    window_of,
+)
+from megatron.dpp_train.model.norms import TorchNorm
 
 IMPLEMENTATIONS = ("torch", "megatron", "transformer_engine")
 Change = Callable[[ModuleSpec], ModuleSpec]
 """A function that gives a changed spec of a layer."""
-
-
-class TorchNorm:
-    """PyTorch's LayerNorm or RMSNorm whose parameters carry Megatron's ``sequence_parallel`` mark.
-
-    megatron-core's ``WrappedTorchNorm`` refuses ``sequence_parallel``, as its weights lack the mark
-    by which ``finalize_model_grads`` all-reduces their gradients over the tensor-parallel ranks.
-    """
-
-    def __new__(  # type: ignore[misc]
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
-    ) -> torch.nn.Module:
-        if config.layernorm_zero_centered_gamma:
-            raise ConfigError(
-                "--apply-layernorm-1p needs --transformer-impl transformer_engine: "
-                "PyTorch's norms have no zero-centred weight"
-            )
-        norms = {"LayerNorm": torch.nn.LayerNorm, "RMSNorm": torch.nn.RMSNorm}
-        if config.normalization not in norms:
-            raise ConfigError(
-                f"--normalization {config.normalization}: expected one of {', '.join(norms)}"
-            )
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        norm: torch.nn.Module = norms[config.normalization](
-            hidden_size, eps=eps, device=device, dtype=config.params_dtype
-        )
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
 
 
 class SdpaAttention(MegatronModule):  # type: ignore[misc]
@@ -98,7 +77,6 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]
         own_masks: bool = False,
     ) -> None:
         super().__init__(config=config)
-        _check_sdpa_can(config)
         self.context_ranks: Any = None
         if config.context_parallel_size > 1:
             _check_context_can(attn_mask_type, own_masks=own_masks)
@@ -110,6 +88,8 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]
         head_size = config.kv_channels
         self.softmax_scale = softmax_scale or 1.0 / math.sqrt(head_size)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.window = window_of(config, layer_number)
+        self.softmax_offset = new_softmax_offset(config)
 
     def forward(
         self,
@@ -141,11 +121,19 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]
                 return packed.attend(
                     q, k, v, documents,
                     scale=self.softmax_scale, dropout=dropout, mask_type=mask_type,
+                    window=self.window, sinks=self.softmax_offset,
                 )  # fmt: skip
             causal = mask_type == AttnMaskType.causal
             causal &= attention_mask is None or not self.own_masks
             allowed = None if causal or attention_mask is None else ~attention_mask
             q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+            if self.window is not None or self.softmax_offset is not None:
+                allowed = seen(len(query), self.window, query.device) if causal else allowed
+                output = masked(
+                    q, k, v, allowed,
+                    scale=self.softmax_scale, dropout=dropout, sinks=self.softmax_offset,
+                )  # fmt: skip
+                return output.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1)
             output = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=allowed, dropout_p=dropout, is_causal=causal,
                 scale=self.softmax_scale, enable_gqa=q.shape[1] != k.shape[1],
@@ -179,18 +167,11 @@ class SdpaAttention(MegatronModule):  # type: ignore[misc]
             return fork
         return contextlib.nullcontext()
 
-
-def _check_sdpa_can(config: TransformerConfig) -> None:
-    """Refuse settings that this attention does not support."""
-    refused = {
-        "--window-size": config.window_size is not None,
-        "--softmax-type": config.softmax_type != "vanilla",
-    }
-    for flag, asked in refused.items():
-        if asked:
-            raise ConfigError(
-                f"{flag} is not possible with --transformer-impl local; use transformer_engine"
-            )
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> Any:
+        """See megatron-core's ``DotProductAttention.sharded_state_dict``."""
+        return sharded_softmax_offset(self, prefix, sharded_offsets, metadata)
 
 
 def _check_context_can(mask_type: AttnMaskType, *, own_masks: bool) -> None:
@@ -212,6 +193,7 @@ def block_spec(
     own_masks: bool = False,
     grouped_experts: bool = False,
     change: Change | None = None,
+    output_scale: float = 1.0,
 ) -> TransformerBlockSubmodules:
     """The spec of this rank's transformer block.
 
@@ -223,7 +205,8 @@ def block_spec(
         own_masks: samples bring attention masks that are not the plain causal one
             (``--reset-attention-mask``); ``torch`` leaves masks unread without this.
         grouped_experts: experts of local layers run their products as one each.
-        change: what a family does to the spec of each local layer.
+        change: gives the spec of a local layer in the form that the model has.
+        output_scale: factor of the last norm's output, in local layers.
 
     Returns:
         What ``GPTModel`` and ``BertModel`` take as ``transformer_layer_spec``.
@@ -252,7 +235,10 @@ def block_spec(
         return block
     local = _LocalLayers(config, implementation, own_masks, grouped_experts, change=change)
     layers = [local.made_from(layer) for layer in block.layer_specs]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=TorchNorm)
+    norm: Any = TorchNorm
+    if output_scale != 1.0:
+        norm = ModuleSpec(TorchNorm, params={"scale": output_scale})
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
 def prediction_spec(

@@ -28,6 +28,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.model import context
+from megatron.dpp_train.model.masks import mark_softmax_offset, masked
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 """Masks of causal attention."""
@@ -78,7 +79,7 @@ class Documents:
     def __init__(self, starts: torch.Tensor, longest: int) -> None:
         self.starts, self.longest = starts, longest
         self._positions: torch.Tensor | None = None
-        self._allowed: dict[bool, torch.Tensor] = {}
+        self._allowed: dict[tuple[bool, int | None], torch.Tensor] = {}
         self._bounds: list[int] = []
 
     def positions(self, tokens: int) -> torch.Tensor:
@@ -88,16 +89,24 @@ class Documents:
             self._positions = (places - self.starts[self._numbers(places)]).long()
         return self._positions
 
-    def allowed(self, tokens: int, *, causal: bool) -> torch.Tensor:
+    def allowed(self, tokens: int, *, causal: bool, window: int | None = None) -> torch.Tensor:
         """The mask of one attention over all documents, [tokens, tokens]: True where a query may
         see a key.
+
+        Args:
+            window: tokens before a query that it may see; None for all.
         """
-        if causal not in self._allowed:
+        kind = causal, window
+        if kind not in self._allowed:
             places = self._places(tokens)
             numbers = self._numbers(places)
             same = numbers[:, None] == numbers[None, :]
-            self._allowed[causal] = same & (places[:, None] >= places) if causal else same
-        return self._allowed[causal]
+            if causal:
+                same &= places[:, None] >= places
+            if window is not None:
+                same &= places[:, None] <= places + window
+            self._allowed[kind] = same
+        return self._allowed[kind]
 
     def bounds(self, tokens: int) -> list[tuple[int, int]]:
         """First and last token of each document, read on the host.
@@ -174,6 +183,11 @@ class PackedDotProductAttention(DotProductAttention):  # type: ignore[misc]
     alone.
     """
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if isinstance(self.softmax_offset, torch.nn.Parameter):
+            mark_softmax_offset(self.softmax_offset)
+
     def forward(
         self,
         query: torch.Tensor,
@@ -223,16 +237,26 @@ def attend(
     scale: float,
     dropout: float = 0.0,
     mask_type: AttnMaskType = AttnMaskType.causal,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention within each document; query [t, 1, np, hn], key and value [t, 1, ng, hn].
 
     A GPU runs the first of these that is there: PyTorch's variable-length attention,
     flash-attention's, PyTorch's attention with a mask. A CPU attends to one document at a time.
 
+    Args:
+        window, sinks: see ``masks``; with one of them a mask is used.
+
     Returns:
         [t, 1, np * hn].
     """
     causal, tokens = mask_type in CAUSAL, len(query)
+    if window is not None or sinks is not None:
+        allowed = documents.allowed(tokens, causal=causal, window=window)
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        output = masked(q, k, v, allowed, scale=scale, dropout=dropout, sinks=sinks)
+        return output.permute(2, 0, 1, 3).reshape(tokens, 1, -1)
     kernel = _kernel(query, dropout) if query.is_cuda else None
     if kernel is not None:
         q, k, v = (tensor.squeeze(1) for tensor in (query, key, value))

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core import parallel_state as mpu
 from megatron.core.datasets.bert_dataset import (
     BERTMaskedWordPieceDataset,
     BERTMaskedWordPieceDatasetConfig,
@@ -26,6 +25,7 @@ from megatron.dpp_train.data.samples import next_of, tensor_parallel_batch
 from megatron.dpp_train.data.sequences import Microbatch, SequenceConfig, SequenceDataset
 from megatron.dpp_train.families import find_families
 from megatron.dpp_train.model.configs import dataset_values, sequences_per_dataset
+from megatron.dpp_train.model.forms import ScaledModel, form_layer
 from megatron.dpp_train.model.layers import Change, bert_head_norm, block_spec, prediction_spec
 from megatron.dpp_train.model.losses import masked_sum, require_finite
 from megatron.dpp_train.model.packed import packed_params
@@ -92,14 +92,15 @@ def _model_values(args: Args, config: TransformerConfig) -> dict[str, Any]:
 # --- GPT ---
 
 
-def _change_of_family(args: Args, config: TransformerConfig) -> Change | None:
-    """The function by which ``--family`` changes the spec of a layer.
+def _change(args: Args, config: TransformerConfig) -> Change:
+    """The function that gives the spec of a local layer the forms that flags and ``--family`` ask
+    for.
 
     Raises:
         ConfigError: the family is not known here, or the layers are Transformer Engine's.
     """
     if args.family is None:
-        return None
+        return lambda layer: form_layer(layer, config, args)
     family = find_families(args.family_file).get(args.family)
     if family is None or family.layer is None:
         raise ConfigError(
@@ -110,30 +111,8 @@ def _change_of_family(args: Args, config: TransformerConfig) -> Change | None:
         raise ConfigError(
             f"--family {args.family} needs --transformer-impl local, not {args.transformer_impl}"
         )
-    change = family.layer
-    return lambda layer: change(layer, config, args)
-
-
-class _LoadedModel(GPTModel):  # type: ignore[misc]
-    """A model whose loss counts the first tokens of the vocabulary only. The rows behind them pad
-    it: they get a probability of 0, and gradients of 0."""
-
-    def __init__(self, num_tokens: int, **options: Any) -> None:
-        super().__init__(**options)
-        self._num_tokens = num_tokens
-
-    def compute_language_model_loss(
-        self, labels: torch.Tensor, logits: torch.Tensor
-    ) -> torch.Tensor:
-        """Losses [b, s] of ``labels`` [b, s]. ``logits`` [s, b, v/t] are this rank's share; their
-        padded columns are overwritten."""
-        width = logits.shape[-1]
-        here = max(0, self._num_tokens - width * mpu.get_tensor_model_parallel_rank())
-        with torch.no_grad():  # in place: a copy would take as much memory as the logits
-            # finite: a rank may hold padding alone, and a fused kernel subtracts its maximum
-            logits[..., here:] = torch.finfo(logits.dtype).min
-        losses: torch.Tensor = super().compute_language_model_loss(labels, logits)
-        return losses
+    own = family.layer
+    return lambda layer: own(form_layer(layer, config, args), config, args)
 
 
 def build_gpt(
@@ -145,13 +124,17 @@ def build_gpt(
         "vp_stage": vp_stage,
         "own_masks": args.reset_attention_mask,
         "grouped_experts": args.moe_grouped_gemm,
-        "change": _change_of_family(args, config),
+        "change": _change(args, config),
     }
     count, rows = args.loss_vocab_size, args.padded_vocab_size
-    kind = GPTModel if count is None or count >= rows else partial(_LoadedModel, count)
+    kind: Callable[..., GPTModel] = GPTModel
+    if args.embedding_scale != 1.0 or (count is not None and count < rows):
+        kind = partial(ScaledModel, count, args.embedding_scale)
     return kind(
         **_model_values(args, config),
-        transformer_layer_spec=block_spec(config, arch="gpt", **layers),
+        transformer_layer_spec=block_spec(
+            config, arch="gpt", output_scale=args.logit_scale, **layers
+        ),
         fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,

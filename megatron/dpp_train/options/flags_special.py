@@ -61,6 +61,17 @@ PATTERNS = (
     Flag("--moe-aux-loss-coeff", float, 0.0, "weight of the balancing loss", nargs="+"),
 )  # fmt: skip
 
+FORMS = (
+    on("--geglu", "gated GELU, by tanh, instead of GELU"),
+    on("--output-norms", "norms of what attention and MLP add to a token"),
+    off("--no-input-norms", "input_norms", "no norms before attention and MLP"),
+    on("--qk-norm-over-heads", "--qk-layernorm over all heads together, not over each"),
+    Flag("--embedding-scale", float, 1.0, "factor of the embedding"),
+    Flag("--residual-scale", float, 1.0, "factor of what attention and MLP add to a token"),
+    Flag("--logit-scale", float, 1.0, "factor of the logits"),
+    Flag("--window-rotary-base", int, None, "rotary base of layers with a window, unscaled"),
+)  # fmt: skip
+
 LATENT_ATTENTION = (
     Flag("--q-lora-rank", int, None, "rank of the queries' low-rank projection"),
     Flag("--kv-lora-rank", int, 32, "rank of the keys' and values' low-rank projection"),
@@ -99,6 +110,7 @@ OLD_NAMES = (
 
 SPECIAL = {
     "patterns and mixture of experts": PATTERNS,
+    "forms of layers": FORMS,
     "multi-latent attention": LATENT_ATTENTION,
     "old names": OLD_NAMES,
 }

@@ -17,6 +17,7 @@ from megatron.dpp.trace import parse_iterations
 from megatron.dpp_train.options.run_config import RunConfig, Settings
 from megatron.dpp_train.options.section import UNSET
 from megatron.dpp_train.options.validate_experts import check_experts, check_prediction
+from megatron.dpp_train.options.validate_forms import NOT_OF_BERT, check_forms
 from megatron.dpp_train.options.validate_layout import check_cut, check_plan, virtual_stages
 from megatron.dpp_train.options.validate_numbers import check_numbers
 from megatron.dpp_train.options.validate_ranges import (
@@ -76,9 +77,13 @@ def _family(args: Args, arch: str) -> None:
         f"--tokenizer-type {args.tokenizer_type}: BERT needs BertWordPieceLowerCase or "
         "BertWordPieceCase, and a vocab.txt",
     )
-    for name in ("sft", "variable_length", "num_experts", "mtp_num_layers"):
-        flag = flag_name(name)
-        require(not getattr(args, name), f"{flag}: only for GPT; BERT models have no such option")
+    others = dict.fromkeys(("sft", "variable_length", "num_experts", "mtp_num_layers"))
+    for name, usual in (others | NOT_OF_BERT).items():
+        value = getattr(args, name)
+        require(
+            not value or value == usual,
+            f"{flag_name(name)}: only for GPT; BERT models have no such option",
+        )
     require(
         args.context_parallel_size == 1,
         f"--context-parallel-size {args.context_parallel_size}: BERT's attention is not causal; "
@@ -132,11 +137,13 @@ def _shape(args: Args) -> None:
         "--no-position-embedding: use --position-embedding-type none",
     )
     args.apply_rope_fusion &= args.position_embedding_type == "rope"
-    args.bias_gelu_fusion &= args.add_bias_linear and not (args.squared_relu or args.quick_geglu)
+    args.bias_gelu_fusion &= args.add_bias_linear and not (
+        args.squared_relu or args.quick_geglu or args.geglu
+    )
     args.add_qkv_bias |= args.add_bias_linear
     require(
-        args.swiglu + args.squared_relu + args.quick_geglu <= 1,
-        "--swiglu, --squared-relu and --quick-geglu exclude each other",
+        args.swiglu + args.squared_relu + args.quick_geglu + args.geglu <= 1,
+        "--swiglu, --squared-relu, --quick-geglu and --geglu exclude each other",
     )
 
 
@@ -350,7 +357,6 @@ def _kernels(args: Args) -> None:
         )
         needs_kernels = {
             "--multi-latent-attention": args.multi_latent_attention,
-            "--apply-layernorm-1p": args.layernorm_zero_centered_gamma,
             "--fp8-format": args.fp8,
             "--moe-permute-fusion": args.moe_permute_fusion,
             "--moe-router-fusion": args.moe_router_fusion,
@@ -485,6 +491,7 @@ RULES = (
     _checkpoints,
     _evaluation,
     check_ranges,
+    check_forms,
     _writers,
     _trace,
 )

@@ -48,13 +48,6 @@ def _expert_layers(args: Args) -> None:
         f"--moe-layer-freq {pattern} must have a 0 or 1 for each of --num-layers {args.num_layers}",
     )
     require(
-        not args.add_bias_linear
-        or args.transformer_impl != "local"
-        or args.expert_model_parallel_size != 1,
-        "--num-experts with --transformer-impl local: megatron-core's own linear layers cannot add "
-        "an expert's bias; add --disable-bias-linear",
-    )
-    require(
         not (args.moe_grouped_gemm and args.add_bias_linear and args.transformer_impl == "local"),
         "--moe-grouped-gemm with --transformer-impl local: grouped products add no bias; add "
         "--disable-bias-linear",

@@ -22,6 +22,7 @@ from megatron.dpp_train.options.flags import (
 )
 from megatron.dpp_train.options.flags_run import CHECKPOINT, DATA, LOGGING, OURS, SEQUENCES
 from megatron.dpp_train.options.flags_special import (
+    FORMS,
     LATENT_ATTENTION,
     OLD_NAMES,
     PATTERNS,
@@ -92,7 +93,7 @@ def fields_of_sections() -> dict[str, list[Field]]:
 def _fields() -> Iterator[tuple[str, Field]]:
     logged = [row for row in OURS if "trace" in row.name or row.name in _OF_LOGGING]
     rows = {
-        "model": (*MODEL, *PATTERNS, *LATENT_ATTENTION, *OLD_NAMES),
+        "model": (*MODEL, *PATTERNS, *FORMS, *LATENT_ATTENTION, *OLD_NAMES),
         "parallel": DISTRIBUTED,
         "batch": TRAINING,
         "optimizer": OPTIMIZER,

@@ -53,6 +53,14 @@ class Model(Section):
     moe_layer_freq: int | list[int] = 1
     moe_router_load_balancing_type: str | Sequence[str] = "aux_loss"
     moe_aux_loss_coeff: float | Sequence[float] = 0.0
+    geglu: bool = False
+    output_norms: bool = False
+    input_norms: bool = True
+    qk_norm_over_heads: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    window_rotary_base: int | None = None
     q_lora_rank: int | None = None
     kv_lora_rank: int = 32
     qk_head_dim: int = 128

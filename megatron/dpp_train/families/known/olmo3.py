@@ -1,0 +1,57 @@
+"""OLMo 3: OLMo 2 with a window in three of four layers, whose rotary embedding is not scaled."""
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.dpp.errors import DataError, shown
+from megatron.dpp_train.families import parts
+from megatron.dpp_train.families.base import Config
+from megatron.dpp_train.families.known import olmo2
+from megatron.dpp_train.families.parts import FULL, SLIDING
+from megatron.dpp_train.families.rotary import rotary_fields
+
+
+def _prepare(content: Config) -> Config:
+    full, local = parts.rope_of_kinds(content)
+    if not local:
+        return dict(content)
+    base: Any = local.get("rope_theta", content.get("rope_theta", 500000.0))
+    if local.get("rope_type", "default") != "default" or not float(base).is_integer():
+        raise DataError(f"rope_parameters of {SLIDING} is {shown(local)}, expected a plain one")
+    return content | {"rope_parameters": full, "window_rotary_base": base}
+
+
+def _read(content: Config) -> dict[str, Any]:
+    layers = content["num_hidden_layers"]
+    every = [FULL if (layer + 1) % 4 == 0 else SLIDING for layer in range(layers)]
+    flags = parts.window_flags({"layer_types": every} | _known(content), layers)
+    base: Any = content.get("window_rotary_base", content["rope_theta"])
+    return flags | ({"window-rotary-base": int(base)} if flags else {})
+
+
+def _known(content: Config) -> Config:
+    return {key: value for key, value in content.items() if value is not None}
+
+
+def _write(args: Any) -> Config:
+    window = parts.window_fields(args)
+    if args.window_rotary_base is None:
+        return window
+    full: Config = {"rope_type": "default", "rope_theta": float(args.rotary_base)}
+    scaling = rotary_fields(args)["rope_scaling"]
+    local = {"rope_type": "default", "rope_theta": float(args.window_rotary_base)}
+    both = {FULL: full | (scaling or {}), SLIDING: local}
+    return window | {"rope_parameters": both, "rope_scaling": None}
+
+
+FAMILY = replace(
+    olmo2.FAMILY,
+    name="olmo3",
+    models="OLMo 3",
+    class_name="Olmo3ForCausalLM",
+    usual=olmo2.FAMILY.usual | {"rope_theta": 500000.0, "sliding_window": 4096},
+    silent=("window_rotary_base",),
+    prepare=_prepare,
+    read=_read,
+    write=_write,
+)
