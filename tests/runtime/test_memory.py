@@ -77,3 +77,12 @@ def test_memory_that_pytorch_keeps_unused_is_free(monkeypatch: pytest.MonkeyPatc
     for available, expected in ((True, 100 + 50 - 30), (False, None)):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
         assert room() == expected
+
+
+def test_a_nested_tensor_of_the_loss_is_counted_by_its_values() -> None:
+    """verl's log-probabilities are nested tensors, which have no storage of their own."""
+    model = torch.nn.Linear(4, 1, bias=False)
+    scores = model(torch.ones(6, 4))
+    nested = torch.nested.nested_tensor_from_jagged(scores, offsets=torch.tensor([0, 2, 6]))
+    counted = saved_bytes([(nested * nested).values()], model)
+    assert counted >= 6 * 4 * 4 + 6 * 4, "the input and the scores"

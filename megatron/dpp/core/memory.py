@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def saved_bytes(
@@ -23,7 +24,7 @@ def saved_bytes(
     """
     seen = {p.untyped_storage().data_ptr() for p in model.parameters()} | set(apart)
     total = 0
-    for tensor in _saved_tensors(outputs):
+    for tensor in _with_storage(_saved_tensors(outputs)):
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
@@ -54,6 +55,16 @@ def _saved_tensors(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
             if before is not None and before not in reached:
                 reached.add(before)
                 waiting.append(before)
+
+
+def _with_storage(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors that hold values: those within a nested tensor, say, in its place."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            names, _ = tensor.__tensor_flatten__()
+            yield from _with_storage(getattr(tensor, name) for name in names)
+        elif tensor.layout == torch.strided:
+            yield tensor
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
