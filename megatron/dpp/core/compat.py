@@ -33,7 +33,8 @@ class PrivateName(NamedTuple):
     Args:
         key: ``module:name`` under ``megatron.core``, or in full for Transformer Engine.
         users: files of ``megatron/dpp/core`` that need it, separated by spaces.
-        parameters: of a function, separated by spaces; None for a class or a value.
+        parameters: of a function, separated by spaces; None for a class or a value. One that ends
+            in ``?`` is missing in some sources of a version.
         since, until: the first version with this form, and the first without it.
         renamed: the name under which this form is found, where it is not that of ``key``.
         optional: missing where a package that megatron-core imports is not installed.
@@ -57,6 +58,12 @@ class PrivateName(NamedTuple):
     def name(self) -> str:
         """Name within the module; a class's attribute has the class before a dot."""
         return self.renamed or self.key.partition(":")[2]
+
+    def takes(self, parameters: str) -> bool:
+        """True if a function with these parameters has this form."""
+        expected = (self.parameters or "").split()
+        fewest = [name for name in expected if not name.endswith("?")]
+        return parameters.split() in (fewest, [name.rstrip("?") for name in expected])
 
     def is_of(self, version: str) -> bool:
         """True if a version of megatron-core has this form."""
@@ -130,7 +137,7 @@ TABLE = (
     PrivateName(
         "tensor_parallel.random:_set_all_rng_states",
         "graphs/rng.py",
-        "cpu_rng_state cuda_rng_state cuda_rng_state_tracker",
+        "cpu_rng_state cuda_rng_state cuda_rng_state_tracker kind?",
     ),
     PrivateName("tensor_parallel.random:CudaRNGStatesTracker.states_", "rng.py graphs/rng.py"),
     PrivateName(
@@ -351,7 +358,7 @@ def resolve(key: str) -> tuple[Any, str]:
         ) from error
     if entry.parameters is not None and value is not None:
         found = parameters_of(value)
-        if found != entry.parameters:
+        if not entry.takes(found):
             raise ConfigError(
                 f"megatron-core {VERSION}: {expected} has the parameters ({found}) and not "
                 f"({entry.parameters}): use a version from {OLDEST} to {NEWEST}"
