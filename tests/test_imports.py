@@ -124,11 +124,15 @@ BELOW = {"checkpoint": {"hf", "model"}}
 """Arrows that run upwards: a checkpoint's start is filled from a Hugging Face folder, and its
 shards are those of a model."""
 
-DOORS = {"__init__", "__main__", "doctor", "doctor_rdma", "run", "sim.__main__", "sim_command"}
+DOORS = {
+    *("__init__", "__main__", "autoload", "doctor", "doctor_rdma", "plugin_command", "run"),
+    *("sim.__main__", "sim_command"),
+}
 """Entry points of the engine, which may import any of its rooms."""
 WITHOUT_TORCH = (
     *("megatron.dpp", "megatron.dpp.schedule", "megatron.dpp.sim_command", "megatron.dpp.flags"),
     *("megatron.dpp.__main__", "megatron.dpp.inject", "megatron.dpp.hosts", "megatron.dpp.locks"),
+    *("megatron.dpp.autoload", "megatron.dpp.plugin_command"),
     *("megatron.dpp.run", "megatron.dpp.report.report_command", "megatron.dpp.report.whatif"),
     *("megatron.dpp_train.launch.main", "megatron.dpp_train.launch.scripts"),
     *("megatron.dpp_train.preflight.check", "megatron.dpp_train.data.preprocess_command"),

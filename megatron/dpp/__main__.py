@@ -33,6 +33,10 @@ COMMANDS = {
         "choose layers per stage, chunks per rank and the memory cap",
     ),
     "run": (_ENGINE + "run", "run a Megatron-LM script of yours with the dynamic pipeline"),
+    "plugin": (
+        _ENGINE + "plugin_command",
+        "let every process of this environment find the plugin (USE_DPP=1)",
+    ),
     "sim": (_ENGINE + "sim_command", "simulate, compare and draw schedules"),
     "train": (_TRAINER + "launch.main", "train a model: choose a layout, print it, start torchrun"),
     "monitor": (_ENGINE + "report.monitor_command", "show a run live"),

@@ -224,6 +224,11 @@ def install(
     atexit.register(uninstall)
 
 
+def is_installed() -> bool:
+    """True between :func:`install` and :func:`uninstall`."""
+    return _installed is not None
+
+
 def announce(sizes: Sequence[int]) -> None:
     """Tell the tokens of each microbatch of the next training step, on all ranks alike, before the
     host's loop calls the schedule. Without an installation nothing happens.

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.config import DppConfig, missing_part, option_fields
+from megatron.dpp.config import missing_part, option_fields
 from megatron.dpp.errors import ConfigError, Naming, exit_with, require, tell_torchrun, use_names
 from megatron.dpp.flags import Parser, add_dpp_flags, dpp_config, given_flags, refuse_unknown
 from megatron.dpp.naming import flag_of, renamed
@@ -84,11 +84,20 @@ def flags_of(environment: Mapping[str, str]) -> Iterator[str]:
         f"{flag}={environment[name]}" for name, flag in values.items() if environment.get(name)
     )
     for name, (on, off) in switches.items():
-        value = environment.get(name, "")
-        if value:
-            require(value.lower() in _STATES, f"{name}={value}: expected 1 or 0")
-            chosen = on if _STATES[value.lower()] else off
+        if environment.get(name):
+            chosen = on if is_on(name, environment) else off
             yield from [chosen] if chosen else []
+
+
+def is_on(name: str, environment: Mapping[str, str], *, otherwise: bool = False) -> bool:
+    """The state of a variable that is a switch; ``otherwise`` where it is not set.
+
+    Raises:
+        ConfigError: it is neither on nor off.
+    """
+    value = environment.get(name, "")
+    require(not value or value.lower() in _STATES, f"{name}={value}: expected 1 or 0")
+    return _STATES[value.lower()] if value else otherwise
 
 
 def names_in(words: Sequence[str], environment: Mapping[str, str]) -> Naming:
@@ -151,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             find_policy(config.policy)
             if given.use_dpp and (missing := missing_part(config.transport)):
                 raise ConfigError(missing)
-            _run(script, rest, _plugin(given, config))
+            _run(script, rest, plugin_arguments(given))
     except ConfigError as error:
         tell_torchrun(f"error: {error}")
         print(f"error: {error}", file=sys.stderr)
@@ -159,18 +168,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _plugin(given: argparse.Namespace, config: DppConfig) -> dict[str, Any] | None:
-    """The arguments of :func:`megatron.dpp.plugin.installed`; None where it is not wanted."""
+def plugin_arguments(given: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of :func:`megatron.dpp.plugin.install`; none where it is not wanted."""
     if not (given.use_dpp or given.dpp_trace_only):
-        return None
+        return {}
     traces = {field.name: getattr(given, f"dpp_trace_{field.name}") for field in trace_fields()}
     trace = HostTrace(**traces) if given.dpp_trace or given.dpp_trace_only else None
-    return {"config": config, "strict": given.dpp_strict, "trace": trace}
+    return {"config": dpp_config(given), "strict": given.dpp_strict, "trace": trace}
 
 
-def _run(script: str, flags: Sequence[str], plugin_arguments: dict[str, Any] | None) -> None:
-    """Run ``script`` as ``python SCRIPT FLAGS`` does, with the plugin if it has arguments. On a
-    machine without a GPU megatron-core runs on the CPU.
+def _run(script: str, flags: Sequence[str], settings: dict[str, Any]) -> None:
+    """Run ``script`` as ``python SCRIPT FLAGS`` does, with the plugin if ``settings`` has
+    any. On a machine without a GPU megatron-core runs on the CPU.
     """
     sys.argv = [script, *flags]
     # Before anything of megatron-core is imported: the script's checkout comes first.
@@ -182,10 +191,10 @@ def _run(script: str, flags: Sequence[str], plugin_arguments: dict[str, Any] | N
             from megatron.dpp.core import cpu
 
             around.callback(cpu.install(host=True).close)
-        if plugin_arguments is not None:
+        if settings:
             from megatron.dpp import plugin
 
-            around.enter_context(plugin.installed(**plugin_arguments))
+            around.enter_context(plugin.installed(**settings))
         runpy.run_path(script, run_name="__main__")
 
 
