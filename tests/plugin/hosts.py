@@ -100,9 +100,10 @@ class Hosts:
         (datasets / name).write_bytes(built.read_bytes())
 
     def run(
-        self, version: str, num_ranks: int, flags: str, record: Path, *, fails: bool = False
-    ) -> str:
-        """Run a version's ``pretrain_gpt.py``; returns all output.
+        self, version: str, num_ranks: int, flags: str, record: Path, *, fails: bool = False,
+        script: str = "pretrain_gpt.py",
+    ) -> str:  # fmt: skip
+        """Run a version's ``pretrain_gpt.py``, or another script of it; returns all output.
 
         ``record`` and a rank's number name the file that ``entry.py`` writes.
         """
@@ -117,7 +118,7 @@ class Hosts:
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
                 "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore",
                 "PYTHONPATH": os.pathsep.join(path),
-                "HOST": str(root / "pretrain_gpt.py"), "RECORD": str(record),
+                "HOST": str(root / script), "RECORD": str(record),
                 **(_ON_GPU | shared_gpus(rank)[1] if on_gpu else {}),
             }  # fmt: skip
             with Path(f"{record}.{rank}.log").open("w") as log:  # more than a pipe holds
