@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 ROWS = {
     "plain": Row(PP2X2),
-    "mtp": Row(f"{PP2} --mtp-num-layers 1"),
+    "mtp": Row(f"{PP2} --mtp-num-layers 1 --position-embedding-type rope"),
     "mla": Row(f"{PP2X2} --multi-latent-attention"),
     "precision-aware": Row(
         f"{PP2X2} {SHARDED} --use-precision-aware-optimizer --exp-avg-dtype bf16 "
@@ -118,7 +118,12 @@ def outcome(hosts: Hosts, version: str, row: Row, layers: str, folder: Path) -> 
 
 def reason(output: str) -> str:
     """The last error of an output."""
-    errors = [line for line in output.splitlines() if "Error" in line and "child" not in line]
+    others = ("child", "Connection closed by peer")  # of ranks that another one's error ended
+    errors = [
+        line
+        for line in output.splitlines()
+        if "Error" in line and not any(words in line for words in others)
+    ]
     return (errors or output.splitlines() or [""])[-1].strip()[:160]
 
 

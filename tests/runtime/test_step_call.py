@@ -36,20 +36,23 @@ def call_with(**settings: object) -> StepCall:
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "flag"),
+    ("setting", "value", "gain"),
     [
-        ("overlap_moe_expert_parallel_comm", True, "overlap_moe_expert_parallel_comm"),
-        ("moe_paged_stash", True, "moe_paged_stash"),
-        ("hybrid_context_parallel", True, "hybrid_context_parallel"),
-        ("defer_embedding_wgrad_compute", True, "defer_embedding_wgrad_compute"),
-        ("cuda_graph_impl", "local", "cuda_graph_impl"),
+        ("overlap_moe_expert_parallel_comm", True, "weight gradients fill the gaps"),
+        ("moe_paged_stash", True, "kept without a stash"),
+        ("hybrid_context_parallel", True, "divided by context_parallel_size"),
+        ("dynamic_context_parallel", True, "divided by context_parallel_size"),
+        ("max_seqlen_per_dp_cp_rank", 4096, "divided by context_parallel_size"),  # verl's sign
+        ("defer_embedding_wgrad_compute", True, "a split backward defers"),
+        ("cuda_graph_impl", "local", "cuda_graphs=.* captures the dynamic pipeline's tasks"),
     ],
 )
-def test_settings_that_need_a_static_order_are_refused_by_name(
-    setting: str, value: object, flag: str
+def test_settings_that_need_a_static_order_are_refused_with_what_is_gained_without_them(
+    setting: str, value: object, gain: str
 ) -> None:
     call = call_with(**{setting: value})  # a static schedule goes no further
-    with pytest.raises(ConfigError, match=f"^{flag} needs megatron-core's own order .* without"):
+    words = f"^{setting} needs megatron-core's own order .* without .* Without it .*{gain}"
+    with pytest.raises(ConfigError, match=words):
         call.refuse_ordered()
 
 

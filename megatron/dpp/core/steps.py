@@ -26,6 +26,7 @@ from megatron.dpp.core.cut import Cut, weighted_aux_loss
 from megatron.dpp.core.grad_sync import GradSync
 from megatron.dpp.core.head import Head, Kept
 from megatron.dpp.core.memory import is_readable, saved_bytes
+from megatron.dpp.core.refused import ORDERED, UNSUPPORTED
 from megatron.dpp.core.slices import Slices
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.errors import ConfigError, core_setting, setting
@@ -35,25 +36,6 @@ _GROUPS = (
     *("tp_dp_cp", "gtp_remat", "expt_gtp_remat", "dp_cp_gtp_remat"),  # some versions
 )
 """Process groups that a schedule and the finalisation of gradients ask for."""
-
-
-_ORDERED = {
-    "overlap_moe_expert_parallel_comm": False,
-    "moe_paged_stash": False,
-    "hybrid_context_parallel": False,
-    "defer_embedding_wgrad_compute": False,
-    "cuda_graph_impl": "none",
-}
-"""Settings whose bookkeeping needs megatron-core's own order of tasks, with the values that do not.
-"""
-
-_UNSUPPORTED = {
-    "moe_paged_stash": False,
-    "moe_expert_rank_capacity_factor": None,
-    "gtp_weight_remat_size": 1,
-    "expert_gtp_weight_remat_size": 1,
-}
-"""Options of megatron-core, some of newer versions, with the value that can be honoured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,21 +132,20 @@ class StepCall:
         config = self.config
         partial = "num_microbatches_with_partial_activation_checkpoints"
         refused = {
-            core_setting(name): getattr(config, name, usual) != usual
-            for name, usual in _ORDERED.items()
+            core_setting(name): f". Without it {gain}"
+            for name, (usual, gain) in ORDERED.items()
+            if getattr(config, name, usual) != usual
         }
         # A recomputed microbatch counts in its backward, another one in its forward.
         balanced = core_setting("moe_router_load_balancing_type", "global_aux_loss")
-        refused[f"{balanced} with partial checkpoints"] = (
-            self.has_global_aux_loss and getattr(config, partial, None) is not None
-        )
-        for what, asked in refused.items():
-            if asked:
-                raise ConfigError(
-                    f"{what} needs megatron-core's own order of tasks, which the dynamic pipeline "
-                    "does not keep; leave it out or train without the dynamic pipeline"
-                )
-        for name, usual in _UNSUPPORTED.items():
+        if self.has_global_aux_loss and getattr(config, partial, None) is not None:
+            refused[f"{balanced} with partial checkpoints"] = ""
+        for what, gain in refused.items():
+            raise ConfigError(
+                f"{what} needs megatron-core's own order of tasks, which the dynamic pipeline does "
+                f"not keep; leave it out or train without the dynamic pipeline{gain}"
+            )
+        for name, usual in UNSUPPORTED.items():
             value = getattr(config, name, usual)
             if value != usual:
                 raise ConfigError(f"{name} is {value}: the dynamic pipeline supports {usual} only")
