@@ -1,0 +1,161 @@
+"""Megatron-Bridge's ``pretrain``, with evaluations, and ``finetune`` of packed documents.
+
+Run by ``run.py``, one process per rank, with Megatron-Bridge and Megatron-LM on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.plugin.real import kit
+
+kit.begin(  # writers of checkpoints import this module, too
+    available="megatron.bridge", counted="megatron.bridge", connect=__name__ == "__main__"
+)
+kit.stub("megatron.energon", "transformer_engine", "modelopt", "nvidia_resiliency_ext", "mamba_ssm",
+         "causal_conv1d", "fla", "nvdlfw_inspect", "bitsandbytes")  # fmt: skip
+
+from megatron.bridge.data.builders import (  # type: ignore[import-not-found]  # noqa: E402
+    DirectHFSFTDatasetConfig,
+    HFDatasetSourceConfig,
+    PromptCompletionSFTPreprocessingConfig,
+)
+from megatron.bridge.models.gpt_provider import (  # type: ignore[import-not-found]  # noqa: E402
+    GPTModelProvider,
+)
+from megatron.bridge.training import callbacks  # type: ignore[import-not-found]  # noqa: E402
+from megatron.bridge.training import eval as evaluation  # noqa: E402
+from megatron.bridge.training import train as training  # noqa: E402
+from megatron.bridge.training.config import (  # type: ignore[import-not-found]  # noqa: E402
+    CheckpointConfig,
+    ConfigContainer,
+    DistributedDataParallelConfig,
+    DistributedInitConfig,
+    LoggerConfig,
+    MockGPTDatasetConfig,
+    OptimizerConfig,
+    RNGConfig,
+    SchedulerConfig,
+    TokenizerConfig,
+    TrainingConfig,
+    ValidationConfig,
+)
+from megatron.bridge.training.finetune import finetune  # type: ignore[import-not-found]  # noqa: E402
+from megatron.bridge.training.gpt_step import forward_step  # type: ignore[import-not-found]  # noqa: E402
+from megatron.bridge.training.pretrain import pretrain  # type: ignore[import-not-found]  # noqa: E402
+
+ITERATIONS, LENGTH, VOCABULARY = 3, 64, 128
+FOLDER = Path(os.environ["RECORD"]).parent
+
+
+def config(folder: Path, dataset: Any, spec: Any, **checkpoint: Any) -> Any:
+    """A run of a small Llama on a pipeline of all ranks."""
+    virtual = int(os.environ.get("CHUNKS", "1"))
+    model = GPTModelProvider(
+        num_layers=4, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4,
+        num_query_groups=2, normalization="RMSNorm", activation_func=F.silu,
+        gated_linear_unit=True, add_bias_linear=False, position_embedding_type="rope",
+        attention_dropout=0.0, hidden_dropout=0.0, seq_length=LENGTH, vocab_size=VOCABULARY,
+        share_embeddings_and_output_weights=False, bf16=True, pipeline_dtype=torch.bfloat16,
+        pipeline_model_parallel_size=int(os.environ["WORLD_SIZE"]),
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        moe_token_dispatcher_type="alltoall", transformer_layer_spec=spec,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False, persist_layer_norm=False, apply_rope_fusion=False,
+        bias_activation_fusion=False, bias_dropout_fusion=False, cross_entropy_loss_fusion=False,
+    )  # fmt: skip
+    return ConfigContainer(
+        model=model,
+        train=TrainingConfig(train_iters=ITERATIONS, global_batch_size=8, micro_batch_size=1),
+        validation=ValidationConfig(eval_interval=2, eval_iters=1),
+        optimizer=OptimizerConfig(
+            optimizer="adam", bf16=True, lr=3e-3, min_lr=1e-6, clip_grad=1.0,
+            use_distributed_optimizer=True,
+        ),
+        scheduler=SchedulerConfig(
+            start_weight_decay=0.01, end_weight_decay=0.01, weight_decay_incr_style="constant",
+            lr_warmup_iters=1, lr_decay_iters=10, lr_decay_style="cosine",
+            override_opt_param_scheduler=True,
+        ),
+        ddp=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=True,
+            use_distributed_optimizer=True,
+        ),
+        dist=DistributedInitConfig(distributed_backend="gloo"),
+        dataset=dataset,
+        logger=LoggerConfig(log_interval=1),
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY),
+        checkpoint=CheckpointConfig(save=str(folder), save_interval=ITERATIONS, **checkpoint),
+        rng=RNGConfig(seed=1234),
+    )  # fmt: skip
+
+
+def recorded(record: kit.Record, name: str) -> Any:
+    """Callbacks that add each step's numbers and evaluation."""
+    found = callbacks.CallbackManager()
+
+    def start(context: Any) -> None:
+        record.watch(context.model)
+
+    def step(context: Any) -> None:
+        record.add(f"{name} losses", context.loss_dict)
+        record.add(f"{name} norm", context.grad_norm)
+        record.weights(name, context.model)
+
+    found.register("on_train_start", start)
+    found.register("on_train_step_end", step)
+    found.register("on_eval_end", lambda context: record.add("eval", context.total_loss_dict))
+    return found
+
+
+def documents() -> str:
+    """A file of prompts and answers of unlike lengths, as numbers."""
+    draw = torch.Generator().manual_seed(3)
+    path = FOLDER / f"documents.{os.environ['RANK']}.jsonl"
+    with path.open("w") as file:
+        for _ in range(64):
+            long, short = torch.randint(1, 28, (2,), generator=draw).tolist()
+            ids = torch.randint(1, VOCABULARY, (long + short,), generator=draw).tolist()
+            texts = [" ".join(map(str, part)) for part in (ids[:long], ids[long:])]
+            file.write(json.dumps(dict(zip(("input", "output"), texts, strict=True))) + "\n")
+    return str(path)
+
+
+def main() -> None:
+    name = "get_tensor_shapes_adjust_fn_for_distillation"
+    for module in (training, evaluation):
+        kit.replace(module, name, lambda *given, **_: None)
+    record, saved = kit.Record(), FOLDER / "pretrained"
+    mock = MockGPTDatasetConfig(
+        random_seed=1234, reset_attention_mask=False, reset_position_ids=False,
+        eod_mask_loss=False, seq_length=LENGTH, num_dataset_builder_threads=1,
+        data_sharding=True, dataloader_type="single", num_workers=0, persistent_workers=False,
+    )  # fmt: skip
+    pretrain(config(saved, mock, kit.packed_spec), forward_step, recorded(record, "pretrain"))
+    packed = DirectHFSFTDatasetConfig(
+        seq_length=LENGTH,
+        source=HFDatasetSourceConfig(
+            path_or_dataset="json", load_kwargs={"data_files": {"train": documents()}}
+        ),
+        preprocessing=PromptCompletionSFTPreprocessingConfig(
+            prompt_column="input", completion_column="output"
+        ),
+        do_validation=False, do_test=False, enable_in_batch_packing=True, pad_to_multiple_of=1,
+        num_workers=0, persistent_workers=False,
+    )  # fmt: skip
+    more = config(
+        FOLDER / "finetuned", packed, kit.packed_spec, pretrained_checkpoint=str(saved)
+    )  # fmt: skip
+    more.train.micro_batch_size, more.validation.eval_iters = 2, 0
+    finetune(more, forward_step, recorded(record, "finetune"))
+    record.write()
+
+
+if __name__ == "__main__":
+    main()
