@@ -108,9 +108,9 @@ def test_a_refusal_names_the_variable_that_gave_the_setting(
     script.write_text("raise SystemExit(0)")
     monkeypatch.setenv("DPP_SLOTS", "0")
     assert main([str(script), "--use-dpp"]) == 2
-    assert capsys.readouterr().err.startswith("error: DPP_SLOTS=0: must be at least 1")
+    assert capsys.readouterr().err.startswith("error: DPP_SLOTS=0: must be from 1 to ")
     assert main([str(script), "--use-dpp", "--dpp-slots", "-1"]) == 2
-    assert capsys.readouterr().err.startswith("error: --dpp-slots -1: must be at least 1")
+    assert capsys.readouterr().err.startswith("error: --dpp-slots -1: must be from 1 to ")
 
 
 def test_an_error_inside_of_a_script_names_flags(tmp_path: Path) -> None:
