@@ -25,6 +25,7 @@ from megatron.dpp.schedule.recording import DecisionRecorder, Recording
 from megatron.dpp.sim.measured import load_costs
 from megatron.dpp.trace import TraceLayout, open_recorder
 from megatron.dpp.trace.step_lengths import StepLengths, write_step
+from megatron.dpp_train import compare_losses_command
 from megatron.dpp_train.checkpoint import (
     checksums,
     durable,
@@ -65,6 +66,13 @@ def _progress(folder: Path) -> None:
     note_progress(run, "Starting job")
 
 
+def _compare(folder: Path) -> None:
+    """The log is opened before the training is started."""
+    with contextlib.suppress(SystemExit):
+        if compare_losses_command.main(["--out", str(folder), "--iterations", "1"]):
+            raise OSError("refused")
+
+
 WRITTEN: dict[str, Callable[[Path], object]] = {
     ".lock": lambda folder: locks.lock_directory(folder, "--save").close(),
     "latest_checkpointed_iteration.new": lambda folder: checkpoint_files.write_tracker(folder, 1),
@@ -80,6 +88,7 @@ WRITTEN: dict[str, Callable[[Path], object]] = {
     _TRACE: lambda folder: open_recorder(folder, rank=0, layout=_LAYOUT).close(),
     "train.log": lambda folder: copy_output(folder / "train.log"),
     "picture.svg": lambda folder: Picture("picture", 100).write(folder / "picture.svg"),
+    "gpt-fp16-static.log": _compare,
     ".checksums-0": lambda folder: checksums.note(folder, [], 0),
 }
 """File -> writes it."""

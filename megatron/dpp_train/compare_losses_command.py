@@ -28,6 +28,7 @@ from typing import Any
 
 from megatron.dpp.command_line import from_source_tree, guarded, new_parser
 from megatron.dpp.processes import run_child
+from megatron.dpp.safe_files import open_text_to_write
 
 _SCRIPTS = {
     "gpt": "examples/gpt3/train_gpt3_175b_distributed.sh",
@@ -122,7 +123,7 @@ def _run(commands: list[list[str]], metrics: Path, log: Path) -> None:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ,
     }  # fmt: skip
-    with log.open("w", encoding="utf-8") as file:
+    with open_text_to_write(log) as file:
         for command in [*before, training]:
             code = run_child(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
             if code:

@@ -4,10 +4,35 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.dpp.safe_files import open_text_to_write
+
+_ROOM = 1 << 20
+"""Bytes. With less free space a failed write is taken for one to a full disk."""
+
+
+def no_room(folder: Path, named: str) -> str:
+    """Text about a full disk, which errors of PyTorch do not mention; else empty.
+
+    Args:
+        folder: that was to be written, or made.
+        named: what the user calls it.
+    """
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        usage = shutil.disk_usage(folder)
+    except OSError:  # the disk does not even tell
+        return ""
+    if usage.free >= _ROOM:
+        return ""
+    return (
+        f" (no space left on device: {usage.free} of {usage.total} bytes are free; make room, or "
+        f"choose another {named})"
+    )
 
 
 @contextlib.contextmanager

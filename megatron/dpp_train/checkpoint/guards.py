@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,10 @@ from torch.distributed.checkpoint.api import CheckpointException  # no Exception
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train import culprits
-from megatron.dpp_train.checkpoint import checksums
+from megatron.dpp_train.checkpoint import checksums, durable
 from megatron.dpp_train.checkpoint.files import Found, unfinished_directory
 from megatron.dpp_train.checkpoint.writers import manager_ended
 from megatron.dpp_train.state import Run
-
-_ROOM = 1 << 20
-"""Bytes. With less free space a failed write is taken for one to a full disk."""
 
 
 @contextlib.contextmanager
@@ -39,9 +35,9 @@ def saving(root: str | Path, iteration: int) -> Iterator[Path]:
     except (OSError, EOFError, RuntimeError, CheckpointingException, CheckpointException) as error:
         if worker := culprits.of_worker(error):  # PyTorch notices its end wherever the rank is
             raise DataError(worker) from error
+        room = durable.no_room(Path(root), "--save")
         raise DataError(
-            f"{path}: saving failed: {_cause(error)}{_full(Path(root))}; the checkpoint before is "
-            "untouched"
+            f"{path}: saving failed: {_cause(error)}{room}; the checkpoint before is untouched"
         ) from error
 
 
@@ -51,22 +47,6 @@ def _cause(error: BaseException) -> str:
         return manager_ended() or culprits.find(error) or str(error)
     named = [f"rank {rank}: {failure[0]}" for rank, failure in sorted(failures.items())]
     return "; ".join(named) or "another rank could not write"
-
-
-def _full(root: Path) -> str:
-    """Text about a full disk, which PyTorch's errors do not mention; else empty."""
-    try:
-        while not root.exists():
-            root = root.parent
-        usage = shutil.disk_usage(root)
-    except OSError:  # the disk does not even tell
-        return ""
-    if usage.free >= _ROOM:
-        return ""
-    return (
-        f" (no space left on device: {usage.free} of {usage.total} bytes are free; make room, or "
-        "choose another --save)"
-    )
 
 
 def note_shards(target: Path, rank: int) -> None:

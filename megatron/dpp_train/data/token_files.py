@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron.dpp.index_files import MAGIC, TOKEN_TYPES
 from megatron.dpp.safe_files import open_to_write
+from megatron.dpp_train.checkpoint import durable
 
 _LARGEST_SHORT = 65500
 """Vocabularies below this size have ids of two bytes, as in megatron-core."""
@@ -59,23 +60,26 @@ class TokenFile:
     """
 
     def __init__(self, data: Path, dtype: np.dtype) -> None:
+        self._path = data
         self._file: IO[bytes] = open_to_write(data)
         self._dtype = dtype
         self._lengths, self._begins = array("i"), array("q", [0])
 
     def add(self, documents: Documents) -> None:
         """Write documents behind those that are there."""
-        self._file.write(documents.ids.astype(self._dtype, copy=False).tobytes())
+        with durable.naming(self._path):
+            self._file.write(documents.ids.astype(self._dtype, copy=False).tobytes())
         begins = len(self._lengths) + np.cumsum(documents.counts)
         self._lengths.frombytes(documents.lengths.astype(np.int32, copy=False).tobytes())
         self._begins.frombytes(begins.astype(np.int64, copy=False).tobytes())
 
     def finish(self, index: Path) -> None:
         """Close the data, and write the index to ``index``."""
-        self.close()
+        with durable.naming(self._path):
+            self.close()
         code = {name: code for code, name in TOKEN_TYPES.items()}[self._dtype.str[1:]]
         place = 0
-        with open_to_write(index) as file:
+        with durable.naming(index), open_to_write(index) as file:
             file.write(MAGIC + struct.pack("<QB", 1, code))
             file.write(struct.pack("<QQ", len(self._lengths), len(self._begins)))
             file.write(self._lengths)
@@ -87,5 +91,5 @@ class TokenFile:
             file.write(self._begins)
 
     def close(self) -> None:
-        """Close the data; it may be called twice."""
+        """Close the data; it may be called twice, and after an error, which comes once."""
         self._file.close()

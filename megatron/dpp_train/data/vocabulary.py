@@ -7,13 +7,13 @@ import json
 import os
 import random
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron.dpp.command_line import ROOT
 from megatron.dpp.errors import ConfigError, DataError, require
+from megatron.dpp.locks import scratch_directory
 from megatron.dpp_train.data.rows import files_of, open_rows, size_of
 from megatron.dpp_train.text_files import read_text
 from megatron.dpp_train.tokenizers import PIECES
@@ -154,8 +154,8 @@ def _trained(text: Path, size: int) -> tuple[Path, Path]:
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            vocab, merges = map(Path, trained.save_model(scratch))
+        with scratch_directory(folder, ".partial-") as scratch:
+            vocab, merges = map(Path, trained.save_model(str(scratch)))
             pair = vocab.replace(folder / vocab.name), merges.replace(folder / merges.name)
     except Exception as error:  # the package raises plain Exception
         raise DataError(f"--tokenizer train:{size}: {folder} cannot be written: {error}") from error

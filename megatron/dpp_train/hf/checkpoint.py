@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.dpp.errors import DataError, one_line
 from megatron.dpp.safe_files import open_to_read
+from megatron.dpp_train.checkpoint import durable
 from megatron.dpp_train.checkpoint import files as files
 from megatron.dpp_train.checkpoint.reader import load_plain
 from megatron.dpp_train.hf import Entry, Sizes
@@ -147,7 +149,13 @@ def write(
     writer = FileSystemWriter(str(target), sync_files=False, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it should be
-        save({}, storage_writer=writer, planner=planner, no_dist=True)
+        try:
+            save({}, storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:  # of a stack for each rank
+            cause, _ = error.failures[0]
+            if not isinstance(cause, OSError | RuntimeError):
+                raise
+            raise OSError(None, one_line(cause, 200), str(target / "__0_0.distcp")) from error
     common = {
         "args": args,
         "checkpoint_version": 3.0,
@@ -155,8 +163,9 @@ def write(
         "num_floating_point_operations_so_far": 0.0,
         "content_metadata": _CONTENT,
     }
-    torch.save(common, target / "common.pt")
-    (target / "metadata.json").write_text(json.dumps(_HEAD), encoding="utf-8")
+    with durable.naming(target / "common.pt", RuntimeError):
+        torch.save(common, target / "common.pt")
+    durable.write_text(target / "metadata.json", json.dumps(_HEAD))
 
 
 class _Chunk(NamedTuple):

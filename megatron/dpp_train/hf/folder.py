@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
@@ -12,6 +13,7 @@ from typing import Any, BinaryIO
 import torch
 
 from megatron.dpp.errors import DataError, one_line
+from megatron.dpp_train.checkpoint import durable
 from megatron.dpp_train.hf import Entry, HfConfig, entries, read_config
 from megatron.dpp_train.hf.tables import IGNORED
 from megatron.dpp_train.hf.weights import INDEX, WEIGHTS, find_weights
@@ -183,7 +185,8 @@ class Shards:
 
     def __exit__(self, *error: object) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what was lost has been said
+                self._file.close()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Write the next tensor."""
@@ -192,9 +195,10 @@ class Shards:
         assert self._file is not None
         assert name == self._left.pop(0)
         assert (tuple(tensor.shape), tensor.dtype) == (self._shapes[name], self._kind(name))
-        self._file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-        if not self._left:
-            self._file.close()
+        with durable.naming(Path(self._file.name)):
+            self._file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+            if not self._left:
+                self._file.close()
 
     def finish(self) -> None:
         """Write the index of several shards."""
@@ -205,7 +209,7 @@ class Shards:
         total = sum(map(self._bytes, self._shapes))
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
         text = json.dumps(index, indent=2) + "\n"
-        (self._folder / INDEX).write_text(text, encoding="utf-8")
+        durable.write_text(self._folder / INDEX, text)
 
     def _begin(self, number: int, names: list[str]) -> None:
         """Open a file and write its header: its length in 8 bytes, then JSON to a multiple of 8."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.dpp.errors import DataError
-from megatron.dpp_train.checkpoint import checksums
+from megatron.dpp_train.checkpoint import checksums, durable
 from megatron.dpp_train.checkpoint import files as checkpoint_files
 from megatron.dpp_train.checkpoint.saved_args import saved_args
 from megatron.dpp_train.families import find_families
@@ -138,4 +138,4 @@ def _checked(stored: Stored, config: HfConfig) -> list[Entry]:
 def _write_config(path: Path, content: dict[str, Any], kind: torch.dtype) -> None:
     name = "dtype" if "dtype" in content else "torch_dtype"
     content = content | {name: str(kind).removeprefix("torch.")}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    durable.write_text(path, json.dumps(content, indent=2) + "\n")

@@ -12,7 +12,7 @@ import torch
 from megatron.dpp.errors import DataError
 from megatron.dpp.locks import lock_directory
 from megatron.dpp.safe_files import private_directory
-from megatron.dpp_train.checkpoint import checksums
+from megatron.dpp_train.checkpoint import checksums, durable
 from megatron.dpp_train.checkpoint import files as checkpoint_files
 from megatron.dpp_train.hf import Entry, checkpoint
 from megatron.dpp_train.hf.fields import CONFIG, ORIGIN
@@ -99,4 +99,7 @@ def unfinished(target: Path) -> Iterator[Path]:
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
-        raise DataError(f"{target}: {error.strerror or error}") from error
+        name = error.filename if isinstance(error.filename, str) else ""
+        where = f"{Path(name).name}: " if name.startswith(str(scratch)) else ""
+        room = durable.no_room(target.parent, "target")
+        raise DataError(f"{target}: {where}{error.strerror or error}{room}") from error
