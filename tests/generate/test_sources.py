@@ -207,7 +207,7 @@ def _no_memory(*args: object) -> None:
 
 def test_numbers_are_no_text(two: Path) -> None:
     tokenizer = NullTokenizer(10)
-    assert evaluate._text_bytes(Document([1, 2, 3]), tokenizer) == 0
+    assert evaluate.text_bytes(Document([1, 2, 3]), tokenizer) == 0
     with pytest.raises(DataError, match="reads numbers, not chats"):
         chat_encoder(find_source(two / "first", None, "auto"), tokenizer, None)
 

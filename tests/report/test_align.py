@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.report.align import Alignment, ClockOffset, _group_of, align, solve
+from megatron.dpp.report.align import Alignment, ClockOffset, align, group_of, solve
 from megatron.dpp.report.reader import TraceFile, open_run
 from megatron.dpp.trace.schema import TraceLayout
 from tests.report.synthetic import Run, write
@@ -121,10 +121,10 @@ def test_of_ranks_with_one_clock_the_last_to_enter_and_the_first_to_leave_count(
 def test_a_collective_is_that_of_the_ranks_that_differ_in_its_group_alone():
     layout = TraceLayout(data=1, pipeline=2, tensor=3, data_size=2, pipeline_size=3, tensor_size=4)
     file = SimpleNamespace(layout=layout)
-    assert _group_of(file, "data") == ("data", 2, 3)
-    assert _group_of(file, "pipeline") == ("pipeline", 1, 3)
-    assert _group_of(file, "tensor") == ("tensor", 1, 2)
-    assert _group_of(file, "world") == ("world",)
+    assert group_of(file, "data") == ("data", 2, 3)
+    assert group_of(file, "pipeline") == ("pipeline", 1, 3)
+    assert group_of(file, "tensor") == ("tensor", 1, 2)
+    assert group_of(file, "world") == ("world",)
 
 
 def test_ranks_without_messages_are_refused_by_name(tmp_path):

@@ -279,7 +279,7 @@ def test_random_states_are_exchanged_around_replays_of_layers_that_draw(
     machine: Machine, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slots, "why_not", lambda chunk: None)
-    monkeypatch.setattr(slots, "_WARM_UP_STEPS", 0)
+    monkeypatch.setattr(slots, "WARM_UP_STEPS", 0)
     monkeypatch.setattr(slots, "cuda_capture", lambda rng: Rerun)
     exchanged: list[CapturedRng] = []
 

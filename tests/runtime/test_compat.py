@@ -293,7 +293,7 @@ def test_kernels_of_transformer_engine_and_apex_are_not_used_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """megatron-core binds them where they are installed; they want a GPU."""
-    names = cpu._without_kernels()
+    names = cpu.without_kernels()
     for name in names:
         monkeypatch.setattr(*compat.resolve(name), "a kernel", raising=False)
     with contextlib.closing(cpu.install()):

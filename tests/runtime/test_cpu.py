@@ -248,7 +248,7 @@ def test_choices_on_the_cpu_are_megatron_cores_own_without_kernels() -> None:
     """Losses of a machine do not depend on what is installed there."""
     if any(importlib.util.find_spec(name) for name in ("transformer_engine", "apex")):
         pytest.skip("megatron-core chooses the kernels that are installed here")
-    chosen = cpu._without_kernels()
+    chosen = cpu.without_kernels()
     chosen.pop("transformer.moe.moe_utils:te_general_gemm")  # a name that it lacks without them
     assert {name: compat.lookup(name) for name in chosen} == chosen
 
@@ -353,7 +353,7 @@ def operations(**given: Any) -> dict[str, Any]:
 def test_a_send_owns_what_it_sends_until_it_was_waited_for(way: str) -> None:
     """megatron-core frees a stage's output at once. gloo would read what lies there later."""
     peers = Peers()
-    sends = cpu._SafeSends(peers)
+    sends = cpu.SafeSends(peers)
     tensor = torch.ones(2, requires_grad=True)
     recv = {"tensor_recv_prev": torch.zeros(2)}
     requests = sends(**operations(**{f"tensor_send_{way}": tensor}, **recv))
@@ -369,18 +369,18 @@ def test_a_send_owns_what_it_sends_until_it_was_waited_for(way: str) -> None:
 def test_sends_that_were_waited_for_are_let_go_and_old_ones_are_waited_for() -> None:
     """The newest are left to megatron-core, as a peer may take them later only."""
     peers = Peers()
-    sends, most = cpu._SafeSends(peers), cpu._MAX_KEPT_SENDS
+    sends, most = cpu.SafeSends(peers), cpu.MAX_KEPT_SENDS
     for number in range(most):
-        assert len(sends._kept) == number
+        assert len(sends.kept) == number
         last = sends(**operations(tensor_send_next=torch.ones(1)))["send_next"]
     assert not any(work.waits for work in peers.works)
     sends(**operations(tensor_send_next=torch.ones(1), tensor_send_prev=torch.ones(1)))
     assert [work.waits for work in peers.works] == [1, 1, *[0] * most]
-    for kept in list(sends._kept):
+    for kept in list(sends.kept):
         kept.wait()
     assert last.done
     sends(**operations(tensor_recv_prev=torch.zeros(1)))
-    assert len(sends._kept) == 0
+    assert len(sends.kept) == 0
 
 
 @pytest.mark.parametrize("installed", [True, False])

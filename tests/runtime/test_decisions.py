@@ -86,7 +86,7 @@ def test_the_static_peak_of_the_last_rank_is_that_with_its_head(announced: bool)
             scheduler = made.scheduler(
                 last, backward=SPLIT, sizes=[UNIT] * 16 if announced else None
             )
-            cap = scheduler._limits[-1].cap
+            cap = scheduler.limits[-1].cap
             made.ran(scheduler, [], backward=SPLIT)
         caps.append(cap)
         weights = scheduler.weights or (1.0, 1.0)
@@ -158,7 +158,7 @@ def test_an_evaluation_raises_no_static_cap() -> None:
         scheduler = made.scheduler(geometry, backward=SPLIT, largest=10, sizes=[5] * 4 + [10] * 5
                                    if geometry.forward_only else [5] * 4)  # fmt: skip
         made.ran(scheduler, [], backward=SPLIT)
-        caps.append([limit.cap for limit in scheduler._limits])
+        caps.append([limit.cap for limit in scheduler.limits])
     assert caps == [[1.0], [], [1.0]]
 
 

@@ -184,7 +184,7 @@ def test_a_scheduler_that_is_kept_follows_the_static_peak_of_the_batches() -> No
     geometry, caps = Geometry(2, 0, 1, 4), []
     for size in (1, 10, 1):
         scheduler = made.scheduler(geometry, backward=Backward(), largest=10, sizes=[size] * 4)
-        caps.append(scheduler._limits[-1].cap)
+        caps.append(scheduler.limits[-1].cap)
     assert caps == [pytest.approx(0.2), 2.0, 2.0]
 
 

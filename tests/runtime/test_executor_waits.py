@@ -120,7 +120,7 @@ def test_a_backlog_may_take_longer_than_the_timeout(
         clock.advance_to(clock.now() + 0.9 * seconds)
         return receiver.take(0).iteration == 0
 
-    monkeypatch.setattr("megatron.dpp.runtime.mail._MOST_PENDING", 1000)
+    monkeypatch.setattr("megatron.dpp.runtime.mail.MOST_PENDING", 1000)
     monkeypatch.setattr(FakeTransport, "wait", takes_one)
     rank_of(network, Geometry(2, 0, 1, 30, forward_only=True), timeout=1.0).run()
     assert clock.now() > 1020.0

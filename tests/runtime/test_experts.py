@@ -10,7 +10,7 @@ import torch
 
 from megatron.dpp.core import experts
 from megatron.dpp.core.experts import GroupedExperts, GroupedLinear, weight_gradients
-from megatron.dpp.core.graphs.slots import _reasons_of_experts
+from megatron.dpp.core.graphs.slots import reasons_of_experts
 from megatron.dpp.errors import ConfigError
 
 COUNTS = [5, 0, 9]
@@ -201,7 +201,7 @@ CAPTURED = {
 def test_only_experts_of_fixed_shapes_are_captured(
     setting: dict[str, Any], reason: str | None
 ) -> None:
-    found = _reasons_of_experts(SimpleNamespace(**CAPTURED | setting), torch.nn.Identity())
+    found = reasons_of_experts(SimpleNamespace(**CAPTURED | setting), torch.nn.Identity())
     held = [text for text, holds in found.items() if holds]
     assert len(held) == (reason is not None)
     assert reason is None or reason in held[0]
@@ -216,7 +216,7 @@ def test_a_padded_capacity_gives_the_ends_that_the_counts_would() -> None:
     ends = []
     for padded in (True, False):
         built.config = SimpleNamespace(moe_pad_expert_input_to_capacity=padded)
-        ends.append(built._ends(tokens, counts))
+        ends.append(built.ends_of(tokens, counts))
     assert ends[0].tolist() == ends[1].tolist() == [5, 10, 15]
     assert {one.dtype for one in ends} == {torch.int32}
 
@@ -250,13 +250,13 @@ def test_probabilities_on_the_input_are_not_applied_twice() -> None:
     built.local_experts, built.linears = [Expert(), Expert()], (None, None)
     built.are_as_built = lambda: True  # type: ignore[method-assign]
     ends: list[list[int]] = []
-    real = built._ends
+    real = built.ends_of
 
     def told(*given: torch.Tensor) -> torch.Tensor:
         ends.append(real(*given).tolist())
         return real(*given)
 
-    built._ends = told  # type: ignore[method-assign]
+    built.ends_of = told  # type: ignore[method-assign]
     tokens, probs = torch.ones(3, 2), torch.tensor([0.5, 0.25, 1.0])
     built.forward(tokens, torch.tensor([1, 2]), probs)
     assert given[0].tolist() == [[0.5, 0.5], [0.25, 0.25], [1.0, 1.0]]

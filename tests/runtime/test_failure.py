@@ -26,7 +26,7 @@ class Opened(PipelineSchedule):
     def __init__(self) -> None:
         super().__init__(seed=1)
         self.network = FakeNetwork(list(Topology((0, 1), 0, 1).channels([64], [64], 2).specs))
-        self._transport = self.network.transport(0)
+        self.transport = self.network.transport(0)
         self.peer = self.network.transport(1)
         self.closed = False
 
@@ -37,14 +37,14 @@ class Opened(PipelineSchedule):
         self.closed = True
 
     def _links(self) -> Transport:
-        return self._transport
+        return self.transport
 
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.dpp.transport.base._EXPLAIN_SECONDS", 0.01)
-    monkeypatch.setattr(failure, "_ASK_SECONDS", 0.1)
-    monkeypatch.setattr(failure, "_REPORT_SECONDS", 60.0)  # the store of a test answers
+    monkeypatch.setattr(failure, "ASK_SECONDS", 0.1)
+    monkeypatch.setattr(failure, "REPORT_SECONDS", 60.0)  # the store of a test answers
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_an_error_that_no_link_explains_is_kept() -> None:
 def test_a_rank_of_another_replica_is_named_by_its_neighbour(
     store: HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failure, "_ASK_SECONDS", 60.0)
+    monkeypatch.setattr(failure, "ASK_SECONDS", 60.0)
     store.set("dpp/failure", "rank 3 (pid 7, shm) died: its socket was closed (says rank 1)")
     told = (
         r"rank 0: rank 3 \(pid 7, shm\) died: its socket was closed \(says rank 1\); "
@@ -136,7 +136,7 @@ def test_an_error_of_nccl_has_a_cause_and_is_none(
     with pytest.raises(DistError), Opened():
         raise error
     assert not told(store)
-    monkeypatch.setattr(failure, "_ASK_SECONDS", 60.0)
+    monkeypatch.setattr(failure, "ASK_SECONDS", 60.0)
     store.set("dpp/failure", "rank 3 died (says rank 1)")
     with pytest.raises(PeerDead, match=r"rank 3 died .*; met here as DistError: NCCL"), Opened():
         raise error
@@ -156,7 +156,7 @@ def test_the_neighbours_are_told_at_once_why_a_rank_ends(
     """They would wait for its messages until --dpp-timeout."""
     heard: list[tuple[str, bool]] = []
     with pytest.raises(type(error)), Opened() as schedule:
-        schedule._transport.abort = lambda why: heard.append((why, schedule.closed))  # type: ignore[method-assign]
+        schedule.transport.abort = lambda why: heard.append((why, schedule.closed))  # type: ignore[method-assign]
         raise error
     assert heard == [(text, False) for text in said], "before the links are closed"
 
@@ -205,7 +205,7 @@ def test_an_error_of_our_own_is_not_replaced() -> None:
 def test_a_store_that_never_answers_keeps_no_process_alive() -> None:
     answered, before = threading.Event(), set(threading.enumerate())
     # Not a daemon: a thread that it starts would be one, too, without being told so.
-    rank = threading.Thread(target=failure._within, args=(0.01, answered.wait), daemon=False)
+    rank = threading.Thread(target=failure.within, args=(0.01, answered.wait), daemon=False)
     rank.start()
     try:
         rank.join(20)
@@ -221,7 +221,7 @@ def test_a_store_that_never_answers_keeps_no_process_alive() -> None:
 def test_a_question_to_the_store_ends_without_an_answer(store: HashStore) -> None:
     """No thread goes on asking."""
     before = set(threading.enumerate())
-    assert failure._ask() is None
+    assert failure.ask() is None
     for asking in set(threading.enumerate()) - before:
         asking.join(20)
         assert not asking.is_alive()

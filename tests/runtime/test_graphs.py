@@ -52,7 +52,7 @@ class Chunk(torch.nn.Module):
 @pytest.fixture
 def chunk(monkeypatch: pytest.MonkeyPatch) -> Chunk:
     monkeypatch.setattr(graphs, "why_not", lambda chunk: None)
-    monkeypatch.setattr(graphs, "_WARM_UP_STEPS", 0)
+    monkeypatch.setattr(graphs, "WARM_UP_STEPS", 0)
     return Chunk()
 
 
@@ -89,7 +89,7 @@ def test_a_replayed_block_gives_the_same_gradients_and_is_left_as_it_was(chunk: 
 def test_nothing_is_captured_before_the_steps_by_which_it_is_decided(
     chunk: Chunk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "_WARM_UP_STEPS", 1)
+    monkeypatch.setattr(graphs, "WARM_UP_STEPS", 1)
     made, _ = graphs_of(chunk)
     step(made, chunk)
     assert made._pools is None
@@ -338,7 +338,7 @@ def test_graphs_are_taken_where_launching_is_the_bottleneck() -> None:
 def test_only_chunks_that_can_be_captured_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks: list[torch.nn.Module] = [Chunk(), Chunk(), Chunk()]
     monkeypatch.setattr(graphs, "why_not", lambda chunk: "no" if chunk is chunks[1] else None)
-    monkeypatch.setattr(graphs, "_WARM_UP_STEPS", 0)
+    monkeypatch.setattr(graphs, "WARM_UP_STEPS", 0)
     asked: list[list[int]] = []
 
     def wanted(numbers: Sequence[int]) -> bool:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from megatron.dpp.core.rng import _derive
+from megatron.dpp.core.rng import derive
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector, Task
 from megatron.dpp.runtime.delayed import DelayedTransport
@@ -95,7 +95,7 @@ def test_a_seed_may_be_any_64_bits() -> None:
     assert Injector("jitter:0.3", 1, 4, seed=(1 << 64) - 7).factor(task) >= 1.0
     one = Task(3, "B", 1, 1, 12.0, 0.5)
     assert Injector("jitter:0.3", 1, 4, seed=5).factor(one) == pytest.approx(2.16510899143066)
-    assert _derive(5, 1) == 3085186920139808632 != _derive((1 << 64) - 7, 1)
+    assert derive(5, 1) == 3085186920139808632 != derive((1 << 64) - 7, 1)
 
 
 def test_the_delay_of_a_message_begins_when_it_was_sent() -> None:

@@ -80,7 +80,7 @@ def test_an_evaluation_is_bounded_by_tokens(
         pending.append((own.pending(), own.pending_bytes()))
 
     monkeypatch.setattr(FakeTransport, "put", watched)
-    monkeypatch.setattr("megatron.dpp.runtime.mail._MOST_PENDING", 4)
+    monkeypatch.setattr("megatron.dpp.runtime.mail.MOST_PENDING", 4)
     runners = run_pipeline(
         2, 1, 60, policy="depth-first", split=False, forward_only=True, late=0.003,
         sizes=[[4 * LONGEST]] * 2,

@@ -109,8 +109,8 @@ def flash(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, 
 
 @pytest.mark.parametrize("function", [old_varlen, new_varlen, flash])
 def test_every_kernel_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
-    monkeypatch.setattr(packed, "_imported", lambda module, name: function)
-    call = packed._by_flash_attention if function is flash else packed._by_torch
+    monkeypatch.setattr(packed, "imported", lambda module, name: function)
+    call = packed.by_flash_attention if function is flash else packed.by_torch
     inputs = drawn()
     q, k, v = (each.squeeze(1) for each in inputs)
     options: dict[str, Any] = {"causal": True, "scale": 0.3, "dropout": 0.0}
@@ -140,8 +140,8 @@ def test_every_kernel_is_told_the_mask_and_flash_attention_the_dropout(
 
     q = torch.zeros(TOKENS, 4, 8)
     for function in (old, new, flash):
-        monkeypatch.setattr(packed, "_imported", lambda *_, function=function: function)
-        call = packed._by_flash_attention if function is flash else packed._by_torch
+        monkeypatch.setattr(packed, "imported", lambda *_, function=function: function)
+        call = packed.by_flash_attention if function is flash else packed.by_torch
         dropout = 0.25 if function is flash else 0.0
         call(q, q, q, Documents(STARTS, 5), causal=causal, scale=0.5, dropout=dropout)
     window = (-1, 0) if causal else (-1, -1)
@@ -152,9 +152,9 @@ def test_every_kernel_is_told_the_mask_and_flash_attention_the_dropout(
 @pytest.mark.parametrize(
     ("there", "dtype", "dropout", "expected"),
     [
-        ({"varlen_attn", "flash_attn_varlen_func"}, torch.bfloat16, 0.0, "_by_torch"),
-        ({"varlen_attn", "flash_attn_varlen_func"}, torch.bfloat16, 0.1, "_by_flash_attention"),
-        ({"flash_attn_varlen_func"}, torch.float16, 0.0, "_by_flash_attention"),
+        ({"varlen_attn", "flash_attn_varlen_func"}, torch.bfloat16, 0.0, "by_torch"),
+        ({"varlen_attn", "flash_attn_varlen_func"}, torch.bfloat16, 0.1, "by_flash_attention"),
+        ({"flash_attn_varlen_func"}, torch.float16, 0.0, "by_flash_attention"),
         ({"varlen_attn"}, torch.bfloat16, 0.1, None),
         ({"varlen_attn"}, torch.float32, 0.0, None),
         (set(), torch.bfloat16, 0.0, None),
@@ -167,20 +167,20 @@ def test_the_first_kernel_that_is_there(
     dropout: float,
     expected: str | None,
 ) -> None:
-    monkeypatch.setattr(packed, "_imported", lambda _, name: print if name in there else None)
+    monkeypatch.setattr(packed, "imported", lambda _, name: print if name in there else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     query: Any = SimpleNamespace(shape=(9, 1, 4, 64), dtype=dtype, device="cuda")
-    found = packed._kernel(query, dropout)
+    found = packed.kernel_for(query, dropout)
     assert (found.__name__ if found else None) == expected
     for size in (60, 264):
         query.shape = (9, 1, 4, size)
-        assert packed._kernel(query, dropout) is None, "no head size of theirs"
+        assert packed.kernel_for(query, dropout) is None, "no head size of theirs"
     query.shape = (9, 1, 4, 256)
-    assert packed._kernel(query, dropout) is found
+    assert packed.kernel_for(query, dropout) is found
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert packed._kernel(query, dropout) is found
+    assert packed.kernel_for(query, dropout) is found
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert packed._kernel(query, dropout) is None
+    assert packed.kernel_for(query, dropout) is None
 
 
 def test_all_layers_share_the_documents() -> None:

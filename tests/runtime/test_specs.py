@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.models.bert import bert_layer_specs
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -209,7 +210,9 @@ def test_a_kernel_that_routers_have_stays(
     monkeypatch.setattr(module, name, kernel, raising=False)
     if kernel is None:
         monkeypatch.delattr(module, name)
-    layers._name_missing_kernel()
+    empty = SimpleNamespace(layer_specs=[])
+    monkeypatch.setattr(layers, "get_gpt_decoder_block_spec", lambda *_, **__: empty)
+    layers.block_spec(config_with(num_moe_experts=4, moe_ffn_hidden_size=8))
     assert getattr(module, name) == kernel
 
 
@@ -219,7 +222,6 @@ def test_a_block_is_made_from_the_specs_of_its_own_stage(
 ) -> None:
     """Routers compare with a kernel's name, which exists with Transformer Engine alone."""
     asked: list[dict[str, Any]] = []
-    named: list[int] = []
     layer = get_gpt_layer_local_spec()
 
     def specs(config: Any, **given: Any) -> Any:
@@ -227,7 +229,9 @@ def test_a_block_is_made_from_the_specs_of_its_own_stage(
         return SimpleNamespace(layer_specs=[layer, layer], layer_norm="another")
 
     monkeypatch.setattr(layers, "get_gpt_decoder_block_spec", specs)
-    monkeypatch.setattr(layers, "_name_missing_kernel", lambda: named.append(1))
+    module, name = layers.compat.resolve("transformer.moe.moe_utils:te_general_gemm")
+    monkeypatch.setattr(module, name, None, raising=False)
+    monkeypatch.delattr(module, name)
     sizes = {"num_moe_experts": experts, "moe_ffn_hidden_size": experts and 8}
     config = config_with(normalization="RMSNorm", qk_l2_norm=True, **sizes)
     block = layers.block_spec(config, vp_stage=1)
@@ -236,7 +240,7 @@ def test_a_block_is_made_from_the_specs_of_its_own_stage(
         "vp_stage": 1,
     }]  # fmt: skip
     assert len(block.layer_specs) == 2 and block.layer_norm is TorchNorm
-    assert len(named) == (experts is not None)
+    assert hasattr(module, name) is (experts is not None)
 
 
 def test_blocks_by_other_packages_are_theirs_and_need_them(
@@ -342,6 +346,22 @@ def test_norms_that_pytorch_does_not_have_are_refused() -> None:
         TorchNorm(config_with(use_cpu_initialization=True, normalization="L2Norm"), 8)
 
 
+def made_from(
+    layer: Any, patch: pytest.MonkeyPatch, *, packs: bool = True, implementation: str = "torch",
+    **changes: Any,
+) -> Any:  # fmt: skip
+    """The spec that megatron-core's ``layer`` becomes, in a model of GPT, which packs, or BERT."""
+    block = SimpleNamespace(layer_specs=[layer])
+    patch.setattr(layers, "get_gpt_decoder_block_spec", lambda *_, **__: block)
+    patch.setattr(bert_layer_specs, "bert_layer_local_spec", layer)
+    patch.setattr(layers, "get_num_layers_to_build", lambda *_: 1)
+    (found,) = layers.block_spec(
+        config_with(**changes), arch="gpt" if packs else "bert", implementation=implementation,
+        own_masks=packs,
+    ).layer_specs  # fmt: skip
+    return found
+
+
 @pytest.mark.parametrize(
     ("implementation", "ranks", "packs", "expected"),
     [
@@ -353,13 +373,14 @@ def test_norms_that_pytorch_does_not_have_are_refused() -> None:
     ],
 )
 def test_layers_are_made_from_the_attention_that_can_do_it(
-    implementation: str, ranks: int, packs: bool, expected: Any
+    implementation: str, ranks: int, packs: bool, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only ours takes a sequence that is cut over context-parallel ranks."""
-    local = layers._LocalLayers(
-        config_with(context_parallel_size=ranks), implementation, own_masks=True, packs=packs
+    layer = get_gpt_layer_local_spec(qk_layernorm=True)
+    made = made_from(
+        layer, monkeypatch, context_parallel_size=ranks, implementation=implementation, packs=packs
     )
-    parts = local.made_from(get_gpt_layer_local_spec(qk_layernorm=True)).submodules
+    parts = made.submodules
     attention = parts.self_attention
     core = attention.submodules.core_attention
     assert getattr(core, "module", core) is expected
@@ -373,11 +394,11 @@ def test_layers_are_made_from_the_attention_that_can_do_it(
     ("latent", "names"), [(False, ("q_layernorm", "k_layernorm")), (True, ("kv_layernorm",))]
 )
 def test_norms_of_queries_and_keys_are_ours_where_the_layer_has_them(
-    latent: bool, names: tuple[str, ...]
+    latent: bool, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for normed in (True, False):
         layer = get_gpt_layer_local_spec(qk_layernorm=normed, multi_latent_attention=latent)
-        made = layers._LocalLayers(config_with(), "torch").made_from(layer)
+        made = made_from(layer, monkeypatch)
         attention = made.submodules.self_attention.submodules
         assert {getattr(attention, name) is TorchNorm for name in names} == {normed}
         module = layer.submodules.self_attention.module

@@ -40,12 +40,13 @@ class Around:
         patch(static, "get_model_config", lambda _: self.config)
         patch(static, "get_forward_backward_func", lambda: self._run)
         patch(static, "refuse_delayed", lambda chunks, why: self.told.append(why))
-        patch(static.TaskRng, "wrap", self._wrap)
+        patch(static, "TaskRng", self._rng)
+        patch("megatron.dpp.runtime.base.needs_task_rng", lambda *_, **__: False)
 
     @staticmethod
-    def _wrap(own: Any, function: str, chunks: Any, number: int) -> str:
-        assert (own._seed, own._num_ranks, own._rank) == (1, 2, 1), "as of the dynamic schedule"
-        return f"{function} seeded {number}"
+    def _rng(*given: int) -> Any:
+        assert given == (1, 2, 1), "seed, ranks and rank, as of the dynamic schedule"
+        return SimpleNamespace(wrap=lambda function, chunks, number: f"{function} seeded {number}")
 
     def _run(self, **keywords: Any) -> list[str]:
         self.given.append(keywords)
@@ -60,19 +61,21 @@ def test_each_call_has_a_number_and_random_states_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     around, own = Around(monkeypatch), schedule_of()
-    asked: list[tuple[int, bool]] = []
+    asked: list[bool] = []
 
-    def wants(chunks: Any, ranks: int, *, forward_only: bool) -> bool:
-        asked.append((ranks, forward_only))
+    def wants(chunks: Any, *, forward_only: bool) -> bool:
+        assert chunks == [around.model]
+        asked.append(forward_only)
         return not forward_only
 
-    own._wants_rng, own.iteration = wants, 4
+    monkeypatch.setattr("megatron.dpp.runtime.base.needs_task_rng", wants)
+    own.iteration = 4
     assert around.call(own) == ["loss"]
     around.call(own, forward_only=True)
     around.call(own)
     functions = [given["forward_step_func"] for given in around.given]
     assert functions == ["user's seeded 4", "user's", "user's seeded 6"]
-    assert asked == [(2, False), (2, True), (2, False)] and own.iteration == 7
+    assert asked == [False, True, False] and own.iteration == 7
     assert own.injected_seconds == 0.0
 
 
@@ -83,7 +86,6 @@ def test_delayed_weight_gradients_are_refused_unless_megatron_core_runs_them(
     monkeypatch: pytest.MonkeyPatch, delays: bool, overlaps: bool, refused: int
 ) -> None:
     around, own = Around(monkeypatch), schedule_of()
-    own._wants_rng = lambda *_, **__: False
     around.config.delay_wgrad_compute = delays
     around.config.overlap_moe_expert_parallel_comm = overlaps
     around.call(own)
@@ -97,7 +99,6 @@ def test_our_channels_are_used_where_a_kind_is_named_and_there_is_a_neighbour(
     monkeypatch: pytest.MonkeyPatch, transport: str, ranks: int, opened: int
 ) -> None:
     around, own = Around(monkeypatch, ranks), schedule_of(transport=transport)
-    own._wants_rng = lambda *_, **__: False
     told: list[str] = []
 
     class Over:
@@ -108,7 +109,12 @@ def test_our_channels_are_used_where_a_kind_is_named_and_there_is_a_neighbour(
             told.append("end")
 
     monkeypatch.setattr(static, "over_channels", lambda exchange: Over())
-    own._open = lambda keywords, topology: "exchange"
+    call = SimpleNamespace(length=0, boundaries=lambda length: Boundaries(0, (8,), (8,)))
+    transport = SimpleNamespace(links=list, close=lambda: None)
+    monkeypatch.setattr(static.StepCall, "checked", lambda **_: call)
+    monkeypatch.setattr(static, "ring_channels", lambda *_: [])
+    monkeypatch.setattr(static, "open_links", lambda *_: transport)
+    monkeypatch.setattr(static, "ChannelExchange", lambda *_: "exchange")
     around.call(own)
     assert told == ["over", "end"] * opened
 
@@ -248,27 +254,26 @@ def test_tasks_are_timed_although_nothing_is_chosen_by_it(
     assert own._timer == own._timer == "timer" and asked == [(own.config, True)]
 
 
+@pytest.mark.parametrize("capture", ["a test's", None])
 @pytest.mark.parametrize("setting", ["off", "auto", "on"])
-def test_only_on_captures_graphs(setting: str) -> None:
-    own = schedule_of(cuda_graphs=setting)
-    own._captures = lambda: True
-    assert own._wants_graphs() is (setting == "on")
-    own._captures = lambda: False
-    assert not own._wants_graphs()
-
-
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_an_evaluation_replays_no_graphs(
-    monkeypatch: pytest.MonkeyPatch, forward_only: bool
+def test_only_on_captures_graphs_and_an_evaluation_replays_none(
+    monkeypatch: pytest.MonkeyPatch, forward_only: bool, setting: str, capture: Any
 ) -> None:
     """They are captured of a training step, whose dropout an evaluation has not."""
-    around, own, bound = Around(monkeypatch, ranks=1), schedule_of(cuda_graphs="on"), list[str]()
-    call = SimpleNamespace(boundary_example=lambda config: "example")
-    monkeypatch.setattr(static.StepCall, "checked", lambda **_: call)
+    around, bound = Around(monkeypatch, ranks=1), list[str]()
+    own = StaticSchedule(DppConfig(cuda_graphs=setting), seed=1, capture=capture)
+    call = SimpleNamespace(
+        boundary_example=lambda config: "example", model=[around.model],
+        captured_rows=lambda config: [],
+    )  # fmt: skip
     graphs = SimpleNamespace(bound=lambda example: contextlib.nullcontext(bound.append(example)))
-    own._captures, own._graphs_of = lambda: True, lambda given: graphs
+    monkeypatch.setattr(static.StepCall, "checked", lambda **_: call)
+    monkeypatch.setattr(static, "ChunkGraphs", lambda *_, **__: graphs)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     around.call(own, forward_only=forward_only)
-    assert bound == ([] if forward_only else ["example"])
+    captures = setting == "on" and capture is not None and not forward_only
+    assert bound == ["example"] * captures
 
 
 def test_graphs_are_those_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +292,7 @@ def test_graphs_are_those_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     own = schedule_of()
     monkeypatch.setattr(static, "pipeline_of", lambda *_: Topology((0, 1), 1, 2))
     usual = {
-        "pg_collection": None, "num_microbatches": 8, "forward_only": False,
+        "pg_collection": None, "num_microbatches": 8, "forward_only": False, "cut": None,
         "captured_rows": lambda config: [4, 8],
         "config": SimpleNamespace(microbatch_group_size_per_vp_stage=2),
     }  # fmt: skip
@@ -308,9 +313,14 @@ def test_graphs_have_slots_for_the_groups_of_microbatches(
     monkeypatch.setattr(static, "pipeline_of", lambda *_: Topology((0, 1), 1, 2))
     config = SimpleNamespace(microbatch_group_size_per_vp_stage=group)
     call: Any = SimpleNamespace(
-        model=[], pg_collection=None, num_microbatches=8, forward_only=False, config=config
+        model=[],
+        pg_collection=None,
+        num_microbatches=8,
+        forward_only=False,
+        config=config,
+        cut=None,
     )
-    assert static._most_held(call) == most, "the warm-up of a larger group holds more"
+    assert static.most_held(call) == most, "the warm-up of a larger group holds more"
 
 
 @pytest.mark.parametrize(
@@ -321,12 +331,11 @@ def test_graphs_have_slots_for_the_groups_of_microbatches(
 def test_several_tensors_per_boundary_are_refused(
     monkeypatch: pytest.MonkeyPatch, adjusts: bool, ranks: int, sends: Any, refused: bool
 ) -> None:
+    around, own = Around(monkeypatch, ranks), schedule_of()
     call = SimpleNamespace(length=0, boundaries=lambda length: Boundaries(4, (4,), sends))
     monkeypatch.setattr(static.StepCall, "checked", lambda **_: call)
-    keywords = {"adjust_tensor_shapes_fn": (lambda *_: None) if adjusts else None}
-    topology = Topology(tuple(range(ranks)), 0, 1)
-    if refused:
-        with pytest.raises(ConfigError, match="1 tensors received and 2 sent per stage boundary"):
-            static._refuse_several_tensors(keywords, topology)
-    else:
-        static._refuse_several_tensors(keywords, topology)
+    adjust = (lambda *_: None) if adjusts else None
+    refusal = pytest.raises(ConfigError, match="1 tensors received and 2 sent per stage boundary")
+    with refusal if refused else contextlib.nullcontext():
+        around.call(own, adjust_tensor_shapes_fn=adjust)
+    assert bool(around.given) is not refused

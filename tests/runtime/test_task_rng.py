@@ -135,5 +135,5 @@ def test_a_task_draws_the_same_whatever_ran_before_it(generators: Generators) ->
 
 def test_seeds_are_equal_on_every_machine() -> None:
     """A resumed run draws the numbers that an uninterrupted run draws."""
-    assert rng._derive(1, 2, 3, 4) == 7597657864365363701
-    assert rng._derive(1, 2, 3, 4, 0, name="model-parallel-rng") == 3200291550365815258
+    assert rng.derive(1, 2, 3, 4) == 7597657864365363701
+    assert rng.derive(1, 2, 3, 4, 0, name="model-parallel-rng") == 3200291550365815258

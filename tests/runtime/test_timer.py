@@ -18,7 +18,7 @@ class Device:
     def __init__(self) -> None:
         self.now = 0.0
         self.seconds = 1.0
-        self._free_at = 0.0
+        self.free_at = 0.0
         self._recorded = 0
         self.overlaps = False
         """A task runs while it is launched; otherwise once it is."""
@@ -29,13 +29,13 @@ class Device:
     def record(self) -> float:
         """Time at which all queued work is done; every second event is a task's end."""
         if self._recorded % 2 and self.overlaps:
-            self._free_at = max(self._begun + self.seconds, self.now)
+            self.free_at = max(self._begun + self.seconds, self.now)
         elif self._recorded % 2:
-            self._free_at = max(self._free_at, self.now) + self.seconds
+            self.free_at = max(self.free_at, self.now) + self.seconds
         else:
-            self._begun = max(self._free_at, self.now)
+            self._begun = max(self.free_at, self.now)
         self._recorded += 1
-        return max(self._free_at, self.now)
+        return max(self.free_at, self.now)
 
 
 class Event:
@@ -177,7 +177,7 @@ def test_a_task_that_waited_in_the_queue_runs_from_the_end_of_the_one_before(
 def test_a_task_launched_ahead_of_its_input_begins_when_the_device_has_it(device: Device) -> None:
     timer = learned(device, 0.25)
     assert not timer.waiting()
-    device._free_at = device.now + 5.0  # the device waits for the input
+    device.free_at = device.now + 5.0  # the device waits for the input
     timer.begin(ahead=True)
     timer.launched(KEY)
     device.now += 4.0

@@ -214,7 +214,7 @@ def test_a_lookahead_is_given_in_milliseconds(
     for follow in (False, True):
         timer = timer_for(DppConfig(lookahead=given), follow=follow)
         assert isinstance(timer, DeviceTimer)
-        assert timer._follow is follow and timer._lookahead == seconds
+        assert timer.follow is follow and timer.lookahead == seconds
 
 
 def test_growth_is_forgotten_slowly(device: Device) -> None:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from megatron.dpp.errors import ConfigError, core_setting
 
-_MAX_KEPT_SENDS = 32
+MAX_KEPT_SENDS = 32
 _CPU_TYPE = re.compile(r"^torch\.(?!cuda\.)")
 
 
@@ -263,13 +263,13 @@ def _core_stand_ins() -> Iterator[tuple[Any, str, Any]]:
         "transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": _split_sizes,
         # made once per process: a model on a GPU after one on the CPU needs its own
         "transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.cuda_dtoh_stream": None,
-        sends: _SafeSends(compat.lookup(sends)),
+        sends: SafeSends(compat.lookup(sends)),
     }
-    for name, value in (values | _without_kernels()).items():
+    for name, value in (values | without_kernels()).items():
         yield *compat.resolve(name), value
 
 
-def _without_kernels() -> dict[str, Any]:
+def without_kernels() -> dict[str, Any]:
     """megatron-core's choices without Transformer Engine and Apex, by name. Where they are
     installed it binds their kernels when it is imported, and those want a GPU.
     """
@@ -396,13 +396,13 @@ class _KeptSend:
         return True
 
 
-class _SafeSends:
+class SafeSends:
     """``p2p_communication._p2p_ops`` whose sends own what they send
     (p2p_communication.py:80,92,112,122)."""
 
     def __init__(self, original: Callable[..., dict[str, Any]]) -> None:
         self._original = original
-        self._kept: deque[_KeptSend] = deque()
+        self.kept: deque[_KeptSend] = deque()
 
     def __call__(self, **operations: Any) -> dict[str, Any]:
         copies: dict[str, torch.Tensor] = {}
@@ -413,9 +413,9 @@ class _SafeSends:
         requests = self._original(**operations)
         for name, copy in copies.items():
             requests[name] = _KeptSend(requests[name], copy)
-            self._kept.append(requests[name])
+            self.kept.append(requests[name])
         # Some sends are never waited for. megatron-core itself waits for the one before
         # the last, so waiting for one this old cannot hold anybody up.
-        while self._kept and (self._kept[0].done or len(self._kept) > _MAX_KEPT_SENDS):
-            self._kept.popleft().wait()
+        while self.kept and (self.kept[0].done or len(self.kept) > MAX_KEPT_SENDS):
+            self.kept.popleft().wait()
         return requests

@@ -236,7 +236,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         if self.config.moe_apply_probs_on_input:
             tokens = (probs.unsqueeze(-1) * tokens).to(tokens.dtype)
             probs = torch.ones_like(probs)
-        ends = self._ends(tokens, tokens_per_expert)
+        ends = self.ends_of(tokens, tokens_per_expert)
         first, second = (_without_bias(linear, ends) for linear in self.linears)
         expert = self.local_experts[0]
         output, _ = type(expert).forward(_Together(expert, first, second), tokens, probs)
@@ -256,7 +256,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
             for expert, one, other in rows
         )
 
-    def _ends(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+    def ends_of(self, tokens: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """The end of each expert's tokens, int32 on the device of ``tokens``."""
         if self.config.moe_pad_expert_input_to_capacity:  # equal parts: a graph has no copy to them
             count = len(self.local_experts)

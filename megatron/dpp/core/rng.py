@@ -67,13 +67,13 @@ class TaskRng:
         expert_own = parallel_state.get_expert_tensor_and_model_parallel_rank()
         for name, state in tracker.states_.items():
             of_experts = name == get_expert_parallel_rng_tracker_name()
-            seed = _derive(*task, expert_own if of_experts else own, name=name)
+            seed = derive(*task, expert_own if of_experts else own, name=name)
             if isinstance(state, torch.Generator):
                 state.manual_seed(seed)
             else:
                 torch.cuda.manual_seed(seed)
                 tracker.states_[name] = torch.cuda.get_rng_state()
-        torch.cuda.manual_seed(_derive(*task))
+        torch.cuda.manual_seed(derive(*task))
 
 
 def needs_task_rng(model: list[torch.nn.Module], *, forward_only: bool = False) -> bool:
@@ -89,7 +89,7 @@ def needs_task_rng(model: list[torch.nn.Module], *, forward_only: bool = False) 
     )
 
 
-def _derive(*numbers: int, name: str = "") -> int:
+def derive(*numbers: int, name: str = "") -> int:
     """A 63-bit seed, equal on every machine, from integers and a name."""
     unsigned = [number & (1 << 64) - 1 for number in numbers]  # PyTorch's initial seed has no sign
     packed = struct.pack(f"<{len(numbers)}Q", *unsigned) + name.encode()

@@ -134,7 +134,7 @@ def message_key(event: Event) -> tuple[Any, ...] | None:
     return None if message is None else (event["args"]["iteration"], *message)
 
 
-def _group_of(file: TraceFile, group: str) -> tuple[object, ...]:
+def group_of(file: TraceFile, group: str) -> tuple[object, ...]:
     layout = file.layout
     held = {"data": layout.data, "pipeline": layout.pipeline, "tensor": layout.tensor}
     held.pop(group, None)
@@ -206,7 +206,7 @@ class _Scan:
             return
         own = (name, shared, args["iteration"])
         occurrence = seen[own] = seen.get(own, 0) + 1
-        key = (name, _group_of(file, shared), args["iteration"], occurrence)
+        key = (name, group_of(file, shared), args["iteration"], occurrence)
         collective = self.evidence.collectives.setdefault(key, _Collective())
         start, clock = file.time_ns(event), file.clock
         end = start + file.duration_ns(event)

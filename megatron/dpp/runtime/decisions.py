@@ -161,7 +161,7 @@ class Decisions:
             scheduler = self._build(geometry, backward, chosen, largest, allowance, sizes, kappa)
         else:
             scheduler, allowance = known
-            scheduler.restart(sizes, self._limits(allowance, geometry, largest, sizes))
+            scheduler.restart(sizes, self.limits(allowance, geometry, largest, sizes))
         self._schedulers[key] = scheduler, allowance
         return scheduler
 
@@ -198,7 +198,7 @@ class Decisions:
             self._log(f"dynamic pipeline: {text}")
         return found
 
-    def _limits(
+    def limits(
         self,
         allowance: Allowance,
         geometry: Geometry,
@@ -239,7 +239,7 @@ class Decisions:
             largest=largest,
             sizes=sizes,
             weights=allowance.weights,
-            limits=self._limits(allowance, geometry, largest, sizes),
+            limits=self.limits(allowance, geometry, largest, sizes),
             kappa=kappa,
         )
 

@@ -18,8 +18,8 @@ from megatron.dpp.errors import PeerDead, TransportError
 from megatron.dpp.transport.base import Transport
 
 _KEY = "dpp/failure"
-_REPORT_SECONDS = 0.5
-_ASK_SECONDS = 2.0
+REPORT_SECONDS = 0.5
+ASK_SECONDS = 2.0
 """Short, as the store may be lost, too."""
 _NAP_SECONDS = 0.02
 _LONGEST = 200
@@ -41,7 +41,7 @@ def explained(error: BaseException, transport: Transport | None) -> BaseExceptio
             transport.raise_failure()
         except TransportError as failure:
             return type(failure)(f"{failure}{met}")
-    told = _ask() if _is_of_collective(error) else None
+    told = ask() if _is_of_collective(error) else None
     return PeerDead(f"rank {dist.get_rank()}: {told}{met}") if told else error
 
 
@@ -57,7 +57,7 @@ def report(error: BaseException) -> None:
     else:
         text = f"rank {rank} gave up: {text}"
     store = dist.distributed_c10d._get_default_store()
-    _within(_REPORT_SECONDS, lambda: store.compare_set(_KEY, "", text))
+    within(REPORT_SECONDS, lambda: store.compare_set(_KEY, "", text))
 
 
 def reason(error: BaseException) -> str:
@@ -72,12 +72,12 @@ def reason(error: BaseException) -> str:
     return re.sub(r"^rank \d+: (?=rank )", "", text)
 
 
-def _ask() -> str | None:
+def ask() -> str | None:
     """The cause that a rank has reported, waited for briefly."""
     if not dist.is_initialized():
         return None
     store, found = dist.distributed_c10d._get_default_store(), []
-    deadline = time.monotonic() + _ASK_SECONDS
+    deadline = time.monotonic() + ASK_SECONDS
 
     def look() -> None:
         while not store.check([_KEY]) and time.monotonic() < deadline:
@@ -85,7 +85,7 @@ def _ask() -> str | None:
         if store.check([_KEY]):
             found.append(store.get(_KEY).decode())
 
-    _within(_ASK_SECONDS, look)
+    within(ASK_SECONDS, look)
     return found[0] if found else None
 
 
@@ -95,7 +95,7 @@ def _is_of_collective(error: BaseException) -> bool:
     return of_gloo or isinstance(error, dist.DistError)
 
 
-def _within(seconds: float, function: Callable[[], object]) -> None:
+def within(seconds: float, function: Callable[[], object]) -> None:
     """Run a request to the store, which may fail or hang with the host that was lost."""
 
     def attempt() -> None:

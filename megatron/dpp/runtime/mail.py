@@ -13,7 +13,7 @@ from megatron.dpp.schedule import Cause
 from megatron.dpp.schedule.scheduler import Stall
 from megatron.dpp.trace import Recorder
 
-_MOST_PENDING = 8
+MOST_PENDING = 8
 """Pending sends of mean size from which a rank admits no new microbatch in an evaluation, where no
 cap does.
 """
@@ -142,11 +142,11 @@ class Mail:
         )  # fmt: skip
 
     def is_full(self) -> bool:
-        """More waits to leave than :data:`_MOST_PENDING` mean messages, in two or more."""
+        """More waits to leave than :data:`MOST_PENDING` mean messages, in two or more."""
         transport = self._transport
         if transport.pending() <= 1:
             return False
-        return transport.pending_bytes() * self._num_puts > _MOST_PENDING * self._put_bytes
+        return transport.pending_bytes() * self._num_puts > MOST_PENDING * self._put_bytes
 
     def wait(self, seconds: float) -> None:
         """Sleep until something changes, or ``seconds`` pass."""

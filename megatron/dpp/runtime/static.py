@@ -115,7 +115,7 @@ class StaticSchedule(PipelineSchedule):
                 lambda _: True,
                 self._capture,
                 rows=call.captured_rows(self.config),
-                most=partial(_most_held, call),
+                most=partial(most_held, call),
             )
             self._graphed = list(call.model)
         return self._graphs
@@ -186,7 +186,7 @@ class StaticSchedule(PipelineSchedule):
         return self._transport
 
 
-def _most_held(call: StepCall) -> int:
+def most_held(call: StepCall) -> int:
     """The most activations that any rank holds."""
     return worst_peak(pipeline_of(call.model, call.pg_collection).geometry(call))
 

@@ -182,7 +182,7 @@ class DeviceTimer:
     """
 
     def __init__(self, lookahead: float | None, *, follow: bool = False) -> None:
-        self._lookahead, self._follow = lookahead, follow
+        self.lookahead, self.follow = lookahead, follow
         self._running: deque[_Running] = deque()
         self.durations: dict[tuple[str, int], float] = {}
         self._growth: dict[tuple[str, int], _Growth] = {}
@@ -202,7 +202,7 @@ class DeviceTimer:
 
     def pause(self) -> float:
         self._collect()
-        if self._follow or not self._running:
+        if self.follow or not self._running:
             return 0.0
         return max(0.0, self._left() - self._ahead())
 
@@ -216,8 +216,8 @@ class DeviceTimer:
         """Seconds of queued work at which the next task is chosen; at most a whole task, as a
         launch may have taken long (a graph was captured, the host was busy).
         """
-        if self._lookahead is not None:
-            return self._lookahead
+        if self.lookahead is not None:
+            return self.lookahead
         launch = max(self._launches.values(), default=0.0)
         return min(launch, max(self.durations.values(), default=0.0))
 
@@ -270,7 +270,7 @@ class DeviceTimer:
             self._delay = _Delay(start, cycles, extra)
 
     def goes_on(self, key: tuple[str, int], size: float, number: int) -> bool:
-        if self._follow:
+        if self.follow:
             return True
         queued = _Running(key, size, self._start, None, self._began, None, number)
         self._collect()
@@ -291,7 +291,7 @@ class DeviceTimer:
         self._delay = None
         if self._launched_ahead:
             self._awaited = self._running[-1]
-        if self._follow:
+        if self.follow:
             self._collect()
 
     def _collect(self) -> None:

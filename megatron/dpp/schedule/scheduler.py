@@ -111,7 +111,7 @@ class Scheduler:
                     f"weights {tuple(given)}: one of at least 0 is needed for each of "
                     f"{geometry.num_chunks} chunks"
                 )
-        self._limits, self._kappa = tuple(limits), kappa
+        self.limits, self._kappa = tuple(limits), kappa
         self._settings: dict[str, Any] = {
             "cap": cap, "split_backward": split_backward, "beta": beta, "largest": largest,
             "weights": tuple(weights), "stock": stock,
@@ -139,9 +139,9 @@ class Scheduler:
                 f"{len(sizes)} sizes were given for {self.geometry.num_microbatches} microbatches"
             )
         if limits is not None:
-            self._limits = tuple(limits)
+            self.limits = tuple(limits)
         self._state = RankState(
-            self.geometry, reference=self._reference, limits=self._limits, **self._settings
+            self.geometry, reference=self._reference, limits=self.limits, **self._settings
         )
         keys = key_sizes(self.geometry.groups, sizes or (), self._kappa)
         for microbatch, size in enumerate(sizes or ()):

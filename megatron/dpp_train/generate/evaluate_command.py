@@ -118,7 +118,7 @@ def _perplexity(args: argparse.Namespace, source: Source) -> dict[str, Any]:
         )
     if not totals.tokens:
         raise DataError(f"--data {args.data}: no document has two tokens, so there is no loss")
-    size = sum(_text_bytes(each, tokenizer) for each in documents)
+    size = sum(text_bytes(each, tokenizer) for each in documents)
     found = {
         "tokens": totals.tokens,
         "loss": totals.mean,
@@ -182,7 +182,7 @@ def _of_lines(
             raise DataError(f"{path}, line {number}: {error}") from error
 
 
-def _text_bytes(document: Document, tokenizer: Tokenizer) -> int:
+def text_bytes(document: Document, tokenizer: Tokenizer) -> int:
     """UTF-8 bytes of the tokens that have a loss; special tokens and numbers have no text."""
     if isinstance(tokenizer, NullTokenizer):
         return 0

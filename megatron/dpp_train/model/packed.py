@@ -257,7 +257,7 @@ def attend(
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         output = masked(q, k, v, allowed, scale=scale, dropout=dropout, sinks=sinks)
         return output.permute(2, 0, 1, 3).reshape(tokens, 1, -1)
-    kernel = _kernel(query, dropout) if query.is_cuda else None
+    kernel = kernel_for(query, dropout) if query.is_cuda else None
     if kernel is not None:
         q, k, v = (tensor.squeeze(1) for tensor in (query, key, value))
         output = kernel(q, k, v, documents, causal=causal, scale=scale, dropout=dropout)
@@ -279,20 +279,20 @@ def attend(
     return output.permute(2, 0, 1, 3).reshape(tokens, 1, -1)
 
 
-def _kernel(query: torch.Tensor, dropout: float) -> Callable[..., torch.Tensor] | None:
+def kernel_for(query: torch.Tensor, dropout: float) -> Callable[..., torch.Tensor] | None:
     """A variable-length kernel for this query on a GPU; None if there is none."""
     size = query.shape[-1]
     if query.dtype not in (torch.float16, torch.bfloat16) or size % 8 or size > _LARGEST_HEAD:
         return None
     if torch.cuda.get_device_capability(query.device) < (8, 0):
         return None
-    if not dropout and _imported("torch.nn.attention.varlen", "varlen_attn") is not None:
-        return _by_torch
-    return _by_flash_attention if _imported("flash_attn", "flash_attn_varlen_func") else None
+    if not dropout and imported("torch.nn.attention.varlen", "varlen_attn") is not None:
+        return by_torch
+    return by_flash_attention if imported("flash_attn", "flash_attn_varlen_func") else None
 
 
 @functools.cache
-def _imported(module: str, name: str) -> Callable[..., Any] | None:
+def imported(module: str, name: str) -> Callable[..., Any] | None:
     """A function of a package, None if it is not there."""
     try:
         found: Callable[..., Any] | None = getattr(importlib.import_module(module), name, None)
@@ -306,12 +306,12 @@ def _options_of(function: Callable[..., Any]) -> frozenset[str]:
     return frozenset(inspect.signature(function).parameters)
 
 
-def _by_torch(
+def by_torch(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, *,
     causal: bool, scale: float, dropout: float,
 ) -> torch.Tensor:  # fmt: skip
     """``torch.nn.attention.varlen``, whose options differ between PyTorch 2.10 and 2.13."""
-    function = _imported("torch.nn.attention.varlen", "varlen_attn")
+    function = imported("torch.nn.attention.varlen", "varlen_attn")
     assert function is not None and not dropout
     known: frozenset[str] = _options_of(function)
     options: dict[str, Any] = {}
@@ -334,12 +334,12 @@ def _by_torch(
     return output
 
 
-def _by_flash_attention(
+def by_flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, *,
     causal: bool, scale: float, dropout: float,
 ) -> torch.Tensor:  # fmt: skip
     """flash-attention's own function."""
-    function = _imported("flash_attn", "flash_attn_varlen_func")
+    function = imported("flash_attn", "flash_attn_varlen_func")
     assert function is not None
     starts, longest = documents.starts, documents.longest
     output: torch.Tensor = function(

@@ -34,7 +34,7 @@ from megatron.dpp.core.rng import needs_task_rng
 from megatron.dpp.core.wgrad.linear import WeightGradients, decoder_block
 from megatron.dpp.errors import core_setting
 
-_WARM_UP_STEPS = 2
+WARM_UP_STEPS = 2
 """Eager training steps before the capture, for initialisation and measurements."""
 
 
@@ -134,7 +134,7 @@ class ChunkGraphs:
         Args:
             example: as of :meth:`bound`.
         """
-        if self._num_steps < _WARM_UP_STEPS:
+        if self._num_steps < WARM_UP_STEPS:
             return False
         if not self._settled and self._blocks:
             self._settled = True
@@ -218,7 +218,7 @@ def why_not(chunk: torch.nn.Module) -> str | None:
     if block is None or not len(block.layers):
         return "it has no transformer layers"
     reasons = {
-        **_reasons_of_experts(config, block),
+        **reasons_of_experts(config, block),
         "some microbatches are recomputed and others are not": (
             config.num_microbatches_with_partial_activation_checkpoints is not None
         ),
@@ -239,7 +239,7 @@ def why_not(chunk: torch.nn.Module) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _reasons_of_experts(config: Any, block: torch.nn.Module) -> dict[str, bool]:
+def reasons_of_experts(config: Any, block: torch.nn.Module) -> dict[str, bool]:
     """The reasons why experts cannot be captured, and which of them hold.
 
     Experts with a padded capacity have fixed shapes, and nothing in their forward asks the device
