@@ -1,0 +1,180 @@
+"""The cut of a step into units, and the model that is bound to them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+from megatron.dpp.core.cut import Cut, fixed_cut, slice_tokens, weighted_aux_loss
+from megatron.dpp.core.memory import saved_bytes
+from megatron.dpp.core.slices import Slices, Unit, attend_in_slice, units_of, why_not
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.schedule import Geometry
+
+USUAL = {
+    "num_moe_experts": None, "multi_latent_attention": False, "mtp_num_layers": None,
+    "context_parallel_size": 1, "window_size": None, "num_query_groups": 2, "kv_channels": 4,
+    "tensor_model_parallel_size": 1, "params_dtype": torch.float32,
+    "calculate_per_token_loss": False, "moe_router_load_balancing_type": "aux_loss",
+}  # fmt: skip
+
+
+class Attention(torch.nn.Module):
+    """A layer's core attention, as a host may build it."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.softmax_scale, self.dropout, self.may_be_sliced = 0.5, 0.0, True
+        self.config = SimpleNamespace(**USUAL)
+        for name, value in given.items():
+            setattr(self, name, value)
+
+    def forward(self, *_: Any) -> str:
+        return "uncut"
+
+
+class Rotary(torch.nn.Module):
+    """Rotary embeddings that count their calls."""
+
+    num_calls = 0
+
+    def forward(self, length: int) -> torch.Tensor:
+        self.num_calls += 1
+        return torch.arange(length)
+
+
+class Chunk(torch.nn.Module):
+    """A chunk of one layer."""
+
+    def __init__(self, core: Attention) -> None:
+        super().__init__()
+        self.config, self.rotary_pos_emb = core.config, Rotary()
+        layer = torch.nn.Module()
+        layer.self_attention = torch.nn.Module()
+        layer.self_attention.core_attention = core
+        self.decoder = torch.nn.Module()
+        self.decoder.layers = torch.nn.ModuleList([layer])
+
+
+def test_rotary_embeddings_of_all_slices_come_from_one_table() -> None:
+    chunk, units = Chunk(Attention()), units_of([10, 4], 4)
+    rotary: Any = chunk.rotary_pos_emb
+    slices = Slices([chunk])
+    with slices.bound():
+        for unit in units[:3]:
+            with slices.running(0, unit):
+                assert rotary(4).tolist() == list(range(unit.begin, unit.end))
+        packed = Unit(0, 4, 8, 10, (0, 2, 6))
+        with slices.running(0, packed):
+            assert rotary(4).tolist() == [2, 3, 0, 1]
+        assert rotary.num_calls == 1
+        with slices.running(0, units[3]):
+            assert rotary(4).tolist() == [0, 1, 2, 3], "a whole row has its own"
+    assert rotary.num_calls == 2 and "forward" not in vars(rotary)
+
+
+def test_attention_is_bound_within_cut_units_alone() -> None:
+    core = Attention()
+    slices, (first, second) = Slices([Chunk(core)]), units_of([6], 3)
+    q = torch.randn(3, 1, 2, 4)
+    with slices.bound():
+        with slices.running(0, first):
+            assert core(q, q, q).shape == (3, 1, 8)
+        assert core(q, q, q) == "uncut"
+        with slices.running(0, second):
+            core(q, q, q)
+        assert len(slices.keys) == 1 and slices.keys.num_bytes == 2 * q.nbytes * 2
+    slices.keys.free(0, second)
+    assert core(q, q, q) == "uncut" and not len(slices.keys)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"may_be_sliced": False}, "Attention is not known to be plain causal attention"),
+        ({"attn_mask_type": AttnMaskType.no_mask}, "attends with the mask no_mask"),
+        ({"forward": print}, "a host has replaced the forward of Attention"),
+    ],
+)
+def test_other_attention_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Slices([Chunk(Attention(**given))])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("context_parallel_size", 2), ("mtp_num_layers", 1), ("multi_latent_attention", True),
+     ("window_size", (8, 0)), ("moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss"])],
+)  # fmt: skip
+def test_settings_that_do_not_go_with_slices_are_named(name: str, value: Any) -> None:
+    assert why_not(SimpleNamespace(**USUAL)) is None
+    reason = why_not(SimpleNamespace(**{**USUAL, "num_moe_experts": 4, name: value}))
+    assert reason is not None and "does not work with slices" in reason
+
+
+def test_saved_bytes_are_those_within_a_slices_attention_without_the_keys() -> None:
+    core = Attention()
+    slices, (unit, _) = Slices([Chunk(core)]), units_of([6], 3)
+    q, k, v = (torch.randn(3, 1, 2, 4, requires_grad=True) for _ in range(3))
+    row = slices.keys.row(0, unit, 0, k, v)
+    kept = torch.randn(3, 1, 2, 4)
+
+    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return query * kept + key[:3] * value[:3]
+
+    output = attend_in_slice(q, k, v, row, unit, kernel)
+    everything = saved_bytes([output], torch.nn.Identity())
+    apart = saved_bytes([output], torch.nn.Identity(), slices.keys.storages)
+    assert apart == kept.nbytes and everything == apart + slices.keys.num_bytes
+
+
+def test_the_auxiliary_loss_of_a_slice_weighs_its_tokens() -> None:
+    cut = fixed_cut(10, 2, 3, 4)
+    assert [cut.share(number) for number in range(3)] == [0.4, 0.4, 0.2]
+    config = SimpleNamespace(num_moe_experts=4, calculate_per_token_loss=False)
+    MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor([8.0])
+    scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+    with weighted_aux_loss(config, cut.share(2)):
+        assert scale.item() == pytest.approx(1.6)
+    assert scale.item() == 8.0
+    config.calculate_per_token_loss = True  # megatron-core weighs it by tokens then
+    with weighted_aux_loss(config, cut.share(2)):
+        assert scale.item() == 8.0
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
+@pytest.mark.parametrize(
+    ("asked", "length", "batch", "multiple", "expected"),
+    [
+        ("4096", 4096, 1 << 20, 1, None), ("4096", 6144, 1 << 20, 1, None),
+        ("4096", 8192, 1 << 20, 1, 4096), ("4096", 10000, 1 << 20, 1, 3392),
+        ("4", 16, 96, 1, 4), ("6", 16, 96, 1, 6), ("3", 16, 96, 2, 6),
+        ("auto", 65536, 1 << 17, 1, 4096), ("auto", 65536, 1 << 14, 1, 2048),
+    ],
+)  # fmt: skip
+def test_slices_have_equal_tokens_and_none_is_short(
+    asked: str, length: int, batch: int, multiple: int, expected: int | None
+) -> None:
+    found = slice_tokens(asked, length, batch, 2, multiple)
+    assert found == expected
+    if found is not None:
+        assert found % multiple == 0 and (length % found == 0 or length % found >= found / 2)
+
+
+def test_a_cuts_units_are_those_of_its_geometry() -> None:
+    cut = fixed_cut(10, 2, 3, 4)
+    assert cut.sizes == (12, 12, 6) * 2 and cut.longest == 30 and cut.groups == (3, 3)
+    assert cut.order == list(Geometry(2, 0, 1, 6, groups=cut.groups).backward_units)
+
+
+@pytest.mark.parametrize("kept", [[0, 2], [1, 0, 2], [0, 1]])
+def test_slices_that_do_not_fill_their_row_in_order_are_refused(kept: list[int]) -> None:
+    units = units_of([10], 4)
+    chosen = tuple(units[number] for number in kept)
+    with pytest.raises(ConfigError, match="must follow each other and fill its 10 tokens"):
+        Cut(chosen, (4,) * len(chosen), 1, 10)
