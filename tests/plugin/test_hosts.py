@@ -57,6 +57,42 @@ def compare(hosts: Hosts, version: str, case: str, folder: Path) -> None:
     assert losses["lm loss"]
 
 
+SLICES = f"{DYNAMIC} --dpp-slice-tokens 16"
+
+
+def check_slices(hosts: Hosts, version: str, flags: str, folder: Path) -> None:
+    """Two orders of slices are bitwise equal, and the first loss is that of uncut sequences."""
+    uncut = records(hosts.static(version, 2, flags), 2)
+    found = []
+    for name, more in (("dynamic", ""), ("static", "--dpp-policy megatron")):
+        hosts.run(version, 2, f"{flags} {SLICES} {more}", folder / name)
+        found.append(records(folder / name, 2))
+    assert found[0] == found[1]
+    first = [json.loads(each[-1][0])[1][0]["lm loss"][0] for each in (uncut, found[0])]
+    assert float.fromhex(first[1]) == pytest.approx(float.fromhex(first[0]), rel=1e-6)
+    assert [len(each[-1]) for each in (uncut, found[0])] == [len(uncut[-1])] * 2
+
+
+def test_sequences_in_slices(hosts: Hosts, tmp_path: Path) -> None:
+    check_slices(hosts, NEWEST, f"{PP2X2} --position-embedding-type rope", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_sequences_in_slices_of_every_version(hosts: Hosts, version: str, tmp_path: Path) -> None:
+    flags = "--pipeline-model-parallel-size 2 --group-query-attention --num-query-groups 2"
+    check_slices(hosts, version, flags, tmp_path)
+
+
+@pytest.mark.slow
+def test_masks_of_documents_are_not_cut(hosts: Hosts, tmp_path: Path) -> None:
+    """The step goes to megatron-core's own schedule, and a line says why."""
+    flags = "--pipeline-model-parallel-size 2 --reset-attention-mask"
+    more = SLICES.replace("--dpp-strict", "")
+    output = hosts.run(NEWEST, 2, f"{flags} {more}", tmp_path / "dynamic")
+    assert "megatron-core's own schedule runs: --dpp-slice-tokens 16: attention" in output
+
+
 def test_numbers_are_those_of_the_static_schedule(hosts: Hosts, tmp_path: Path) -> None:
     compare(hosts, NEWEST, "pp2-x2", tmp_path)
 

@@ -483,6 +483,13 @@ def longest_length(config: Any) -> int:
     return max(_host_argument("seq_length"), of_model if isinstance(of_model, int) else 0)
 
 
+def host_masks_documents() -> bool:
+    """True if Megatron-LM was started with ``reset_attention_mask``, under which the mask that a
+    forward step passes to the model tells documents apart.
+    """
+    return bool(_host_argument("reset_attention_mask"))
+
+
 def host_iteration(otherwise: int) -> int:
     """The number of the host's training step, which a resumed run continues; ``otherwise`` where
     the host is not Megatron-LM's training loop.

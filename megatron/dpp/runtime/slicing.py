@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.core import compat
 from megatron.dpp.core.cut import Cut, WholeSteps, fixed_cut, slice_tokens
 from megatron.dpp.core.slices import Slices, Unit, why_not
 from megatron.dpp.core.steps import StepCall
-from megatron.dpp.errors import ConfigError, setting
+from megatron.dpp.errors import ConfigError, core_setting, setting
 
 _KAPPA = 0.35
 """Memory of keys, values and their gradients over that of activations, until it is measured: that
@@ -93,6 +94,11 @@ class Slicing:
             raise ConfigError(
                 f"{setting('slice_tokens', asked)} cuts microbatches of one length, and "
                 "variable_seq_lengths tells of others: use off"
+            )
+        if compat.host_masks_documents():
+            raise ConfigError(
+                f"{setting('slice_tokens', asked)}: attention across slices is causal, and "
+                f"{core_setting('reset_attention_mask')} asks for masks of documents: use off"
             )
         groups, length, size = call.pg_collection, call.length, call.micro_batch_size
         tokens = slice_tokens(
