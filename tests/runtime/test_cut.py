@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -104,6 +104,30 @@ def test_attention_is_bound_within_cut_units_alone() -> None:
 def test_other_attention_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Slices([Chunk(Attention(**given))])
+
+
+def test_transformer_engines_kernels_are_aligned_bottom_right() -> None:
+    class Engine(Attention):
+        __module__ = "transformer_engine.pytorch.attention"
+        asked: ClassVar[list[tuple[int, int, str]]] = []
+
+        def forward(self, q: Any, k: Any, v: Any, mask: Any, attn_mask_type: AttnMaskType) -> Any:
+            assert mask is None
+            self.asked.append((len(q), len(k), attn_mask_type.name))
+            return q.flatten(2)
+
+    core = Engine(attn_mask_type="causal", te_forward_mask_type=True)
+    core.config.attention_dropout = 0.0
+    slices = Slices([Chunk(core)])
+    q = torch.randn(3, 1, 2, 4)
+    with slices.bound():
+        for unit in units_of([6], 3):
+            with slices.running(0, unit):
+                core(q, q, q, None)
+    assert core.asked == [(3, 3, "causal"), (3, 6, "causal_bottom_right")]
+    core.te_forward_mask_type = False
+    with pytest.raises(ConfigError, match="takes no mask per call"):
+        Slices([Chunk(core)])
 
 
 @pytest.mark.parametrize(

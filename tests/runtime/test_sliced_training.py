@@ -15,7 +15,7 @@ from tests.runtime.launcher import run_ranks
 
 WORKER = Path(__file__).with_name("slices_worker.py")
 RANDOM = {"policy": "tests.runtime.slices_worker:AtRandom"}
-LATE_RUN, FUSED = {"inject": LATE}, {"inject": LATE, "split_backward": False}
+LATE_RUN, FUSED = ({"inject": LATE, "split_backward": how} for how in ("on", "off"))
 ROTARY = {"positions": "rope", "model": {"num_query_groups": 2}}
 
 

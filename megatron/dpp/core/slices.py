@@ -30,7 +30,8 @@ from megatron.dpp.errors import ConfigError, core_setting
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of query [s, b, np, hn] to key and value [k, b, ng, hn]."""
 
-_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+_CAUSAL = ("causal", "padding_causal")
+"""Names of the masks of causal attention."""
 
 
 @dataclass(frozen=True)
@@ -373,8 +374,10 @@ def _kernel_of(core: Any) -> Callable[..., torch.Tensor]:
     """
     if "forward" in vars(core):
         raise ConfigError(f"slices: a host has replaced the forward of {type(core).__name__}")
-    if (mask := getattr(core, "attn_mask_type", AttnMaskType.causal)) not in _CAUSAL:
-        raise ConfigError(f"slices: {type(core).__name__} attends with the mask {mask.name}")
+    mask = getattr(core, "attn_mask_type", AttnMaskType.causal)
+    name = mask if isinstance(mask, str) else mask.name  # Transformer Engine's is a text
+    if name not in _CAUSAL:
+        raise ConfigError(f"slices: {type(core).__name__} attends with the mask {name}")
     if any(kind.__module__.startswith("transformer_engine") for kind in type(core).__mro__):
         return _by_engine(core)
     if not isinstance(core, DotProductAttention) and not getattr(core, "may_be_sliced", False):
@@ -408,10 +411,14 @@ def _random_draws(config: Any, dropout: float) -> contextlib.AbstractContextMana
 def _by_engine(core: Any) -> Callable[..., torch.Tensor]:
     """Transformer Engine's attention, through megatron-core's own class."""
     own, drops = core.forward, float(core.config.attention_dropout)
+    if not getattr(core, "te_forward_mask_type", True):
+        raise ConfigError(
+            "slices: this Transformer Engine takes no mask per call; use 1.8 or newer"
+        )
 
     def kernel(unit: Unit, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if len(unit.spans) > 1:
-            scale = getattr(core, "softmax_scale", None) or q.shape[-1] ** -0.5
+            scale = getattr(core.config, "softmax_scale", None) or q.shape[-1] ** -0.5
             with _random_draws(core.config, dropout := drops if core.training else 0.0):
                 return attend(q, k, v, unit.spans, scale=scale, dropout=dropout)
         mask = AttnMaskType.causal if len(q) == len(k) else AttnMaskType.causal_bottom_right

@@ -13,7 +13,7 @@ from megatron.dpp.core import compat
 from megatron.dpp.core.cut import Cut, WholeSteps, fixed_cut, slice_tokens
 from megatron.dpp.core.slices import Slices, Unit, why_not
 from megatron.dpp.core.steps import StepCall
-from megatron.dpp.errors import ConfigError, core_setting, setting
+from megatron.dpp.errors import ConfigError, setting
 
 _KAPPA = 0.35
 """Memory of keys, values and their gradients over that of activations, until it is measured: that
@@ -97,8 +97,8 @@ class Slicing:
             )
         if compat.host_masks_documents():
             raise ConfigError(
-                f"{setting('slice_tokens', asked)}: attention across slices is causal, and "
-                f"{core_setting('reset_attention_mask')} asks for masks of documents: use off"
+                f"{setting('slice_tokens', asked)}: attention across slices is causal, and the "
+                "host's reset_attention_mask asks for masks of documents: use off"
             )
         groups, length, size = call.pg_collection, call.length, call.micro_batch_size
         tokens = slice_tokens(
