@@ -3,10 +3,10 @@ refused.
 
     python profiling/gpu_plugin_matrix.py --sources DIR [--rows mla,experts] [--layers-of local]
 
-DIR holds archives ``NAME.tar.xz`` of Megatron-LM. Each row trains a small model for three steps
-with evaluations, twice, and compares losses, gradient norms and a hash of every rank's parameters
-bit by bit. Ranks share GPUs where there are too few. A row of which the host's own run fails, as
-for want of a package, prints the reason.
+DIR holds archives ``NAME.tar.xz`` of a whole Megatron-LM, ``pretrain_hybrid.py`` too. Each row
+trains a small model for three steps with evaluations, twice, and compares losses, gradient norms
+and a hash of every rank's parameters bit by bit. Ranks share GPUs where there are too few. A row of
+which the host's own run fails, as for want of a package, prints the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from tests.plugin import hosts as sources
 from tests.plugin.hosts import ENGINE, NEWEST, PP2X2, Hosts, records
 
 PP2 = "--pipeline-model-parallel-size 2"
-EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss"
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss "
+    "--disable-bias-linear"
+)
 SHARDED = "--use-distributed-optimizer"
 
 
@@ -43,7 +46,9 @@ ROWS = {
         f"{PP2X2} {SHARDED} --use-precision-aware-optimizer --exp-avg-dtype bf16 "
         "--exp-avg-sq-dtype bf16"
     ),
-    "offloaded-optimizer": Row(f"{PP2X2} {SHARDED} --optimizer-cpu-offload"),
+    "offloaded-optimizer": Row(
+        f"{PP2X2} {SHARDED} --use-precision-aware-optimizer --optimizer-cpu-offload"
+    ),
     "muon": Row(f"{PP2X2} --optimizer muon"),
     "megatron-fsdp": Row(
         f"{PP2} {SHARDED} --use-megatron-fsdp --data-parallel-sharding-strategy "
