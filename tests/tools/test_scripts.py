@@ -83,6 +83,7 @@ def test_num_gpus_is_the_most_that_a_benchmark_takes(monkeypatch: pytest.MonkeyP
 )  # fmt: skip
 def test_an_earlier_launch_script_plans_the_run_of_its_variables(script: str, words: str) -> None:
     env = {**os.environ, "NUM_GPUS": "4", "TP_SIZE": "2", "PP_SIZE": "2", "ZERO_STAGE": "2"}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"  # else set-up makes an environment
     ran = subprocess.run(
         ["bash", *f"{ROOT}/scripts/{script} --dry-run --mock-data".split()],
         env=env, capture_output=True, text=True, timeout=120,
