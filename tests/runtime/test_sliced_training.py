@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, TENSOR, case
+from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, TENSOR, UNLIKE, case
 from tests.runtime.launcher import run_ranks
 
 WORKER = Path(__file__).with_name("slices_worker.py")
 RANDOM = {"policy": "tests.runtime.slices_worker:AtRandom"}
 LATE_RUN, FUSED = ({"inject": LATE, "split_backward": how} for how in ("on", "off"))
+PACKED = {"positions": "rope", "model": UNLIKE | {"num_query_groups": 2}}
 ROTARY = {"positions": "rope", "model": {"num_query_groups": 2}}
 
 
@@ -32,6 +33,7 @@ def test_two_ranks_in_slices() -> None:
         case("v2, learned", 2, 4, LATE_RUN, FUSED, {"host": True}, slices=6, v=2, layers=4,
              per_token=True),
         case("full", 2, 2, LATE_RUN, slices=8, recompute="full", **ROTARY),
+        case("packed rows", 2, 4, LATE_RUN, FUSED, RANDOM, rows=True, per_token=True, **PACKED),
         case("selective, own", 2, 3, LATE_RUN, slices=4, recompute="selective", untied=True,
              spec="megatron"),
     )  # fmt: skip

@@ -204,6 +204,10 @@ class Keys:
         """Forget a row whose slices have all run."""
         self._rows.pop((chunk, unit.row), None)
 
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._rows.clear()
+
     @property
     def num_bytes(self) -> int:
         """Memory of all rows."""
@@ -300,7 +304,8 @@ class Slices:
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
-        """Let the model attend across slices in the block."""
+        """Let the model attend across slices in the block, in which no row is under way yet."""
+        self.keys.clear()  # a step may have failed
         with contextlib.ExitStack() as around:
             for module, forward in (*self._layers, *self._rotary):
                 module.forward = forward
