@@ -186,8 +186,19 @@ class TELayer:
         self.add_bias = [accumulator(module._parameters[name]) for name in biases]
         self.fused = bool(module.fuse_wgrad_accumulation)
         self.grouped = "num_gemms" in vars(module)
+        self._stand_ins = [weight.new_empty(()).expand(weight.shape) for weight in self.weights]
+        self.adds_alone = self.fused and not self.grouped and not biases and len(self.weights) == 1
+        """A W is one product that adds to one weight, and nothing else."""
         self._store = _Store(self)
         self._asides: dict[str, Any] = {}
+
+    def stand_ins(self) -> list[torch.Tensor]:
+        """Gradients of the weights, without memory of their own, where the real ones are added to
+        ``main_grad``. Only zeros are read: a capture must have its own.
+        """
+        if any(getattr(weight, "zero_out_wgrad", False) for weight in self.weights):
+            return [weight.new_zeros(()).expand(weight.shape) for weight in self.weights]
+        return self._stand_ins
 
     @contextmanager
     def bound(self) -> Iterator[None]:
@@ -253,11 +264,17 @@ class _Product(NamedTuple):
     tensors: list[Any]
     compute: Callable[..., Any]
     kept: list[Kept]
+    num_bytes: int
 
     @classmethod
     def of(cls, tensors: list[Any], compute: Callable[..., Any]) -> _Product:
+        one, other, *_ = tensors
+        if type(one) is type(other) is torch.Tensor:
+            kept = [Kept(one), Kept(other)]
+            return cls(tensors, compute, kept, kept[0].num_bytes + kept[1].num_bytes)
         plain = [t for t in tensors_in(tensors[:2]) if type(t) is torch.Tensor]
-        return cls(tensors, compute, [Kept(tensor) for tensor in plain])
+        held = sum(t.numel() * t.element_size() for t in _memory_of(tensors[:2]))
+        return cls(tensors, compute, [Kept(tensor) for tensor in plain], held)
 
 
 @dataclass(eq=False)
@@ -269,8 +286,7 @@ class _Deferred(DeferredWork):
     task: int = field(default_factory=torch._C._current_graph_task_id)
 
     def num_bytes(self) -> int:
-        operands = (each.tensors[:2] for each in self.products)
-        return sum(t.numel() * t.element_size() for given in operands for t in _memory_of(given))
+        return sum(each.num_bytes for each in self.products)
 
     def touches(self, weight: torch.Tensor) -> bool:
         return any(own is weight for own in self.layer.weights)
@@ -288,14 +304,21 @@ class _Deferred(DeferredWork):
         for each in self.products:
             for kept in each.kept:
                 kept.get(layer.name)
+            if layer.adds_alone:
+                each.compute(*each.tensors)
+                continue
             sums = [_sum(*pair) for pair in zip_longest(sums, self._gradients(each))]
         weights, biases = sums[: len(layer.weights)], sums[len(layer.weights) :]
-        for weight, add, gradient in zip(layer.weights, layer.add_weight, weights, strict=True):
-            if layer.fused:
+        if layer.fused:
+            for weight, add, stand_in in zip(
+                layer.weights, layer.add_weight, layer.stand_ins(), strict=True
+            ):
                 weight.grad_added_to_main_grad = True
-                add(_stand_in(weight))
-            elif gradient is not None:
-                add(gradient.to(weight.dtype))
+                add(stand_in)
+        else:
+            for weight, add, gradient in zip(layer.weights, layer.add_weight, weights, strict=True):
+                if gradient is not None:
+                    add(gradient.to(weight.dtype))
         for add, gradient in zip(layer.add_bias, biases, strict=False):
             if gradient is not None:
                 add(gradient)
@@ -327,10 +350,3 @@ def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor |
     if one is None or other is None:
         return other if one is None else one
     return one + other
-
-
-def _stand_in(weight: Any) -> torch.Tensor:
-    """A gradient without memory of its own, where the real one was added to ``main_grad``."""
-    zeros = getattr(weight, "zero_out_wgrad", False)
-    scalar: torch.Tensor = weight.new_zeros(()) if zeros else weight.new_empty(())
-    return scalar.expand(weight.shape)
