@@ -164,6 +164,7 @@ class Step:
         return self.weights if self.schedule.config.split_backward != "off" else None
 
     chosen = Backward()
+    replays = False
 
     def begin(self, call: Any) -> Backward:
         return self.chosen

@@ -200,14 +200,16 @@ def test_graphs_are_judged_by_the_largest_values_of_the_stage(
     assert graphs.pay() is True and not graphs.said
     decisions.measured(Memory(activation_bytes=100, deferred_bytes=0))
     decisions.peak_held = 4.0
+    decisions.cap = 6.0
     assert graphs.pay() is True
+    assert "may reserve up to 0.0 GiB for 6 chunk activations" in graphs.said.pop()
     assert shares[-1] == pytest.approx(2.0 * 4.0 * 100 / 1000)
     decisions.peak_held = 6.0
     assert graphs.pay() is False
     assert "CUDA graphs: not used, as they may need 1.2 times the memory" in graphs.said[0]
     decisions.peak_held = 4.0
     call.config.recompute_granularity = "selective"
-    assert graphs.pay() is True
+    assert graphs.pay() is True and graphs.said.pop()
     call.config.recompute_granularity = "full"
     assert graphs.pay() is False and "recompute_granularity" in graphs.said[1]
     monkeypatch.setattr(prepared, "room", lambda: 0)

@@ -30,6 +30,7 @@ from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.executor import Executor
+from megatron.dpp.runtime.host_time import TOLD_AFTER, host_lines
 from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.runtime.session import Session, Sessions, check_chunks
 from megatron.dpp.runtime.slicing import Slicing
@@ -51,6 +52,7 @@ class DppSchedule(PipelineSchedule):
     """Largest number of chunk activations that this rank has held so far."""
     num_out_of_order = 0
     """Forwards and backwards of the last call that deviated from Megatron's order."""
+    _num_trained = 0
     host_us_per_task = 0.0
     """Host microseconds per task of the last call, without PyTorch's launches."""
     policy: str | None = None
@@ -244,7 +246,22 @@ class DppSchedule(PipelineSchedule):
         self.peak_held = max(self.peak_held, decisions.peak_held)
         self.num_out_of_order = scheduler.num_out_of_order
         self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
+        self._tell_host_time(session, geometry)
         return largest / (executor.first_size or largest)
+
+    def _tell_host_time(self, session: Session, geometry: Geometry) -> None:
+        """Record the host's time per task and the share of launching; log them once."""
+        self._num_trained += not geometry.forward_only
+        tells = self._num_trained == TOLD_AFTER and not geometry.forward_only
+        if not (tells or self.recorder.enabled):
+            return
+        launching = session.timer.launch_share(range(geometry.num_chunks))
+        self.recorder.counter("host", self.host_us_per_task)
+        self.recorder.counter("launching", launching)
+        if tells:
+            replayed = self._prepared.replays
+            for line in host_lines(self.host_us_per_task, launching, replayed=replayed):
+                self._log(line)
 
     def _policy_of(self, call: StepCall) -> str | None:
         """The policy of a call in the place of the configuration's, if there is one."""

@@ -152,6 +152,11 @@ class Prepared:
                 around.enter_context(traced_experts(call.model, recorder))
             yield
 
+    @property
+    def replays(self) -> bool:
+        """CUDA graphs of the model are replayed."""
+        return self.graphs is not None and self.graphs.replays
+
     def forget(self) -> None:
         """Free what was prepared, with the graphs. May be called twice."""
         graphs, self.graphs = self.graphs, None
@@ -196,7 +201,20 @@ class Prepared:
         reason = why_no_graphs(self._config.cuda_graphs, share, filled, recomputes_all=recomputes)
         if reason:
             self._log(f"CUDA graphs: not used, {reason}")
+        else:
+            self._log_room(session)
         return not reason
+
+    def _log_room(self, session: Session) -> None:
+        """Say what graphs may reserve, before they do."""
+        left, decisions = room(), session.decisions
+        if left is None or not decisions.activation_bytes:
+            return
+        most = POOL_GROWTH * decisions.cap * decisions.activation_bytes
+        self._log(
+            f"CUDA graphs: may reserve up to {most / 2**30:.1f} GiB for {decisions.cap:g} chunk "
+            f"activations; {left / 2**30:.1f} GiB are left beside model and optimizer"
+        )
 
     # Measuring
 

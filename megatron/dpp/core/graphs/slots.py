@@ -95,6 +95,11 @@ class ChunkGraphs:
         """True until :meth:`keep_size` is called, if chunks may be captured."""
         return bool(self._blocks) and not self._slot_bytes
 
+    @property
+    def replays(self) -> bool:
+        """A step has been replayed from slots."""
+        return self._pools is not None and self._pools.num_made > 0
+
     def slot_bytes(self, eager: float) -> float:
         """Bytes of one chunk activation of the longest microbatch in a slot; 0 without slots.
 
@@ -181,7 +186,10 @@ class ChunkGraphs:
         size = f"{pools.slot_bytes() / (1 << 20):.0f} MiB"
         if len(made) > 1:
             size = f"{len(made)} lengths, {total / (1 << 20):.0f} MiB together"
-        self._log(f"CUDA graphs: memory for {self._num_said} chunk activations of {size}")
+        line = f"CUDA graphs: memory for {self._num_said} chunk activations of {size}"
+        if torch.cuda.is_available():
+            line += f"; {torch.cuda.memory_reserved() / 2**30:.1f} GiB are reserved in all"
+        self._log(line)
 
     def _attends(self, example: torch.Tensor) -> bool:
         """True if attention can be captured for inputs like this one, [s, b, h]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.dpp.config import GRAPHS_PAY_FROM
 from megatron.dpp.report.analysis.formats import duration, number, percent, time_left
 from megatron.dpp.report.analysis.report_data import Pipeline, Prediction, Totals, Training
 from megatron.dpp.report.analysis.stragglers import Culprit
@@ -113,6 +114,21 @@ def _other_order_lines(found: Pipeline) -> list[str]:
     return [f"Replayed, {name} takes {than} than what ran for the same tasks.{verdict}"]
 
 
+def _host_lines(found: Pipeline) -> list[str]:
+    """The host's time per task, where it was recorded, and what helps if it is the limit."""
+    host = max((row.peaks.get("host", 0.0) for row in found.ranks), default=0.0)
+    launching = max((row.peaks.get("launching", 0.0) for row in found.ranks), default=0.0)
+    if not host:
+        return []
+    text = f"The host takes up to {host:.0f} us per task"
+    if not launching:
+        return [f"{text}."]
+    text += f" beside launching, which takes up to {percent(launching)} of the tasks' time."
+    if launching >= GRAPHS_PAY_FROM:
+        text += " The run is launch-bound: CUDA graphs or a larger micro-batch shorten it."
+    return [text]
+
+
 def training_sentences(training: Training) -> list[str]:
     """Progress, loss and checkpoint of a run; empty without metrics."""
     if not training.metrics:
@@ -135,6 +151,7 @@ def training_sentences(training: Training) -> list[str]:
 def sentences(found: Pipeline) -> list[str]:
     """The summary, most important first."""
     lines = _time_lines(found.totals) + _other_order_lines(found) + _expert_lines(found)
+    lines += _host_lines(found)
     lines += [f"{each.text[0].upper()}{each.text[1:]}." for each in found.stragglers]
     if not found.stragglers:
         lines.append("No straggler.")

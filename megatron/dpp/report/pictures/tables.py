@@ -156,6 +156,8 @@ def ranks(found: Pipeline) -> str:
         ("sent", lambda r: f"{r.sent_bytes / 2**20:.2f} MiB", ""),
         ("peak held", lambda r: number(r.peaks.get("held", 0.0)), ""),
         ("peak memory", lambda r: f"{r.peaks.get('memory', 0.0) / 2**20:,.0f} MiB", ""),
+        ("host per task", lambda r: f"{r.peaks.get('host', 0.0):.0f} us", ""),
+        ("launching", lambda r: percent(r.peaks.get("launching", 0.0)), ""),
         ("tasks not in static order", lambda r: f"{r.differing_decisions:.1f}", ""),
     ]  # fmt: skip
     links: list[Column] = [
