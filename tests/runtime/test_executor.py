@@ -356,7 +356,7 @@ def test_an_input_is_ahead_of_its_task_in_later_iterations_too(
     channels = LAST.channels([64], [64], 2)
     links = Links(FakeNetwork(list(channels.specs)).transport(1), channels)
     links.consumed = [consumed]
-    monkeypatch.setattr(links, "poll", lambda: [5])
+    monkeypatch.setattr(links.transport, "poll", lambda: [5])
     mail = Mail(links, NullRecorder(), 0, 20.0)
     mail.poll()
     assert mail.is_ahead(0) == ahead

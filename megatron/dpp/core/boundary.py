@@ -84,11 +84,12 @@ class Tokens:
         Raises:
             ConfigError: there are more than those of the longest.
         """
-        if not isinstance(tensors, torch.Tensor) or tensors.dim() < 2 or not self.hidden:
+        if not isinstance(tensors, torch.Tensor) or not self.hidden:
             return None
-        if tensors.shape[-1] != self.hidden:
+        shape = tensors.shape  # read once: where torch's calls are looked at, each costs as much
+        if len(shape) < 2 or shape[-1] != self.hidden:
             return None
-        found = tensors.numel() // self.hidden
+        found = shape.numel() // self.hidden
         if self.bound and found > self.largest:
             raise ConfigError(
                 f"a microbatch has {found * self.parts} tokens, and links and the memory cap have "

@@ -319,8 +319,12 @@ class Stage:
             The chunk's output, a list if it is several tensors; the scaled loss on the last stage.
         """
         head = self._head if self.is_last(chunk) else None
-        with self._running(chunk, microbatch), head.cut() if head else contextlib.nullcontext():
+        if head is None and self._slices is None:
             output = self._forward(chunk, microbatch, received)
+        else:
+            around = head.cut() if head else contextlib.nullcontext()
+            with self._running(chunk, microbatch), around:
+                output = self._forward(chunk, microbatch, received)
         if microbatch == 0 and chunk in self._measuring:
             outputs = output if isinstance(output, list) else [output]
             keys = self._slices.keys.storages if self._slices else ()
@@ -401,19 +405,22 @@ class Stage:
         store = self._weight_gradients
         measures = store is not None and microbatch == 0 and chunk in self._measuring
         held = store.held_bytes if store and measures else 0
-        with (
-            self._running(chunk, microbatch, backward=True),
-            store.collect(chunk, microbatch) if store else contextlib.nullcontext(),
-        ):
-            if isinstance(output, Kept):
-                gradient = output.backward(given, self._model_type, self._config)
-            else:
-                gradient = boundary.backward(
-                    given, output, received, self._model_type, self._config
-                )
+        if store is None and self._slices is None:
+            gradient = self._backward(given, output, received)
+        else:
+            around = store.collect(chunk, microbatch) if store else contextlib.nullcontext()
+            with self._running(chunk, microbatch, backward=True), around:
+                gradient = self._backward(given, output, received)
         if store and measures:
             self.deferred_bytes[chunk] = store.held_bytes - held
         return gradient
+
+    def _backward(
+        self, given: Tensors | None, output: Any, received: Tensors | None
+    ) -> Tensors | None:
+        if isinstance(output, Kept):
+            return output.backward(given, self._model_type, self._config)
+        return boundary.backward(given, output, received, self._model_type, self._config)
 
     def weight(self, chunk: int, microbatch: int, piece: int) -> None:
         """Run one piece of W: the deferred weight gradients of one transformer layer."""

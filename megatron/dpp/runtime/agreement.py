@@ -96,7 +96,7 @@ class Decider:
         for index, told in enumerate(self._told):
             total = arrived[index] - self._base[index]
             if total > told and told < most:
-                self._tell_one(index, min(total, most))
+                self._tell_one(index, total if total < most else most)
 
     def _counted(self, totals: Sequence[int], index: int) -> int:
         # What a neighbour sent for the next iteration is in it. Callers compare it with the number

@@ -107,6 +107,11 @@ class Executor:
         self.overhead_ns = 0
         """Host time spent on tasks outside of the runner: deciding, taking, putting, recording."""
         self._runner_ns = 0
+        self._records = recorder.enabled
+        sizes = self._scheduler.sizes
+        self._largest = sizes.largest
+        self._shares = [1.0 if n is None else n / self._largest for n in sizes.known]
+        """The size of each microbatch, in the largest."""
         self._work = 0.0
         self._owed = [self._tasks_owed(chunk) for chunk in range(self._geometry.num_chunks)]
         self._run_kind = {Kind.F: self._forward, Kind.B: self._backward, Kind.W: self._weight}
@@ -119,25 +124,33 @@ class Executor:
             TransportError: a peer died or a link failed.
         """
         decider, mail, timer, poll = self._decider, self._mail, self._timer, self._mail.poll
+        run_kind, actions, now = self._run_kind, self.actions, time.perf_counter_ns
         bounded = self._geometry.forward_only and not decider.followed
+        begin = 0
         while not decider.done:
             arrived = poll()
             if bounded:
                 self._scheduler.hold_back(held=mail.is_full())
             if self._awaited is not None and not self._input_came():
+                begin = 0
                 continue
             pause = timer.pause()
             if pause > 0.0:
                 self._gaps.open(IdleCause.LOOKAHEAD)
                 self._rest(pause - _WAKE_SECONDS)
+                begin = 0
                 continue
-            begin = time.perf_counter_ns()
+            begin = begin or now()
             action = decider.next(arrived) or self._next_coming()
             if action is None:
                 self._sleep()
+                begin = 0
                 continue
-            self._run(action)
-            self.overhead_ns += time.perf_counter_ns() - begin - self._runner_ns
+            actions.append(action)
+            run_kind[action.kind](action)
+            end = now()
+            self.overhead_ns += end - begin - self._runner_ns
+            begin = end
         while self._awaited is not None and not self._input_came():
             poll()  # what ends the wait may be a failure
         mail.flush()
@@ -157,15 +170,12 @@ class Executor:
         pieces = geometry.pieces(chunk) if self._split_backward else 0
         return int(geometry.num_microbatches * max(pieces, 1))
 
-    def _run(self, action: Action) -> None:
-        self.actions.append(action)
-        self._run_kind[action.kind](action)
-
     def _begin(self, action: Action, *, ahead: bool = False) -> None:
         kind, chunk, microbatch, piece = action
-        if not ahead:
+        if not ahead and self._gaps.cause:
             self._gaps.close()  # else it lasts until the device has got the task's input
-        self._recorder.begin_task(_KIND_NAMES[kind], chunk, microbatch, piece)
+        if self._records:
+            self._recorder.begin_task(_KIND_NAMES[kind], chunk, microbatch, piece)
         self._timer.begin(ahead=ahead)
 
     def _receive(self, action: Action, direction: Direction) -> Tensors | None:
@@ -214,6 +224,7 @@ class Executor:
             self.first_size = tokens
         if tokens is not None and self._sizes_agree:
             self._scheduler.learn(microbatch, tokens)
+            self._shares[microbatch] = tokens / self._largest
 
     def _backward(self, action: Action) -> None:
         _, chunk, microbatch, _ = action
@@ -274,10 +285,10 @@ class Executor:
         each is to be prolonged.
         """
         if self._injector is not None or not self._timer.goes_on(
-            ("W", chunk), self._size(microbatch), number
+            ("W", chunk), self._shares[microbatch], number
         ):
             return None
-        arrived, held = self._mail.poll(), self._scheduler.held if self._recorder.enabled else 0.0
+        arrived, held = self._mail.poll(), self._scheduler.held if self._records else 0.0
         following = self._decider.run_on(arrived)
         if following is not None:
             self.actions.append(following)
@@ -286,15 +297,10 @@ class Executor:
 
     def _record_next(self, chunk: int, microbatch: int, piece: int, held: float) -> None:
         """Record a piece's end, after which ``held`` was held, and the begin of the next one."""
-        if self._recorder.enabled:
+        if self._records:
             self._recorder.end_task()
             self._recorder.counter("held", held)
             self._recorder.begin_task("W", chunk, microbatch, piece)
-
-    def _size(self, microbatch: int) -> float:
-        """The size of a microbatch, in the largest."""
-        sizes = self._scheduler.sizes
-        return sizes[microbatch] / sizes.largest
 
     def _finish_task(self, kind: str, chunk: int, microbatch: int, number: int = 1) -> None:
         """End a task whose work is queued, or ``number`` of one kind; prolong it if asked to,
@@ -308,8 +314,8 @@ class Executor:
             begin = time.perf_counter_ns()
             self._timer.prolong(key, self._injector.factor(task), self._injector.seconds(task))
             self._runner_ns += time.perf_counter_ns() - begin
-        self._timer.launched(key, self._size(microbatch), number)
-        if self._recorder.enabled:
+        self._timer.launched(key, self._shares[microbatch], number)
+        if self._records:
             self._recorder.end_task()
             self._recorder.counter("held", self._scheduler.held)
 

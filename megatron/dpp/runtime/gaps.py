@@ -31,7 +31,8 @@ class Gaps:
         self._is_read = recorder.enabled
         self._tells_causes = recorder.enabled and decider.shares_order
         self._start = self._cause_start = 0
-        self._cause = self._detail = ""
+        self.cause = self._detail = ""
+        """The cause of the open gap; empty if none is open."""
 
     @property
     def seconds(self) -> float:
@@ -42,22 +43,22 @@ class Gaps:
         """Begin a gap, or go on with it for another cause if it began or goes on with another
         member's delay.
         """
-        if self._cause == _LOOKAHEAD != cause:
+        if self.cause == _LOOKAHEAD != cause:
             self.close()
         now = time.monotonic_ns()
-        if not self._cause:
+        if not self.cause:
             self._start = now
-        elif cause == self._cause or not {cause, self._cause} & _AGREEMENT:
+        elif cause == self.cause or not {cause, self.cause} & _AGREEMENT:
             return
         else:
-            self._recorder.gap(self._cause_start, now, self._cause, self._detail)
-        self._cause_start, self._cause, self._detail = now, cause, detail
+            self._recorder.gap(self._cause_start, now, self.cause, self._detail)
+        self._cause_start, self.cause, self._detail = now, cause, detail
 
     def close(self) -> None:
         """End the gap; nothing if none is open."""
-        if self._cause:
-            self._recorder.gap(self._cause_start, time.monotonic_ns(), self._cause, self._detail)
-            self._cause = ""
+        if self.cause:
+            self._recorder.gap(self._cause_start, time.monotonic_ns(), self.cause, self._detail)
+            self.cause = ""
 
     def describe(self, arrived: Sequence[int]) -> None:
         """Open a gap at a look that found no task, with the cause that the decider tells if it is
@@ -66,7 +67,7 @@ class Gaps:
         Args:
             arrived: as :meth:`Decider.next` was given it.
         """
-        if self._cause not in ("", _LOOKAHEAD) and not self._tells_causes:
+        if self.cause not in ("", _LOOKAHEAD) and not self._tells_causes:
             return
         if not self._is_read:
             self.open(_MESSAGE)

@@ -36,20 +36,21 @@ class Links:
         self.transport, self.channels = transport, channels
         self.consumed = [0] * len(transport.incoming)
         """Microbatches of earlier iterations, per incoming channel."""
-        self._parts = [channels.tensors_in(index) for index in range(channels.num_incoming)]
-        self._whole = max(self._parts, default=1) == 1
+        self._parts = channels.tensors_in
+        self.whole = max(self._parts, default=1) == 1
+        """Every microbatch is one tensor on each channel."""
 
     def poll(self) -> Sequence[int]:
         """Microbatches that have arrived on each incoming channel with all of their tensors."""
         arrived = self.transport.poll()
-        if self._whole:
+        if self.whole:
             return arrived
         return [total // parts for total, parts in zip(arrived, self._parts, strict=True)]
 
     def coming(self) -> Sequence[int]:
         """As :meth:`poll`, with microbatches in flight that may be taken; empty if unknown."""
         coming = self.transport.coming()
-        if self._whole or not coming:
+        if self.whole or not coming:
             return coming
         return [total // parts for total, parts in zip(coming, self._parts, strict=True)]
 

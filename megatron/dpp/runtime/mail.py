@@ -44,6 +44,13 @@ class Mail:
         self._links, self._recorder = links, recorder
         self._transport, self._channels = links.transport, links.channels
         self._records = recorder.enabled
+        self.incoming = links.channels.incoming
+        """Index of the channel of a task's input, by direction and chunk; None where it comes from
+        no other rank.
+        """
+        self._look = links.transport.poll if links.whole else links.poll
+        # Calls of torch here need nobody to look at them, as the stand-ins of CUDA do on a CPU.
+        self._watched = torch._C._len_torch_function_stack() > 0
         self._iteration, self._timeout = iteration, timeout
         self._backward_units = backward_units
         self._kinds = {link.peer: link.kind for link in links.transport.links()}
@@ -55,16 +62,12 @@ class Mail:
 
     def poll(self) -> Sequence[int]:
         """:attr:`arrived`, as it is now."""
-        self.arrived = arrived = self._links.poll()
+        self.arrived = arrived = self._look()
         return arrived
 
     def coming(self) -> Sequence[int]:
         """As :attr:`arrived`, with microbatches in flight that may be taken; empty if unknown."""
         return self._links.coming()
-
-    def incoming(self, direction: Direction, chunk: int) -> int | None:
-        """The channel of a task's input; None where it comes from no other rank."""
-        return self._channels.incoming(direction, chunk)
 
     def is_ahead(self, channel: int) -> bool:
         """True if the next input of a channel had not arrived at the last :meth:`poll`."""
@@ -76,8 +79,14 @@ class Mail:
         Raises:
             ProtocolError: it is another one than that of this iteration and ``microbatch``.
         """
+        if self._watched:
+            with torch._C.DisableTorchFunction():
+                return self._take(channel, microbatch)
+        return self._take(channel, microbatch)
+
+    def _take(self, channel: int, microbatch: int) -> Tensors:
         self._taken[channel] += 1
-        num_parts = self._channels.tensors_in(channel)
+        num_parts = self._channels.tensors_in[channel]
         if num_parts == 1:
             return self._take_part(channel, microbatch, 0, 1)
         return [self._take_part(channel, microbatch, part, num_parts) for part in range(num_parts)]
@@ -110,9 +119,13 @@ class Mail:
         channel = self._channels.outgoing(direction, chunk)
         if channel is None:
             return False
-        num_parts = self._channels.tensors_out(channel)
+        num_parts = self._channels.tensors_out[channel]
         if num_parts == 1 and isinstance(result, torch.Tensor):
-            self._put_part(channel, microbatch, result, 0, 1)
+            if self._watched:
+                with torch._C.DisableTorchFunction():
+                    self._put_part(channel, microbatch, result, 0, 1)
+            else:
+                self._put_part(channel, microbatch, result, 0, 1)
             return True
         given = result if isinstance(result, list) else [result]
         tensors = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]

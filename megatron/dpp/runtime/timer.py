@@ -80,7 +80,8 @@ class TaskTimer(Protocol):
 
 def _learn(durations: dict[tuple[str, int], float], key: tuple[str, int], took: float) -> None:
     old = durations.get(key, took)
-    durations[key] = max(0.0, old + _SMOOTHING * (took - old))
+    learnt = old + _SMOOTHING * (took - old)
+    durations[key] = learnt if learnt > 0.0 else 0.0
 
 
 def _least(times: dict[tuple[str, int], float], key: tuple[str, int], took: float) -> None:

@@ -133,23 +133,19 @@ class Channels:
             (spec.direction, self._own_chunk(spec)): index
             for index, spec in enumerate(self._outgoing)
         }
+        before, after = self._num_before, self._num_after
+        forward = Direction.FORWARD
+        self.tensors_in = [before if s.direction == forward else after for s in self._incoming]
+        """Messages per microbatch on each incoming channel: tensors of the boundary that it comes
+        from.
+        """
+        self.tensors_out = [after if s.direction == forward else before for s in self._outgoing]
+        """The same of each outgoing channel."""
 
     @property
     def num_incoming(self) -> int:
         """Channels that end at this rank."""
         return len(self._incoming)
-
-    def tensors_in(self, index: int) -> int:
-        """Messages per microbatch on an incoming channel: tensors of the boundary that it comes
-        from.
-        """
-        forward = self._incoming[index].direction == Direction.FORWARD
-        return self._num_before if forward else self._num_after
-
-    def tensors_out(self, index: int) -> int:
-        """The same of an outgoing channel."""
-        forward = self._outgoing[index].direction == Direction.FORWARD
-        return self._num_after if forward else self._num_before
 
     def incoming(self, direction: Direction, chunk: int) -> int | None:
         """Index of the channel that feeds a task of ``chunk``; None where the task needs no

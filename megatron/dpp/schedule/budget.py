@@ -159,7 +159,8 @@ class Budget:
                 self.unrun -= less
             steps[place] = held
             steps[self._places[Kind.B][chunk][microbatch]] = -held
-            self.smallest = min(self.smallest, held)
+            if held < self.smallest:
+                self.smallest = held
 
 
 def key_sizes(groups: Sequence[int], sizes: Sequence[int], kappa: float) -> dict[int, int]:

@@ -316,7 +316,7 @@ class RankState:
         keys hold from its F to its B.
         """
         position = self.geometry.position(Kind.B, microbatch)
-        if any(run > position for run in self.backwards_run):
+        if max(self.backwards_run) > position:
             raise ScheduleError(
                 f"pipeline rank {self.geometry.rank}: the size of microbatch {microbatch}, {size}, "
                 "comes after its first backward has run"
