@@ -250,7 +250,7 @@ class DppConfig:
     launch_ahead: bool = _option(
         True,
         "on GPUs of one host: where nothing else may run, launch the task whose input is on its "
-        "way, and let the device wait for it",
+        "way, and let the device wait for it; not where whole backwards are fused",
     )
     cuda_graphs: str = _option(
         "auto",

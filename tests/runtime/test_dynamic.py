@@ -256,8 +256,9 @@ def test_a_fused_backward_gives_the_stage_no_weight_gradients(
     step.schedule()
     assert step.stages[0][-1] is None and FakeExecutor.made[0]["split_backward"] is False
     chosen = Step(monkeypatch, call_of())
-    chosen.chosen = Backward(split=False)
+    chosen.chosen, chosen.session.launch_ahead = Backward(split=False), True
     chosen.schedule()
+    assert FakeExecutor.made[0]["launch_ahead"] is False, "whole backwards are fused"
     assert chosen.stages[0][-1] is None and chosen.asked[0]["backward"] == Backward(split=False)
 
 

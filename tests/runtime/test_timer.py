@@ -269,6 +269,20 @@ def test_launching_is_judged_by_the_chunk_that_waits_for_it_most(device: Device)
     assert timer.launch_share([2]) == 0.0, "it has run nothing yet"
 
 
+def test_a_short_microbatch_does_not_make_a_chunk_launch_bound(device: Device) -> None:
+    """Graphs were captured for long microbatches because launching the shortest took its time."""
+    device.overlaps = True
+    timer = DeviceTimer(None)
+    for size, seconds in ((0.1, 1.0), (1.0, 10.0), (0.7, 7.0), (0.1, 1.0)):
+        device.seconds = seconds
+        timer.begin()
+        device.now += 1.0
+        timer.launched(KEY, size)
+        device.now += 20.0
+        timer.pause()
+    assert timer.launch_share([KEY[1]]) == pytest.approx(1 / 6)
+
+
 def test_tasks_in_one_pair_of_events_are_learnt_by_their_share(device: Device) -> None:
     timer = DeviceTimer(0.25)
     device.seconds = 3.0

@@ -235,7 +235,7 @@ class DppSchedule(PipelineSchedule):
             split_backward=backward.split,
             iteration=iteration,
             timeout=self.config.timeout,
-            launch_ahead=session.launch_ahead,
+            launch_ahead=session.launch_ahead and (backward.split or stage.call.forward_only),
             count_tokens=tokens.count,
             sizes_agree=tells,
         )

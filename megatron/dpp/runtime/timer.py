@@ -10,6 +10,7 @@ long as launching a task takes, by the durations measured so far
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ _SMOOTHING = 0.25
 _SLOPE_SMOOTHING = 0.1
 """Weight of the newest task in the growth of a duration with the microbatch's size."""
 
+_SIZES = 256
+"""Sizes of which a kind of task keeps a duration."""
 
 Lap = dict[tuple[str, int], float]
 """Shortest seconds of a task of each (kind, chunk), of all but the first."""
@@ -193,6 +196,8 @@ class DeviceTimer:
         self._launches: dict[tuple[str, int], float] = {}
         self._least_launch: dict[tuple[str, int], float] = {}
         self._least_took: dict[tuple[str, int], float] = {}
+        self._took_by_size: dict[tuple[str, int], dict[float, float]] = {}
+        """Shortest seconds of a key's tasks of each size, of the first :data:`_SIZES` sizes."""
         self._lap: Lap = {}
         self._last_end = 0.0
         self.injected_seconds = 0.0
@@ -240,12 +245,14 @@ class DeviceTimer:
         return task.number * once + delay
 
     def launch_share(self, chunks: Sequence[int]) -> float:
-        """Uses the shortest time per kind of task, as the first ones include initialisation."""
+        """Uses the shortest time per kind and size of task, as first ones include initialisation.
+        Launching takes the same time for all sizes, running the mean.
+        """
         return max(map(self._launch_share_of, chunks), default=0.0)
 
     def _launch_share_of(self, chunk: int) -> float:
-        keys = [key for key in self._least_took if key[1] == chunk]
-        took = sum(self._least_took[key] for key in keys)
+        keys = [key for key in self._took_by_size if key[1] == chunk]
+        took = sum(statistics.fmean(self._took_by_size[key].values()) for key in keys)
         return min(1.0, sum(self._least_launch[key] for key in keys) / took) if took else 0.0
 
     def lap(self) -> Lap | None:
@@ -307,6 +314,9 @@ class DeviceTimer:
             growth.learn(task.size, took - self.durations.get(task.key, took))
             _learn(self.durations, task.key, took)
             _least(self._least_took, task.key, took)
+            sizes = self._took_by_size.setdefault(task.key, {})
+            if task.size in sizes or len(sizes) < _SIZES:
+                sizes[task.size] = min(took, sizes.get(task.size, took))
             self._lap[task.key] = (
                 min(took, self._lap[task.key]) if task.key in self._lap else math.inf
             )
