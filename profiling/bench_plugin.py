@@ -49,9 +49,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "auto-": {"split_backward": "auto"},
     "stock0-": {"split_backward": "stock:0"},
     "stock1-": {"split_backward": "stock:1"},
+    "eager-": {"cuda_graphs": "off"},
+    "eagerauto-": {"cuda_graphs": "off", "split_backward": "auto"},
 }
 """Prefix of a dynamic arm -> what it changes: tasks are launched when their input has arrived; a
-backward is split as measured, or unless N others wait for their weight gradients."""
+backward is split as measured, or unless N others wait for their weight gradients; without CUDA
+graphs of ours."""
 NAMES = {name.replace(", ", "-").replace(" ", "-"): name for name in arms.ARMS}
 """Name on the command line -> name of the arm."""
 _OWN_GRAPHS = (arms.GRAPHS, arms.GRAPHS_LINKS)
