@@ -155,8 +155,9 @@ class DppConfig:
     """
 
     policy: str = _option(
-        "dynamic",
-        "which ready task runs next: {policies}, or your own as module:function",
+        "auto",
+        "which ready task runs next: {policies}, or your own as module:function; auto: megatron "
+        "on two pipeline ranks, dynamic on more",
     )
     activation_cap: str = _option(
         "auto",

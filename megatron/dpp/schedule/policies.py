@@ -72,8 +72,16 @@ def megatron(view: View) -> Action | None:
     return view.weight()
 
 
+def auto(view: View) -> Action | None:
+    """:func:`megatron` on two ranks, where it is as fast or faster (docs/decisions/0024), else
+    :func:`dynamic`.
+    """
+    return megatron(view) if view.geometry.num_ranks == 2 else dynamic(view)
+
+
 BUILT_IN: Mapping[str, Policy] = MappingProxyType(
     {
+        "auto": auto,
         "dynamic": dynamic,
         "depth-first": depth_first,
         "breadth-first": breadth_first,

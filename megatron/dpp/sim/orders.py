@@ -91,15 +91,16 @@ class PlannedOrder:
 def plan_order(model: PipelineModel, microbatches: Lengths) -> PlannedOrder:
     """The named order with the least simulated time, the drawn one if none gains.
 
-    With the policy ``dynamic`` Megatron's order with weight gradients in the gaps is weighed, too:
-    on long sorted batches it is sometimes faster.
+    With the policies ``auto`` and ``dynamic`` both the dynamic order and Megatron's, with weight
+    gradients in the gaps, are weighed: on long sorted batches Megatron's is sometimes faster.
     """
     found = orders([model.costs.total(each) for each in microbatches], model.num_ranks)
     drawn = PlannedOrder(found["drawn"], "drawn")
     tasks = len(Kind) * len(microbatches) * model.num_ranks * model.num_chunks
     if model.num_ranks == 1 or tasks > _MOST_TASKS:
         return drawn
-    policies = [None, "megatron"] if model.policy == "dynamic" else [None]
+    others = {"dynamic": "megatron", "auto": "dynamic" if model.num_ranks == 2 else "megatron"}
+    policies = [None, *filter(None, [others.get(model.policy or "")])]
     times = {
         (name, policy): model.seconds([microbatches[i] for i in order], policy)
         for name, order in found.items()

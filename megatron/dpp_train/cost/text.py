@@ -52,7 +52,8 @@ def layout_line(shape: RunShape) -> str:
     parts += [f"{shape.chunks} chunks"] if shape.chunks > 1 else []
     parts += [f"context {shape.context}"] if shape.context > 1 else []
     parts += [f"data {shape.data}"]
-    schedule = f"{shape.schedule.policy} schedule" if shape.schedule.dynamic else "static"
+    policy = "dynamic" if shape.schedule.policy == "auto" else shape.schedule.policy
+    schedule = f"{policy} schedule" if shape.schedule.dynamic else "static"
     text = f"{' x '.join(parts)} = {shape.world_size} ranks"
     if shape.pipeline > 1:
         text += f", {schedule}"

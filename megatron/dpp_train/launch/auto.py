@@ -286,7 +286,7 @@ def shape_with(plain: RunShape, setting: Setting, form: Form, *, static: bool) -
     schedule = RunSchedule(cuda_graphs=_graphs(plain, layout))
     if dynamic:
         schedule = dataclasses.replace(
-            schedule, dynamic=True, policy="dynamic", cap="auto", split_backward=True
+            schedule, dynamic=True, policy="auto", cap="auto", split_backward=True
         )
     return dataclasses.replace(
         plain,

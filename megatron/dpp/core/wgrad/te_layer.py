@@ -88,7 +88,7 @@ def why_layer(module: Any, uses: Callable[[torch.Tensor], int]) -> str | None:
     if any(getattr(getattr(module, "config", None), name, False) for name in offloads):
         return "activations are offloaded"
     if any(getattr(getattr(module, "config", None), name, None) for name in ("fp8", "fp4")):
-        return "in 8 and 4 bit it is faster there"  # docs/benchmarks/transformer-engine-h100.md
+        return "in 8 and 4 bit it is faster there"  # docs/benchmarks/transformer-engine.md
     if compat.te_debugs():
         return "Transformer Engine's debug mode is on"
     weights = weights_of(module)

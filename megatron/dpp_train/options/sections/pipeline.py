@@ -15,7 +15,7 @@ class Pipeline(Section):
     ignore_forward_tensor_parallel: bool = False
     num_gpus: int | None = None
     multi_node: bool = False
-    dpp_policy: str = "dynamic"
+    dpp_policy: str = "auto"
     dpp_activation_cap: str = "auto"
     dpp_forward_only_order: str = "auto"
     dpp_split_backward: str = "auto"
