@@ -64,7 +64,8 @@ def main() -> int:
             way = WAYS[name]
             lines = bench_plugin.run(
                 root, flags(args, way), [bench_plugin.arm_of(arm) for arm in way.arms],
-                processes=args.devices, queues="1" if name in ("tp", "cp") else "8", block=args.block,
+                processes=args.devices, queues="1" if name in ("tp", "cp") else "8",
+                block=args.block,
                 microbatches=args.batch // (args.devices if way.shares_batch else 1),
                 seconds=args.seconds,
             )  # fmt: skip
