@@ -56,7 +56,14 @@ BASE = {
 OPEN_TO_THE_TRAINER = {
     *BASE,
     *("schedule", "sim", "trace", "report"),
-    *("core.cpu", "core.compat", "core.experts", "core.wgrad.fused", "core.wgrad.te"),
+    *(
+        "core.cpu",
+        "core.compat",
+        "core.experts",
+        "core.slices",
+        "core.wgrad.fused",
+        "core.wgrad.te",
+    ),
 }
 """Rooms and modules of the engine that the trainer may import, beside the front door."""
 

@@ -79,7 +79,7 @@ ARGS = {
     "align_param_gather": True, "num_distributed_optimizer_instances": 1, "bf16": False,
     "empty_unused_memory_level": 0, "device": "cpu", "barrier_with_L1_time": True,
     "log_num_zeros_in_grad": False, "log_params_norm": False, "packing_budget": 0,
-    "dpp_activation_cap": "1.0", "trace": False,
+    "dpp_activation_cap": "1.0", "trace": False, "slice_tokens": None,
 }  # fmt: skip
 
 

@@ -384,7 +384,7 @@ OURS = {
     "--dpp-policy": "megatron", "--dpp-activation-cap": "strict", "--no-dpp-split-backward": "",
     "--dpp-lookahead": "1", "--no-dpp-launch-ahead": "", "--dpp-max-tokens": "9",
     "--dpp-record": "x", "--dpp-replay": "y", "--dpp-forward-only-order": "megatron",
-    "--dpp-head-in-forward": "off", "--dpp-slice-tokens": "auto",
+    "--dpp-head-in-forward": "off", "--dpp-slice-tokens": "off",
     "--dpp-transport": "shm", "--dpp-slots": "3", "--workload": "7", "--dpp-gpudirect": "off",
     "--dpp-rdma-devices": "nearest", "--dpp-rdma-traffic-class": "96",
     "--dpp-rdma-service-level": "1", "--dpp-rdma-pkey-index": "1", "--dpp-rdma-gid-index": "3",

@@ -59,6 +59,7 @@ class Decisions:
         ] = {}
         self._measured: Memory | None = None
         self._as_static = config.activation_cap.strip() == "static"
+        self._cuts = config.slice_tokens != "off"
         self._static = StaticSizes()
         self._said: set[str] = set()
         self._record, self._replay = (
@@ -151,7 +152,8 @@ class Decisions:
             allowance = self._allowance(geometry, backward.split, largest, sizes, kappa)
             return self._build(geometry, backward, replay, largest, allowance, sizes, kappa)
         chosen = policy or ("depth-first" if geometry.forward_only else self._config.policy)
-        linked = (tuple(sizes or ()), kappa) if geometry.groups else ()  # the cap depends on them
+        cuts = bool(geometry.groups) or self._cuts  # the cap depends on sizes then
+        linked = (tuple(sizes or ()), kappa) if cuts else ()
         key = (geometry, backward, largest, chosen, linked)
         known = self._schedulers.pop(key, None)
         if known is None:
@@ -178,12 +180,16 @@ class Decisions:
             return Allowance(0.0)
         measured = self._measured
         cap = parse_cap(
-            self._config.activation_cap, geometry, measured.activation_bytes if measured else None
+            self._config.activation_cap,
+            geometry,
+            measured.activation_bytes if measured else None,
+            sized=self._cuts and sizes is not None,
         )
         found = beside_head(cap, geometry.uncut, measured) if split else Allowance(cap.chunks)
-        if geometry.groups and sizes is not None:
+        if sizes is not None and (self._cuts or geometry.groups):
             own = dataclasses.replace(cap, chunks=found.chunks)
-            found = sliced_allowance(own, geometry, sizes, largest, kappa)
+            weights = () if geometry.groups else found.weights
+            found = sliced_allowance(own, geometry, sizes, largest, kappa, weights)
         self.cap = found.chunks
         text = cap.text
         if found.chunks < cap.chunks:
@@ -227,7 +233,8 @@ class Decisions:
         measured = self._measured
         # Room for all microbatches is not known before a cap in bytes is.
         waits = (
-            measured is None and parse_cap(self._config.activation_cap, geometry).needs_measuring
+            measured is None
+            and parse_cap(self._config.activation_cap, geometry, sized=self._cuts).needs_measuring
         )
         return Scheduler(
             geometry,

@@ -139,7 +139,11 @@ class Memory:
 
 
 def parse_cap(
-    text: str, geometry: Geometry, bytes_per_chunk_activation: float | None = None
+    text: str,
+    geometry: Geometry,
+    bytes_per_chunk_activation: float | None = None,
+    *,
+    sized: bool = False,
 ) -> Cap:
     """Read a cap (``auto``, ``megatron``, ``static``, ``strict``, ``1.5p``, ``1.2seq`` or
     ``20GiB``) for ``geometry``'s rank.
@@ -150,19 +154,22 @@ def parse_cap(
     Args:
         bytes_per_chunk_activation: measured bytes of one microbatch's activation in the largest
             chunk; only a cap in bytes needs it.
+        sized: sequences may be cut, so that sizes tell what Megatron's order needs, and not
+            ``geometry`` (:func:`sliced_allowance`). It is so where microbatches are linked.
 
     Raises:
         ConfigError: ``text`` is none of these, or below what Megatron's own order needs.
     """
-    word = text.strip()
+    word, least = text.strip(), 0 if sized or geometry.groups else peak_in_flight(geometry)
     if word == "auto":
         word = "1.5p" if geometry.num_chunks == 1 else "megatron"
-        cap = _named_cap(word, geometry)
+        cap = _named_cap(word, geometry, least)
         return dataclasses.replace(cap, text=f"{cap.text} (auto)")
     size = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]+)", word)
     if size and size[2].upper() in _UNITS:
-        return _bytes_cap(word, geometry, _number(size[1], text), size, bytes_per_chunk_activation)
-    return _named_cap(word, geometry)
+        amount = _number(size[1], text)
+        return _bytes_cap(word, geometry, least, amount, size, bytes_per_chunk_activation)
+    return _named_cap(word, geometry, least)
 
 
 def default_cap(geometry: Geometry) -> Cap:
@@ -191,28 +198,34 @@ def beside_head(cap: Cap, geometry: Geometry, memory: Memory | None = None) -> A
 
 
 def sliced_allowance(
-    cap: Cap, geometry: Geometry, sizes: Sequence[int], largest: int, kappa: float
+    cap: Cap,
+    geometry: Geometry,
+    sizes: Sequence[int],
+    largest: int,
+    kappa: float,
+    weights: tuple[float, ...] = (),
 ) -> Allowance:
-    """The allowance of a rank for one iteration of linked microbatches: the cap, or what Megatron's
-    order of them needs if that is more.
+    """The allowance of a rank for one iteration where sequences may be cut: the cap, or what
+    Megatron's order of these microbatches needs if that is more.
 
     Args:
         sizes: of the microbatches.
         largest: size of the largest microbatch of :attr:`Geometry.uncut`.
         kappa: as in :class:`Scheduler`.
+        weights: of the rank's chunks.
 
     Raises:
         ConfigError: the order needs more than a cap in bytes.
     """
     keys = key_sizes(geometry.groups, sizes, kappa)
     held = [size + keys.get(unit, 0) for unit, size in enumerate(sizes)]
-    least = peak_size(Reference.of(geometry).order, held) / largest
+    least = peak_size(Reference.of(geometry).order, held, weights) / largest
     if cap.exact and least > cap.chunks + ROUNDING:
         raise ConfigError(
             f"{cap.text}; the slices of this step need {least:.2f} there. Raise "
             f"{setting('activation_cap')}, or cut into smaller slices"
         )
-    return Allowance(max(cap.chunks, least))
+    return Allowance(max(cap.chunks, least), weights)
 
 
 def _fewer_activations(cap: Cap, geometry: Geometry, memory: Memory | None) -> Allowance:
@@ -275,38 +288,40 @@ def worst_peak(geometry: Geometry) -> int:
     return peak_in_flight(dataclasses.replace(geometry, rank=0).uncut)
 
 
-def _named_cap(word: str, geometry: Geometry) -> Cap:
+def _named_cap(word: str, geometry: Geometry, least: int) -> Cap:
     per_p, per_sequence = (re.fullmatch(rf"([0-9.]+){unit}", word) for unit in ("p", "seq"))
     if word == "megatron":
-        cap = _checked(worst_peak(geometry), geometry, "as Megatron's worst rank does")
+        cap = _checked(worst_peak(geometry), geometry, least, "as Megatron's worst rank does")
         return dataclasses.replace(cap, by_order=True)
     if word == "static":
         why = "as Megatron's worst rank does, and as its own schedule did so far"
-        cap = _checked(worst_peak(geometry), geometry, why)
+        cap = _checked(worst_peak(geometry), geometry, least, why)
         return dataclasses.replace(cap, by_order=True, as_static=True)
     if word == "strict":
-        return _checked(peak_in_flight(geometry.uncut), geometry, "as in Megatron's own schedule")
+        why = "as in Megatron's own schedule"
+        return _checked(peak_in_flight(geometry.uncut), geometry, least, why)
     if per_p:
         chunks = _number(per_p[1], word) * geometry.num_ranks * geometry.num_chunks
-        return _checked(chunks, geometry, f"{word} whole-model activations")
+        return _checked(chunks, geometry, least, f"{word} whole-model activations")
     if per_sequence:
         chunks = _number(per_sequence[1], word) * geometry.num_chunks
         why = f"{per_sequence[1]} activations of the longest sequence"
-        return _checked(chunks, geometry, why, f"{_rounded_up(geometry)}seq")
+        return _checked(chunks, geometry, least, why, f"{_rounded_up(least, geometry)}seq")
     raise ConfigError(
         f"{setting('activation_cap', word)}: expected auto, megatron, static, strict, a multiple "
         "of the pipeline size like 1.5p, longest sequences like 1.2seq, or bytes like 20GiB"
     )
 
 
-def _rounded_up(geometry: Geometry) -> str:
-    """Whole-rank activations that Megatron's order needs, with two digits."""
-    return f"{math.ceil(100 * peak_in_flight(geometry.uncut) / geometry.num_chunks) / 100:g}"
+def _rounded_up(least: int, geometry: Geometry) -> str:
+    """So many chunk activations in those of a whole rank, with two digits."""
+    return f"{math.ceil(100 * least / geometry.num_chunks) / 100:g}"
 
 
 def _bytes_cap(
     word: str,
     geometry: Geometry,
+    least: int,
     amount: float,
     size: re.Match[str],
     bytes_per_chunk_activation: float | None,
@@ -325,9 +340,9 @@ def _bytes_cap(
         )
     chunks = amount * _UNITS[size[2].upper()] / bytes_per_chunk_activation
     mib = bytes_per_chunk_activation / (1 << 20)
-    least = f"{math.ceil(mib * peak_in_flight(geometry.uncut))}MiB"
+    instead = f"{math.ceil(mib * least)}MiB"
     why = f"{word} at {mib:.1f} MiB for each of the longest microbatch"
-    return dataclasses.replace(_checked(chunks, geometry, why, least), exact=True)
+    return dataclasses.replace(_checked(chunks, geometry, least, why, instead), exact=True)
 
 
 def _number(digits: str, text: str) -> float:
@@ -339,12 +354,9 @@ def _number(digits: str, text: str) -> float:
         ) from None
 
 
-def _checked(chunks: float, geometry: Geometry, why: str, instead: str = "") -> Cap:
-    """A cap that holds Megatron's order; ``instead`` is what to give if this one does not. What
-    linked microbatches need depends on their sizes: :func:`sliced_allowance`.
-    """
-    least = peak_in_flight(geometry.uncut)
-    if chunks < least - ROUNDING and not geometry.groups:
+def _checked(chunks: float, geometry: Geometry, least: int, why: str, instead: str = "") -> Cap:
+    """A cap that holds ``least``; ``instead`` is what to give if this one does not."""
+    if chunks < least - ROUNDING:
         raise ConfigError(
             f"{setting('activation_cap')}: {why} is {chunks:g} chunk activations on pipeline rank "
             f"{geometry.rank}, but Megatron's own order needs {least} there; less could stop the "

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.dpp.errors import ConfigError, DataError, core_setting
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.orders import OrderPlanner, PlannedOrder
 from megatron.dpp.sim.packing import balance, orders, pack
+from megatron.dpp.sim.slices import Row, auto_tokens, cut
 
 ORDERS = ("drawn", "ascending", "small-big-small", "planned")
 """Orders of a replica's microbatches."""
@@ -67,6 +68,9 @@ class BatchSettings:
         buckets: lengths that rows are padded to, ascending; longer rows are not.
         order: a name of :data:`ORDERS`.
         costs: time of a microbatch.
+        slices: tokens of a slice into which longer sequences are cut; 0 for ``auto``, None for no
+            cut. Rows then run longest first where ``order`` is ``drawn``.
+        sorts: otherwise they run as drawn.
     """
 
     num_replicas: int = 1
@@ -79,6 +83,8 @@ class BatchSettings:
     buckets: tuple[int, ...] = ()
     order: str = "drawn"
     costs: LengthCosts = LengthCosts()  # noqa: RUF009 - frozen
+    slices: int | None = None
+    sorts: bool = True
 
     def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
         """Rows of a microbatch, and their length."""
@@ -108,6 +114,25 @@ def share_batch(lengths: Sequence[int], settings: BatchSettings) -> list[Microba
     bins = _bins(lengths, settings)
     costs = [settings.cost([lengths[i] for i in each]) for each in bins]
     return [[bins[i] for i in given] for given in balance(costs, settings.num_replicas)]
+
+
+def cut_batch(lengths: Sequence[int], settings: BatchSettings) -> list[list[Row]]:
+    """The rows of each replica, which run as slices where they are cut: sequences of a replica are
+    cut or packed among themselves. A row's sequences are indices into ``lengths``.
+    """
+    costs, total = settings.costs, sum(lengths) // settings.num_replicas
+    multiple = settings.length_multiple
+    tokens = settings.slices or auto_tokens(total, settings.num_ranks, multiple=multiple)
+    found = []
+    for given in balance([costs.total([length]) for length in lengths], settings.num_replicas):
+        rows = cut(
+            [lengths[i] for i in given], tokens, costs, multiple=multiple,
+            packs=settings.packing != "none", drawn=not settings.sorts,
+        )  # fmt: skip
+        found.append(
+            [replace(row, sequences=tuple(given[i] for i in row.sequences)) for row in rows]
+        )
+    return found
 
 
 def _bins(lengths: Sequence[int], settings: BatchSettings) -> Microbatches:
@@ -178,6 +203,7 @@ class BatchPlans:
             raise ConfigError(f"{core_setting('order', 'planned')} needs a planner")
         self.lengths = functools.lru_cache(maxsize=8)(self._lengths)
         self._shared = functools.lru_cache(maxsize=8)(self._share)
+        self._cut = functools.lru_cache(maxsize=8)(self._cut_rows)
         self._ordered = functools.lru_cache(maxsize=8)(self._order)
 
     def microbatches(self, first: int) -> Microbatches:
@@ -189,6 +215,18 @@ class BatchPlans:
     def num_microbatches(self, first: int) -> int:
         """Microbatches of each replica in that global batch."""
         return len(self._shared(first)[self._replica])
+
+    def slice_ends(self, first: int) -> list[tuple[int, ...]]:
+        """Ends of the slices of this replica's microbatches of that global batch, in tokens with
+        padding, in their order; a single one where a microbatch is not cut."""
+        own, lengths = self.own_lengths(first), self.settings.width
+        if self.settings.slices is None:
+            return [(lengths(each),) for each in own]
+        rows = self._cut(first)[self._replica]
+        return [
+            (*rows[i].ends[:-1], lengths(each))
+            for i, each in zip(self._ordered(first).order, own, strict=True)
+        ]
 
     def policy(self, first: int) -> str | None:
         """The policy that runs that global batch; None for that of the run."""
@@ -226,6 +264,14 @@ class BatchPlans:
         return self._drawn_lengths(first, first + self.batch_size)
 
     def _share(self, first: int) -> list[Microbatches]:
+        if self.settings.slices is not None:
+            return [[list(row.sequences) for row in rows] for rows in self._cut(first)]
+        return share_batch(self._whole_batch(first), self.settings)
+
+    def _cut_rows(self, first: int) -> list[list[Row]]:
+        return cut_batch(self._whole_batch(first), self.settings)
+
+    def _whole_batch(self, first: int) -> Sequence[int]:
         lengths = self.lengths(first)
         if len(lengths) < self.batch_size:
             raise DataError(
@@ -233,7 +279,7 @@ class BatchPlans:
                 f"for a step; lower {core_setting('train_iters')}, add data, or give weights to "
                 f"the prefixes of {core_setting('data_path')} (then they repeat)"
             )
-        return share_batch(lengths, self.settings)
+        return lengths
 
     def _of_replica(self, first: int) -> list[list[int]]:
         lengths = self.lengths(first)

@@ -97,8 +97,16 @@ def auto_tokens(total: int, num_ranks: int, *, least: int = LEAST_TOKENS, multip
     return -(-wanted // step) * step
 
 
-def cut(lengths: Sequence[int], tokens: int, costs: LengthCosts, *, multiple: int = 1) -> list[Row]:
-    """The rows of a batch: longest cost first.
+def cut(
+    lengths: Sequence[int],
+    tokens: int,
+    costs: LengthCosts,
+    *,
+    multiple: int = 1,
+    packs: bool = True,
+    drawn: bool = False,
+) -> list[Row]:
+    """The rows of a batch, the costliest first.
 
     A sequence of more than 1.5 slices is cut into slices of equal tokens, but for the last one.
     Shorter ones are packed by equal cost into rows of up to 1.5 slices.
@@ -107,6 +115,8 @@ def cut(lengths: Sequence[int], tokens: int, costs: LengthCosts, *, multiple: in
         lengths: of the sequences.
         tokens: most tokens of a slice.
         multiple: ranks that share a sequence.
+        packs: short sequences share rows; otherwise each has its own.
+        drawn: keep rows in the order of their first sequences.
 
     Raises:
         ConfigError: ``tokens`` is not a multiple that a slice can have.
@@ -119,12 +129,20 @@ def cut(lengths: Sequence[int], tokens: int, costs: LengthCosts, *, multiple: in
         if length > room
     ]
     short = [index for index, length in enumerate(lengths) if length <= room]
+    bins = _packed(lengths, short, tokens, room, costs) if packs else [[index] for index in short]
     found += [
         Row(tuple(each), own, (sum(own),))
-        for each in _packed(lengths, short, tokens, room, costs)
+        for each in bins
         for own in [tuple(lengths[i] for i in each)]
     ]
+    if drawn:
+        return sorted(found, key=lambda row: row.sequences)
     return sorted(found, key=lambda row: -row_cost(row, costs))
+
+
+def longest_unit(tokens: int, multiple: int = 1) -> int:
+    """Most tokens of a unit, with padding, where slices have at most ``tokens``."""
+    return -(-int(_ROOM * tokens) // multiple) * multiple
 
 
 def _ends(length: int, tokens: int, multiple: int) -> tuple[int, ...]:

@@ -8,10 +8,11 @@ The state of the data is one number, the samples consumed so far.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.sim import slices
 from megatron.dpp.sim.batches import BatchPlans, BatchSettings
 from megatron.dpp.sim.orders import OrderPlanner, PipelineModel
 from megatron.dpp.trace.step_lengths import FILE, StepLengths, write_step
@@ -156,6 +158,8 @@ def write_lengths(args: RunConfig, plans: BatchPlans, first: int, iteration: int
     )
     if not args.trace or any(place):
         return
+    if plans.settings.slices is not None:
+        return  # a task's number is that of a slice, of which the file knows nothing
     own = plans.own_lengths(first)
     replica = mpu.get_data_parallel_rank()
     folder = trace_layout(args).path(args.trace_dir).parent
@@ -191,21 +195,60 @@ def pipeline_model(args: RunConfig) -> PipelineModel:
     )
 
 
+class Slice(NamedTuple):
+    """The tokens ``[begin, end)`` of a row of ``total``; ``row`` counts those of a step."""
+
+    row: int
+    begin: int
+    end: int
+    total: int
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the row has other slices."""
+        return self.end - self.begin < self.total
+
+
 @dataclass(frozen=True)
 class Microbatch:
-    """One microbatch of a replica.
+    """One microbatch of a replica, or a slice of one.
 
     Args:
         lengths: of its sequences.
         shape: rows and their length.
         share: microbatches per sequence of the global batch; a sequence's weight in the loss.
         sample: its tensors by name; None on ranks that read no data.
+        slice: its place in its row, in a run that cuts rows; then others know of a row's slices.
+        num_units: slices of its step, likewise.
     """
 
     lengths: tuple[int, ...]
     shape: tuple[int, int]
     share: float
     sample: dict[str, torch.Tensor] | None
+    slice: Slice | None = None
+    num_units: int = 0
+
+    def slices(self, row: int, ends: Sequence[int], num_units: int) -> list[Microbatch]:
+        """Its slices; their weights are those of whole sequences.
+
+        Args:
+            row: its number in the step.
+            ends: the end of each slice, in tokens with padding.
+            num_units: slices of the step.
+        """
+        places = [Slice(row, a, b, ends[-1]) for a, b in zip((0, *ends), ends, strict=False)]
+        return [
+            replace(
+                self,
+                shape=(1, at.end - at.begin),
+                sample=self.sample
+                and {name: each[:, at.begin : at.end] for name, each in self.sample.items()},
+                slice=at,
+                num_units=num_units,
+            )
+            for at in places
+        ]
 
     def packed(self, device: torch.device) -> dict[str, Any]:
         """Starts of the sequences in the one row, as megatron-core's ``cu_seqlens``, and the length
@@ -217,6 +260,22 @@ class Microbatch:
         if device.type == "cuda":
             cu_seqlens = cu_seqlens.pin_memory().to(device, non_blocking=True)
         return {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
+
+
+def next_step(iterator: Iterator[Microbatch]) -> list[Microbatch]:
+    """The slices of the next step, of a loader that cuts rows."""
+    first = next(iterator)
+    return [first, *itertools.islice(iterator, first.num_units - 1)]
+
+
+def longest_unit(args: RunConfig) -> int:
+    """Tokens of the longest row that passes between stages: of a slice where rows are cut."""
+    longest = longest_microbatch(args)
+    if args.slice_tokens is None:
+        return longest
+    multiple = args.length_multiple
+    most = args.slice_tokens or slices.auto_tokens(sys.maxsize, 1, multiple=multiple)
+    return min(longest, slices.longest_unit(most, multiple))
 
 
 def collate(samples: Sequence[Sample], settings: BatchSettings) -> dict[str, torch.Tensor]:
@@ -261,6 +320,8 @@ def batch_settings(args: RunConfig, *, plain: bool = False) -> BatchSettings:
         buckets=() if plain else args.length_buckets,
         order="drawn" if plain else args.order,
         costs=length_costs(args),
+        slices=args.slice_tokens,
+        sorts=not plain,
     )
 
 
@@ -304,9 +365,13 @@ class SequenceLoader:
             microbatches = self.plans.microbatches(first)
             share = len(microbatches) * self._args.data_parallel_size / size
             lengths = self.plans.lengths(first)
-            for each in microbatches:
+            ends = self.plans.slice_ends(first)
+            num_units = sum(map(len, ends))
+            for row, each in enumerate(microbatches):
                 own = tuple(lengths[number - first] for number in each)
-                yield Microbatch(own, settings.shape(own), share, next(loaded))
+                whole = Microbatch(own, settings.shape(own), share, next(loaded))
+                cut = settings.slices is not None
+                yield from whole.slices(row, ends[row], num_units) if cut else [whole]
 
     def _loader(self) -> Any:
         collating = partial(collate, settings=self.plans.settings)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from megatron.dpp import DppSchedule, StaticSchedule
+from megatron.dpp.core.slices import Unit
 from megatron.dpp.errors import DataError
 from megatron.dpp.trace import NullRecorder, TraceLayout, open_recorder, parse_iterations
 from megatron.dpp_train.checkpoint.checkpointing import Checkpointer
@@ -160,12 +161,13 @@ def _schedule(run: Run) -> Iterator[Callable[..., Any]]:
 
     def call(**keywords: Any) -> Any:
         policy, sizes = keywords.pop("policy", None), keywords.pop("sizes", None)
+        units, longest = keywords.pop("units", ()), keywords.pop("longest_row", 0)
         if not keywords["forward_only"]:
             schedule.iteration = run.iteration  # random states continue after a resume
             if run.args.use_dpp:
                 schedule.policy = policy
-                if sizes is not None:
-                    schedule.announce(sizes)
+        if run.args.use_dpp and sizes is not None:
+            schedule.announce(sizes, *([Unit(*unit) for unit in units], longest) if units else ())
         return schedule(**keywords)
 
     with schedule:  # an error here tells the other ranks the cause

@@ -20,7 +20,13 @@ from megatron.dpp.errors import DppError
 from megatron.dpp.sim.batches import BatchTokens
 from megatron.dpp_train.checkpoint.checkpointing import Checkpointer
 from megatron.dpp_train.data.samples import Iterators
-from megatron.dpp_train.data.sequences import longest_microbatch, write_lengths
+from megatron.dpp_train.data.sequences import (
+    Microbatch,
+    longest_microbatch,
+    longest_unit,
+    next_step,
+    write_lengths,
+)
 from megatron.dpp_train.exits import ExitConditions
 from megatron.dpp_train.loop.diagnostics import Diagnostics
 from megatron.dpp_train.loop.logs import (
@@ -167,6 +173,9 @@ class Trainer:
         run = self.run
         iterators = self.iterators.train
         for iterator in iterators if isinstance(iterators, list) else [iterators]:
+            if run.args.variable_lengths and run.args.slice_tokens is not None:
+                next_step(iterator)
+                continue
             for _ in range(self._num_microbatches() if iterator is not None else 0):
                 next(iterator)
         run.iteration += 1
@@ -216,7 +225,12 @@ class Trainer:
         return None if plans is None else plans.tokens(self.run.consumed_train_samples)
 
     def _forward_backward(self, iterator: Any, count: int, *, forward_only: bool) -> list[Any]:
-        args = self.run.args
+        args, more = self.run.args, {} if forward_only else self._planned()
+        if args.variable_lengths and args.slice_tokens is not None:
+            each = iterator if isinstance(iterator, list) else [iterator]
+            steps = [next_step(one) for one in each]
+            iterator, count = [iter(step) for step in steps], len(steps[0])
+            more |= _units(steps[0], args)
         losses: list[Any] = self.schedule(
             forward_step_func=self.forward_step,
             data_iterator=iterator,
@@ -226,14 +240,14 @@ class Trainer:
             micro_batch_size=args.micro_batch_size,
             decoder_seq_length=args.decoder_seq_length,
             forward_only=forward_only,
-            **({} if forward_only else self._planned()),
+            **more,
         )
         return losses
 
     @property
     def _longest(self) -> int:
         args = self.run.args
-        return longest_microbatch(args) if args.variable_lengths else int(args.seq_length)
+        return longest_unit(args) if args.variable_lengths else int(args.seq_length)
 
     def _planned(self) -> dict[str, Any]:
         """Keywords of the next training step: the planner's policy, if it chose one, and the tokens
@@ -375,6 +389,16 @@ class _ForwardHooks:
             for chunk in self._trainee.chunks:
                 chunk.enable_forward_pre_hook()
             self._trainee.config.param_sync_func = self._sync
+
+
+def _units(step: list[Microbatch], args: Any) -> dict[str, Any]:
+    """Keywords of a step of slices: the tokens of each unit, its place, and those of the longest
+    row."""
+    return {
+        "sizes": [rows * width for rows, width in (each.shape for each in step)],
+        "units": [each.slice for each in step],
+        "longest_row": longest_microbatch(args),
+    }
 
 
 def _described(tokens: BatchTokens) -> dict[str, float]:

@@ -30,6 +30,7 @@ from megatron.dpp_train.options.validate_ranges import (
     check_yarn,
 )
 from megatron.dpp_train.options.validate_sequences import check_sequences
+from megatron.dpp_train.options.validate_slices import check_head, check_slices
 from megatron.dpp_train.tokenizers import PIECE_TYPES
 
 Args = Settings
@@ -441,24 +442,6 @@ def _trace(args: Args) -> None:
         raise ConfigError(f"--trace-iterations: {error}") from error
 
 
-def _head(args: Args) -> None:
-    """Refuse a backward of the LM head in F where it would change numbers."""
-    if args.dpp_head_in_forward != "on":
-        return
-    require(
-        args.mtp_num_layers is None,
-        f"--dpp-head-in-forward on: --mtp-num-layers {args.mtp_num_layers} runs the output layer "
-        "several times: leave one of them out",
-    )
-    stages = args.pipeline_model_parallel_size * (args.virtual_pipeline_model_parallel_size or 1)
-    require(
-        stages > 1 or args.untie_embeddings_and_output_weights,
-        "--dpp-head-in-forward on: in one stage the output layer's weight is the embedding's, and "
-        "would get its gradients in another order: use --untie-embeddings-and-output-weights, or "
-        "leave it out",
-    )
-
-
 _SIZE_RULES = (
     check_numbers,
     _shape,
@@ -485,9 +468,10 @@ RULES = (
     check_engine,  # needs the layers' implementation of _kernels, as the next
     check_experts,
     check_prediction,
-    _head,
+    check_head,
     _data,
     check_sequences,  # needs the kind of loader of _data
+    check_slices,  # needs the multiple of lengths of check_sequences
     _checkpoints,
     _evaluation,
     check_ranges,

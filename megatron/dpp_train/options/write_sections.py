@@ -64,6 +64,7 @@ _DERIVED: dict[str, dict[str, tuple[str, Any]]] = {
         "loss_vocab_size": ("int | None", None),
         "length_multiple": ("int", 1),
         "length_buckets": ("tuple[int, ...]", ()),
+        "slice_tokens": ("int | None", None),
     },
     "checkpoint": {"start": ("Any", None)},  # the checkpoint that a program found itself
 }

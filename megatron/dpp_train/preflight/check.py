@@ -168,7 +168,9 @@ def check_schedule(args: RunConfig, *, one_node: bool) -> None:
     if args.dpp_inject:
         _check_injection(args)
     ranks = args.pipeline_model_parallel_size
-    ramped = bool(args.rampup_batch_size) or args.packing != "none"  # steps differ in microbatches
+    cuts = args.dpp_slice_tokens != "off"
+    # Steps differ in microbatches, or in slices.
+    ramped = bool(args.rampup_batch_size) or args.packing != "none" or cuts
     for rank in range(ranks):
         geometry = Geometry(
             num_ranks=ranks,
@@ -178,7 +180,7 @@ def check_schedule(args: RunConfig, *, one_node: bool) -> None:
             // (args.micro_batch_size * args.data_parallel_size),
             group=args.microbatch_group_size_per_vp_stage or None,
         )
-        cap = parse_cap(args.dpp_activation_cap, geometry)
+        cap = parse_cap(args.dpp_activation_cap, geometry, sized=cuts)
         if not cap.needs_measuring:
             split = args.dpp_split_backward != "off"
             check_room(policy, geometry, cap.chunks, split_backward=split)

@@ -71,3 +71,4 @@ class Data(Section):
     loss_vocab_size: int | None = None
     length_multiple: int = 1
     length_buckets: tuple[int, ...] = ()
+    slice_tokens: int | None = None

@@ -1,0 +1,95 @@
+"""Runs with ``--dpp-slice-tokens`` over sequences of unlike length."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.data.test_sequences import write_chats
+from tests.loop.several import train_each
+from tests.parity.runs import Result
+
+LENGTHS = [random.Random(n).choice((9, 30, 70, 110, 200, 257)) for n in range(48)]
+"""Tokens of chats; those above 1.5 slices of 64 tokens are cut."""
+CHATS = (
+    "--sft --seq-length 256 --max-position-embeddings 256 --num-layers 4 --global-batch-size 8 "
+    "--pipeline-model-parallel-size 2 --split 6,1,1 --eval-iters 1 --eval-interval 2 "
+    "--optimizer sgd --lr 0.05 --hidden-dropout 0 --attention-dropout 0 --use-dpp"
+)
+SLICED = "--dpp-slice-tokens 64"
+REPLICAS = "--use-distributed-optimizer --optimizer adam --adam-eps 0.1"
+ORDERS = {
+    "static": f"{SLICED} --dpp-policy megatron --no-dpp-split-backward",
+    "dynamic": SLICED,
+    "late": f"{SLICED} --dpp-inject delay:4ms,message-delay:6ms --dpp-activation-cap 1.3seq",
+}
+
+
+def train(folder: Path, num_ranks: int, more: str, runs: dict[str, str]) -> dict[str, Result]:
+    data = f"--data-path {write_chats(folder / 'x', LENGTHS)}"
+    lines = {name: f"{CHATS} {more} {flags}" for name, flags in runs.items()}
+    return train_each(folder, num_ranks, lines, data, timeout=250)
+
+
+def check_equal(runs: dict[str, Result], names: tuple[str, ...]) -> None:
+    first = runs[names[0]]
+    for name in names[1:]:
+        assert runs[name].column("lm loss") == first.column("lm loss"), name
+        assert runs[name].evaluations == first.evaluations and runs[name].hashes == first.hashes
+
+
+def check_near(one: Result, other: Result) -> None:
+    losses = [
+        [*r.column("lm loss"), *(row["lm loss"] for row in r.evaluations)] for r in (one, other)
+    ]
+    assert len(losses[0]) == len(losses[1]) > 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert one.column("grad norm") == pytest.approx(other.column("grad norm"), rel=1e-4)
+
+
+@pytest.mark.timeout(280)
+def test_slices_train_as_whole_sequences_do(tmp_path: Path) -> None:
+    more = "--train-iters 4"
+    runs = train(tmp_path, 2, more, {"whole": "", "packed": "--packing even", **ORDERS})
+    check_equal(runs, tuple(ORDERS))
+    check_near(runs["whole"], runs["dynamic"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--train-iters 20 --packing even --position-embedding-type rope",
+        "--train-iters 20 --calculate-per-token-loss",
+        "--train-iters 6 --num-virtual-stages-per-pipeline-rank 2 --packing even --num-layers 4",
+        "--train-iters 6 --tensor-model-parallel-size 2 --sequence-parallel --packing even",
+        f"--train-iters 6 --packing even {REPLICAS}",
+    ],
+    ids=["packed", "per token", "two chunks", "tensor", "replicas"],
+)
+def test_sliced_layouts_train_as_whole_sequences_do(tmp_path: Path, more: str) -> None:
+    num_ranks = 4 if "tensor" in more or "distributed" in more else 2
+    runs = train(tmp_path, num_ranks, more, {"whole": "", **ORDERS})
+    check_equal(runs, tuple(ORDERS))
+    check_near(runs["whole"], runs["dynamic"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_a_resumed_run_of_slices_is_the_same(tmp_path: Path) -> None:
+    """From the middle of an epoch."""
+    where = "--save DIR/saved --save-interval 3"
+    runs = train(
+        tmp_path, 2, "--packing even",
+        {
+            "all": f"{SLICED} --train-iters 6",
+            "first": f"{SLICED} --train-iters 6 --exit-interval 3 {where}",
+            "second": f"{SLICED} --train-iters 6 {where} --load DIR/saved",
+        },
+    )  # fmt: skip
+    whole, second = runs["all"], runs["second"]
+    assert second.column("lm loss") == whole.column("lm loss")[3:]
+    assert second.hashes == whole.hashes
