@@ -74,6 +74,15 @@ def test_answers_are_marked(tokenizer: GPT2BPETokenizer, template: str, texts: l
     assert ids[-1] == tokenizer.eod
 
 
+def test_an_answer_stands_behind_its_prompt_where_the_template_changes_that(
+    tokenizer: GPT2BPETokenizer,
+) -> None:
+    """The template begins with the number of messages, which is another one with the answer."""
+    texts = ["1[user]Who?<|endoftext|>[assistant]", "Ada.<|endoftext|>"]
+    template = "{{ messages | length }}" + BRACKETS
+    assert marked(tokenizer, template, chat("Who?", "Ada.")) == texts
+
+
 def test_prompt_and_completion_are_a_chat(tokenizer: GPT2BPETokenizer) -> None:
     line = {"prompt": "Who?", "completion": "Ada."}
     assert samples(tokenizer, PLAIN, line) == samples(tokenizer, PLAIN, chat("Who?", "Ada."))
@@ -88,6 +97,7 @@ def test_prompt_and_completion_are_a_chat(tokenizer: GPT2BPETokenizer) -> None:
         ({"messages": []}, "no list of messages"),
         ({"messages": [{"role": "user"}]}, "message 1 lacks"),
         (chat("Who?<|endoftext|>", "Ada."), "special token"),
+        (chat("Who?", "Ada \ud800"), "message 2 holds half a surrogate pair"),
     ],
 )
 def test_a_bad_chat_is_named(

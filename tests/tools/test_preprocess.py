@@ -85,7 +85,8 @@ def sha256(path: Path) -> str:
 
 def test_documents_come_in_order_and_empty_ones_stay(tmp_path: Path) -> None:
     source = corpus(tmp_path, {"text": "one"}, {"text": ""}, {"text": "two"})
-    assert run(source, tmp_path / "out", *GPT, "--append-eod") == 0
+    always_on = ["--keep-sequential-samples", "--legacy-tokenizer"]
+    assert run(source, tmp_path / "out", *GPT, "--append-eod", *always_on) == 0
     one, empty, two = documents_of(tmp_path / "out_text_document")
     tokenizer = build_tokenizer("GPT2BPETokenizer", str(VOCAB), str(MERGES))
     assert one == [[*tokenizer.tokenize("one"), tokenizer.eod]]
