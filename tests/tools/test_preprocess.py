@@ -123,6 +123,7 @@ BAD_LINES = {
     'no key "text"': {"title": "no text"},
     "neither a text nor a list": {"text": 5},
     "half a surrogate pair": '{"text": "\\ud800"}',
+    "BOM": b'\xef\xbb\xbf{"text": "a mark that a first line alone may have"}',
 }
 
 
@@ -143,7 +144,10 @@ def test_bad_lines_can_be_skipped_and_are_counted(
     source = corpus(tmp_path, {"text": "good"}, *BAD_LINES.values(), {"text": "good"})
     assert run(source, tmp_path / "out", *GPT, "--skip-bad-lines") == 0
     assert len(documents_of(tmp_path / "out_text_document")) == 2
-    assert f"{len(BAD_LINES)} bad lines skipped" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert f"{len(BAD_LINES)} bad lines skipped" in said.out
+    shown = [line.split(":")[1] for line in said.err.splitlines() if "skipped: " in line]
+    assert shown == [f" {source}, line {number + 2}" for number in range(len(BAD_LINES))]
 
 
 def test_old_output_survives_a_failed_run(tmp_path: Path) -> None:
@@ -269,12 +273,15 @@ def test_a_worker_that_cannot_build_its_tokenizer_says_why(
     assert "Traceback" not in said
 
 
-def test_bert_sentences_by_rules(tmp_path: Path) -> None:
+def test_bert_sentences_by_rules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vocab = ROOT / "datasets_bert" / "vocab.txt"
     source = corpus(tmp_path, {"text": "Dr. Ada sat down. She slept."}, {"text": ""})
     flags = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(vocab)]
+    assert run(source, tmp_path / "whole", *flags, "--workers", "1") == 0
+    assert "BERT's data needs --split-sentences" in capsys.readouterr().err
     flags += ["--split-sentences", "--sentence-splitter", "rules", "--workers", "1"]
     assert run(source, tmp_path / "out", *flags) == 0
+    assert "needs --split-sentences" not in capsys.readouterr().err
     first, empty = documents_of(tmp_path / "out_text_sentence")
     assert len(first) == 2
     assert empty == []
