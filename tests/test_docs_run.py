@@ -66,6 +66,10 @@ EXCEPTIONS = (
         "a downloaded model; tests/convert runs such commands with a small one",
     ),
     Instead(
+        r"^megatron-dpp .*--family-file .*", "",
+        "a model and a file of the reader's; tests/families runs them with a small one",
+    ),
+    Instead(
         r"^(.*-m pip install deepspeed)", "", "installs into the environment that tests share"
     ),
     Instead(r"^torchrun .*--hidden-size 2048 .*", "", "two GPUs"),

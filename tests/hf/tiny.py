@@ -126,15 +126,27 @@ SPARSE = ("mixtral", "qwen3_moe", "glm4_moe", "gpt_oss")
 """Families with experts."""
 
 
-def make(family: str, folder: Path, *, shard: str = "1GB", **more: Any) -> Path:
-    """A model whose parameters are all drawn, norms and biases too."""
+def _config(family: str, **more: Any) -> Any:
     import transformers
 
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     start, settings = MODELS[family]
     plain = {"pad_token_id": None}  # a token of padding would have no gradient
-    config = getattr(transformers, f"{start}Config")(**plain | settings | more)
+    return getattr(transformers, f"{start}Config")(**plain | settings | more)
+
+
+def config_of(family: str) -> dict[str, Any]:
+    """The ``config.json`` of a model."""
+    found: dict[str, Any] = _config(family).to_dict()
+    return found
+
+
+def make(family: str, folder: Path, *, shard: str = "1GB", **more: Any) -> Path:
+    """A model whose parameters are all drawn, norms and biases too."""
+    import transformers
+
+    config = _config(family, **more)
     torch.manual_seed(1)
     model = getattr(transformers, find_families()[family].class_name)(config)
     for name, parameter in model.named_parameters():

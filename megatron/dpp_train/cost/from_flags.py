@@ -102,6 +102,7 @@ def model_of(args: Settings, *, arch: str = "gpt") -> ModelShape:
         experts=_experts(args),
         qk_norm=args.qk_layernorm,
         qk_norm_over_heads=args.qk_norm_over_heads,
+        softmax_offsets=args.softmax_type == "learnable",
         layer_norms=2 * args.input_norms + 2 * args.output_norms,
     )
 

@@ -64,13 +64,15 @@ def layer_parameters(shape: RunShape) -> int:
         count += (model.queries + model.keys) // t * model.norm_vectors
     else:
         count += 2 * model.qk_norm * model.head_size * model.norm_vectors
+    if model.softmax_offsets:
+        count += model.num_heads // t
     if model.qkv_bias or model.linear_bias:
         count += qkv
     if model.linear_bias:
         count += h
     if model.experts is None:
         return count + _mlp_parameters(model, model.ffn_hidden_size, t)
-    router, shared = h * model.experts.number, model.experts.shared
+    router, shared = (h + model.linear_bias) * model.experts.number, model.experts.shared
     count += _mlp_parameters(model, shared, t) if shared else 0
     return count + router + expert_parameters(shape)
 

@@ -77,6 +77,7 @@ class ModelShape:
         experts: in the place of each layer's MLP; None without them.
         qk_norm: queries and keys of a head are normalised.
         qk_norm_over_heads: those of all heads together.
+        softmax_offsets: each head has one more, learned logit.
         layer_norms: norms of a layer over the hidden size.
     """
 
@@ -104,6 +105,7 @@ class ModelShape:
     qk_norm: bool = False
     qk_norm_over_heads: bool = False
     layer_norms: int = 2
+    softmax_offsets: bool = False
 
     @property
     def queries(self) -> int:

@@ -5,7 +5,8 @@ further ones by an entry point of the group ``megatron_dpp.families``, and ``--f
 file with one.
 """
 
+from megatron.dpp_train.families import parts
 from megatron.dpp_train.families.base import Config, Family, Row, Sizes, row
 from megatron.dpp_train.families.registry import ENTRY_POINTS, find_families
 
-__all__ = ["ENTRY_POINTS", "Config", "Family", "Row", "Sizes", "find_families", "row"]
+__all__ = ["ENTRY_POINTS", "Config", "Family", "Row", "Sizes", "find_families", "parts", "row"]

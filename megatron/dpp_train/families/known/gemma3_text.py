@@ -77,7 +77,10 @@ FAMILY = Family(
         "sliding_window": 4096,
         "tie_word_embeddings": True,
     },
-    silent=("query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern"),
+    silent=(
+        *("query_pre_attn_scalar", "rope_local_base_freq"),
+        *("sliding_window_pattern", "_sliding_window_pattern"),
+    ),
     prepare=_prepare,
     read=_read,
     write=_write,

@@ -20,7 +20,7 @@ def _read(content: Config) -> dict[str, Any]:
 
 FAMILY = Family(
     name="phi3",
-    models="Phi-3 (4k), Phi-3.5 without LongRoPE, Phi-4 14B",
+    models="Phi-3 (4k), Phi-4 14B",
     class_name="Phi3ForCausalLM",
     fields=parts.FIELDS | {"partial_rotary_factor": "rotary-percent"},
     rows=(
