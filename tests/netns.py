@@ -14,6 +14,8 @@ import pytest
 from tests.runtime.fork_server import enter_network
 
 ADDRESSES = ("10.213.71.1", "10.213.71.2")
+SIX = ("fd5c:71::1", "fd5c:71::2")
+"""Of hosts without IPv4."""
 _SECONDS = 30.0
 
 
@@ -47,12 +49,12 @@ def _ip(*words: str) -> None:
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[Hosts]:
+def two_hosts(addresses: tuple[str, str] = ADDRESSES) -> Iterator[Hosts]:
     """Skips where no namespaces can be made."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the ip command")
     tag = os.getpid()
-    made = Hosts((f"dpp-{tag}-0", f"dpp-{tag}-1"), (f"dpp{tag}a", f"dpp{tag}b"))
+    made = Hosts((f"dpp-{tag}-0", f"dpp-{tag}-1"), (f"dpp{tag}a", f"dpp{tag}b"), addresses)
     try:
         try:
             for name in made.names:
@@ -60,9 +62,10 @@ def two_hosts() -> Iterator[Hosts]:
             _ip("link", "add", made.devices[0], "type", "veth", "peer", "name", made.devices[1])
         except subprocess.CalledProcessError as error:
             pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-        for name, device, address in zip(made.names, made.devices, ADDRESSES, strict=True):
+        for name, device, address in zip(made.names, made.devices, addresses, strict=True):
             _ip("link", "set", device, "netns", name)
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
+            width = ("/64", "nodad") if ":" in address else ("/24",)
+            _ip("-n", name, "addr", "add", address + width[0], "dev", device, *width[1:])
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", device, "up")
         yield made

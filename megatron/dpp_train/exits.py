@@ -57,7 +57,7 @@ class ExitConditions:
         if args.exit_signal_handler and any(largest([int(self._signalled)])):
             return "a rank received SIGTERM"
         if args.exit_duration_in_mins:
-            minutes = (time.time() - self._run.start_time) / 60.0
+            minutes = (time.monotonic() - self._run.started) / 60.0
             if any(largest([int(minutes > args.exit_duration_in_mins)])):
                 return f"{minutes:.1f} minutes have passed (--exit-duration-in-mins)"
         if args.exit_interval and iteration % args.exit_interval == 0:

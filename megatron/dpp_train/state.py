@@ -92,7 +92,7 @@ class Run:
     skipped_train_samples: int = 0
     consumed_valid_samples: int = 0
     flops_so_far: float = 0.0
-    start_time: float = field(default_factory=time.time)
+    started: float = field(default_factory=time.monotonic)
 
     @property
     def is_first(self) -> bool:

@@ -26,9 +26,9 @@ def test_a_run_ends_at_an_interval_and_when_its_time_is_up_on_any_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     args = SimpleNamespace(exit_signal_handler=False, exit_duration_in_mins=2, exit_interval=4)
-    monkeypatch.setattr(exits, "time", SimpleNamespace(time=lambda: 1000.0 + 60.0 * minutes))
+    monkeypatch.setattr(exits, "time", SimpleNamespace(monotonic=lambda: 1000.0 + 60.0 * minutes))
     monkeypatch.setattr(exits, "largest", lambda values: [max(*values, elsewhere)])
-    ends = exits.ExitConditions(SimpleNamespace(args=args, start_time=1000.0))  # type: ignore[arg-type]
+    ends = exits.ExitConditions(SimpleNamespace(args=args, started=1000.0))  # type: ignore[arg-type]
     assert ends.reason(iteration) == reason
 
 

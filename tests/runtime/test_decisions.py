@@ -13,6 +13,7 @@ from megatron.dpp.direction import Direction
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.schedule import (
     BUILT_IN,
+    HOLDS_ALL,
     UNIT,
     Action,
     DecisionRecorder,
@@ -47,6 +48,16 @@ def test_each_call_has_the_policy_that_it_asks_for() -> None:
     made = decisions(policy="dynamic")
     for asked, policy in ((None, "dynamic"), ("megatron", "megatron"), (None, "dynamic")):
         assert made.scheduler(TRAINING, backward=FUSED, policy=asked).policy is BUILT_IN[policy]
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_only_a_policy_that_holds_all_waits_for_a_cap_in_bytes(policy: str) -> None:
+    """Until the first step has measured activations; the others run from the start."""
+    made = decisions(policy=policy, activation_cap="1GiB")
+    first = "depth-first" if policy in HOLDS_ALL else policy
+    assert made.scheduler(TRAINING, backward=FUSED).policy is BUILT_IN[first]
+    made.measured(Memory(activation_bytes=1 << 20, deferred_bytes=0))
+    assert made.scheduler(TRAINING, backward=FUSED).policy is BUILT_IN[policy]
 
 
 @pytest.mark.parametrize("policy", ["megatron", "breadth-first"])

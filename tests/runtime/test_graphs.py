@@ -17,7 +17,7 @@ import torch
 
 from megatron.dpp.core.graphs import block as graphed_block
 from megatron.dpp.core.graphs import slots as graphs
-from megatron.dpp.core.graphs.pools import Pools, Slot
+from megatron.dpp.core.graphs.pools import Pools, Slot, Slots
 from megatron.dpp.core.graphs.rng import CapturedRng
 from megatron.dpp.errors import SetupError
 from megatron.dpp.runtime.prepared import why_no_graphs
@@ -368,7 +368,12 @@ def forwards(made: graphs.ChunkGraphs, chunk: Chunk, *lengths: int) -> list[torc
     return [hidden.grad for hidden in inputs]
 
 
-def test_each_named_length_has_graphs_of_its_own(chunk: Chunk) -> None:
+def test_each_named_length_has_graphs_of_its_own(
+    chunk: Chunk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot takes a MiB per row here."""
+    add = Slots.add
+    monkeypatch.setattr(Slots, "add", lambda s, slot, _: add(s, slot, len(s.grad_input) << 20))
     replays: list[Rerun] = []
     said: list[str] = []
     made = graphs.ChunkGraphs(
@@ -385,12 +390,13 @@ def test_each_named_length_has_graphs_of_its_own(chunk: Chunk) -> None:
     assert said == [
         "CUDA graphs: chunk 0 microbatches that are not of one of the lengths 2, 4, 8 run without "
         "graphs",
-        "CUDA graphs: memory for 3 chunk activations of 3 lengths, 0 MiB together",
+        "CUDA graphs: memory for 3 chunk activations of 3 lengths, 14 MiB together",
     ]
     replays.clear()
     forwards(made, chunk, 4, 4, 2)
     assert len(replays) == 6
-    assert said[2:] == ["CUDA graphs: memory for 4 chunk activations of 3 lengths, 0 MiB together"]
+    of_all = "CUDA graphs: memory for 4 chunk activations of 3 lengths, 18 MiB together"
+    assert said[2:] == [of_all]
 
 
 def test_the_longest_length_is_captured_only_if_it_is_named(chunk: Chunk) -> None:

@@ -297,8 +297,9 @@ def test_tensor_parallel_inputs_are_gathered_and_their_gradients_reduced(
 
     sums = Sums(monkeypatch)
     layer = Linear(
-        allreduce_dgrad=way == "all-reduce", sequence_parallel=way == "sequence", tp_group=Pair()
-    )
+        bias=True, allreduce_dgrad=way == "all-reduce", sequence_parallel=way == "sequence",
+        tp_group=Pair(),
+    )  # fmt: skip
     chunk = Chunk(layer)
     store = WeightGradients([chunk])
     value = inputs(1)[0].detach().repeat_interleave(2, dim=2)[..., ::2].requires_grad_()
@@ -314,6 +315,7 @@ def test_tensor_parallel_inputs_are_gathered_and_their_gradients_reduced(
     assert torch.allclose(value.grad, ranks * once)  # type: ignore[arg-type]
     rows = value.detach().reshape(3, 2).sum(0) * (2 if way == "sequence" else 1)
     assert torch.allclose(layer.weight.grad, rows.expand(2, 2))  # type: ignore[arg-type]
+    assert layer.bias.grad.tolist() == [len(output)] * 2  # type: ignore[union-attr]
     assert sums.told == {
         "alone": [], "all-reduce": ["all-reduce tp"], "sequence": ["gather", "scatter tp", "gather"]
     }[way]  # fmt: skip
