@@ -24,6 +24,7 @@ check() {
 check "ruff check" "$python" -m ruff check .
 check "ruff format" "$python" -m ruff format --check .
 check mypy "$python" -m mypy
+check lock "$python" tools/lock.py --check
 mapfile -t scripts < <(git ls-files '*.sh' '*.sbatch' '.ci/run')
 # SC1091: it does not follow sourced files, which are in the list themselves.
 check shellcheck "$bin/shellcheck" --exclude=SC1091 "${scripts[@]}"

@@ -60,3 +60,27 @@ def test_files_of_settings_that_are_no_text_are_refused(tmp_path: Path) -> None:
         parse_args(["--yaml-cfg", str(path)])
     with pytest.raises(DataError, match=r"latin: not UTF-8 text \(invalid"):
         read_text(str(path))
+
+
+@pytest.mark.parametrize(
+    ("lines", "without", "flags", "said"),
+    [
+        ("model_parallel:\n  global_batch_size: 7\n", "", "",
+         "--global-batch-size is global_batch_size"),
+        ("micro-batch-size: 0\n", "--micro-batch-size", "",
+         "--micro-batch-size is micro-batch-size"),
+        ("lr: -1\n", "--lr", "", "--lr is lr"),
+        ("global_batch_size: 8\n", "", "--global-batch-size 7", None),
+        ("lr: -1\nweight_decay: 0.5\n", "", "--global-batch-size 7", None),
+    ],
+)  # fmt: skip
+def test_bad_values_of_a_file_are_named_by_its_keys(
+    lines: str, without: str, flags: str, said: str | None, tmp_path: Path
+) -> None:
+    """Those of the command line, which win, are named by their flags alone."""
+    path = tmp_path / "run.yaml"
+    path.write_text(lines)
+    with pytest.raises(ConfigError) as error:
+        checked(f"{flags} --yaml-cfg {path}", 2, without)
+    text = str(error.value)
+    assert text.endswith(f" ({said} in {path})") if said else f"{path}" not in text

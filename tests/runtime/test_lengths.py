@@ -104,7 +104,9 @@ def test_tokens_of_a_boundary() -> None:
 
 def test_a_measured_activation_is_scaled_to_the_longest() -> None:
     """The first step measures microbatch 0; a cap in bytes counts activations of the longest."""
-    stage: Any = SimpleNamespace(activation_bytes={0: 100.0, 1: 300.0}, deferred_bytes={0: 50.0})
+    stage: Any = SimpleNamespace(
+        activation_bytes={0: 100.0, 1: 300.0}, deferred_bytes={0: 50.0}, runs_head_in_forward=False
+    )
     decisions = Decisions(DppConfig(activation_cap="12KiB"), lambda line: None)
     session = SimpleNamespace(decisions=decisions, largest=lambda call, *values: list(values))
     sessions: Any = SimpleNamespace(current=session)

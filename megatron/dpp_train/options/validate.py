@@ -31,6 +31,7 @@ from megatron.dpp_train.options.validate_ranges import (
 )
 from megatron.dpp_train.options.validate_sequences import check_sequences
 from megatron.dpp_train.options.validate_slices import check_head, check_slices
+from megatron.dpp_train.options.yaml_file import naming_keys
 from megatron.dpp_train.tokenizers import PIECE_TYPES
 
 Args = Settings
@@ -50,10 +51,11 @@ def validate(args: Args, world_size: int, arch: str | None = None) -> RunConfig:
     """
     draft = args.draft()
     draft.world_size = world_size
-    if arch is not None:
-        _family(draft, arch)
-    for rule in RULES:
-        rule(draft)
+    with naming_keys(args):
+        if arch is not None:
+            _family(draft, arch)
+        for rule in RULES:
+            rule(draft)
     return draft.frozen()
 
 
@@ -65,8 +67,9 @@ def check_sizes(args: Args, world_size: int) -> None:
     """
     draft = args.draft()
     draft.world_size = world_size
-    for rule in _SIZE_RULES:
-        rule(draft)
+    with naming_keys(args):
+        for rule in _SIZE_RULES:
+            rule(draft)
 
 
 def _family(args: Args, arch: str) -> None:

@@ -9,11 +9,15 @@ above the defaults.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, one_line
+from megatron.dpp.naming import in_flags
+from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.text_files import read_mapping
 
 
@@ -27,26 +31,74 @@ def defaults_from_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, 
     by_dest = {action.dest: action for action in parser._actions}
     by_flag = {name.lstrip("-"): action for name, action in parser._option_string_actions.items()}
     values: dict[str, Any] = {}
-    for key, value in _items(read_mapping(path, "--yaml-cfg")):
-        flag = key.replace("_", "-")
+    for written, value in _items(read_mapping(path, "--yaml-cfg")):
+        key, flag = _spellings(written)
         if flag in by_flag and key not in by_dest:
             action = by_flag[flag]
-            values[action.dest] = _by_flag(path, key, action, value)
+            values[action.dest] = _by_flag(path, written, action, value)
         elif key in by_dest:
-            values[key] = _typed(path, key, by_dest[key], value)
+            values[key] = _typed(path, written, by_dest[key], value)
         else:
             nearest = difflib.get_close_matches(key, [*by_dest, *by_flag], n=1, cutoff=0.5)
             hint = f" (did you mean {nearest[0]}?)" if nearest else ""
-            raise ConfigError(f"--yaml-cfg {path}: unknown setting {key}{hint}")
+            raise ConfigError(f"--yaml-cfg {path}: unknown setting {written}{hint}")
     return values
 
 
+@contextlib.contextmanager
+def naming_keys(args: Settings) -> Iterator[None]:
+    """Let errors of the block name the keys of a file of settings as its writer spelled them."""
+    try:
+        yield
+    except ConfigError as error:
+        path = getattr(args, "yaml_cfg", None)
+        if path is None:
+            raise
+        from megatron.dpp_train.options.arguments import build_parser
+
+        text = error.said(in_flags)
+        found = with_keys(text, path, build_parser(), args.given)
+        if found == text:
+            raise
+        raise ConfigError(found) from error
+
+
+def with_keys(text: str, path: str, parser: argparse.ArgumentParser, given: Collection[str]) -> str:
+    """The text of an error with the file's keys for the flags that it names.
+
+    Args:
+        given: destinations that the command line sets, whose values are not the file's.
+    """
+    by_dest = {action.dest: action for action in parser._actions}
+    by_flag = {name.lstrip("-"): action for name, action in parser._option_string_actions.items()}
+    written: dict[str, str] = {}
+    for each, _ in _items(read_mapping(path, "--yaml-cfg")):
+        key, flag = _spellings(each)
+        action = by_dest.get(key) or by_flag.get(flag)
+        if action is not None and action.dest not in given:
+            written[action.dest] = each
+    named = [
+        f"{flag} is {key}"
+        for dest, key in written.items()
+        for flag in {*by_dest[dest].option_strings, "--" + dest.replace("_", "-")}
+        if re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", text)
+    ]
+    return f"{text} ({', '.join(sorted(named))} in {path})" if named else text
+
+
+def _spellings(written: str) -> tuple[str, str]:
+    """A key as the destination and as the flag that it may stand for."""
+    key = written.lstrip("-").replace("-", "_")
+    return key, key.replace("_", "-")
+
+
 def _items(section: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Keys as they are written, and their values."""
     for key, value in section.items():
         if isinstance(value, dict):
             yield from _items(value)
         else:
-            yield str(key).lstrip("-").replace("-", "_"), value
+            yield str(key), value
 
 
 def _by_flag(path: str, key: str, action: argparse.Action, value: Any) -> Any:
