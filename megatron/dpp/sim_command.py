@@ -112,8 +112,7 @@ def _add_schedule_flags(parser: argparse.ArgumentParser) -> None:
         type=_word,
         default="auto",
         metavar="WORD",
-        help="W apart from B: on, off, stock:N, or auto (default): stock:1 with --overhead and "
-        "equal lengths, off with --costs that have no W, else on",
+        help="W apart from B: auto, on, off, stock:N",
     )
     add("--w-pieces", type=int, default=1, metavar="N", help="pieces of a chunk's W (default 1)")
     add("--beta", type=float, default=0.0, metavar="X", help="share that a B frees (default 0)")
@@ -134,7 +133,7 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
         help="sft, long, LIST, FILE, or SIGMA of times",
     )
     add("--longest", type=int, metavar="TOKENS", help="unit of --cap (default: of --lengths)")
-    add("--slices", metavar="N", help="compare sequences cut into slices of N tokens, or auto")
+    add("--slices", metavar="N", help="cut sequences into N tokens, or auto")
     add("--slow-rank", metavar="RANK:FACTOR", help="as in 1:1.5")
     add("--slow-link", metavar="A-B:TIME", help="as in 0-1:2, in chunk forwards")
     add("--transient", metavar="FACTORx:SHARE%", help="slow ranks now and then, as 2x:20%%")

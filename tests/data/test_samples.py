@@ -81,7 +81,9 @@ class Rank:
         monkeypatch.setattr(data, "BlendedMegatronDatasetBuilder", Builder)
         monkeypatch.setattr(data, "largest", largest)
         if not real:
-            monkeypatch.setattr(torch.utils.data, "DataLoader", loader)
+            monkeypatch.setattr(
+                data, "Loader", lambda _, batches, **given: loader(batches, **given)
+            )
             for kind in ("SequentialSampler", "CyclicSampler"):
                 monkeypatch.setattr(
                     data, kind, lambda total, consumed, *_, **__: SimpleNamespace(consumed=consumed)
@@ -145,12 +147,23 @@ def test_workers_outlive_an_epoch_and_are_prepared(
     workers: int, outlives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else every epoch, and every whole evaluation, would fork its workers anew."""
-    rank = Rank(monkeypatch, ([1], None, None), num_workers=workers, exit_signal_handler=outlives)
+    made: list[Any] = []
+    kind = data.Loader
+
+    def loader(*given: Any, **more: Any) -> Any:
+        made.append(kind(*given, **more))
+        return made[-1]
+
+    monkeypatch.setattr(data, "Loader", loader)
+    rank = Rank(
+        monkeypatch, ([1] * 12, None, None), real=True, num_workers=workers,
+        exit_signal_handler=outlives, distributed_timeout_minutes=10.0,
+    )  # fmt: skip
     rank.build()
-    options = rank.loaders[0].options
-    assert (options["num_workers"], options["persistent_workers"]) == (workers, workers > 0)
-    assert options["worker_init_fn"].func is prepare_worker
-    assert options["worker_init_fn"].keywords == {"outlives_sigterm": outlives}
+    (found,) = made
+    assert (found.num_workers, found.persistent_workers) == (workers, workers > 0)
+    assert found.worker_init_fn.func is prepare_worker
+    assert found.worker_init_fn.keywords == {"outlives_sigterm": outlives}
 
 
 def test_samples_that_fill_no_batch_are_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -103,12 +103,21 @@ def test_a_padded_vocabulary_is_read_from_the_parts_of_several_ranks(tmp_path: P
             stored.read(entry)
 
 
+class Written:
+    """A family that adds nothing to a config."""
+
+    written: ClassVar[dict[str, Any]] = {}
+
+    def __str__(self) -> str:
+        return "f"
+
+
 class Export:
     """Exports checkpoints of a model with one matrix, which two names may hold."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self._folder, self._count = tmp_path, 0
-        self.config: Any = SimpleNamespace(family="f", sizes=None, content={})
+        self.config: Any = SimpleNamespace(family=Written(), sizes=None, content={})
         part = Part("w", (2, 3))
         both = [entry_of("a", 2, 3, parts=(part,)), entry_of("b", 2, 3, parts=(part,), twin=True)]
         (tmp_path / "like").mkdir()

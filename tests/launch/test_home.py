@@ -15,7 +15,7 @@ import pytest
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.locks import LOCK_NAME, lock_directory
-from megatron.dpp_train.launch import home
+from megatron.dpp_train.launch import log_copy
 from megatron.dpp_train.launch.home import check_home, make_home, with_home
 from megatron.dpp_train.options.arguments import parse_args
 from megatron.dpp_train.options.run_config import RunConfig
@@ -55,7 +55,7 @@ def test_flags_that_name_a_place_are_kept(tmp_path: Path) -> None:
 def test_the_log_holds_what_is_printed_and_streams_stay_apart(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from megatron.dpp_train.launch.home import copy_output\n"
+        "from megatron.dpp_train.launch.log_copy import copy_output\n"
         "copy_output(Path(sys.argv[1]))\n"
         "os.execvp('sh', ['sh', '-c', 'seq 20000; echo wrong >&2; exit 7'])"
     )
@@ -83,8 +83,8 @@ def test_a_reader_that_takes_little_at_a_time_gets_all(
         return len(taken[-1])
 
     with monkeypatch.context() as patch:
-        patch.setattr(home, "os", SimpleNamespace(read=os.read, write=write))
-        home._copy({read_end: 1}, (tmp_path / "log").open("ab", buffering=0))
+        patch.setattr(log_copy, "os", SimpleNamespace(read=os.read, write=write))
+        log_copy._copy({read_end: 1}, (tmp_path / "log").open("ab", buffering=0))
     os.close(read_end)
     assert b"".join(taken) == (tmp_path / "log").read_bytes() == b"a long line\n"
 
@@ -163,7 +163,7 @@ _START = """
 import os, sys
 from pathlib import Path
 from megatron.dpp.errors import DppError
-from megatron.dpp_train.launch.home import copy_output
+from megatron.dpp_train.launch.log_copy import copy_output
 from megatron.dpp.locks import lock_directory
 home = Path(sys.argv[1])
 try:

@@ -119,14 +119,14 @@ REFUSED = {
     "--procs 2 --mode auto --dpp-plan shapes": "--dpp-plan: --mode auto decides about that",
     "--procs 2 --mode auto --dpp-replay tape": "--dpp-replay: --mode auto decides about that",
     "--procs 2 --decoder-first-pipeline-num-layers 2": "--mode auto decides about that",
-    "--procs 2 --mode 3d --pp 2 --dpp-policy none": "expected one of dynamic, depth-first",
-    "--procs 2 --mode auto --dpp-policy none": "--dpp-policy none: expected one of dynamic",
+    "--procs 2 --mode 3d --pp 2 --dpp-policy none": "expected one of auto, dynamic",
+    "--procs 2 --mode auto --dpp-policy none": "--dpp-policy none: expected one of auto",
     "--procs 2 --mode auto --dpp-policy no_module:f": "--dpp-policy no_module:f: ModuleNotFound",
     "--procs 2 --mode auto --dpp-activation-cap 2x": "--dpp-activation-cap 2x: expected auto",
     "--procs 2 --mode auto --dpp-inject jiter:1": "--dpp-inject jiter:1: expected jitter",
     "--procs 2 --mode auto --dpp-inject slow-rank:2:2": "--dpp-inject slow-rank:2:2",
     "--procs 2 --mode simple --dpp-transport pigeon": "--dpp-transport pigeon: expected one of",
-    "--procs 2 --mode simple --dpp-slots 0": "--dpp-slots 0: must be at least 1",
+    "--procs 2 --mode simple --dpp-slots 0": "--dpp-slots 0: must be from 1 to",
     "--procs 2 --mode 3d --pp 2 --batch-size 64 --micro-batch-size 1 --dpp-policy breadth-first": (
         "holds all 64 microbatches"
     ),

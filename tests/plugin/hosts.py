@@ -34,7 +34,7 @@ ON_CPU = "--transformer-impl local --distributed-backend gloo --use-cpu-initiali
 ENGINE = "--transformer-impl transformer_engine --bf16 --deterministic-mode"
 """Flags of Transformer Engine's layers, with which :meth:`Hosts.run` takes GPUs."""
 PP2X2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
-DYNAMIC = "--use-dpp --dpp-strict"
+DYNAMIC = "--use-dpp --dpp-strict --dpp-policy dynamic"
 _FOR_OLD_PYTHON = """
 import typing, typing_extensions
 if not hasattr(typing, "override"):  # newer versions of Megatron-LM want Python 3.12

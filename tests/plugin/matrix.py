@@ -38,6 +38,8 @@ ROWS = {
     "`--dpp-strict` refuses (1)",
     "test_microbatches_that_the_static_schedule_refuses": "3 microbatches on 2 stages x 2 chunks, "
     "which the host's own schedule refuses (2)",
+    "test_sequences_in_slices_of_every_version": "2 stages, `--dpp-slice-tokens 16`, dynamic and "
+    "Megatron's order (2)",
 }
 """Case of test_every_version_and_layout, or another test -> label of its row, with its ranks."""
 _NOT_COMPARED = "test_microbatches_that_the_static_schedule_refuses"

@@ -404,6 +404,9 @@ def run_case(case: dict[str, Any]) -> None:
     deviated = 0
     for settings in case["runs"]:
         static = settings.pop("static", False)
+        settings.setdefault(
+            "policy", "dynamic"
+        )  # the usual one keeps Megatron's order on two ranks
         kind: Any = StaticSchedule if static else DppSchedule
         trace = recorder_of(case, settings.pop("trace", None), "pp" if static else "dpp")
         grouped = settings.pop("grouped", case.get("grouped", False))

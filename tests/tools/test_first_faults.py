@@ -143,7 +143,7 @@ def test_a_python_without_the_packages_is_one_line(words: list[str]) -> None:
 
 def test_the_short_help_has_each_setting_once_and_whole_words() -> None:
     lines = command(str(REPOSITORY / "pretrain_gpt.py"), "--help").stdout.splitlines()
-    assert any(line.endswith(" megatron, ...") for line in lines)
+    assert any(line.endswith(" breadth-first, ...") for line in lines)
     assert not any("--persistent-save-interval" in line for line in lines)
 
 

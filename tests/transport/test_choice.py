@@ -18,7 +18,6 @@ from megatron.dpp.errors import ConfigError, SetupError, TransportUnavailable
 from megatron.dpp.transport import (
     ChannelSpec,
     Direction,
-    LinkInfo,
     TransportOptions,
     gpu,
     open_transport,
@@ -244,7 +243,8 @@ def test_what_was_chosen_and_noted_reaches_the_transport(
         board = end.board
     given = taken[5]
     assert given["in_place"] == ({4} if has_gpu else set())
-    assert given["links"] == [LinkInfo(4, "shm", "asked for: shm; here")]
+    (link,) = given["links"]
+    assert (link.peer, link.kind, link.reason) == (4, "shm", "asked for: shm; here")
     assert board is not None and (board.index, board.size, board.spans_hosts) == (1, 2, False)
     assert given["abandon_after"] == 60.0
     assert (given["incoming"], given["outgoing"]) == (specs, [])

@@ -148,7 +148,7 @@ def test_a_receiver_that_is_stopped_is_not_dead(tmp_path: Path) -> None:
 
     with forked(2, body, tmp_path) as (_, results):
         found = dict(results.get(timeout=PATIENCE) for _ in range(2))
-    assert "rank 1 is alive" in found[0]
+    assert "of rank 1 is stopped (SIGSTOP" in found[0]
     assert found[1] == large.numel()
 
 
@@ -228,5 +228,7 @@ def test_a_large_message_is_spread_over_the_connections_asked_for(connections: i
 def test_a_number_of_connections_out_of_range_is_refused(number: int) -> None:
     with pytest.raises(ConfigError, match=rf"tcp_connections={number}\): must be from 1 to 16"):
         DppConfig(tcp_connections=number)
-    with pytest.raises(ConfigError, match=f"option tcp_connections is {number}; the (least|most)"):
+    with pytest.raises(
+        ConfigError, match=f"option tcp_connections is {number}; expected .* 1 to 16"
+    ):
         TransportOptions(tcp_connections=number)

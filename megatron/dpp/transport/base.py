@@ -54,7 +54,7 @@ class ChannelSpec:
     Args:
         source: global rank of the sender.
         destination: global rank of the receiver.
-        chunk: model chunk *on the receiving rank*.
+        chunk: model chunk *on the receiving rank*; -1 - chunk for a kind's messages about one.
         direction: ``FORWARD`` carries stage inputs, ``BACKWARD`` their gradients.
         slot_bytes: largest payload of one message, in bytes.
         depth: number of messages the receiver can hold before the sender's next one stays pending.
@@ -71,7 +71,7 @@ class ChannelSpec:
         for name, least, most in (
             ("source", 0, _MOST_RANKS),
             ("destination", 0, _MOST_RANKS),
-            ("chunk", 0, _MOST_RANKS),
+            ("chunk", -_MOST_RANKS - 1, _MOST_RANKS),
             ("slot_bytes", 0, _MOST_BYTES),
             ("depth", 1, MOST_SLOTS),
         ):
