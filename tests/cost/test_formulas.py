@@ -290,8 +290,10 @@ def test_layouts_are_read_as_megatron_core_deals_layers_out() -> None:
 
 
 def test_models_with_some_dense_layers_are_not_estimated() -> None:
-    with pytest.raises(ConfigError, match="--moe-layer-freq: models with dense layers too"):
+    with pytest.raises(ConfigError, match="layers have no experts"):
         shape(f"{EXPERTS} --moe-layer-freq 2")
+    few = shape(f"{EXPERTS} --num-layers 8 --moe-layer-freq [0]+[1]*7")
+    assert few.model == shape(f"{EXPERTS} --num-layers 8").model
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
