@@ -67,7 +67,7 @@ class Rank:
             self.given.append(list(values))
             return [max(pair) for pair in zip(values, most, strict=True)]
 
-        def loader(batches: Any, **options: Any) -> Batches:
+        def loader(_: Any, batches: Any, **options: Any) -> Batches:
             self.loaders.append(Batches(batches, **options))
             return self.loaders[-1]
 
@@ -81,9 +81,7 @@ class Rank:
         monkeypatch.setattr(data, "BlendedMegatronDatasetBuilder", Builder)
         monkeypatch.setattr(data, "largest", largest)
         if not real:
-            monkeypatch.setattr(
-                data, "Loader", lambda _, batches, **given: loader(batches, **given)
-            )
+            monkeypatch.setattr(data, "Loader", loader)
             for kind in ("SequentialSampler", "CyclicSampler"):
                 monkeypatch.setattr(
                     data, kind, lambda total, consumed, *_, **__: SimpleNamespace(consumed=consumed)
