@@ -154,7 +154,9 @@ def unpacked(args: argparse.Namespace, version: str, folder: Path) -> Path:
         return given.resolve()
     if not (folder / version).is_dir():
         with tarfile.open(_archive(args, version)) as tar:
-            tar.extractall(folder, filter="data")
+            tar.extractall(
+                folder
+            )  # the user's own archives; older patches of Python know no filter
     return folder / version
 
 

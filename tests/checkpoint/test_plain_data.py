@@ -24,6 +24,7 @@ from torch._weights_only_unpickler import _get_allowed_globals, _get_user_allowe
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.checkpoint import files as files
@@ -99,6 +100,10 @@ class Taker(Chunk):
         self.state = state
 
 
+@pytest.mark.skipif(
+    (3, 11) <= sys.version_info < (3, 11, 4),
+    reason="PyTorch's weights_only refuses members of enumerations as this Python writes them",
+)
 def test_whole_states_are_loaded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # has no effect here
     before = torch.load, pickle.load, set(torch.serialization.get_safe_globals())
@@ -380,6 +385,17 @@ def test_no_function_that_runs_what_it_is_given_is_called(name: str) -> None:
             pickle.loads(content)
         with pytest.raises(DataError, match=rule):
             pickle.load(io.BytesIO(content))
+
+
+def test_a_member_of_an_enumeration_is_read_as_python_3_11_0_to_3_11_3_wrote_it() -> None:
+    """Their pickles ask for ``getattr``: no checkpoint of Debian 12's Python could be loaded."""
+    module = WriteItemType.__module__
+    content = f"cbuiltins\ngetattr\n(c{module}\nWriteItemType\nS'SHARD'\ntR.".encode()
+    with only_plain_data("it"):
+        assert pickle.load(io.BytesIO(content)) is WriteItemType.SHARD
+    other = b"cbuiltins\ngetattr\n(ccollections\nOrderedDict\nS'update'\ntR."
+    with only_plain_data("it"), pytest.raises(DataError, match=r"asks for builtins\.getattr"):
+        pickle.load(io.BytesIO(other))
 
 
 def test_the_formats_of_numbers_that_an_fp8_layer_keeps_are_loaded(

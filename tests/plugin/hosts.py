@@ -79,7 +79,9 @@ class Hosts:
         (self._folder / "sitecustomize.py").write_text(_FOR_OLD_PYTHON)
         if not root.is_dir():
             with tarfile.open(archive) as tar:
-                tar.extractall(self._folder, filter="data")
+                tar.extractall(
+                    self._folder
+                )  # our own archives; older patches of Python know no filter
             self._add_helpers(root / "megatron" / "core" / "datasets")
         return root
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import enum
 import io
 import pickle
 import re
@@ -73,8 +74,19 @@ class PlainUnpickler(pickle.Unpickler):
         self._where, self._known = where, known
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == _GETATTR:
+            return self._member
         _check_name(module, name, self._where, self._known)
         return super().find_class(module, name)
+
+    def _member(self, kind: Any, name: str = "") -> enum.Enum:
+        if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+            raise refusal(self._where, ".".join(_GETATTR))
+        return kind[name]
+
+
+_GETATTR = ("builtins", "getattr")
+"""What Python 3.11.0 to 3.11.3 write for a member of an enumeration, and nothing else may."""
 
 
 def _check_name(module: str, name: str, where: object, known: re.Pattern[str]) -> None:
@@ -113,12 +125,19 @@ class _Reader(pickle.Unpickler):
         self._where, self._known = where, known
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == _GETATTR:
+            return self._member
         _check_name(module, name, self._where, self._known)
         known = {"Namespace": argparse.Namespace, "OrderedDict": collections.OrderedDict}
         return known.get(name, _Anything)
 
     def persistent_load(self, pid: object) -> None:
         return None
+
+    def _member(self, kind: object, name: str = "") -> _Anything:
+        if kind is not _Anything:
+            raise refusal(self._where, ".".join(_GETATTR))
+        return _Anything()
 
 
 def read_pickle(path: Path) -> Any:
