@@ -100,10 +100,6 @@ class Taker(Chunk):
         self.state = state
 
 
-@pytest.mark.skipif(
-    (3, 11) <= sys.version_info < (3, 11, 4),
-    reason="PyTorch's weights_only refuses members of enumerations as this Python writes them",
-)
 def test_whole_states_are_loaded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # has no effect here
     before = torch.load, pickle.load, set(torch.serialization.get_safe_globals())

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from megatron.dpp.core.compat import replaced
 from megatron.dpp.errors import DataError, one_line
-from megatron.dpp_train.checkpoint.reader import PlainUnpickler, refusal
+from megatron.dpp_train.checkpoint.reader import PlainUnpickler, member_of, refusal
 
 _STATE = re.compile(
     r"collections\.OrderedDict|builtins\.(set|bytearray)|_codecs\.encode|_io\.BytesIO"
@@ -70,7 +70,9 @@ def only_plain_data(source: object) -> Iterator[None]:
 
     known = torch.serialization.get_safe_globals()
     with (
-        torch.serialization.safe_globals([each for each in _numbers() if each not in known]),
+        torch.serialization.safe_globals(
+            [*(each for each in _numbers() if each not in known), (member_of, "builtins.getattr")]
+        ),
         replaced(pickle, "load", noting(load)),
         replaced(pickle, "loads", noting(loads)),
         replaced(torch, "load", noting(partial(_load_tensors, source))),

@@ -40,7 +40,7 @@ given."""
 ARCHIVE = re.compile(
     r"(torch|numpy|megatron\.core|transformer_engine)\..+|transformer_engine_torch\.DType"
     r"|argparse\.Namespace|types\.SimpleNamespace|collections\.(OrderedDict|Counter)"
-    r"|builtins\.(set|bytearray|complex)|_codecs\.encode|_io\.BytesIO|signal\.Signals"
+    r"|builtins\.(set|bytearray|complex|getattr)|_codecs\.encode|_io\.BytesIO|signal\.Signals"
     r"|pathlib\.(_local\.)?PosixPath"
 )
 """Dotted names that may occur in a ``torch.save`` file. ``torch.load`` with ``weights_only``, as
@@ -80,13 +80,18 @@ class PlainUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
     def _member(self, kind: Any, name: str = "") -> enum.Enum:
-        if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
-            raise refusal(self._where, ".".join(_GETATTR))
-        return kind[name]
+        return member_of(kind, name, where=self._where)
 
 
 _GETATTR = ("builtins", "getattr")
 """What Python 3.11.0 to 3.11.3 write for a member of an enumeration, and nothing else may."""
+
+
+def member_of(kind: Any, name: str, *, where: object = "checkpoint") -> enum.Enum:
+    """A member of an enumeration by its name; anything else is refused."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise refusal(where, ".".join(_GETATTR))
+    return kind[name]
 
 
 def _check_name(module: str, name: str, where: object, known: re.Pattern[str]) -> None:
