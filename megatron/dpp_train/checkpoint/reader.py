@@ -74,7 +74,7 @@ class PlainUnpickler(pickle.Unpickler):
         self._where, self._known = where, known
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == _GETATTR:
+        if name == "getattr" and module in ("builtins", "__builtin__"):
             return self._member
         _check_name(module, name, self._where, self._known)
         return super().find_class(module, name)
@@ -130,7 +130,7 @@ class _Reader(pickle.Unpickler):
         self._where, self._known = where, known
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == _GETATTR:
+        if name == "getattr" and module in ("builtins", "__builtin__"):
             return self._member
         _check_name(module, name, self._where, self._known)
         known = {"Namespace": argparse.Namespace, "OrderedDict": collections.OrderedDict}
