@@ -24,8 +24,9 @@ import harness
 import torch
 import torch.nn.functional as F
 
-from megatron.dpp.core.prefix_attention import attend, kernels_for
+from megatron.dpp.core.prefix_attention import attend
 from megatron.dpp.core.slices import Row, Unit, attend_in_slice
+from megatron.dpp.core.varlen import kernels_for
 from megatron.dpp.core.wgrad.fused import wgrad_gemm_accum_fp32
 
 _EPSILON = 0.03

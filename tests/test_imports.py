@@ -61,6 +61,7 @@ OPEN_TO_THE_TRAINER = {
         "core.compat",
         "core.experts",
         "core.slices",
+        "core.varlen",
         "core.wgrad.fused",
         "core.wgrad.te",
     ),

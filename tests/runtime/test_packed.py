@@ -12,6 +12,8 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron.dpp.core import varlen
+from megatron.dpp.core.varlen import Bounds
 from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.model import packed
 from megatron.dpp_train.model.layers import SdpaAttention
@@ -109,12 +111,12 @@ def flash(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, 
 
 @pytest.mark.parametrize("function", [old_varlen, new_varlen, flash])
 def test_every_kernel_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
-    monkeypatch.setattr(packed, "imported", lambda module, name: function)
-    call = packed.by_flash_attention if function is flash else packed.by_torch
+    monkeypatch.setattr(varlen, "imported", lambda module, name: function)
+    call = varlen.KERNELS["flash" if function is flash else "torch"]
     inputs = drawn()
     q, k, v = (each.squeeze(1) for each in inputs)
     options: dict[str, Any] = {"causal": True, "scale": 0.3, "dropout": 0.0}
-    context = call(q, k, v, Documents(STARTS, 5), **options)
+    context = call(q, k, v, Bounds(STARTS, STARTS, 5, 5), **options)
     torch.testing.assert_close(
         context.reshape(TOKENS, 1, -1), dense(*inputs, causal=True, scale=0.3)
     )
@@ -140,10 +142,10 @@ def test_every_kernel_is_told_the_mask_and_flash_attention_the_dropout(
 
     q = torch.zeros(TOKENS, 4, 8)
     for function in (old, new, flash):
-        monkeypatch.setattr(packed, "imported", lambda *_, function=function: function)
-        call = packed.by_flash_attention if function is flash else packed.by_torch
+        monkeypatch.setattr(varlen, "imported", lambda *_, function=function: function)
+        call = varlen.KERNELS["flash" if function is flash else "torch"]
         dropout = 0.25 if function is flash else 0.0
-        call(q, q, q, Documents(STARTS, 5), causal=causal, scale=0.5, dropout=dropout)
+        call(q, q, q, Bounds(STARTS, STARTS, 5, 5), causal=causal, scale=0.5, dropout=dropout)
     window = (-1, 0) if causal else (-1, -1)
     of_flash = {"dropout_p": 0.25, "softmax_scale": 0.5, "causal": causal}
     assert given == [{"is_causal": causal}, {"window_size": window}, of_flash]
@@ -152,35 +154,33 @@ def test_every_kernel_is_told_the_mask_and_flash_attention_the_dropout(
 @pytest.mark.parametrize(
     ("there", "dtype", "dropout", "expected"),
     [
-        ({"varlen_attn", "flash_attn_varlen_func"}, torch.bfloat16, 0.0, "by_torch"),
-        ({"varlen_attn", "flash_attn_varlen_func"}, torch.bfloat16, 0.1, "by_flash_attention"),
-        ({"flash_attn_varlen_func"}, torch.float16, 0.0, "by_flash_attention"),
-        ({"varlen_attn"}, torch.bfloat16, 0.1, None),
-        ({"varlen_attn"}, torch.float32, 0.0, None),
-        (set(), torch.bfloat16, 0.0, None),
+        ({"varlen_attn", "flash_attn_varlen_func"}, torch.bfloat16, 0.0, ["torch", "flash"]),
+        ({"varlen_attn", "flash_attn_varlen_func"}, torch.bfloat16, 0.1, ["flash"]),
+        ({"flash_attn_varlen_func"}, torch.float16, 0.0, ["flash"]),
+        ({"varlen_attn"}, torch.bfloat16, 0.1, []),
+        ({"varlen_attn"}, torch.float32, 0.0, []),
+        (set(), torch.bfloat16, 0.0, []),
     ],
 )
-def test_the_first_kernel_that_is_there(
+def test_the_kernels_that_are_there(
     monkeypatch: pytest.MonkeyPatch,
     there: set[str],
     dtype: torch.dtype,
     dropout: float,
-    expected: str | None,
+    expected: list[str],
 ) -> None:
-    monkeypatch.setattr(packed, "imported", lambda _, name: print if name in there else None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    query: Any = SimpleNamespace(shape=(9, 1, 4, 64), dtype=dtype, device="cuda")
-    found = packed.kernel_for(query, dropout)
-    assert (found.__name__ if found else None) == expected
-    for size in (60, 264):
+    monkeypatch.setattr(varlen, "imported", lambda _, name: print if name in there else None)
+    capability = [(9, 0)]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
+    query: Any = SimpleNamespace(shape=(9, 1, 4, 64), dtype=dtype, device="cuda", is_cuda=True)
+    for size, capability[0], found in (
+        (64, (9, 0), expected), (60, (9, 0), []), (264, (9, 0), []), (256, (9, 0), expected),
+        (256, (8, 0), expected), (256, (7, 5), []),
+    ):  # fmt: skip
         query.shape = (9, 1, 4, size)
-        assert packed.kernel_for(query, dropout) is None, "no head size of theirs"
-    query.shape = (9, 1, 4, 256)
-    assert packed.kernel_for(query, dropout) is found
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert packed.kernel_for(query, dropout) is found
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert packed.kernel_for(query, dropout) is None
+        assert varlen.kernels_for(query, dropout) == found
+    query.is_cuda, query.shape = False, (9, 1, 4, 64)
+    assert varlen.kernels_for(query, dropout) == []
 
 
 def test_all_layers_share_the_documents() -> None:

@@ -8,13 +8,13 @@ The gradients of keys and values are summed and scattered in the backward.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from torch.nn.attention.bias import causal_lower_right
+
+from megatron.dpp.core.varlen import causal_mask
 
 
 def chunk_numbers(group: Any) -> tuple[int, int]:
@@ -32,19 +32,6 @@ def gathered(part: torch.Tensor, group: Any) -> torch.Tensor:
     """The whole row of which each rank has a part, [tokens / ranks, ...] -> [tokens, ...]."""
     chunks = gather_from_sequence_parallel_region(part, group=group).chunk(2 * group.size())
     return torch.cat([*chunks[::2], *chunks[::-2]])
-
-
-def _causal(queries: int, keys: int, like: torch.Tensor) -> Any:
-    """The causal mask of a row's tokens ``keys - queries`` to ``keys``."""
-    if like.is_cuda:  # PyTorch then takes a kernel that needs no mask in memory
-        return causal_lower_right(queries, keys)
-    return _mask(queries, keys)
-
-
-@functools.lru_cache(maxsize=8)
-def _mask(queries: int, keys: int) -> torch.Tensor:
-    """One for all layers, since a layer keeps its mask for the backward."""
-    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
 
 
 def attend(
@@ -77,7 +64,9 @@ def attend(
         begin, end = number * size, (number + 1) * size
         part = F.scaled_dot_product_attention(
             chunk, k[:, :, :end], v[:, :, :end],
-            attn_mask=_causal(size, end, query) if allowed is None else allowed[begin:end, :end],
+            attn_mask=(
+                causal_mask(size, end, query) if allowed is None else allowed[begin:end, :end]
+            ),
             dropout_p=dropout, scale=scale, enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         parts.append(part)

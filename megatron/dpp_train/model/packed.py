@@ -11,11 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
-import inspect
 import itertools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,14 +22,13 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
+from megatron.dpp.core.varlen import KERNELS, Bounds, kernels_for
 from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.model import context
 from megatron.dpp_train.model.masks import mark_softmax_offset, masked
 
 CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 """Masks of causal attention."""
-_LARGEST_HEAD = 256
-"""Largest head size of the variable-length kernels."""
 _OWN_FORMAT = "documents"
 """Format of the parameters between the attention classes here: [t, 1, heads, size], with rotary
 embeddings of each token.
@@ -257,10 +252,12 @@ def attend(
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         output = masked(q, k, v, allowed, scale=scale, dropout=dropout, sinks=sinks)
         return output.permute(2, 0, 1, 3).reshape(tokens, 1, -1)
-    kernel = kernel_for(query, dropout) if query.is_cuda else None
-    if kernel is not None:
+    names = kernels_for(query, dropout)
+    if names:
         q, k, v = (tensor.squeeze(1) for tensor in (query, key, value))
-        output = kernel(q, k, v, documents, causal=causal, scale=scale, dropout=dropout)
+        starts, longest = documents.starts, documents.longest
+        bounds = Bounds(starts, starts, longest, longest)
+        output = KERNELS[names[0]](q, k, v, bounds, causal=causal, scale=scale, dropout=dropout)
         return output.reshape(tokens, 1, -1)
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     sdpa = functools.partial(
@@ -277,73 +274,3 @@ def attend(
         ]
         output = torch.cat(parts, dim=2)
     return output.permute(2, 0, 1, 3).reshape(tokens, 1, -1)
-
-
-def kernel_for(query: torch.Tensor, dropout: float) -> Callable[..., torch.Tensor] | None:
-    """A variable-length kernel for this query on a GPU; None if there is none."""
-    size = query.shape[-1]
-    if query.dtype not in (torch.float16, torch.bfloat16) or size % 8 or size > _LARGEST_HEAD:
-        return None
-    if torch.cuda.get_device_capability(query.device) < (8, 0):
-        return None
-    if not dropout and imported("torch.nn.attention.varlen", "varlen_attn") is not None:
-        return by_torch
-    return by_flash_attention if imported("flash_attn", "flash_attn_varlen_func") else None
-
-
-@functools.cache
-def imported(module: str, name: str) -> Callable[..., Any] | None:
-    """A function of a package, None if it is not there."""
-    try:
-        found: Callable[..., Any] | None = getattr(importlib.import_module(module), name, None)
-    except (ImportError, OSError):
-        return None
-    return found
-
-
-@functools.cache
-def _options_of(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
-
-
-def by_torch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, *,
-    causal: bool, scale: float, dropout: float,
-) -> torch.Tensor:  # fmt: skip
-    """``torch.nn.attention.varlen``, whose options differ between PyTorch 2.10 and 2.13."""
-    function = imported("torch.nn.attention.varlen", "varlen_attn")
-    assert function is not None and not dropout
-    known: frozenset[str] = _options_of(function)
-    options: dict[str, Any] = {}
-    if "window_size" in known:
-        options["window_size"] = (-1, 0) if causal else (-1, -1)
-    else:
-        options["is_causal"] = causal
-    usual = 1.0 / math.sqrt(q.shape[-1])
-    if "scale" in known:
-        options["scale"] = scale
-    elif scale != usual:
-        q = q * (scale / usual)
-    if q.shape[1] != k.shape[1]:
-        if "enable_gqa" in known:
-            options["enable_gqa"] = True
-        else:
-            k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
-    starts, longest = documents.starts, documents.longest
-    output: torch.Tensor = function(q, k, v, starts, starts, longest, longest, **options)
-    return output
-
-
-def by_flash_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, *,
-    causal: bool, scale: float, dropout: float,
-) -> torch.Tensor:  # fmt: skip
-    """flash-attention's own function."""
-    function = imported("flash_attn", "flash_attn_varlen_func")
-    assert function is not None
-    starts, longest = documents.starts, documents.longest
-    output: torch.Tensor = function(
-        q, k, v, starts, starts, longest, longest, dropout_p=dropout, softmax_scale=scale,
-        causal=causal,
-    )  # fmt: skip
-    return output
