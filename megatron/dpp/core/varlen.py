@@ -22,7 +22,7 @@ _LARGEST_HEAD = 256
 
 
 class Bounds(NamedTuple):
-    """Where the documents of a row begin.
+    """First queries and keys of a row's documents.
 
     Args:
         queries, keys: int32 [documents + 1] on the device; the last is the end.
