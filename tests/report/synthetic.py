@@ -52,6 +52,7 @@ class Run:
     num_bytes: int = 1 << 20
     schedule: str = "dpp"
     replicas: int = 1
+    groups: tuple[int, ...] = ()
     experts: Callable[[int, int, int], tuple[list[int], int]] | None = None
     """(replica, rank, microbatch) -> tokens of its two experts in a forward, and their ns."""
 
@@ -83,9 +84,11 @@ class _Pipeline:
         self.counts: dict[Channel, int] = {}
         self.waiting: dict[Channel, deque[tuple[int, int, int]]] = {}
         self.last: dict[Channel, int] = {}
-        geometry = [Geometry(run.ranks, r, run.chunks, run.microbatches) for r in range(run.ranks)]
+        shape = run.chunks, run.microbatches
+        geometry = [Geometry(run.ranks, r, *shape, groups=run.groups) for r in range(run.ranks)]
+        cap = 2.0 * run.chunks * run.microbatches if run.groups else None
         self.schedulers = [
-            Scheduler(g, policy=run.policy, split_backward=run.split) for g in geometry
+            Scheduler(g, policy=run.policy, split_backward=run.split, cap=cap) for g in geometry
         ]
 
     def at(self, when: int, what: Callable[[], None]) -> None:

@@ -198,6 +198,18 @@ def test_a_static_schedule_differs_from_the_static_order_nowhere(tmp_path):
     assert differing_decisions(RankIteration(1, 0, tasks=tasks[:3]), shape) is None
 
 
+def test_a_sliced_run_is_held_against_the_static_order_of_its_slices(tmp_path):
+    groups = (3, 1, 4)
+    run = Run(iterations=1, policy="megatron", split=False, groups=groups)
+    analysis = analysed(run, tmp_path)
+    found = summary(analysis)
+    assert [row.differing_decisions for row in found.ranks] == [0.0] * 4
+    assert (found.run.microbatches, found.run.slices, found.run.sliced) == (3, 8, True)
+    assert recorded_runs(analysis) == []
+    whole = summary(analysed(Run(iterations=1), tmp_path / "whole")).run
+    assert (whole.microbatches, whole.slices, whole.sliced) == (8, 0, False)
+
+
 def test_replicas_tell_a_heavy_stage_from_a_slow_rank():
     from megatron.dpp.report.analysis.stragglers import StragglerSearch
     from megatron.dpp.report.analysis.work import JobShape, Work

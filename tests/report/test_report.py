@@ -84,6 +84,22 @@ def test_the_fidelity_of_a_clear_run_is_one(made):
     assert numbers["fidelity"] == pytest.approx(1.0, abs=0.03)
 
 
+def test_a_sliced_run_has_no_predictions_and_says_so(tmp_path):
+    own = write(Run(iterations=3, groups=(3, 1, 4)), tmp_path)
+    static = Run(policy="megatron", split=False, schedule="pp", iterations=3)
+    other = write(static, tmp_path)
+    costs = ("--costs", str(tmp_path / "costs.json"))
+    arguments = ["--benchmark_dir", str(own), "--baseline", str(other)]
+    done = report(*arguments)
+    assert "not simulated" in done.stdout and "beside it" not in done.stdout
+    numbers = json.loads(report(*arguments, "--json").stdout)
+    assert numbers["what_if"] == [] and numbers["other_order"] is None
+    page = (own / "report.html").read_text()
+    assert "3 microbatches in 8 slices" in page and "0F2 s3/3" in page and "0F3 s" not in page
+    refused = report(*arguments, *costs)
+    assert refused.returncode == 1 and "--costs: sequences ran in slices" in refused.stderr
+
+
 def elements(text):
     """All elements of a page by name; fails where one is not closed in its place."""
 

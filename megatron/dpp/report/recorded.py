@@ -133,7 +133,11 @@ def recorded(
 
 
 def recorded_runs(analysis: Analysis) -> list[Recorded]:
-    """Costs of the first pipeline in every iteration that is whole."""
+    """Costs of the first pipeline in every iteration that is whole; none of a run in slices, whose
+    memory a trace does not tell.
+    """
+    if analysis.sliced:
+        return []
     ranks = analysis.shape.pipelines()[0]
     parts = zip(analysis.works, analysis.links, analysis.times, strict=True)
     runs = [recorded(analysis.shape, ranks, *part) for part in parts]

@@ -18,6 +18,7 @@ from pathlib import Path
 from megatron.dpp.command_line import guarded, new_parser
 from megatron.dpp.errors import DataError, require
 from megatron.dpp.report.analysis.limits import Limit
+from megatron.dpp.report.analysis.sentences import NOT_OF_SLICES
 from megatron.dpp.report.building import build_report
 from megatron.dpp.report.length_report import length_lines
 from megatron.dpp.report.pictures.gallery import write_plots
@@ -81,7 +82,9 @@ def _run(options: argparse.Namespace, prog: str) -> int:
     lengths = found.lengths if found else None
     if options.costs:
         if not runs:
-            raise DataError("--costs: no iteration was recorded in full")
+            sliced = found and found.run.sliced
+            why = NOT_OF_SLICES if sliced else "no iteration was recorded in full"
+            raise DataError(f"--costs: {why}")
         _write(Path(options.costs), json.dumps(cost_file(runs)) + "\n")
     if options.length_costs:
         costs = lengths.costs if lengths else None

@@ -5,7 +5,7 @@ Pure Python without torch, clock or communication. The executor (``runtime``) an
 Read ``actions.py`` first, then ``state.py`` (tasks that may run) and ``policies.py`` (the choice).
 """
 
-from megatron.dpp.schedule.actions import DIRECTION_OF, Action, Geometry, Kind
+from megatron.dpp.schedule.actions import DIRECTION_OF, Action, Geometry, Kind, groups_of
 from megatron.dpp.schedule.budget import UNIT, Budget, MemoryLimit, group_sizes, key_sizes
 from megatron.dpp.schedule.caps import (
     Allowance,
@@ -61,6 +61,7 @@ __all__ = [
     "check_room",
     "find_policy",
     "group_sizes",
+    "groups_of",
     "key_sizes",
     "parse_cap",
     "peak_in_flight",

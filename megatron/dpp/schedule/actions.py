@@ -10,6 +10,7 @@ import enum
 import functools
 import itertools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -196,3 +197,21 @@ class Geometry:
     def pieces(self, chunk: int) -> int:
         """Pieces of the ``W`` of ``chunk`` with a split backward."""
         return 1 if self.w_pieces is None else self.w_pieces[chunk]
+
+
+def groups_of(backwards: Sequence[int]) -> tuple[int, ...]:
+    """The ``Geometry.groups`` under which a chunk's backwards run in this order of microbatches:
+    each run of falling numbers is a group. Empty where none is linked.
+
+    >>> groups_of(Geometry(2, 0, 1, 6, groups=(3, 1, 2)).backward_units)
+    (3, 1, 2)
+    >>> groups_of([0, 1, 2])
+    ()
+    """
+    found: list[int] = []
+    for before, microbatch in itertools.pairwise([-1, *backwards]):
+        if microbatch < before:
+            found[-1] += 1
+        else:
+            found.append(1)
+    return tuple(found) if len(found) < len(backwards) else ()

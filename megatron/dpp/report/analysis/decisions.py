@@ -17,7 +17,9 @@ def differing_decisions(rank: RankIteration, shape: JobShape) -> int | None:
     if len(order) != 2 * num_microbatches * shape.num_chunks or not order:
         return None
     place = shape.pipeline[rank.rank]
-    geometry = Geometry(shape.num_ranks, place, shape.num_chunks, num_microbatches)
+    geometry = Geometry(
+        shape.num_ranks, place, shape.num_chunks, num_microbatches, groups=rank.groups
+    )
     left = [str(action) for action in reference_order(geometry)]
     differing = 0
     for task in order:

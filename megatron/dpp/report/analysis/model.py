@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megatron.dpp.report.align import Alignment
 from megatron.dpp.report.reader import Event, MessageId, TraceFile, message_of, read_events
+from megatron.dpp.schedule import groups_of
 from megatron.dpp.trace.vocabulary import EventKind, read_cause
 
 
@@ -103,6 +104,11 @@ class RankIteration:
     arrivals: list[Arrival] = field(default_factory=list)
     peaks: dict[str, float] = field(default_factory=dict)
     """Largest value of each counter."""
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """``Geometry.groups`` of its microbatches, by the order of their backwards."""
+        return groups_of([t.microbatch for t in self.tasks if t.kind == "B" and t.chunk == 0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,9 @@ Slice = tuple[int, float, float, str, str, str]
 @dataclass(frozen=True)
 class TracedRun:
     """Facts of a traced run. ``schedule`` is ``dpp`` or ``pp``. Data, pipeline, tensor are sizes;
-    ``skipped`` iterations count nowhere; ranks that are ``cut_short`` have no end.
+    ``microbatches`` and the ``slices`` into which they are cut (0: none) are those of the first
+    iteration, ``sliced`` holds for any; ``skipped`` iterations count nowhere; ranks that are
+    ``cut_short`` have no end.
     """
 
     directory: str
@@ -32,6 +34,8 @@ class TracedRun:
     tensor: int
     chunks: int
     microbatches: int
+    slices: int
+    sliced: bool
     started: str
     device: str
     hosts: list[str]

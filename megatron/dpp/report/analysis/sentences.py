@@ -26,6 +26,10 @@ EVEN_LAYERS = "layers laid out evenly"
 EVEN_EXPERTS = "as many tokens on all ranks of an expert-parallel group"
 """Name of the what-if without imbalance of experts."""
 
+NOT_OF_SLICES = (
+    "sequences ran in slices, and what a change of such a run would gain is not simulated"
+)
+
 _KINDS = {
     "slow-rank": "{name} computes {factor:.2f} times slower than its peers",
     "heavy-stage": "{name} has {factor:.2f} times the work of the others",
@@ -152,6 +156,7 @@ def sentences(found: Pipeline) -> list[str]:
     """The summary, most important first."""
     lines = _time_lines(found.totals) + _other_order_lines(found) + _expert_lines(found)
     lines += _host_lines(found)
+    lines += [f"{NOT_OF_SLICES[0].upper()}{NOT_OF_SLICES[1:]}."] if found.run.sliced else []
     lines += [f"{each.text[0].upper()}{each.text[1:]}." for each in found.stragglers]
     if not found.stragglers:
         lines.append("No straggler.")

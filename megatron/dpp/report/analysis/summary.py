@@ -64,6 +64,11 @@ class Analysis:
         for counts in self.differing.values():
             del counts[:count]
 
+    @property
+    def sliced(self) -> bool:
+        """Microbatches were slices of sequences in some iteration."""
+        return any(any(work.groups.values()) for work in self.works)
+
     def find_culprits(self, threshold: float) -> None:
         """Look for stragglers over all iterations taken."""
         waits: dict[int, int] = {}
@@ -195,7 +200,9 @@ def _totals(analysis: Analysis) -> Totals:
 
 
 def _run(analysis: Analysis) -> TracedRun:
-    first = analysis.files[0]
+    first, work = analysis.files[0], analysis.works[0]
+    num_tasks = max(len(m) for k in work.tasks.values() for m in k.values())
+    groups = next(filter(None, work.groups.values()), ())
     return TracedRun(
         directory=str(first.path.parent),
         schedule=first.layout.schedule,
@@ -203,7 +210,9 @@ def _run(analysis: Analysis) -> TracedRun:
         pipeline=first.layout.pipeline_size,
         tensor=first.layout.tensor_size,
         chunks=first.layout.num_chunks,
-        microbatches=max(len(m) for k in analysis.works[0].tasks.values() for m in k.values()),
+        microbatches=len(groups) or num_tasks,
+        slices=num_tasks if groups else 0,
+        sliced=analysis.sliced,
         started=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(first.start_unix_ns / 1e9)),
         device=first.device,
         hosts=sorted({file.host for file in analysis.files}),

@@ -16,9 +16,11 @@ def _slices(rank: RankIteration, track: int, origin: int) -> list[Slice]:
         (track, us(w.start), us(w.end), w.cause, f"wait: {w.cause}", w.detail) for w in rank.waits
     ]
     found += [(track, us(s.start), us(s.end), "span", s.name, "") for s in rank.spans]
+    parts = [f" s{i + 1}/{number}" * (number > 1) for number in rank.groups for i in range(number)]
     for task in rank.tasks:
         piece = f".{task.piece}" if task.piece else ""
-        name = f"{task.chunk}{task.kind}{task.microbatch}{piece}"
+        part = parts[task.microbatch] if task.microbatch < len(parts) else ""
+        name = f"{task.chunk}{task.kind}{task.microbatch}{piece}{part}"
         what = f"{task.kind} of chunk {task.chunk}, microbatch {task.microbatch}"
         found.append((track, us(task.start), us(task.end), task.kind, name, what))
     return found

@@ -19,13 +19,15 @@ UNDISTURBED = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Times of one iteration's tasks in ns: ``tasks[(rank, chunk)][kind][microbatch]``, and each
-    rank's tasks (kind, chunk, microbatch, piece) in the order in which they ran.
+    """Times of one iteration's tasks in ns: ``tasks[(rank, chunk)][kind][microbatch]``, each rank's
+    tasks (kind, chunk, microbatch, piece) in the order in which they ran, and the groups of its
+    microbatches, as in ``Geometry``.
     """
 
     number: int
     tasks: dict[Cell, dict[str, dict[int, int]]]
     orders: dict[int, list[tuple[str, int, int, int]]] = field(default_factory=dict)
+    groups: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def typical(self, cell: Cell, kind: str) -> float:
         """Time of an undisturbed task of a kind, 0 where there is none.
@@ -57,7 +59,8 @@ def work_of(iteration: Iteration) -> Work:
         rank.rank: [(task.kind, task.chunk, task.microbatch, task.piece) for task in rank.tasks]
         for rank in iteration.ranks.values()
     }
-    return Work(iteration.number, tasks, orders)
+    groups = {number: rank.groups for number, rank in iteration.ranks.items()}
+    return Work(iteration.number, tasks, orders, groups)
 
 
 @dataclass(frozen=True)

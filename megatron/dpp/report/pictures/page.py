@@ -107,6 +107,7 @@ def _layout(found: Pipeline) -> str:
         f"data {run.data}, pipeline {run.pipeline} × {run.chunks} "
         f"chunk{'s' if run.chunks > 1 else ''}, tensor {run.tensor}, "
         f"{run.microbatches} microbatch{'es' if run.microbatches > 1 else ''}"
+        f"{f' in {run.slices} slices' if run.slices else ''}"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.dpp.report.analysis.formats import duration, number, percent
 from megatron.dpp.report.analysis.report_data import Lengths, Pipeline, RankRow, Training
+from megatron.dpp.report.analysis.sentences import NOT_OF_SLICES
 from megatron.dpp.report.pictures.runs import by_stage
 
 _FEW_COLUMNS = 3
@@ -72,6 +73,7 @@ def findings(found: Pipeline) -> str:
         f"Replayed in its recorded order, the run takes {found.fidelity:.3f} times the "
         "measured time. Changes are simulated with decisions made anew."
     )
+    why = NOT_OF_SLICES if found.run.sliced else "no iteration was recorded in full"
     small = '<div class="dim small">{}</div>'.format
     return section(
         "Stragglers",
@@ -79,7 +81,7 @@ def findings(found: Pipeline) -> str:
         small(escape(harmless)) if harmless else "",
     ) + section(
         "Predicted gain of a change",
-        table(changes, found.what_if, "No prediction: no iteration was recorded in full."),
+        table(changes, found.what_if, f"No prediction: {why}."),
         small(fidelity) if found.what_if else "",
     )
 
