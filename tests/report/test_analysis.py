@@ -30,6 +30,7 @@ from megatron.dpp.report.analysis.stragglers import Culprit
 from megatron.dpp.report.analysis.summary import summary
 from megatron.dpp.report.analysis.times import length, subtract, union
 from megatron.dpp.report.analysis.work import JobShape
+from megatron.dpp.report.ingredients import simulated_parts
 from megatron.dpp.report.pictures.runs import full_name
 from megatron.dpp.report.reader import read_events
 from megatron.dpp.report.recorded import cost_file, recorded_runs
@@ -208,6 +209,20 @@ def test_a_sliced_run_is_held_against_the_static_order_of_its_slices(tmp_path):
     assert recorded_runs(analysis) == []
     whole = summary(analysed(Run(iterations=1), tmp_path / "whole")).run
     assert (whole.microbatches, whole.slices, whole.sliced) == (8, 0, False)
+
+
+def test_a_run_that_kept_megatrons_order_is_simulated_with_it(tmp_path):
+    """As the policy auto does on two ranks."""
+    (run,) = recorded_runs(analysed(Run(ranks=2, iterations=1, policy="auto"), tmp_path / "2"))
+    config = schedule_of(run)
+    assert (run.dynamic, config.policy, config.split_backward) == (True, "megatron", True)
+    assert WhatIf([run]).predict("").gain == pytest.approx(0.0, abs=0.02)
+    names = [name for name, _, _ in other_schedules(run, config, [1.0, 1.0])]
+    assert {"dynamic schedule", "Megatron's static order"} <= {*names}
+    shares = simulated_parts([run])
+    assert shares["W"] > 0 and shares["order"] == 0.0
+    (run,) = recorded_runs(analysed(Run(iterations=1, policy="auto"), tmp_path / "4"))
+    assert schedule_of(run).policy == "dynamic"
 
 
 def test_replicas_tell_a_heavy_stage_from_a_slow_rank():

@@ -82,7 +82,7 @@ def test_the_section_has_classes_padding_and_gains(tmp_path: Path) -> None:
     assert (ran.schedule, ran.plan, ran.saves) == ("dynamic", "as it ran", 0)
     best = min(section.gains, key=lambda row: row.seconds)
     assert "The dynamic schedule in the order that ran takes" in text
-    assert "policy dynamic, the default cap" in text
+    assert "policy auto, the default cap" in text
     assert f"{best.plan}, would save {best.saves:.1%}" in text
 
 

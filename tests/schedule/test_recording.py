@@ -10,10 +10,12 @@ from megatron.dpp.schedule import (
     Action,
     DecisionRecorder,
     Geometry,
+    Kind,
     Recording,
     Replay,
     Scheduler,
     check_recording,
+    reference_order,
 )
 from megatron.dpp.sim.clock import simulate
 from megatron.dpp.sim.conditions import condition_costs
@@ -45,6 +47,22 @@ def test_a_run_under_jitter_is_replayed_under_other_jitter(tmp_path):
     again = simulate(lanes, costs, split_backward=True)
     assert again.actions == first.actions
     assert ScheduleConfig().run(SHAPE, costs).actions != first.actions
+
+
+def test_a_run_of_the_policy_auto_is_replayed_on_two_ranks(tmp_path):
+    """It kept Megatron's order."""
+    path, shape = str(tmp_path / "order"), Shape(2, 2, 6)
+    costs = condition_costs("jit.3", shape, seed=1)
+    first = ScheduleConfig(policy="auto").run(shape, costs)
+    lanes = []
+    for rank, actions in enumerate(first.actions):
+        own = Geometry(2, rank, 2, 6)
+        with DecisionRecorder(path, own) as recorder:
+            recorder.write(own, actions, split_backward=True)
+        replay = Recording.load(path, rank).replay(0, own, split_backward=True)
+        lanes.append(Scheduler(own, policy=replay))
+        assert [a for a in actions if a.kind is not Kind.W] == reference_order(own)
+    assert simulate(lanes, costs, split_backward=True).actions == first.actions
 
 
 def test_several_iterations_of_different_shape(tmp_path):

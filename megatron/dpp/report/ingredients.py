@@ -15,11 +15,12 @@ _MOST_ITERATIONS = 5
 
 def simulated_parts(runs: Sequence[Recorded]) -> dict[str, float]:
     """Each ingredient's share of the static schedule's time, simulated with the tasks of a dynamic
-    run and the default cap.
-
+    run, its policy and the default cap.
     """
     last = runs[-1]
-    arms = Arms(last.shape.num_chunks, split=last.split, w_pieces=last.num_pieces)
+    arms = Arms(
+        last.shape.num_chunks, split=last.split, w_pieces=last.num_pieces, policy=last.policy
+    )
     times = {
         name: statistics.fmean(
             arms.run(name, run.shape, run.costs()).makespan for run in runs[-_MOST_ITERATIONS:]

@@ -112,13 +112,13 @@ def size_classes(samples: Sequence[Sample]) -> list[SizeClass]:
 def gains(step: StepLengths, costs: LengthCosts, shape: JobShape) -> list[PlanRow]:
     """Simulated seconds of a step under each schedule: in the drawn order, in the best of the named
     orders, packed evenly, and with one sequence per microbatch. A dynamic schedule is simulated
-    with policy ``dynamic``, the default cap and split backwards, whatever the run had.
+    with policy ``auto``, the default cap and split backwards, whatever the run had.
     """
     drawn = step.as_drawn()
     own = "dynamic" if shape.schedule == "dpp" else "static"
     times: dict[tuple[str, str], float] = {}
     ran = own, "as it ran"
-    for schedule, policy in (("static", None), ("dynamic", "dynamic")):
+    for schedule, policy in (("static", None), ("dynamic", "auto")):
         model = PipelineModel(
             num_ranks=shape.num_ranks,
             num_chunks=shape.num_chunks,
@@ -218,9 +218,7 @@ def length_lines(section: Lengths) -> list[str]:
     if section.gains:
         lines.append(section.gains_sentence)
         lines.append("  simulated: schedule, order, ms, gain over the first, saved of what ran")
-        lines.append(
-            "  (dynamic has policy dynamic, the default cap and split backwards throughout)"
-        )
+        lines.append("  (dynamic has policy auto, the default cap and split backwards throughout)")
     for row in section.gains:
         lines.append(
             f"  {row.schedule:10s}{row.plan:42s}{row.seconds * 1e3:10.1f}"

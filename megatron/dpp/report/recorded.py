@@ -11,7 +11,7 @@ from megatron.dpp.report.analysis.link_times import Link, LinkSamples
 from megatron.dpp.report.analysis.summary import Analysis
 from megatron.dpp.report.analysis.times import IterationTimes
 from megatron.dpp.report.analysis.work import Work
-from megatron.dpp.schedule import Action, Kind
+from megatron.dpp.schedule import Action, Geometry, Kind, reference_order
 from megatron.dpp.sim.costs import Costs, Hop, Shape
 from megatron.dpp.sim.schedules import replay
 from megatron.dpp.trace.vocabulary import IdleCause
@@ -57,6 +57,22 @@ class Recorded:
     def num_pieces(self) -> int:
         """Pieces of a W, in the chunk that has most."""
         return 1 + max((action.piece for order in self.orders for action in order), default=0)
+
+    @property
+    def policy(self) -> str:
+        """The built-in policy nearest to what ran: ``megatron`` where every rank kept that order,
+        as ``auto`` does on two ranks, else ``dynamic``.
+        """
+        shape = self.shape
+        geometries = [
+            Geometry(shape.num_ranks, rank, shape.num_chunks, shape.num_microbatches)
+            for rank in range(shape.num_ranks)
+        ]
+        kept = all(
+            [action for action in order if action.kind is not Kind.W] == reference_order(geometry)
+            for geometry, order in zip(geometries, self.orders, strict=False)
+        )
+        return "dynamic" if self.dynamic and not kept else "megatron"
 
     def replayed(self) -> float:
         """Makespan of the recorded order with these costs."""

@@ -196,9 +196,10 @@ def rechunked(num_chunks: int, slowness: Sequence[float]) -> Change:
 
 
 def schedule_of(run: Recorded) -> ScheduleConfig:
-    """A run's schedule: the dynamic policy, or Megatron's order for a static one."""
-    policy, split = "dynamic" if run.dynamic else "megatron", run.split
-    return ScheduleConfig(policy=policy, cap="auto", split_backward=split, w_pieces=run.num_pieces)
+    """A run's schedule, by the order of its tasks."""
+    return ScheduleConfig(
+        policy=run.policy, cap="auto", split_backward=run.split, w_pieces=run.num_pieces
+    )
 
 
 class WhatIf:

@@ -83,6 +83,7 @@ class Arms:
         w_pieces: pieces of a chunk's ``W``.
         group: microbatch group size; ``None`` is the number of ranks.
         lead: ranks choose this long before their running task ends.
+        policy: of the dynamic arms.
     """
 
     num_chunks: int
@@ -92,6 +93,7 @@ class Arms:
     w_pieces: int = 1
     group: int | None = None
     lead: float = 0.0
+    policy: str = "dynamic"
 
     @property
     def static(self) -> str:
@@ -113,7 +115,7 @@ class Arms:
         if name == self.static:
             return run_static(name, shape, costs, beta=self.beta, group=self.group)
         schedule = find_schedule(
-            "megatron" if name == MEGATRON_W else "dynamic",
+            "megatron" if name == MEGATRON_W else self.policy,
             cap=self.cap if name in (FUSED, DYNAMIC) else "static",
             split_backward=name not in (FUSED, FUSED_STATIC),
             beta=self.beta,

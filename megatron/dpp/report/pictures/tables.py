@@ -117,7 +117,7 @@ def lengths(found: Lengths, figure: str) -> str:
             f"Simulated for iteration {found.iteration} with the times of this run's own tasks. "
             "Gain: time of the first row over that of the row. Orders are drawn, or the best of "
             "those that --order planned weighs; packed ones have even costs (--packing even). The "
-            "dynamic schedule has policy dynamic, the default cap and split backwards."
+            "dynamic schedule has policy auto, the default cap and split backwards."
         )
         gains = table(plans, found.gains) + f'<div class="dim small">{escape(note)}</div>'
     return section(
