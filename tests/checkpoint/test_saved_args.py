@@ -21,6 +21,7 @@ from megatron.dpp_train.checkpoint.files import Found
 from megatron.dpp_train.checkpoint.saved_args import (
     check_model,
     check_optimizer,
+    other_slices,
     saved_args,
     take_checkpoint_args,
 )
@@ -115,6 +116,19 @@ def test_another_model_is_refused_by_both_values(name: str, tmp_path: Path) -> N
     setattr(args, name, 5)
     with pytest.raises(DataError, match=f"{MODEL[name]}, this run has 5"):
         check_model(args, saved, tmp_path)
+
+
+def test_other_slices_are_told_by_both_sizes(tmp_path: Path) -> None:
+    there = {"use_dpp": True, "dpp_slice_tokens": "4096"}
+    saved = saved_args(saved_in(tmp_path, **there))
+    here = argparse.Namespace(**there)
+    assert other_slices(here, saved, tmp_path) is None
+    here.dpp_slice_tokens = "2048"
+    said = f"{tmp_path} was saved with --dpp-slice-tokens 4096, this run has 2048: "
+    assert str(other_slices(here, saved, tmp_path)).startswith(said)
+    here.use_dpp = False
+    assert "this run has off" in str(other_slices(here, saved, tmp_path))
+    assert other_slices(here, argparse.Namespace(), tmp_path) is None
 
 
 def test_another_kind_of_optimizer_is_refused_unless_its_state_is_not_wanted(

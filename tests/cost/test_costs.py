@@ -176,6 +176,7 @@ def test_a_message_has_its_own_delay_where_its_receiver_waited() -> None:
         ({"deepspeed_zero_stage": 1}, False),
         ({"context_parallel_size": 2}, False),
         ({"num_experts": 4}, False),
+        ({"dpp_slice_tokens": "auto"}, False),
         ({"tensor_model_parallel_size": 2}, True),
         ({"transformer_impl": "transformer_engine"}, True),
         ({"transformer_impl": "transformer_engine", "tensor_model_parallel_size": 2}, False),
@@ -188,6 +189,6 @@ def test_an_estimate_knows_the_runs_whose_chunks_cannot_be_captured(
     args: Any = {
         "transformer_impl": "local", "overlap_param_gather": False, "deepspeed_zero_stage": 0,
         "context_parallel_size": 1, "num_experts": None, "tensor_model_parallel_size": 1,
-        "seq_length": ENGINE_ROWS,
+        "seq_length": ENGINE_ROWS, "dpp_slice_tokens": "off",
     }  # fmt: skip
     assert is_captured(argparse.Namespace(**args | changes)) == captured

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp_train.launch.estimate_command import main as estimate
 from megatron.dpp_train.options.validate_slices import check_slices
+from megatron.dpp_train.preflight.check import BAD_INPUT
 
 
 def checked(**changes: Any) -> Any:
@@ -21,6 +23,7 @@ def checked(**changes: Any) -> Any:
         "moe_router_load_balancing_type": "aux_loss", "length_multiple": 4, "given": {},
         "context_parallel_size": 1, "mtp_num_layers": None, "multi_latent_attention": False,
         "window_size": None, "reset_attention_mask": False,
+        "pipeline_model_parallel_size": 2, "fine_grained_activation_offloading": False,
     }  # fmt: skip
     args = argparse.Namespace(**usual | changes)
     check_slices(args)  # type: ignore[arg-type]
@@ -30,7 +33,8 @@ def checked(**changes: Any) -> Any:
 def test_the_trainer_cuts_sequences_of_unlike_length_alone() -> None:
     assert checked().slice_tokens == 4096
     assert checked(dpp_slice_tokens="auto").slice_tokens == 0
-    for changes in ({"variable_lengths": False}, {"use_dpp": False}, {"dpp_slice_tokens": "off"}):
+    alone = {"use_dpp": False, "pipeline_model_parallel_size": 1}
+    for changes in ({"variable_lengths": False}, alone, {"dpp_slice_tokens": "off"}):
         assert checked(**changes).slice_tokens is None
 
 
@@ -40,6 +44,9 @@ def test_the_trainer_cuts_sequences_of_unlike_length_alone() -> None:
         ({"context_parallel_size": 2}, "with --context-parallel-size: keys would cross ranks"),
         ({"mtp_num_layers": 1}, "--mtp-num-layers: it predicts tokens of the next slice"),
         ({"multi_latent_attention": True}, "--multi-latent-attention: its keys"),
+        ({"use_dpp": False}, "4096 needs the dynamic schedule: static ones run whole"),
+        ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading: act"),
+        ({"reset_attention_mask": True}, "--reset-attention-mask: a slice attends to all keys"),
         ({"window_size": (8, 0)}, "--window-size: a slice attends to all keys"),
         ({"dpp_cuda_graphs": "on"}, "--dpp-cuda-graphs on: keys grow"),
         ({"num_experts": 4, "moe_router_load_balancing_type": ["seq_aux_loss"]},
@@ -57,3 +64,21 @@ def test_the_trainer_cuts_sequences_of_unlike_length_alone() -> None:
 def test_what_does_not_go_with_slices_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         checked(**changes)
+
+
+@pytest.mark.parametrize("use_dpp", [True, False])
+def test_an_estimate_says_that_it_knows_no_slices(
+    use_dpp: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = ["--pipeline-model-parallel-size", "2", "--use-dpp"] if use_dpp else []
+    words = ["--ranks", "2", "--model", "sample", "--dpp-slice-tokens", "64", *ranks]
+    assert estimate(words) == 0
+    said = "not counted: all figures are those of" if use_dpp else "none: without a dynamic pipe"
+    assert f"\nslices        {said}" in capsys.readouterr().out
+
+
+def test_bert_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its dry run passed, and its ranks ended."""
+    words = ["--arch", "bert", "--model", "sample", "--dpp-slice-tokens", "64"]
+    assert estimate(words) == BAD_INPUT
+    assert "--dpp-slice-tokens: only for GPT" in capsys.readouterr().err

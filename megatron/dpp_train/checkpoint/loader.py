@@ -27,7 +27,7 @@ from megatron.dpp_train.checkpoint.contents import Contents, model_layout, optim
 from megatron.dpp_train.checkpoint.first_state import add_steps
 from megatron.dpp_train.checkpoint.guards import verify
 from megatron.dpp_train.checkpoint.plain_data import only_plain_data
-from megatron.dpp_train.checkpoint.saved_args import check_model, check_optimizer
+from megatron.dpp_train.checkpoint.saved_args import check_model, check_optimizer, other_slices
 from megatron.dpp_train.hf.load import fill
 from megatron.dpp_train.model.fsdp import as_shards
 from megatron.dpp_train.optimizer.optimizer import own_steps, steps_may_lack
@@ -180,6 +180,8 @@ class Loader:
             run.flops_so_far = float(state.get("num_floating_point_operations_so_far", 0.0))
             if saved is not None:
                 check_model(args, saved, found.path)
+                if line := other_slices(args, saved, found.path):
+                    run.say(f"warning: {line}")
                 run.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
                 run.skipped_train_samples = getattr(saved, "skipped_train_samples", 0)
                 run.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)

@@ -120,6 +120,20 @@ def check_model(args: Settings, saved: Any, path: Path) -> None:
             )
 
 
+def other_slices(args: Settings, saved: Any, path: Path) -> str | None:
+    """A warning that the run which saved cut its sequences otherwise; None where it did not."""
+    there, here = (
+        getattr(each, "dpp_slice_tokens", "off") if getattr(each, "use_dpp", False) else "off"
+        for each in (saved, args)
+    )
+    if there == here:
+        return None
+    return (
+        f"{path} was saved with --dpp-slice-tokens {there}, this run has {here}: it goes on with "
+        "other slices, so its losses differ in the last bits from those of the run that saved it"
+    )
+
+
 def check_optimizer(args: Settings, saved: Any, path: Path) -> None:
     """Refuse the state of another kind of optimizer: distributed or not, or with experts apart
     (ConfigError)."""

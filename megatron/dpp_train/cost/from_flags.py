@@ -135,8 +135,9 @@ def _experts(args: Settings) -> ExpertShape | None:
 
 def _schedule(args: Settings, *, on_gpu: bool) -> RunSchedule:
     graphs = args.dpp_cuda_graphs if on_gpu and is_captured(args) else "off"
+    sliced = args.dpp_slice_tokens != "off"
     if not args.use_dpp:
-        return RunSchedule(cuda_graphs=graphs)
+        return RunSchedule(cuda_graphs=graphs, sliced=sliced)
     return RunSchedule(
         dynamic=True,
         policy=args.dpp_policy,
@@ -144,6 +145,7 @@ def _schedule(args: Settings, *, on_gpu: bool) -> RunSchedule:
         split_backward=args.dpp_split_backward != "off",
         cuda_graphs=graphs,
         head_in_forward=_head_in_forward(args),
+        sliced=sliced,
     )
 
 
@@ -163,6 +165,7 @@ def is_captured(args: Settings) -> bool:
         args.deepspeed_zero_stage,
         args.context_parallel_size > 1,
         args.num_experts,
+        args.dpp_slice_tokens != "off",
         engine and (args.tensor_model_parallel_size > 1 or args.seq_length % ENGINE_ROWS),
     )
     return not any(obstacles)

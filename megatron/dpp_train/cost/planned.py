@@ -65,8 +65,9 @@ def take_plan(args: RunConfig) -> RunConfig:
 
 def describe(args: RunConfig) -> str:
     """The plan as flags that ask for it without planning."""
+    whole = "" if args.dpp_slice_tokens == "off" else " for whole microbatches, not slices"
     return (
-        f"planned from {args.dpp_plan}: --pipeline-model-parallel-layout "
+        f"planned from {args.dpp_plan}{whole}: --pipeline-model-parallel-layout "
         f"'{args.pipeline_model_parallel_layout}' --dpp-activation-cap {args.dpp_activation_cap}"
     )
 

@@ -138,6 +138,7 @@ class RunSchedule:
         cuda_graphs: ``--dpp-cuda-graphs``; ``off`` where chunks cannot be captured, whatever is
             recomputed or sharded.
         head_in_forward: F runs the backward of LM head and loss.
+        sliced: long sequences were asked to be cut, which no figure counts.
     """
 
     dynamic: bool = False
@@ -146,6 +147,7 @@ class RunSchedule:
     split_backward: bool = False
     cuda_graphs: str = "off"
     head_in_forward: bool = False
+    sliced: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

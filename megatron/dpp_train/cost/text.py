@@ -71,6 +71,15 @@ def _uneven(shape: RunShape) -> list[str]:
     return [f"layers        of each rank: {', then '.join(chunks)}"]
 
 
+def _slices(shape: RunShape) -> list[str]:
+    """A line on slices, which the figures do not count."""
+    if not shape.schedule.sliced:
+        return []
+    if not shape.schedule.dynamic:
+        return ["slices        none: without a dynamic pipeline no sequence is cut"]
+    return ["slices        not counted: all figures are those of whole microbatches"]
+
+
 def lines(found: Estimate) -> list[str]:
     """The estimate, without a heading."""
     shape, device = found.shape, found.device
@@ -79,6 +88,7 @@ def lines(found: Estimate) -> list[str]:
     table = [
         f"layout        {layout_line(shape)}",
         *_uneven(shape),
+        *_slices(shape),
         f"batch         {_several(shape.global_batch, 'sample')} of {shape.model.seq_length} "
         f"tokens: {_several(shape.num_microbatches, 'microbatch', 'es')} of {shape.micro_batch} on "
         f"{_several(shape.data, 'replica')}",

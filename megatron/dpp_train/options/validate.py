@@ -82,7 +82,7 @@ def _family(args: Args, arch: str) -> None:
         "BertWordPieceCase, and a vocab.txt",
     )
     others = dict.fromkeys(("sft", "variable_length", "num_experts", "mtp_num_layers"))
-    for name, usual in (others | NOT_OF_BERT).items():
+    for name, usual in (others | NOT_OF_BERT | {"dpp_slice_tokens": "off"}).items():
         value = getattr(args, name)
         require(
             not value or value == usual,

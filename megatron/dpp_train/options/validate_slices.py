@@ -13,11 +13,6 @@ _REFUSED = {
     "multi_latent_attention": (False, "its keys would take ten times the memory"),
     "window_size": (None, "a slice attends to all keys before it"),
     "reset_attention_mask": (False, "a slice attends to all keys before it"),
-    "num_microbatches_with_partial_activation_checkpoints": (
-        None,
-        "it counts microbatches in Megatron's order",
-    ),
-    "cpu_offloading": (False, "activations of slices stay on the device"),
     "fine_grained_activation_offloading": (False, "activations of slices stay on the device"),
 }
 """Settings with the value that goes with slices, and the reason why no other does."""
@@ -49,12 +44,17 @@ def check_slices(args: Settings) -> None:
         ConfigError: a setting that does not go with slices.
     """
     asked = args.dpp_slice_tokens
+    what = f"--dpp-slice-tokens {asked}"
     args.slice_tokens = None
+    require(
+        asked == "off" or args.use_dpp or args.pipeline_model_parallel_size == 1,
+        f"{what} needs the dynamic schedule: static ones run whole microbatches; add --use-dpp "
+        "(train: leave --no-dpp out)",
+    )
     if asked == "off" or not args.use_dpp:
         return
-    what = f"--dpp-slice-tokens {asked}"
     for name, (usual, why) in _REFUSED.items():
-        found = getattr(args, name, usual)
+        found = getattr(args, name)
         require(found in (usual, None), f"{what} does not go with {flag_name(name)}: {why}")
     require(
         args.dpp_cuda_graphs != "on",
