@@ -32,6 +32,7 @@ from megatron.dpp_train.preflight.files import check_outputs, warnings_of_data
 from tests.checkpoint.test_full_disk import FLAGS
 from tests.checkpoint.test_full_disk import run as train
 from tests.conftest import REPOSITORY
+from tests.data.test_sequences import write_chats
 from tests.loop.several import corpus
 from tests.tools.test_launch_scripts import run
 
@@ -154,6 +155,17 @@ def test_a_run_that_is_already_done_says_so(tmp_path: Path) -> None:
     again = train(flags)
     assert again.returncode == 0
     assert "nothing to train: the checkpoint is at iteration 1, and --train-iters" in again.output
+
+
+def test_a_run_that_is_done_with_all_its_samples_says_so(tmp_path: Path) -> None:
+    """Started again, it ended with ``no samples left``."""
+    flags = f"--sft --data-path {write_chats(tmp_path / 'x', [9] * 6)} --split 4,1,1 "
+    flags += (
+        f"--save {tmp_path / 'saved'} --load {tmp_path / 'saved'} --train-iters 2 --save-interval 2"
+    )
+    assert train(flags).returncode == 0
+    again = train(flags)
+    assert again.returncode == 0 and "nothing to train: the checkpoint is at it" in again.output
 
 
 @pytest.mark.parametrize("start", ["DRY_RUN=1 bash run_single_gpt.sh", "./train --dry-run"])

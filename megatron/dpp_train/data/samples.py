@@ -239,8 +239,10 @@ def _chunk_loaders(run: Run, task: Task, vp_stage: int | None) -> list[Any]:
     if args.variable_lengths:
         loader = partial(sequence_loader, args, reads=read_here())
         judge = partial(loader, plain=True)
+    # A run that is at its end, which has nothing to train, may have consumed all samples.
+    consumed = run.consumed_train_samples if run.iteration < args.train_iters else 0
     return [
-        None if args.skip_train else loader(train, run.consumed_train_samples),
+        None if args.skip_train else loader(train, consumed),
         judge(valid, 0 if from_start else run.consumed_valid_samples),
         judge(test, 0),
     ]
