@@ -88,7 +88,7 @@ class Rank:
                 )
         self.run: Any = SimpleNamespace(
             args=self.args, consumed_train_samples=consumed[0], consumed_valid_samples=consumed[1],
-            say=self.said.append,
+            iteration=0, say=self.said.append,
         )  # fmt: skip
         task: Any = SimpleNamespace(
             datasets=lambda run: ("kind", "config"), every_stage_reads=all_read
