@@ -86,8 +86,8 @@ def drawn(lines: list[Line]) -> str:
         "white-space:pre}.c{fill:#7ee787}rect{fill:#0d1117}"
         + "".join(styles)
         + f'</style><rect width="{_WIDTH}" height="{height}" rx="8"/>'
-        f'<svg y="30" width="{_WIDTH}" height="{height - 38}" '
-        f'viewBox="0 30 {_WIDTH} {height - 38}">'
+        f'<svg y="38" width="{_WIDTH}" height="{height - 46}" '
+        f'viewBox="0 38 {_WIDTH} {height - 46}">'
         f'<g id="s">{"".join(texts)}</g></svg>'
         '<circle cx="20" cy="16" r="5" fill="#ff5f56"/><circle cx="38" cy="16" r="5" '
         'fill="#ffbd2e"/><circle cx="56" cy="16" r="5" fill="#27c93f"/></svg>\n'

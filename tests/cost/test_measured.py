@@ -92,7 +92,7 @@ def test_megatrons_order_in_our_executor_is_not_the_static_schedule() -> None:
     )
     assert split.bubble < fused.bubble  # deferred weight gradients fill the waiting times
     assert fused.seconds != static.seconds  # what the head hides differs
-    assert lines(fused)[0].endswith(", megatron schedule")
+    assert lines(fused)[0].endswith(", policy megatron")
     assert lines(static)[0].endswith(", static")
 
 

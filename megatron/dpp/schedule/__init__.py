@@ -21,6 +21,7 @@ from megatron.dpp.schedule.policies import (
     HOLDS_ALL,
     Policy,
     check_room,
+    chosen_policy,
     find_policy,
 )
 from megatron.dpp.schedule.recording import (
@@ -59,6 +60,7 @@ __all__ = [
     "beside_head",
     "check_recording",
     "check_room",
+    "chosen_policy",
     "find_policy",
     "group_sizes",
     "groups_of",

@@ -76,7 +76,14 @@ def auto(view: View) -> Action | None:
     """:func:`megatron` on two ranks, where it is as fast or faster (docs/decisions/0024), else
     :func:`dynamic`.
     """
-    return megatron(view) if view.geometry.num_ranks == 2 else dynamic(view)
+    return BUILT_IN[chosen_policy("auto", view.geometry.num_ranks)](view)
+
+
+def chosen_policy(name: str, num_ranks: int) -> str:
+    """The policy that ``name`` runs on so many pipeline ranks: another one for ``auto`` alone."""
+    if name != "auto":
+        return name
+    return "megatron" if num_ranks == 2 else "dynamic"
 
 
 BUILT_IN: Mapping[str, Policy] = MappingProxyType(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.dpp.schedule import chosen_policy
 from megatron.dpp_train.cost.estimate import Estimate
 from megatron.dpp_train.cost.memory import (
     interleaving_factor,
@@ -52,8 +53,8 @@ def layout_line(shape: RunShape) -> str:
     parts += [f"{shape.chunks} chunks"] if shape.chunks > 1 else []
     parts += [f"context {shape.context}"] if shape.context > 1 else []
     parts += [f"data {shape.data}"]
-    policy = "dynamic" if shape.schedule.policy == "auto" else shape.schedule.policy
-    schedule = f"{policy} schedule" if shape.schedule.dynamic else "static"
+    policy = chosen_policy(shape.schedule.policy, shape.pipeline)
+    schedule = f"policy {policy}" if shape.schedule.dynamic else "static"
     text = f"{' x '.join(parts)} = {shape.world_size} ranks"
     if shape.pipeline > 1:
         text += f", {schedule}"

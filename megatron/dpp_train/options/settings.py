@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.safe_files import open_text_to_write
+from megatron.dpp.schedule import chosen_policy
 from megatron.dpp_train.options.arguments import build_parser
 from megatron.dpp_train.options.run_config import RunConfig
 
@@ -49,12 +50,19 @@ def summary(args: RunConfig, task_name: str) -> str:
         f"{args.transformer_impl} layers\n"
         f"layout: {' x '.join(layout)} on {args.device}"
         f"{''.join(f', {name}' for name, on in used.items() if on)}; "
-        f"{'dynamic' if args.use_dpp else 'static'} schedule\n"
+        f"{_schedule(args)}\n"
         f"training: {length} of {args.global_batch_size} samples = {microbatches} "
         f"microbatch{'' if microbatches == 1 else 'es'} of {args.micro_batch_size}, "
         f"{args.optimizer}, learning rate {args.lr} {args.lr_decay_style}"
         f"{_sequences(args)}"
     )
+
+
+def _schedule(args: RunConfig) -> str:
+    if not args.use_dpp:
+        return "static schedule"
+    policy = chosen_policy(args.dpp_policy, args.pipeline_model_parallel_size)
+    return f"dynamic pipeline, policy {policy}"
 
 
 def _sequences(args: RunConfig) -> str:
