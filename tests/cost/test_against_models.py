@@ -49,6 +49,9 @@ CONFIGURATIONS = (
     f"{GPT} {EXPERTS} {SEQUENCE} --bf16 --swiglu",
     f"{GPT} {EXPERTS} {SEQUENCE} {LLAMA} --qk-layernorm --expert-model-parallel-size 2 "
     "--expert-tensor-parallel-size 1",
+    f"{GPT} {EXPERTS} --moe-layer-freq [0,1,0,1]",
+    f"{GPT} {EXPERTS} {PIPELINE} --moe-layer-freq [0,1,1,1] --moe-shared-expert-intermediate-size "
+    "32 --expert-model-parallel-size 2",
     BERT,
     f"{BERT} {TENSOR} {PIPELINE}",
     f"{BERT} {TENSOR} --bert-no-binary-head",

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.cost.device import Device, cpu_device, gpu_device
 from megatron.dpp_train.cost.estimate import bubble_formula, estimate, least_seconds, traffic
 from megatron.dpp_train.cost.flops import flops_of_lengths, flops_per_iteration, flops_per_token
@@ -22,12 +21,13 @@ from megatron.dpp_train.cost.memory import (
     least_bytes,
     model_parameters,
     published_layer_bytes,
+    rank_memory,
     rank_parameters,
     stage_bytes,
 )
 from megatron.dpp_train.cost.shape import ModelShape, RunSchedule, RunShape
 from megatron.dpp_train.cost.text import lines
-from megatron.dpp_train.cost.times import collective_bytes, collectives, part_times
+from megatron.dpp_train.cost.times import collective_bytes, collectives, device_times, part_times
 from megatron.dpp_train.launch.estimate_command import main
 from megatron.dpp_train.options.arguments import parse_args
 from megatron.dpp_train.options.validate import validate
@@ -289,11 +289,24 @@ def test_layouts_are_read_as_megatron_core_deals_layers_out() -> None:
     assert shape(standalone + both, 2).layers == (3, 3)
 
 
-def test_models_with_some_dense_layers_are_not_estimated() -> None:
-    with pytest.raises(ConfigError, match="layers have no experts"):
-        shape(f"{EXPERTS} --moe-layer-freq 2")
-    few = shape(f"{EXPERTS} --num-layers 8 --moe-layer-freq [0]+[1]*7")
-    assert few.model == shape(f"{EXPERTS} --num-layers 8").model
+def test_dense_layers_beside_experts_cost_what_theirs_do() -> None:
+    words = f"{EXPERTS} --expert-model-parallel-size 2 --moe-layer-freq"
+    none, half, all_of_them = (
+        estimate(shape(f"{words} {each}", 2), H200) for each in ("[0]*8", "2", "1")
+    )
+    for name in ("parameters", "flops_per_token"):
+        both = getattr(none, name) + getattr(all_of_them, name)
+        assert getattr(half, name) == both / 2, name
+    assert none.traffic.experts == 0 < 2 * half.traffic.experts == all_of_them.traffic.experts
+    times = [device_times(each.shape, H200).layer for each in (none, half, all_of_them)]
+    mean = [(first + last) / 2 for first, last in zip(times[0], times[2], strict=True)]
+    assert times[1] == pytest.approx(mean) and times[1] != pytest.approx(times[0])
+    fsdp = f"{EXPERTS} --bf16 --use-torch-fsdp2 --moe-layer-freq"
+    experts, first = (
+        rank_memory(shape(f"{fsdp} {each}", 2), 0, 0.0) for each in ("1", "[0]+[1]*7")
+    )
+    larger = first.parameters - experts.parameters  # three of the larger layer, 16 bits each
+    assert first.workspace - experts.workspace == 3 * 2 * larger > 0
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:

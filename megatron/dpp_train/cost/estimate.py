@@ -13,7 +13,7 @@ from megatron.dpp_train.cost.device import Device
 from megatron.dpp_train.cost.flops import flops_per_token
 from megatron.dpp_train.cost.memory import (
     RankMemory,
-    expert_parameters,
+    all_expert_parameters,
     model_parameters,
     rank_memory,
     rank_parameters,
@@ -98,7 +98,8 @@ def estimate(shape: RunShape, device: Device) -> Estimate:
     prediction = predict(shape, model_costs(shape, device))
     seconds = prediction.seconds + outside_seconds(shape, device)
     tokens = shape.global_batch * shape.model.seq_length
-    per_token = float(flops_per_token(shape.model, [shape.model.active_width] * shape.num_layers))
+    widths = [width for kind, count in shape.kinds for width in [kind.model.active_width] * count]
+    per_token = float(flops_per_token(shape.model, widths))
     return Estimate(
         shape=shape,
         device=device,
@@ -136,6 +137,7 @@ def traffic(shape: RunShape) -> Traffic:
     """Bytes that a rank of the first stage sends in an iteration."""
     hop = hop_bytes(shape) if shape.pipeline > 1 else 0.0
     layers = shape.layout.rank_layers(0) * shape.num_microbatches
+    dense = sum(shape.dense_layers[:: shape.pipeline]) * shape.num_microbatches
     forward, backward = collectives(shape)
     forwards = 2 if shape.recompute == "full" else 1
     count = forwards * forward + backward
@@ -144,7 +146,7 @@ def traffic(shape: RunShape) -> Traffic:
         pipeline=2 * shape.chunks * shape.num_microbatches * hop,
         tensor=layers * count * collective_bytes(shape),
         data=_data_parallel_bytes(shape),
-        experts=layers * 2 * (forwards + 1) * dispatch_bytes(shape),
+        experts=(layers - dense) * 2 * (forwards + 1) * dispatch_bytes(shape),
         context=layers * _key_exchanges(shape) * ring_bytes(shape),
     )
 
@@ -158,7 +160,7 @@ def _key_exchanges(shape: RunShape) -> int:
 
 def _data_parallel_bytes(shape: RunShape) -> float:
     fullest = max(range(shape.pipeline), key=lambda rank: rank_parameters(shape, rank))
-    of_experts = shape.layout.rank_layers(fullest) * expert_parameters(shape)
+    of_experts = all_expert_parameters(shape, fullest)
     dense = rank_parameters(shape, fullest) - of_experts
     sent = _reduced_bytes(shape, dense, shape.sharers, shape.replicas)
     return sent + _reduced_bytes(shape, of_experts, shape.expert_sharers, shape.expert_replicas)

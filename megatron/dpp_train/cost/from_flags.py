@@ -12,9 +12,6 @@ from megatron.dpp_train.cost.shape import ExpertShape, ModelShape, Precision, Ru
 from megatron.dpp_train.options.layer_patterns import layers_with_experts, layout_stages
 from megatron.dpp_train.options.run_config import Settings
 
-_LAYERS_PER_DENSE = 8
-"""One layer in so many may be dense in a model with experts that is estimated."""
-
 
 def shape_of(
     args: Settings, *, on_gpu: bool, arch: str = "gpt", per_node: int | None = None
@@ -30,8 +27,6 @@ def shape_of(
     for name in ("multi_latent_attention", "mtp_num_layers"):
         if getattr(args, name):
             raise ConfigError(f"{flag_name(name)}: models with it are not estimated")
-    if args.num_experts:
-        _check_pattern(layers_with_experts(args))
     replicas = args.micro_batch_size * args.data_parallel_size
     shard, instances = _sharding(args)
     model = model_of(args, arch=arch)
@@ -76,23 +71,10 @@ def stage_shape_of(args: Settings) -> RunShape:
     )
 
 
-def _check_pattern(pattern: list[int]) -> None:
-    """Few dense layers, such as the first ones of GLM-4.5, count as layers with experts: the
-    estimate is a little too large. Of more it would mislead.
-    """
-    dense = len(pattern) - sum(pattern)
-    if dense * _LAYERS_PER_DENSE > len(pattern):
-        raise ConfigError(
-            f"--moe-layer-freq: {dense} of {len(pattern)} layers have no experts; models with more "
-            f"than one such layer in {_LAYERS_PER_DENSE} are not estimated"
-        )
-
-
 def model_of(args: Settings, *, arch: str = "gpt") -> ModelShape:
-    """The model alone, with flash attention. All layers count as layers with experts if there are
-    experts.
-    """
+    """The model alone, with flash attention."""
     heads = args.num_attention_heads
+    pattern = layers_with_experts(args) if args.num_experts else []
     learned = args.position_embedding_type == "learned_absolute"
     return ModelShape(
         arch=arch,
@@ -115,6 +97,7 @@ def model_of(args: Settings, *, arch: str = "gpt") -> ModelShape:
         hidden_dropout=args.hidden_dropout > 0,
         attention_dropout=args.attention_dropout > 0,
         experts=_experts(args),
+        dense=tuple(at for at, with_experts in enumerate(pattern) if not with_experts),
         qk_norm=args.qk_layernorm,
         qk_norm_over_heads=args.qk_norm_over_heads,
         softmax_offsets=args.softmax_type == "learnable",

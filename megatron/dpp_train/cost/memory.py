@@ -14,6 +14,7 @@ slot for each activation that the cap allows, as large as the rank's largest chu
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron.dpp_train.cost.shape import ExpertShape, ModelShape, RunShape
@@ -56,7 +57,11 @@ class RankMemory:
 
 
 def layer_parameters(shape: RunShape) -> int:
-    """Parameters of one transformer layer on one rank of its stage."""
+    """Parameters of the larger kind of transformer layer on one rank of its stage."""
+    return max(_layer_parameters(kind) for kind, _ in shape.kinds)
+
+
+def _layer_parameters(shape: RunShape) -> int:
     model, t, h = shape.model, shape.tensor, shape.model.hidden_size
     qkv = (model.queries + 2 * model.keys) // t
     count = h * qkv + model.queries // t * h + model.layer_norms * model.norm_vectors * h
@@ -120,7 +125,8 @@ def head_parameters(shape: RunShape) -> int:
 
 def rank_parameters(shape: RunShape, rank: int) -> int:
     """Parameters of pipeline rank ``rank`` (of one of its tensor-parallel ranks)."""
-    count = shape.layout.rank_layers(rank) * layer_parameters(shape)
+    stages = range(rank, len(shape.layers), shape.pipeline)
+    count = round(sum(_of_layers(shape, stage, _layer_parameters) for stage in stages))
     if rank == 0:
         count += embedding_parameters(shape)
     if rank == shape.pipeline - 1:
@@ -132,9 +138,22 @@ def shared_parameters(shape: RunShape, rank: int) -> float:
     """The parameters of ``rank`` whose optimizer state it holds. Experts have replicas of their
     own.
     """
-    of_experts = shape.layout.rank_layers(rank) * expert_parameters(shape)
+    of_experts = all_expert_parameters(shape, rank)
     dense = rank_parameters(shape, rank) - of_experts
     return dense / shape.sharers + of_experts / shape.expert_sharers
+
+
+def all_expert_parameters(shape: RunShape, rank: int) -> int:
+    """Parameters of ``rank`` that belong to experts."""
+    dense = sum(shape.dense_layers[rank :: shape.pipeline])
+    return (shape.layout.rank_layers(rank) - dense) * expert_parameters(shape)
+
+
+def _of_layers(shape: RunShape, stage: int, cost: Callable[[RunShape], float]) -> float:
+    """The sum of ``cost`` over a virtual stage's layers, with experts and without."""
+    dense = shape.dense_layers[stage]
+    counts = (shape.layers[stage] - dense, dense)
+    return sum(n * cost(kind) for n, (kind, _) in zip(counts, shape.kinds, strict=False))
 
 
 def model_parameters(shape: RunShape) -> int:
@@ -169,7 +188,11 @@ def interleaving_factor(pipeline: int, chunks: int) -> float:
 
 
 def layer_bytes(shape: RunShape) -> float:
-    """Bytes that one layer keeps for its backward."""
+    """Bytes that one layer keeps for its backward, of the kind that keeps most."""
+    return max(_layer_bytes(kind) for kind, _ in shape.kinds)
+
+
+def _layer_bytes(shape: RunShape) -> float:
     if shape.recompute == "full":
         return shape.outside * shape.element_bytes / shape.recompute_num_layers
     return _norm_bytes(shape) * 2 + _attention_bytes(shape) + _mlp_bytes(shape)
@@ -227,8 +250,12 @@ def _routing_bytes(shape: RunShape, experts: ExpertShape) -> float:
 
 def deferred_bytes(shape: RunShape) -> float:
     """Bytes that a layer's backward keeps for its deferred weight gradients: the inputs of its four
-    linear layers and the gradients of their outputs.
+    linear layers and the gradients of their outputs, of the kind that keeps most.
     """
+    return max(_deferred_bytes(kind) for kind, _ in shape.kinds)
+
+
+def _deferred_bytes(shape: RunShape) -> float:
     model, t, into = shape.model, shape.tensor, 2 if shape.model.gated else 1
     experts, width = model.experts, model.ffn_hidden_size / t
     of_experts = 0.0
@@ -268,7 +295,7 @@ def logits(shape: RunShape) -> float:
 
 def stage_bytes(shape: RunShape, stage: int) -> float:
     """Bytes that one microbatch keeps on a virtual stage."""
-    total = shape.layers[stage] * layer_bytes(shape)
+    total = _of_layers(shape, stage, layer_bytes)
     return total + (head_bytes(shape) if stage == len(shape.layers) - 1 else 0)
 
 
@@ -320,7 +347,7 @@ def _gathered_bytes(shape: RunShape, count: int) -> float:
     Stage 2 gathers all parameters; stage 3 the root's (embeddings, head) and two layers'.
     """
     layer = layer_parameters(shape)
-    root = count - shape.num_layers * layer
+    root = count - sum(each * _layer_parameters(kind) for kind, each in shape.kinds)
     whole = count if shape.shard == "gradients" else root + 2 * layer
     return float((whole + layer) * shape.element_bytes)
 
@@ -333,7 +360,7 @@ def _workspace_bytes(shape: RunShape, rank: int) -> float:
     of the logits, and what the loss keeps where F runs this backward; after it, with tied weights,
     the embedding's gradient until its second half is added.
     """
-    layer = _layer_workspace(shape)
+    layer = max(_layer_workspace(kind) for kind, _ in shape.kinds)
     if rank != shape.pipeline - 1:
         return layer
     model, count = shape.model, logits(shape)

@@ -6,6 +6,9 @@ training's flags; the rest of the package reads no flags.
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -74,7 +77,8 @@ class ModelShape:
         norm_vectors: parameters of a norm over the hidden size: 2 for LayerNorm, 1 for RMSNorm.
         flash: attention keeps no s*s matrices.
         fused_loss: ``--cross-entropy-loss-fusion``.
-        experts: in the place of each layer's MLP; None without them.
+        experts: in the place of a layer's MLP; None without them.
+        dense: numbers of the layers that have an MLP all the same, from 0.
         qk_norm: queries and keys of a head are normalised.
         qk_norm_over_heads: those of all heads together.
         softmax_offsets: each head has one more, learned logit.
@@ -102,6 +106,7 @@ class ModelShape:
     hidden_dropout: bool = False
     attention_dropout: bool = False
     experts: ExpertShape | None = None
+    dense: tuple[int, ...] = ()
     qk_norm: bool = False
     qk_norm_over_heads: bool = False
     layer_norms: int = 2
@@ -124,7 +129,7 @@ class ModelShape:
 
     @property
     def active_width(self) -> int:
-        """Width of all MLPs of a layer that a token passes."""
+        """Width of all MLPs of a layer that a token passes, with experts if there are any."""
         return self.ffn_hidden_size if self.experts is None else self.experts.active_width
 
 
@@ -215,6 +220,25 @@ class RunShape:
     def num_layers(self) -> int:
         """Layers of the whole model."""
         return sum(self.layers)
+
+    @property
+    def dense_layers(self) -> list[int]:
+        """Layers of each virtual stage without experts, in a model with them."""
+        ends = list(itertools.accumulate(self.layers))
+        stages = [bisect.bisect(ends, layer) for layer in self.model.dense]
+        return [stages.count(stage) for stage in range(len(ends))]
+
+    @property
+    def kinds(self) -> list[tuple[RunShape, int]]:
+        """The run with layers of one kind alone, and how many the model has: those with experts, if
+        there are any, first."""
+        dense = len(self.model.dense)
+        one = dataclasses.replace(self, model=dataclasses.replace(self.model, dense=()))
+        found = [(one, self.num_layers - dense)]
+        if dense:
+            other = dataclasses.replace(one.model, experts=None)
+            found.append((dataclasses.replace(one, model=other), dense))
+        return found
 
     @property
     def chunks(self) -> int:

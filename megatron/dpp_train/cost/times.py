@@ -72,7 +72,7 @@ def part_times(shape: RunShape, device: Device) -> PartTimes:
 def device_times(shape: RunShape, device: Device) -> PartTimes:
     """Times of the parts where launching is no limit, as with CUDA graphs."""
     return PartTimes(
-        layer=_layer_seconds(shape, device),
+        layer=_mean_layer_seconds(shape, device),
         lookup=_lookup_seconds(shape, device),
         head=_head_seconds(shape, device),
         between=device.between,
@@ -207,6 +207,16 @@ def _linear_seconds(shape: RunShape, device: Device) -> float:
         weights += round(more * shape.model.hidden_size * (3 if shape.model.gated else 2))
         weights += experts.number * shape.model.hidden_size  # the router
     return 2 * weights * shape.tokens / shape.tensor / device.flops
+
+
+def _mean_layer_seconds(shape: RunShape, device: Device) -> Times:
+    """Of layers of both kinds, where a model has two."""
+    kinds = [(_layer_seconds(kind, device), count) for kind, count in shape.kinds]
+    forward, backward, weight = (
+        sum(times[part] * count for times, count in kinds) / max(1, shape.num_layers)
+        for part in range(3)
+    )
+    return forward, backward, weight
 
 
 def _layer_seconds(shape: RunShape, device: Device) -> Times:
