@@ -83,7 +83,7 @@ def test_weights_wait_for_their_w_and_get_what_a_fused_backward_gives() -> None:
             held.append(store.held_bytes)
         waiting = [work for each in store._waiting[0, 0].values() for work in each]
         assert len(waiting) == 2
-        kept = [each.input.get("") for work in waiting for each in work.operands]  # type: ignore[attr-defined]
+        kept = [each.input.get("") for work in waiting for each in work.products]  # type: ignore[attr-defined]
         assert all(tensor.grad_fn is None for tensor in kept), "it would keep the graph"
         weights = [layer.weight for layer in chunk.decoder.layers[:2]]  # type: ignore[union-attr]
         assert all(weight.grad is None for weight in weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -84,6 +84,10 @@ class _Operands(NamedTuple):
     grad_output: Kept
     gather_group: torch.distributed.ProcessGroup | None
 
+    @property
+    def num_bytes(self) -> int:
+        return self.input.num_bytes + self.grad_output.num_bytes
+
 
 class Layer:
     """A linear layer whose products defer.
@@ -143,31 +147,44 @@ def _task() -> int:
     return number
 
 
-@dataclass(eq=False)
-class _Deferred(DeferredWork):
-    """The weight gradient of one layer; of several products if the pass ran it several times."""
+class HasBytes(Protocol):
+    """One product's operands, by the memory that they hold."""
 
-    layer: Layer
-    operands: list[_Operands]
+    @property
+    def num_bytes(self) -> int: ...
+
+
+LayerT = TypeVar("LayerT")
+ProductT = TypeVar("ProductT", bound=HasBytes)
+
+
+@dataclass(eq=False)
+class LayerWork(DeferredWork, Generic[LayerT, ProductT]):
+    """The weight gradients of one layer; of several products if the pass ran it several times."""
+
+    layer: LayerT
+    products: list[ProductT]
     task: int = field(default_factory=_task)
 
     def num_bytes(self) -> int:
-        return sum(each.input.num_bytes + each.grad_output.num_bytes for each in self.operands)
-
-    def touches(self, weight: torch.Tensor) -> bool:
-        return self.layer.weight is weight
+        return sum(each.num_bytes for each in self.products)
 
     def join(self, other: DeferredWork) -> bool:
-        if isinstance(other, _Deferred) and (other.layer, other.task) == (self.layer, self.task):
-            self.operands += other.operands
+        if isinstance(other, LayerWork) and (other.layer, other.task) == (self.layer, self.task):
+            self.products += other.products
             return True
         return False
+
+
+class _Deferred(LayerWork[Layer, _Operands]):
+    def touches(self, weight: torch.Tensor) -> bool:
+        return self.layer.weight is weight
 
     @torch.no_grad()
     def compute(self) -> None:
         layer = self.layer
         gradient: torch.Tensor | None = None
-        for each in self.operands:
+        for each in self.products:
             total_input = _gather(each.input.get(layer.name), each.gather_group)
             grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
                 each.grad_output.get(layer.name), total_input

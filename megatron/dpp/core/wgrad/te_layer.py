@@ -17,7 +17,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from megatron.dpp.core import compat
 from megatron.dpp.core.experts import NODE, wants_leaves
 from megatron.dpp.core.memory import tensors_in
 from megatron.dpp.core.wgrad.own_way import stands_for, why_weight
-from megatron.dpp.core.wgrad.product import DeferredWork, Kept, has_hooks
+from megatron.dpp.core.wgrad.product import DeferredWork, Kept, LayerWork, has_hooks
 from megatron.dpp.core.wgrad.te import SINCE, is_delayed
 from megatron.dpp.errors import core_setting
 
@@ -277,25 +276,9 @@ class _Product(NamedTuple):
         return cls(tensors, compute, [Kept(tensor) for tensor in plain], held)
 
 
-@dataclass(eq=False)
-class _Deferred(DeferredWork):
-    """The weight gradients of one layer; of several products if the pass ran it several times."""
-
-    layer: TELayer
-    products: list[_Product]
-    task: int = field(default_factory=torch._C._current_graph_task_id)
-
-    def num_bytes(self) -> int:
-        return sum(each.num_bytes for each in self.products)
-
+class _Deferred(LayerWork["TELayer", _Product]):
     def touches(self, weight: torch.Tensor) -> bool:
         return any(own is weight for own in self.layer.weights)
-
-    def join(self, other: DeferredWork) -> bool:
-        if isinstance(other, _Deferred) and (other.layer, other.task) == (self.layer, self.task):
-            self.products += other.products
-            return True
-        return False
 
     @torch.no_grad()
     def compute(self) -> None:
