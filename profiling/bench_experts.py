@@ -24,7 +24,6 @@ from typing import Any
 import harness
 import torch
 
-from megatron.dpp.core import cpu
 from megatron.dpp.errors import exit_with
 
 ON_GPU = torch.cuda.is_available()
@@ -241,27 +240,15 @@ def main() -> int:
         tokens=("4096,8192", "per microbatch; the step takes the first"), vocabulary=32000,
         rounds=5,
     ).parse_args()  # fmt: skip
-    support = None if ON_GPU else cpu.install()
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    address = f"tcp://127.0.0.1:{harness.free_port()}"
-    dist.init_process_group("nccl" if ON_GPU else "gloo", address, world_size=1, rank=0)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1234)
-    torch.manual_seed(1234)
     device = torch.cuda.get_device_name() if ON_GPU else "CPU"
     print(f"{device}, PyTorch {torch.__version__}, hidden {args.hidden}, ffn {args.ffn}, "
           f"{args.experts} experts, {args.topk} per token, bf16")  # fmt: skip
     columns = "loop, ms | grouped, ms | loop / grouped"
-    harness.print_table(f"tokens | router | phase | {columns}", list(_time_experts(args)))
-    gc.collect()
-    print(flush=True)
-    harness.print_table(f"router | whole step | {columns}", list(_time_steps(args)))
-    dist.destroy_process_group()
-    if support is not None:
-        support.close()
+    with harness.alone(seed=1234):
+        harness.print_table(f"tokens | router | phase | {columns}", list(_time_experts(args)))
+        gc.collect()
+        print(flush=True)
+        harness.print_table(f"router | whole step | {columns}", list(_time_steps(args)))
     return 0
 
 

@@ -25,7 +25,6 @@ from typing import Any
 
 import harness
 import torch
-import torch.distributed as dist
 
 from megatron.dpp.errors import exit_with
 
@@ -195,22 +194,8 @@ def main() -> int:
         profile=(0, "functions of a W and of a B that are printed"),
     )  # fmt: skip
     args = parser.parse_args()
-    from megatron.dpp.core import cpu
-
-    support = None if torch.cuda.is_available() else cpu.install()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    address = f"tcp://127.0.0.1:{harness.free_port()}"
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, init_method=address, rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
-    with torch.autograd.set_multithreading_enabled(False):
+    with harness.alone(seed=1), torch.autograd.set_multithreading_enabled(False):
         _run(args)
-    dist.destroy_process_group()
-    if support is not None:
-        support.close()
     return 0
 
 

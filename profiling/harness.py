@@ -7,6 +7,7 @@ turns, after an untimed pass of each, so that all arms meet the same machine.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -145,6 +146,30 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def alone(seed: int) -> Iterator[None]:
+    """Make this process a job of megatron-core's of one rank; on a CPU with the project's kernels
+    for it.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from megatron.dpp.core import cpu
+
+    on_gpu = torch.cuda.is_available()
+    with contextlib.nullcontext() if on_gpu else contextlib.closing(cpu.install()):
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        address = f"tcp://127.0.0.1:{free_port()}"
+        dist.init_process_group("nccl" if on_gpu else "gloo", address, world_size=1, rank=0)
+        parallel_state.initialize_model_parallel()
+        torch.manual_seed(seed)
+        model_parallel_cuda_manual_seed(seed)
+        yield
+        dist.destroy_process_group()
 
 
 def start_ranks(num_ranks: int, *flags: str, **variables: str) -> int:
