@@ -38,44 +38,44 @@ def graphed(**more: Any) -> list[dict[str, Any]]:
             {"inject": LATE, **graphs}]  # fmt: skip
 
 
+def common(**more: Any) -> list[dict[str, Any]]:
+    """Cases of layers that were built to delay their weight gradients and of others."""
+    late = {"inject": LATE}
+    cases: list[dict[str, Any]] = [
+        {"name": "v2", "p": 2, "v": 2, "m": 6, "runs": [late, {"policy": "breadth-first",
+         "activation_cap": "8p", "inject": LATE}], "layers": 8},
+        {"name": "overlap", "p": 2, "v": 2, "m": 4, "overlap": True, "runs": [late],
+         "fused_wgrad": True, "distributed_optimizer": True},
+        {"name": "frozen", "p": 2, "m": 4, "runs": [late], "layers": 4, "untied": True,
+         "frozen": ["linear_qkv"]},
+        {"name": "graphs", "p": 2, "v": 2, "m": 4, "fused_wgrad": True,
+         "runs": graphed(), "layers": 4, "iterations": 4},
+    ]  # fmt: skip
+    return [one | more for one in cases]
+
+
 def test_equal_to_the_static_schedule_bit_by_bit() -> None:
     """Some B run before the W of earlier microbatches, so the queues must keep their order.
 
     A captured W puts its module's entry back.
     """
     fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
-    cases: list[dict[str, Any]] = [
-        {"name": "v2", "p": 2, "v": 2, "m": 6, "runs": [late, {"policy": "breadth-first",
-         "activation_cap": "8p", "inject": LATE}], "layers": 8},
+    *others, graphs = common()
+    check([
+        *others, graphs | {"overlap": True},
         {"name": "main_grad", "p": 2, "v": 2, "m": 6, "fused_wgrad": True, "runs": [fused, late]},
-        {"name": "overlap", "p": 2, "v": 2, "m": 4, "overlap": True, "runs": [late],
-         "fused_wgrad": True, "distributed_optimizer": True},
         {"name": "recompute", "p": 2, "m": 4, "runs": [late], "recompute": "selective"},
-        {"name": "frozen", "p": 2, "m": 4, "runs": [late], "layers": 4, "untied": True,
-         "frozen": ["linear_qkv"]},
-        {"name": "graphs, main_grad", "p": 2, "v": 2, "m": 4, "fused_wgrad": True, "overlap": True,
-         "runs": graphed(), "layers": 4, "iterations": 4},
-    ]  # fmt: skip
-    check(cases)
+    ])  # fmt: skip
 
 
 def test_layers_as_a_host_built_them_are_equal_to_the_static_schedule_bit_by_bit() -> None:
-    late, built = {"inject": LATE}, {"as_built": True}
-    cases: list[dict[str, Any]] = [
-        {"name": "built, v2", "p": 2, "v": 2, "m": 6, "runs": [late, {"policy": "breadth-first",
-         "activation_cap": "8p", "inject": LATE}], "layers": 8},
-        {"name": "built, main_grad", "p": 2, "v": 2, "m": 6, "fused_wgrad": True, "runs": [late]},
-        {"name": "built, overlap", "p": 2, "v": 2, "m": 4, "overlap": True, "runs": [late],
-         "fused_wgrad": True, "distributed_optimizer": True},
-        {"name": "built, overlap, no main_grad", "p": 2, "v": 2, "m": 4, "overlap": True,
-         "runs": [late]},
-        {"name": "built, recompute", "p": 2, "m": 4, "runs": [late], "recompute": "full"},
-        {"name": "built, frozen", "p": 2, "m": 4, "runs": [late], "layers": 4, "untied": True,
-         "frozen": ["linear_qkv"]},
-        {"name": "built, graphs", "p": 2, "v": 2, "m": 4, "fused_wgrad": True, "overlap": True,
-         "runs": graphed(), "layers": 4, "iterations": 4},
-    ]  # fmt: skip
-    check([one | built for one in cases])
+    built: dict[str, Any] = {"as_built": True, "p": 2, "runs": [{"inject": LATE}]}
+    check([
+        *common(as_built=True),
+        {"name": "main_grad", "v": 2, "m": 6, "fused_wgrad": True} | built,
+        {"name": "overlap, no main_grad", "v": 2, "m": 4, "overlap": True} | built,
+        {"name": "recompute", "m": 4, "recompute": "full"} | built,
+    ])  # fmt: skip
 
 
 @pytest.mark.slow

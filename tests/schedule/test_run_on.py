@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,17 @@ from megatron.dpp.schedule import Action, Geometry, Kind, MemoryLimit, Scheduler
 from megatron.dpp.schedule.caps import default_cap
 
 LARGEST = 12
+
+
+RANDOM: dict[str, Any] = {
+    "p": st.integers(1, 4),
+    "v": st.integers(1, 3),
+    "m": st.integers(1, 8),
+    "pieces": st.lists(st.integers(0, 5), min_size=3, max_size=3),
+    "policy": st.sampled_from(["dynamic", "depth-first", "megatron"]),
+    "seed": st.integers(0, 1 << 20),
+}
+"""Strategies for a rank of a pipeline, the pieces of its chunks' W, and its policy."""
 
 
 def arrivals(
@@ -37,15 +49,10 @@ def arrivals(
 
 @settings(max_examples=150)
 @given(
-    p=st.integers(1, 4),
-    v=st.integers(1, 3),
-    m=st.integers(1, 8),
-    pieces=st.lists(st.integers(0, 5), min_size=3, max_size=3),
-    policy=st.sampled_from(["dynamic", "depth-first", "megatron"]),
+    **RANDOM,
     above=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
     beta=st.sampled_from([0.0, 0.4, 1.0]),
     soft=st.booleans(),
-    seed=st.integers(0, 1 << 20),
 )
 def test_no_decision_differs(
     p: int, v: int, m: int, pieces: list[int], policy: str, above: float, beta: float, soft: bool,

@@ -16,19 +16,11 @@ from megatron.dpp.schedule.caps import default_cap
 from megatron.dpp.schedule.recording import DecisionRecorder, Recording
 from megatron.dpp.sim.costs import Shape, even_costs
 from megatron.dpp.sim.schedules import ScheduleConfig
-from tests.schedule.test_run_on import arrivals
+from tests.schedule.test_run_on import RANDOM, arrivals
 
 
 @settings(max_examples=150)
-@given(
-    p=st.integers(1, 4),
-    v=st.integers(1, 3),
-    m=st.integers(1, 8),
-    pieces=st.lists(st.integers(0, 4), min_size=3, max_size=3),
-    stock=st.sampled_from([0, 1, 2, math.inf]),
-    policy=st.sampled_from(["dynamic", "depth-first", "megatron"]),
-    seed=st.integers(0, 1 << 20),
-)
+@given(**RANDOM, stock=st.sampled_from([0, 1, 2, math.inf]))
 def test_every_weight_gets_its_gradients_in_microbatch_order(
     p: int, v: int, m: int, pieces: list[int], stock: float, policy: str, seed: int
 ) -> None:
