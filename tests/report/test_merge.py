@@ -8,16 +8,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.report.align import Alignment, ClockOffset
-from megatron.dpp.report.merge import _Arrows, _metadata, _Shift, _ticks, merge
+from megatron.dpp.report.merge import merge
 from megatron.dpp.report.reader import open_run
+from megatron.dpp.trace.lines import EventLines, first_line, header, last_line
 from megatron.dpp.trace.schema import ARRIVAL_TRACK, SEND_TRACK, TASK_TRACK, TraceLayout
-from tests.report.synthetic import Run, write
+from tests.report.synthetic import Channel, Run, write
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -65,13 +64,41 @@ def test_slices_of_a_track_do_not_overlap(merged):
                 assert start >= end - 0.002
 
 
-def test_messages_seen_at_one_moment_share_a_tick_and_overlap_nothing():
-    times = [5.0, 5.0, 5.4, 9.0]
-    block = [
-        {"tid": 2, "ts": ts, "dur": 50.0, "cat": "arrival", "args": {}} for ts in reversed(times)
-    ]
-    found = [(e["ts"], round(e["dur"], 3)) for e in _ticks(block)]
+def merged_of(folder, layouts, events=None):
+    """The merged trace of ranks with these layouts, on one clock from 0, and their events."""
+    for rank, layout in enumerate(layouts):
+        head = header(rank, layout, "cpu", "made", 0)
+        head["args"]["clock"] = "one"
+        lines = [first_line(head), *map(EventLines(rank, 0).line, (events or {}).get(rank, []))]
+        path = layout.path(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(lines) + last_line(rank, 0))
+    output = folder / "merged.json"
+    merge(open_run(layouts[0].path(folder).parent, allow_missing=True), output)
+    return json.loads(output.read_text())
+
+
+def stages(number, size):
+    """Layouts of the first ranks of a pipeline."""
+    sizes = {"data_size": 1, "tensor_size": 1, "pipeline_size": size}
+    return [TraceLayout(data=0, tensor=0, pipeline=stage, **sizes) for stage in range(number)]
+
+
+def send(channel, iteration, microbatch=0):
+    return ("send", 0, 0, iteration, channel, microbatch, 8, "shm")
+
+
+def arrival(channel, iteration=0, microbatch=0, seen=0, sent=0):
+    return ("arrival", seen, seen + 50_000, iteration, channel, microbatch, sent, 8, 0, False)
+
+
+def test_messages_seen_at_one_moment_share_a_tick_and_overlap_nothing(tmp_path):
+    channel = Channel(0, 1, 0, 0)
+    seen = [arrival(channel, 0, n, ns) for n, ns in enumerate((9_000, 5_400, 5_000, 5_000))]
+    made = merged_of(tmp_path, stages(2, 2), {1: seen})
+    found = [(e["ts"], round(e["dur"], 3)) for e in of(made, ph="X", cat="arrival")]
     assert found == [(5.0, 0.4), (5.0, 0.4), (5.4, 1.0), (9.0, 1.0)]
+    assert {e["args"]["queued_us"] for e in of(made, ph="X", cat="arrival")} == {50.0}
 
 
 def test_every_send_has_an_arrow_to_its_arrival_and_none_runs_backwards(merged):
@@ -84,51 +111,40 @@ def test_every_send_has_an_arrow_to_its_arrival_and_none_runs_backwards(merged):
         assert ends[number]["pid"] != start["pid"]
 
 
-def test_parts_of_a_message_keep_their_numbers_while_sends_are_an_iteration_ahead():
-    def slice_of(cat, iteration, microbatch=0):
-        args = {"source": 0, "destination": 1, "chunk": 0, "direction": "forward"}
-        args |= {"iteration": iteration, "microbatch": microbatch}
-        return {"cat": cat, "args": args, "pid": 0, "tid": 0, "ts": 0.0}
-
-    sender, receiver = _Arrows(), _Arrows()
-    sent = [sender.event(slice_of("send", 0))["id"] for _ in range(3)]
-    assert len(set(sent)) == 3
-    arrived = [receiver.event(slice_of("arrival", 0))["id"]]
-    receiver.event(slice_of("send", 1))
-    arrived += [receiver.event(slice_of("arrival", 0))["id"] for _ in range(2)]
-    assert arrived == sent
-    for iteration in range(1, 5):
-        ids = {sender.event(slice_of("send", iteration, m))["id"] for m in range(4)}
-        assert len(ids) == 4 and not ids & set(sent)
-    assert len(sender._count) == 4, "of a single iteration"
+def test_parts_of_a_message_keep_their_numbers_while_sends_are_an_iteration_ahead(tmp_path):
+    channel, back = Channel(0, 1, 0, 0), Channel(1, 0, 0, 1)
+    later = [send(channel, number, m) for number in range(1, 5) for m in range(4)]
+    events = {
+        0: [*[send(channel, 0)] * 3, *later],
+        1: [arrival(channel), send(back, 1), arrival(channel), arrival(channel)],
+    }
+    made = merged_of(tmp_path, stages(2, 2), events)
+    sent = [e["id"] for e in of(made, ph="s", pid=0)]
+    assert [e["id"] for e in of(made, ph="f", pid=1)] == sent[:3]
+    assert len(set(sent)) == 3 + 4 * 4
 
 
-def test_an_arrival_from_a_rank_without_a_file_has_no_latency():
-    clocks = {0: "a", 1: "b"}
-    offsets = {"a": ClockOffset(((0, 0, 0),)), "b": ClockOffset(((0, -500, 0),))}
-    alignment = Alignment("a", clocks, offsets)
-    file = SimpleNamespace(rank=0, time_ns=lambda event: 9_000)
-    shift = _Shift(file, alignment, 1_000)
-    for source, latency in ((1, {"latency_us": 2.5}), (7, {})):
-        event = shift({"ts": 0, "args": {"source": source, "sent_ns": 7_000}})
-        assert event == {"ts": 8.0, "args": {"source": source} | latency}
+def test_an_arrival_from_a_rank_without_a_file_has_no_latency(tmp_path):
+    events = [arrival(Channel(source, 0, 0, 0), 0, 0, 9_000, 7_000) for source in (1, 7)]
+    made = merged_of(tmp_path, stages(2, 8), {0: events})
+    found = [e["args"] for e in of(made, ph="X", cat="arrival")]
+    assert [args.get("latency_us") for args in found] == [2.0, None]
+    assert not any("sent_ns" in args for args in found)
 
 
-def test_tracks_are_sorted_pipeline_by_pipeline():
+def test_tracks_are_sorted_pipeline_by_pipeline(tmp_path):
     places = [
         (data, tensor, stage) for data in range(2) for tensor in range(3) for stage in range(4)
     ]
-    found = []
-    for data, tensor, stage in places:
-        layout = TraceLayout(
-            data=data, tensor=tensor, pipeline=stage, data_size=2, tensor_size=3, pipeline_size=4
-        )
-        file = SimpleNamespace(layout=layout, rank=5, host="h", device="d")
-        events = {event["name"]: event["args"] for event in _metadata(file)}
-        name = f"stage {stage}, replica {data}, tensor rank {tensor} (rank 5)"
-        assert events["process_name"]["name"] == name
-        found.append(events["process_sort_index"]["sort_index"])
-    assert found == list(range(24))
+    sizes = {"data_size": 2, "tensor_size": 3, "pipeline_size": 4}
+    layouts = [TraceLayout(data=d, tensor=t, pipeline=s, **sizes) for d, t, s in places]
+    made = merged_of(tmp_path, layouts)
+    assert [e["args"]["name"] for e in of(made, name="process_name")] == [
+        f"stage {stage}, replica {data}, tensor rank {tensor} (rank {rank})"
+        for rank, (data, tensor, stage) in enumerate(places)
+    ]
+    orders = [e["args"]["sort_index"] for e in of(made, name="process_sort_index")]
+    assert orders == list(range(24))
 
 
 def test_arrivals_say_how_long_they_travelled_across_clocks(merged):

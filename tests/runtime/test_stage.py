@@ -63,13 +63,37 @@ def config_with(**settings: Any) -> Any:
     return SimpleNamespace(**{**given, **settings})
 
 
-def stage_of(chunks: list[Chunk], window: int = 1, **call: Any) -> Stage:
+def stage_of(
+    chunks: list[Chunk], window: int = 1, weight_gradients: Any = None, **call: Any
+) -> Stage:
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
     checked = StepCall.checked(
-        data_iterator=[None] * len(chunks), model=chunks, pg_collection=SimpleNamespace(),
+        data_iterator=[None] * len(chunks), model=chunks, pg_collection=groups,
         forward_step_func=None, seq_length=8, micro_batch_size=1,
         **{"num_microbatches": 1, **call},
     )  # fmt: skip
-    return Stage(checked, 0, 1, window, None)
+    return Stage(checked, 0, 1, window, weight_gradients)
+
+
+def forwards(monkeypatch: pytest.MonkeyPatch, output: Any, num_tokens: int = 0) -> list[Any]:
+    """Make each forward return this output; the list gets the keywords of each."""
+    seen: list[dict[str, Any]] = []
+
+    def forward(*_: Any, **more: Any) -> Any:
+        seen.append(more)
+        return output, num_tokens
+
+    monkeypatch.setattr(steps.schedules, "forward_step", forward)
+    return seen
+
+
+def frees(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]:
+    """The outputs that are freed, each with the config's word."""
+    freed: list[tuple[Any, bool]] = []
+    monkeypatch.setattr(
+        steps.schedules, "deallocate_output_tensor", lambda *given: freed.append(given)
+    )
+    return freed
 
 
 @pytest.fixture(autouse=True)
@@ -124,19 +148,22 @@ def test_a_users_own_reduction_takes_the_place_of_ours(listed: bool) -> None:
 @pytest.mark.parametrize("forward_only", [True, False])
 @pytest.mark.parametrize("per_token", [True, False])
 def test_gradients_are_finalized_with_what_the_call_asks(
-    per_token: bool, forward_only: bool
+    monkeypatch: pytest.MonkeyPatch, per_token: bool, forward_only: bool
 ) -> None:
     got: list[tuple[Any, ...]] = []
 
     def finalize(model: Any, num_tokens: Any, pg_collection: Any, force_all_reduce: bool) -> None:
-        got.append((model, num_tokens, pg_collection, force_all_reduce))
+        tokens = None if num_tokens is None else int(num_tokens)
+        got.append((model, tokens, pg_collection, force_all_reduce))
 
     config = config_with(finalize_model_grads_func=finalize, calculate_per_token_loss=per_token)
     stage = stage_of([Chunk(config)], force_all_reduce=True, forward_only=forward_only)
-    stage._num_tokens += 5
+    forwards(monkeypatch, torch.zeros(1), 3)
+    for microbatch in range(2):
+        stage.forward(0, microbatch, None)
     stage.finish()
     call = stage.call
-    expected = (call.model, stage._num_tokens if per_token else None, call.pg_collection, True)
+    expected = (call.model, 6 if per_token else None, call.pg_collection, True)
     assert got == ([] if forward_only else [expected])
 
 
@@ -157,27 +184,30 @@ def test_offloaded_activations_are_forgotten_at_the_end_of_a_step(
     assert told == [(stage.call.pg_collection, forward_only)] * offloads
 
 
-def test_as_many_forwards_as_asked_keep_their_activations_of_each_window() -> None:
+def test_as_many_forwards_as_asked_keep_their_activations_of_each_window(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = forwards(monkeypatch, torch.zeros(1))
     config = config_with(num_microbatches_with_partial_activation_checkpoints=2)
     stage = stage_of([Chunk(config)], window=3)
-    told = []
     for number in range(7):
-        stage._num_forwards = number
-        told.append(stage._checkpointed())
-    assert told == [False, False, True, False, False, True, False]
-    assert stage_of([Chunk(config_with())])._checkpointed() is None
+        stage.forward(0, number, None)
+    stage_of([Chunk(config_with())]).forward(0, 0, None)
+    told = [each["checkpoint_activations_microbatch"] for each in seen]
+    assert told == [False, False, True, False, False, True, False, None]
 
 
-def test_parameters_are_gathered_one_chunk_ahead_and_once() -> None:
+def test_parameters_are_gathered_one_chunk_ahead_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    forwards(monkeypatch, torch.zeros(1))
     gathered: list[int] = []
     functions = [lambda _, chunk=chunk: gathered.append(chunk) for chunk in range(3)]
     config = config_with(param_sync_func=functions)
     stage = stage_of([Chunk(config) for _ in range(3)])
     for chunk, expected in ((0, [0, 1]), (0, [0, 1]), (1, [0, 1, 2]), (2, [0, 1, 2])):
-        stage._sync_params(chunk)
+        stage.forward(chunk, 0, None)
         assert gathered == expected
     gathered.clear()
-    stage_of([Chunk(config)], forward_only=True)._sync_params(0)
+    stage_of([Chunk(config)], forward_only=True).forward(0, 0, None)
     assert not gathered
 
 
@@ -223,9 +253,8 @@ def test_memory_is_measured_of_each_chunks_first_microbatch(
     )
     monkeypatch.setattr(steps.boundary, "backward", lambda *_: None)
     chunks = [Linear(config_with()), Linear(config_with())]
-    stage = stage_of(chunks)  # type: ignore[arg-type]
-    stage.call.pg_collection.cp = SimpleNamespace(size=lambda: 1)
-    stage._weight_gradients = Store()  # type: ignore[assignment]
+    freed = frees(monkeypatch)
+    stage = stage_of(chunks, weight_gradients=Store())  # type: ignore[arg-type]
     stage.forward(0, 0, torch.ones(2, 4))
     stage.backward(0, 0, None)
     assert not stage.activation_bytes and not stage.deferred_bytes
@@ -238,14 +267,21 @@ def test_memory_is_measured_of_each_chunks_first_microbatch(
             stage.backward(chunk, microbatch, None)
     assert stage.activation_bytes == {0: 100, 1: 200} and counted == chunks
     assert stage.deferred_bytes == {0: 10, 1: 10}
-    assert not stage._kept, "every activation was given back"
+    for microbatch in range(2):
+        stage.free_output(0, microbatch)
+    assert not freed, "every activation was given back"
 
 
-def test_offloaded_activations_are_not_measured() -> None:
-    for name in ("cpu_offloading", "fine_grained_activation_offloading"):
-        stage = stage_of([Chunk(config_with(**{name: True}))])
-        stage.measure()
-        assert not stage._measuring
+@pytest.mark.parametrize("name", [None, "cpu_offloading", "fine_grained_activation_offloading"])
+def test_offloaded_activations_are_not_measured(
+    monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
+    forwards(monkeypatch, torch.zeros(1))
+    monkeypatch.setattr(steps, "saved_bytes", lambda *_: 100)
+    stage = stage_of([Chunk(config_with(**{name: True} if name else {}))])
+    stage.measure()
+    stage.forward(0, 0, None)
+    assert stage.activation_bytes == ({} if name else {0: 100})
 
 
 class Timers:
@@ -263,8 +299,8 @@ class Timers:
 
 def test_weight_gradients_have_a_timer_of_their_own() -> None:
     timers, run = Timers(), []
-    stage = stage_of([Chunk(config_with(timers=timers))])
-    stage._weight_gradients = SimpleNamespace(run=lambda *task: run.append((task, *timers.told)))  # type: ignore[assignment]
+    store = SimpleNamespace(run=lambda *task: run.append((task, *timers.told)))
+    stage = stage_of([Chunk(config_with(timers=timers))], weight_gradients=store)
     stage.weight(0, 3, 1)
     assert run == [((0, 3, 1), "start weight-compute")]
     assert timers.told == ["start weight-compute", "stop weight-compute"]
@@ -316,14 +352,11 @@ def test_the_timer_of_a_step_begins_at_a_barrier_where_the_config_asks(barrier: 
 def test_only_an_output_of_one_tensor_is_freed_and_as_the_config_says(
     monkeypatch: pytest.MonkeyPatch, deallocate: bool
 ) -> None:
-    freed: list[tuple[Any, bool]] = []
-    monkeypatch.setattr(
-        steps.schedules, "deallocate_output_tensor", lambda *given: freed.append(given)
-    )
+    freed, one = frees(monkeypatch), torch.zeros(2)
     stage = stage_of([Chunk(config_with(deallocate_pipeline_outputs=deallocate))])
-    one = torch.zeros(2)
-    stage._kept[0, 1] = (None, one)
-    stage._kept[0, 2] = (None, [one, one])
+    for microbatch, output in ((1, one), (2, (one, one))):
+        forwards(monkeypatch, output)
+        stage.forward(0, microbatch, None)
     for microbatch in range(3):  # an evaluation keeps nothing
         stage.free_output(0, microbatch)
     assert len(freed) == 1 and freed[0][0] is one and freed[0][1] is deallocate
@@ -334,29 +367,25 @@ def test_only_an_output_of_one_tensor_is_freed_and_as_the_config_says(
 def test_a_stage_keeps_its_inputs_for_its_backward_alone(
     monkeypatch: pytest.MonkeyPatch, several: bool, forward_only: bool
 ) -> None:
-    seen: list[dict[str, Any]] = []
-
-    def forward(*given: Any, **more: Any) -> Any:
-        seen.append(more)
-        return ([(given[4][0], given[4][1])] if several else given[4]), 3
-
-    monkeypatch.setattr(steps.schedules, "forward_step", forward)
+    received: Any = [torch.zeros(2), torch.zeros(2)] if several else torch.zeros(2)
+    seen = forwards(monkeypatch, [tuple(received)] if several else received)
     config = config_with()
     stage = stage_of([Chunk(config), Chunk(config)], forward_only=forward_only)
-    stage.call.pg_collection.cp = SimpleNamespace(size=lambda: 1)
-    received: Any = [torch.zeros(2), torch.zeros(2)] if several else torch.zeros(2)
     output = stage.forward(1, 0, received)
     tensors = received if several else [received]
     assert all(tensor.requires_grad is not forward_only for tensor in tensors)
     assert isinstance(output, list) == several
-    assert (1, 0) in stage._kept or forward_only
     assert seen[0]["vp_stage"] == 1 and seen[0]["is_last_stage"] is True
     assert seen[0]["is_first_microbatch"] is True
     stage.forward(0, 2, received)
     assert seen[1]["vp_stage"] == 0 and seen[1]["is_last_stage"] is False
     assert seen[1]["is_first_microbatch"] is False and seen[1]["current_microbatch"] == 2
-    assert stage._num_tokens == 6 and stage._num_forwards == 2
-    assert len(stage._kept) == (0 if forward_only else 2)
+    monkeypatch.setattr(steps.boundary, "backward", lambda given, *_: given)
+    for task in ((1, 0), (0, 2)):
+        if not forward_only:
+            assert stage.backward(*task, None) is received
+        with pytest.raises(KeyError):
+            stage.backward(*task, None)
 
 
 def test_only_the_last_chunk_of_the_last_rank_computes_the_loss() -> None:
@@ -378,7 +407,6 @@ def test_a_forward_collects_what_the_call_asks(
     stage = stage_of(
         [Chunk(config_with())], collect_non_loss_data=asked, first_val_step=asked, forward_only=True
     )
-    stage.call.pg_collection.cp = SimpleNamespace(size=lambda: 1)
     stage.forward(0, 0, None)
     assert seen[0]["collect_non_loss_data"] is seen[0]["is_first_microbatch"] is asked
     assert seen[0]["vp_stage"] is None, "a single chunk has no number"
