@@ -159,13 +159,16 @@ def losses_in(metrics: Path) -> list[dict[str, Any]]:
 
 
 class Growth:
-    """Samples of the ranks' memory, descriptors and threads."""
+    """Samples of the ranks' memory, descriptors and threads, of ranks that make steps: one that
+    ends or waits gives back what it had, which would hide a growth."""
 
     def __init__(self) -> None:
         self._samples: dict[int, list[tuple[float, ...]]] = defaultdict(list)
+        self._last = 0
 
     def look(self, job: Job) -> None:
-        if job.iteration() < job.first + STEADY:
+        before, self._last = self._last, job.iteration()
+        if self._last < job.first + STEADY or self._last == before:
             return
         found = job.processes()
         for process in [*found.get("rank 0", []), *found.get("rank 1", [])]:
@@ -302,9 +305,9 @@ class Soak:
             made.kind, made.lethal = "SIGSTOP", True if name.startswith("rank") else None
             if name == "torchrun":
                 made.culprit = ()  # nobody waits for it
-                self._wait_for(job, 20.0)
+                made.seconds = self._wait(job, lambda: False, 20.0)
             else:
-                self._wait(job, lambda: self._others_ended(job, victim), DEADLINE)
+                made.seconds = self._wait(job, lambda: self._others_ended(job), DEADLINE)
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.resume()
         else:
@@ -315,13 +318,9 @@ class Soak:
                 made.culprit = ()  # it says itself that it ends, unless it is killed
         return made
 
-    def _others_ended(self, job: Job, victim: psutil.Process) -> bool:
+    def _others_ended(self, job: Job) -> bool:
         """True if only the stopped rank, or the rank of the stopped process, is left."""
         return any(node.process.poll() is not None for node in job.nodes)
-
-    def _wait_for(self, job: Job, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        self._wait(job, lambda: time.monotonic() > until, seconds)
 
     def _cut(self, hosts: Hosts | None, kind: str, now: int) -> Disturbance:
         assert hosts is not None
@@ -337,23 +336,22 @@ class Soak:
         with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(1 << 12))
-        self._wait(job, job.has_ended, DEADLINE)
+        seconds = self._wait(job, job.has_ended, DEADLINE)
         filler.unlink()
-        return Disturbance("full disk", "disk", now, ("no space left", "No space left"), None)
+        culprit = ("no space left", "No space left")
+        return Disturbance("full disk", "disk", now, culprit, None, seconds)
 
     def _judge(self, job: Job, disturbance: Disturbance) -> None:
         """Wait for what has to come of it, and look at what it left."""
-        start, before = time.monotonic(), job.iteration()
+        before = job.iteration()
         if disturbance.lethal is False:
-            self._wait(job, lambda: job.iteration() > before, DEADLINE)
-            disturbance.seconds = time.monotonic() - start
+            disturbance.seconds += self._wait(job, lambda: job.iteration() > before, DEADLINE)
             if not job.is_complete() and (job.has_ended() or job.iteration() <= before):
                 disturbance.faults.append("it did not go on")
         else:
             goes_on = (lambda: job.iteration() > before + SAVE_EVERY) if (
                 disturbance.lethal is None) else (lambda: False)  # fmt: skip
-            self._wait(job, goes_on, DEADLINE)
-        disturbance.seconds = time.monotonic() - start
+            disturbance.seconds += self._wait(job, goes_on, DEADLINE)
         if not job.has_ended():
             if disturbance.lethal is not False and job.iteration() <= before:
                 disturbance.faults.append(f"not ended: {stacks(*job.nodes)[-6000:]}")
@@ -384,12 +382,13 @@ class Soak:
         self._before |= {name.removeprefix("/dev/shm/") for name in left}
         return [f"left: {each}" for each in left]
 
-    def _wait(self, job: Job, done: Any, seconds: float) -> None:
-        """Until ``done`` or the end of the job; looks at its size meanwhile."""
-        deadline = time.monotonic() + seconds
-        while not job.has_ended() and not done() and time.monotonic() < deadline:
+    def _wait(self, job: Job, done: Any, seconds: float) -> float:
+        """Until ``done`` or the end of the job; looks at its size meanwhile. Returns the time."""
+        start = time.monotonic()
+        while not job.has_ended() and not done() and time.monotonic() < start + seconds:
             self.growth.look(job)
             time.sleep(0.3)
+        return time.monotonic() - start
 
     def _note(self, disturbance: Disturbance, log: Path | None) -> None:
         self.done.append(disturbance)
