@@ -146,7 +146,7 @@ void require_room(size_t bytes, const std::string& what) {
   if (const MemoryRoom room = memory_room(); bytes > room.bytes) {
     throw Error(Fault::kSetup, what + ": only " + std::to_string(room.bytes) +
                                    " bytes are left, as " + room.limit + " (lower " +
-                                   setting("slots") + "; docker: --memory)");
+                                   setting("slots") + "; docker's option memory)");
   }
 }
 

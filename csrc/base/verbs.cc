@@ -48,7 +48,7 @@ Owner<Context> open(const Api& api, Device* device) {
   if (context == nullptr) {
     throw Error(Fault::kSetup,
                 with_errno(std::string("opening RDMA device ") + api.get_device_name(device)) +
-                    " (containers: --device=/dev/infiniband --cap-add=IPC_LOCK)");
+                    " (docker's options device=/dev/infiniband and cap-add=IPC_LOCK)");
   }
   return {context, api.close_device};
 }
@@ -213,7 +213,7 @@ Owner<MemoryRegion> register_memory(const Api& api, Domain* domain, void* data, 
     throw Error(Fault::kSetup,
                 with_errno("registering " + std::to_string(bytes) + " bytes for RDMA") +
                     "; locked memory is " + locked_memory_limit() +
-                    " (ulimit -l unlimited; docker: --ulimit memlock=-1; or lower " +
+                    " (ulimit -l unlimited; docker's option ulimit memlock=-1; or lower " +
                     setting("slots") + ")");
   }
   return {region, api.dereg_mr};

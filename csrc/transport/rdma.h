@@ -1,6 +1,6 @@
 // Kind "rdma": slots in registered memory of the receiver, written by the sender's network card.
 //
-//   tensor --copy--> [piece|piece|...] --RDMA write--> slot [header|payload] --take()--> tensor
+//   tensor -(copy)-> [piece|piece|...] -(RDMA write)-> slot [header|payload] -(take())-> tensor
 //                     registered, shared                 of the receiver
 //                     by the channels of a link
 //

@@ -1,7 +1,7 @@
 // Kind "staged": GPUs of one host without peer access. A message goes in chunks through pinned
 // shared host memory:
 //
-//   source GPU --D2H--> [buffer 0|1|2|3] --H2D--> slot on the destination GPU --take()--> tensor
+//   source GPU -(D2H)-> [buffer 0|1|2|3] -(H2D)-> slot on the destination GPU -(take())-> tensor
 //
 // Two buffers are being filled while two are being emptied, so both copies go on at once. Both
 // progress threads move chunks by themselves; a message has arrived when its last chunk is in the

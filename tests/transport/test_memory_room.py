@@ -222,4 +222,4 @@ def test_slots_beyond_a_real_limit_are_refused_before_they_are_allocated() -> No
     assert done.returncode == 1, done.stderr
     assert "SetupError" in done.stderr
     assert f"the limit of control group {folder} is {256 * MIB} bytes" in done.stderr
-    assert "(lower DppConfig(slots=...); docker: --memory)" in done.stderr
+    assert "(lower DppConfig(slots=...); docker's option memory)" in done.stderr

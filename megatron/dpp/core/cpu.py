@@ -337,13 +337,13 @@ def _host_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "set_device", _nothing  # initialize.py:331
     yield torch.cuda, "get_device_capability", lambda *device: (8, 0)  # arguments.py:853
     yield torch.cuda, "get_device_properties", lambda *device: _Properties  # utils.py:448
-    # --log-memory-to-tensorboard, training.py:1940
+    # log_memory_to_tensorboard, training.py:1940
     yield torch.cuda, "memory_stats", lambda *device: defaultdict(int)
     for name in _MEASURED:  # core/utils.py:1592, utils.py:289
         yield torch.cuda, name, lambda *device: 0
     yield torch.cuda, "cudart", _Profiler
     yield torch.cuda, "check_error", _nothing
-    for name in ("range_push", "range_pop"):  # core/utils.py:2167 for --nvtx-ranges
+    for name in ("range_push", "range_pop"):  # core/utils.py:2167 for nvtx_ranges
         yield torch.cuda.nvtx, name, _nothing
     for name in ("_record_memory_history", "_dump_snapshot"):  # training.py:2013
         yield torch.cuda.memory, name, _refuse_history

@@ -49,7 +49,8 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
             raise SetupError(
                 f"rank {link.rank} cannot open the GPU memory of rank {link.peer}: "
                 f"{refused[link.peer]}; {again}. Containers must share the IPC and PID namespaces "
-                f"(--ipc=host --pid=host); {setting('transport', 'staged')} does without"
+                f"(docker's options ipc=host, pid=host); {setting('transport', 'staged')} does "
+                "without"
             )
     check_links(
         links,

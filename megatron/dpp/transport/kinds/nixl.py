@@ -4,9 +4,9 @@ NIXL moves bytes. It has no channels, no credit, no notice of dead peers, and no
 A native transport of small channels, the *control*, has all of these. It also finds and
 authenticates the peers, and carries the addresses of slots:
 
-    put -> queue --copy--> send slot --NIXL--> slot of the receiver --take--> tensor
-                           announcement --control--> arrived
-                                        <--control-- credit
+    put -> queue -(copy)-> send slot -(NIXL)-> slot of the receiver -(take)-> tensor
+                           announcement -(control)-> arrived
+                                        <-(control)- credit
 
 One thread per rank makes all calls to NIXL and, except ``abort`` and the board's, to the control.
 CUDA tensors pass through the host's memory.
