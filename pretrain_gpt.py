@@ -5,7 +5,10 @@ Started by torchrun with Megatron-LM's flags; see docs/training.md.
 
 import sys
 
-from megatron.dpp_train.loop.pretrain import main
+try:
+    from megatron.dpp_train.loop.pretrain import main
+except KeyboardInterrupt:  # Ctrl-C at any time is no traceback
+    sys.exit(130)
 
 if __name__ == "__main__":
     sys.exit(main("gpt"))

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from megatron.dpp.processes import exits_on_sigterm, run_child
+from megatron.dpp.processes import exits_on_sigterm, run_child, sigint_held_back
 from tests.runtime.launcher import REPOSITORY
 
 _STARTER = """
@@ -50,3 +50,14 @@ def test_sigterm_is_an_exit_that_cleans_up() -> None:
         time.sleep(10)
     assert left.value.code == 143
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_an_interrupt_that_an_import_would_swallow_comes_after_it() -> None:
+    come_to = False
+    with pytest.raises(KeyboardInterrupt), sigint_held_back():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except BaseException:
+            pytest.fail("it came in the block")
+        come_to = True
+    assert come_to and signal.getsignal(signal.SIGINT) is signal.default_int_handler

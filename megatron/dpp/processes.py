@@ -94,6 +94,24 @@ def exits_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+@contextlib.contextmanager
+def sigint_held_back() -> Iterator[None]:
+    """Raise the KeyboardInterrupt of a SIGINT in the block at its end: around imports of libraries,
+    which catch it there and go on without what they were importing. No effect in other threads than
+    the main one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
+
+
 def _leave(number: int, _: FrameType | None) -> NoReturn:
     signal.signal(number, signal.SIG_DFL)
     raise SystemExit(128 + number)

@@ -11,6 +11,8 @@ import json
 import os
 import platform
 import random
+import socket
+import time
 from datetime import timedelta
 from importlib import metadata
 from typing import Any
@@ -133,19 +135,43 @@ def _join_process_group(args: Args, rank: int) -> torch.device:
         if "MASTER_ADDR" not in os.environ:  # one process, no launcher
             store = HashStore()
         else:
+            _await_store(rank, options["timeout"].total_seconds())
             where = {"rank": rank, "world_size": args.world_size, "timeout": options["timeout"]}
             found, _, _ = next(rendezvous("env://", **where))
             found.set_timeout(options["timeout"])
             store = PrefixStore("default_pg", found)
         culprits.announce(store, rank)
         dist.init_process_group(**options, store=store)
-    except (dist.DistError, RuntimeError) as error:
+    except (dist.DistError, RuntimeError, OSError) as error:
         who = "" if store is None else culprits.of_ranks(store, rank, args.world_size)
         raise PeerDead(
             f"the ranks did not meet (--distributed-timeout-minutes "
             f"{args.distributed_timeout_minutes}): {one_line(error, _SAID).rstrip('.')}{who}"
         ) from error
     return device
+
+
+def _await_store(rank: int, seconds: float) -> None:
+    """Wait until rank 0's store listens. PyTorch waits more than twice as long as it is told to.
+
+    Raises:
+        OSError: it does not listen in time.
+    """
+    if rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun has it
+        return
+    host, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, int(port)), max(end - time.monotonic(), 1.0)).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise OSError(
+                    f"MASTER_ADDR={host} MASTER_PORT={port}: {error.strerror or error}: rank 0 has "
+                    "not come, or has ended"
+                ) from error
+        time.sleep(_NAP_SECONDS)
 
 
 def set_seeds(args: Args) -> None:
@@ -167,6 +193,7 @@ _PATHS = ("_path", "_dir", "_file", "_cfg")
 _MAX_SHOWN = 5
 _SAID = 200
 """Characters of an error of PyTorch's that are quoted."""
+_NAP_SECONDS = 0.2
 
 
 def description(args: RunConfig) -> dict[str, str]:

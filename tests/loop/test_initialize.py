@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 
 from megatron.dpp.errors import PeerDead
 from megatron.dpp_train import initialize as joining
+from tests.runtime.launcher import free_port
 
 ARGS = {
     "device": "cuda", "local_rank": None, "distributed_backend": "nccl",
@@ -47,6 +48,7 @@ def join(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, Any]:
         return call
 
     monkeypatch.setattr(joining.dist, "init_process_group", note("join"))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setattr(joining, "rendezvous", lambda *_, **__: iter([(HashStore(), 5, 64)]))
     monkeypatch.setattr(torch.cuda, "set_device", note("device"))
     monkeypatch.setattr(joining, "check_agreement", note("agree"))
@@ -140,6 +142,7 @@ def test_a_meeting_that_fails_names_who_has_not_come(monkeypatch: pytest.MonkeyP
         raise torch.distributed.DistStoreError("wait timeout after 60000ms, keys: /0//cpu//0/1")
 
     monkeypatch.setenv("MASTER_ADDR", "here")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     changes = {"world_size": 7, "distributed_timeout_minutes": 1, "device": "cpu"}
     with monkeypatch.context() as patch:
         patch.setattr(joining, "rendezvous", lambda *_, **__: iter([(HashStore(), 5, 7)]))
@@ -151,6 +154,20 @@ def test_a_meeting_that_fails_names_who_has_not_come(monkeypatch: pytest.MonkeyP
     assert said.startswith("the ranks did not meet (--distributed-timeout-minutes 1): wait timeout")
     assert "rank 0 has not come; " in said and said.endswith("rank 6 has not come")
     assert "rank 5" not in said
+
+
+def test_a_rank_0_that_never_comes_is_waited_for_as_long_as_the_flag_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyTorch tried a second time: with one minute allowed, two and a half passed."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(joining, "rendezvous", lambda *_, **__: pytest.fail("it tried itself"))
+    args: Any = argparse.Namespace(**ARGS | {"distributed_timeout_minutes": 0.01, "device": "cpu"})
+    said = r"MASTER_ADDR=127.0.0.1 MASTER_PORT=\d+: Connection refused: rank 0 has not come"
+    with pytest.raises(PeerDead, match=said):
+        joining.initialize(args, 1)
 
 
 def test_a_rank_prepares_pytorch_as_its_flags_ask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +25,22 @@ def test_a_blocked_rank_is_ended_with_the_reason() -> None:
     )  # fmt: skip
     assert ran.returncode == 1
     assert "error on rank 0: rank 1 (pid 7 on node7, tcp) died. This rank has waited" in ran.stderr
+
+
+def test_a_blocked_rank_names_a_stopped_process_of_its_own() -> None:
+    """On another host than the ranks that it kept waiting nobody named its data loader's worker."""
+    stopped = "import os, signal; os.fork() or os.kill(os.getpid(), signal.SIGSTOP)"
+    program = f"{stopped}\n{BLOCKED}"
+    ran = subprocess.Popen(
+        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": os.getcwd()},
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        said = ran.stderr.readline() if ran.stderr else ""
+    finally:
+        os.killpg(ran.pid, signal.SIGKILL)
+        ran.communicate(timeout=150)
+    assert "since (process " in said and "(python), which it started, is stopped): ended" in said
 
 
 def test_a_rank_that_notices_goes_on() -> None:

@@ -13,6 +13,8 @@ import sys
 import threading
 from collections.abc import Callable
 
+from megatron.dpp.processes import stopped
+
 _LOOK_SECONDS = 0.5
 _EXIT_STATUS = 1
 
@@ -41,10 +43,18 @@ class Abandon:
     def _watch(self) -> None:
         while not self._stopped.wait(_LOOK_SECONDS):
             failure = self._failure()
+            why = _own_fault() if failure else ""
             if failure and not self._stopped.wait(self._grace):
                 sys.stderr.write(
                     f"error on rank {self._rank}: {failure}. This rank has waited for something "
-                    f"else for {self._grace:g} s since (a collective with the lost one?): ended\n"
+                    f"else for {self._grace:g} s since ({why}): ended\n"
                 )
                 sys.stderr.flush()
                 os._exit(_EXIT_STATUS)
+
+
+def _own_fault() -> str:
+    """The thing that this process waits for, as far as it can be seen."""
+    if names := stopped(os.getpid()):
+        return f"{', '.join(names)}, which it started, {'is' if len(names) == 1 else 'are'} stopped"
+    return "a collective with the lost one?"

@@ -24,7 +24,7 @@ from megatron.dpp.errors import (
 )
 from megatron.dpp.locks import lock_directory
 from megatron.dpp.naming import in_flags
-from megatron.dpp.processes import end_with_parent
+from megatron.dpp.processes import end_with_parent, sigint_held_back
 from megatron.dpp_train.options import arguments, run_file
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.preflight import check as preflight
@@ -95,7 +95,8 @@ def _train(args: RunConfig, task_name: str, rank: int, tokenizer: Tokenizer) -> 
         for line in [*lines, *([beyond] if beyond else [])]:
             print(f"warning: {line}", file=sys.stderr, flush=True)
     try:
-        from megatron.dpp_train.loop.job import run_job
+        with sigint_held_back():
+            from megatron.dpp_train.loop.job import run_job
 
         run_job(args, task_name, rank, tokenizer)
     except DppError as error:
@@ -120,7 +121,8 @@ def _settled(args: RunConfig) -> RunConfig:
     """Settles the values that need PyTorch, and lets megatron-core check them."""
     if args.disable_jit_fuser:  # read when PyTorch is imported
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    from megatron.dpp_train.model.configs import check_with_core, settled
+    with sigint_held_back():
+        from megatron.dpp_train.model.configs import check_with_core, settled
 
     args = settled(args)
     check_with_core(args)
