@@ -199,6 +199,9 @@ def markdown() -> str:
         "",
         "`megatron-dpp env` prints this table with the values that are set now, and",
         "`megatron-dpp env --markdown` writes this page. A variable that is empty counts as unset.",
+        "Defaults of the launch scripts are those of `examples/`. `run_*.sh` make one pipeline of",
+        "the GPUs at hand, with two chunks per rank, bf16 and a trace; without a GPU PP2 x TP2 in",
+        "fp32.",
         "Defaults `by recipe` stand in `megatron/dpp_train/launch/scripts.py`.",
     ]
     for title, rows in GROUPS.items():
