@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,29 @@ def guarded(prog: str, run: Callable[[], int]) -> int:
     except (DppError, OSError) as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return 1
+
+
+def command(
+    name: str,
+    parser: Callable[[str], argparse.ArgumentParser],
+    run: Callable[[argparse.Namespace], int],
+) -> Callable[..., int]:
+    """The ``main`` of a sub-command.
+
+    Args:
+        name: as its user types it.
+        parser: makes the parser for a program's name.
+        run: does the work; returns the exit status.
+
+    Returns:
+        ``main(argv=None, *, prog=name)``, which returns that status, and 1 after an error.
+    """
+
+    def main(argv: Sequence[str] | None = None, *, prog: str = name) -> int:
+        args = parser(prog).parse_args(argv)
+        return guarded(prog, lambda: run(args))
+
+    return main
 
 
 def progress_bar(total_bytes: int, **settings: Any) -> Any:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.dpp.command_line import guarded, new_parser
+from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.safe_files import open_text_to_write
 
 PTH_LINE = (
@@ -22,12 +21,7 @@ def pth_file() -> Path:
     return Path(sysconfig.get_path("purelib")) / "megatron_dpp_autoload.pth"
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "megatron-dpp plugin") -> int:
-    """Write, remove or show the file.
-
-    Returns:
-        0; 1 if the file cannot be written, or is not there to be removed.
-    """
+def _parser(prog: str) -> argparse.ArgumentParser:
     parser = new_parser(
         prog,
         "Let every Python process of this environment load the dynamic pipeline where USE_DPP=1 is "
@@ -36,7 +30,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "megatron-dpp plugin") -
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--install-pth", action="store_true", help="write the .pth file")
     which.add_argument("--remove-pth", action="store_true", help="remove it")
-    return guarded(prog, lambda: _run(parser.parse_args(argv)))
+    return parser
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -51,3 +45,6 @@ def _run(args: argparse.Namespace) -> int:
     else:
         print(f"{path}: {'installed' if path.is_file() else 'not installed (--install-pth)'}")
     return 0
+
+
+main = command("megatron-dpp plugin", _parser, _run)

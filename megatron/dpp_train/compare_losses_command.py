@@ -21,12 +21,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.command_line import from_source_tree, guarded, new_parser
+from megatron.dpp.command_line import command, from_source_tree, new_parser
 from megatron.dpp.processes import run_child
 from megatron.dpp.safe_files import open_text_to_write
 
@@ -59,12 +58,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--reuse", action="store_true", help="compare logs that exist already")
     add("--flags", default="", help="further flags of the training script")
     return parser
-
-
-def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp compare-losses") -> int:
-    """Returns 1 when a run failed, or something differs under deterministic kernels."""
-    arguments = _parser(prog).parse_args(argv)
-    return guarded(prog, lambda: _compare_all(arguments))
 
 
 def _compare_all(arguments: argparse.Namespace) -> int:
@@ -160,3 +153,6 @@ def _compare(static: _Training, dynamic: _Training) -> bool:
     same = static.hashes == dynamic.hashes
     print(f"  final parameters: {'equal' if same else 'DIFFERENT'}", flush=True)
     return equal and same
+
+
+main = command("megatron-dpp compare-losses", _parser, _compare_all)

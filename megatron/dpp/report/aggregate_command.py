@@ -8,18 +8,16 @@ Prints how well the ranks' clocks could be aligned.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.dpp.command_line import guarded, new_parser, progress_bar
+from megatron.dpp.command_line import command, new_parser, progress_bar
 from megatron.dpp.report.align import Alignment
 from megatron.dpp.report.merge import merge
 from megatron.dpp.report.reader import TraceFile, open_run
 from megatron.dpp.report.run_files import find_run
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp aggregate") -> int:
-    """Run the command; returns 1 after an error."""
+def _parser(prog: str) -> argparse.ArgumentParser:
     text = "Merge the trace files of all ranks into one for ui.perfetto.dev."
     parser = new_parser(prog, text, "[RUN] [options]")
     add = parser.add_argument
@@ -28,8 +26,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp aggrega
     add("--output", metavar="FILE",
         help="merged trace; .json.gz compresses it (default: DIR/aggregated.json)")  # fmt: skip
     add("--allow-missing", action="store_true", help="merge although files of ranks are missing")
-    options = parser.parse_args(argv)
-    return guarded(prog, lambda: _run(options))
+    return parser
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -75,3 +72,6 @@ def _ranges(ranks: list[int]) -> str:
         else:
             parts.append([rank, rank])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+main = command("megatron-dpp aggregate", _parser, _run)

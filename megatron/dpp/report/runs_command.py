@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.dpp.command_line import guarded, new_parser
+from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.errors import DataError
 from megatron.dpp.report.analysis.formats import number, time_left
 from megatron.dpp.report.run_files import METRICS, SETTINGS, RunPlace, find_run, read_training
@@ -19,13 +18,11 @@ from megatron.dpp.report.run_files import METRICS, SETTINGS, RunPlace, find_run,
 _COLUMNS = ("run", "started", "state", "iteration", "loss", "tokens/s", "left", "saved", "trace")
 
 
-def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp runs") -> int:
-    """Run the command; returns 1 after an error."""
+def _parser(prog: str) -> argparse.ArgumentParser:
     parser = new_parser(prog, "List the runs of a directory, the newest last.", "[DIR] [options]")
     parser.add_argument("directory", nargs="?", default="runs", metavar="DIR", help="default: runs")
     parser.add_argument("--json", action="store_true", help="print one JSON object per run")
-    options = parser.parse_args(argv)
-    return guarded(prog, lambda: _run(options))
+    return parser
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -75,3 +72,6 @@ def _row(place: RunPlace) -> list[str]:
         str(training.checkpoints[-1]) if training.checkpoints else "-",
         "yes" if place.traces() else "no",
     ]
+
+
+main = command("megatron-dpp runs", _parser, _run)

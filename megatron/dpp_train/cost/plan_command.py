@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from megatron.dpp.command_line import ROOT, guarded, new_parser
+from megatron.dpp.command_line import ROOT, command, new_parser
 from megatron.dpp.errors import ConfigError, require_value
 from megatron.dpp.naming import flag_name
 from megatron.dpp.sim.measured import MeasuredCosts
@@ -61,12 +61,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     spread = "spread of task times to assume"
     shapes.add_argument("--jitter", type=float, default=0.0, metavar="X", help=spread)
     return parser
-
-
-def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp plan") -> int:
-    """Exit status: 0, or 1 after an error."""
-    args = _parser(prog).parse_args(argv)
-    return guarded(prog, lambda: _run(args))
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -246,3 +240,6 @@ def _reason(planner: Planner, layout: LayerLayout) -> str:
         f"the head costs as much as {head:.2f} layers and the embedding as {embedding:.2f}, so the "
         f"ranks get {', '.join(map(str, layers))} layers; no schedule can beat its busiest rank"
     )
+
+
+main = command("megatron-dpp plan", _parser, _run)

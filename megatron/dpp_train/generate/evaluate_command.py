@@ -9,11 +9,11 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.dpp.command_line import guarded, new_parser
+from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.errors import ConfigError, DataError, one_line, require_value
 from megatron.dpp.index_files import check_index
 from megatron.dpp_train.data.chats import ChatEncoder
@@ -38,12 +38,6 @@ if TYPE_CHECKING:
     from megatron.dpp_train.generate.losses import Document
 
 _WINDOW = 2048
-
-
-def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp evaluate") -> int:
-    """Run the command; returns 1 after an error."""
-    args = _parser(prog).parse_args(argv)
-    return guarded(prog, lambda: _run(args))
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -229,3 +223,6 @@ def _tasks(args: argparse.Namespace, source: Source) -> dict[str, Any]:
     if not args.json:
         print(importlib.import_module("lm_eval.utils").make_table(results))
     return {"tasks": results["results"]}
+
+
+main = command("megatron-dpp evaluate", _parser, _run)

@@ -6,11 +6,11 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron.dpp.command_line import guarded, new_parser
+from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.errors import DataError, require_value
 from megatron.dpp.safe_files import open_text_to_write
 from megatron.dpp_train.generate.model_source import (
@@ -27,12 +27,6 @@ from megatron.dpp_train.generate.model_source import (
 )
 from megatron.dpp_train.generate.prompts import Prompt, chat_prompts, read_texts, text_prompts
 from megatron.dpp_train.tokenizers import Tokenizer
-
-
-def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp generate") -> int:
-    """Run the command; returns 1 after an error."""
-    args = _parser(prog).parse_args(argv)
-    return guarded(prog, lambda: _run(args))
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -148,3 +142,6 @@ def _text(tokenizer: Tokenizer, prompt: list[int], answer: list[int]) -> str:
     """The text of an answer; some tokenizers drop the blank at the beginning of a text."""
     before, whole = tokenizer.detokenize(prompt), tokenizer.detokenize([*prompt, *answer])
     return whole[len(before) :] if whole.startswith(before) else tokenizer.detokenize(answer)
+
+
+main = command("megatron-dpp generate", _parser, _run)

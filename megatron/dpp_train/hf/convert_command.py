@@ -6,20 +6,13 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.dpp.command_line import guarded, new_parser, progress_bar
+from megatron.dpp.command_line import command, new_parser, progress_bar
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.hf.fields import CONFIG
 
 _DTYPES = ("float32", "bfloat16", "float16")
-
-
-def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp convert") -> int:
-    """Run the command; returns 1 after an error."""
-    args = _parser(prog).parse_args(argv)
-    return guarded(prog, lambda: _run(args))
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -104,3 +97,6 @@ def _bytes_of(source: Path) -> int:
         for pattern in ("*.safetensors", "*.distcp", "*/*.distcp")
         for path in source.glob(pattern)
     )
+
+
+main = command("megatron-dpp convert", _parser, _run)
