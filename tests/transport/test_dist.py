@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -104,7 +103,7 @@ class Group:
 
     def __init__(self, store: Any, rank: int, *_: Any) -> None:
         GROUPS.append(self)
-        self.rank, self.coming = rank, defaultdict[int, Any](queue.Queue)
+        self.rank, self.coming = rank, [queue.Queue[Any]() for _ in range(4)]  # by tag
         self.may_send, self.sent = threading.Semaphore(1 << 20), list[Any]()
 
     def recv(self, buffers: list[torch.Tensor], peer: int, tag: int) -> Any:
@@ -140,8 +139,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., DistTranspo
 
     yield open_one
     for group in GROUPS:
-        for tag in range(4):
-            group.coming[tag].put(END)
+        for coming in group.coming:
+            coming.put(END)
     for transport in made:
         transport.close()
 
