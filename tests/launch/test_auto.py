@@ -100,15 +100,17 @@ def test_auto_shares_out_what_does_not_fit() -> None:
         shape_from(each.resolved, H200)  # its flags are possible
 
 
-def forms_tried(words: str, setting: Setting, heads: int, *layers: str) -> list[auto.Form]:
+def forms_tried(
+    words: str, setting: Setting, heads: int, *, by_engine: bool = False
+) -> list[auto.Form]:
     """The forms that ``auto`` looks at."""
     tried: list[auto.Form] = []
     options, rest = cli.parse(words.split())
     flags = base_flags(options, [*rest, "--padded-vocab-size", "49152"], setting)
     flags |= prepare("gpt", None, flags).flags
     plain = plain_shape(options, flags, setting)
-    flags |= dict.fromkeys(["--transformer-impl"] * bool(layers), *layers)
-    plain = dataclasses.replace(plain, model=dataclasses.replace(plain.model, num_heads=heads))
+    model = dataclasses.replace(plain.model, num_heads=heads)
+    plain = dataclasses.replace(plain, model=model, gathers_keys=not by_engine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             auto, "shape_with", lambda plain, setting, form, *, static: tried.append(form)
@@ -126,7 +128,7 @@ def test_auto_lays_no_tensor_parallel_group_across_nodes() -> None:
 
 def test_ranks_that_share_a_sequence_may_share_an_optimizer() -> None:
     two = dataclasses.replace(H200, per_node=2)
-    tried = forms_tried("--mode auto --model large", two, 16, "transformer_engine")
+    tried = forms_tried("--mode auto --model large", two, 16, by_engine=True)
     shards = {
         layout: {form.shard for form in tried if form.layout == layout}
         for layout in (Layout(), Layout(context=2), Layout(tensor=2))

@@ -252,7 +252,7 @@ def _layouts(
         divisible(flags, uneven=True),
         num_heads=plain.model.num_heads,
         # The local layers' exchange does not overlap, and has not been measured.
-        has_context=setting.on_gpu and flags.get("--transformer-impl") == "transformer_engine",
+        has_context=setting.on_gpu and not plain.gathers_keys and "--packing" not in flags,
     )
     for layout in possible_layouts(setting.world_size, model):
         stages = layout.pipeline * layout.chunks

@@ -119,6 +119,28 @@ def whole(flags: Flags, name: str) -> int:
     return int(text)
 
 
+_NARROW, _WIDE = 64, 128
+"""Widths of an attention head."""
+_WIDE_FROM = 2048
+"""Hidden size from which heads are wide, as in GPT-3."""
+
+
+def heads(given: Flags) -> Flags:
+    """Attention heads of a hidden size that is given without them. Small models keep those of the
+    named model.
+
+    >>> heads({"--hidden-size": 1024})
+    {'--num-attention-heads': 16}
+    """
+    if "--hidden-size" not in given or {"--num-attention-heads", "--kv-channels"} & set(given):
+        return {}
+    hidden = whole(given, "--hidden-size")
+    width = _WIDE if hidden >= _WIDE_FROM and hidden % _WIDE == 0 else _NARROW
+    return (
+        {} if hidden % width or hidden < 4 * width else {"--num-attention-heads": hidden // width}
+    )
+
+
 def check_known(words: Sequence[str], own: Sequence[str]) -> None:
     """Refuse flags among ``words`` that the training scripts do not have.
 

@@ -21,6 +21,7 @@ from megatron.dpp_train.cost.planned import SHAPES
 from megatron.dpp_train.launch.flags import (
     Flags,
     from_argv,
+    heads,
     model_flags,
     parsed_flags,
     read_flags,
@@ -28,11 +29,12 @@ from megatron.dpp_train.launch.flags import (
     to_argv,
     whole,
 )
+from megatron.dpp_train.launch.layers import default_layers
 from megatron.dpp_train.launch.layout import Divisible, Layout, check_layout, nearest_multiple
 from megatron.dpp_train.options.arguments import give, parse_args
 from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.options.validate_layout import NOT_PLANNED
-from megatron.dpp_train.text_files import read_mapping, read_text
+from megatron.dpp_train.text_files import read_text
 
 _DEFAULT_STEPS = 50
 _STAGES = ("optimizer", "gradients", "parameters")
@@ -65,12 +67,14 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A run that can be started: its flags, layout and sharded state."""
+    """A run that can be started: its flags, layout and sharded state; ``layers`` is a line about
+    layers that nobody named."""
 
     arch: str
     flags: Flags
     layout: Layout
     shard: str
+    layers: str | None = None
 
     @property
     def argv(self) -> list[str]:
@@ -113,7 +117,7 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Settin
         "--lr": options.lr,
     }
     spelled = {name: value for name, value in given.items() if value is not None}
-    flags |= file | spelled | _heads(file | spelled | asked)
+    flags |= file | spelled | heads(file | spelled | asked)
     if _asked_precision(options):
         flags = {name: value for name, value in flags.items() if name not in _HALF}
     flags |= _precision(options, flags, setting)
@@ -128,28 +132,6 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Settin
     else:
         _refuse_layout(options.mode, flags)
     return _derived(flags)
-
-
-_NARROW, _WIDE = 64, 128
-"""Widths of an attention head."""
-_WIDE_FROM = 2048
-"""Hidden size from which heads are wide, as in GPT-3."""
-
-
-def _heads(given: Flags) -> Flags:
-    """Attention heads of a hidden size that is given without them. Small models keep those of the
-    named model.
-
-    >>> _heads({"--hidden-size": 1024})
-    {'--num-attention-heads': 16}
-    """
-    if "--hidden-size" not in given or {"--num-attention-heads", "--kv-channels"} & set(given):
-        return {}
-    hidden = whole(given, "--hidden-size")
-    width = _WIDE if hidden >= _WIDE_FROM and hidden % _WIDE == 0 else _NARROW
-    return (
-        {} if hidden % width or hidden < 4 * width else {"--num-attention-heads": hidden // width}
-    )
 
 
 _OF_TRAIN = {
@@ -201,7 +183,6 @@ def _refuse_layout(mode: str, flags: Flags) -> None:
 
 def _common(*, on_gpu: bool) -> Flags:
     return {
-        "--transformer-impl": "local",
         "--hidden-dropout": 0,
         "--attention-dropout": 0,
         "--train-iters": _DEFAULT_STEPS,
@@ -243,10 +224,6 @@ def _missing_in(config: str, spelled: Flags) -> Flags:
         flags["--train-iters"] = _DEFAULT_STEPS
     if args.eval_interval is None and args.eval_iters != 0:
         flags["--eval-interval"] = _common(on_gpu=False)["--eval-interval"]
-    loaded = read_mapping(Path(config))
-    groups = [loaded, *(each for each in loaded.values() if isinstance(each, dict))]
-    if not {"transformer_impl", "spec"} & {str(key).replace("-", "_") for g in groups for key in g}:
-        flags["--transformer-impl"] = _common(on_gpu=False)["--transformer-impl"]
     return flags
 
 
@@ -331,7 +308,18 @@ def resolve(
         flags.setdefault("--save-interval", 1000)
     if options.resume_from:
         flags |= resume_flags(options.resume_from)
-    return Resolved(arch=options.arch or "gpt", flags=flags, layout=layout, shard=shard)
+    found = Resolved(arch=options.arch or "gpt", flags=flags, layout=layout, shard=shard)
+    return _with_layers(found, setting)
+
+
+def _with_layers(found: Resolved, setting: Setting) -> Resolved:
+    """The same run with its layers, where nothing names them."""
+    on_gpu, is_ampere = setting.on_gpu, setting.device.bf16
+    layers = default_layers(found.parsed, found.arch, on_gpu=on_gpu, is_ampere=is_ampere)
+    if layers is None:
+        return found
+    flags = found.flags | {"--transformer-impl": layers.name}
+    return dataclasses.replace(found, flags=flags, layers=layers.line() if on_gpu else None)
 
 
 def asked_layout(options: argparse.Namespace, flags: Flags) -> Layout:

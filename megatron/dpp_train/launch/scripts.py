@@ -20,6 +20,7 @@ from megatron.dpp.flags import given_flags
 from megatron.dpp.hosts import addresses, is_loopback
 from megatron.dpp.naming import renamed
 from megatron.dpp.processes import run_child
+from megatron.dpp_train.cost.device import find_machine
 from megatron.dpp_train.launch.flags import ROOT, Flags, from_argv, to_argv
 from megatron.dpp_train.launch.job import (
     Job,
@@ -30,10 +31,12 @@ from megatron.dpp_train.launch.job import (
     show_command,
     whole,
 )
+from megatron.dpp_train.launch.layers import default_layers
 from megatron.dpp_train.launch.nodes import refuse_tasks
 from megatron.dpp_train.launch.start import go_on, prepare, set_up
 from megatron.dpp_train.options import environment
 from megatron.dpp_train.options.arguments import build_parser, give, parse_args
+from megatron.dpp_train.options.layers import AUTO, ENGINE, LOCAL
 from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.options.validate import check_sizes
 
@@ -106,7 +109,7 @@ _LAYOUT = (
     "--pipeline-model-parallel-size {PIPELINE_PARALLEL}"
 )
 _RUN = (
-    "--transformer-impl {TRANSFORMER_IMPL} --train-iters {TRAIN_ITERS} "
+    "--train-iters {TRAIN_ITERS} "
     "--lr-decay-iters {TRAIN_ITERS} --lr-warmup-fraction {LR_WARMUP_FRACTION} --seed {SEED}"
 )
 _INTERVALS = (
@@ -116,6 +119,7 @@ _INTERVALS = (
 _CHUNKS = "--num-virtual-stages-per-pipeline-rank {MODEL_CHUNKS}"
 _ANY = None
 _OPTIONAL = (
+    *(("TRANSFORMER_IMPL", name, f"--transformer-impl {name}") for name in (ENGINE, LOCAL)),
     ("PRECISION", "fp16", "--fp16 --initial-loss-scale 65536"),
     ("PRECISION", "bf16", "--bf16"),
     ("RECOMPUTE", "1", "--recompute-activations"),
@@ -185,6 +189,7 @@ def run_recipe(recipe: str, role: str, words: Sequence[str]) -> None:
         refuse_taken(job, parsed)  # before minutes of set-up
         environment.check_visible_gpus(os.environ)
     python = _find_python([recipe, role, *words])
+    settings = _with_layers(model, settings, parsed)
     data = settings["DATA_PATH"].split() or sample_tokens(model, settings, python)
     if parsed.data_path == []:  # no flag names other data
         give(parsed, {"--data-path": data})
@@ -318,6 +323,11 @@ def check_settings(
     with use_names(renamed(own, "=")):
         check_sizes(draft, job.world_size)
     _check_data(settings["DATA_PATH"])
+    layers = settings["TRANSFORMER_IMPL"]
+    require(
+        layers in (AUTO, ENGINE, LOCAL),
+        f"TRANSFORMER_IMPL={layers}: must be {AUTO}, {LOCAL} or {ENGINE}",
+    )
     for name in ("USE_DPP", "TRACE", "RECOMPUTE"):
         require(settings[name] in ("0", "1"), f"{name}={settings[name]}: must be 0 or 1")
     precision = settings["PRECISION"]
@@ -330,6 +340,21 @@ def check_settings(
         if not (Path(path).is_file() and os.access(path, os.R_OK)):
             raise DataError(f"{name}={path}: no such file, or it cannot be read")
     return job, parsed
+
+
+def _with_layers(model: str, settings: Variables, parsed: Settings) -> Variables:
+    """``settings`` with the run's layers in the place of ``auto``; prints a line about them."""
+    if settings["TRANSFORMER_IMPL"] != AUTO:
+        return settings
+    on_gpu = environment.count_gpus(os.environ) > 0
+    is_ampere = on_gpu and find_machine().device.bf16
+    layers = default_layers(parsed, model, on_gpu=on_gpu, is_ampere=is_ampere)
+    if layers is None:  # a flag behind those of the recipe
+        return settings | {"TRANSFORMER_IMPL": parsed.transformer_impl}
+    if on_gpu:
+        print(layers.line(), flush=True)
+    give(parsed, {"--transformer-impl": layers.name})
+    return settings | {"TRANSFORMER_IMPL": layers.name}
 
 
 def _variables(template: str) -> dict[str, str]:

@@ -52,7 +52,11 @@ _SETTINGS = (
     ("LR_WARMUP_FRACTION", "0.05", "share of the iterations in which the learning rate rises"),
     ("PRECISION", "fp16", "fp32, bf16 or fp16"),
     ("RECOMPUTE", "1", "1: recompute attention in the backward"),
-    ("TRANSFORMER_IMPL", "local", "implementation of the layers: local or transformer_engine"),
+    (
+        "TRANSFORMER_IMPL",
+        "auto",
+        "implementation of the layers: local, transformer_engine, or auto",
+    ),
     ("USE_DPP", "1", "1: dynamic pipeline; 0: megatron-core's static schedule"),
     ("WORKLOAD", "", "elements per chunk of a tensor that is staged through host memory"),
     ("TRACE", "0", "1: record what every rank does"),

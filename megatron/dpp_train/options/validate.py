@@ -14,6 +14,7 @@ import math
 from megatron.dpp.errors import ConfigError, core_setting, require, require_multiple, require_value
 from megatron.dpp.naming import flag_name
 from megatron.dpp.trace import parse_iterations
+from megatron.dpp_train.options.layers import LOCAL, NEEDS_ENGINE
 from megatron.dpp_train.options.run_config import RunConfig, Settings
 from megatron.dpp_train.options.section import UNSET
 from megatron.dpp_train.options.validate_experts import check_experts, check_prediction
@@ -351,24 +352,17 @@ def _kernels(args: Args) -> None:
             f"--spec {' '.join(args.spec)}: only local is possible here; a layer of your own goes "
             "into your own training loop (examples/gpt3/own_loop.py)",
         )
-        args.transformer_impl = "local"
-    if args.transformer_impl == "local":
+        args.transformer_impl = LOCAL
+    if args.transformer_impl == LOCAL:
         args.no_persist_layer_norm = True
         require(
             args.context_parallel_size == 1 or not args.reset_attention_mask,
             f"--context-parallel-size {args.context_parallel_size} with --reset-attention-mask: "
             "the local layers cut causal attention alone; leave one of them out",
         )
-        needs_kernels = {
-            "--multi-latent-attention": args.multi_latent_attention,
-            "--fp8-format": args.fp8,
-            "--moe-permute-fusion": args.moe_permute_fusion,
-            "--moe-router-fusion": args.moe_router_fusion,
-            "--moe-latent-size": args.moe_latent_size,
-        }
-        for flag, given in needs_kernels.items():
+        for name, flag in NEEDS_ENGINE.items():
             require(
-                not given,
+                not getattr(args, name),
                 f"{flag} needs modules of Transformer Engine, which the local layers have no "
                 "substitute for; use --transformer-impl transformer_engine",
             )

@@ -14,9 +14,9 @@ NOT_OF_BERT = {
 """Setting -> its value in a BERT model."""
 
 
-def check_forms(args: Settings) -> None:
-    """Refuse forms of layers that the run's layers do not have (ConfigError)."""
-    asked = {
+def forms_asked(args: Settings) -> dict[str, bool]:
+    """Flag of a form that only the local layers have -> whether it is given."""
+    return {
         "--geglu": args.geglu,
         "--output-norms": args.output_norms,
         "--no-input-norms": not args.input_norms,
@@ -27,7 +27,11 @@ def check_forms(args: Settings) -> None:
         },
         "--window-rotary-base": args.window_rotary_base is not None,
     }
-    for flag, given in asked.items():
+
+
+def check_forms(args: Settings) -> None:
+    """Refuse forms of layers that the run's layers do not have (ConfigError)."""
+    for flag, given in forms_asked(args).items():
         require(
             not given or args.transformer_impl == "local",
             f"{flag} needs --transformer-impl local, not {args.transformer_impl}",
