@@ -61,8 +61,12 @@ class Recorder:
     def end_iteration(self) -> None:
         """End the iteration, optimizer step included."""
 
-    def begin_task(self, kind: str, chunk: int, microbatch: int, piece: int = 0) -> None:
-        """Start a task of kind F, B or W; ``piece`` numbers the parts of a split task."""
+    def begin_task(
+        self, kind: str, chunk: int, microbatch: int, piece: int = 0, **more: float | str
+    ) -> None:
+        """Start a task of kind F, B or W; ``piece`` numbers the parts of a split task. ``more``:
+        further fields of its line.
+        """
 
     def end_task(self) -> None:
         """End the task begun last (on a GPU: its work is queued)."""
@@ -159,7 +163,7 @@ class FileRecorder(Recorder):
         self._spans = False
         self.iteration = 0
         self._iteration_start: Any = None
-        self._task: tuple[str, int, int, int] | None = None
+        self._task: tuple[str, int, int, int, dict[str, float | str]] | None = None
         self._task_start: Any = None
 
     def _append(self, *event: Any) -> None:
@@ -181,9 +185,11 @@ class FileRecorder(Recorder):
             self._append(_ITERATION, self._iteration_start, self._clock.mark(), self.iteration)
         self._recording = False
 
-    def begin_task(self, kind: str, chunk: int, microbatch: int, piece: int = 0) -> None:
+    def begin_task(
+        self, kind: str, chunk: int, microbatch: int, piece: int = 0, **more: float | str
+    ) -> None:
         if self._recording:
-            self._task = (kind, chunk, microbatch, piece)
+            self._task = (kind, chunk, microbatch, piece, more)
             self._task_start = self._clock.mark()
 
     def end_task(self) -> None:
@@ -202,7 +208,7 @@ class FileRecorder(Recorder):
         self, start: Any, end: Any, *, layer: int, first: int, group: int, counts: Sequence[int]
     ) -> None:
         if self._task is not None:
-            _, chunk, microbatch, _ = self._task
+            _, chunk, microbatch, *_ = self._task
             where = (chunk, microbatch, layer, first, group)
             self._append(_EXPERTS, start, end, self.iteration, *where, counts)
 
