@@ -26,6 +26,7 @@ ENGINE_ROOMS = {
     "direction": set(),
     "config": {"errors"},
     "hosts": {"errors"},
+    "slice_sizes": set(),
     "safe_files": set(),
     "budget": set(),
     "processes": set(),
@@ -36,12 +37,12 @@ ENGINE_ROOMS = {
     "schedule": {"config", "direction", "errors", "safe_files"},
     "flags": {"config", "errors", "naming", "schedule"},
     "trace": {"config", "direction", "errors", "locks", "safe_files", "schedule"},
-    "sim": {"config", "direction", "errors", "safe_files", "schedule", "trace"},
+    "sim": {"config", "direction", "errors", "safe_files", "schedule", "slice_sizes", "trace"},
     "transport": {"config", "direction", "errors", "hosts", "processes"},
     "core": {"config", "direction", "errors", "processes", "trace", "transport"},
     "runtime": {
-        *("config", "direction", "errors", "hosts", "inject", "schedule", "trace"),
-        *("transport", "core"),
+        *("config", "direction", "errors", "hosts", "inject", "schedule", "slice_sizes"),
+        *("trace", "transport", "core"),
     },
     "plugin": {"config", "errors", "core", "runtime", "schedule", "trace"},
     "report": {
@@ -51,7 +52,7 @@ ENGINE_ROOMS = {
 }
 BASE = {
     *("errors", "config", "hosts", "locks", "index_files", "command_line", "inject", "flags"),
-    *("budget", "naming", "processes", "safe_files"),
+    *("budget", "naming", "processes", "safe_files", "slice_sizes"),
 }
 OPEN_TO_THE_TRAINER = {
     *BASE,

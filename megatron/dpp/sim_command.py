@@ -40,8 +40,9 @@ from megatron.dpp.sim.packing import orders
 from megatron.dpp.sim.result import Result, format_grid
 from megatron.dpp.sim.schedules import STATIC, find_schedule, run_static
 from megatron.dpp.sim.slice_arms import Comparison, table
-from megatron.dpp.sim.slices import MOST_TOKENS, check_slice_tokens
+from megatron.dpp.sim.slices import check_slice_tokens
 from megatron.dpp.sim.tables import print_parts, print_results
+from megatron.dpp.slice_sizes import MOST_TOKENS
 
 _GRID_COLUMNS = 260
 """Wider grids are not printed unless asked for: they would wrap."""

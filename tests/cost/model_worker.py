@@ -16,8 +16,10 @@ from megatron.core import num_microbatches_calculator, parallel_state
 
 from megatron.dpp.core.cpu import install
 from megatron.dpp.core.memory import saved_bytes
+from megatron.dpp.core.slices import Slices, units_of
 from megatron.dpp_train.cost.from_flags import shape_of
-from megatron.dpp_train.cost.memory import rank_parameters, stage_bytes
+from megatron.dpp_train.cost.memory import key_bytes, rank_parameters, stage_bytes
+from megatron.dpp_train.cost.shape import RunShape
 from megatron.dpp_train.initialize import set_seeds
 from megatron.dpp_train.model.build import bare_chunks
 from megatron.dpp_train.model.configs import settled, transformer_config
@@ -46,8 +48,11 @@ def measure(arch: str, flags: list[str], rank: int, world_size: int) -> dict[str
         "estimated_parameters": rank_parameters(shape, pipeline_rank),
     }
     if shape.pipeline == 1 and shape.expert == 1:  # else the router decides who has how many
-        result["saved"] = forward(args, arch, chunks[0])
-        result["estimated_saved"] = stage_bytes(shape, 0)
+        if args.dpp_slice_tokens != "off":
+            result |= in_slices(args, shape, chunks[0])
+        else:
+            result["saved"] = forward(args, arch, chunks[0])
+            result["estimated_saved"] = stage_bytes(shape, 0)
     parallel_state.destroy_model_parallel()
     num_microbatches_calculator.unset_num_microbatches_calculator()
     return result
@@ -66,6 +71,37 @@ def forward(args: Any, arch: str, chunk: Any) -> int:
         outputs = chunk(tokens, torch.arange(size[1]).expand(size), square, labels=tokens)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     return saved_bytes([tensor for tensor in outputs if tensor is not None], chunk)
+
+
+def in_slices(args: Any, shape: RunShape, chunk: Any) -> dict[str, Any]:
+    """Bytes of a microbatch in slices: saved by their forwards, and of keys before and after the
+    backward of the last slice.
+    """
+    tokens = torch.arange(args.micro_batch_size * args.seq_length)
+    tokens = tokens.reshape(args.micro_batch_size, args.seq_length) % 100
+    pieces, slices = shape.slices, Slices([chunk])
+    units = units_of([args.seq_length], pieces[0].model.seq_length)
+    assert len(units) == len(pieces) > 1
+    chunk.train()
+    saved, losses = 0, []
+    with slices.bound():
+        for unit in units:
+            part = tokens[:, unit.begin : unit.end]
+            places = torch.arange(unit.begin, unit.end).expand(part.shape)
+            with slices.running(0, unit):
+                losses.append(chunk(part, places, None, labels=part))
+            saved += saved_bytes(losses[-1:], chunk, slices.keys.storages)
+        keys = [slices.keys.num_bytes]
+        with slices.running(0, units[-1]):
+            losses[-1].sum().backward()
+        keys.append(slices.keys.num_bytes)
+    before, gradients = (len(chunk.decoder.layers) * each for each in key_bytes(pieces[0]))
+    return {
+        "saved": saved,
+        "estimated_saved": sum(stage_bytes(piece, 0) for piece in pieces),
+        "keys": keys,
+        "estimated_keys": [before, before + gradients],
+    }
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ class Compared:
         self.said: list[str] = []
         self.written: list[dict[str, Any]] = []
         self.mine: list[dict[str, Any]] = []
-        memory = SimpleNamespace(state=100, activations=30, workspace=10)
+        memory = SimpleNamespace(state=100, activations=20, keys=10, workspace=10)
         found = SimpleNamespace(
             ranks=[memory, memory], seconds=2.0, flops_per_device=6e12, bubble=0.25
         )

@@ -66,15 +66,21 @@ def test_what_does_not_go_with_slices_is_refused(changes: dict[str, Any], said: 
         checked(**changes)
 
 
-@pytest.mark.parametrize("use_dpp", [True, False])
-def test_an_estimate_says_that_it_knows_no_slices(
-    use_dpp: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ranks = ["--pipeline-model-parallel-size", "2", "--use-dpp"] if use_dpp else []
-    words = ["--ranks", "2", "--model", "sample", "--dpp-slice-tokens", "64", *ranks]
-    assert estimate(words) == 0
-    said = "not counted: all figures are those of" if use_dpp else "none: without a dynamic pipe"
-    assert f"\nslices        {said}" in capsys.readouterr().out
+def estimated(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    model = ["--ranks", "2", "--model", "sample", "--seq-length", "512", *words]
+    assert estimate(model) == 0
+    return capsys.readouterr().out
+
+
+def test_an_estimate_counts_slices(capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline = ["--pipeline-model-parallel-size", "2", "--use-dpp", "--dpp-slice-tokens"]
+    cut = estimated(capsys, *pipeline, "128")
+    assert "\nslices        4 of 128 tokens; shorter sequences than 512" in cut
+    assert " keys  backward" in cut and "of one slice at a time" in cut
+    whole = estimated(capsys, *pipeline, "384")
+    assert "\nslices        none: 512 tokens are not cut" in whole and "keys" not in whole
+    alone = estimated(capsys, "--dpp-slice-tokens", "128")
+    assert "\nslices        none: without a dynamic pipeline" in alone
 
 
 def test_bert_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,12 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from megatron.dpp.core.cut import Cut, fixed_cut, slice_tokens, weighted_aux_loss
+from megatron.dpp.core.cut import Cut, fixed_cut, weighted_aux_loss
 from megatron.dpp.core.memory import saved_bytes
 from megatron.dpp.core.slices import Slices, Unit, attend_in_slice, units_of, why_not
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import Geometry
+from megatron.dpp.slice_sizes import slice_tokens
 
 USUAL = {
     "num_moe_experts": None, "multi_latent_attention": False, "mtp_num_layers": None,

@@ -16,13 +16,13 @@ from megatron.dpp.sim.slice_arms import SLICED, STATIC, STATIC_SLICED, Compariso
 from megatron.dpp.sim.slices import (
     Row,
     SlicedPipeline,
-    auto_tokens,
     cut,
     groups_of,
     ordered,
     row_cost,
 )
 from megatron.dpp.sim_command import main
+from megatron.dpp.slice_sizes import auto_tokens
 
 COSTS = LengthCosts.transformer()
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +23,6 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.dpp.core.slices import Slices, Unit, units_of
 from megatron.dpp.errors import ConfigError, setting
 
-_LONGEST = 1.5
-"""Slices that a sequence may be long without being cut."""
-_AUTO = (2048, 4096)
-"""Least and largest slice of ``auto``, in tokens."""
-_UNITS_PER_RANK = 6
-"""Units per rank that ``auto`` aims at."""
 _OF_TOKENS = ("input_ids", "position_ids", "labels", "loss_mask")
 """Arguments of a GPT's forward of shape [b, s]."""
 _ABSENT = ("decoder_input", "inference_context", "packed_seq_params", "padding_mask")
@@ -99,34 +92,6 @@ def fixed_cut(length: int, num_microbatches: int, micro_batch_size: int, tokens:
     units = tuple(units_of([length] * num_microbatches, tokens))
     sizes = tuple(micro_batch_size * (unit.end - unit.begin) for unit in units)
     return Cut(units, sizes, num_microbatches, micro_batch_size * length, whole=True)
-
-
-def slice_tokens(
-    asked: str, length: int, batch_tokens: int, num_ranks: int, multiple: int
-) -> int | None:
-    """Tokens of the slices of a sequence; None if it is not cut.
-
-    Args:
-        asked: a number of tokens, or ``auto``: some 6 units per rank, from 2,048 to 4,096 tokens.
-        length: tokens of the sequence.
-        batch_tokens: tokens of a replica's step.
-        num_ranks: pipeline size.
-        multiple: of which every slice is a multiple.
-
-    >>> slice_tokens("4096", 10000, 80000, 4, 1), slice_tokens("4096", 6000, 80000, 4, 1)
-    (3392, None)
-    """
-    if asked == "auto":
-        wanted = max(_AUTO[0], min(_AUTO[1], batch_tokens // (_UNITS_PER_RANK * num_ranks)))
-    else:
-        wanted = int(asked)
-    if length <= _LONGEST * wanted:
-        return None
-    step = math.lcm(min(64, wanted), multiple)
-    each = math.ceil(length / math.ceil(length / wanted) / step) * step
-    while 0 < length % each < each / 2:
-        each += step
-    return each if each < length else None
 
 
 @contextlib.contextmanager

@@ -10,10 +10,11 @@ import torch
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core import compat
-from megatron.dpp.core.cut import Cut, WholeSteps, fixed_cut, slice_tokens
+from megatron.dpp.core.cut import Cut, WholeSteps, fixed_cut
 from megatron.dpp.core.slices import Slices, Unit, why_not
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError, setting
+from megatron.dpp.slice_sizes import slice_tokens
 
 _KAPPA = 0.35
 """Memory of keys, values and their gradients over that of activations, until it is measured: that

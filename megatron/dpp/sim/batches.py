@@ -14,7 +14,8 @@ from megatron.dpp.errors import ConfigError, DataError, core_setting
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.orders import OrderPlanner, PlannedOrder
 from megatron.dpp.sim.packing import balance, orders, pack
-from megatron.dpp.sim.slices import Row, auto_tokens, cut
+from megatron.dpp.sim.slices import Row, cut
+from megatron.dpp.slice_sizes import auto_tokens
 
 ORDERS = ("drawn", "ascending", "small-big-small", "planned")
 """Orders of a replica's microbatches."""

@@ -17,14 +17,13 @@ from megatron.dpp.sim.packing import pack
 from megatron.dpp.sim.result import Result
 from megatron.dpp.sim.schedules import ScheduleConfig
 from megatron.dpp.sim.slices import (
-    MOST_TOKENS,
     Row,
     SlicedPipeline,
-    auto_tokens,
     cut,
     groups_of,
     row_cost,
 )
+from megatron.dpp.slice_sizes import MOST_TOKENS, auto_tokens
 
 KAPPA = 0.09
 """Keys of a cut sequence as a share of its activations: hidden size 4,096, 8 groups of 32 heads,

@@ -20,17 +20,7 @@ from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.packing import orders, pack
 from megatron.dpp.sim.result import Result
 from megatron.dpp.sim.schedules import ScheduleConfig
-
-UNITS_PER_RANK = 6
-"""Slices for each pipeline rank that ``auto`` aims at."""
-MOST_TOKENS = 4096
-"""Largest slice of ``auto``: shorter ones cost more by their overhead than they gain."""
-LEAST_TOKENS = 2048
-"""Smallest slice of ``auto`` where no measurement says otherwise."""
-_ROUNDING = 64
-"""A slice has a multiple of so many tokens, as kernels like it."""
-_ROOM = 1.5
-"""A sequence of up to so many slices' tokens is not cut, and a row of packed ones no longer."""
+from megatron.dpp.slice_sizes import ROUNDING, WHOLE_UP_TO
 
 
 @dataclass(frozen=True)
@@ -77,24 +67,12 @@ def check_slice_tokens(tokens: int, multiple: int = 1) -> None:
     Raises:
         ConfigError: ``tokens`` is not positive, or no multiple of 64 and of ``multiple``.
     """
-    step = math.lcm(_ROUNDING, multiple)
+    step = math.lcm(ROUNDING, multiple)
     if tokens < 1 or tokens % step:
         raise ConfigError(
-            f"slices of {tokens} tokens: expected a multiple of {step} (of {_ROUNDING}, and of the "
+            f"slices of {tokens} tokens: expected a multiple of {step} (of {ROUNDING}, and of the "
             f"ranks that share a sequence, {multiple})"
         )
-
-
-def auto_tokens(total: int, num_ranks: int, *, least: int = LEAST_TOKENS, multiple: int = 1) -> int:
-    """Tokens of a slice for a replica's batch of ``total`` tokens: about six units per rank.
-
-    Args:
-        least: smallest slice that pays, by the overhead of a task.
-        multiple: ranks that share a sequence.
-    """
-    step = math.lcm(_ROUNDING, multiple)
-    wanted = max(least, min(MOST_TOKENS, total // (UNITS_PER_RANK * num_ranks)))
-    return -(-wanted // step) * step
 
 
 def cut(
@@ -122,7 +100,7 @@ def cut(
         ConfigError: ``tokens`` is not a multiple that a slice can have.
     """
     check_slice_tokens(tokens, multiple)
-    room = int(_ROOM * tokens)
+    room = int(WHOLE_UP_TO * tokens)
     found = [
         Row((index,), (length,), _ends(length, tokens, multiple))
         for index, length in enumerate(lengths)
@@ -142,11 +120,11 @@ def cut(
 
 def longest_unit(tokens: int, multiple: int = 1) -> int:
     """Most tokens of a unit, with padding, where slices have at most ``tokens``."""
-    return -(-int(_ROOM * tokens) // multiple) * multiple
+    return -(-int(WHOLE_UP_TO * tokens) // multiple) * multiple
 
 
 def _ends(length: int, tokens: int, multiple: int) -> tuple[int, ...]:
-    step = math.lcm(_ROUNDING, multiple)
+    step = math.lcm(ROUNDING, multiple)
     number = -(-length // tokens)
     size = -(-length // number // step) * step
     return (*range(size, length, size), length)

@@ -106,7 +106,10 @@ def estimate(shape: RunShape, device: Device) -> Estimate:
         parameters=model_parameters(shape),
         flops_per_token=per_token,
         ranks=tuple(
-            rank_memory(shape, rank, prediction.peak_bytes[rank]) for rank in range(shape.pipeline)
+            rank_memory(shape, rank, peak - keys, keys)
+            for rank, (peak, keys) in enumerate(
+                zip(prediction.peak_bytes, prediction.key_bytes, strict=True)
+            )
         ),
         traffic=traffic(shape),
         bubble_formula=bubble_formula(shape),
@@ -114,7 +117,7 @@ def estimate(shape: RunShape, device: Device) -> Estimate:
         seconds=seconds,
         tokens_per_second=tokens / seconds,
         flops_per_device=per_token * tokens / seconds / shape.world_size,
-        replayed=part_times(shape, device).replayed,
+        replayed=part_times(shape.slices[0], device).replayed,
     )
 
 
@@ -135,7 +138,9 @@ def predict(shape: RunShape, costs: ModelCosts) -> Prediction:
 
 def traffic(shape: RunShape) -> Traffic:
     """Bytes that a rank of the first stage sends in an iteration."""
-    hop = hop_bytes(shape) if shape.pipeline > 1 else 0.0
+    hop, whole = (
+        hop_bytes(each) if shape.pipeline > 1 else 0.0 for each in (shape.slices[0], shape)
+    )
     layers = shape.layout.rank_layers(0) * shape.num_microbatches
     dense = sum(shape.dense_layers[:: shape.pipeline]) * shape.num_microbatches
     forward, backward = collectives(shape)
@@ -143,7 +148,7 @@ def traffic(shape: RunShape) -> Traffic:
     count = forwards * forward + backward
     return Traffic(
         hop=hop,
-        pipeline=2 * shape.chunks * shape.num_microbatches * hop,
+        pipeline=2 * shape.chunks * shape.num_microbatches * whole,
         tensor=layers * count * collective_bytes(shape),
         data=_data_parallel_bytes(shape),
         experts=(layers - dense) * 2 * (forwards + 1) * dispatch_bytes(shape),

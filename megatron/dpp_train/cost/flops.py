@@ -23,11 +23,14 @@ def layer_weights(model: ModelShape, ffn_hidden_size: int | None = None) -> int:
     return attention + model.hidden_size * width * (3 if model.gated else 2)
 
 
-def core_products(model: ModelShape) -> int:
+def core_products(model: ModelShape, before: int = 0) -> int:
     """Multiply-adds per token of attention's core (scores and context) under a causal mask; without
     one there are twice as many.
+
+    Args:
+        before: tokens of the sequence before those of ``model``, which all of these attend to.
     """
-    return model.seq_length * model.queries
+    return (2 * before + model.seq_length) * model.queries
 
 
 def flops_per_token(model: ModelShape, widths: Sequence[int], *, outputs: int | None = None) -> int:

@@ -31,7 +31,7 @@ def shape_of(
     shard, instances = _sharding(args)
     model = model_of(args, arch=arch)
     local = args.transformer_impl == "local"
-    return RunShape(
+    shape = RunShape(
         model=dataclasses.replace(model, flash=not local or on_gpu),
         layers=_layers(args),
         tensor=args.tensor_model_parallel_size,
@@ -53,6 +53,9 @@ def shape_of(
         expert=args.expert_model_parallel_size,
         expert_tensor=args.expert_tensor_parallel_size or 1,
     )
+    in_forward = args.use_dpp and _head_in_forward(args, cut=len(shape.slices) > 1)
+    schedule = dataclasses.replace(shape.schedule, head_in_forward=in_forward)
+    return dataclasses.replace(shape, schedule=schedule)
 
 
 def stage_shape_of(args: Settings) -> RunShape:
@@ -118,23 +121,21 @@ def _experts(args: Settings) -> ExpertShape | None:
 
 def _schedule(args: Settings, *, on_gpu: bool) -> RunSchedule:
     graphs = args.dpp_cuda_graphs if on_gpu and is_captured(args) else "off"
-    sliced = args.dpp_slice_tokens != "off"
     if not args.use_dpp:
-        return RunSchedule(cuda_graphs=graphs, sliced=sliced)
+        return RunSchedule(cuda_graphs=graphs, slice_tokens=args.dpp_slice_tokens)
     return RunSchedule(
         dynamic=True,
         policy=args.dpp_policy,
         cap=args.dpp_activation_cap,
         split_backward=args.dpp_split_backward != "off",
         cuda_graphs=graphs,
-        head_in_forward=_head_in_forward(args),
-        sliced=sliced,
+        slice_tokens=args.dpp_slice_tokens,
     )
 
 
-def _head_in_forward(args: Settings) -> bool:
+def _head_in_forward(args: Settings, *, cut: bool) -> bool:
     """F runs the backward of the LM head: asked for, or as ``auto`` decides."""
-    if args.dpp_head_in_forward == "auto" and args.dpp_policy in HOLDS_ALL:
+    if args.dpp_head_in_forward == "auto" and (cut or args.dpp_policy in HOLDS_ALL):
         stages = len(_layers(args))
         return bool(stages > 1 or args.untie_embeddings_and_output_weights)
     return bool(args.dpp_head_in_forward == "on")

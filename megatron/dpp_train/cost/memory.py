@@ -31,7 +31,8 @@ class RankMemory:
 
     Args:
         parameters: their number.
-        activations: kept by forwards for their backwards.
+        activations: kept by forwards for their backwards, at the peak.
+        keys: keys and values of cut sequences, and their gradients, at the same time.
         workspace: temporaries of a backward, and gathered parameters.
     """
 
@@ -41,6 +42,7 @@ class RankMemory:
     optimizer: float
     activations: float
     workspace: float
+    keys: float = 0.0
 
     @property
     def state(self) -> float:
@@ -50,7 +52,7 @@ class RankMemory:
     @property
     def total(self) -> float:
         """Everything."""
-        return self.state + self.activations + self.workspace
+        return self.state + self.activations + self.keys + self.workspace
 
 
 # Parameters of megatron-core's GPT and BERT, exact
@@ -212,7 +214,10 @@ def _attention_bytes(shape: RunShape) -> float:
     gathered = shape.gathers_keys and shape.recompute != "selective"
     keys = 2 * model.keys * (shape.context if gathered else 1)
     total = e * tokens * (model.queries + keys) / t + context
-    total += e * tokens * (model.queries + model.keys) / t if model.rotary else 0
+    if model.rotary and shape.row and shape.recompute != "selective":
+        total -= e * tokens * keys / t  # the rotated queries alone: the store has the keys
+    elif model.rotary:
+        total += e * tokens * (model.queries + model.keys) / t
     total += shape.outside if model.hidden_dropout else 0
     if shape.recompute == "selective":
         return total
@@ -293,8 +298,16 @@ def logits(shape: RunShape) -> float:
     return shape.tokens * shape.model.vocab_size / shape.tensor
 
 
+def key_bytes(shape: RunShape) -> tuple[float, float]:
+    """Bytes of a cut microbatch's keys and values in one layer, from F to B of its first slice, and
+    of their gradients in fp32, from B of its last slice on.
+    """
+    elements = 2 * shape.micro_batch * shape.row * shape.model.keys / shape.tensor
+    return elements * shape.element_bytes, elements * 4
+
+
 def stage_bytes(shape: RunShape, stage: int) -> float:
-    """Bytes that one microbatch keeps on a virtual stage."""
+    """Bytes that one microbatch, or slice, keeps on a virtual stage."""
     total = _of_layers(shape, stage, layer_bytes)
     return total + (head_bytes(shape) if stage == len(shape.layers) - 1 else 0)
 
@@ -302,8 +315,10 @@ def stage_bytes(shape: RunShape, stage: int) -> float:
 # All of a rank
 
 
-def rank_memory(shape: RunShape, rank: int, activations: float) -> RankMemory:
-    """The memory of pipeline rank ``rank`` when its activations take ``activations`` bytes."""
+def rank_memory(shape: RunShape, rank: int, activations: float, keys: float = 0.0) -> RankMemory:
+    """The memory of pipeline rank ``rank`` when its activations and the keys of its slices take so
+    many bytes.
+    """
     count = rank_parameters(shape, rank)
     own = shared_parameters(shape, rank)
     held: float = count
@@ -316,7 +331,8 @@ def rank_memory(shape: RunShape, rank: int, activations: float) -> RankMemory:
         gradients=held * shape.gradient_bytes,
         optimizer=own * optimizer_bytes(shape),
         activations=activations,
-        workspace=_workspace_bytes(shape, rank) + gathered,
+        workspace=_workspace_bytes(shape.slices[0], rank) + gathered,
+        keys=keys,
     )
 
 
@@ -336,9 +352,11 @@ def least_bytes(shape: RunShape) -> float:
 
 
 def _first_forwards_bytes(shape: RunShape, rank: int) -> float:
-    stages = range(rank, len(shape.layers), shape.pipeline)
-    held = sum(stage_bytes(shape, stage) for stage in stages)
-    return min(shape.num_microbatches, shape.pipeline - rank) * held
+    stages, slices = range(rank, len(shape.layers), shape.pipeline), shape.slices
+    held = sum(stage_bytes(slices[-1], stage) for stage in stages)
+    units = len(slices) * shape.num_microbatches
+    keys = sum(key_bytes(slices[0])) * shape.layout.rank_layers(rank)
+    return min(units, shape.pipeline - rank + len(slices) - 1) * held + keys
 
 
 def _gathered_bytes(shape: RunShape, count: int) -> float:
@@ -379,6 +397,7 @@ def _layer_workspace(shape: RunShape) -> float:
         tokens = shape.routed
         width = model.experts.ffn_hidden_size * (2 if model.gated else 1) / shape.expert_tensor
     total = e * width * (tokens + model.hidden_size) + 2 * outside * e
+    total += key_bytes(shape)[0]  # the gradients of all keys that a slice sees
     if shape.sequence_parallel:  # the gathered input, for the weight gradient
         total += e * shape.elements
     if shape.recompute == "full":

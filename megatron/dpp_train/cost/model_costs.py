@@ -43,6 +43,25 @@ class PartCosts:
     deferred_bytes: float | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class SliceCosts:
+    """The slices of each microbatch, where sequences are cut; the parts' costs are those of a mean
+    slice, and their bytes those of the first.
+
+    Args:
+        tokens: of each slice.
+        more: seconds that a layer takes more than the mean, of each slice. Later slices attend to
+            more keys.
+        key_bytes: of a microbatch's keys and values in one layer.
+        gradient_bytes: of the gradients of these.
+    """
+
+    tokens: tuple[int, ...]
+    more: tuple[Times, ...]
+    key_bytes: float
+    gradient_bytes: float
+
+
 @dataclass(frozen=True)
 class ModelCosts:
     """Costs of a model's parts.
@@ -57,6 +76,7 @@ class ModelCosts:
             inputs and outputs, hiccups.
         slot_layers: with CUDA graphs (docs/decisions/0008-graphs.md), an activation in flight has a
             slot with room for the rank's largest chunk and this many layers more. None: no graphs.
+        slices: of a microbatch; None where it is one unit.
     """
 
     num_layers: int
@@ -67,6 +87,7 @@ class ModelCosts:
     sigma: float = 0.0
     between: float = 0.0
     slot_layers: float | None = None
+    slices: SliceCosts | None = None
 
     def stage_times(self, layers: Sequence[int], kind: Kind) -> list[float]:
         """Seconds of each stage's ``kind`` with ``layers[s]`` layers on stage ``s``."""
@@ -147,11 +168,22 @@ class ModelCosts:
             return [time * math.exp(draw - sigma * sigma / 2) for draw in draws]
 
         forward, backward, weight = (
-            [row(time) for time in self.stage_times(layers, kind)] for kind in Kind
+            [
+                self._sliced(row(time), count, kind)
+                for time, count in zip(self.stage_times(layers, kind), layers, strict=True)
+            ]
+            for kind in Kind
         )
         hops = [Hop(self.hop / 2, self.hop / 2)] * (shape.num_stages - 1)
         overhead = dict.fromkeys(range(shape.num_ranks), self.between) if self.between else {}
         return Costs((forward, backward, weight), hops, overhead=overhead)
+
+    def _sliced(self, times: list[float], layers: int, kind: Kind) -> list[float]:
+        """The times of a stage's units, with what each slice takes more than the mean."""
+        if self.slices is None:
+            return times
+        more = self.slices.more
+        return [time + layers * more[i % len(more)][kind] for i, time in enumerate(times)]
 
 
 def from_measured(measured: MeasuredCosts, layers: Sequence[int]) -> ModelCosts:

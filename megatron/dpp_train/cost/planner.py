@@ -8,18 +8,19 @@ one that fits. ``--dpp-plan`` and ``megatron-dpp plan`` call it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.schedule import Kind, LastRank, Memory
+from megatron.dpp.schedule import Action, Kind, LastRank, Memory
 from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.measured import MeasuredCosts
 from megatron.dpp.sim.result import Result
 from megatron.dpp.sim.schedules import ScheduleConfig
-from megatron.dpp_train.cost.model_costs import ModelCosts, from_measured
+from megatron.dpp_train.cost.model_costs import ModelCosts, SliceCosts, from_measured
 from megatron.dpp_train.cost.shape import LayerLayout
 
 CAPS = ("strict", "megatron", "1.5p", "2p")
@@ -32,7 +33,8 @@ _WORTH = 0.002
 @dataclass(frozen=True)
 class Prediction:
     """A simulated iteration: times in seconds, memory in bytes by rank. ``bubble`` is the share of
-    it that ranks wait, on average.
+    it that ranks wait, on average; ``key_bytes`` the part of ``peak_bytes`` that keys, values and
+    their gradients take.
     """
 
     layout: LayerLayout
@@ -41,6 +43,7 @@ class Prediction:
     busiest_seconds: float
     peak_bytes: tuple[float, ...]
     bubble: float
+    key_bytes: tuple[float, ...]
 
 
 def from_run(measured: MeasuredCosts, layers: Sequence[int]) -> tuple[ModelCosts, float]:
@@ -110,26 +113,56 @@ class Planner:
 
     def predict(self, layout: LayerLayout, cap: str, policy: str = "dynamic") -> Prediction:
         """Simulate ``layout``."""
-        shape = Shape(self.num_ranks, layout.num_chunks, self.num_simulated)
+        shape = self._shape(layout)
         config = ScheduleConfig(
             policy=policy,
             cap=cap,
             split_backward=self._split,
             w_pieces=layout.layers,
             memory=self._memory(layout.layers),
+            kappa=self._kappa(),
         )
         runs = [
             config.run(shape, self.model.costs(shape, layout.layers, seed)) for seed in self._seeds
         ]
         times = [self._whole(run) for run in runs]
+        peaks, keys = self._peak_bytes(layout, config, runs[0])
         return Prediction(
             layout,
             cap,
             statistics.fmean(seconds for seconds, _, _ in times),
             statistics.fmean(busiest for _, busiest, _ in times),
-            self._peak_bytes(layout, config, runs[0]),
+            peaks,
             statistics.fmean(1 - own / seconds for seconds, _, own in times),
+            keys,
         )
+
+    @property
+    def _per_microbatch(self) -> int:
+        """Units of a microbatch."""
+        return len(self.model.slices.tokens) if self.model.slices else 1
+
+    def _shape(self, layout: LayerLayout) -> Shape:
+        """The units that are simulated."""
+        shape = Shape(self.num_ranks, layout.num_chunks, self.num_simulated)
+        slices = self.model.slices
+        if slices is None:
+            return shape
+        return dataclasses.replace(
+            shape,
+            num_microbatches=self.num_simulated * len(slices.tokens),
+            sizes=self.num_simulated * slices.tokens,
+            largest=sum(slices.tokens),
+            groups=self.num_simulated * (len(slices.tokens),),
+        )
+
+    def _kappa(self) -> float:
+        """Memory of a microbatch's keys, values and their gradients over its activations'."""
+        slices = self.model.slices
+        if slices is None:
+            return 0.0
+        keys = slices.key_bytes + slices.gradient_bytes
+        return keys * slices.tokens[0] / sum(slices.tokens) / self.model.layer.activation_bytes
 
     def _whole(self, run: Result) -> tuple[float, float, float]:
         """Seconds of a whole iteration of which ``run`` has the first microbatches, and of the
@@ -236,8 +269,8 @@ class Planner:
 
     def improve(self, layout: LayerLayout) -> LayerLayout:
         """Moves single layers between stages as long as the simulated iteration gets shorter."""
-        once = self.num_simulated * (2 * len(layout.layers) + self.model.num_layers)
-        tasks = once * len(self._seeds)
+        units = self.num_simulated * self._per_microbatch
+        tasks = units * (2 * len(layout.layers) + self.model.num_layers) * len(self._seeds)
         left = self._max_tasks // tasks
         best = self.predict(layout, "auto")
         while left > 0:
@@ -257,12 +290,14 @@ class Planner:
         input has passed the stages before it.
         """
         forward, backward, weight = self._stage_times(layout.layers)
+        units = self.num_microbatches * self._per_microbatch
+        more = self.model.slices.more[0][Kind.F] if self.model.slices else 0.0
         least = begins = 0.0
         for rank in range(self.num_ranks):
             stages = slice(rank, None, self.num_ranks)
             each = sum(forward[stages]) + sum(backward[stages]) + sum(weight[stages])
-            least = max(least, begins + self.num_microbatches * each)
-            begins += forward[rank] + self.model.hop
+            least = max(least, begins + units * each)
+            begins += forward[rank] + layout.layers[rank] * more + self.model.hop
         return least
 
     def moves(self, layout: LayerLayout) -> list[LayerLayout]:
@@ -315,20 +350,16 @@ class Planner:
 
     def _peak_bytes(
         self, layout: LayerLayout, config: ScheduleConfig, run: Result
-    ) -> tuple[float, ...]:
-        """Peak memory of each rank."""
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Peak memory of each rank, and what of it keys take."""
         model, layers = self.model, layout.layers
         state = model.state_bytes(layers, self.num_ranks)
-        if model.slot_layers is None:
-            held = self._held_bytes(model, layout, run)
-            return tuple(map(sum, zip(state, held, strict=True)))
-        outside = self._held_bytes(model.without_layers(), layout, run)
-        return tuple(
-            state[rank] + held + slots * self._slot_bytes(layers, rank)
-            for rank, (held, slots) in enumerate(
-                zip(outside, self._num_slots(layout, config, run), strict=True)
-            )
-        )
+        slots = [0.0] * self.num_ranks
+        if model.slot_layers is not None:
+            model, numbers = model.without_layers(), self._num_slots(layout, config, run)
+            slots = [n * self._slot_bytes(layers, rank) for rank, n in enumerate(numbers)]
+        held, keys = zip(*self._held_bytes(model, layout, run), strict=True)
+        return tuple(map(sum, zip(state, held, slots, strict=True))), keys
 
     def _num_slots(self, layout: LayerLayout, config: ScheduleConfig, run: Result) -> list[float]:
         """CUDA-graph slots of each rank. They are never freed, and the steps in which graphs are
@@ -340,23 +371,43 @@ class Planner:
         most = self.num_microbatches * layout.num_chunks
         return [min(math.floor(cap), most) for cap in caps]
 
-    def _held_bytes(self, model: ModelCosts, layout: LayerLayout, run: Result) -> list[float]:
-        """Peak of each rank's activations. ``B`` frees one, but for what its layers' ``W`` need, of
-        which each piece frees a layer's share.
+    def _held_bytes(
+        self, model: ModelCosts, layout: LayerLayout, run: Result
+    ) -> list[tuple[float, float]]:
+        """Peak of each rank's activations and keys, and the keys at that time. ``B`` frees an
+        activation, but for what its layers' ``W`` need, of which each piece frees a layer's share.
         """
         sizes = model.activation_bytes(layout.layers)
         deferred = model.deferred_bytes(layout.layers) if self._split else [0.0] * len(sizes)
         peaks = []
         for rank, slots in enumerate(run.slots):
-            held = peak = 0.0
+            held = keys = 0.0
+            peak = (0.0, 0.0)
             for action, _, _ in slots:
                 stage = action.chunk * self.num_ranks + rank
+                share, more = _of_slice(model.slices, action)
+                keys += more * layout.layers[stage]
                 if action.kind == Kind.W:
-                    held -= deferred[stage] / layout.layers[stage]
+                    held -= share * deferred[stage] / layout.layers[stage]
                 elif action.kind == Kind.B:
-                    held += deferred[stage] - sizes[stage]
+                    held += share * (deferred[stage] - sizes[stage])
                 else:
-                    held += sizes[stage]
-                peak = max(peak, held)
+                    held += share * sizes[stage]
+                peak = max(peak, (held + keys, keys))
             peaks.append(peak)
         return peaks
+
+
+def _of_slice(slices: SliceCosts | None, action: Action) -> tuple[float, float]:
+    """A unit's tokens over the largest's, and the bytes of a layer's keys that its task takes."""
+    if slices is None:
+        return 1.0, 0.0
+    last = len(slices.tokens) - 1
+    place, more = action.microbatch % (last + 1), 0.0
+    if action.kind is Kind.F and place == 0:
+        more = slices.key_bytes
+    elif action.kind is Kind.B and place == last:
+        more = slices.gradient_bytes
+    elif action.kind is Kind.B and place == 0:
+        more = -(slices.key_bytes + slices.gradient_bytes)
+    return slices.tokens[place] / slices.tokens[0], more

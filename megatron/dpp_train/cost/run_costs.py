@@ -16,7 +16,8 @@ def costs_of_run(name: str, root: Path) -> MeasuredCosts:
         root: parent of a relative directory that is not in the working directory.
 
     Raises:
-        DataError: there is no such run, or no iteration of it was recorded in full.
+        DataError: there is no such run, no iteration of it was recorded in full, or it ran in
+            slices.
     """
     path = Path(name)
     if path.is_file():
@@ -29,6 +30,11 @@ def costs_of_run(name: str, root: Path) -> MeasuredCosts:
 
     files = open_run(find_run(name, root).need_traces())
     analysis = analyse(files, align(files, lambda file: None))
+    if analysis.sliced:
+        raise DataError(
+            f"{name}: its sequences ran in slices, and plans are for whole microbatches; take a "
+            "run with --dpp-slice-tokens off"
+        )
     runs = recorded_runs(analysis)
     if not runs:
         raise DataError(f"{name}: no iteration was recorded in full")

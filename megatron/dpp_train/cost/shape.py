@@ -12,6 +12,8 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 
+from megatron.dpp.slice_sizes import slice_tokens
+
 
 @dataclass(frozen=True)
 class LayerLayout:
@@ -143,7 +145,7 @@ class RunSchedule:
         cuda_graphs: ``--dpp-cuda-graphs``; ``off`` where chunks cannot be captured, whatever is
             recomputed or sharded.
         head_in_forward: F runs the backward of LM head and loss.
-        sliced: long sequences were asked to be cut, which no figure counts.
+        slice_tokens: ``--dpp-slice-tokens``.
     """
 
     dynamic: bool = False
@@ -152,7 +154,7 @@ class RunSchedule:
     split_backward: bool = False
     cuda_graphs: str = "off"
     head_in_forward: bool = False
-    sliced: bool = False
+    slice_tokens: str = "off"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +185,8 @@ class RunShape:
         recompute: ``none``, ``selective`` (attention's core) or ``full``.
         expert, expert_tensor: ranks that share a layer's experts, and one expert.
         imbalance: tokens of the fullest rank's experts over those of the average rank.
+        begin, row: of a slice, which is the run of a shorter sequence: its first token, and the
+            tokens of the whole sequence; 0 without slices.
     """
 
     model: ModelShape
@@ -206,6 +210,8 @@ class RunShape:
     expert: int = 1
     expert_tensor: int = 1
     imbalance: float = 1.0
+    begin: int = 0
+    row: int = 0
 
     @property
     def graphs(self) -> str:
@@ -215,6 +221,29 @@ class RunShape:
             return "off"
         never = not self.schedule.dynamic or self.recompute == "full"
         return "off" if asked == "auto" and never else asked
+
+    @property
+    def slices(self) -> list[RunShape]:
+        """The units of a microbatch: its slices, each a run of its tokens alone, or itself."""
+        length, asked = self.model.seq_length, self.schedule.slice_tokens
+        each = None
+        if self.schedule.dynamic and not self.row and asked != "off":
+            batch = self.num_microbatches * self.micro_batch * length
+            multiple = self.tensor if self.sequence_parallel else 1
+            each = slice_tokens(asked, length, batch, self.pipeline, multiple)
+        if each is None:
+            return [self]
+        return [
+            dataclasses.replace(
+                self,
+                model=dataclasses.replace(
+                    self.model, seq_length=min(each, length - begin), flash=True
+                ),
+                begin=begin,
+                row=length,
+            )
+            for begin in range(0, length, each)
+        ]
 
     @property
     def num_layers(self) -> int:

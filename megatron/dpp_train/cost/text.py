@@ -73,12 +73,18 @@ def _uneven(shape: RunShape) -> list[str]:
 
 
 def _slices(shape: RunShape) -> list[str]:
-    """A line on slices, which the figures do not count."""
-    if not shape.schedule.sliced:
+    """A line on slices, where they were asked for."""
+    if shape.schedule.slice_tokens == "off":
         return []
     if not shape.schedule.dynamic:
         return ["slices        none: without a dynamic pipeline no sequence is cut"]
-    return ["slices        not counted: all figures are those of whole microbatches"]
+    slices, length = shape.slices, shape.model.seq_length
+    if len(slices) == 1:
+        return [f"slices        none: {length} tokens are not cut, as up to 1.5 slices stay whole"]
+    return [
+        f"slices        {len(slices)} of {slices[0].model.seq_length} tokens; shorter sequences "
+        f"than {length} tokens are not counted"
+    ]
 
 
 def lines(found: Estimate) -> list[str]:
@@ -96,7 +102,8 @@ def lines(found: Estimate) -> list[str]:
         f"parameters    {found.parameters:,} ({count(found.parameters)}), {precision}; "
         f"{count(found.flops_per_token)}FLOP per token",
         "",
-        "per rank         weights   gradients   optimizer  activations  backward      sum",
+        "per rank         weights   gradients   optimizer  activations"
+        f"{'        keys' if _is_cut(shape) else ''}  backward      sum",
     ]
     table += [_rank_line(found, rank) for rank in range(shape.pipeline)]
     table += [
@@ -113,14 +120,16 @@ def lines(found: Estimate) -> list[str]:
     return table
 
 
+def _is_cut(shape: RunShape) -> bool:
+    return len(shape.slices) > 1
+
+
 def _logits_line(shape: RunShape) -> str:
     """The share of the logits, with what the loss keeps of them."""
-    each = size(loss_bytes(shape))
+    each, unit = size(loss_bytes(shape.slices[0])), "slice" if _is_cut(shape) else "microbatch"
     if shape.schedule.head_in_forward:
-        return f"  logits: {each} on the last stage, of one microbatch at a time"
-    return (
-        f"  logits: {each} on the last stage, of each microbatch between its forward and backward"
-    )
+        return f"  logits: {each} on the last stage, of one {unit} at a time"
+    return f"  logits: {each} on the last stage, of each {unit} between its forward and backward"
 
 
 def _rank_line(found: Estimate, rank: int) -> str:
@@ -130,6 +139,7 @@ def _rank_line(found: Estimate, rank: int) -> str:
         memory.gradients,
         memory.optimizer,
         memory.activations,
+        *([memory.keys] if _is_cut(found.shape) else []),
         memory.workspace,
         memory.total,
     )
@@ -147,9 +157,10 @@ def _bubble_line(found: Estimate) -> str:
     if shape.pipeline == 1:
         return "bubble        none: no pipeline"
     formula = found.bubble_formula
+    uncut, these = (" uncut", "slices") if _is_cut(shape) else ("", "stages")
     return (
-        f"bubble        (p-1)/(v*m) = {formula:.1%} of the ideal time, "
-        f"{formula / (1 + formula):.1%} of the whole; this schedule with these stages, simulated: "
+        f"bubble        (p-1)/(v*m) = {formula:.1%} of the ideal time{uncut}, "
+        f"{formula / (1 + formula):.1%} of the whole; this schedule with these {these}, simulated: "
         f"{found.bubble:.1%} of the whole"
     )
 

@@ -9,6 +9,8 @@ read the same formulas.
 from __future__ import annotations
 
 import dataclasses
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.dpp.config import GRAPHS_PAY_FROM
@@ -21,12 +23,13 @@ from megatron.dpp_train.cost.memory import (
     embedding_parameters,
     head_bytes,
     head_parameters,
+    key_bytes,
     layer_bytes,
     layer_parameters,
     logits,
     optimizer_bytes,
 )
-from megatron.dpp_train.cost.model_costs import ModelCosts, PartCosts, Times
+from megatron.dpp_train.cost.model_costs import ModelCosts, PartCosts, SliceCosts, Times
 from megatron.dpp_train.cost.shape import RunShape
 
 
@@ -82,19 +85,47 @@ def device_times(shape: RunShape, device: Device) -> PartTimes:
 
 def model_costs(shape: RunShape, device: Device) -> ModelCosts:
     """Times and activation sizes of the model's parts in a run, without weights and their state."""
-    times = part_times(shape, device)
-    layer = PartCosts(times.layer, layer_bytes(shape), deferred_bytes=deferred_bytes(shape))
+    units = shape.slices
+    each = [part_times(unit, device) for unit in units]
+    times, first = _mean_times(each), units[0]
+    layer = PartCosts(times.layer, layer_bytes(first), deferred_bytes=deferred_bytes(first))
     slots = times.replayed and shape.pipeline > 1
     near = shape.pipeline_per_node == shape.pipeline
     return ModelCosts(
         shape.num_layers,
         layer,
         PartCosts(times.lookup),
-        PartCosts(times.head, head_bytes(shape)),
-        hop_bytes(shape) / (device.link if near else device.network),
+        PartCosts(times.head, head_bytes(first)),
+        hop_bytes(first) / (device.link if near else device.network),
         between=times.between,
         slot_layers=constants.GRAPH_LAYERS if slots else None,
+        slices=_slice_costs(units, [one.layer for one in each], times.layer),
     )
+
+
+def _mean_times(each: Sequence[PartTimes]) -> PartTimes:
+    """The times of a mean slice of a microbatch."""
+
+    def mean(name: str) -> Times:
+        forward, backward, weight = map(
+            statistics.fmean, zip(*(getattr(one, name) for one in each), strict=True)
+        )
+        return forward, backward, weight
+
+    return dataclasses.replace(
+        each[0], layer=mean("layer"), lookup=mean("lookup"), head=mean("head")
+    )
+
+
+def _slice_costs(
+    units: Sequence[RunShape], times: Sequence[Times], mean: Times
+) -> SliceCosts | None:
+    if len(units) == 1:
+        return None
+    keys, gradients = key_bytes(units[0])
+    more = tuple((f - mean[0], b - mean[1], w - mean[2]) for f, b, w in times)
+    tokens = tuple(unit.tokens for unit in units)
+    return SliceCosts(tokens=tokens, more=more, key_bytes=keys, gradient_bytes=gradients)
 
 
 def planning_costs(
@@ -223,7 +254,7 @@ def _layer_seconds(shape: RunShape, device: Device) -> Times:
     """Matrix products, collectives, and the kernels between the products."""
     model = shape.model
     linear = _linear_seconds(shape, device)
-    scores = (2 if model.arch == "gpt" else 4) * core_products(model) * shape.tokens
+    scores = (2 if model.arch == "gpt" else 4) * core_products(model, shape.begin) * shape.tokens
     core, core_backward = (
         passes * slowdown * (scores / shape.tensor / device.flops)
         for passes, slowdown in zip((1, 2), constants.ATTENTION_SLOWDOWN, strict=True)

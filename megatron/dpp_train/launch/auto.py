@@ -283,12 +283,14 @@ def shape_with(plain: RunShape, setting: Setting, form: Form, *, static: bool) -
     stages = layout.pipeline * layout.chunks
     each, rest = divmod(plain.num_layers, stages)
     dynamic = layout.pipeline > 1 and not static
-    schedule = RunSchedule(cuda_graphs=_graphs(plain, layout))
+    schedule = RunSchedule(
+        cuda_graphs=_graphs(plain, layout), slice_tokens=plain.schedule.slice_tokens
+    )
     if dynamic:
         schedule = dataclasses.replace(
             schedule, dynamic=True, policy="auto", cap="auto", split_backward=True
         )
-    return dataclasses.replace(
+    shape = dataclasses.replace(
         plain,
         tensor=layout.tensor,
         pipeline=layout.pipeline,
@@ -305,6 +307,9 @@ def shape_with(plain: RunShape, setting: Setting, form: Form, *, static: bool) -
         schedule=schedule,
         per_node=setting.per_node,
     )
+    if len(shape.slices) == 1:
+        return shape
+    return dataclasses.replace(shape, schedule=dataclasses.replace(schedule, head_in_forward=True))
 
 
 def _graphs(plain: RunShape, layout: Layout) -> str:

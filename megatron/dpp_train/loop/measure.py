@@ -112,7 +112,7 @@ def _rows(found: Estimate, ranks: list[Any]) -> list[tuple[str, float, float | N
         state = max(rank["state"] for rank in mine)
         rows.append((f"stage {stage}, state", memory.state, state))
         peaks = [rank["peak"] - rank["state"] for rank in mine if rank["peak"] is not None]
-        guess = memory.activations + memory.workspace
+        guess = memory.activations + memory.keys + memory.workspace
         rows.append((f"stage {stage}, activations", guess, max(peaks, default=None)))
     rows.append(("seconds", found.seconds, max(rank["seconds"] for rank in ranks)))
     return rows

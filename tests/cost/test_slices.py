@@ -1,0 +1,67 @@
+"""Estimates of runs whose sequences are cut into slices."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatron.dpp_train.cost.estimate import estimate, least_seconds, traffic
+from megatron.dpp_train.cost.memory import key_bytes, least_bytes, rank_memory, stage_bytes
+from megatron.dpp_train.cost.shape import RunSchedule
+from megatron.dpp_train.cost.times import model_costs
+from tests.cost.test_memory import H200, plain_device, shape
+
+
+def runs(**more: Any) -> tuple[Any, Any]:
+    """A run of sequences of 1,024 tokens in 8 slices, and the same run uncut."""
+    model = {"seq_length": 1024}
+    schedule = RunSchedule(dynamic=True, head_in_forward=True, slice_tokens="128")
+    cut = shape((2, 2), model, pipeline=2, num_microbatches=4, schedule=schedule, **more)
+    off = dataclasses.replace(schedule, slice_tokens="off")
+    return cut, dataclasses.replace(cut, schedule=off)
+
+
+def test_the_work_of_all_slices_is_that_of_the_sequence() -> None:
+    cut, whole = (model_costs(each, plain_device()) for each in runs())
+    assert cut.slices is not None and whole.slices is None and len(cut.slices.tokens) == 8
+    for one, other in ((cut.layer, whole.layer), (cut.head, whole.head)):
+        assert [8 * seconds for seconds in one.times] == pytest.approx(other.times)
+    forwards = [each[0] for each in cut.slices.more]
+    assert sorted(forwards) == forwards and sum(forwards) == pytest.approx(0, abs=1e-15)
+    assert forwards[-1] > 0 == cut.slices.more[-1][2], "W reads no keys"
+
+
+def test_slices_keep_less_and_wait_less() -> None:
+    found, whole = (estimate(each, H200) for each in runs())
+    cut = found.shape
+    slices, keys = cut.slices, sum(key_bytes(cut.slices[0]))
+    for rank, memory in enumerate(found.ranks):
+        assert 0 < memory.activations <= (8 + 2 - rank) * stage_bytes(slices[0], rank)
+        assert 2 * keys <= memory.keys <= 2 * 2 * keys, "of one or two sequences in two layers"
+    assert found.bubble < whole.bubble
+    assert found.peak_bytes < whole.peak_bytes
+    assert least_bytes(cut) <= found.peak_bytes
+    for each in (found, whole):
+        assert least_seconds(each.shape, H200) <= each.seconds
+    assert traffic(cut).pipeline == traffic(whole.shape).pipeline == 8 * 8 * traffic(cut).hop
+
+
+def test_logits_and_temporaries_are_those_of_a_slice() -> None:
+    cut, whole = runs(recompute="full")
+    for rank in range(2):
+        one, other = (rank_memory(each, rank, 0.0).workspace for each in (cut, whole))
+        assert one < other / 4
+    assert rank_memory(cut, 0, 3.0, 4.0).total == rank_memory(cut, 0, 7.0).total
+
+
+def test_short_sequences_and_static_schedules_have_no_slices() -> None:
+    cut, whole = runs()
+    for schedule in (
+        dataclasses.replace(cut.schedule, slice_tokens="768"),
+        dataclasses.replace(cut.schedule, slice_tokens="auto"),
+        dataclasses.replace(cut.schedule, dynamic=False),
+    ):
+        assert len(dataclasses.replace(cut, schedule=schedule).slices) == 1
+    assert whole.slices == [whole]
