@@ -193,12 +193,13 @@ def check_command(words: list[str]) -> None:
 def check_benchmark(given: list[str]) -> None:
     if not given or given[0] == "NAME":
         return
-    if not (ROOT / "profiling" / f"bench_{given[0]}.py").is_file():
+    name = f"bench_{given[0].replace('-', '_')}"
+    if not (ROOT / "profiling" / f"{name}.py").is_file():
         raise Wrong(f"no benchmark {given[0]}")
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(ROOT / "profiling")
-        patched.setattr(sys, "argv", [f"bench_{given[0]}.py", *given[1:]])
-        module = importlib.import_module(f"bench_{given[0]}")
+        patched.setattr(sys, "argv", [f"{name}.py", *given[1:]])
+        module = importlib.import_module(name)
         accepted(lambda _: getattr(module, "parse_arguments", module.main)(), [])
     torch = sys.modules.get("torch")
     if torch is not None and torch.overrides._get_current_function_mode_stack():

@@ -14,6 +14,8 @@ from megatron.dpp.errors import DataError, DppError, use_names
 from megatron.dpp.naming import in_flags
 from megatron.dpp.processes import exits_on_sigterm
 
+WHERE_THE_REST_IS = "All commands: megatron-dpp --help. Pages: docs/index.md"
+"""The end of every help."""
 ROOT = Path(__file__).resolve().parents[2]
 """The source tree. In an installed package: the folder of the packages."""
 
@@ -24,7 +26,7 @@ def new_parser(prog: str, description: str, usage: str = "[options]") -> argpars
         prog=prog,
         usage=f"{prog} {usage}",
         description=description,
-        epilog="All commands: megatron-dpp --help. Pages: docs/index.md",
+        epilog=WHERE_THE_REST_IS,
         formatter_class=functools.partial(argparse.HelpFormatter, max_help_position=30),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megatron.dpp.command_line import from_source_tree, guarded
+from megatron.dpp.command_line import WHERE_THE_REST_IS, from_source_tree, guarded
 from megatron.dpp.errors import ConfigError, did_you_mean
 from megatron.dpp.processes import run_child
 
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp bench")
 
 def _run(words: list[str]) -> int:
     scripts = {
-        path.stem.removeprefix("bench_"): path
+        path.stem.removeprefix("bench_").replace("_", "-"): path
         for path in sorted(from_source_tree("profiling").glob("bench_*.py"))
         if "__main__" in path.read_text(encoding="utf-8")
     }
@@ -27,10 +27,12 @@ def _run(words: list[str]) -> int:
             lines = path.read_text(encoding="utf-8").splitlines()
             summary = next(line for line in lines if line.startswith('"""')).strip('"')
             print(f"  {name:<15} {summary}")
+        print(f"\n{WHERE_THE_REST_IS}")
         return 0
-    if words[0] not in scripts:
+    name = words[0].replace("_", "-")
+    if name not in scripts:
         raise ConfigError(
-            f"no benchmark {words[0]!r}{did_you_mean(words[0], scripts)}: expected one of "
+            f"no benchmark {words[0]!r}{did_you_mean(name, scripts)}: expected one of "
             f"{', '.join(scripts)}"
         )
-    return run_child([sys.executable, str(scripts[words[0]]), *words[1:]])
+    return run_child([sys.executable, str(scripts[name]), *words[1:]])

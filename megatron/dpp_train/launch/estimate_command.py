@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Sequence
 
+from megatron.dpp.command_line import new_parser
 from megatron.dpp.errors import ConfigError, DppError, require, use_names
 from megatron.dpp.naming import flag_name, in_flags
 from megatron.dpp_train.cost.device import Device, find_machine, known_gpu
@@ -28,10 +29,10 @@ _VOCABULARY = 50304
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megatron-dpp estimate",
-        description="Memory, traffic, bubble and time of a run, before it starts.",
-        epilog="All other arguments are the flags of pretrain_gpt.py.",
+    parser = new_parser(
+        "megatron-dpp estimate",
+        "Print memory, traffic, bubble and time of a run before it starts.",
+        "[options] [any flag of pretrain_gpt.py]",
     )
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="processes of the run")
     parser.add_argument("--per-node", type=int, metavar="N", help="of each node (default: all)")

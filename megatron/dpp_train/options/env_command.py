@@ -11,7 +11,8 @@ from megatron.dpp_train.options.environment import GROUPS, VARIABLES, markdown
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print; the exit code."""
-    parser = new_parser("megatron-dpp env", str(__doc__))
+    text = "Print the environment variables, their defaults and their values."
+    parser = new_parser("megatron-dpp env", text)
     parser.add_argument("--markdown", action="store_true", help="print docs/environment.md")
     if parser.parse_args(argv).markdown:
         print(markdown(), end="")
