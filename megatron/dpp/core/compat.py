@@ -23,7 +23,7 @@ import megatron.core
 
 from megatron.dpp.errors import ConfigError
 
-OLDEST, NEWEST = "0.16.1", "0.20"
+OLDEST, NEWEST = "0.16.0", "0.20"
 """The versions of megatron-core that ``TABLE`` was checked against."""
 
 

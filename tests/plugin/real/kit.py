@@ -145,6 +145,18 @@ class Record:
         """Add a number, or a digest of tensors."""
         self._lines.append(f"{what} {_text(value)}")
 
+    def returned(self, owner: Any, name: str) -> None:
+        """Add the values of the mapping that a method of a host returns."""
+        own = getattr(owner, name)
+
+        def call(*given: Any, **more: Any) -> Any:
+            found = own(*given, **more)
+            for key, value in sorted(found.items()):
+                self.add(key, value)
+            return found
+
+        setattr(owner, name, call)
+
     def weights(self, what: str, chunks: Sequence[torch.nn.Module]) -> None:
         """Add digests of the weights and of the gradients."""
         own = [p for chunk in chunks for p in chunk.parameters()]

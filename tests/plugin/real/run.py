@@ -45,6 +45,7 @@ class Host(NamedTuple):
 _INIT = "--custom-megatron-init-path megatron.dpp.autoload.megatron_init"
 HOSTS = {
     "megatron-bridge": Host("megatron/bridge", "bridge_worker", {"PTH": "1"}),
+    "miles": Host("miles", "miles_worker", {"FLAGS": _INIT, "USE_DPP": ""}),
     "nemo-rl": Host("nemo_rl", "nemo_rl_worker", {"PTH": "1", "DPP_MAX_TOKENS": "96"}),
     "slime": Host("slime", "slime_worker", {"FLAGS": _INIT, "USE_DPP": ""}),
     "verl": Host(
