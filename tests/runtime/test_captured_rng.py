@@ -94,7 +94,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: made.default.get_state())
     monkeypatch.setattr(captured_rng, "get_cuda_rng_tracker", lambda: made)
-    monkeypatch.setattr(captured_rng, "_default_generator", lambda: made.default)
+    monkeypatch.setattr(torch.cuda, "default_generators", [made.default])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(parallel_random, "_get_all_rng_states", made.all_states)
     monkeypatch.setattr(parallel_random, "_set_all_rng_states", made.set_all_states)
     return made

@@ -26,31 +26,44 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-def stand_ins() -> list[tuple[Any, str, Any]]:
-    return [*cpu._stand_ins(), *cpu._core_stand_ins(), *cpu._host_stand_ins()]
+def state() -> dict[tuple[str, str], Any]:
+    """All that the modules of megatron-core and ``torch.cuda`` hold, without other modules."""
+    return {
+        (name, own): value
+        for name, module in list(sys.modules.items())
+        if name.startswith(("megatron.core", "torch.cuda"))
+        for own, value in vars(module).items()
+        if not isinstance(value, ModuleType)
+    }
+
+
+def changed(before: dict[tuple[str, str], Any]) -> set[tuple[str, str]]:
+    """What differs, in modules that were there before."""
+    now, modules = state(), {name for name, _ in before}
+    return {
+        place
+        for place in {*now, *before}
+        if place[0] in modules and now.get(place, place) is not before.get(place, place)
+    }
 
 
 def test_nothing_of_the_stand_ins_stays_after_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that was missing is missing again, and a device is the device that was named."""
     monkeypatch.delattr(moe_utils, "te_general_gemm", raising=False)
-    places = [(holder, name) for holder, name, _ in stand_ins()]
-    assert (moe_utils, "te_general_gemm") in places
-    before = [getattr(holder, name, "missing") for holder, name in places]
-    modes = torch.overrides._get_current_function_mode_stack()
+    before, modes = state(), torch.overrides._get_current_function_mode_stack()
     support = cpu.install(host=True)
+    assert {(moe_utils.__name__, "te_general_gemm"), ("torch.cuda", "cudart")} < changed(before)
     assert len(torch.overrides._get_current_function_mode_stack()) == len(modes) + 1
     for _ in range(2):
         support.close()
-        assert [getattr(holder, name, "missing") for holder, name in places] == before
+        assert not changed(before)
         assert torch.overrides._get_current_function_mode_stack() == modes
 
 
 def test_stand_ins_of_several_users_are_one_and_stay_for_the_last() -> None:
     """A second installation, beside one of a program's own, made ``torch.cuda.cuda.FloatTensor``
     of a type, and closing them in another order left stand-ins."""
-    places = [(holder, name) for holder, name, _ in stand_ins()]
-    before = [getattr(holder, name, "missing") for holder, name in places]
-    modes = torch.overrides._get_current_function_mode_stack()
+    before, modes = state(), torch.overrides._get_current_function_mode_stack()
     first, second = cpu.install(), cpu.install(host=True)
     third = cpu.install(host=True)
     assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
@@ -61,7 +74,7 @@ def test_stand_ins_of_several_users_are_one_and_stay_for_the_last() -> None:
         assert torch.empty(2, device="cuda").device.type == "cpu"
         assert torch.cuda.get_device_capability() == (8, 0)
     second.close()
-    assert [getattr(holder, name, "missing") for holder, name in places] == before
+    assert not changed(before)
     assert torch.overrides._get_current_function_mode_stack() == modes
     assert torch.zeros(2).type() == "torch.FloatTensor"
 

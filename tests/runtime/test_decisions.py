@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -19,6 +17,7 @@ from megatron.dpp.schedule import (
     DecisionRecorder,
     Geometry,
     Memory,
+    Recording,
     Scheduler,
     parse_cap,
     peak_size,
@@ -150,15 +149,16 @@ def test_a_cap_is_said_once_however_many_calls_have_it() -> None:
     assert "LM head" not in said[0], "nothing is taken off the cap"
 
 
-def test_sizes_are_recorded_of_training_calls_with_unlike_microbatches() -> None:
-    made, recorded = decisions(), []
-    writer: Any = SimpleNamespace(write=lambda *_, sizes, **__: recorded.append(sizes))
-    made._recorder = writer
+def test_sizes_are_recorded_of_training_calls_with_unlike_microbatches(tmp_path: Path) -> None:
+    path = str(tmp_path / "order")
+    made = decisions(record=path)
     evaluation = Geometry(2, 0, 1, 4, forward_only=True)
     for geometry, sizes in ((TRAINING, [2, 5, 3, 5]), (TRAINING, [5] * 4), (evaluation, [2] * 4)):
         scheduler = made.scheduler(geometry, backward=SPLIT, largest=5, sizes=sizes)
         made.ran(scheduler, [], backward=SPLIT)
-    assert [sizes and list(sizes) for sizes in recorded] == [[2, 5, 3, 5], None, None]
+    made.close()
+    found = [line.get("sizes") for line in Recording.load(path, 0).iterations]
+    assert found == [[2, 5, 3, 5], None, None]
 
 
 def test_an_evaluation_raises_no_static_cap() -> None:

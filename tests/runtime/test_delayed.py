@@ -87,6 +87,22 @@ def test_a_message_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch) 
     assert due == [10**7, 5 * 10**7, 5 * 10**7]
 
 
+def test_a_wait_ends_when_a_delayed_message_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Late(monkeypatch, {0: 0.05})
+    transport, waits = late.transport, late.inner.waits
+    assert transport.wait(3.0) is False and waits == [3.0], "nothing is under way"
+    late.arrive(0, arrived=late.now + 10**7)
+    late.now += 2 * 10**7
+    assert transport.poll()[0] == 0
+    assert transport.wait(3.0) is True
+    assert waits[1:] == [pytest.approx(0.03)], "50 ms after it was sent"
+    assert transport.wait(0.01) is False and waits[2:] == [0.01]
+    late.now += 3 * 10**7
+    assert transport.wait(3.0) is True and len(waits) == 3, "it is due"
+    assert transport.poll()[0] == 1
+    assert transport.take(0).arrived_ns == 10**9 + 5 * 10**7
+
+
 def test_a_wait_ends_with_the_first_message_of_any_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     late = Late(monkeypatch, {0: 0.05, 1: 0.01})
     late.arrive(0)

@@ -14,15 +14,11 @@ from megatron.dpp.core import rng
 from megatron.dpp.core.boundary import Tokens
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, PeerDead
-from megatron.dpp.inject import Injector
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.decisions import Decisions
-from megatron.dpp.runtime.delayed import DelayedTransport
-from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.schedule import Action, Geometry, Memory, Recording
 from megatron.dpp.trace import NullRecorder, Recorder
 from megatron.dpp.transport import TransportOptions
-from megatron.dpp.transport.base import LinkInfo, Message
 from megatron.dpp.transport.fake import FakeNetwork
 from tests.runtime.pipelines import Topology
 from tests.runtime.test_executor_contract import rank_of
@@ -77,21 +73,6 @@ def test_tasks_are_seeded_where_a_forward_draws(
     }  # fmt: skip
     monkeypatch.setattr(rng, "get_model_config", lambda _: SimpleNamespace(**given | settings))
     assert rng.needs_task_rng([torch.nn.Identity()], forward_only=forward_only) is needed
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "asked", "wanted"), [(1, True, False), (2, True, True), (2, False, False)]
-)
-def test_a_single_stage_keeps_megatrons_random_states(
-    monkeypatch: pytest.MonkeyPatch, num_ranks: int, asked: bool, wanted: bool
-) -> None:
-    def needs(chunks: object, *, forward_only: bool = False) -> bool:
-        return not forward_only
-
-    monkeypatch.setattr("megatron.dpp.runtime.base.needs_task_rng", needs)
-    schedule = DppSchedule(DppConfig(task_rng=asked))
-    assert schedule._wants_rng([], num_ranks, forward_only=False) is wanted
-    assert not schedule._wants_rng([], num_ranks, forward_only=True), "nothing drops out"
 
 
 def decisions(said: list[str]) -> Decisions:
@@ -209,89 +190,6 @@ def test_announced_sizes_that_cannot_be_are_refused(cap: str, sizes: list[int], 
             made.scheduler(geometry, backward=Backward(), largest=10, sizes=sizes)
 
 
-class Inner:
-    """A transport of which a test says what has arrived; it notes how long it is waited on."""
-
-    rank, board, outgoing = 1, None, ()
-
-    def __init__(self, spec: Any) -> None:
-        self.incoming = [spec]
-        self.waits: list[float] = []
-        self.arrived: list[Message] = []
-        self.taken = 0
-
-    def links(self) -> list[LinkInfo]:
-        return [LinkInfo(0, "shm", "")]
-
-    def poll(self) -> list[int]:
-        return [len(self.arrived)]
-
-    def take(self, channel: int) -> Message:
-        self.taken += 1
-        return self.arrived[self.taken - 1]
-
-    def wait(self, seconds: float) -> bool:
-        self.waits.append(seconds)
-        return False
-
-
-def test_a_wait_ends_when_a_delayed_message_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [10**9]
-    clock = SimpleNamespace(monotonic_ns=lambda: now[0])
-    monkeypatch.setattr("megatron.dpp.runtime.delayed.time", clock)
-    spec = Topology((0, 1), 1, 1).channels([4], [4], 2).specs[0]
-    inner: Any = Inner(spec)
-    transport = DelayedTransport(inner, Injector("slow-link:0-1:50ms", 1, 2), (0, 1))
-    assert transport.wait(3.0) is False and inner.waits == [3.0], "nothing is under way"
-    sent, arrived = now[0], now[0] + 10**7
-    inner.arrived.append(Message(torch.zeros(1), 0, 0, 0, 1, sent, arrived))
-    now[0] += 2 * 10**7
-    assert transport.poll() == (0,)
-    assert transport.wait(3.0) is True
-    assert inner.waits[1:] == [pytest.approx(0.03)], "50 ms after it was sent"
-    assert transport.wait(0.01) is False and inner.waits[2:] == [0.01]
-    now[0] += 3 * 10**7
-    assert transport.wait(3.0) is True and len(inner.waits) == 3, "it is due"
-    assert transport.poll() == (1,)
-    assert transport.take(0).arrived_ns == sent + 5 * 10**7
-
-
-def test_a_message_arrives_no_earlier_than_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [10**9]
-    clock = SimpleNamespace(monotonic_ns=lambda: now[0])
-    monkeypatch.setattr("megatron.dpp.runtime.delayed.time", clock)
-    spec = Topology((0, 1), 1, 1).channels([4], [4], 2).specs[0]
-    inner: Any = Inner(spec)
-    injector: Any = SimpleNamespace(
-        message_seconds=lambda source, here, number: 0.05 - 0.05 * number
-    )
-    transport = DelayedTransport(inner, injector, (0, 1))
-    inner.arrived += [Message(torch.zeros(1), 0, n, 0, 1, now[0], now[0]) for n in range(2)]
-    assert transport.poll() == (0,)
-    now[0] += 5 * 10**7
-    assert transport.poll() == (2,)
-    assert [transport.take(0).arrived_ns for _ in range(2)] == [now[0], now[0]]
-
-
-def test_a_sender_has_not_left_while_its_last_message_is_delayed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The message was in the inner transport, where nobody had looked yet."""
-    now = [10**9]
-    clock = SimpleNamespace(monotonic_ns=lambda: now[0])
-    monkeypatch.setattr("megatron.dpp.runtime.delayed.time", clock)
-    spec = Topology((0, 1), 1, 1).channels([4], [4], 2).specs[0]
-    inner: Any = Inner(spec)
-    inner.departed = lambda peer: True
-    transport = DelayedTransport(inner, Injector("slow-link:0-1:10s", 1, 2), (0, 1))
-    inner.arrived.append(Message(torch.zeros(1), 0, 0, 0, 1, now[0], now[0]))
-    assert not transport.departed(0)
-    now[0] += 10**10
-    assert transport.poll() == (1,)
-    transport.take(0)
-    assert transport.departed(0)
-
-
 @pytest.mark.parametrize("number", [0, -1, 3, 6])
 def test_the_most_pending_messages_are_a_power_of_two(number: int) -> None:
     for allowed in (1, 2, 64):
@@ -306,7 +204,8 @@ class Idle(PipelineSchedule):
     injected_seconds = 0.0
 
     def __call__(self, **keywords: Any) -> list[Any]:
-        return []
+        self._log("a line")
+        return [self._seed]
 
     def close(self) -> None:
         pass
@@ -318,9 +217,8 @@ class Idle(PipelineSchedule):
 def test_a_schedule_records_into_what_it_is_given_or_nowhere() -> None:
     recorder, said = Recorder(), list[str]()
     given = Idle(DppConfig(slots=3), recorder=recorder, seed=0, log=said.append)
-    assert given.recorder is recorder and given._seed == 0 and given.config.slots == 3
-    given._log("a line")
-    assert said == ["a line"]
+    assert given.recorder is recorder and given.config.slots == 3
+    assert given() == [0] and said == ["a line"]
     usual = Idle()
     assert isinstance(usual.recorder, NullRecorder)
-    assert usual._seed == torch.initial_seed() and usual.iteration == 0
+    assert usual() == [torch.initial_seed()] and usual.iteration == 0

@@ -113,23 +113,13 @@ def test_weight_gradients_are_deferred_unless_autograd_would_stop_before_them() 
         assert torch.equal(got, wanted)
 
 
-def test_no_gradient_is_added_within_a_product() -> None:
-    """Without tokens the experts run one after the other. If that added a gradient in place, DDP
-    would take the next microbatch's for added, too.
-    """
-    built = GroupedExperts.__new__(GroupedExperts)
-    torch.nn.Module.__init__(built)
-    fused = [SimpleNamespace(gradient_accumulation_fusion=True) for _ in COUNTS]
-    built.linears = (GroupedLinear(fused[:1]), GroupedLinear(fused[1:]))
-    built._leave_fusion()
-    assert not any(layer.gradient_accumulation_fusion for layer in fused)
-
-
 @pytest.mark.parametrize("number", [1, 2])
 def test_only_products_that_are_grouped_leave_the_fusion(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A single expert runs as megatron-core's, whose product may add its gradient in place."""
+    """Without tokens the experts run one after the other. If that added a gradient in place, DDP
+    would take the next microbatch's for added, too. A single expert runs as megatron-core's.
+    """
 
     def expert() -> Any:
         made = torch.nn.Module()
@@ -151,29 +141,35 @@ def test_only_products_that_are_grouped_leave_the_fusion(
 
 
 def test_what_cannot_be_grouped_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    built = GroupedExperts.__new__(GroupedExperts)
-    torch.nn.Module.__init__(built)
-    built.config = SimpleNamespace(add_bias_linear=False)
+    config = SimpleNamespace(add_bias_linear=False)
     weight = SimpleNamespace(
         is_cuda=True, dtype=torch.bfloat16, shape=(24, 12), element_size=lambda: 2
     )
-    built.linears = (SimpleNamespace(weights=[weight]),)
+    layer = SimpleNamespace(weight=weight)
+
+    def build(self: Any) -> None:
+        torch.nn.Module.__init__(self)
+        self.config = config
+        self.local_experts = [SimpleNamespace(linear_fc1=layer, linear_fc2=layer)]
+
+    monkeypatch.setattr(experts.SequentialMLP, "__init__", build)
+    monkeypatch.setattr(GroupedLinear, "lay_out", lambda self: None)
     with pytest.raises(ConfigError, match=r"experts of \[24, 12\] in torch.bfloat16"):
-        built._check()
+        GroupedExperts()
     weight.shape, weight.dtype = (24, 16), torch.float16
     with pytest.raises(ConfigError, match=r"experts of \[24, 16\] in torch.float16"):
-        built._check()
+        GroupedExperts()
     weight.shape, weight.dtype = (12, 24), torch.bfloat16
     with pytest.raises(ConfigError, match=r"experts of \[12, 24\]"):
-        built._check()
+        GroupedExperts()
     weight.shape = (24, 16)
-    built._check()
-    built.config.add_bias_linear = True
+    GroupedExperts()
+    config.add_bias_linear = True
     with pytest.raises(ConfigError, match="add_bias_linear=False"):
-        built._check()
+        GroupedExperts()
     monkeypatch.setattr(experts, "grouped_mm", None)
     with pytest.raises(ConfigError, match=r"has no torch.nn.functional.grouped_mm"):
-        built._check()
+        GroupedExperts()
 
 
 CAPTURED = {

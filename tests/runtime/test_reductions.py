@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.core.graphs import reductions
 from megatron.dpp.core.graphs.capture import cuda_capture
 from megatron.dpp.core.graphs.reductions import Reductions
 from megatron.dpp.core.graphs.rng import CapturedRng
@@ -24,11 +23,11 @@ class Group:
 
     def __init__(self, name: str, reduced: Callable[[str], None], num_expected: int) -> None:
         self.name, self.is_last_microbatch = name, True
-        self._reduced, self._left = reduced, num_expected
+        self._reduced, self.num_left = reduced, num_expected
 
     def register_grad_ready(self, parameter: torch.nn.Parameter, everywhere: bool) -> None:
-        self._left -= 1
-        if not self._left:
+        self.num_left -= 1
+        if not self.num_left:
             self._reduced(self.name)
 
 
@@ -123,7 +122,21 @@ def test_an_event_is_recorded_where_a_group_is_complete(
     for the whole replay anyway.
     """
     recorded = iter(range(9))
-    monkeypatch.setattr(reductions, "_recorded", lambda: next(recorded))
+
+    class Event(int):
+        """An event with a number; of a graph, which records it in each replay."""
+
+        def __new__(cls, *, external: bool) -> Event:
+            assert external
+            return super().__new__(cls, next(recorded))
+
+        def record(self) -> None:
+            marked.append(int(self))
+
+    marked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    for name in ("is_available", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
     found, parameters, _, groups = setting("aab", instances=instances)
     added = found.additions()
     events = []
@@ -132,6 +145,7 @@ def test_an_event_is_recorded_where_a_group_is_complete(
         events.append([added.event(group) for group in groups])
     complete = [[None, None], [0, None], [0, 1], [2, 1]]
     assert events == (complete if instances == 1 else [[None, None]] * 4)
+    assert marked == ([0, 1, 2] if instances == 1 else [])
 
 
 @pytest.mark.gpu
@@ -146,7 +160,7 @@ def test_a_reduction_begins_while_its_backward_is_still_running() -> None:
         event.record()
         seen[name] = (copy, event)
 
-    found, parameters, _, _ = setting("ab", reduced=reduced)
+    found, parameters, _, groups = setting("ab", reduced=reduced)
     added = found.additions()
 
     def backward() -> None:
@@ -162,8 +176,8 @@ def test_a_reduction_begins_while_its_backward_is_still_running() -> None:
             gradients.zero_()
         torch.cuda.synchronize()
         graph.replay()
-        for group in found._groups:
-            group._left = 1
+        for group in groups:
+            group.num_left = 1
         found.start(added)
         end = time.monotonic() + DEADLINE
         while not seen["a"][1].query() and time.monotonic() < end:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
+from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +20,7 @@ from megatron.dpp.inject import Injector, Task
 from megatron.dpp.runtime import static
 from megatron.dpp.runtime.static import StaticSchedule
 from megatron.dpp.runtime.topology import Topology
+from megatron.dpp.transport.base import Direction, Message
 
 
 def schedule_of(said: list[str] | None = None, **config: Any) -> Any:
@@ -36,7 +40,10 @@ class Around:
         self.given: list[dict[str, Any]] = []
         self.model = torch.nn.Identity()
         patch = monkeypatch.setattr
-        patch(static, "pipeline_of", lambda *_: Topology(tuple(range(ranks)), ranks - 1, 1))
+        self.topology = Topology(tuple(range(ranks)), ranks - 1, 1)
+        self._after: list[Any] = []
+        patch(static, "pipeline_of", lambda *_: self.topology)
+        patch(static, "around_steps", lambda _, after: nullcontext(self._after.append(after)))
         patch(static, "get_model_config", lambda _: self.config)
         patch(static, "get_forward_backward_func", lambda: self._run)
         patch(static, "refuse_delayed", lambda chunks, why: self.told.append(why))
@@ -56,11 +63,18 @@ class Around:
         found: list[str] = own(model=self.model, forward_step_func="user's", **more)
         return found
 
+    def after_steps(self, own: Any) -> Any:
+        """Makes a call; returns what it runs after each of its tasks."""
+        self.call(own)
+        return self._after[-1] if self._after else None
 
+
+@pytest.mark.parametrize(("ranks", "task_rng"), [(2, True), (2, False), (1, True)])
 def test_each_call_has_a_number_and_random_states_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, ranks: int, task_rng: bool
 ) -> None:
-    around, own = Around(monkeypatch), schedule_of()
+    """A single stage keeps Megatron's."""
+    around, own = Around(monkeypatch, ranks), schedule_of(task_rng=task_rng)
     asked: list[bool] = []
 
     def wants(chunks: Any, *, forward_only: bool) -> bool:
@@ -74,8 +88,10 @@ def test_each_call_has_a_number_and_random_states_of_its_own(
     around.call(own, forward_only=True)
     around.call(own)
     functions = [given["forward_step_func"] for given in around.given]
-    assert functions == ["user's seeded 4", "user's", "user's seeded 6"]
-    assert asked == [False, True, False] and own.iteration == 7
+    own_states = ranks == 2 and task_rng
+    seeded = [" seeded 4", "", " seeded 6"] if own_states else [""] * 3
+    assert functions == [f"user's{each}" for each in seeded]
+    assert asked == [False, True, False] * own_states and own.iteration == 7
     assert own.injected_seconds == 0.0
 
 
@@ -92,78 +108,85 @@ def test_delayed_weight_gradients_are_refused_unless_megatron_core_runs_them(
     assert around.told == ["a static schedule runs no W tasks"] * refused
 
 
+class Links:
+    """The links that a schedule of the ranks 5, 6 and 7 opens on 6, which are made up."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.receives = self.sends = 8
+        self.rings: list[tuple[Any, ...]] = []
+        self.used: list[Any] = []
+        self.told: list[str] = []
+        call = SimpleNamespace(
+            length=0, boundaries=lambda length: Boundaries(0, (self.receives,), (self.sends,))
+        )
+        incoming = [
+            SimpleNamespace(source=source, destination=6, direction=direction)
+            for source, direction in zip((5, 7), Direction, strict=True)
+        ]
+        message = Message(torch.zeros(1), 0, 0, 0, 1, 0, 0)
+        self.transport = SimpleNamespace(
+            rank=6, board=None, incoming=incoming, outgoing=[],
+            poll=lambda: [1, 1], take=lambda channel: message,
+            links=lambda: [SimpleNamespace(peer=5, kind="shm", reason="same host")],
+            close=lambda: self.told.append("closed"), abort=lambda why: self.told.append("aborted"),
+        )  # fmt: skip
+        patch = monkeypatch.setattr
+        patch(static.StepCall, "checked", lambda **_: call)
+        patch(static, "ring_channels", lambda *given: self.rings.append(given))
+        patch(static, "open_links", lambda *_: self.transport)
+        patch(static, "over_channels", self._over)
+
+    @contextlib.contextmanager
+    def _over(self, exchange: Any) -> Iterator[None]:
+        self.used.append(exchange)
+        yield
+        self.told.append("over")
+
+
 @pytest.mark.parametrize(
     ("transport", "ranks", "opened"), [("auto", 2, 0), ("shm", 2, 1), ("shm", 1, 0)]
 )
 def test_our_channels_are_used_where_a_kind_is_named_and_there_is_a_neighbour(
     monkeypatch: pytest.MonkeyPatch, transport: str, ranks: int, opened: int
 ) -> None:
-    around, own = Around(monkeypatch, ranks), schedule_of(transport=transport)
-    told: list[str] = []
-
-    class Over:
-        def __enter__(self) -> None:
-            told.append("over")
-
-        def __exit__(self, *_: object) -> None:
-            told.append("end")
-
-    monkeypatch.setattr(static, "over_channels", lambda exchange: Over())
-    call = SimpleNamespace(length=0, boundaries=lambda length: Boundaries(0, (8,), (8,)))
-    transport = SimpleNamespace(links=list, close=lambda: None)
-    monkeypatch.setattr(static.StepCall, "checked", lambda **_: call)
-    monkeypatch.setattr(static, "ring_channels", lambda *_: [])
-    monkeypatch.setattr(static, "open_links", lambda *_: transport)
-    monkeypatch.setattr(static, "ChannelExchange", lambda *_: "exchange")
-    around.call(own)
-    assert told == ["over", "end"] * opened
+    around, links = Around(monkeypatch, ranks), Links(monkeypatch)
+    around.call(schedule_of(transport=transport))
+    assert len(links.used) == opened and links.told == ["over"] * opened
 
 
 @pytest.mark.parametrize(("received", "sent"), [(2, 1), (1, 2)])
 def test_links_are_kept_until_a_boundary_is_larger(
     monkeypatch: pytest.MonkeyPatch, received: int, sent: int
 ) -> None:
-    """The larger of those that a rank receives and sends counts."""
+    """The larger of those that a rank receives and sends counts. Peers hear of an error."""
     said: list[str] = []
-    own = schedule_of(said, transport="shm", slots=3)
-    sizes = [8]
-    call = SimpleNamespace(
-        length=0,
-        boundaries=lambda length: Boundaries(
-            0, (sizes[-1] * received // 2,), (sizes[-1] * sent // 2,)
-        ),
-    )
-    monkeypatch.setattr(static.StepCall, "checked", lambda **_: call)
-    rings: list[tuple[Any, ...]] = []
-    closed: list[str] = []
-    link = SimpleNamespace(peer=6, kind="shm", reason="same host")
-    transport = SimpleNamespace(
-        links=lambda: [link], close=lambda: closed.append("x"), outgoing=[], incoming=[]
-    )
-    monkeypatch.setattr(static, "ring_channels", lambda *given: rings.append(given) or ["specs"])
-    monkeypatch.setattr(static, "open_links", lambda specs, config: transport)
-    topology = Topology((5, 6), 1, 1)
-    first = own._open({}, topology)
-    assert own._links() is transport and said == ["static pipeline: link to 6: shm (same host)"]
-    for size in (8, 4):
-        sizes.append(size)
-        assert own._open({}, topology) is first
-    sizes.append(10)
-    assert own._open({}, topology) is not first and closed == ["x"]
-    assert rings == [((5, 6), 1, 8, 3), ((5, 6), 1, 10, 3)]
+    own, around, links = (
+        schedule_of(said, transport="shm", slots=3), Around(monkeypatch), Links(monkeypatch)
+    )  # fmt: skip
+    for size in (8, 8, 4, 10):
+        links.receives, links.sends = size * received // 2, size * sent // 2
+        around.call(own)
+    first, second, third, last = links.used
+    assert first is second is third is not last
+    assert links.rings == [((0, 1), 1, 8, 3), ((0, 1), 1, 10, 3)]
+    assert links.told == ["over"] * 3 + ["closed", "over"]
+    assert said == ["static pipeline: link to 5: shm (same host)"] * 2
+    links.told.clear()
+    with pytest.raises(ValueError, match="a host's"), own:
+        raise ValueError("a host's")
     own.close()
-    own.close()
-    assert closed == ["x", "x"] and own._links() is None
-    own._open({}, topology)
-    assert len(rings) == 3
+    assert links.told == ["aborted", "closed"]
+    around.call(own)
+    assert len(links.rings) == 3
 
 
 class Delays:
     """An injector that notes tasks."""
 
-    def __init__(self, *, messages: bool) -> None:
+    delays_messages = False
+
+    def __init__(self) -> None:
         self.tasks: list[Task] = []
-        self.delays_messages = messages
 
     def factor(self, task: Task) -> float:
         self.tasks.append(task)
@@ -173,24 +196,59 @@ class Delays:
         return 0.25
 
 
-def test_tasks_cost_a_share_of_the_rank_and_a_backward_twice_as_much() -> None:
-    """As in the dynamic schedule, so that delays cover the same share of the work."""
-    own, injected = schedule_of(), Delays(messages=False)
-    own._injector = injected
-    told: list[tuple[Any, ...]] = []
-    own._timer = SimpleNamespace(
-        prolong=lambda *given: told.append(given), launched=lambda key: told.append((key,))
-    )
-    after = own._prolonger(Topology((0, 1), 0, 4), 9)
+class Timer:
+    """A timer that notes what it hears; ``follow`` of each that was asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.asked: list[bool] = []
+        monkeypatch.setattr(static, "timer_for", self._for)
+
+    def _for(self, config: DppConfig, *, follow: bool) -> Timer:
+        self.asked.append(follow)
+        return self
+
+    def prolong(self, *given: Any) -> None:
+        self.told.append(given)
+
+    def launched(self, key: tuple[str, int]) -> None:
+        self.told.append((key,))
+
+
+def test_tasks_cost_a_share_of_the_rank_and_a_backward_twice_as_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in the dynamic schedule, so that delays cover the same share of the work. Tasks are
+    timed although nothing is chosen by it: a factor is one of the task's own time.
+    """
+    around, injected, timer = Around(monkeypatch), Delays(), Timer(monkeypatch)
+    monkeypatch.setattr(static, "Injector", lambda *_, **__: injected)
+    around.topology = Topology((0, 1), 1, 4)
+    own = schedule_of(inject="delay:1ms")
+    own.iteration = 9
+    after = around.after_steps(own)
     for step in (Step("F", 0, 1), Step("B", 3, 2), Step("F", 2, 3)):
         after(step, None)
     assert injected.tasks == [
         Task(9, "F", 0, 1, 0.0, 0.25), Task(9, "B", 3, 2, 0.25, 0.5), Task(9, "F", 2, 3, 0.75, 0.25)
     ]  # fmt: skip
-    assert told[:2] == [(("F", 0), 1.5, 0.25), (("F", 0),)] and len(told) == 6
-    again = own._prolonger(Topology((0, 1), 0, 4), 10)
-    again(Step("F", 0, 0), None)
+    assert timer.told[:2] == [(("F", 0), 1.5, 0.25), (("F", 0),)] and len(timer.told) == 6
+    around.after_steps(own)(Step("F", 0, 0), None)
     assert injected.tasks[-1].begin == 0.0, "each iteration's work begins at 0"
+    assert timer.asked == [True]
+
+
+def test_delays_are_those_of_the_dynamic_schedule_with_the_same_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    around, timer, inject = Around(monkeypatch), Timer(monkeypatch), "jitter:0.3"
+    around.topology = Topology((5, 6, 7), 1, 2)
+    own = schedule_of(inject=inject)
+    own.iteration = 4
+    around.after_steps(own)(Step("F", 1, 3), None)
+    task = Task(4, "F", 1, 3, 0.0, 0.5)
+    usual = [Injector(inject, 1, 3, seed, num_chunks=2).factor(task) for seed in (1, 0)]
+    assert timer.told[0][1] == usual[0] != usual[1]
 
 
 @pytest.mark.parametrize(
@@ -198,60 +256,30 @@ def test_tasks_cost_a_share_of_the_rank_and_a_backward_twice_as_much() -> None:
     [("message-delay:5ms", "auto", 1), ("message-delay:5ms", "shm", 0), ("delay:5ms", "auto", 0)],
 )
 def test_messages_that_cannot_be_delayed_are_said_once(
-    inject: str, transport: str, said: int
+    monkeypatch: pytest.MonkeyPatch, inject: str, transport: str, said: int
 ) -> None:
     lines: list[str] = []
-    own = schedule_of(lines, inject=inject, transport=transport)
-    topology = Topology((0, 1), 0, 1)
-    assert own._injector_of(topology) is own._injector_of(topology)
-    assert len(lines) == said
+    own, around = schedule_of(lines, inject=inject, transport=transport), Around(monkeypatch)
+    Links(monkeypatch)
+    around.topology = Topology((5, 6, 7), 1, 1)
+    for _ in range(2):
+        around.after_steps(own)
+    assert sum("delays no messages" in line for line in lines) == said
 
 
-@pytest.mark.parametrize(("inject", "delayed"), [("slow-link:0-1:5ms", True), ("delay:5ms", False)])
+@pytest.mark.parametrize(
+    ("inject", "late_ns"), [("slow-link:0-1:5ms", 5_000_000), ("delay:5ms", 0)]
+)
 def test_messages_are_delayed_by_the_places_of_their_ranks(
-    inject: str, delayed: bool, monkeypatch: pytest.MonkeyPatch
+    inject: str, late_ns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pipeline of the ranks 5, 6 and 7."""
-    call = SimpleNamespace(length=0, boundaries=lambda length: Boundaries(0, (8,), (8,)))
-    monkeypatch.setattr(static.StepCall, "checked", lambda **_: call)
-    incoming = [SimpleNamespace(source=source, destination=6) for source in (5, 7)]
-    inner = SimpleNamespace(
-        rank=6, board=None, incoming=incoming, outgoing=[], close=lambda: None,
-        links=lambda: [SimpleNamespace(peer=5, kind="shm", reason="same host")],
-    )  # fmt: skip
-    monkeypatch.setattr(static, "ring_channels", lambda *_: [])
-    monkeypatch.setattr(static, "open_links", lambda *_: inner)
-    monkeypatch.setattr(static, "ChannelExchange", lambda *_: "exchange")
-    own = schedule_of(inject=inject, transport="shm")
-    own._open({}, Topology((5, 6, 7), 1, 1))
-    assert (own._transport is inner) is not delayed
-    if delayed:
-        assert own._transport._pairs == [(0, 1), (2, 1)]
-        seconds = [own._transport._injector.message_seconds(*pair, 0) for pair in ((0, 1), (2, 1))]
-        assert seconds == [0.005, 0.0]
-
-
-def test_delays_are_those_of_the_dynamic_schedule_with_the_same_seed() -> None:
-    own, inject = schedule_of(inject="jitter:0.3"), "jitter:0.3"
-    injector = own._injector_of(Topology((5, 6, 7), 1, 2))
-    task = Task(4, "F", 1, 3, 0.0, 0.5)
-    usual = [Injector(inject, 1, 3, seed, num_chunks=2).factor(task) for seed in (1, 0)]
-    assert injector.factor(task) == usual[0] != usual[1]
-
-
-def test_tasks_are_timed_although_nothing_is_chosen_by_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An injected factor is one of the task's own time."""
-    asked: list[tuple[Any, bool]] = []
-
-    def timer(config: DppConfig, *, follow: bool) -> str:
-        asked.append((config, follow))
-        return "timer"
-
-    monkeypatch.setattr(static, "timer_for", timer)
-    own = schedule_of(inject="slow-rank:1:2")
-    assert own._timer == own._timer == "timer" and asked == [(own.config, True)]
+    around, links = Around(monkeypatch), Links(monkeypatch)
+    around.topology = Topology((5, 6, 7), 1, 1)
+    around.after_steps(schedule_of(inject=inject, transport="shm"))
+    transport = links.used[0].transport
+    assert (transport is links.transport) is not late_ns
+    assert list(transport.poll()) == [1, 1]
+    assert [transport.take(channel).arrived_ns for channel in range(2)] == [late_ns, 0]
 
 
 @pytest.mark.parametrize("capture", ["a test's", None])
@@ -267,7 +295,7 @@ def test_only_on_captures_graphs_and_an_evaluation_replays_none(
         boundary_example=lambda config: "example", model=[around.model],
         captured_rows=lambda config: [],
     )  # fmt: skip
-    graphs = SimpleNamespace(bound=lambda example: contextlib.nullcontext(bound.append(example)))
+    graphs = SimpleNamespace(bound=lambda example: nullcontext(bound.append(example)))
     monkeypatch.setattr(static.StepCall, "checked", lambda **_: call)
     monkeypatch.setattr(static, "ChunkGraphs", lambda *_, **__: graphs)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -285,25 +313,32 @@ def test_graphs_are_those_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Any:
         assert weights is None and pays([0]) and rows == [4, 8] and most() == 5
         number = len(made)
-        made.append(SimpleNamespace(close=lambda: closed.append(number)))
-        return made[-1]
+        made.append(number)
+        return SimpleNamespace(
+            close=lambda: closed.append(number), bound=lambda example: nullcontext()
+        )
 
     monkeypatch.setattr(static, "ChunkGraphs", graphs)
-    own = schedule_of()
-    monkeypatch.setattr(static, "pipeline_of", lambda *_: Topology((0, 1), 1, 2))
+    around = Around(monkeypatch)
+    around.topology = Topology((0, 1), 1, 2)
+    own = StaticSchedule(DppConfig(cuda_graphs="on"), seed=1, capture=lambda *_: None)  # type: ignore[arg-type,return-value]
     usual = {
         "pg_collection": None, "num_microbatches": 8, "forward_only": False, "cut": None,
-        "captured_rows": lambda config: [4, 8],
+        "captured_rows": lambda config: [4, 8], "boundary_example": lambda config: None,
         "config": SimpleNamespace(microbatch_group_size_per_vp_stage=2),
     }  # fmt: skip
-    one, other = (SimpleNamespace(model=[torch.nn.Identity()], **usual) for _ in range(2))
-    assert own._graphs_of(one) is own._graphs_of(one) is made[0]
-    assert own._graphs_of(other) is made[1] and closed == [0]
-    other.model[0] = torch.nn.Identity()
-    assert own._graphs_of(other) is made[2], "the host wraps it in its own list"
+    call = SimpleNamespace(model=[torch.nn.Identity()], **usual)
+    monkeypatch.setattr(static.StepCall, "checked", lambda **_: call)
+    for other, number in ((None, 0), (None, 0), (torch.nn.Identity(), 1)):
+        if other is not None:
+            call.model[0] = other  # the host wraps it in its own list
+        around.call(own)
+        assert made[-1] == number and closed == list(range(number))
+    kept = weakref.ref(call.model.pop())
+    del other
     own.close()
     own.close()
-    assert closed == [0, 1, 2] and not own._graphed, "the model may be freed"
+    assert closed == [0, 1] and kept() is None, "the model may be freed"
 
 
 @pytest.mark.parametrize(("group", "most"), [(None, 5), (0, 5), (2, 5), (4, 7)])
@@ -336,6 +371,6 @@ def test_several_tensors_per_boundary_are_refused(
     monkeypatch.setattr(static.StepCall, "checked", lambda **_: call)
     adjust = (lambda *_: None) if adjusts else None
     refusal = pytest.raises(ConfigError, match="1 tensors received and 2 sent per stage boundary")
-    with refusal if refused else contextlib.nullcontext():
+    with refusal if refused else nullcontext():
         around.call(own, adjust_tensor_shapes_fn=adjust)
     assert bool(around.given) is not refused

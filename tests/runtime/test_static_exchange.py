@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron.dpp.core import compat
 from megatron.dpp.core.static import (
     ChannelExchange,
-    Step,
-    _Trace,
     around_steps,
     over_channels,
     ring_channels,
+    traced,
 )
 from megatron.dpp.errors import PeerDead, TransferTimeout
 from megatron.dpp.transport.base import Direction
@@ -122,6 +123,40 @@ def test_what_is_received_comes_in_order_from_its_side() -> None:
     assert torch.equal(previous, two) and previous.requires_grad and wire.took == [2, 1]
 
 
+class Traced:
+    """A static schedule call that is traced: its steps make ``output`` and exchange nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.output, self.put, self.causes = torch.zeros(3), list[Any](), list[str]()
+        self.recorder: Any = SimpleNamespace(
+            enabled=True, iteration=0, mark=lambda: 0,
+            put=lambda channel, *given: self.put.append((channel, given)),
+            begin_task=lambda *task: None, end_task=lambda: None,
+            gap=lambda start, end, cause, detail: self.causes.append(cause),
+        )  # fmt: skip
+        for name in ("forward_step", "backward_step"):  # are checked before they are exchanged
+            compat.resolve(f"pipeline_parallel.schedules:{name}")
+        compat.resolve("pipeline_parallel.p2p_communication:P2PCommunicator._communicate")
+        monkeypatch.setattr(schedules, "forward_step", lambda *_, **__: (self.output, 0))
+        monkeypatch.setattr(P2PCommunicator, "_communicate", lambda own, **_: (None, None, None))
+
+    def forward(self, chunk: int, microbatch: int) -> None:
+        schedules.forward_step(
+            None, None, None, 1, None, current_microbatch=microbatch, vp_stage=chunk
+        )
+
+    @staticmethod
+    def communicate(rank: int, **asked: Any) -> None:
+        """Of one of three ranks."""
+        own = SimpleNamespace(
+            pp_group=SimpleNamespace(rank=lambda: rank, size=lambda: 3),
+            next_rank=(rank + 1) % 3, prev_rank=(rank - 1) % 3,
+        )  # fmt: skip
+        nothing = {"tensor_send_next": None, "tensor_send_prev": None,
+                   "recv_prev": False, "recv_next": False}  # fmt: skip
+        P2PCommunicator._communicate(own, **nothing | asked)
+
+
 @pytest.mark.parametrize(
     ("rank", "way", "chunk", "expected"),
     [
@@ -135,38 +170,23 @@ def test_a_trace_names_the_chunk_that_receives(
     rank: int, way: str, chunk: int, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-    put: list[Any] = []
-    recorder: Any = SimpleNamespace(
-        put=lambda channel, *given: put.append((channel, given)), end_task=lambda: None,
-        mark=lambda: 0, gap=lambda *given: None,
-    )  # fmt: skip
-    trace, output = _Trace(recorder), torch.zeros(3)
-    trace.after(Step("F", chunk, 7), output)
-    group = SimpleNamespace(rank=lambda: rank, size=lambda: 3)
-    communicator = SimpleNamespace(
-        pp_group=group, next_rank=(rank + 1) % 3, prev_rank=(rank - 1) % 3
-    )
-    asked: dict[str, Any] = {"tensor_send_next": None, "tensor_send_prev": None,
-                             "recv_prev": False, "recv_next": False}  # fmt: skip
-    asked[f"tensor_{way}"] = output
-    trace.communicate(lambda *_, **__: (None, None, None), communicator, **asked)
-    ((channel, given),) = put
+    made = Traced(monkeypatch)
+    with traced(made.recorder):
+        made.forward(chunk, 7)
+        made.communicate(rank, **{f"tensor_{way}": made.output})
+    ((channel, given),) = made.put
     direction = Direction.FORWARD if way == "send_next" else Direction.BACKWARD
     assert channel == (*expected, direction) and given == (7, 12, "p2p")
 
 
-def test_a_wait_before_the_first_task_is_warm_up() -> None:
-    causes: list[str] = []
-    recorder: Any = SimpleNamespace(
-        mark=lambda: 0, gap=lambda start, end, cause, detail: causes.append(cause),
-        end_task=lambda: None,
-    )  # fmt: skip
-    trace, communicator = _Trace(recorder), SimpleNamespace(prev_rank=0, next_rank=1)
-    for received in ({Direction.FORWARD: torch.zeros(1)}, {}):
-        trace._waited(0, received, communicator)
-    trace.after(Step("F", 0, 0), torch.zeros(1))
-    trace._waited(0, {Direction.BACKWARD: torch.zeros(1)}, communicator)
-    assert causes == ["warm-up", "send", "message"]
+def test_a_wait_before_the_first_task_is_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Traced(monkeypatch)
+    with traced(made.recorder):
+        made.communicate(1, recv_prev=True)
+        made.communicate(1)
+        made.forward(0, 0)
+        made.communicate(1, recv_next=True)
+    assert made.causes == ["warm-up", "send", "message"]
 
 
 def test_a_backward_belongs_to_the_forward_that_made_its_output() -> None:

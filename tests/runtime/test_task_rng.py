@@ -15,34 +15,6 @@ NAMES = ("model-parallel-rng", "expert-parallel-rng")
 """Generators of which each tensor-parallel rank, or each rank of an expert group, has its own."""
 
 
-def test_chunks_are_told_apart_without_a_stage_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules without ``vp_stage`` do not all count as chunk 0."""
-    chunks: list[torch.nn.Module] = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
-    seen: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(
-        TaskRng, "_enter", lambda self, *task: seen.append((name, task[1], task[2]))
-    )
-    orders = {}
-    for order in ("aabbab", "ababab", "bbaaab"):
-        seeded = TaskRng(1, num_ranks=4, rank=2).wrap(lambda *given: None, chunks, 0)
-        seen.clear()
-        for name in order:
-            seeded(None, chunks["ab".index(name)])
-        orders[order] = sorted(seen)
-    first = [("a", i, 2) for i in range(3)] + [("b", i, 6) for i in range(3)]
-    assert all(tasks == first for tasks in orders.values())
-
-
-def test_the_forward_step_gets_all_that_it_is_given() -> None:
-    chunk = torch.nn.Linear(1, 1)
-    given: list[dict[str, Any]] = []
-    rng = TaskRng(1, num_ranks=1, rank=0)
-    rng._enter = lambda *task: None  # type: ignore[method-assign]
-    seeded = rng.wrap(lambda *rest, **options: given.append(options), [chunk], 0)
-    seeded(None, chunk, return_schedule_plan=True)
-    assert given == [{"return_schedule_plan": True}]
-
-
 class Generators:
     """megatron-core's tracker and the default generator, without a process group."""
 
@@ -98,6 +70,35 @@ def draw_in_tasks(
     for chunk in (0, 1, 1, 0):
         seeded(None, chunks[chunk])
     return drawn
+
+
+def test_chunks_are_told_apart_without_a_stage_number(generators: Generators) -> None:
+    """Modules without ``vp_stage`` do not all count as chunk 0."""
+    chunks: list[torch.nn.Module] = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    own = {
+        (name, number): torch.Generator().manual_seed(rng.derive(1, 0, number, stage))
+        for name, stage in (("a", 2), ("b", 6))
+        for number in range(3)
+    }
+    expected = {task: torch.rand((), generator=one).item() for task, one in own.items()}
+    drawn: list[float] = []
+    for order in ("aabbab", "ababab", "bbaaab"):
+        drawn.clear()
+        seeded = TaskRng(1, num_ranks=4, rank=2).wrap(
+            lambda *given: drawn.append(generators.draw()["default"]), chunks, 0
+        )
+        for name in order:
+            seeded(None, chunks["ab".index(name)])
+        tasks = [(name, order[:place].count(name)) for place, name in enumerate(order)]
+        assert dict(zip(tasks, drawn, strict=True)) == expected
+
+
+def test_the_forward_step_gets_all_that_it_is_given(generators: Generators) -> None:
+    chunk = torch.nn.Linear(1, 1)
+    given: list[dict[str, Any]] = []
+    seeded = TaskRng(1, 1, 0).wrap(lambda *rest, **options: given.append(options), [chunk], 0)
+    seeded(None, chunk, return_schedule_plan=True)
+    assert given == [{"return_schedule_plan": True}]
 
 
 def test_every_task_and_generator_draws_numbers_of_its_own(generators: Generators) -> None:

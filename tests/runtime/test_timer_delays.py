@@ -219,33 +219,24 @@ def test_a_lookahead_is_given_in_milliseconds(
 
 def test_growth_is_forgotten_slowly(device: Device) -> None:
     """The expectation follows when durations stop to depend on the size."""
-    timer = DeviceTimer(0.0)
 
-    def run(size: float, seconds: float) -> None:
-        timer.begin()
-        device.queue(seconds)
-        timer.launched(KEY, size)
-        device.now = device.free_at + 1.0
-        timer.pause()
-
-    def expected(size: float) -> float:
-        timer.begin()
-        device.queue(1.0)
-        timer.launched(KEY, size)
-        left = timer.pause()
-        timer._running.clear()
-        device.now = device.free_at + 1.0
+    def expected(size: float, *runs: tuple[float, float]) -> float:
+        timer = DeviceTimer(0.0)
+        for of_size, seconds in (*runs, (size, 1.0)):
+            timer.begin()
+            device.queue(seconds)
+            timer.launched(KEY, of_size)
+            left = timer.pause()
+            device.now = device.free_at + 1.0
+            timer.pause()
         return left
 
-    for _ in range(30):
-        run(0.5, 1.0)
-        run(1.0, 2.0)
-    assert expected(0.75) == pytest.approx(1.5, rel=0.02)
-    assert expected(1.0) - expected(0.5) == pytest.approx(1.0, rel=0.02)
-    for _ in range(60):
-        run(0.5, 2.0)
-        run(1.0, 2.0)
-    assert expected(1.0) == pytest.approx(expected(0.5), rel=0.02)
+    growing = ((0.5, 1.0), (1.0, 2.0)) * 30
+    assert expected(0.75, *growing) == pytest.approx(1.5, rel=0.02)
+    grown = expected(1.0, *growing) - expected(0.5, *growing)
+    assert grown == pytest.approx(1.0, rel=0.02)
+    stopped = (*growing, *((0.5, 2.0), (1.0, 2.0)) * 60)
+    assert expected(1.0, *stopped) == pytest.approx(expected(0.5, *stopped), rel=0.02)
 
 
 def test_a_task_without_a_size_has_no_growth(device: Device) -> None:

@@ -81,10 +81,6 @@ def test_weights_wait_for_their_w_and_get_what_a_fused_backward_gives() -> None:
             with store.collect(0, microbatch):
                 output.backward()
             held.append(store.held_bytes)
-        waiting = [work for each in store._waiting[0, 0].values() for work in each]
-        assert len(waiting) == 2
-        kept = [each.input.get("") for work in waiting for each in work.products]  # type: ignore[attr-defined]
-        assert all(tensor.grad_fn is None for tensor in kept), "it would keep the graph"
         weights = [layer.weight for layer in chunk.decoder.layers[:2]]  # type: ignore[union-attr]
         assert all(weight.grad is None for weight in weights)
         for piece in range(3):
@@ -102,6 +98,16 @@ def test_weights_wait_for_their_w_and_get_what_a_fused_backward_gives() -> None:
         assert torch.equal(value.grad, other.grad)  # type: ignore[arg-type]
     with pytest.raises(KeyError):
         store.run(0, 1, 0)
+
+
+def test_what_waits_for_its_w_keeps_no_graph() -> None:
+    chunk = Chunk(Linear(), Linear())
+    store = WeightGradients([chunk])
+    with store.bound(), store.divert() as deferred:
+        chunk(inputs(1)[0]).sum().backward()
+    works: list[Any] = [work for layer in deferred.values() for work in layer]
+    kept = [each.input.get("") for work in works for each in work.products]
+    assert len(kept) == 2 and all(tensor.grad_fn is None for tensor in kept)
 
 
 def test_a_piece_that_is_left_out_is_noticed_at_the_last() -> None:
@@ -457,16 +463,11 @@ def test_modules_that_delay_alone_make_pieces_of_their_layers(
     assert told[1] == ["restart", "check", "restart"], "the step's own error is told"
 
 
-def test_the_modules_of_a_chunk_hear_of_its_own_backwards() -> None:
-    store, told = WeightGradients([Chunk(Linear()), Chunk(Linear())]), []
-    delayed: Any = [
-        SimpleNamespace(
-            after_backward=lambda microbatch, chunk=chunk: told.append((chunk, microbatch))
-        )
-        for chunk in range(2)
-    ]
-    store._delayed = delayed
-    for chunk, microbatch in ((1, 0), (1, 1), (0, 0)):
+def test_the_modules_of_a_chunk_hear_of_its_own_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "DelayedModules", Modules)
+    store = WeightGradients([Chunk(torch.nn.Identity()), Chunk(torch.nn.Identity())])
+    for chunk, microbatch in ((1, 5), (1, 6), (0, 7)):
         with store.collect(chunk, microbatch):
             pass
-    assert told == [(1, 0), (1, 1), (0, 0)]
+    told = [store.delayed_by_modules(chunk).told for chunk in range(2)]  # type: ignore[union-attr]
+    assert told == [[7], [5, 6]]
