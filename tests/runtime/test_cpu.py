@@ -38,7 +38,7 @@ def state() -> dict[tuple[str, str], Any]:
 
 
 def changed(before: dict[tuple[str, str], Any]) -> set[tuple[str, str]]:
-    """What differs, in modules that were there before."""
+    """Places that differ, of modules that were there before."""
     now, modules = state(), {name for name, _ in before}
     return {
         place
