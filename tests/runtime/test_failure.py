@@ -42,7 +42,7 @@ class Opened(PipelineSchedule):
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.dpp.transport.base._EXPLAIN_SECONDS", 0.01)
+    monkeypatch.setattr("megatron.dpp.transport.base.EXPLAIN_SECONDS", 0.01)
     monkeypatch.setattr(failure, "ASK_SECONDS", 0.1)
     monkeypatch.setattr(failure, "REPORT_SECONDS", 60.0)  # the store of a test answers
 

@@ -29,7 +29,7 @@ from tests.transport.kinds import PATIENCE, close_and_wait, opened, pair, take_n
 @pytest.fixture(autouse=True)
 def close_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that closes alone waits this long for its peers to do so."""
-    monkeypatch.setattr(dist, "_CLOSE_SECONDS", 0.5)
+    monkeypatch.setattr(dist, "CLOSE_SECONDS", 0.5)
 
 
 class HeldBack:

@@ -43,7 +43,8 @@ _NUMBERS = {
 _COUNTER = (0, (1 << 64) - 1)
 """Least and greatest number that a message or a board takes."""
 
-_EXPLAIN_SECONDS = 1.0
+EXPLAIN_SECONDS = 1.0
+"""Time in which another rank's reason may arrive after a failure."""
 _NAP_SECONDS = 0.05
 
 
@@ -307,7 +308,7 @@ class Transport(abc.ABC):
         When a rank dies, a collective of another library often fails first, and its error does not
         name the rank.
         """
-        deadline = time.monotonic() + _EXPLAIN_SECONDS
+        deadline = time.monotonic() + EXPLAIN_SECONDS
         while time.monotonic() < deadline:
             self.poll()
             self.wait(_NAP_SECONDS)

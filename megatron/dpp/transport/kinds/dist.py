@@ -39,7 +39,8 @@ from megatron.dpp.transport.threaded import ThreadedTransport
 
 _HEADER_BYTES = 512
 _NUM_LABELS = 5
-_CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 5.0
+"""Time in which a channel's two ends are closed; each side waits half of it."""
 _SILENCE = timedelta(days=365)
 """A channel may be silent for long: the caller of ``wait`` has a deadline of its own."""
 
@@ -250,7 +251,7 @@ class DistTransport(ThreadedTransport):
         if self._closed:
             return
         self._closed = True
-        deadline = time.monotonic() + _CLOSE_SECONDS / 2
+        deadline = time.monotonic() + CLOSE_SECONDS / 2
         for out in self._outgoing:
             out.puts.put(None)
         for channel in self._incoming:
