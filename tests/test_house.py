@@ -34,7 +34,7 @@ CLOSED_DOCUMENTS = [
 """Documents that are not in the repository."""
 
 MOST_PRIVATE = 34
-"""Test functions that touch private members, through helpers and fixtures, too. Lower it where
+"""Test functions that touch private members, through functions and fixtures, too. Lower it where
 some are rewritten at a door.
 """
 
