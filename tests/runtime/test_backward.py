@@ -103,6 +103,8 @@ def test_layers_that_cannot_fuse_are_not_tried() -> None:
 
 def test_graphs_and_unlike_lengths_keep_weight_gradients_apart() -> None:
     replayed = Rank(*laps(9.0))
+    assert replayed.steps(2, replays=True) == [SPLIT, FUSED] and not replayed.said
+    replayed = Rank(*laps(9.0))
     assert replayed.steps(4, replays=True)[2:] == [SPLIT, SPLIT]
     assert "CUDA graphs" in replayed.said[0]
     varying = Rank(*laps(9.0))

@@ -161,6 +161,23 @@ def test_sizes_are_recorded_of_training_calls_with_unlike_microbatches(tmp_path:
     assert found == [[2, 5, 3, 5], None, None]
 
 
+def test_a_replay_finds_the_way_of_each_recorded_step_evaluations_counted(tmp_path: Path) -> None:
+    """Only the leader of a stage has a recording."""
+    path = str(tmp_path / "order")
+    evaluation = Geometry(2, 0, 1, 4, forward_only=True)
+    for field in ("record", "replay"):
+        made = decisions(**{field: path})
+        for way in (SPLIT, FUSED, None, Backward(stock=1.0), SPLIT):
+            if way is not None:
+                assert made.recorded_backward(0) == (way if field == "replay" else None)
+            geometry, backward = (evaluation, FUSED) if way is None else (TRAINING, way)
+            scheduler = made.scheduler(geometry, backward=backward)
+            made.ran(scheduler, [], backward=backward)
+        made.close()
+    follower = Decisions(DppConfig(replay=path), print, decides=False)
+    assert follower.recorded_backward(0) is None
+
+
 def test_an_evaluation_raises_no_static_cap() -> None:
     """The static schedule holds no activations there."""
     made = decisions(activation_cap="static")

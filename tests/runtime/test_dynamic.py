@@ -45,6 +45,8 @@ def call_of(chunks: int = 1, **given: Any) -> Any:
 class Weights:
     """Weight gradients of chunks whose names are their numbers of pieces."""
 
+    can_fuse = True
+
     def __init__(self, chunks: Sequence[Any], pieces: Sequence[int] = (2, 0)) -> None:
         self.num_pieces = tuple(pieces[: len(chunks)])
         self.bindings = self.inspections = 0
@@ -141,7 +143,9 @@ class Step:
         monkeypatch.setattr(dynamic.StepCall, "checked", lambda **_: checked)
         monkeypatch.setattr("megatron.dpp.runtime.base.needs_task_rng", self._needs_rng)
         self.schedule = DppSchedule(DppConfig(**config), seed=1)
-        recorder: Any = SimpleNamespace(span=self._span, enabled=False)
+        recorder: Any = SimpleNamespace(
+            span=self._span, enabled=False, counter=lambda name, value: None
+        )
         self.schedule.recorder = recorder
 
     def _needs_rng(self, chunks: Any, *, forward_only: bool) -> bool:
@@ -167,6 +171,7 @@ class Step:
     replays = False
 
     def begin(self, call: Any) -> Backward:
+        assert not call.forward_only, "an evaluation is no step that is measured"
         return self.chosen
 
     def ran(self, *, unlike: bool) -> None:
@@ -260,6 +265,21 @@ def test_a_fused_backward_gives_the_stage_no_weight_gradients(
     chosen.schedule()
     assert FakeExecutor.made[0]["launch_ahead"] is False, "whole backwards are fused"
     assert chosen.stages[0][-1] is None and chosen.asked[0]["backward"] == Backward(split=False)
+
+
+def test_the_hosts_time_is_told_once_and_in_training(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dynamic, "TOLD_AFTER", 2)
+    monkeypatch.setattr(dynamic, "host_lines", lambda *_, **__: ["beside launches", "and graphs"])
+    caplog.set_level("INFO", "megatron.dpp")
+    step, told = Step(monkeypatch, call_of()), list[int]()
+    for _ in range(3):
+        step.schedule()
+        told.append(len(caplog.messages))
+    assert told == [0, 2, 2] and caplog.messages == ["beside launches", "and graphs"]
+    Step(monkeypatch, call_of(forward_only=True, replays_routing=False)).schedule()
+    assert len(caplog.messages) == 2
 
 
 @pytest.mark.parametrize(
