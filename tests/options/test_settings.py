@@ -30,6 +30,22 @@ def test_saved_settings_start_the_same_run_again(tmp_path: Path) -> None:
     assert "8 layers of 64" in said
 
 
+@pytest.mark.parametrize(
+    ("ranks", "flags", "said"),
+    [
+        (2, "", "static schedule"),
+        (2, "--use-dpp", "dynamic pipeline, policy megatron"),
+        (4, "--use-dpp", "dynamic pipeline, policy dynamic"),
+        (2, "--use-dpp --dpp-policy breadth-first", "dynamic pipeline, policy breadth-first"),
+        (2, "--use-dpp --dpp-replay tape", "dynamic pipeline, order of --dpp-replay tape"),
+    ],
+)
+def test_the_summary_names_the_order_that_runs(ranks: int, flags: str, said: str) -> None:
+    args = checked(f"--pipeline-model-parallel-size {ranks} {flags}", world_size=ranks)
+    layout = settings.summary(args.with_(padded_vocab_size=128), "gpt").splitlines()[1]
+    assert layout.endswith(f"; {said}")
+
+
 def test_yaml_settings_lie_between_defaults_and_command_line(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(

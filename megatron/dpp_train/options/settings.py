@@ -61,6 +61,8 @@ def summary(args: RunConfig, task_name: str) -> str:
 def _schedule(args: RunConfig) -> str:
     if not args.use_dpp:
         return "static schedule"
+    if args.dpp_replay:
+        return f"dynamic pipeline, order of --dpp-replay {args.dpp_replay}"
     policy = chosen_policy(args.dpp_policy, args.pipeline_model_parallel_size)
     return f"dynamic pipeline, policy {policy}"
 
