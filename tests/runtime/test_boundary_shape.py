@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.core import boundary, steps
-from megatron.dpp.core.steps import Stage, StepCall
+from megatron.dpp.core import boundary
+from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime.session import replica_of
 from tests.runtime.test_stage import Chunk, config_with
@@ -139,24 +139,6 @@ def test_tensors_of_other_shapes_are_not_counted_as_tokens() -> None:
     adjust = {"adjust_tensor_shapes_fn": lambda receives, sends: (receives, sends)}
     call = dataclasses.replace(call_of(), **adjust)
     assert call.tokens(call.length).hidden == 0
-
-
-def test_only_the_first_microbatch_of_an_iteration_is_the_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """FP8 layers refresh their cached weights there."""
-    first: list[tuple[bool, int, int]] = []
-
-    def forward(*_: Any, **given: Any) -> tuple[torch.Tensor, int]:
-        given_now = (given["is_first_microbatch"], given["current_microbatch"])
-        first.append((*given_now, given["cp_group_size"]))
-        return torch.zeros(1), 5
-
-    monkeypatch.setattr(steps.schedules, "forward_step", forward)
-    stage = Stage(call_of(context=4), 0, 1, 1, None)
-    for microbatch in range(3):
-        stage.forward(0, microbatch, None)
-    assert first == [(True, 0, 4), (False, 1, 4), (False, 2, 4)]
 
 
 @pytest.mark.parametrize(("rank", "replica"), [(0, 0), (3, 0), (4, 1), (11, 2)])

@@ -66,7 +66,7 @@ def config_with(**settings: Any) -> Any:
 def stage_of(
     chunks: list[Chunk], window: int = 1, weight_gradients: Any = None, **call: Any
 ) -> Stage:
-    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    groups = SimpleNamespace(cp=SimpleNamespace(size=lambda: 4))
     checked = StepCall.checked(
         data_iterator=[None] * len(chunks), model=chunks, pg_collection=groups,
         forward_step_func=None, seq_length=8, micro_batch_size=1,
@@ -376,7 +376,7 @@ def test_a_stage_keeps_its_inputs_for_its_backward_alone(
     assert all(tensor.requires_grad is not forward_only for tensor in tensors)
     assert isinstance(output, list) == several
     assert seen[0]["vp_stage"] == 1 and seen[0]["is_last_stage"] is True
-    assert seen[0]["is_first_microbatch"] is True
+    assert seen[0]["is_first_microbatch"] is True and seen[0]["cp_group_size"] == 4
     stage.forward(0, 2, received)
     assert seen[1]["vp_stage"] == 0 and seen[1]["is_last_stage"] is False
     assert seen[1]["is_first_microbatch"] is False and seen[1]["current_microbatch"] == 2
