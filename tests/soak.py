@@ -252,11 +252,11 @@ class Soak:
     def _disturb_until_it_ends(self, job: Job, hosts: Hosts | None, log: Path | None) -> bool:
         """True where the run came to its last iteration."""
         if self._random.random() < _IN_THE_START:
-            self._wait_for(job, self._random.uniform(0.0, 20.0))
+            self._wait(job, lambda: False, self._random.uniform(0.0, 20.0))
         else:
             self._wait(job, lambda: job.iteration() > job.first, 2 * DEADLINE)
         while True:
-            self._wait_for(job, self._random.uniform(0.0, 4.0))
+            self._wait(job, lambda: False, self._random.uniform(0.0, 4.0))
             if job.has_ended():
                 if not job.is_complete():
                     self._note(Disturbance("none", "", 0, faults=[job.said()[-3000:]]), log)
