@@ -14,7 +14,9 @@
 //   lose-receives 1      posted receives vanish: the peer's immediates find none
 //   lose-writes N        the next N sends, and what follows them on their queue pairs, neither
 //                        arrive nor complete, as behind a firewall
-//   spare-writes N       lose-writes counts only those after the next N sends
+//   spare-writes N       lose-writes, error-status and break-pairs begin after the next N sends
+//   break-pairs N        the queue pairs that the next N sends go to are in the error state
+//   short-regions N      peers can write into the first half only of the next N regions
 //   drop-completions 1   nothing completes any more, although the bytes arrive
 //   port-down 1          the port reports an error, and every send runs out of retries
 //   peermem 1            memory of fake_cuda.cc's GPU can be registered by its address, else EFAULT
@@ -234,8 +236,9 @@ int _ibv_query_gid_ex(Context*, uint32_t port, uint32_t index, GidEntry* entry, 
 Domain* ibv_alloc_pd(Context* context) { return new Domain{context}; }
 int ibv_dealloc_pd(Domain* domain) { return delete domain, 0; }
 
-MemoryRegion* ibv_reg_mr(Domain* domain, void* data, size_t bytes, int) {
+MemoryRegion* ibv_reg_mr(Domain* domain, void* data, size_t bytes, int access) {
   const std::lock_guard<std::mutex> lock(fabric().mutex);
+  if ((access & kRemoteWrite) != 0 && fabric().take("short-regions")) bytes /= 2;
   const bool gpu = on_gpu(data);
   if (fabric().take("fail-registration") || (gpu && fabric().faults["peermem"] == 0)) {
     errno = gpu ? EFAULT : ENOMEM;

@@ -165,13 +165,15 @@ class Fabric {
   void carry_out(Pair& pair) {
     const auto [request, piece] = pair.sends.front();
     pair.sends.pop_front();
-    if (!take("spare-writes")) pair.cut_off = pair.cut_off || take("lose-writes");
+    const bool spared = take("spare-writes");
+    if (!spared) pair.cut_off = pair.cut_off || take("lose-writes");
     if (pair.cut_off) return;
+    if (!spared) break_peer(pair);
     Completion completion = {};
     completion.id = request.id;
     completion.queue_pair = pair.number;
     completion.opcode = 1;
-    completion.status = pair.broken ? kFlushed : outcome(pair, request, piece);
+    completion.status = pair.broken ? kFlushed : outcome(pair, request, piece, spared);
     pair.broken = pair.broken || completion.status != 0;
     const bool told = (request.flags & kSignaled) != 0 || completion.status != 0;
     if (told && faults["drop-completions"] == 0) complete(pair.send_queue, completion);
@@ -182,13 +184,28 @@ class Fabric {
     return asked != 0 ? static_cast<uint32_t>(asked) : 1u << 30;
   }
 
-  int outcome(const Pair& pair, const SendRequest& request, const Piece& piece) {
-    if (const long status = faults["error-status"]) {
+  // With its receives flushed, as in the error state, it answers to nothing.
+  void break_peer(const Pair& pair) {
+    const auto target = pairs.find(pair.peer);
+    if (target == pairs.end() || !take("break-pairs")) return;
+    Pair& peer = *target->second;
+    for (peer.broken = true; !peer.receives.empty(); peer.receives.pop_front()) {
+      Completion flushed = {};
+      flushed.id = peer.receives.front();
+      flushed.status = kFlushed;
+      flushed.queue_pair = peer.number;
+      complete(peer.receive_queue, flushed);
+    }
+  }
+
+  int outcome(const Pair& pair, const SendRequest& request, const Piece& piece, bool spared) {
+    if (const long status = spared ? 0 : faults["error-status"]) {
       faults["error-status"] = 0;
       return static_cast<int>(status);
     }
     const auto target = pairs.find(pair.peer);
-    if (target == pairs.end() || faults["port-down"] != 0) return kRetriesExceeded;
+    if (target == pairs.end() || target->second->broken || faults["port-down"] != 0)
+      return kRetriesExceeded;
     if (request.num_pieces != 0) {
       if (piece.bytes > most_bytes()) return kLocalLength;
       if (!inside(piece.lkey, piece.address, piece.bytes)) return 4;
