@@ -5,6 +5,7 @@ run time where they exist. One build serves machines with and without GPUs.
 """
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -28,6 +29,24 @@ HEADERS = sorted(str(path) for path in Path("csrc").glob("*/*.h"))
 FLAGS = ["-O2", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-pthread"]
 
 
+def read_by(path: Path) -> set[Path]:
+    """A file of csrc/ and the headers that it includes, directly or by others."""
+    found, waiting = set(), [path]
+    while waiting:
+        found.add(path := waiting.pop())
+        included = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
+        waiting += {Path("csrc", name) for name in included} - found
+    return found
+
+
+def is_stale(built: str, source: str) -> bool:
+    """True if an object file is missing, or older than what its source reads."""
+    read = {*read_by(Path(source)), Path("setup.py")}
+    return not Path(built).exists() or any(
+        path.stat().st_mtime >= Path(built).stat().st_mtime for path in read
+    )
+
+
 class BuildWithCompiler(build_ext):
     """Says in one line what is missing, instead of a traceback."""
 
@@ -43,7 +62,7 @@ class BuildWithCompiler(build_ext):
         super().run()
 
 
-ParallelCompile("NPY_NUM_BUILD_JOBS", default=2).install()
+ParallelCompile("NPY_NUM_BUILD_JOBS", needs_recompile=is_stale, default=2).install()
 
 setup(
     ext_modules=[

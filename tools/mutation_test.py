@@ -1,7 +1,8 @@
 """Mutation testing: puts small faults into a copy of the code, one at a time, and runs the tests.
 
-``tools/mutation_test.sh`` calls it and documents it. The operators are those of cosmic-ray. A test
-file is chosen for a mutant if it executes a line of the mutated statement, sub-processes counted.
+``tools/mutation_test.sh`` calls it and documents it. The operators are those of cosmic-ray, for
+C++ those of ``mutation_cpp.py``. A test file is chosen for a mutant if it executes a line of the
+mutated statement, sub-processes counted; for one in C++ all are.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
+import mutation_cpp
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -36,14 +38,15 @@ STATE = REPOSITORY / "build" / "mutation"
 PACKAGES = STATE / "packages"
 """cosmic-ray with its requirements; last in the path, as the environment's packages come first."""
 MARK = "MUTATION_TEST_RUN"
-NOTICED = ("killed", "timed out")
+REFUSED = "does not compile"
+NOTICED = ("killed", "timed out", REFUSED)
 PRELOADED = ("torch", "megatron.core.optimizer", "megatron.core.models.gpt")
 """Large modules that every forked test run shares."""
 
 
 @dataclass
 class Mutant:
-    """One fault: an operator of cosmic-ray applied to one of the places that it fits."""
+    """One fault: an operator applied to one of the places that it fits."""
 
     module: str
     line: int
@@ -59,6 +62,11 @@ class Mutant:
 
 def mutants_of(module: str) -> Iterator[Mutant]:
     """All faults of a module, without their differences; annotations have none."""
+    if is_cpp(module):
+        text = (REPOSITORY / module).read_text()
+        for number, (name, start, end, _) in enumerate(mutation_cpp.faults_of(text)):
+            yield Mutant(module, text.count("\n", 0, start) + 1, name, number, (start, end), "")
+        return
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.commands.init import _operators
 
@@ -76,6 +84,11 @@ def mutants_of(module: str) -> Iterator[Mutant]:
             yield Mutant(module, start[0], name, occurrence, (*start, *end), "")
 
 
+def is_cpp(module: str) -> bool:
+    """True for a file of C++."""
+    return module.endswith(mutation_cpp.SUFFIXES)
+
+
 def _annotations(tree: ast.Module) -> Iterator[ast.expr]:
     for node in ast.walk(tree):
         for field in ("annotation", "returns"):
@@ -88,7 +101,9 @@ def describe(mutant: Mutant) -> bool:
     """Fill in the difference; False if the text is no Python or means the same."""
     source, changed = (REPOSITORY / mutant.module).read_text(), mutated(mutant)
     try:
-        if ast.dump(ast.parse(source)) == ast.dump(ast.parse(changed)):
+        if not is_cpp(mutant.module) and ast.dump(ast.parse(source)) == ast.dump(
+            ast.parse(changed)
+        ):
             return False
     except SyntaxError:
         return False
@@ -101,6 +116,10 @@ def describe(mutant: Mutant) -> bool:
 
 def mutated(mutant: Mutant) -> str:
     """The module's text with the fault in it."""
+    if is_cpp(mutant.module):
+        text = (REPOSITORY / mutant.module).read_text()
+        _, start, end, instead = list(mutation_cpp.faults_of(text))[mutant.occurrence]
+        return text[:start] + instead + text[end:]
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
@@ -156,16 +175,22 @@ class Tree:
         self.folder = folder
         self._age = 1_000_000_000
         listed = _git("ls-files", "-co", "--exclude-standard", "-z").split("\0")
-        built = [str(p.relative_to(REPOSITORY)) for p in REPOSITORY.glob("megatron/dpp/**/*.so")]
+        built = [str(path.relative_to(REPOSITORY))
+                 for pattern in ("megatron/dpp/**/*.so", "build/temp*/**/*.o")
+                 for path in REPOSITORY.glob(pattern)]  # fmt: skip
         for name in filter(None, [*listed, *built]):
             if (REPOSITORY / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(REPOSITORY / name, folder / name)
 
     def write(self, module: str, text: str) -> None:
-        """Replace a module. Its new time differs from all before: cached bytecode is then stale."""
-        self._age += 10
+        """Replace a module. Its new time differs from all before: cached bytecode is then stale.
+        A file of C++ is newer than what was built of it.
+        """
         (self.folder / module).write_text(text)
+        if is_cpp(module):
+            return
+        self._age += 10
         os.utime(self.folder / module, (self._age, self._age))
 
     def run(self, tests: list[str], limit: float, data: Path | None = None) -> int | None:
@@ -303,13 +328,11 @@ class Choice:
         """The test files that execute the mutated statement, those first that execute much of the
         module in little CPU time, as many as the deadline allows; and their time in seconds.
         """
-        wanted = statement_lines((REPOSITORY / mutant.module).read_text(), mutant.line)
         ranked = []
         for test in self._tests:
             known = self._known[test]
-            lines = known["lines"].get(mutant.module, [])
-            if known["status"] == 0 and not wanted.isdisjoint(lines):
-                ranked.append((known["work"] / len(lines), test))
+            if known["status"] == 0 and (value := self._value(known, test, mutant)):
+                ranked.append((known["work"] / value, test))
         chosen, total, seconds = [], 0.0, 0.0
         for _, test in sorted(ranked):
             known = self._known[test]
@@ -318,6 +341,18 @@ class Choice:
                 total += known["work"]
                 seconds += known["seconds"]
         return chosen, seconds
+
+    @staticmethod
+    def _value(known: dict[str, dict[str, list[int]]], test: str, mutant: Mutant) -> int:
+        """The lines of the module that a test executes, 0 if none of the mutated statement. Of C++
+        the tests of the same words count most, as executed lines are not known.
+        """
+        if is_cpp(mutant.module):
+            words = set(Path(mutant.module).stem.split("_"))
+            return 1 + 99 * len(words & set(Path(test).stem.split("_")))
+        lines = known["lines"].get(mutant.module, [])
+        wanted = statement_lines((REPOSITORY / mutant.module).read_text(), mutant.line)
+        return 0 if wanted.isdisjoint(lines) else len(lines)
 
 
 def _digest(name: str) -> str:
@@ -348,6 +383,8 @@ def verdict(tree: Tree, mutant: Mutant, tests: list[str], seconds: float) -> str
     original = (tree.folder / mutant.module).read_text()
     tree.write(mutant.module, mutated(mutant))
     try:
+        if is_cpp(mutant.module) and not mutation_cpp.build(tree.folder):
+            return REFUSED
         status = tree.run(tests, limit=30 + 4 * seconds)
     finally:
         tree.write(mutant.module, original)
@@ -358,6 +395,7 @@ def verdict(tree: Tree, mutant: Mutant, tests: list[str], seconds: float) -> str
 
 def report(mutants: list[Mutant]) -> str:
     """The table by module, and the differences that no test noticed."""
+    mutants = [mutant for mutant in mutants if mutant.verdict != REFUSED]
     rows = [f"{'module':48} mutants  killed  timed out  survived  not run"]
     for module in [*sorted({mutant.module for mutant in mutants}), "all"]:
         verdicts = [m.verdict.partition(" (")[0] for m in mutants if module in (m.module, "all")]

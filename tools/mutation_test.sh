@@ -7,6 +7,9 @@
 #   tools/mutation_test.sh FILE ... --sample 50 --seed 1
 #   tools/mutation_test.sh --again                  # what the last run did not notice or not reach
 #
+# Files of csrc/ can be named too: their operators are in tools/mutation_cpp.py, and the extension is
+# built with each fault, so build it in this tree first (setup.py build_ext --inplace).
+#
 # --tests PATH ... restricts the tests, --deadline SECONDS the time of tests per mutant. The first
 # run measures which test files execute which lines; build/mutation keeps that and the last result.
 # Your tree is never changed: tests run in a copy. cosmic-ray is installed into build/mutation.

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import mutation_cpp
 import mutation_test
 import psutil
 import pytest
@@ -64,8 +65,41 @@ def test_changed_lines_are_those_of_the_new_text(
         mutation_test.changed_lines("elsewhere")
 
 
+CPP = """\
+#include "a.h"  // 1 < 2
+bool fits(size_t bytes) {
+  if (const Room room = find("a < b"); room.left < bytes) return false;
+  if (bytes == 0) return true;
+  ring(bell_);
+  count_ += 2;
+  return bytes <= std::min(kMost, limit());
+}
+"""
+
+
+def test_faults_of_cpp_spare_comments_strings_and_declarations() -> None:
+    text, found = CPP, []
+    for name, start, end, instead in mutation_cpp.faults_of(text):
+        found.append((name, text.count("\n", 0, start) + 1, text[start:end], instead))
+    assert sorted(found, key=lambda each: each[1]) == [
+        ("operator", 3, "<", "<="),
+        ("truth", 3, "false", "true"),
+        ("operator", 4, "==", "!="),
+        ("truth", 4, "true", "false"),
+        ("number", 4, "0", "1"),
+        ("condition", 4, "(bytes == 0)", "(!(bytes == 0))"),
+        ("statement", 5, "ring(bell_)", ""),
+        ("operator", 6, "+=", "-="),
+        ("number", 6, "2", "3"),
+        ("statement", 6, "count_ += 2", ""),
+        ("operator", 7, "<=", "<"),
+        ("bound", 7, "std::min", "std::max"),
+    ]
+
+
 def test_the_table_counts_verdicts_and_shows_what_survived() -> None:
     verdicts = ["killed", "timed out", "survived", "survived (no test executes it)", ""]
+    verdicts += [mutation_test.REFUSED]
     mutants = [
         mutation_test.Mutant(f"m{i % 2}.py", i, "op", 0, (i, 0, i, 1), f"difference {i}", verdict)
         for i, verdict in enumerate(verdicts)
@@ -169,7 +203,12 @@ def _endless(tmp_path: Path, ended_by: str, limit: float) -> None:
 @pytest.mark.timeout(600)
 def test_a_run_notices_faults_and_leaves_the_tree_as_it_was(tmp_path: Path) -> None:
     tree = tmp_path / "tree"
-    for name in ("tools/mutation_test.sh", "tools/mutation_test.py", "pyproject.toml"):
+    for name in (
+        "tools/mutation_test.sh",
+        "tools/mutation_test.py",
+        "tools/mutation_cpp.py",
+        "pyproject.toml",
+    ):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, tree / name)
     (tree / "tools" / "setup.sh").write_text(f"echo {sys.executable}\n")
