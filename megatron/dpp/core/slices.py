@@ -190,6 +190,8 @@ class Keys:
 
     def __init__(self) -> None:
         self._rows: dict[tuple[int, int], dict[int, Row]] = {}
+        self.peak_bytes = 0
+        """Most memory since :meth:`clear`, as far as its rows were freed."""
 
     def row(self, chunk: int, unit: Unit, layer: int, key: Any, value: Any) -> Row:
         """The keys of a unit's row; they are allocated at its first slice."""
@@ -202,11 +204,13 @@ class Keys:
 
     def free(self, chunk: int, unit: Unit) -> None:
         """Forget a row whose slices have all run."""
+        self.peak_bytes = max(self.peak_bytes, self.num_bytes)  # it grows from one to the next
         self._rows.pop((chunk, unit.row), None)
 
     def clear(self) -> None:
         """Forget all rows."""
         self._rows.clear()
+        self.peak_bytes = 0
 
     @property
     def num_bytes(self) -> int:

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from megatron.dpp.report.align import Alignment, align, message_key
-from megatron.dpp.report.analysis.places import full_name
+from megatron.dpp.report.analysis.places import full_name, slice_names
 from megatron.dpp.report.reader import Event, TraceFile, read_events
 from megatron.dpp.safe_files import open_to_write
+from megatron.dpp.schedule import groups_of
 from megatron.dpp.trace.schema import ARRIVAL_TRACK, SCHEMA_VERSION, SEND_TRACK, TASK_TRACK
 from megatron.dpp.trace.vocabulary import EventKind
 
@@ -118,8 +119,18 @@ class _Shift:
         return event
 
 
+def _labelled(tasks: list[Event]) -> list[Event]:
+    """The tasks of one rank's iteration, with their slices in their names."""
+    what = [event["args"] for event in tasks]
+    order = [one["microbatch"] for one in what if one["kind"] == "B" and one["chunk"] == 0]
+    names = dict(enumerate(slice_names(groups_of(order))))
+    for event, one in zip(tasks, what, strict=True):
+        event["name"] += names.get(one["microbatch"], "")
+    return tasks
+
+
 def _events_of(file: TraceFile, shift: _Shift) -> Iterator[Event]:
-    arrows, block = _Arrows(), list[Event]()
+    arrows, block, tasks = _Arrows(), list[Event](), list[Event]()
     for event in read_events(file):
         shift(event)
         event["tid"] = TASK_TRACK + event["tid"] % TASK_TRACK  # an older file's begin at 0
@@ -128,12 +139,17 @@ def _events_of(file: TraceFile, shift: _Shift) -> Iterator[Event]:
             if arrow is not None:
                 yield arrow
             block.append(event)
+        elif event.get("cat") == EventKind.TASK:
+            tasks.append(event)
         else:
             yield event
+        if event.get("cat") == EventKind.ITERATION:
+            yield from _labelled(tasks)
+            tasks.clear()
         if event.get("cat") == EventKind.ITERATION or len(block) >= _BLOCK:
             yield from _ticks(block)
             block.clear()
-    yield from _ticks(block)
+    yield from (*tasks, *_ticks(block))
 
 
 @contextlib.contextmanager

@@ -247,6 +247,9 @@ class DppSchedule(PipelineSchedule):
         self.num_out_of_order = scheduler.num_out_of_order
         self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
         self._tell_host_time(session, geometry)
+        slices = self._slicing.slices_of(stage.call)
+        if slices is not None:
+            self.recorder.counter("keys", slices.keys.peak_bytes)
         return largest / (executor.first_size or largest)
 
     def _tell_host_time(self, session: Session, geometry: Geometry) -> None:

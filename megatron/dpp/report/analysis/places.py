@@ -1,6 +1,8 @@
-"""Names of ranks in reports: stage, replica and tensor rank, the terms of ``docs/glossary.md``."""
+"""Names of ranks and of slices in reports, in the terms of ``docs/glossary.md``."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def place_name(stage: int, replica: int | None, tensor: int | None) -> str:
@@ -12,3 +14,12 @@ def place_name(stage: int, replica: int | None, tensor: int | None) -> str:
 def full_name(rank: int, stage: int, replica: int | None, tensor: int | None) -> str:
     """A rank by its place and number: ``stage 1, replica 0 (rank 2)``."""
     return f"{place_name(stage, replica, tensor)} (rank {rank})"
+
+
+def slice_names(groups: Sequence[int]) -> list[str]:
+    """The ends of the labels of each unit's tasks: `` s2/3`` for the second of three slices.
+
+    >>> slice_names([1, 2])
+    ['', ' s1/2', ' s2/2']
+    """
+    return [f" s{i + 1}/{number}" * (number > 1) for number in groups for i in range(number)]

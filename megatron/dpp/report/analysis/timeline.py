@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.dpp.report.analysis.model import Iteration, RankIteration
+from megatron.dpp.report.analysis.places import slice_names
 from megatron.dpp.report.analysis.report_data import Slice, Timeline
 
 MOST_RANKS = 64
@@ -16,7 +17,7 @@ def _slices(rank: RankIteration, track: int, origin: int) -> list[Slice]:
         (track, us(w.start), us(w.end), w.cause, f"wait: {w.cause}", w.detail) for w in rank.waits
     ]
     found += [(track, us(s.start), us(s.end), "span", s.name, "") for s in rank.spans]
-    parts = [f" s{i + 1}/{number}" * (number > 1) for number in rank.groups for i in range(number)]
+    parts = slice_names(rank.groups)
     for task in rank.tasks:
         piece = f".{task.piece}" if task.piece else ""
         part = parts[task.microbatch] if task.microbatch < len(parts) else ""

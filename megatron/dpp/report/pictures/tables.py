@@ -158,6 +158,7 @@ def ranks(found: Pipeline) -> str:
         ("sent", lambda r: f"{r.sent_bytes / 2**20:.2f} MiB", ""),
         ("peak held", lambda r: number(r.peaks.get("held", 0.0)), ""),
         ("peak memory", lambda r: f"{r.peaks.get('memory', 0.0) / 2**20:,.0f} MiB", ""),
+        *([("peak keys", _keys, "")] if found.run.sliced else []),
         ("host per task", lambda r: f"{r.peaks.get('host', 0.0):.0f} us", ""),
         ("launching", lambda r: percent(r.peaks.get("launching", 0.0)), ""),
         ("tasks not in static order", lambda r: f"{r.differing_decisions:.1f}", ""),
@@ -191,6 +192,10 @@ def ranks(found: Pipeline) -> str:
 
 def _kind_time(kind: str) -> Callable[[Any], str]:
     return lambda row: duration(row.kinds_ms.get(kind, 0.0))
+
+
+def _keys(row: RankRow) -> str:
+    return f"{row.peaks.get('keys', 0.0) / 2**20:,.1f} MiB"
 
 
 def _data(row: RankRow) -> int:
