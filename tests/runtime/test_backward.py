@@ -23,6 +23,7 @@ BOUND = 0.9
     [
         (Measured(apart=1.05, launching=0.3), SPLIT, "launching takes 30%"),
         (Measured(apart=1.05, launching=BOUND), STOCK, "launching takes 90%"),
+        (Measured(apart=1.1, launching=BOUND), STOCK, "launching takes 90%"),
         (Measured(launching=BOUND), STOCK, "launching takes 90%"),
         (Measured(apart=1.11, launching=BOUND), FUSED, r"\+11 % of a fused"),
         (Measured(apart=1.11, launching=0.3), FUSED, r"\+11 % of a fused"),
@@ -136,7 +137,7 @@ def test_a_word_is_obeyed_without_measuring(word: str, found: Backward) -> None:
     assert Rank().steps(3, split_backward=word) == [found] * 3
 
 
-@pytest.mark.parametrize("recorded", [SPLIT, FUSED, STOCK])
+@pytest.mark.parametrize("recorded", [SPLIT, FUSED, STOCK, Backward(stock=0)])
 def test_a_replay_runs_as_the_leaders_recording_says(recorded: Backward) -> None:
     leader = Rank(recorded=recorded)
     assert leader.steps(2, replay="x") == [recorded] * 2

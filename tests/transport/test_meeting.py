@@ -26,6 +26,7 @@ from megatron.dpp.errors import (
     VersionMismatch,
 )
 from megatron.dpp.transport import TransportOptions, handshake, rendezvous
+from megatron.dpp.transport.admission import Connection
 from megatron.dpp.transport.job_token import read_token
 from megatron.dpp.transport.joining import Facts, PeerLink, check_links
 from megatron.dpp.transport.rendezvous import Rendezvous
@@ -273,6 +274,34 @@ def test_both_ends_refuse_a_link_that_loses_what_is_written(
 def met(store: Any, rank: int, tcp_host: str | None = None, **options: Any) -> Rendezvous:
     given = {"setup_timeout": PATIENCE, **options}
     return Rendezvous(store, rank, TransportOptions(**given), tcp_host)
+
+
+def test_behind_a_connection_that_nobody_misses_others_are_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a peer connected twice and all have proven themselves at one look."""
+    ends = [(number, *socket.socketpair()) for number in (1, 1, 2)]
+    proven = [Connection(0, f"data {number}", ours) for number, ours, _ in ends]
+
+    class Admission:
+        refused, shortage, crowded = 0, "", False
+
+        def __init__(self, *_: Any) -> None:
+            self.close = self.accept = lambda: None
+
+        def proven(self) -> list[Connection]:
+            found, proven[:] = list(proven), []
+            return found
+
+    monkeypatch.setattr(rendezvous, "Admission", Admission)
+    first, again, other = proven
+    with met(HashStore(), 1) as one:
+        made = one.connect([(facts(0), f"data {number}", False) for number in (1, 2)])
+    assert made == {(0, "data 1"): first, (0, "data 2"): other}
+    assert again.sock.fileno() == -1 != first.sock.fileno()
+    for _, ours, theirs in ends:
+        ours.close()
+        theirs.close()
 
 
 def job_of(one: Rendezvous) -> str:

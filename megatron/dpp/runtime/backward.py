@@ -18,7 +18,7 @@ from megatron.dpp.runtime.session import Session
 from megatron.dpp.runtime.timer import Lap
 
 _MOST_APART = 1.1
-"""Time of B and W apart, in that of a fused backward, from which backwards are fused
+"""Time of B and W apart, in that of a fused backward, above which backwards are fused
 (docs/decisions/0025-split-on-demand.md).
 """
 _FUSED_STEP, _APART_STEP = 2, 3
