@@ -98,6 +98,18 @@ def test_one_step_is_fused_one_is_not_and_then_a_choice_is_made(
     assert "split_backward" in line and str(chosen) in line
 
 
+@pytest.mark.parametrize(
+    ("others", "chosen"),
+    [((1.3, 0, 0, 0), FUSED), ((0, 0, 0, 1), SPLIT), ((0, 0, BOUND, 0), STOCK), ((0,) * 4, SPLIT)],
+)
+def test_a_stage_chooses_by_the_largest_values_of_its_ranks(
+    others: tuple[float, ...], chosen: Backward
+) -> None:
+    rank = Rank(*laps(1.0), share=0.2)
+    rank.session.largest = lambda call, *own: list(map(max, own, others))
+    assert rank.steps(4)[-1] == chosen
+
+
 def test_layers_that_cannot_fuse_are_not_tried() -> None:
     assert Rank(*laps(9.0)).steps(5, can_fuse=False) == [SPLIT] * 3 + [STOCK] * 2
 
