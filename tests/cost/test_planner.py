@@ -314,6 +314,16 @@ def test_command_line_from_a_cost_file(capsys, tmp_path):
     assert status == 1 and "--layers" in err
 
 
+@pytest.mark.parametrize(("num_ranks", "policy"), [(2, "megatron"), (3, "dynamic")])
+def test_predictions_are_of_the_policy_that_runs(num_ranks, policy):
+    """Plans for two ranks were simulated with the dynamic order, which does not run there."""
+    planner = Planner(model(head=2.5), num_ranks, 6)
+    layout = LayerLayout(num_ranks, tuple(range(1, num_ranks * 2 + 1)))
+    found, named = planner.predict(layout, "2p"), planner.predict(layout, "2p", policy)
+    other = planner.predict(layout, "2p", {"megatron": "dynamic"}.get(policy, "megatron"))
+    assert found == named != other
+
+
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_predictions_are_as_long_as_the_run_was(capsys, tmp_path, dynamic):
     """A run takes longer than its tasks and hops; predictions have the same surplus."""
@@ -321,7 +331,7 @@ def test_predictions_are_as_long_as_the_run_was(capsys, tmp_path, dynamic):
     plain, alone = from_run(parse_costs(data, "run"), layers)
     assert alone == 1.0
     planner = Planner(plain, 4, 8, split_backward=dynamic)
-    words = ("auto", "dynamic") if dynamic else ("megatron", "megatron")
+    words = ("auto", "dynamic") if dynamic else ("megatron", "megatron")  # of four ranks
     simulated = planner.predict(LayerLayout(4, tuple(layers)), *words).seconds
     seconds = [9.0, 1.1 * simulated]
     data["run"] = {"seconds": seconds, "num_microbatches": 8, "dynamic": dynamic}

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from megatron.dpp.command_line import ROOT, command, new_parser
 from megatron.dpp.errors import ConfigError, require_value
 from megatron.dpp.naming import flag_name
+from megatron.dpp.schedule import chosen_policy
 from megatron.dpp.sim.measured import MeasuredCosts
 from megatron.dpp_train.cost.device import known_gpu
 from megatron.dpp_train.cost.model_costs import ModelCosts
@@ -210,6 +211,7 @@ def _print_baselines(planner: Planner, best: Prediction, chunks: Sequence[int]) 
     fused = Planner(
         planner.model, planner.num_ranks, planner.num_microbatches, split_backward=False
     )
+    policy = chosen_policy("auto", planner.num_ranks)
     print("\nAgainst the default layout (the same number of layers on every stage):")
     for num_chunks in chunks:
         layout = planner.default_layout(num_chunks)
@@ -220,7 +222,7 @@ def _print_baselines(planner: Planner, best: Prediction, chunks: Sequence[int]) 
         ours = planner.predict(layout, "auto")
         print(
             f"  {num_chunks} chunks: static {_versus(static, best)}; dynamic "
-            f"{_versus(ours, best)}; "
+            f"pipeline, policy {policy}, {_versus(ours, best)}; "
             f"busiest rank's own work {ours.busiest_seconds * 1e3:.2f} ms"
         )
     print(f"Why: {_reason(planner, best.layout)}")

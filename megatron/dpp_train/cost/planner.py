@@ -67,7 +67,7 @@ def from_run(measured: MeasuredCosts, layers: Sequence[int]) -> tuple[ModelCosts
         split_backward=run.dynamic and measured.split,
     )
     layout = LayerLayout(measured.num_ranks, tuple(layers))
-    settings = ("auto", "dynamic") if run.dynamic else ("megatron", "megatron")
+    settings = ("auto", "auto") if run.dynamic else ("megatron", "megatron")
     factor = run.seconds / planner.predict(layout, *settings).seconds
     return model.lengthened(factor), factor
 
@@ -111,8 +111,8 @@ class Planner:
         self._seeds = list(range(seeds)) if model.sigma else [None]
         self._max_tasks = max_tasks
 
-    def predict(self, layout: LayerLayout, cap: str, policy: str = "dynamic") -> Prediction:
-        """Simulate ``layout``."""
+    def predict(self, layout: LayerLayout, cap: str, policy: str = "auto") -> Prediction:
+        """Simulate ``layout`` with this cap and policy."""
         shape = self._shape(layout)
         config = ScheduleConfig(
             policy=policy,
