@@ -45,6 +45,7 @@ ENGINE_ROOMS = {
         *("trace", "transport", "core"),
     },
     "plugin": {"config", "errors", "core", "runtime", "schedule", "trace"},
+    "plugin_lengths": {"core"},
     "report": {
         *("command_line", "config", "errors", "hosts", "locks", "processes", "safe_files"),
         *("schedule", "trace", "sim"),

@@ -84,6 +84,7 @@ def install(**settings: Any) -> None:
         ConfigError: a setting that cannot be, by its variable.
     """
     from megatron.dpp import plugin
+    from megatron.dpp.plugin_lengths import packed_lengths
 
     with use_names(run.names_in((), os.environ)):
         words = () if run.is_on("DPP_TRACE_ONLY", os.environ) else ("--use-dpp",)
@@ -92,7 +93,9 @@ def install(**settings: Any) -> None:
             if not os.environ.get(f"DPP_{name.upper()}"):
                 setattr(given, f"dpp_{name}", value)
         if not plugin.is_installed():
-            plugin.install(**run.plugin_arguments(given))
+            ahead = run.is_on("DPP_ANNOUNCE", os.environ)
+            lengths = packed_lengths if ahead else None
+            plugin.install(**run.plugin_arguments(given), lengths=lengths)
 
 
 def megatron_init(args: Any) -> None:

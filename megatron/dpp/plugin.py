@@ -17,7 +17,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.dpp.config import DppConfig, missing_part
@@ -28,6 +28,9 @@ from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.runtime.host_trace import StepTrace
 from megatron.dpp.schedule import find_policy
 from megatron.dpp.trace.host import HostTrace
+
+Lengths = Callable[[Mapping[str, Any]], Sequence[int] | None]
+"""Tokens of a step's microbatches from the keywords of its call; None where they are not known."""
 
 logger = logging.getLogger("megatron.dpp")
 
@@ -56,10 +59,18 @@ class Plugin:
         config: settings of the dynamic pipeline.
         strict: raise where a step would go to megatron-core's own schedule.
         trace: what is recorded, or None.
+        lengths: as :func:`install`.
     """
 
-    def __init__(self, config: DppConfig, *, strict: bool, trace: HostTrace | None) -> None:
-        self._config, self._strict = config, strict
+    def __init__(
+        self,
+        config: DppConfig,
+        *,
+        strict: bool,
+        trace: HostTrace | None,
+        lengths: Lengths | None = None,
+    ) -> None:
+        self._config, self._strict, self._lengths = config, strict, lengths
         self._traces_only = trace is not None and trace.only
         self._trace = StepTrace(trace, self._say)
         self._num_steps = 0
@@ -116,6 +127,7 @@ class Plugin:
         schedule = self._schedule
         assert schedule is not None
         if not keywords.get("forward_only"):
+            self._look_ahead(keywords)
             if self._sizes is not None:
                 schedule.announce(self._sizes)
             schedule.iteration = compat.host_iteration(schedule.iteration)
@@ -125,6 +137,18 @@ class Plugin:
             self._sizes = None
         with self._trace.step(self._step_number(keywords), keywords, "dpp") as schedule.recorder:
             return schedule(**keywords)
+
+    def _look_ahead(self, keywords: dict[str, Any]) -> None:
+        """Announce the sizes that the host's adapter knows, unless the host has told them."""
+        if self._lengths is None or self._sizes is not None:
+            return
+        try:
+            sizes = self._lengths(keywords)
+        except (AttributeError, KeyError, IndexError, TypeError) as error:  # of another version
+            self._say(f"dynamic pipeline: lengths are not read ahead: {one_line(error)}")
+            return
+        if sizes is not None:
+            self.announce(sizes)
 
     def announce(self, sizes: Sequence[int]) -> None:
         """Keep the sizes of the next training step's microbatches for its call."""
@@ -195,7 +219,11 @@ class Plugin:
 
 
 def install(
-    config: DppConfig | None = None, *, strict: bool = False, trace: HostTrace | None = None
+    config: DppConfig | None = None,
+    *,
+    strict: bool = False,
+    trace: HostTrace | None = None,
+    lengths: Lengths | None = None,
 ) -> None:
     """Let ``get_forward_backward_func`` return the dynamic pipeline, until :func:`uninstall` or the
     end of the process.
@@ -205,6 +233,8 @@ def install(
         strict: raise a :class:`ConfigError` where a step would go to megatron-core's own schedule.
         trace: what is recorded, and where; None records nothing. With ``only`` megatron-core's own
             schedule stays, and is recorded.
+        lengths: asked before each training step for the tokens of its microbatches, on all ranks;
+            :func:`announce` wins. ``plugin_lengths.packed_lengths`` knows slime, miles and verl.
 
     Raises:
         ConfigError: it is installed already, megatron-core is too old, the policy is unknown, or
@@ -220,7 +250,7 @@ def install(
             "the dynamic pipeline is installed already: call megatron.dpp.plugin.uninstall() "
             "before installing it with other settings"
         )
-    _installed = Plugin(config, strict=strict, trace=trace)
+    _installed = Plugin(config, strict=strict, trace=trace, lengths=lengths)
     atexit.register(uninstall)
 
 
@@ -256,12 +286,16 @@ def _remove(error: BaseException | None) -> None:
 
 @contextlib.contextmanager
 def installed(
-    config: DppConfig | None = None, *, strict: bool = False, trace: HostTrace | None = None
+    config: DppConfig | None = None,
+    *,
+    strict: bool = False,
+    trace: HostTrace | None = None,
+    lengths: Lengths | None = None,
 ) -> Iterator[None]:
     """:func:`install` for a block. An error that ends the block is told to the other ranks, and
     becomes the :class:`~megatron.dpp.errors.TransportError` that explains it, if there is one.
     """
-    install(config, strict=strict, trace=trace)
+    install(config, strict=strict, trace=trace, lengths=lengths)
     try:
         yield
     except BaseException as error:

@@ -68,9 +68,13 @@ def test_a_host_calls_it_with_its_arguments() -> None:
         "    for given in ({}, {'DPP_MAX_TOKENS': '7'}, {'USE_DPP': '0'}):\n"
         "        with patch.dict(os.environ, given):\n"
         "            autoload.megatron_init(N(max_tokens_per_gpu=40, context_parallel_size=2))\n"
-        "print([call.kwargs['config'].max_tokens for call in install.call_args_list])"
+        "print([call.kwargs['config'].max_tokens for call in install.call_args_list])\n"
+        "print(install.call_args.kwargs['lengths'])"
     )
-    assert fetched("", called).splitlines()[0] == "[80, 7]"
+    assert fetched("", called).splitlines()[:2] == ["[80, 7]", "None"]
+    announced = fetched("", called, DPP_ANNOUNCE="1").splitlines()[1]
+    assert announced.startswith("<function packed_lengths")
+    assert "DPP_ANNOUNCE=maybe: expected 1 or 0" in fetched(USE_DPP="1", DPP_ANNOUNCE="maybe")
 
 
 def test_the_command_writes_a_file_that_python_reads_at_its_start(tmp_path: Path) -> None:

@@ -75,16 +75,6 @@ def static_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return calls
 
 
-@pytest.fixture
-def dynamic_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The keywords that the dynamic schedule was called with."""
-    calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        DppSchedule, "__call__", lambda self, **given: calls.append(given) or ["dynamic"]
-    )
-    return calls
-
-
 def test_every_importer_gets_one_schedule_until_uninstall(host: ModuleType) -> None:
     plugin.install()
     for module in (host, schedules, pipeline_parallel):

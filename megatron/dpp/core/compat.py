@@ -468,11 +468,10 @@ def static_schedule(original: Callable[..., Any], keywords: dict[str, Any]) -> C
     return own
 
 
-def _host_argument(name: str) -> int:
-    """An argument of Megatron-LM's training code; 0 where the host is another or has none."""
+def host_argument(name: str) -> Any:
+    """An argument of Megatron-LM's training code; None where the host is another or has none."""
     variables = sys.modules.get("megatron.training.global_vars")
-    args = getattr(variables, "_GLOBAL_ARGS", None)
-    return int(getattr(args, name, None) or 0)
+    return getattr(getattr(variables, "_GLOBAL_ARGS", None), name, None)
 
 
 def longest_length(config: Any) -> int:
@@ -480,18 +479,18 @@ def longest_length(config: Any) -> int:
     ``seq_length`` of Megatron-Bridge's model; 0 where neither is known.
     """
     of_model = getattr(config, "seq_length", None)
-    return max(_host_argument("seq_length"), of_model if isinstance(of_model, int) else 0)
+    return max(int(host_argument("seq_length") or 0), of_model if isinstance(of_model, int) else 0)
 
 
 def host_masks_documents() -> bool:
     """True if Megatron-LM was started with ``reset_attention_mask``, under which the mask that a
     forward step passes to the model tells documents apart.
     """
-    return bool(_host_argument("reset_attention_mask"))
+    return bool(host_argument("reset_attention_mask"))
 
 
 def host_iteration(otherwise: int) -> int:
     """The number of the host's training step, which a resumed run continues; ``otherwise`` where
     the host is not Megatron-LM's training loop.
     """
-    return _host_argument("curr_iteration") or otherwise
+    return int(host_argument("curr_iteration") or otherwise)

@@ -24,6 +24,9 @@ import torch
 STUBBED: set[str] = set()
 """Packages and functions that stand for something which is missing here."""
 
+ANNOUNCED: list[list[int]] = []
+"""Lengths of each training step's microbatches that were announced before it."""
+
 
 class Stub(types.ModuleType):
     """A module that has any name: a class where it begins with a capital letter, else a function
@@ -195,7 +198,8 @@ class Record:
         """Write this rank's lines to ``RECORD.RANK``."""
         path = f"{os.environ['RECORD']}.{os.environ['RANK']}"
         stubbed = json.dumps(sorted(STUBBED))
-        Path(path).write_text("\n".join([*self._lines, f"stubbed {stubbed}"]) + "\n")
+        lines = [*self._lines, f"announced {json.dumps(ANNOUNCED)}", f"stubbed {stubbed}"]
+        Path(path).write_text("\n".join(lines) + "\n")
 
 
 def _text(value: Any) -> str:
@@ -257,8 +261,22 @@ def begin(available: str = "", counted: str = "", *, connect: bool = True) -> No
         replace(torch.cuda, "is_available", lambda: _asked_by(available) or is_available())
     if counted:
         replace(torch.cuda, "device_count", lambda: count * _asked_by(counted))
+    _note_announced()
     if connect:
         torch.distributed.init_process_group("gloo")
+
+
+def _note_announced() -> None:
+    """Keep the lengths that are announced to the dynamic schedule in :data:`ANNOUNCED`."""
+    from megatron.dpp.runtime.dynamic import DppSchedule
+
+    own = DppSchedule.announce
+
+    def announce(schedule: Any, sizes: Sequence[int], *more: Any) -> None:
+        ANNOUNCED.append(list(sizes))
+        own(schedule, sizes, *more)
+
+    DppSchedule.announce = announce  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

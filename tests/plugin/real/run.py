@@ -35,23 +35,26 @@ class Host(NamedTuple):
         package: a module that its sources have.
         worker: the module beside this one that runs it.
         enters: how the plugin enters its workers, as variables.
+        packs: it packs before a step, so that an adapter announces the lengths.
     """
 
     package: str
     worker: str
     enters: Mapping[str, str]
+    packs: bool = False
 
 
 _INIT = "--custom-megatron-init-path megatron.dpp.autoload.megatron_init"
 HOSTS = {
     "megatron-bridge": Host("megatron/bridge", "bridge_worker", {"PTH": "1"}),
-    "miles": Host("miles", "miles_worker", {"FLAGS": _INIT, "USE_DPP": ""}),
+    "miles": Host("miles", "miles_worker", {"FLAGS": _INIT, "USE_DPP": ""}, packs=True),
     "nemo-rl": Host("nemo_rl", "nemo_rl_worker", {"PTH": "1", "DPP_MAX_TOKENS": "96"}),
-    "slime": Host("slime", "slime_worker", {"FLAGS": _INIT, "USE_DPP": ""}),
+    "slime": Host("slime", "slime_worker", {"FLAGS": _INIT, "USE_DPP": ""}, packs=True),
     "verl": Host(
         "verl",
         "verl_worker",
         {"VERL_USE_EXTERNAL_MODULES": "megatron.dpp.autoload", "DPP_MAX_TOKENS": "80"},
+        packs=True,
     ),
 }
 
@@ -85,8 +88,8 @@ def run(host: str, sources: Path, record: Path, chunks: int, *, dynamic: bool) -
     }  # fmt: skip
     if dynamic:
         environment |= {
-            "USE_DPP": "1", "DPP_STRICT": "1", "DPP_INJECT": DELAYS, "DPP_TRACE": "1",
-            "DPP_TRACE_DIR": str(record.parent / "traces"), **HOSTS[host].enters,
+            "USE_DPP": "1", "DPP_STRICT": "1", "DPP_ANNOUNCE": "1", "DPP_INJECT": DELAYS,
+            "DPP_TRACE": "1", "DPP_TRACE_DIR": str(record.parent / "traces"), **HOSTS[host].enters,
         }  # fmt: skip
     worker = f"tests.plugin.real.{HOSTS[host].worker}"
     processes = []
@@ -117,8 +120,9 @@ def _site(folder: Path) -> Path:
     return site
 
 
-def compare(folder: Path) -> tuple[int, list[str]]:
-    """Compare both runs of a folder line by line, and check that the dynamic schedule ran.
+def compare(folder: Path, host: str) -> tuple[int, list[str]]:
+    """Compare both runs of a folder line by line, and check that the dynamic schedule ran, with the
+    lengths that the host had packed. It refuses lengths that a microbatch does not have.
 
     Returns:
         The number of equal lines of numbers, and the stubs' names.
@@ -133,6 +137,9 @@ def compare(folder: Path) -> tuple[int, list[str]]:
         differing = [pair for pair in zip(*lines, strict=True) if pair[0] != pair[1]]
         assert not differing, f"rank {rank}: {differing[0][0]}\nbut dynamic: {differing[0][1]}"
         num_equal += len(lines[0])
+        told = json.loads(both[1][-2].removeprefix("announced "))
+        assert bool(told) == HOSTS[host].packs, f"rank {rank}: announced {told}"
+        assert not told or any(len(set(sizes)) > 1 for sizes in told)
         stubs |= {name for one in both for name in json.loads(one[-1].partition(" ")[2])}
     (traced,) = (folder / "traces").glob("*-dpp")
     for file in open_run(traced):
@@ -141,7 +148,7 @@ def compare(folder: Path) -> tuple[int, list[str]]:
 
 
 def _is_number(line: str) -> bool:
-    return not line.startswith("stubbed ")
+    return not line.startswith(("stubbed ", "announced "))
 
 
 def main() -> None:
@@ -162,7 +169,7 @@ def main() -> None:
         )  # fmt: skip
         for arm in ("own", "dynamic"):
             run(args.host, args.sources, folder / arm, args.chunks, dynamic=arm == "dynamic")
-        num_equal, stubs = compare(folder)
+        num_equal, stubs = compare(folder, args.host)
     print(f"{args.host}, {RANKS} ranks x {args.chunks} chunks: {num_equal} lines equal bit by bit")
     print("stubs: " + ", ".join(stubs))
 

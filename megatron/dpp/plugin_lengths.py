@@ -1,0 +1,81 @@
+"""The tokens of microbatches that known hosts have packed before a training step.
+
+slime, miles and verl hold all microbatches of a step when they call the schedule, on every rank
+alike. :func:`packed_lengths` reads their sizes there; with ``DPP_ANNOUNCE=1``
+:mod:`megatron.dpp.autoload` installs the plug-in with it. They must be the sizes that the forward
+steps have, so a host that may pad otherwise gives none.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron.core.utils import get_model_config
+
+from megatron.dpp.core.compat import host_argument
+
+_FP8 = ("fp8", "fp4")
+
+
+def packed_lengths(step: Mapping[str, Any]) -> list[int] | None:
+    """The tokens of each microbatch with the host's padding.
+
+    Args:
+        step: the keywords of the schedule's call.
+
+    Returns:
+        None for another host, and where this one does not know them before its forward steps.
+    """
+    iterator = step.get("data_iterator")
+    iterator = iterator[0] if isinstance(iterator, list) else iterator
+    model = step["model"]
+    config = get_model_config(model[0] if isinstance(model, list) else model)
+    tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
+    if type(iterator).__module__.startswith(("slime.", "miles.")):
+        return _of_rollout(iterator, step["num_microbatches"], tensor, context)
+    function = step["forward_step_func"]
+    engine = getattr(getattr(function, "func", function), "__self__", None)
+    if type(engine).__module__.startswith("verl."):
+        return _of_verl(engine, iterator, tensor, context)
+    return None
+
+
+def _of_rollout(iterator: Any, count: int, tensor: int, context: int) -> list[int] | None:
+    """slime's and miles': samples by index, each cut for context parallelism and padded to it, and
+    rows padded to a multiple.
+    """
+    indices = getattr(iterator, "micro_batch_indices", None)
+    grows = "multimodal_train_inputs" in iterator.rollout_data  # by tokens of its images
+    if not indices or grows or (host_argument("qkv_format") or "thd") != "thd":
+        return None
+    lengths = iterator.rollout_data["total_lengths"]
+    coming = indices[iterator.offset : iterator.offset + count]
+    if host_argument("allgather_cp"):
+        rows = [sum(lengths[place] for place in row) for row in coming]
+    else:
+        each = 2 * context if context > 1 else 1
+        rows = [sum(_padded(lengths[place], each) for place in row) for row in coming]
+    multiple = context * tensor * int(host_argument("data_pad_size_multiplier") or 1)
+    return [_padded(row, multiple) for row in rows]
+
+
+def _of_verl(engine: Any, iterator: Any, tensor: int, context: int) -> list[int] | None:
+    """verl's: nested rows of documents, each padded to a multiple."""
+    config, model = engine.engine_config, engine.tf_config
+    padded = getattr(config, "pad_to_length", False) or not config.use_remove_padding
+    if padded or any(getattr(model, name, None) for name in _FP8):
+        return None
+    batches: Sequence[Any] = list(copy.copy(iterator))  # the iterator itself stays where it is
+    if not all(batch["input_ids"].is_nested for batch in batches):
+        return None
+    each = tensor * context * (2 if context > 1 else 1)
+    return [
+        sum(_padded(length, each) for length in batch["input_ids"].offsets().diff().tolist())
+        for batch in batches
+    ]
+
+
+def _padded(tokens: int, multiple: int) -> int:
+    return -(-tokens // multiple) * multiple

@@ -1,0 +1,127 @@
+"""Lengths that slime, miles and verl have packed reach the schedule before a training step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import schedules
+
+from megatron.dpp import plugin
+from megatron.dpp.config import DppConfig
+from megatron.dpp.plugin_lengths import packed_lengths
+from megatron.dpp.runtime.dynamic import DppSchedule
+from tests.plugin.test_plugin import keywords
+
+LENGTHS = [9, 20, 7, 3, 11]
+
+
+def rollout(host: str, rows: Sequence[Sequence[int]], offset: int = 0, **more: Any) -> Any:
+    """An iterator of slime's or miles'."""
+    kind = type("DataIterator", (SimpleNamespace,), {"__module__": f"{host}.data"})
+    return kind(
+        rollout_data={"total_lengths": LENGTHS, **more}, micro_batch_indices=rows, offset=offset
+    )
+
+
+def with_arguments(monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
+    variables = ModuleType("megatron.training.global_vars")
+    variables._GLOBAL_ARGS = SimpleNamespace(**given)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, variables.__name__, variables)
+
+
+def step(iterator: Any, count: int, sizes: tuple[int, int] = (1, 1), **more: Any) -> dict[str, Any]:
+    """Keywords of a call."""
+    names = ("tensor_model_parallel_size", "context_parallel_size")
+    return keywords(config=dict(zip(names, sizes, strict=True))) | {
+        "data_iterator": [iterator], "num_microbatches": count, **more
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("host", ["slime.backends", "miles.backends"])
+@pytest.mark.parametrize(
+    ("sizes", "arguments", "expected"),
+    [
+        ((1, 1), {}, [23, 10]),
+        ((1, 1), {"data_pad_size_multiplier": 8}, [24, 16]),
+        ((2, 1), {"data_pad_size_multiplier": 8}, [32, 16]),
+        ((1, 2), {}, [24, 12]),  # of 20 + 4 and 8 + 4
+        ((1, 2), {"allgather_cp": True}, [24, 10]),
+        ((1, 1), {"qkv_format": "bshd"}, None),
+    ],
+)
+def test_a_rollouts_rows_have_the_hosts_padding(
+    host: str, sizes: tuple[int, int], arguments: dict[str, Any], expected: list[int] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    with_arguments(monkeypatch, **arguments)
+    rows = [[0], [1, 3], [2, 3], [4]]
+    assert packed_lengths(step(rollout(host, rows, offset=1), 2, sizes)) == expected
+    pictures = rollout(host, rows, multimodal_train_inputs=[])
+    assert packed_lengths(step(pictures, 2, sizes)) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings", "expected"),
+    [
+        ((1, 1), {}, [12, 5]),
+        ((2, 1), {}, [14, 6]),  # of 4 + 10 and 6
+        ((1, 2), {}, [16, 8]),
+        ((1, 1), {"use_remove_padding": False}, None),
+        ((1, 1), {"pad_to_length": True}, None),
+        ((1, 1), {"fp8": "e4m3"}, None),
+    ],
+)
+def test_verls_rows_are_read_from_a_copy_of_its_iterator(
+    sizes: tuple[int, int], settings: dict[str, Any], expected: list[int] | None
+) -> None:
+    values = {"use_remove_padding": True, "pad_to_length": False, "fp8": None} | settings
+    kind = type("Engine", (SimpleNamespace,), {
+        "__module__": "verl.workers", "forward_step": lambda self, *given, **_: None
+    })  # fmt: skip
+    engine = kind(engine_config=SimpleNamespace(**values), tf_config=SimpleNamespace(**values))
+    nested = [
+        torch.nested.nested_tensor([torch.zeros(n) for n in row], layout=torch.jagged)
+        for row in ([3, 9], [5])
+    ]
+    batches = iter([{"input_ids": one} for one in nested])
+    call = step(batches, 2, sizes, forward_step_func=partial(engine.forward_step, a=1))
+    assert packed_lengths(call) == expected
+    assert len(list(batches)) == 2
+
+
+def test_another_hosts_lengths_are_not_read() -> None:
+    assert packed_lengths(step(iter([]), 2)) is None
+
+
+@pytest.fixture
+def installed() -> Iterator[dict[str, Any]]:
+    """An installation with an adapter that gives the sizes of the mapping."""
+    known: dict[str, Any] = {"sizes": [9, 23, 7]}
+    with plugin.installed(DppConfig(split_backward="off"), lengths=lambda step: known["sizes"]):
+        yield known
+
+
+def test_lengths_that_an_adapter_knows_are_announced_before_a_training_step(
+    installed: dict[str, Any], monkeypatch: pytest.MonkeyPatch, dynamic_calls: list[Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    told: list[Any] = []
+    monkeypatch.setattr(DppSchedule, "announce", lambda self, sizes: told.append(sizes))
+    run = schedules.get_forward_backward_func()
+    run(**keywords(forward_only=True))
+    assert not told
+    run(**keywords())
+    plugin.announce([1, 2, 3])
+    run(**keywords())
+    assert told == [[9, 23, 7], [1, 2, 3]], "what the host says itself wins"
+    installed["sizes"] = None
+    run(**keywords())
+    del installed["sizes"]  # as of a host whose names have changed
+    run(**keywords())
+    assert len(told) == 2 and "lengths are not read ahead: 'sizes'" in caplog.text
