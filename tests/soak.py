@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tests.netns import Hosts, two_hosts
 from tests.nodes import REPOSITORY, Node, end, running, stacks
 from tests.runtime.launcher import free_port
+from tests.small_disk import mounted
 
 ITERATIONS, SAVE_EVERY = 400, 50
 DISK_BYTES = 24 << 20
@@ -133,6 +133,16 @@ class Job:
 
     def is_complete(self) -> bool:
         return all(node.process.poll() == 0 for node in self.nodes)
+
+    def seen_by_starters(self) -> list[str]:
+        """The end of a killed rank when the other one has ended well, and nobody of the job is left
+        to name it. On one host torchrun says so itself."""
+        codes = [node.process.poll() for node in self.nodes]
+        return [
+            f"rank {rank} ended by signal {-code}"
+            for rank, code in enumerate(codes)
+            if self._on_two_hosts and code is not None and code < 0 and 0 in codes
+        ]
 
     def iteration(self) -> int:
         """The last one whose numbers are written."""
@@ -360,24 +370,30 @@ class Soak:
         if job.is_complete():
             return
         errors = [line for line in said.splitlines() if "error" in line or "ended by" in line]
+        errors += job.seen_by_starters()
         named = [line for line in errors if any(each in line for each in disturbance.culprit)]
         disturbance.said = (named or [""])[-1][:300]
         if disturbance.culprit and not named:
             disturbance.faults.append(f"nobody named it: {said[-3000:]}")
         if "Traceback (most recent call last)" in said:
             disturbance.faults.append(f"a traceback: {said[-4000:]}")
-        disturbance.faults += self._left(job)
+        disturbance.faults += self._left(job, of_torchrun=disturbance.victim != "torchrun")
 
-    def _left(self, job: Job) -> list[str]:
-        """Things that a job that has ended left."""
+    def _left(self, job: Job, *, of_torchrun: bool) -> list[str]:
+        """Things that a job that has ended left. The folder of a torchrun that was killed goes when
+        the next one starts."""
         deadline, left = time.monotonic() + 30.0, ["?"]
         while left and time.monotonic() < deadline:
             left = [f"process {p.pid} {' '.join(p.cmdline())[:200]}" for p in marked()]
             left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self._before]
-            left += [str(path) for path in job.temporary.iterdir()]
+            left += [
+                str(path)
+                for path in job.temporary.iterdir()
+                if of_torchrun or not path.name.startswith("torchrun_")
+            ]
             if left:
                 time.sleep(0.2)
-        for path in job.temporary.iterdir():
+        for path in job.temporary.iterdir() if left else ():
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
         self._before |= {name.removeprefix("/dev/shm/") for name in left}
         return [f"left: {each}" for each in left]
@@ -426,21 +442,6 @@ def write_tokens(prefix: Path) -> None:
 
 
 @contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[Path | None]:
-    """A file system of its own for the checkpoints; None without the right to mount one."""
-    path = folder / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(path)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        yield None
-        return
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "--lazy", str(path)], check=False)
-
-
-@contextlib.contextmanager
 def hosts_if_possible() -> Iterator[Hosts | None]:
     if os.geteuid() != 0 or shutil.which("ip") is None:
         yield None
@@ -484,7 +485,7 @@ def main() -> int:
     start = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="dpp-soak-") as name,
-        small_disk(Path(name)) as disk,
+        mounted(Path(name), DISK_BYTES) as disk,
         hosts_if_possible() as hosts,
     ):
         soak = Soak(Path(name), hosts, disk, options.seed)

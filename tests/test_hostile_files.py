@@ -39,6 +39,7 @@ from megatron.dpp_train.hf.weights import find_weights, loaded_bytes
 from megatron.dpp_train.options.yaml_file import defaults_from_yaml
 from megatron.dpp_train.tokenizers import build_tokenizer
 from megatron.dpp_train.tokenizers.templates import ChatTemplate
+from tests.hostile_samples import FURTHER
 
 _LLAMA = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48,
@@ -134,7 +135,7 @@ _HEADER = {
     "args": {
         "schema": 1, "data": 0, "pipeline": 0, "tensor": 0, "data_size": 1, "pipeline_size": 1,
         "tensor_size": 1, "num_chunks": 1, "schedule": "dpp", "rank": 0, "device": "cpu",
-        "host": "h", "process": 1, "clock": "c", "run": None, "start_ns": 1, "start_unix_ns": 1,
+        "host": "h", "process": 1, "clock": "c", "run": "", "start_ns": 1, "start_unix_ns": 1,
     },
 }  # fmt: skip
 _OWN = f"{zlib.crc32(json.dumps(_SUMS).encode()):08x}"
@@ -224,6 +225,7 @@ SAMPLES: dict[str, tuple[dict[str, Callable[[], bytes]], Callable[[Path], object
     "trace.json": ({"trace.json": lambda: b"[\n" + _json(_HEADER) + b",\n]\n"}, _trace),
 }
 """File -> the files of a folder that is whole, and the reader of that folder."""
+SAMPLES |= FURTHER
 
 
 def flipped(content: bytes, draw: random.Random) -> bytes:
@@ -241,22 +243,27 @@ def hostile(content: bytes, draw: random.Random) -> bytes:
         return draw.choice(_CONTENTS)
     if kind == 1:
         return content[: draw.randrange(len(content))] + draw.randbytes(draw.randrange(20))
-    start = content.find(b"{")
+    lines = content.split(b"\n")
+    of_json = [number for number, line in enumerate(lines) if b"{" in line] or [0]
+    number = draw.choice(of_json)
+    before, _, text = lines[number].partition(b"{")
+    text = text.rstrip(b"\0,]" if before.strip() else b"\0,")
     try:
-        value = json.loads(content[start:].split(b"\n")[0].rstrip(b"\0"))
+        value = json.loads(b"{" + text)
     except ValueError:
         value = None
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not value:
         return content.replace(draw.choice(content.split() or [b" "]), draw.choice(_CONTENTS), 1)
     outer, key = value, draw.choice(list(value))
     while isinstance(outer[key], dict) and outer[key] and draw.random() < 0.7:
         outer = outer[key]
         key = draw.choice(list(outer))
     outer[key] = draw.choice(_HOSTILE)
-    text = _json(value)
-    if content[:1] != b"{" and start == 8:
-        return _safetensors(text)
-    return content[:start] + text + b"\n"
+    if len(before) == 8 and len(lines) == 1:
+        return _safetensors(_json(value))
+    comma = b"," if lines[number].endswith(b",") else b""
+    lines[number] = before + _json(value) + comma
+    return b"\n".join(lines)
 
 
 def outcome(name: str, change: Callable[[bytes], bytes]) -> str:

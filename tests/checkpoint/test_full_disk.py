@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +15,7 @@ from megatron.dpp_train.checkpoint import files as files
 from megatron.dpp_train.checkpoint.guards import saving
 from tests.loop.several import corpus
 from tests.runtime.launcher import REPOSITORY, Finished, start, wait
+from tests.small_disk import small_disk
 
 FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 "
@@ -32,15 +32,10 @@ def run(more: str) -> Finished:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB: room for a few checkpoints."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """Room for a few checkpoints."""
+    with small_disk(tmp_path, 4 << 20) as path:
+        yield path
 
 
 @pytest.mark.parametrize(
@@ -51,16 +46,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.param("--ckpt-format torch", id="torch", marks=pytest.mark.slow),
     ],
 )
-def test_a_disk_full_in_a_save_leaves_the_checkpoint_before(form: str, small_disk: Path) -> None:
-    finished = run(f"--save {small_disk} --save-interval 1 {form}")
+def test_a_disk_full_in_a_save_leaves_the_checkpoint_before(form: str, disk: Path) -> None:
+    finished = run(f"--save {disk} --save-interval 1 {form}")
     assert finished.returncode == 1, finished.output[-4000:]
-    last = int((small_disk / files.TRACKER).read_text())
+    last = int((disk / files.TRACKER).read_text())
     errors = [line for line in finished.output.splitlines() if line.startswith("error on rank")]
     assert len(errors) == 1
-    assert f"{small_disk}/iter_{last + 1:07d}.unfinished: saving failed" in errors[0]
+    assert f"{disk}/iter_{last + 1:07d}.unfinished: saving failed" in errors[0]
     assert re.search(r"no space left on device: \d+ of 4194304 bytes are free", errors[0])
     assert "Traceback (most recent call last):\n  File" not in finished.output
-    resumed = run(f"--load {small_disk} --exit-interval {last + 2}")
+    resumed = run(f"--load {disk} --exit-interval {last + 2}")
     assert resumed.returncode == 0, resumed.output[-4000:]
     assert re.findall(r" iteration +(\d+)/", resumed.output) == [str(last + 1), str(last + 2)]
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.data import preprocess_command as preprocess
-from megatron.dpp_train.data.rows import is_rows, open_rows, size_of
+from megatron.dpp_train.data.rows import files_of, is_rows, open_rows, size_of
 from megatron.dpp_train.data.vocabulary import tokenizer_flags
 from megatron.dpp_train.generate.prompts import json_lines
 from tests.conftest import REPOSITORY
@@ -152,3 +152,20 @@ def test_a_tokenizer_is_trained_on_all_texts_of_other_forms(tmp_path: Path) -> N
     found = tokenizer_flags("gpt", "train:400", write(tmp_path / "x.json", json.dumps(chats)))
     vocabulary = json.loads(Path(str(found["--vocab-file"])).read_text())
     assert {"zebra", "quagga", "okapi"} <= vocabulary.keys()
+
+
+def test_a_damaged_gzip_file_is_named(tmp_path: Path) -> None:
+    """It ended in zlib's own error."""
+    path, lines = tmp_path / "x.jsonl.gz", b"".join(b'{"text": "%d"}\n' % i for i in range(2000))
+    whole = gzip.compress(lines, mtime=0)
+    path.write_bytes(whole[:400] + bytes(8) + whole[408:])
+    with pytest.raises(DataError, match=r"x.jsonl.gz, behind line \d+: "):
+        list(open_rows(path).lines)
+
+
+@pytest.mark.parametrize("name", ["../secret.arrow", "/etc/passwd", "..", "", "a/b", "a\0b"])
+def test_a_data_set_names_files_of_its_own(name: str, tmp_path: Path) -> None:
+    """A stranger's folder could name any file of whoever trains on it."""
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(DataError, match="expected a file beside it"):
+        files_of(tmp_path)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,20 +12,16 @@ import pytest
 from megatron.dpp_train.data import preprocess_command as preprocess
 from megatron.dpp_train.hf.convert_command import main
 from tests.hf.tiny import make
+from tests.small_disk import small_disk
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB, of which the tiny model needs more."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a tmpfs")
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
+    """The tiny model needs more."""
+    with small_disk(tmp_path, 64 << 10) as path:
+        yield path
 
 
 def test_a_conversion_says_so_in_one_line(

@@ -108,6 +108,23 @@ def test_torchruns_folder_is_gone_at_the_end(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_folder_of_a_killed_torchrun_goes_at_the_next_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It stayed in the temporary directory for ever."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(launch, "main", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    child = os.fork()
+    if child == 0:
+        launch.run()
+    os.waitpid(child, 0)
+    (left,) = tmp_path.iterdir()
+    monkeypatch.setattr(launch, "main", lambda: None)
+    assert launch.run() == 0
+    assert left.name.startswith("torchrun_") and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_several_processes_of_a_node_get_one_thread_each_without_a_banner(
     count: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -197,6 +197,8 @@ def test_a_static_schedule_differs_from_the_static_order_nowhere(tmp_path):
     tasks[0], tasks[1] = tasks[1], tasks[0]
     assert differing_decisions(RankIteration(1, 0, tasks=tasks), shape) == 1
     assert differing_decisions(RankIteration(1, 0, tasks=tasks[:3]), shape) is None
+    twice = [*tasks[:3], tasks[0]]  # as in a damaged trace
+    assert differing_decisions(RankIteration(1, 0, tasks=twice), shape) is None
 
 
 def test_a_sliced_run_is_held_against_the_static_order_of_its_slices(tmp_path):

@@ -77,3 +77,19 @@ def test_settings_that_were_given_stand_out_from_defaults(tmp_path: Path) -> Non
     assert training.flags == {"--num-layers": 8, "--params-dtype": "torch.bfloat16"}
     training = read_training(home, str(tmp_path / "other"))
     assert training.metrics == [{"iteration": 2}]
+
+
+def test_numbers_that_no_run_writes_are_left_out(tmp_path: Path) -> None:
+    """The report ended in a TypeError, OverflowError or ValueError."""
+    rows = [
+        {"iteration": 1, "x": 10**400},
+        {"iteration": "2"},
+        {"iteration": [1]},
+        {"iteration": 3},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "settings.yaml").write_text('train_iters: "9"\nsave: 1.5\n')
+    (tmp_path / "checkpoints" / "iter_\u00b2").mkdir(parents=True)
+    found = read_training(tmp_path)
+    assert found.metrics == [{"iteration": 1}, {"iteration": 3}]
+    assert found.total is None and found.checkpoints == []

@@ -174,13 +174,42 @@ def test_only_the_last_line_of_a_file_that_was_cut_may_be_broken(tmp_path: Path)
 
 
 def test_an_event_has_a_name_a_time_and_a_category() -> None:
-    whole = {"ph": "X", "name": "x", "cat": "task", "ts": 1, "args": {}}
+    whole = {"ph": "X", "name": "x", "cat": "iteration", "ts": 1, "args": {"iteration": 1}}
     assert parse_event(json.dumps(whole) + ",\n") == whole
     assert parse_event('{"ph":"M","name":"end"}') == {"ph": "M", "name": "end"}
     broken = [{k: v for k, v in whole.items() if k != key} for key in whole]
     for wrong in (*broken, whole | {"args": []}, [whole], {"ph": "M"}):
         with pytest.raises(ValueError, match="no event"):
             parse_event(json.dumps(wrong))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"ts": 1e400}, "ts is inf"),
+        ({"dur": "1"}, "dur is '1'"),
+        ({"name": ["x"]}, "name is"),
+        ({"args": {}}, "it lacks iteration"),
+        ({"args": {"iteration": 10**400}}, "iteration is"),
+        ({"args": {"iteration": 1, "source": 0}}, "it lacks destination"),
+        ({"args": {"iteration": 1, "chunk": -1}}, "chunk is -1"),
+    ],
+)
+def test_an_event_that_the_recorder_cannot_have_written_is_refused(
+    more: dict[str, Any], said: str
+) -> None:
+    """The report ended in a KeyError or an OverflowError amid its sums."""
+    whole = {"ph": "X", "name": "x", "cat": "iteration", "ts": 1, "args": {"iteration": 1}}
+    with pytest.raises(ValueError, match=said):
+        parse_event(json.dumps(whole | more))
+
+
+def test_a_header_of_more_ranks_than_there_are_is_refused(tmp_path: Path) -> None:
+    """The names of all their files were counted without end."""
+    path = next(write(Run(ranks=1, iterations=1), tmp_path).iterdir())
+    path.write_text(path.read_text().replace('"data_size":1', '"data_size":9000000000', 1))
+    with pytest.raises(DataError, match="of \\(9000000000, 1, 1\\) ranks with 1 chunks"):
+        open_run(path.parent)
 
 
 def test_the_categories_that_are_asked_for_are_read_alone(tmp_path: Path) -> None:

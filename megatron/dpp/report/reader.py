@@ -9,20 +9,24 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.dpp.errors import DataError, shown
+from megatron.dpp.errors import DataError, one_line, shown
 from megatron.dpp.safe_files import open_to_read
 from megatron.dpp.trace.schema import HEADER_NAME, SCHEMA_VERSION, TraceLayout
+from megatron.dpp.trace.vocabulary import EventKind
 
 _LONGEST_HEAD = 1 << 16
 FILE_PATTERN = "benchmark-data-*-pipeline-*-tensor-*.json"
 _SAME_START_NS = 600 * 10**9
 _NAMED = 8
+_SAID = 200
+_MOST_STAGES = 1 << 20
 
 Event = dict[str, Any]
 _META_KEYS = frozenset({"ph", "name"})
@@ -98,11 +102,28 @@ def read_header(path: Path) -> TraceFile:
         numbers = [values[name] for name in ("rank", "process", "start_ns", "start_unix_ns")]
         numbers += [args[f.name] for f in fields(TraceLayout) if f.type in (int, "int")]
         for number in numbers:
-            if type(number) is not int or abs(number) >= 1 << 63:
+            if not _is_whole(number):
                 raise DataError(f"{path}: the header holds {shown(number)} as a whole number")
+        texts = [values[name] for name in ("device", "host", "clock", "run")]
+        for text in [*texts, layout.schedule]:
+            if not _is_text(text):
+                raise DataError(f"{path}: the header holds {shown(text)} as a text")
+        _check_layout(path, layout)
     except KeyError as error:
         raise DataError(f"{path}: the header lacks {error}") from None
     return TraceFile(path=path, layout=layout, complete=_is_complete(path), **values)
+
+
+def _check_layout(path: Path, layout: TraceLayout) -> None:
+    """Refuse a place outside of its job, and a job of more ranks than there are."""
+    sizes = (layout.data_size, layout.pipeline_size, layout.tensor_size, layout.num_chunks)
+    places = (layout.data, layout.pipeline, layout.tensor, 0)
+    inside = all(0 <= place < size for place, size in zip(places, sizes, strict=True))
+    if not inside or math.prod(sizes) > _MOST_STAGES:
+        raise DataError(
+            f"{path}: the header holds place {places[:3]} of {sizes[:3]} ranks with "
+            f"{layout.num_chunks} chunks"
+        )
 
 
 def parse_event(line: str) -> Event:
@@ -114,7 +135,84 @@ def parse_event(line: str) -> Event:
     whole = isinstance(event, dict) and isinstance(event.get("args", {}), dict)
     if not whole or not event.keys() >= (_META_KEYS if event.get("ph") == "M" else _KEYS):
         raise ValueError("no event")
+    if event["ph"] != "M":
+        _check_event(event)
     return event  # type: ignore[no-any-return]
+
+
+def _check_event(event: Event) -> None:
+    """Refuse an event whose numbers and texts cannot be what the recorder wrote.
+
+    Raises:
+        ValueError: names the field.
+    """
+    args, name = event["args"], event["name"]
+    for field, value in (("ts", event["ts"]), ("dur", event.get("dur", 0))):
+        if type(value) not in (int, float) or not abs(value) < _LONGEST_US:
+            raise ValueError(f"{field} is {shown(value)}")
+    if type(name) is not str or type(event["cat"]) is not str:
+        raise ValueError(f"name is {shown(name)}, cat {shown(event['cat'])}")
+    needed = _FIELDS.get(event["cat"], ())
+    if "source" in args:
+        needed = (*needed, *MessageId._fields)
+    for field in needed:
+        if field not in args:
+            raise ValueError(f"it lacks {field}")
+    for field, value in args.items():
+        if not _CHECKS.get(field, _is_any)(value):
+            raise ValueError(f"{field} is {shown(value)}")
+
+
+def _is_any(_: object) -> bool:
+    return True
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int and abs(value) < 1 << 63
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MOST_COUNTED
+
+
+def _is_text(value: object) -> bool:
+    return type(value) is str
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) < math.inf  # type: ignore[arg-type]
+
+
+def _are_counts(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_count, value))
+
+
+_LONGEST_US = 1e16
+_MOST_COUNTED = 1 << 31
+_FIELDS: dict[str, tuple[str, ...]] = {
+    EventKind.TASK: ("iteration", "kind", "chunk", "microbatch", "piece"),
+    EventKind.EXPERTS: (
+        "iteration", "chunk", "microbatch", "layer", "first", "group", "tokens",
+    ),
+    EventKind.WAIT: ("iteration", "cause"),
+    EventKind.SEND: ("iteration", "microbatch", "bytes", "kind"),
+    EventKind.ARRIVAL: ("iteration", "microbatch", "bytes"),
+    EventKind.SPAN: ("iteration",),
+    EventKind.ITERATION: ("iteration",),
+    EventKind.COUNTER: ("value",),
+}  # fmt: skip
+"""Category -> fields that its events have."""
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("iteration", "sent_ns", "bytes", "layer", "first"), _is_whole),
+    **dict.fromkeys(("chunk", "microbatch", "piece", "part", "source", "destination"), _is_count),
+    **dict.fromkeys(("kind", "cause", "detail", "channel"), _is_text),
+    **dict.fromkeys(("value", "queued_us"), _is_number),
+    "group": lambda value: _is_text(value) or _is_whole(value),
+    "direction": lambda value: value in ("forward", "backward"),
+    "tokens": _are_counts,
+    "ahead": lambda value: type(value) is bool,
+}
+"""Field -> its values."""
 
 
 def read_events(file: TraceFile, only: tuple[str, ...] = ()) -> Iterator[Event]:
@@ -126,23 +224,24 @@ def read_events(file: TraceFile, only: tuple[str, ...] = ()) -> Iterator[Event]:
     """
     marks = tuple(f'"cat":"{category}"' for category in only)
     with io.TextIOWrapper(open_to_read(file.path), encoding="utf-8", errors="replace") as lines:
-        broken: int | None = None
+        broken = ""
         for number, line in enumerate(lines, 1):
             if number <= 2 or line in ("]\n", "]"):
                 continue
             if marks and not any(mark in line for mark in marks):
                 continue
-            if broken is not None:
-                raise DataError(f"{file.path}: line {broken} is not an event; the file is damaged")
+            if broken:
+                raise DataError(f"{file.path}: {broken}")
             try:
                 event = parse_event(line)
-            except ValueError:
-                broken = number
+            except ValueError as error:
+                why = one_line(error, _SAID)
+                broken = f"line {number} is not an event ({why}); the file is damaged"
                 continue
             if event["ph"] != "M":
                 yield event
-    if broken is not None and file.complete:
-        raise DataError(f"{file.path}: line {broken} is not an event; the file is damaged")
+    if broken and file.complete:
+        raise DataError(f"{file.path}: {broken}")
 
 
 class MessageId(NamedTuple):

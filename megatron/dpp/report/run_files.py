@@ -108,14 +108,26 @@ def read_metrics(path: Path, *, last_only: bool = False) -> list[dict[str, Any]]
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):
                 values = json.loads(line)
-                if not (isinstance(values, dict) and "iteration" in values) or "set" in values:
+                if not isinstance(values, dict) or "set" in values:
                     continue
+                if not _is_whole(values.get("iteration")):
+                    continue
+                values = {name: value for name, value in values.items() if not _is_huge(value)}
                 while found and found[-1]["iteration"] > values["iteration"]:
                     found.pop()
                 if found and found[-1]["iteration"] == values["iteration"]:
                     values = found.pop() | values
                 found.append(values)
     return found
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int and not _is_huge(value)
+
+
+def _is_huge(value: object) -> bool:
+    """True for a whole number that no run counts to, and that no float may hold."""
+    return type(value) is int and abs(value) >= 1 << 63
 
 
 def read_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -154,12 +166,14 @@ def model_text(settings: dict[str, Any]) -> str:
 def checkpoints_of(settings: dict[str, Any], home: Path) -> list[int]:
     """Iterations of the checkpoints in the directory that the settings name (``save``)."""
     named = settings.get("save")
-    folder = Path(named) if named else home / "checkpoints"
-    return sorted(
-        int(path.name.removeprefix("iter_"))
-        for path in (folder if folder.is_absolute() else home / folder).glob("iter_*")
-        if path.name.removeprefix("iter_").isdigit()
-    )
+    folder = Path(named) if named and isinstance(named, str) else home / "checkpoints"
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError):  # a name of 5,000 characters, or with a zero
+        for path in (folder if folder.is_absolute() else home / folder).glob("iter_*"):
+            number = path.name.removeprefix("iter_")
+            if number.isascii() and number.isdecimal():
+                found.append(int(number))
+    return sorted(found)
 
 
 def read_training(
@@ -173,6 +187,6 @@ def read_training(
         metrics=read_metrics(path, last_only=last_only),
         model=model_text(every),
         flags={f"--{name.replace('_', '-')}": value for name, value in given.items()},
-        total=every.get("train_iters"),
+        total=every["train_iters"] if _is_whole(every.get("train_iters")) else None,
         checkpoints=checkpoints_of(every, home),
     )

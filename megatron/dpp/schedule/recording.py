@@ -186,7 +186,7 @@ class Recording:
         if sizes is not None and not (
             isinstance(sizes, list) and len(sizes) == geometry.num_microbatches
         ):
-            raise DataError(f'{place}: "sizes" {sizes!r} are not those of its microbatches')
+            raise DataError(f'{place}: "sizes" {shown(sizes)} are not those of its microbatches')
         return Replay(actions, place, sizes or "largest")
 
 
@@ -275,7 +275,9 @@ def _owed(geometry: Geometry, backward: Backward) -> dict[str, Any]:
 def _changes(was: dict[str, Any], now: dict[str, Any]) -> str:
     """The fields of ``now`` that differ from ``was``, as text; empty if none does."""
     pairs = [(name, was.get(name), value) for name, value in now.items()]
-    return "; ".join(f"{name} was {old} and is {new}" for name, old, new in pairs if old != new)
+    return "; ".join(
+        f"{name} was {shown(old)} and is {new}" for name, old, new in pairs if old != new
+    )
 
 
 def _read(file: Path) -> Iterator[dict[str, Any]]:

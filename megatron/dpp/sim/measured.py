@@ -117,7 +117,7 @@ def parse_costs(data: Any, name: str) -> MeasuredCosts:
         raise DataError(f"{name}: version {shown(data.get('version'))}, this reads {_VERSION}")
     try:
         return _parse(data)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DataError(f"{name}: {type(error).__name__}: {one_line(error, 200)}") from error
 
 

@@ -6,13 +6,14 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import DataError, one_line
-from megatron.dpp.safe_files import open_to_read
+from megatron.dpp.errors import DataError, one_line, shown
+from megatron.dpp.safe_files import open_to_read, read_bytes
 
 JSON = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 """Endings of files of JSON lines, or of a JSON array."""
@@ -68,9 +69,13 @@ def files_of(path: Path) -> list[Path]:
     if state.get("_indices_data_files"):
         raise DataError(f"{path}: its rows are chosen by indices; save it after flatten_indices()")
     try:
-        return [path / str(each["filename"]) for each in state["_data_files"]]
+        names = [str(each["filename"]) for each in state["_data_files"]]
     except (KeyError, TypeError) as error:
         raise DataError(f"{path / _STATE}: names no data files ({error!r})") from error
+    for name in names:  # the folder may be a stranger's, whose rows are trained on
+        if Path(name).name != name or name in ("", "..") or "\0" in name:
+            raise DataError(f"{path / _STATE}: names {shown(name)}, expected a file beside it")
+    return [path / name for name in names]
 
 
 def size_of(path: Path) -> int:
@@ -108,8 +113,8 @@ def _split_of(path: Path) -> Path:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return dict(json.loads(read_bytes(path)))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: not a JSON object ({one_line(error)})") from error
 
 
@@ -123,7 +128,7 @@ def _json_lines(path: Path) -> Iterator[tuple[bytes, int]]:
         while True:
             try:
                 line = stream.readline()
-            except (OSError, EOFError) as error:
+            except (OSError, EOFError, zlib.error) as error:
                 raise DataError(f"{path}, behind line {number}: {one_line(error)}") from error
             if not line:
                 return
@@ -144,7 +149,7 @@ def _array(path: Path) -> list[Any] | None:
             if not first.lstrip().startswith(b"["):
                 return None
             text = (first + stream.read()).decode()
-        except (OSError, EOFError, UnicodeDecodeError):
+        except (OSError, EOFError, UnicodeDecodeError, zlib.error):
             return None  # which reading its lines names
     try:
         return list(json.loads(text))

@@ -20,6 +20,8 @@ ENTRY_POINTS = "megatron_dpp.families"
 """Group of entry points by which an installed package adds families. Each names a module with
 ``FAMILY``, or a :class:`Family`."""
 FLAG = "--family-file"
+_SAID = 300
+"""Characters of an error of a file that are quoted."""
 
 
 @functools.cache
@@ -51,7 +53,7 @@ def _of_package(point: importlib.metadata.EntryPoint) -> Family:
     try:
         content = point.load()
     except Exception as error:  # another program's code raises anything
-        raise DataError(f"{where}: {type(error).__name__}: {one_line(error)}") from error
+        raise DataError(f"{where}: {type(error).__name__}: {one_line(error, _SAID)}") from error
     return _checked(getattr(content, "FAMILY", content), where)
 
 
@@ -68,7 +70,7 @@ def _of_file(path: Path) -> Family:
     except Exception as error:  # a user's code raises anything
         line = _line_of(error, path)
         raise DataError(
-            f"{where}: {type(error).__name__} in line {line}: {one_line(error)}"
+            f"{where}: {type(error).__name__} in line {line}: {one_line(error, _SAID)}"
         ) from error
     return _checked(_family_of(module), where)
 

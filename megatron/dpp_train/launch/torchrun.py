@@ -14,9 +14,11 @@ import sys
 import tempfile
 import threading
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import INTERRUPTED, DataError
+from megatron.dpp.locks import scratch_directory
 from megatron.dpp_train.checkpoint.files import find
 from megatron.dpp_train.launch.log_copy import LogWatch
 
@@ -100,8 +102,8 @@ def run() -> int:
             logging.CRITICAL
         )
     try:
-        with tempfile.TemporaryDirectory(prefix="torchrun_", ignore_cleanup_errors=True) as folder:
-            os.environ.setdefault("PET_LOG_DIR", folder)  # as --log-dir, which wins
+        with scratch_directory(Path(tempfile.gettempdir()), "torchrun_") as folder:
+            os.environ.setdefault("PET_LOG_DIR", str(folder))  # as --log-dir, which wins
             if "--standalone" in sys.argv:
                 _stay_on_this_host()
             else:

@@ -69,7 +69,7 @@ def read(path: str, task_name: str, world_size: int) -> RunConfig:
         content = json.loads(read_text(path, FLAG), object_hook=_tuple)
         task, settings = content["task"], content["settings"]
         config = RunConfig.of(settings, content["given"], content["parsed"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{FLAG} {path}: no settings of a run ({error!r})") from error
     if task != task_name:
         raise ConfigError(f"{FLAG} {path}: settings of pretrain_{task}.py")

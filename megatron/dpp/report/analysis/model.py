@@ -177,7 +177,7 @@ class IterationBuilder:
             current.waits.append(Wait(start, end, cause, args.get("detail", "")))
         elif cat == EventKind.SPAN:
             current.spans.append(Span(start, end, event["name"]))
-        else:
+        elif cat in (EventKind.SEND, EventKind.ARRIVAL):
             self._add_message(current, event, start, end)
 
     def _add_message(self, current: RankIteration, event: Event, start: int, end: int) -> None:
