@@ -51,6 +51,8 @@ this; of 16 and 64 a replay accessed memory that is not its own.
 
 GRAPHS_PAY_FROM = 0.75
 """Share of launching in the tasks' time from which ``cuda_graphs="auto"`` captures graphs."""
+POOL_GROWTH = 2.0
+"""Largest measured ratio of an activation's memory with graphs to that without."""
 
 _BUCKETS_FROM, _BUCKET_RATIO = 256, math.sqrt(2.0)
 """First length and growth of geometric buckets: 20 % of padding for lengths of fine-tuning, and 13

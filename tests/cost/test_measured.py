@@ -299,6 +299,19 @@ def test_graphs_are_taken_where_training_takes_them() -> None:
     assert not part_times(four_gpus(4096, DPP), H200).replayed
     assert part_times(four_gpus(4096, DPP), H200).between == 0  # launched ahead of the device
     assert "CUDA graphs" in lines(estimate(gpt_345m(PP2 + DPP), H200))[-1]
+
+
+def test_the_memory_of_graphs_has_a_line_before_a_run() -> None:
+    found = estimate(gpt_345m(PP2 + DPP), H200)
+    (line,) = [line for line in lines(found) if line.startswith("  CUDA graphs: ")]
+    most = max(found.slot_bytes)
+    assert most == found.ranks[0].activations == found.slot_bytes[0]
+    bound = 2 * most * 12 / (12 + 1.07)  # pools of twice what 12 layers keep without graphs
+    assert f"{most / 2**30:.2f} GiB of the activations of stage 0" in line
+    assert f"up to {bound / 2**30:.2f} GiB" in line and "--dpp-cuda-graphs off" in line
+    eager = estimate(gpt_345m(f"{PP2}{DPP}--dpp-cuda-graphs off "), H200)
+    assert max(eager.slot_bytes) == 0
+    assert not any("CUDA graphs" in line for line in lines(eager))
     assert gpt_345m(PP2).graphs == "off"  # static schedules are asked to
     assert gpt_345m(f"{PP2}--dpp-cuda-graphs on").graphs == "on"
     assert gpt_345m(f"{PP2}{ON}--recompute-activations").graphs == "on"

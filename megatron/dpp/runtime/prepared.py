@@ -8,10 +8,9 @@ from functools import partial
 
 import torch
 
-from megatron.dpp.config import GRAPHS_PAY_FROM, Backward, DppConfig
+from megatron.dpp.config import GRAPHS_PAY_FROM, POOL_GROWTH, Backward, DppConfig
 from megatron.dpp.core.expert_trace import traced_experts
 from megatron.dpp.core.graphs.capture import Capture
-from megatron.dpp.core.graphs.pools import POOL_GROWTH
 from megatron.dpp.core.graphs.slots import ChunkGraphs
 from megatron.dpp.core.memory import room
 from megatron.dpp.core.steps import Stage, StepCall

@@ -72,6 +72,7 @@ class Estimate:
         tokens_per_second: of all ranks together.
         flops_per_device: useful FLOP/s of a device at that rate.
         replayed: layers run as CUDA graphs.
+        slot_bytes: the part of each rank's activations that CUDA graphs reserve.
     """
 
     shape: RunShape
@@ -86,6 +87,7 @@ class Estimate:
     tokens_per_second: float
     flops_per_device: float
     replayed: bool
+    slot_bytes: tuple[float, ...]
 
     @property
     def peak_bytes(self) -> float:
@@ -118,6 +120,7 @@ def estimate(shape: RunShape, device: Device) -> Estimate:
         tokens_per_second=tokens / seconds,
         flops_per_device=per_token * tokens / seconds / shape.world_size,
         replayed=part_times(shape.slices[0], device).replayed,
+        slot_bytes=prediction.slot_bytes,
     )
 
 

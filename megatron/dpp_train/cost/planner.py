@@ -34,7 +34,7 @@ _WORTH = 0.002
 class Prediction:
     """A simulated iteration: times in seconds, memory in bytes by rank. ``bubble`` is the share of
     it that ranks wait, on average; ``key_bytes`` the part of ``peak_bytes`` that keys, values and
-    their gradients take.
+    their gradients take, ``slot_bytes`` that of CUDA graphs' slots.
     """
 
     layout: LayerLayout
@@ -44,6 +44,7 @@ class Prediction:
     peak_bytes: tuple[float, ...]
     bubble: float
     key_bytes: tuple[float, ...]
+    slot_bytes: tuple[float, ...]
 
 
 def from_run(measured: MeasuredCosts, layers: Sequence[int]) -> tuple[ModelCosts, float]:
@@ -126,7 +127,7 @@ class Planner:
             config.run(shape, self.model.costs(shape, layout.layers, seed)) for seed in self._seeds
         ]
         times = [self._whole(run) for run in runs]
-        peaks, keys = self._peak_bytes(layout, config, runs[0])
+        peaks, keys, slots = self._peak_bytes(layout, config, runs[0])
         return Prediction(
             layout,
             cap,
@@ -135,6 +136,7 @@ class Planner:
             peaks,
             statistics.fmean(1 - own / seconds for seconds, _, own in times),
             keys,
+            slots,
         )
 
     @property
@@ -350,8 +352,8 @@ class Planner:
 
     def _peak_bytes(
         self, layout: LayerLayout, config: ScheduleConfig, run: Result
-    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Peak memory of each rank, and what of it keys take."""
+    ) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+        """Peak memory of each rank, and what of it keys and slots take."""
         model, layers = self.model, layout.layers
         state = model.state_bytes(layers, self.num_ranks)
         slots = [0.0] * self.num_ranks
@@ -359,7 +361,7 @@ class Planner:
             model, numbers = model.without_layers(), self._num_slots(layout, config, run)
             slots = [n * self._slot_bytes(layers, rank) for rank, n in enumerate(numbers)]
         held, keys = zip(*self._held_bytes(model, layout, run), strict=True)
-        return tuple(map(sum, zip(state, held, slots, strict=True))), keys
+        return tuple(map(sum, zip(state, held, slots, strict=True))), keys, tuple(slots)
 
     def _num_slots(self, layout: LayerLayout, config: ScheduleConfig, run: Result) -> list[float]:
         """CUDA-graph slots of each rank. They are never freed, and the steps in which graphs are

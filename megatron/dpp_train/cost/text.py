@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from megatron.dpp.config import POOL_GROWTH
 from megatron.dpp.schedule import chosen_policy
+from megatron.dpp_train.cost.constants import GRAPH_LAYERS
 from megatron.dpp_train.cost.estimate import Estimate
 from megatron.dpp_train.cost.memory import (
     interleaving_factor,
@@ -110,6 +112,7 @@ def lines(found: Estimate) -> list[str]:
         f"  of {size(device.memory_bytes)} on {device.name}; activations by the published formula: "
         f"{_published(shape)}",
         _logits_line(shape),
+        *_graphs_line(found),
         "",
         _bubble_line(found),
         f"traffic       per rank and iteration: {_traffic(found)}",
@@ -118,6 +121,21 @@ def lines(found: Estimate) -> list[str]:
         f"products ({device.source}){graphs}",
     ]
     return table
+
+
+def _graphs_line(found: Estimate) -> list[str]:
+    """A line on the memory of CUDA graphs, where there are any."""
+    most = max(found.slot_bytes)
+    if not most:
+        return []
+    stage, shape = found.slot_bytes.index(most), found.shape
+    layers = max(shape.layers[stage :: shape.pipeline])
+    bound = most * POOL_GROWTH * layers / (layers + GRAPH_LAYERS)
+    return [
+        f"  CUDA graphs: {size(most)} of the activations of stage {stage}, never freed; up to "
+        f"{size(bound)} where pools grow as much as was ever measured; none with "
+        "--dpp-cuda-graphs off"
+    ]
 
 
 def _is_cut(shape: RunShape) -> bool:

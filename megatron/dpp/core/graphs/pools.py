@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-POOL_GROWTH = 2.0
-"""Largest measured ratio of an activation's memory with graphs to that without."""
+from megatron.dpp.config import POOL_GROWTH
 
 
 class Slot:
@@ -122,7 +121,7 @@ class Pools:
 
         Until that length has a slot it is estimated by the longest that has one, as bytes per row.
         What a pool takes beside its rows weighs more there, so the estimate is kept between
-        the memory that the activation takes without graphs and :data:`POOL_GROWTH` times as much.
+        the memory that the activation takes without graphs and ``POOL_GROWTH`` times as much.
 
         Args:
             eager: bytes of an activation of the longest microbatch without graphs; 0 where it
