@@ -266,6 +266,17 @@ def test_named_files_and_modules_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_usual_change_needs_more_than_three_files_of_code() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text.split("| a new |")[1].split("\n\n")[0]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| [")]
+    assert len(rows) == 10
+    for _, change, code, *_ in rows:
+        title, anchor = re.findall(r"\[(.+)\]\(#(.+)\)", change)[0]
+        assert f"###-{anchor}\n" in text.lower().replace(" ", "-"), title
+        assert len(code.split(",")) <= 3, title
+
+
 def test_named_imports_exist() -> None:
     line = re.compile(r"^ *(from megatron\.dpp\S* import .+)$", re.M)
     texts = ((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
