@@ -9,7 +9,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -71,12 +71,26 @@ class LossCheck:
         return None
 
 
+@dataclass(kw_only=True)
+class Progress:
+    """Counts of a run that its checkpoints hold among the arguments. A checkpoint without one gives
+    it its value here."""
+
+    consumed_train_samples: int = 0
+    skipped_train_samples: int = 0
+    consumed_valid_samples: int = 0
+
+
+PROGRESS = {each.name: each.default for each in fields(Progress)}
+"""Field of :class:`Progress` -> its value in a new run."""
+
+
 @dataclass
-class Run:
+class Run(Progress):
     """State that the parts of a training run share.
 
-    ``iteration`` and the sample counts are the run's progress, as checkpoints hold it;
-    ``flops_so_far`` counts floating point operations since iteration 0. ``args`` never change.
+    ``iteration`` is the run's progress, too; ``flops_so_far`` counts floating point operations
+    since iteration 0. ``args`` never change.
     """
 
     args: Args
@@ -88,9 +102,6 @@ class Run:
     cpu_support: Any = None
     loss_check: LossCheck = field(default_factory=LossCheck)
     iteration: int = 0
-    consumed_train_samples: int = 0
-    skipped_train_samples: int = 0
-    consumed_valid_samples: int = 0
     flops_so_far: float = 0.0
     started: float = field(default_factory=time.monotonic)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,8 @@ from megatron.dpp_train.checkpoint import files as files
 from megatron.dpp_train.checkpoint import loader
 from megatron.dpp_train.checkpoint.checkpointing import Checkpointer
 from megatron.dpp_train.model.build import Trainee
+from megatron.dpp_train.options.run_config import Settings
+from megatron.dpp_train.state import Progress
 from tests.checkpoint import shards
 
 ARGS = {
@@ -108,9 +109,9 @@ class Job:
         self._patch, self.folder = patch, folder
         self.events: list[str] = []
         self.run: Any = SimpleNamespace(
-            args=argparse.Namespace(**ARGS | {"save": str(folder)} | args),
+            args=Settings.of(ARGS | {"save": str(folder)} | args),
             rank=0, is_first=True, iteration=0, flops_so_far=0.0, say=self._say,
-            consumed_train_samples=0, skipped_train_samples=0, consumed_valid_samples=0,
+            **vars(Progress()),
         )  # fmt: skip
         self.chunks = [Chunk()]
         self.optimizer: Any = Optimizer(self.events)

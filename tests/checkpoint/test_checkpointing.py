@@ -252,11 +252,11 @@ def _progress(run: Any) -> tuple[float, ...]:
 def test_a_resumed_run_goes_on_where_it_was_and_a_finetuned_one_starts_anew(
     job: Job, form: str, finetune: bool
 ) -> None:
-    job.run.args.ckpt_format, job.run.args.rank = form, 5
+    job.run.args.ckpt_format, before_save = form, dict(vars(job.run.args), ckpt_format=form)
     job.run.consumed_train_samples, job.run.skipped_train_samples = 36, 4
     job.run.consumed_valid_samples, job.run.flops_so_far = 8, 2.5
     job.save(9)
-    assert job.run.args.rank == 5
+    assert vars(job.run.args) == before_save
     torch.manual_seed(1)
     before = torch.get_rng_state()
     resumed = job.next(finetune=finetune)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import math
@@ -16,6 +15,7 @@ import torch
 from megatron.dpp_train.loop import diagnostics
 from megatron.dpp_train.loop.diagnostics import Diagnostics
 from megatron.dpp_train.loop.logs import StepResult
+from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.state import note_progress
 
 
@@ -26,7 +26,7 @@ def run_of(said: list[str], **changes: Any) -> Any:
         "profile_step_start": 2, "profile_step_end": 4,
     }  # fmt: skip
     return SimpleNamespace(
-        args=argparse.Namespace(**args | changes), rank=0, iteration=0, is_first=False,
+        args=Settings.of(args | changes), rank=0, iteration=0, is_first=False,
         is_last=True, say_last=said.append,
     )  # fmt: skip
 

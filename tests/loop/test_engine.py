@@ -21,6 +21,7 @@ from megatron.dpp_train.loop.zero_engine import (
     accumulate,
     engine_settings,
 )
+from megatron.dpp_train.options.run_config import Settings
 
 
 class Engine:
@@ -69,7 +70,7 @@ ARGS = {
 
 
 def settings_of(**changes: Any) -> dict[str, Any]:
-    args: Any = argparse.Namespace(**ARGS | changes)
+    args: Any = Settings.of(ARGS | changes)
     return engine_settings(args)
 
 

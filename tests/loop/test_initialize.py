@@ -17,12 +17,13 @@ from torch.distributed import HashStore
 
 from megatron.dpp.errors import PeerDead
 from megatron.dpp_train import initialize as joining
+from megatron.dpp_train.options.run_config import Settings
 from tests.runtime.launcher import free_port
 
 ARGS = {
     "device": "cuda", "local_rank": None, "distributed_backend": "nccl",
     "gradient_accumulation_fusion": False, "variable_lengths": False,
-    "deterministic_mode": False, "world_size": 64, "use_nccl_ub": False, "async_save": False,
+    "deterministic_mode": False, "world_size": 64, "async_save": False,
     "nccl_ub": False, "use_persistent_ckpt_worker": False,
     "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3,
     "virtual_pipeline_model_parallel_size": 4, "context_parallel_size": 5,
@@ -66,7 +67,7 @@ def join(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, Any]:
         RerunMode=SimpleNamespace(DISABLED="disabled"),
     )
     monkeypatch.setattr(joining, "rerun_state_machine", machine)
-    args: Any = argparse.Namespace(**ARGS | changes)
+    args: Any = Settings.of(ARGS | changes)
     run = joining.initialize(args, 5)
     assert (run.args, run.rank) == (args, 5)
     given["run"] = run
@@ -147,7 +148,7 @@ def test_a_meeting_that_fails_names_who_has_not_come(monkeypatch: pytest.MonkeyP
     with monkeypatch.context() as patch:
         patch.setattr(joining, "rendezvous", lambda *_, **__: iter([(HashStore(), 5, 7)]))
         patch.setattr(joining.dist, "init_process_group", fail)
-        args: Any = argparse.Namespace(**ARGS | changes)
+        args: Any = Settings.of(ARGS | changes)
         with pytest.raises(PeerDead) as raised:
             joining.initialize(args, 5)
     said = str(raised.value)
@@ -164,7 +165,7 @@ def test_a_rank_0_that_never_comes_is_waited_for_as_long_as_the_flag_says(
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setattr(joining, "rendezvous", lambda *_, **__: pytest.fail("it tried itself"))
-    args: Any = argparse.Namespace(**ARGS | {"distributed_timeout_minutes": 0.01, "device": "cpu"})
+    args: Any = Settings.of(ARGS | {"distributed_timeout_minutes": 0.01, "device": "cpu"})
     said = r"MASTER_ADDR=127.0.0.1 MASTER_PORT=\d+: Connection refused: rank 0 has not come"
     with pytest.raises(PeerDead, match=said):
         joining.initialize(args, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,8 @@ import torch
 from megatron.dpp.sim.batches import BatchTokens
 from megatron.dpp_train.loop import logs
 from megatron.dpp_train.loop.logs import StepResult, TrainingLog
+from megatron.dpp_train.options.run_config import Settings
+from megatron.dpp_train.state import Progress
 from tests.loop.several import corpus
 from tests.runtime.launcher import REPOSITORY, run_ranks
 
@@ -98,8 +99,8 @@ class Log:
             "log_world_size_to_tensorboard": False, "log_memory_to_tensorboard": False,
         }  # fmt: skip
         self.run: Any = SimpleNamespace(
-            args=Namespace(**values | changes), iteration=0, consumed_train_samples=0,
-            skipped_train_samples=0, recorder=SimpleNamespace(scalars=dict),
+            args=Settings.of(values | changes), iteration=0, **vars(Progress()),
+            recorder=SimpleNamespace(scalars=dict),
             device=torch.device("cpu"), say_ends=self.lines.append,
             timers=lambda name: SimpleNamespace(elapsed=self._elapsed),
         )  # fmt: skip
@@ -148,9 +149,7 @@ def test_a_line_tells_of_the_iterations_since_the_last_one(monkeypatch: pytest.M
 
 def test_the_perplexity_of_a_large_loss_is_bounded() -> None:
     lines: list[str] = []
-    run: Any = SimpleNamespace(
-        args=Namespace(log_validation_ppl_to_tensorboard=False), say_last=lines.append
-    )
+    run: Any = SimpleNamespace(args=Settings(), say_last=lines.append)
     writers: Any = SimpleNamespace(add=lambda *_, **__: None, flush=lambda: None)
     losses = {"lm loss": torch.tensor(1000.0), "mtp loss": torch.tensor(0.0)}
     logs.print_evaluation(run, "the end", losses, writers)
@@ -168,8 +167,6 @@ def test_a_loss_that_is_no_number_is_counted_and_said(monkeypatch: pytest.Monkey
     assert "lm loss: NAN |" in log.lines[1] and "nan iterations:   1 " in log.lines[1]
     assert "lm loss: INF |" in log.lines[2] and "nan iterations:   1 " in log.lines[2]
     lines: list[str] = []
-    run: Any = SimpleNamespace(
-        args=Namespace(log_validation_ppl_to_tensorboard=False), say_last=lines.append
-    )
+    run: Any = SimpleNamespace(args=Settings(), say_last=lines.append)
     logs.print_evaluation(run, "the end", {"lm loss": torch.tensor(torch.nan)}, log.made.writers)
     assert "lm loss value: NAN | lm loss PPL: NAN" in lines[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from megatron.dpp_train.loop import logs
 from megatron.dpp_train.loop.writers import Writers
+from megatron.dpp_train.options.run_config import Settings
 from tests.loop.test_log import Log
 
 
@@ -32,10 +32,7 @@ def test_values_are_written_over_iterations_and_over_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", Board)
-    args = Namespace(
-        tensorboard_dir="there", tensorboard_queue_size=3, wandb_project=None,
-        mlflow_experiment=None, trackio_project=None,
-    )  # fmt: skip
+    args = Settings.of({"tensorboard_dir": "there", "tensorboard_queue_size": 3})
     run: Any = SimpleNamespace(args=args, is_last=True, iteration=7, consumed_train_samples=56)
     writers = Writers(run)
     board: Any = writers.board
@@ -123,7 +120,8 @@ def test_memory_is_written_by_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_evaluation_writes_its_perplexity_if_asked_to(perplexity: bool) -> None:
     written: list[tuple[str, bool]] = []
     run: Any = SimpleNamespace(
-        args=Namespace(log_validation_ppl_to_tensorboard=perplexity), say_last=lambda text: None
+        args=Settings.of({"log_validation_ppl_to_tensorboard": perplexity}),
+        say_last=lambda text: None,
     )
     writers: Any = SimpleNamespace(
         add=lambda name, value, *, samples=False: written.append((name, samples)),

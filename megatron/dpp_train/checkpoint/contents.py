@@ -19,7 +19,7 @@ from megatron.dpp_train.model.build import Trainee
 from megatron.dpp_train.model.fsdp import shards_keep_identity
 from megatron.dpp_train.optimizer.optimizer import fill_state
 from megatron.dpp_train.options.run_config import Settings
-from megatron.dpp_train.state import Run
+from megatron.dpp_train.state import PROGRESS, Run
 
 _VERSION = 3.0
 
@@ -112,9 +112,7 @@ class Contents:
         values = {
             **vars(run.args),
             "iteration": run.iteration,
-            "consumed_train_samples": run.consumed_train_samples,
-            "skipped_train_samples": run.skipped_train_samples,
-            "consumed_valid_samples": run.consumed_valid_samples,
+            **{name: getattr(run, name) for name in PROGRESS},
             "add_position_embedding": True,
             "rank": 0,
             "local_rank": 0,

@@ -32,6 +32,7 @@ from megatron.dpp_train.hf.load import fill
 from megatron.dpp_train.model.fsdp import as_shards
 from megatron.dpp_train.optimizer.optimizer import own_steps, steps_may_lack
 from megatron.dpp_train.options.run_config import Settings
+from megatron.dpp_train.state import PROGRESS
 
 _UNFIT = (dist_checkpointing.core.CheckpointingException, OSError, KeyError)
 _MISSING = "Missing key in checkpoint"
@@ -182,9 +183,8 @@ class Loader:
                 check_model(args, saved, found.path)
                 if line := other_slices(args, saved, found.path):
                     run.say(f"warning: {line}")
-                run.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
-                run.skipped_train_samples = getattr(saved, "skipped_train_samples", 0)
-                run.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
+                for name, new in PROGRESS.items():
+                    setattr(run, name, getattr(saved, name, new))
                 update_num_microbatches(run.consumed_train_samples)
         self.take_model(state, found)
         self.take_optimizer(state, found, wanted)
