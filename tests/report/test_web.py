@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,16 +33,18 @@ def monitor(*arguments: str, **settings) -> subprocess.Popen[str]:
 
 
 @pytest.fixture
-def page(tmp_path):
-    """A function that fetches from a live page of ``tmp_path``, which is made anew each time."""
+def page(tmp_path, monkeypatch):
+    """A function that fetches from a live page of ``tmp_path`` a second after the last time."""
     options = build_parser("monitor").parse_args(["--web", "--benchmark_dir", str(tmp_path)])
-    live = LivePage(options, 0.01)
+    live, now = LivePage(options, 0.01), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], strftime=time.strftime)
+    monkeypatch.setattr("megatron.dpp.report.web.time", clock)
     server = open_server(live, "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
 
     def fetch(path="/", method="GET", **headers):
-        live._due = 0.0  # else it rests ten times as long as it worked
+        now[0] += 1.0
         connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()

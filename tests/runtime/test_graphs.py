@@ -139,11 +139,16 @@ def test_a_slot_is_free_after_the_weight_gradients_of_its_last_layer(chunk: Chun
     assert free == [0, 0, 1]
 
 
-def test_only_lengths_that_can_be_attended_to_stay(chunk: Chunk) -> None:
-    rows = graphs.ENGINE_ROWS
+def test_only_lengths_that_can_be_attended_to_stay(
+    chunk: Chunk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, kept = graphs.ENGINE_ROWS, list[Any]()
+    monkeypatch.setattr(graphs, "Pools", lambda *given: kept.append(given[1]) or Pools(*given))
+    chunk.engine = type("Linear", (torch.nn.Linear,), {"__module__": "transformer_engine"})(1, 1)
     made, _ = graphs_of(chunk, rows=(rows, rows + 1))
-    made._by_engine = True
-    assert made._attends(torch.empty(SHAPE)) and list(made._rows) == [rows]
+    with made.bound(torch.empty(SHAPE)):
+        pass
+    assert kept == [[rows]]
 
 
 def test_an_argument_that_changed_in_place_counts_and_gradients_are_the_callers(
