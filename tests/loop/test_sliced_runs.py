@@ -20,6 +20,11 @@ CHATS = (
 )
 SLICED = "--dpp-slice-tokens 64"
 REPLICAS = "--use-distributed-optimizer --optimizer adam --adam-eps 0.1"
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --disable-bias-linear "
+    "--no-bias-gelu-fusion --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0"
+)
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 ORDERS = {
     "static": f"{SLICED} --dpp-policy megatron --no-dpp-split-backward",
     "dynamic": SLICED,
@@ -67,8 +72,10 @@ def test_slices_train_as_whole_sequences_do(tmp_path: Path) -> None:
         "--train-iters 6 --num-virtual-stages-per-pipeline-rank 2 --packing even --num-layers 4",
         "--train-iters 6 --tensor-model-parallel-size 2 --sequence-parallel --packing even",
         f"--train-iters 6 --packing even {REPLICAS}",
+        f"--train-iters 6 --packing even {EXPERTS}",
+        f"--train-iters 6 {RECOMPUTE}",
     ],
-    ids=["packed", "per token", "two chunks", "tensor", "replicas"],
+    ids=["packed", "per token", "two chunks", "tensor", "replicas", "experts", "recompute"],
 )
 def test_sliced_layouts_train_as_whole_sequences_do(tmp_path: Path, more: str) -> None:
     num_ranks = 4 if "tensor" in more or "distributed" in more else 2

@@ -12,6 +12,7 @@ from megatron.dpp.report.reader import open_run
 from megatron.dpp.report.report_command import main as report
 from megatron.dpp_train.cost.plan_command import main as plan
 from tests.loop.several import train_each
+from tests.loop.test_sliced_runs import EXPERTS, REPLICAS, check_equal, check_near
 
 LAYOUT = (
     "--pipeline-model-parallel-size 2 --train-iters 4 --num-layers 4 --hidden-dropout 0 "
@@ -62,3 +63,28 @@ def check_reports(traced: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert '"0B11 s3/3"' in (traced / "all.json").read_text()
     assert plan([str(traced), "--num-layers", "4", "--microbatches", "4"]) == 1
     assert "sequences ran in slices" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(
+    ("num_ranks", "more"),
+    [
+        (4, f"{EXPERTS} --expert-model-parallel-size 2"),
+        (4, f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel"),
+        (2, f"{EXPERTS} --num-virtual-stages-per-pipeline-rank 2"),
+        (2, "--recompute-granularity selective"),
+        (4, f"{REPLICAS} --recompute-granularity selective"),
+    ],
+    ids=["shared experts", "tensor", "two chunks", "recompute", "replicas"],
+)
+def test_layouts_in_slices_follow_uncut_training(tmp_path: Path, num_ranks: int, more: str) -> None:
+    cut = f"{LAYOUT} {more} --use-dpp --dpp-slice-tokens 6"
+    runs = {
+        "uncut": f"{LAYOUT} {more}",
+        "dynamic": f"{cut} --dpp-inject delay:4ms",
+        "static": f"{cut} --dpp-policy megatron --no-dpp-split-backward",
+    }
+    found = train_each(tmp_path, num_ranks, runs, timeout=250)
+    check_equal(found, ("static", "dynamic"))
+    check_near(found["uncut"], found["dynamic"])

@@ -2,68 +2,104 @@
 
 from __future__ import annotations
 
-import argparse
 import re
-from typing import Any
 
 import pytest
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.launch.estimate_command import main as estimate
-from megatron.dpp_train.options.validate_slices import check_slices
+from megatron.dpp_train.options.arguments import parse_args, warnings_of
+from megatron.dpp_train.options.run_config import RunConfig
+from megatron.dpp_train.options.validate import validate
 from megatron.dpp_train.preflight.check import BAD_INPUT
 
+MODEL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8192 --vocab-size 100 "
+    "--max-position-embeddings 8192 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 "
+    "--tokenizer-type NullTokenizer --train-iters 1 --eval-iters 0 --transformer-impl local "
+    "--device cpu --position-embedding-type rope --disable-bias-linear --no-bias-gelu-fusion "
+)
+FIXED, CHATS = "--mock-data ", "--sft --data-path x "
+EXPERTS = "--num-experts 4 --moe-token-dispatcher-type alltoall "
+PIPELINE = "--use-dpp --pipeline-model-parallel-size 2 "
 
-def checked(**changes: Any) -> Any:
-    """Settings of a run over chats with slices of 4,096 tokens, checked."""
-    usual = {
-        "dpp_slice_tokens": "4096", "use_dpp": True, "variable_lengths": True,
-        "micro_batch_size": 1, "dpp_length_buckets": "off", "order": "drawn", "num_experts": None,
-        "expert_model_parallel_size": 1, "data_parallel_size": 2, "dpp_cuda_graphs": "auto",
-        "moe_router_load_balancing_type": "aux_loss", "length_multiple": 4, "given": {},
-        "context_parallel_size": 1, "mtp_num_layers": None, "multi_latent_attention": False,
-        "window_size": None, "reset_attention_mask": False,
-        "pipeline_model_parallel_size": 2, "fine_grained_activation_offloading": False,
-    }  # fmt: skip
-    args = argparse.Namespace(**usual | changes)
-    check_slices(args)  # type: ignore[arg-type]
-    return args
+
+def checked(more: str, world: int = 4, slices: str = "4096") -> RunConfig:
+    """The settings of a run in slices, checked."""
+    return validate(parse_args(f"{MODEL} --dpp-slice-tokens {slices} {more}".split()), world)
 
 
 def test_the_trainer_cuts_sequences_of_unlike_length_alone() -> None:
-    assert checked().slice_tokens == 4096
-    assert checked(dpp_slice_tokens="auto").slice_tokens == 0
-    alone = {"use_dpp": False, "pipeline_model_parallel_size": 1}
-    for changes in ({"variable_lengths": False}, alone, {"dpp_slice_tokens": "off"}):
-        assert checked(**changes).slice_tokens is None
+    assert checked(PIPELINE + CHATS).slice_tokens == 4096
+    assert checked(PIPELINE + CHATS, slices="auto").slice_tokens == 0
+    assert checked(PIPELINE + CHATS, slices="off").slice_tokens is None
+    for more in (PIPELINE + FIXED, CHATS):
+        assert checked(more).slice_tokens is None
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("more", "said"),
     [
-        ({"context_parallel_size": 2}, "with --context-parallel-size: keys would cross ranks"),
-        ({"mtp_num_layers": 1}, "--mtp-num-layers: it predicts tokens of the next slice"),
-        ({"multi_latent_attention": True}, "--multi-latent-attention: its keys"),
-        ({"use_dpp": False}, "4096 needs the dynamic schedule: static ones run whole"),
-        ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading: act"),
-        ({"reset_attention_mask": True}, "--reset-attention-mask: a slice attends to all keys"),
-        ({"window_size": (8, 0)}, "--window-size: a slice attends to all keys"),
-        ({"dpp_cuda_graphs": "on"}, "--dpp-cuda-graphs on: keys grow"),
-        ({"num_experts": 4, "moe_router_load_balancing_type": ["seq_aux_loss"]},
+        (FIXED + "--context-parallel-size 2", "with --context-parallel-size 2: keys would cross"),
+        (FIXED + "--mtp-num-layers 1", "--mtp-num-layers 1: it predicts tokens of the next slice"),
+        (FIXED + "--fine-grained-activation-offloading", "--fine-grained-activation-offloading"),
+        (FIXED + "--reset-attention-mask", "--reset-attention-mask: a slice attends to all keys"),
+        (FIXED + "--window-size 8,0", "--window-size 8,0: a slice attends to all keys"),
+        (FIXED + "--softmax-type learnable", "--softmax-type learnable: the kernels of slices"),
+        (FIXED + "--qk-clip", "--qk-clip: it reads the scores"),
+        (FIXED + "--fp8-dot-product-attention", "--fp8-dot-product-attention: keys of earlier"),
+        (FIXED + "--fp8-multi-head-attention", "--fp8-multi-head-attention: keys of earlier"),
+        (FIXED + "--experimental-attention-variant gated_delta_net",
+         "--experimental-attention-variant gated_delta_net: its attention is not plain"),
+        (FIXED + "--multi-latent-attention", "--multi-latent-attention"),
+        (FIXED + "--dpp-cuda-graphs on", "--dpp-cuda-graphs on: keys grow"),
+        (FIXED + EXPERTS + "--moe-router-load-balancing-type seq_aux_loss",
          "--moe-router-load-balancing-type seq_aux_loss, which needs all slices"),
-        ({"num_experts": 4, "expert_model_parallel_size": 2},
+        (FIXED + EXPERTS + "--moe-router-load-balancing-type global_aux_loss",
+         "--moe-router-load-balancing-type global_aux_loss, which needs all slices"),
+        (CHATS + EXPERTS + "--expert-model-parallel-size 2",
          "--expert-model-parallel-size 2 over replicas of unlike lengths"),
-        ({"micro_batch_size": 2}, "--micro-batch-size 2: a sequence that is cut"),
-        ({"given": {"packing_budget": "--packing-budget"}}, "--packing-budget: rows of packed"),
-        ({"dpp_length_buckets": "geometric"}, "--dpp-length-buckets geometric"),
-        ({"order": "planned"}, "--order planned, whose planner knows no slices"),
-        ({"dpp_slice_tokens": "1000"}, "slices of 1000 tokens: expected a multiple of 64"),
-        ({"length_multiple": 3}, "slices of 4096 tokens: expected a multiple of 192"),
+        (CHATS + "--micro-batch-size 2", "--micro-batch-size 2: a sequence that is cut"),
+        (CHATS + "--packing even --packing-budget 9000", "--packing-budget: rows of packed"),
+        (CHATS + "--dpp-length-buckets geometric", "--dpp-length-buckets geometric"),
+        (CHATS + "--order planned", "--order planned, whose planner knows no slices"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_with_slices_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_what_does_not_go_with_slices_is_refused(more: str, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
-        checked(**changes)
+        checked(PIPELINE + more)
+
+
+def test_slices_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ConfigError, match="4096 needs the dynamic schedule: static ones run whole"):
+        checked("--pipeline-model-parallel-size 2 " + FIXED)
+    with pytest.raises(ConfigError, match="slices of 1000 tokens: expected a multiple of 64"):
+        checked(PIPELINE + CHATS, slices="1000")
+    tensor = "--tensor-model-parallel-size 4 --sequence-parallel --seq-length 8184 "
+    assert checked(PIPELINE + CHATS + tensor, world=8).slice_tokens == 4096
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        FIXED + EXPERTS + "--expert-model-parallel-size 2",
+        CHATS + EXPERTS,
+        FIXED + "--tensor-model-parallel-size 2 --sequence-parallel",
+        CHATS + "--use-distributed-optimizer",
+        FIXED + "--num-virtual-stages-per-pipeline-rank 2",
+        *(FIXED + f"--recompute-granularity {how}" for how in (
+            "selective", "full --recompute-method uniform --recompute-num-layers 1")),
+    ],
+)  # fmt: skip
+def test_what_goes_with_slices_is_not_refused(more: str) -> None:
+    assert checked(PIPELINE + more).dpp_slice_tokens == "4096"
+
+
+def test_a_capacity_of_experts_is_that_of_a_slice_and_said_so() -> None:
+    more = PIPELINE + FIXED + EXPERTS + "--moe-expert-capacity-factor 1.5"
+    (said,) = warnings_of(checked(more))
+    assert said.startswith("--moe-expert-capacity-factor 1.5 counts the tokens of a slice with")
+    assert warnings_of(checked(more, slices="off")) == []
 
 
 def estimated(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -140,7 +140,7 @@ def _yaml_path(argv: list[str]) -> str | None:
 def warnings_of(args: RunConfig) -> list[str]:
     """A line for every given flag without effect."""
     lines = [f"{args.given[name]} has no effect" for name in WITHOUT_EFFECT if name in args.given]
-    lines += _skipped_by_loss_scale(args)
+    lines += [*_skipped_by_loss_scale(args), *_dropped_in_slices(args)]
     for field in option_fields():
         flag = args.given.get(f"dpp_{field.name}")
         why = _why_idle(args, field) if flag else None
@@ -164,6 +164,19 @@ def _skipped_by_loss_scale(args: RunConfig) -> list[str]:
         f"--initial-loss-scale {args.initial_loss_scale:.0f}: each iteration that overflows is "
         f"skipped and halves it, up to {skipped} of {args.train_iters}; --initial-loss-scale "
         f"{_USUAL_LOSS_SCALE} suits short runs"
+    ]
+
+
+def _dropped_in_slices(args: RunConfig) -> list[str]:
+    """A line where experts count their capacity in slices."""
+    if not (args.use_dpp and args.num_experts and args.moe_expert_capacity_factor):
+        return []
+    if args.dpp_slice_tokens == "off":
+        return []
+    return [
+        f"--moe-expert-capacity-factor {args.moe_expert_capacity_factor} counts the tokens of a "
+        f"slice with --dpp-slice-tokens {args.dpp_slice_tokens}: experts drop other tokens than "
+        "those of whole sequences, so losses are not theirs"
     ]
 
 

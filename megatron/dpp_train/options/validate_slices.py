@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.dpp.errors import require
 from megatron.dpp.naming import flag_name
 from megatron.dpp.sim.slices import check_slice_tokens
@@ -12,6 +14,11 @@ _REFUSED = {
     "mtp_num_layers": (None, "it predicts tokens of the next slice"),
     "multi_latent_attention": (False, "its keys would take ten times the memory"),
     "window_size": (None, "a slice attends to all keys before it"),
+    "softmax_type": ("vanilla", "the kernels of slices know no further logits"),
+    "qk_clip": (False, "it reads the scores of whole sequences"),
+    "experimental_attention_variant": (None, "its attention is not plain causal attention"),
+    "fp8_dot_product_attention": (False, "keys of earlier slices would have another scale"),
+    "fp8_multi_head_attention": (False, "keys of earlier slices would have another scale"),
     "reset_attention_mask": (False, "a slice attends to all keys before it"),
     "fine_grained_activation_offloading": (False, "activations of slices stay on the device"),
 }
@@ -55,7 +62,8 @@ def check_slices(args: Settings) -> None:
         return
     for name, (usual, why) in _REFUSED.items():
         found = getattr(args, name)
-        require(found in (usual, None), f"{what} does not go with {flag_name(name)}: {why}")
+        given = f"{flag_name(name)}{'' if found is True else f' {_as_given(found)}'}"
+        require(found in (usual, None), f"{what} does not go with {given}: {why}")
     require(
         args.dpp_cuda_graphs != "on",
         f"{what} does not go with --dpp-cuda-graphs on: keys grow from slice to slice. Leave it "
@@ -74,6 +82,10 @@ def check_slices(args: Settings) -> None:
         args.slice_tokens = 0 if asked == "auto" else int(asked)
         if args.slice_tokens:
             check_slice_tokens(args.slice_tokens, args.length_multiple)
+
+
+def _as_given(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def _check_unlike(args: Settings, what: str) -> None:
