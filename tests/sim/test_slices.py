@@ -20,6 +20,7 @@ from megatron.dpp.sim.slices import (
     groups_of,
     ordered,
     row_cost,
+    tokens_for,
 )
 from megatron.dpp.sim_command import main
 from megatron.dpp.slice_sizes import auto_tokens
@@ -149,3 +150,14 @@ def test_the_command_compares_cut_and_uncut_batches(capsys):
 def test_a_comparison_that_cannot_be_is_refused(capsys, flags, why):
     assert main(flags) == 2
     assert why in capsys.readouterr().err
+
+
+def test_measured_costs_tell_the_smallest_slice_of_auto() -> None:
+    """Its fixed time is 3 % of the cheapest task's."""
+    assert tokens_for(10**4, 4, LengthCosts.transformer()) == 2048
+    costs = LengthCosts(fixed=3.0, per_token=(0.2, 0.4, 0.1))
+    assert costs.least_slice == 1000 and tokens_for(10**4, 4, costs) == 1024
+    assert tokens_for(10**6, 4, costs) == 4096
+    slow = LengthCosts(fixed=30.0, per_token=(0.2, 0.4, 0.0))
+    assert slow.least_slice == 5000 and tokens_for(10**6, 4, slow) == 5056
+    assert tokens_for(10**6, 4, slow, asked=256) == 256

@@ -14,8 +14,7 @@ from megatron.dpp.errors import ConfigError, DataError, core_setting
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.orders import OrderPlanner, PlannedOrder
 from megatron.dpp.sim.packing import balance, orders, pack
-from megatron.dpp.sim.slices import Row, cut
-from megatron.dpp.slice_sizes import auto_tokens
+from megatron.dpp.sim.slices import Row, cut, tokens_for
 
 ORDERS = ("drawn", "ascending", "small-big-small", "planned")
 """Orders of a replica's microbatches."""
@@ -123,7 +122,9 @@ def cut_batch(lengths: Sequence[int], settings: BatchSettings) -> list[list[Row]
     """
     costs, total = settings.costs, sum(lengths) // settings.num_replicas
     multiple = settings.length_multiple
-    tokens = settings.slices or auto_tokens(total, settings.num_ranks, multiple=multiple)
+    tokens = tokens_for(
+        total, settings.num_ranks, costs, asked=settings.slices or 0, multiple=multiple
+    )
     found = []
     for given in balance([costs.total([length]) for length in lengths], settings.num_replicas):
         rows = cut(

@@ -20,7 +20,7 @@ from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.packing import orders, pack
 from megatron.dpp.sim.result import Result
 from megatron.dpp.sim.schedules import ScheduleConfig
-from megatron.dpp.slice_sizes import ROUNDING, WHOLE_UP_TO
+from megatron.dpp.slice_sizes import LEAST_TOKENS, ROUNDING, WHOLE_UP_TO, auto_tokens
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,20 @@ def cut(
     if drawn:
         return sorted(found, key=lambda row: row.sequences)
     return sorted(found, key=lambda row: -row_cost(row, costs))
+
+
+def tokens_for(
+    total: int, num_ranks: int, costs: LengthCosts, *, asked: int = 0, multiple: int = 1
+) -> int:
+    """Most tokens of a slice of a replica's batch of ``total`` tokens.
+
+    Args:
+        costs: of which the smallest slice that pays follows, where a task's fixed time is known.
+        asked: in the place of a choice, unless 0.
+        multiple: ranks that share a sequence.
+    """
+    least = costs.least_slice or LEAST_TOKENS
+    return asked or auto_tokens(total, num_ranks, least=least, multiple=multiple)
 
 
 def longest_unit(tokens: int, multiple: int = 1) -> int:

@@ -26,7 +26,6 @@ from megatron.dpp.errors import DataError
 from megatron.dpp.sim import slices
 from megatron.dpp.sim.batches import BatchPlans, BatchSettings
 from megatron.dpp.sim.orders import OrderPlanner, PipelineModel
-from megatron.dpp.slice_sizes import auto_tokens
 from megatron.dpp.trace.step_lengths import FILE, StepLengths, write_step
 from megatron.dpp_train.cost.flops import length_costs
 from megatron.dpp_train.data.sequence_files import answers_prefix, keeps_answers
@@ -274,8 +273,8 @@ def longest_unit(args: RunConfig) -> int:
     longest = longest_microbatch(args)
     if args.slice_tokens is None:
         return longest
-    multiple = args.length_multiple
-    most = args.slice_tokens or auto_tokens(sys.maxsize, 1, multiple=multiple)
+    multiple, costs = args.length_multiple, length_costs(args)
+    most = slices.tokens_for(sys.maxsize, 1, costs, asked=args.slice_tokens, multiple=multiple)
     return min(longest, slices.longest_unit(most, multiple))
 
 
