@@ -53,6 +53,8 @@ def test_each_call_has_the_policy_that_it_asks_for() -> None:
 def test_only_a_policy_that_holds_all_waits_for_a_cap_in_bytes(policy: str) -> None:
     """Until the first step has measured activations; the others run from the start."""
     made = decisions(policy=policy, activation_cap="1GiB")
+    counted = decisions(policy=policy, activation_cap="100p")
+    assert counted.scheduler(TRAINING, backward=FUSED).policy is BUILT_IN[policy]
     first = "depth-first" if policy in HOLDS_ALL else policy
     assert made.scheduler(TRAINING, backward=FUSED).policy is BUILT_IN[first]
     made.measured(Memory(activation_bytes=1 << 20, deferred_bytes=0))
@@ -105,14 +107,6 @@ def test_the_static_peak_of_the_last_rank_is_that_with_its_head(announced: bool)
         )
         assert cap == expected
     assert caps[1] > caps[0]
-
-
-def test_a_policy_that_holds_all_waits_only_for_bytes_to_be_measured() -> None:
-    for cap, policy in (("100p", "breadth-first"), ("1GiB", "depth-first")):
-        made = decisions(policy="breadth-first", activation_cap=cap)
-        assert made.scheduler(TRAINING, backward=FUSED).policy is BUILT_IN[policy]
-    made.measured(Memory(activation_bytes=1024, deferred_bytes=0))
-    assert made.scheduler(TRAINING, backward=FUSED).policy is BUILT_IN["breadth-first"]
 
 
 def test_the_head_takes_room_beside_deferred_weight_gradients_alone() -> None:

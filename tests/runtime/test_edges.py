@@ -10,7 +10,6 @@ import torch
 
 from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.core import rng
-from megatron.dpp.core.boundary import Tokens
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, PeerDead
 from megatron.dpp.runtime.base import PipelineSchedule
@@ -33,23 +32,6 @@ def test_a_rank_between_a_live_and_a_gone_neighbour_names_the_gone_one() -> None
     with pytest.raises(PeerDead, match=r"microbatch 0 of iteration 0 \(backward of chunk 0"):
         executor.run()
     assert [str(action) for action in executor.actions] == ["0F0"]
-
-
-@pytest.mark.parametrize(
-    ("tensors", "hidden", "tokens"),
-    [
-        (torch.zeros(6, 2, 8), 8, 12),
-        (torch.zeros(6, 8), 8, 6),
-        (torch.zeros(8), 8, None),
-        (torch.zeros(6, 2, 4), 8, None),
-        (torch.zeros(6, 2, 8), 0, None),
-        ([torch.zeros(6, 2, 8)], 8, None),
-    ],
-)
-def test_tokens_are_counted_in_hidden_states_alone(
-    tensors: Any, hidden: int, tokens: int | None
-) -> None:
-    assert Tokens(16, hidden).count(tensors) == tokens
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,9 @@ def test_an_evaluation_is_bounded_by_tokens(
 def test_tokens_of_a_boundary() -> None:
     tokens = Tokens(largest=32, hidden=8)
     assert tokens.count(torch.zeros(5, 2, 8)) == 10
-    assert tokens.count(torch.zeros(5, 2, 4)) is None, "no hidden states"
+    assert tokens.count(torch.zeros(6, 8)) == 6
+    for other in (torch.zeros(5, 2, 4), torch.zeros(8)):
+        assert tokens.count(other) is None, "no hidden states"
     assert tokens.count(torch.zeros([])) is None, "a loss"
     assert tokens.count([torch.zeros(5, 2, 8)]) is None
     assert Tokens(largest=32, hidden=0).count(torch.zeros(5, 2, 8)) is None
