@@ -22,9 +22,9 @@ import harness
 
 from megatron.dpp.errors import ConfigError, exit_with
 from megatron.dpp_train.cost.flops import flops_per_iteration
+from megatron.dpp_train.launch.checked import checked
 from megatron.dpp_train.launch.flags import model_flags
 from megatron.dpp_train.launch.main import Plan, plan
-from megatron.dpp_train.launch.settle import checked
 
 _WARM_UP = 8
 """Iterations that are not counted: graphs are captured in iterations 3 and 4."""

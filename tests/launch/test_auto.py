@@ -11,11 +11,11 @@ import pytest
 from megatron.dpp_train.cost.estimate import estimate
 from megatron.dpp_train.cost.shape import RunShape
 from megatron.dpp_train.launch import auto, cli
+from megatron.dpp_train.launch.checked import shape_from
 from megatron.dpp_train.launch.layout import Layout
 from megatron.dpp_train.launch.main import find_setting, plain_shape, plan
 from megatron.dpp_train.launch.nodes import find_nodes
 from megatron.dpp_train.launch.resolve import Setting, base_flags
-from megatron.dpp_train.launch.settle import shape_from
 from megatron.dpp_train.launch.start import prepare
 from megatron.dpp_train.options.arguments import parse_args
 from tests.launch.test_train import H200

@@ -12,11 +12,11 @@ import torch
 
 from megatron.dpp_train.cost.device import known_gpu
 from megatron.dpp_train.launch import cli
+from megatron.dpp_train.launch.checked import checked
 from megatron.dpp_train.launch.layers import default_layers
 from megatron.dpp_train.launch.main import main, plan
 from megatron.dpp_train.launch.resolve import Setting, asked_layout, base_flags, resolve
 from megatron.dpp_train.launch.scripts import RECIPES
-from megatron.dpp_train.launch.settle import checked
 from megatron.dpp_train.options.arguments import parse_args
 from tests.conftest import REPOSITORY
 

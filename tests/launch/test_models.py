@@ -11,9 +11,9 @@ from megatron.dpp.errors import DataError
 from megatron.dpp_train.cost.memory import model_parameters
 from megatron.dpp_train.families import find_families
 from megatron.dpp_train.hf import Sizes, num_parameters
+from megatron.dpp_train.launch.checked import shape_from
 from megatron.dpp_train.launch.flags import MODELS, model_flags
 from megatron.dpp_train.launch.main import plan
-from megatron.dpp_train.launch.settle import shape_from
 
 PARAMETERS = {
     "gpt2": ("gpt2", 124_439_808),

@@ -18,12 +18,12 @@ from megatron.dpp_train.cost.device import gpu_device
 from megatron.dpp_train.cost.memory import model_parameters
 from megatron.dpp_train.cost.planned import take_plan
 from megatron.dpp_train.launch import cli
+from megatron.dpp_train.launch.checked import checked, shape_from
 from megatron.dpp_train.launch.flags import MODELS, model_flags, to_argv
 from megatron.dpp_train.launch.layout import Layout
 from megatron.dpp_train.launch.main import main, plan
 from megatron.dpp_train.launch.nodes import find_nodes
 from megatron.dpp_train.launch.resolve import Setting, base_flags, resolve
-from megatron.dpp_train.launch.settle import checked, shape_from
 from megatron.dpp_train.launch.start import prepare
 from megatron.dpp_train.options.arguments import parse_args, warnings_of
 from megatron.dpp_train.preflight.check import build_vocabulary

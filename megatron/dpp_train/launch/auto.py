@@ -19,6 +19,7 @@ from megatron.dpp_train.cost.estimate import Estimate, estimate, least_seconds
 from megatron.dpp_train.cost.memory import least_bytes
 from megatron.dpp_train.cost.shape import RunSchedule, RunShape
 from megatron.dpp_train.cost.text import size
+from megatron.dpp_train.launch.checked import checked, plan_flags, shape_from, with_plan
 from megatron.dpp_train.launch.flags import Flags
 from megatron.dpp_train.launch.layout import Layout, nearest_multiple, possible_layouts
 from megatron.dpp_train.launch.resolve import (
@@ -29,7 +30,6 @@ from megatron.dpp_train.launch.resolve import (
     is_planned,
     resolve,
 )
-from megatron.dpp_train.launch.settle import checked, plan_flags, shape_from, with_plan
 from megatron.dpp_train.preflight.files import check_start
 
 _USABLE = 0.92

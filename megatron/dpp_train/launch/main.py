@@ -22,6 +22,7 @@ from megatron.dpp_train.cost.planned import SHAPES
 from megatron.dpp_train.cost.shape import RunShape
 from megatron.dpp_train.cost.text import lines, size
 from megatron.dpp_train.launch import auto, cli
+from megatron.dpp_train.launch.checked import checked, planned, shape_from
 from megatron.dpp_train.launch.flags import Flags, check_known, from_argv, whole
 from megatron.dpp_train.launch.job import find_job, is_dry_run, launch, refuse_taken
 from megatron.dpp_train.launch.layout import Layout, nearest_multiple
@@ -36,7 +37,6 @@ from megatron.dpp_train.launch.resolve import (
     resolve,
     shard_of,
 )
-from megatron.dpp_train.launch.settle import checked, settled, shape_from
 from megatron.dpp_train.launch.start import (
     data_notes,
     describe_tokens,
@@ -210,8 +210,8 @@ def _check_free(options: argparse.Namespace, flags: Flags) -> None:
 def _fitting(
     options: argparse.Namespace, asked: Resolved, flags: Flags, setting: Setting
 ) -> tuple[Resolved, Resolved, Estimate]:
-    """The fastest form of a run that fits: as asked for, settled, and its estimate. Where none
-    does, a ConfigError names the nearest."""
+    """The fastest form of a run that fits: as asked for, with its layers planned, and its estimate.
+    Where none does, a ConfigError names the nearest."""
     memory, fitting, needs = setting.device.memory_bytes, [], []
     for form in forms(asked, setting):
         try:
@@ -221,7 +221,7 @@ def _fitting(
                 raise
             continue  # what was asked for may run, in no other form
         if needs[-1] <= memory:
-            resolved = settled(form, setting)
+            resolved = planned(form, setting)
             found = estimate(shape_from(resolved, setting), setting.device)
             needs[-1] = found.peak_bytes
             if needs[-1] <= memory:

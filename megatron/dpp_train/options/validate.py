@@ -2,7 +2,7 @@
 flag.
 
 :func:`validate` runs on every rank, before any process group exists. It imports neither torch nor
-megatron-core. ``train.configs.settled`` turns names of dtypes into dtypes and
+megatron-core. ``model.configs.settled`` turns names of dtypes into dtypes and
 switches kernels off that are missing.
 """
 

@@ -32,7 +32,7 @@ def checked(resolved: Resolved, setting: Setting) -> RunConfig:
     return args
 
 
-def settled(resolved: Resolved, setting: Setting) -> Resolved:
+def planned(resolved: Resolved, setting: Setting) -> Resolved:
     """The same run with the planned layout in the place of ``--dpp-plan``, so that not every rank
     plans it again.
 
@@ -46,7 +46,7 @@ def settled(resolved: Resolved, setting: Setting) -> Resolved:
 
 
 def plan_flags(resolved: Resolved, setting: Setting) -> Flags:
-    """The flags that ``--dpp-plan`` leads to; raises as :func:`settled`."""
+    """The flags that ``--dpp-plan`` leads to; raises as :func:`planned`."""
     args, _ = preflight.build_vocabulary(checked(resolved, setting))
     args = take_plan(args)
     return {
