@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -14,7 +17,7 @@ from tests.runtime.launcher import REPOSITORY
 FETCHES = """
 import sys
 {first}
-loaded = sorted({{"torch", "megatron.core"}} & sys.modules.keys())
+loaded = sorted({{"torch", "megatron.core"}} & sys.modules.keys() - already)
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel import schedules
 {then}
@@ -25,41 +28,100 @@ from megatron.dpp import plugin
 print(plugin.is_installed())
 """
 """A host that imports the function by name, before it is called."""
+FORKS = """
+import os, sys, traceback
+import megatron.core.pipeline_parallel
+already = {"torch", "megatron.core"}
+for name in [name for name in sys.modules if name.startswith(f"{megatron.core.__name__}.pipe")]:
+    del sys.modules[name]
+while asked := sys.stdin.readline():
+    code, environment = eval(asked)
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.dup2(writing, 1)
+        os.dup2(writing, 2)
+        os.environ.update(environment)
+        try:
+            exec(code)
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as said:
+        print(repr(said.read()), flush=True)
+    os.wait()
+"""
+"""A process that has imported megatron-core but for its schedules, which takes seconds, and forks
+one for each host."""
 NAMED = "import megatron.dpp.autoload"
 DYNAMIC = ["[] Plugin.run", "True"]
 STATIC = ["[] forward_backward_no_pipelining", "False"]
 
 
-def fetched(first: str = NAMED, then: str = "", python: str = sys.executable, **more: str) -> str:
-    """The output of a process that fetches megatron-core's schedule."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("DPP_")}
+def environment(**more: str) -> dict[str, str]:
+    """The environment of a host, without the test's own settings."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("DPP_")}
     path = os.pathsep.join([str(REPOSITORY), *sys.path])
+    return {**own, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", **more}
+
+
+def fresh(code: str, python: str = sys.executable, **more: str) -> str:
+    """The output of a process of its own."""
     done = subprocess.run(
-        [python, "-c", FETCHES.format(first=first, then=then)], cwd="/", capture_output=True,
-        env={**environment, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", **more}, text=True,
-        timeout=170,
+        [python, "-c", f"already = set()\n{code}"], cwd="/", capture_output=True,
+        env=environment(**more), text=True, timeout=170,
     )  # fmt: skip
     return done.stdout if done.returncode == 0 else done.stderr.splitlines()[-1]
 
 
+class Fetched(Protocol):
+    """Gives the lines of a process that fetches megatron-core's schedule."""
+
+    def __call__(self, first: str = NAMED, then: str = "", **more: str) -> list[str]: ...
+
+
+@pytest.fixture(scope="module")
+def fetched() -> Iterator[Fetched]:
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS], cwd="/", env=environment(), text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as server:  # fmt: skip
+        assert server.stdin is not None and server.stdout is not None
+        ask, answer = server.stdin, server.stdout
+
+        def of(first: str = NAMED, then: str = "", **more: str) -> list[str]:
+            ask.write(repr((FETCHES.format(first=first, then=then), more)) + "\n")
+            ask.flush()
+            said: str = ast.literal_eval(answer.readline())
+            return said.splitlines()
+
+        yield of
+        ask.close()
+
+
+def test_a_process_that_asks_for_no_schedule_loads_nothing_for_it() -> None:
+    code = f"import sys\n{NAMED}\nprint({{'torch', 'megatron.core'}} & sys.modules.keys())"
+    assert fresh(code, USE_DPP="1") == "set()\n"
+
+
 @pytest.mark.parametrize(("value", "expected"), [("1", DYNAMIC), ("0", STATIC)])
 def test_importing_the_module_is_enough_where_the_variable_is_set(
-    value: str, expected: list[str]
+    fetched: Fetched, value: str, expected: list[str]
 ) -> None:
-    found = fetched(USE_DPP=value)
-    assert [line.replace("DppSchedule", "Plugin") for line in found.splitlines()] == expected
+    assert fetched(USE_DPP=value) == expected
 
 
-def test_it_may_be_imported_after_megatron_core() -> None:
-    assert fetched("", NAMED, USE_DPP="1").splitlines() == DYNAMIC
+def test_it_may_be_imported_after_megatron_core(fetched: Fetched) -> None:
+    assert fetched("", NAMED, USE_DPP="1") == DYNAMIC
 
 
-def test_a_bad_variable_is_an_error_that_names_it() -> None:
-    assert "DPP_POLICY=fast" in fetched(USE_DPP="1", DPP_POLICY="fast")
-    assert "USE_DPP=yes: expected 1 or 0" in fetched(USE_DPP="yes")
+def test_a_bad_variable_is_an_error_that_names_it(fetched: Fetched) -> None:
+    assert "DPP_POLICY=fast" in fetched(USE_DPP="1", DPP_POLICY="fast")[-1]
+    assert "USE_DPP=yes: expected 1 or 0" in fresh(NAMED, USE_DPP="yes")
 
 
-def test_a_host_calls_it_with_its_arguments() -> None:
+def test_a_host_calls_it_with_its_arguments(fetched: Fetched) -> None:
     """slime's and miles' ``--custom-megatron-init-path``: the bound of a microbatch is theirs."""
     called = (
         "import os; from types import SimpleNamespace as N; from unittest.mock import patch\n"
@@ -71,10 +133,10 @@ def test_a_host_calls_it_with_its_arguments() -> None:
         "print([call.kwargs['config'].max_tokens for call in install.call_args_list])\n"
         "print(install.call_args.kwargs['lengths'])"
     )
-    assert fetched("", called).splitlines()[:2] == ["[80, 7]", "None"]
-    announced = fetched("", called, DPP_ANNOUNCE="1").splitlines()[1]
+    assert fetched("", called)[:2] == ["[80, 7]", "None"]
+    announced = fetched("", called, DPP_ANNOUNCE="1")[1]
     assert announced.startswith("<function packed_lengths")
-    assert "DPP_ANNOUNCE=maybe: expected 1 or 0" in fetched(USE_DPP="1", DPP_ANNOUNCE="maybe")
+    assert "DPP_ANNOUNCE=maybe: expected 1 or 0" in fetched(USE_DPP="1", DPP_ANNOUNCE="maybe")[-1]
 
 
 def test_the_command_writes_a_file_that_python_reads_at_its_start(tmp_path: Path) -> None:
@@ -90,6 +152,7 @@ def test_the_command_writes_a_file_that_python_reads_at_its_start(tmp_path: Path
     assert "not installed" in command()
     assert ": written." in command("--install-pth")
     assert ": installed" in command()
-    assert fetched("", python=python, USE_DPP="1").splitlines() == DYNAMIC
-    assert fetched("", python=python).splitlines() == STATIC
+    fetches = FETCHES.format(first="", then="")
+    assert fresh(fetches, python, USE_DPP="1").splitlines() == DYNAMIC
+    assert fresh("import sys; print('megatron.dpp' in sys.modules)", python) == "False\n"
     assert ": removed" in command("--remove-pth") and "not installed" in command()
