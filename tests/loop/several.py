@@ -35,8 +35,8 @@ def train_each(
     with_engine: bool = False,
 ) -> dict[str, Result]:
     """The runs in the order of ``runs``, which gives each one's flags beyond ``FLAGS`` and
-    ``data`` (default: a small corpus); ``DIR`` in them is ``folder``. ``with_engine`` puts the
-    stand-in for Transformer Engine into the environment."""
+    ``data`` (default: a small corpus); ``DIR`` in them is ``folder``, whose file ``output`` has
+    what they say. ``with_engine`` puts the stand-in for Transformer Engine into the environment."""
     if data is None:
         data = f"--data-path {_write_tokens(folder / 'tokens')} {SPLIT}"
     lines = [
@@ -47,7 +47,8 @@ def train_each(
     path.write_text(json.dumps(lines))
     worker = Path(__file__).with_name("runs_worker.py")
     words = [str(path), *["with-engine"] * with_engine]
-    run_ranks(worker, num_ranks, words, timeout=timeout, fresh=with_engine)
+    said = run_ranks(worker, num_ranks, words, timeout=timeout, fresh=with_engine)
+    (folder / "output").write_text(said)
     return {name: read(folder / f"{name}.jsonl") for name in runs}
 
 

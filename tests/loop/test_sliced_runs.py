@@ -87,16 +87,25 @@ def test_sliced_layouts_train_as_whole_sequences_do(tmp_path: Path, more: str) -
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_a_resumed_run_of_slices_is_the_same(tmp_path: Path) -> None:
-    """From the middle of an epoch."""
+    """From the middle of an epoch. Other slices are told, also from or to whole sequences."""
     where = "--save DIR/saved --save-interval 3"
+    last = "--train-iters 6 --exit-interval 5"
     runs = train(
         tmp_path, 2, "--packing even",
         {
             "all": f"{SLICED} --train-iters 6",
             "first": f"{SLICED} --train-iters 6 --exit-interval 3 {where}",
-            "second": f"{SLICED} --train-iters 6 {where} --load DIR/saved",
+            "second": f"{SLICED} --train-iters 6 --load DIR/saved",
+            "smaller": f"--dpp-slice-tokens 128 {last} --load DIR/saved",
+            "whole": f"{last} --load DIR/saved --save DIR/whole --save-interval 5",
+            "cut": f"{SLICED} --train-iters 6 --load DIR/whole",
         },
     )  # fmt: skip
     whole, second = runs["all"], runs["second"]
     assert second.column("lm loss") == whole.column("lm loss")[3:]
     assert second.hashes == whole.hashes
+    said = [line for line in (tmp_path / "output").read_text().splitlines() if "saved with" in line]
+    sizes = [("64", "128"), ("64", "off"), ("off", "64")]
+    assert len(said) == len(sizes)
+    for line, (there, here) in zip(said, sizes, strict=True):
+        assert f"saved with --dpp-slice-tokens {there}, this run has {here}: it goes on" in line
