@@ -126,28 +126,34 @@ def test_what_is_received_comes_in_order_from_its_side() -> None:
 class Traced:
     """A static schedule call that is traced: its steps make ``output`` and exchange nothing."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int = 1) -> None:
         self.output, self.put, self.causes = torch.zeros(3), list[Any](), list[str]()
+        self.received, self.gradient, self.taken = torch.ones(1), torch.ones(2), list[Any]()
         self.recorder: Any = SimpleNamespace(
             enabled=True, iteration=0, mark=lambda: 0,
             put=lambda channel, *given: self.put.append((channel, given)),
+            taken=lambda channel, found: self.taken.append((channel, found.microbatch)),
             begin_task=lambda *task: None, end_task=lambda: None,
             gap=lambda start, end, cause, detail: self.causes.append(cause),
         )  # fmt: skip
+        self.rank = rank
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
         for name in ("forward_step", "backward_step"):  # are checked before they are exchanged
             compat.resolve(f"pipeline_parallel.schedules:{name}")
         compat.resolve("pipeline_parallel.p2p_communication:P2PCommunicator._communicate")
         monkeypatch.setattr(schedules, "forward_step", lambda *_, **__: (self.output, 0))
-        monkeypatch.setattr(P2PCommunicator, "_communicate", lambda own, **_: (None, None, None))
+        monkeypatch.setattr(schedules, "backward_step", lambda *_: None)
+        arrive = self.received, self.gradient, None
+        monkeypatch.setattr(P2PCommunicator, "_communicate", lambda own, **_: arrive)
 
     def forward(self, chunk: int, microbatch: int) -> None:
         schedules.forward_step(
-            None, None, None, 1, None, current_microbatch=microbatch, vp_stage=chunk
+            None, None, None, 1, self.received, current_microbatch=microbatch, vp_stage=chunk
         )
 
-    @staticmethod
-    def communicate(rank: int, **asked: Any) -> None:
+    def communicate(self, **asked: Any) -> None:
         """Of one of three ranks."""
+        rank = self.rank
         own = SimpleNamespace(
             pp_group=SimpleNamespace(rank=lambda: rank, size=lambda: 3),
             next_rank=(rank + 1) % 3, prev_rank=(rank - 1) % 3,
@@ -169,23 +175,35 @@ class Traced:
 def test_a_trace_names_the_chunk_that_receives(
     rank: int, way: str, chunk: int, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
-    made = Traced(monkeypatch)
+    made = Traced(monkeypatch, rank)
     with traced(made.recorder):
         made.forward(chunk, 7)
-        made.communicate(rank, **{f"tensor_{way}": made.output})
+        made.communicate(**{f"tensor_{way}": made.output})
     ((channel, given),) = made.put
     direction = Direction.FORWARD if way == "send_next" else Direction.BACKWARD
     assert channel == (*expected, direction) and given == (7, 12, "p2p")
 
 
+def test_a_message_has_arrived_from_its_side_when_a_step_uses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Traced(monkeypatch)
+    with traced(made.recorder):
+        made.communicate(recv_prev=True)
+        made.communicate(recv_next=True)
+        assert not made.taken
+        made.forward(2, 7)
+        schedules.backward_step(made.received, made.output, made.gradient)
+    assert made.taken == [((0, 1, 2, Direction.FORWARD), 7), ((2, 1, 2, Direction.BACKWARD), 7)]
+
+
 def test_a_wait_before_the_first_task_is_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Traced(monkeypatch)
     with traced(made.recorder):
-        made.communicate(1, recv_prev=True)
-        made.communicate(1)
+        made.communicate(recv_prev=True)
+        made.communicate()
         made.forward(0, 0)
-        made.communicate(1, recv_next=True)
+        made.communicate(recv_next=True)
     assert made.causes == ["warm-up", "send", "message"]
 
 
