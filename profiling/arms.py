@@ -15,6 +15,8 @@ from megatron.dpp.sim.arms import part_cells, part_names, parts
 
 STATIC, GRAPHS = "static", "static, graphs"
 LINKS, GRAPHS_LINKS = "static, links", "static, graphs, links"
+EAGER_W = "eager megatron"
+"""Megatron's order with a split backward and no CUDA graphs: it separates W from graphs."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Arm:
         policy: as ``--dpp-policy``; None for megatron-core's own schedule.
         cap: as ``--dpp-activation-cap``.
         split: with tasks of their own for weight gradients.
+        graphs: its tasks may be replayed as CUDA graphs, as ``--dpp-cuda-graphs auto`` decides.
     """
 
     below: str = ""
@@ -34,15 +37,17 @@ class Arm:
     policy: str | None = None
     cap: str = "static"
     split: bool = True
+    graphs: bool = True
 
     def settings(self) -> dict[str, Any]:
         """The settings of this arm under ``DppSchedule``, as fields of a :class:`DppConfig`."""
         assert self.policy is not None
-        return {
+        found = {
             "policy": self.policy,
             "activation_cap": self.cap,
             "split_backward": self._word,
         }
+        return found if self.graphs else found | {"cuda_graphs": "off"}
 
     def config(self, **more: Any) -> DppConfig:
         """:meth:`settings`, and further ones."""
@@ -53,7 +58,8 @@ class Arm:
         if self.policy is None:
             return []
         found = ["--use-dpp", "--dpp-policy", self.policy, "--dpp-activation-cap", self.cap]
-        return [*found, "--dpp-split-backward", self._word]
+        found += ["--dpp-split-backward", self._word]
+        return found if self.graphs else [*found, "--dpp-cuda-graphs", "off"]
 
     @property
     def _word(self) -> str:
@@ -65,6 +71,7 @@ ARMS = {
     GRAPHS: Arm(STATIC, "graphs"),
     LINKS: Arm(STATIC, "transport"),
     GRAPHS_LINKS: Arm(GRAPHS, "transport"),
+    EAGER_W: Arm(LINKS, "W", "megatron", graphs=False),
     "megatron": Arm(LINKS, "W", "megatron"),
     "fused, cap static": Arm(LINKS, "order", "dynamic", split=False),
     "fused": Arm("fused, cap static", "memory", "dynamic", "auto", split=False),
@@ -72,20 +79,24 @@ ARMS = {
     "dynamic": Arm("dynamic, cap static", "memory", "dynamic", "auto"),
 }
 """megatron-core's own schedule over NCCL, with CUDA graphs, over our links, with both; its order
-with a split backward; the dynamic one with a fused backward and with a split one, at the static
-schedule's memory and at the default cap."""
+with a split backward, without graphs and with them as they are chosen; the dynamic one with a fused
+backward and with a split one, at the static schedule's memory and at the default cap."""
 
 
-def steps(*, graphs: bool = False) -> dict[str, tuple[str, str]]:
+def steps(*, graphs: bool = False, eager: bool = False) -> dict[str, tuple[str, str]]:
     """The steps of :data:`ARMS`.
 
     Args:
         graphs: the dynamic arms replay CUDA graphs.
+        eager: the arm without graphs was measured, so that what they add stands apart from W.
     """
     found = {name: (arm.below, arm.adds) for name, arm in ARMS.items() if arm.below}
     if graphs:
         for name, (below, adds) in found.items():
-            found[name] = (GRAPHS_LINKS if below == LINKS else below, adds)
+            low = below == LINKS and name != EAGER_W
+            found[name] = (GRAPHS_LINKS if low else below, adds)
+    if eager:
+        found["megatron"] = (EAGER_W, "graphs")
     return found
 
 
@@ -133,12 +144,10 @@ def gain_rows(found: Sequence[Measured], *, graphs: bool) -> tuple[list[str], li
         key = one.group, one.arm
         best[key] = min(best.get(key, one), one, key=lambda each: each.ms)
     groups = dict.fromkeys(one.group for one in found)
-    saved = {
-        group: parts(
-            {a: one.ms for (g, a), one in best.items() if g == group}, steps(graphs=graphs)
-        )
-        for group in groups
-    }
+    saved = {}
+    for group in groups:
+        times = {a: one.ms for (g, a), one in best.items() if g == group}
+        saved[group] = parts(times, steps(graphs=graphs, eager=EAGER_W in times))
     names = part_names(each for group in saved.values() for each in group.values())
     rows = []
     for one in found:

@@ -3,6 +3,7 @@
     python profiling/bench_plugin.py --sources DIR [--json FILE]
     python profiling/bench_plugin.py --sources DIR --layers-of transformer_engine --queues 1,8 \\
         --arms static,static-graphs,static-links,megatron,fused,dynamic --more "--swiglu"
+    python profiling/bench_plugin.py --sources DIR --cases lengths,long,fp8,experts,one-queue
 
 DIR holds archives ``NAME.tar.xz`` of Megatron-LM, or folders NAME. Rows: sequences of one length;
 of unlike lengths, one a microbatch; and unlike lengths packed into rows of at most --sequence
@@ -20,12 +21,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
 import statistics
-import subprocess
 import sys
-import tarfile
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -34,6 +32,7 @@ from typing import Any
 
 import arms
 import harness
+import megatron_sources
 
 LAYERS = {
     "local": "--transformer-impl local --no-bias-gelu-fusion --no-bias-dropout-fusion "
@@ -57,6 +56,47 @@ backward is split as measured, or unless N others wait for their weight gradient
 graphs of ours."""
 NAMES = {name.replace(", ", "-").replace(" ", "-"): name for name in arms.ARMS}
 """Name on the command line -> name of the arm."""
+_LLAMA = (
+    "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights --cross-entropy-loss-fusion --ffn-hidden-size 14336 "
+    "--group-query-attention --num-query-groups 8"
+)
+_OF_LLAMA = ("--layers-of", "transformer_engine", "--block", "7", "--untimed", "4",
+             "--vocabulary", "128255", "--layout", "Ettt|tt|tt|tL", "--more", _LLAMA)  # fmt: skip
+_SHORT = "static,static-links,megatron,fused,dynamic"
+CASES: dict[str, tuple[str, ...]] = {
+    "lengths": (
+        *_OF_LLAMA, "--rows", "equal,unlike,packed", "--arms",
+        "static,static-links,eager-megatron,megatron,fused,dynamic-cap-static,dynamic",
+    ),
+    "long": (
+        *_OF_LLAMA, "--rows", "equal,unlike", "--sequence", "16384", "--median", "4096",
+        "--microbatches", "8", "--arms", _SHORT,
+    ),
+    "fp8": (
+        *_OF_LLAMA[:-1], f"{_LLAMA} --fp8-format hybrid --fp8-recipe tensorwise", "--rows",
+        "equal,unlike", "--arms", "static,megatron,fused,dynamic",
+    ),
+    "experts": (
+        "--layers-of", "transformer_engine", "--block", "7", "--untimed", "4", "--rows", "equal",
+        "--hidden", "2048", "--heads", "16", "--arms", _SHORT, "--more",
+        f"{_LLAMA.replace('14336', '1024')} --num-experts 64 --moe-router-topk 6 "
+        "--moe-grouped-gemm --moe-token-dispatcher-type alltoall "
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2",
+    ),
+    "one-queue": (
+        *_OF_LLAMA, "--rows", "equal,unlike", "--queues", "1,8", "--runs", "3", "--arms", _SHORT,
+        "--one-queue", _SHORT,
+    ),
+    "launch-bound": (
+        "--layers-of", "transformer_engine", "--block", "7", "--untimed", "4", "--rows", "equal",
+        "--vocabulary", "50303", "--hidden", "1024", "--heads", "16", "--layers", "24",
+        "--sequence", "1024", "--more=--cross-entropy-loss-fusion", "--arms",
+        "static,static-graphs,static-links,eager-megatron,megatron,eager-dynamic,dynamic",
+    ),
+}  # fmt: skip
+"""Name of a table -> its options, which those of the command line follow. ``eager-megatron`` is
+Megatron's order with a split backward without CUDA graphs: it separates W from graphs."""
 _OWN_GRAPHS = (arms.GRAPHS, arms.GRAPHS_LINKS)
 _ENTRY = Path(__file__).with_name("plugin_entry.py")
 
@@ -66,8 +106,18 @@ Line = tuple[str, int, float, int, int, float | None, float]
 
 def main() -> int:
     """Measure and print the tables; 1 if a run failed."""
-    args = parse_arguments()
     failed, steps = False, {}
+    for args in parse_cases(sys.argv[1:]):
+        if args.cases:
+            print(f"\ncase {args.cases}: {' '.join(CASES[args.cases])}")
+        failed = measure(args, steps) or failed
+    return int(failed)
+
+
+def measure(args: argparse.Namespace, steps: dict[str, list[Line]]) -> bool:
+    """Measure and print the tables of one command line, and add its ``steps``; True if a run
+    failed."""
+    failed = False
     with tempfile.TemporaryDirectory() as folder:
         for version in args.versions:
             root = unpacked(args, version, Path(folder))
@@ -86,14 +136,29 @@ def main() -> int:
                     )  # fmt: skip
                     failed = failed or not lines
                     found.append((queues, lines))
-                    steps[f"{version} {row} {queues} {names[0]}"] = lines
+                    case = f"{args.cases} " if args.cases else ""
+                    steps[f"{case}{version} {row} {queues} {names[0]}"] = lines
                 report(args, f"{version}, {row}", found)
                 harness.write_json(args.json, {"settings": vars(args), "steps": steps})
-    return int(failed)
+    return failed
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+def parse_cases(words: Sequence[str]) -> list[argparse.Namespace]:
+    """The command line, once for each of ``--cases``, whose options come before it."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--cases", default="")
+    given, rest = finder.parse_known_args(words)
+    names = given.cases.split(",") if given.cases else []
+    unknown = next((name for name in names if name not in CASES), None)
+    if unknown is not None:
+        finder.error(f"--cases {unknown}: expected of {', '.join(CASES)}")
+    if not names:
+        return [parse_arguments(words)]
+    return [parse_arguments([*CASES[name], *rest, "--cases", name]) for name in names]
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """A command line of one case, ``sys.argv`` by default."""
     parser = harness.new_parser(
         __doc__, sources=(".wheels", "folder of archives or folders of Megatron-LM"),
         versions=("main-2026-08-22", "names in it, separated by commas"),
@@ -115,12 +180,13 @@ def parse_arguments() -> argparse.Namespace:
         median=(600.0, "median of the unlike lengths, which are lognormal with sigma 1"),
         layers_of=("local", f"whose layers: {', '.join(LAYERS)}"),
         more=("", "further flags of the script"),
+        cases=("", f"tables with options of their own, one after the other: {', '.join(CASES)}"),
     )  # fmt: skip
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     for name in ("versions", "rows", "arms", "queues", "one_queue"):
         setattr(args, name, getattr(args, name).split(","))
     known = [name for name, arm in NAMES.items() if arms.ARMS[arm].policy]
-    known = [*NAMES, *(prefix + name for prefix in OTHERS for name in known)]
+    known = [*NAMES, *(prefix + name for prefix in OTHERS for name in known if "eager" not in name)]
     for flag, given, names in (
         ("arms", args.arms, known), ("one-queue", args.one_queue, known), ("rows", args.rows, ROWS),
         ("layers-of", [args.layers_of], list(LAYERS)),
@@ -136,28 +202,18 @@ def parse_arguments() -> argparse.Namespace:
     if args.untimed >= args.block:
         parser.error(f"--untimed {args.untimed}: must be below --block {args.block}")
     for version in args.versions:
-        if not (Path(args.sources) / version).is_dir() and not _archive(args, version).is_file():
+        if megatron_sources.find(Path(args.sources), version) is None:
             parser.error(
                 f"--sources {args.sources}: neither {version} nor {version}.tar.xz is there"
             )
     return args
 
 
-def _archive(args: argparse.Namespace, version: str) -> Path:
-    return Path(args.sources) / f"{version}.tar.xz"
-
-
 def unpacked(args: argparse.Namespace, version: str, folder: Path) -> Path:
     """The folder of a version's sources; an archive is unpacked below ``folder``."""
-    given = Path(args.sources) / version
-    if given.is_dir():
-        return given.resolve()
-    if not (folder / version).is_dir():
-        with tarfile.open(_archive(args, version)) as tar:
-            tar.extractall(
-                folder
-            )  # the user's own archives; older patches of Python know no filter
-    return folder / version
+    found = megatron_sources.find(Path(args.sources), version)
+    assert found is not None  # parse_arguments has looked
+    return megatron_sources.unpacked(found, folder)
 
 
 def lengths(args: argparse.Namespace, row: str) -> list[int]:
@@ -210,7 +266,7 @@ def arm_of(name: str) -> tuple[str, str, dict[str, Any]]:
     """An arm for plugin_entry.py: its name, its kind and its settings."""
     import torch
 
-    prefix = next((each for each in OTHERS if name.startswith(each)), "")
+    prefix = next((each for each in OTHERS if name.startswith(each) and name not in NAMES), "")
     arm = arms.ARMS[NAMES[name.removeprefix(prefix)]]
     if arm.policy is not None:
         return name, "dynamic", arm.settings() | OTHERS.get(prefix, {})
@@ -264,29 +320,23 @@ def run(
         microbatches: of a step, on each rank.
         seconds: the most that it may take.
     """
-    paths = (str(root), str(harness.ROOT), os.environ.get("PYTHONPATH"))
     with tempfile.TemporaryDirectory() as own:
         record = Path(own) / "steps"
-        environment = {
-            **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1",
+        variables = {
             "CUDA_DEVICE_MAX_CONNECTIONS": queues, "BENCH_SCRIPT": str(root / "pretrain_gpt.py"),
             "BENCH_RECORD": str(record), "BENCH_BLOCK": str(block),
             "BENCH_MICROBATCHES": str(microbatches),
             "BENCH_LENGTHS": ",".join(map(str, lengths)), "BENCH_ARMS": json.dumps(arms_of_group),
         }  # fmt: skip
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc_per_node", str(processes), "-m", "megatron.dpp.run", str(_ENTRY)]
-        try:
-            done = subprocess.run(
-                [*command, *words], env=environment, capture_output=True, text=True, cwd=own,
-                timeout=seconds,
-            )  # fmt: skip
-            output, error = done.stdout, done.stderr if done.returncode else ""
-        except subprocess.TimeoutExpired as late:
-            output, error = str(late.stdout or ""), f"no end within {seconds:g} s"
-        told = [line for line in output.splitlines() if line.startswith(LOGGED)]
-        told.append(error.split("closing signal")[0][-3000:])
+        started = megatron_sources.start(
+            root, _ENTRY, words, port=harness.free_port(), ranks=processes, log=record,
+            paths=[megatron_sources.for_old_python(Path(own))], more=[variables] * processes,
+        )  # fmt: skip
+        reason = megatron_sources.why_failed(started, seconds)
+        logs = [Path(f"{record}.{rank}.log").read_text(errors="replace")
+                for rank in range(processes)]  # fmt: skip
+        told = [line for log in logs for line in log.splitlines() if line.startswith(LOGGED)]
+        told += [reason, *(log[-3000:] for log in logs)] if reason else []
         print("\n".join(filter(None, dict.fromkeys(told))), flush=True)
         written = [Path(f"{record}.{rank}") for rank in range(processes)]
         return [

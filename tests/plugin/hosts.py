@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import tempfile
 from pathlib import Path
 
@@ -15,8 +14,12 @@ import pytest
 
 from tests.runtime.launcher import REPOSITORY, free_port, shared_gpus, wait
 
+sys.path.insert(0, str(REPOSITORY / "profiling"))
+
+import megatron_sources
+
 SOURCES = Path(os.environ.get("DPP_MEGATRON_SOURCES", REPOSITORY.parent / "shared" / "megatron-lm"))
-"""Archives ``NAME.tar.xz`` of Megatron-LM's sources, each with one folder ``NAME``."""
+"""Archives ``NAME.tar.xz`` of Megatron-LM's sources, each with one folder ``NAME``, or folders."""
 NEWEST = "main-2026-08-22"
 VERSIONS = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0", NEWEST)
 PACKAGES = ("six", "pydantic", "einops", "triton", "pybind11")
@@ -35,11 +38,6 @@ ENGINE = "--transformer-impl transformer_engine --bf16 --deterministic-mode"
 """Flags of Transformer Engine's layers, with which :meth:`Hosts.run` takes GPUs."""
 PP2X2 = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 DYNAMIC = "--use-dpp --dpp-strict --dpp-policy dynamic"
-_FOR_OLD_PYTHON = """
-import typing, typing_extensions
-if not hasattr(typing, "override"):  # newer versions of Megatron-LM want Python 3.12
-    typing.override = typing_extensions.override
-"""
 _TIMEOUT = 170.0
 _ON_GPU = {
     "NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -59,6 +57,11 @@ class Hosts:
         self._folder = folder
         self._static: dict[tuple[str, str], Path] = {}
 
+    @property
+    def paths(self) -> list[Path]:
+        """Further folders of the module path of a run."""
+        return [self._folder]
+
     def static(self, version: str, num_ranks: int, flags: str) -> Path:
         """The record of a run with the host's own schedule, which later tests use again."""
         key = (version, flags)
@@ -70,19 +73,15 @@ class Hosts:
 
     def unpacked(self, version: str) -> Path:
         """The folder of a version; skips the test where it cannot be had."""
-        archive, root = SOURCES / f"{version}.tar.xz", self._folder / version
-        if not archive.is_file():
-            pytest.skip(f"no {archive.name} in {SOURCES} (DPP_MEGATRON_SOURCES)")
+        found = megatron_sources.find(SOURCES, version)
+        if found is None:
+            pytest.skip(f"no {version}.tar.xz in {SOURCES} (DPP_MEGATRON_SOURCES)")
         missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
         if missing:
             pytest.skip(f"Megatron-LM's training code needs {', '.join(missing)}")
-        (self._folder / "sitecustomize.py").write_text(_FOR_OLD_PYTHON)
-        if not root.is_dir():
-            with tarfile.open(archive) as tar:
-                tar.extractall(
-                    self._folder
-                )  # our own archives; older patches of Python know no filter
-            self._add_helpers(root / "megatron" / "core" / "datasets")
+        megatron_sources.for_old_python(self._folder)
+        root = megatron_sources.unpacked(found, self._folder)
+        self._add_helpers(root / "megatron" / "core" / "datasets")
         return root
 
     def _add_helpers(self, datasets: Path) -> None:
@@ -91,6 +90,8 @@ class Hosts:
 
         source = datasets / "helpers.cpp"
         name = f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
+        if (datasets / name).is_file():
+            return
         built = self._folder / f"{hash(source.read_text())}-{name}"
         if not built.is_file():
             include = (sysconfig.get_path("include"), pybind11.get_include())
@@ -103,35 +104,24 @@ class Hosts:
 
     def run(
         self, version: str, num_ranks: int, flags: str, record: Path, *, fails: bool = False,
-        script: str = "pretrain_gpt.py",
+        script: str = "pretrain_gpt.py", model: str = MODEL,
     ) -> str:  # fmt: skip
         """Run a version's ``pretrain_gpt.py``, or another script of it; returns all output.
+        ``model`` are the flags that all runs share.
 
         ``record`` and a rank's number name the file that ``entry.py`` writes.
         """
-        root, entry = self.unpacked(version), Path(__file__).with_name("entry.py")
-        port, processes, on_gpu = str(free_port()), [], ENGINE in flags
-        given = os.environ.get("PYTHONPATH")  # packages of the tests' environment
-        path = [str(root), str(REPOSITORY), str(self._folder), *([given] if given else [])]
-        for rank in range(num_ranks):
-            environment = {
-                **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
-                "CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTHONWARNINGS": "ignore",
-                "PYTHONPATH": os.pathsep.join(path),
-                "HOST": str(root / script), "RECORD": str(record),
-                **(_ON_GPU | shared_gpus(rank)[1] if on_gpu else {}),
-            }  # fmt: skip
-            with Path(f"{record}.{rank}.log").open("w") as log:  # more than a pipe holds
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-X", "faulthandler", "-m", "megatron.dpp.run", str(entry),
-                         *f"{MODEL} {'' if on_gpu else ON_CPU} {flags}".split()],
-                        env=environment, stdout=log, stderr=subprocess.STDOUT, text=True,
-                        start_new_session=True,
-                    )
-                )  # fmt: skip
+        root, on_gpu = self.unpacked(version), ENGINE in flags
+        own = {
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1", "HOST": str(root / script), "RECORD": str(record)
+        }  # fmt: skip
+        processes = megatron_sources.start(
+            root, Path(__file__).with_name("entry.py"),
+            f"{model} {'' if on_gpu else ON_CPU} {flags}".split(), port=free_port(),
+            ranks=num_ranks, log=record, paths=self.paths,
+            more=[own | (_ON_GPU | shared_gpus(rank)[1] if on_gpu else {})
+                  for rank in range(num_ranks)],
+        )  # fmt: skip
         finished = wait(processes, _TIMEOUT)
         output = "\n".join(
             Path(f"{record}.{rank}.log").read_text(errors="replace") for rank in range(num_ranks)

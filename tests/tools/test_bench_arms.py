@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from pathlib import Path
 
@@ -47,9 +48,18 @@ def test_graphs_are_a_part_where_the_dynamic_arms_have_them() -> None:
     assert rows[-1][6:-1] == ["40.0", "5.0", "45.0"]
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_an_arm_without_graphs_separates_them_from_w(graphs: bool) -> None:
+    found = measured(static=200.0, **{"eager megatron": 180.0}, megatron=110.0, dynamic=100.0)
+    heads, rows = arms.gain_rows(found, graphs=graphs)
+    assert heads[6:-1] == ["graphs, %", "transport + W, %", "order + memory, %", "all, %"]
+    assert rows[-1][6:-1] == ["35.0", "10.0", "5.0", "50.0"]
+    assert rows[-2][6:-1] == ["35.0", "10.0", "-", "45.0"]
+
+
 def test_every_step_leads_to_an_arm() -> None:
-    for graphs in (False, True):
-        for name, (below, _) in arms.steps(graphs=graphs).items():
+    for graphs, eager in itertools.product((False, True), repeat=2):
+        for name, (below, _) in arms.steps(graphs=graphs, eager=eager).items():
             assert name in arms.ARMS and below in arms.ARMS
 
 

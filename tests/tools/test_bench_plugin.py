@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "profiling"))
 
 import bench_plugin  # noqa: E402
+import megatron_sources  # noqa: E402
 
 
 def arguments(monkeypatch: pytest.MonkeyPatch, *words: str) -> object:
@@ -57,3 +58,46 @@ def test_own_graphs_and_queues_are_process_groups(
         ("8", ["static-graphs"]),
     ]
     assert len([*bench_plugin.process_groups(args, "unlike")]) == 2
+
+
+def test_each_table_is_a_command_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "v").mkdir()
+    words = ["--sources", str(tmp_path), "--versions", "v"]
+    every = bench_plugin.parse_cases([*words, "--cases", ",".join(bench_plugin.CASES)])
+    assert [args.cases for args in every] == list(bench_plugin.CASES)
+    fp8 = next(args for args in every if args.cases == "fp8")
+    assert "--fp8-format hybrid" in fp8.more and "--swiglu" in fp8.more
+    small = bench_plugin.parse_cases([*words, "--cases", "long", "--sequence", "64"])
+    assert (small[0].sequence, small[0].layers_of) == (64, "transformer_engine")
+    assert [args.cases for args in bench_plugin.parse_cases(words)] == [""]
+    with pytest.raises(SystemExit):
+        bench_plugin.parse_cases([*words, "--cases", "short"])
+    assert "--cases short: expected of lengths, " in capsys.readouterr().err
+
+
+def test_an_arm_separates_w_from_graphs() -> None:
+    name, kind, settings = bench_plugin.arm_of("eager-megatron")
+    assert (name, kind, settings["policy"]) == ("eager-megatron", "dynamic", "megatron")
+    assert (settings["split_backward"], settings["cuda_graphs"]) == ("on", "off")
+
+
+def test_ranks_that_fail_or_do_not_end_are_ended(tmp_path: Path) -> None:
+    entry = tmp_path / "entry.py"
+    entry.write_text(
+        "import os, sys, time\n"
+        "code = int(os.environ['CODES'].split(',')[int(os.environ['RANK'])])\n"
+        "print('said', flush=True); time.sleep(600 if code < 0 else 0); sys.exit(code)\n"
+    )
+    for codes, seconds, said in (
+        ("0,0", 100, ""), ("0,3", 100, "rank 1 ended with exit code 3"),
+        ("0,-1", 1, "no end within 1 s"),
+    ):  # fmt: skip
+        log = tmp_path / codes
+        processes = megatron_sources.start(
+            tmp_path, entry, [], port=1, ranks=2, log=log, more=[{"CODES": codes}] * 2
+        )
+        assert megatron_sources.why_failed(processes, seconds) == said
+        assert all(one.poll() is not None for one in processes)
+        assert seconds == 1 or Path(f"{log}.0.log").read_text() == "said\n"

@@ -65,6 +65,8 @@ def config(folder: Path, dataset: Any, spec: Any, **checkpoint: Any) -> Any:
         share_embeddings_and_output_weights=False, bf16=True, pipeline_dtype=torch.bfloat16,
         pipeline_model_parallel_size=int(os.environ["WORLD_SIZE"]),
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        # Megatron's condition for chunks on two ranks, between which a batch would mix messages
+        overlap_p2p_comm=virtual > 1, batch_p2p_comm=virtual == 1,
         moe_token_dispatcher_type="alltoall", transformer_layer_spec=spec,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False, persist_layer_norm=False, apply_rope_fusion=False,
