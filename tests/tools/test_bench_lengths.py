@@ -13,31 +13,8 @@ from megatron.dpp.sim.lengths import LengthCosts
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "profiling"))
 
-from bench_lengths import parse_arguments  # noqa: E402
 from bench_lengths_gpu import ARMS  # noqa: E402
 from lengths_plans import LENGTHS, PLANS, Plans, longest_of  # noqa: E402
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--ranks 1", "--ranks 1: expected 2 or more"),
-        ("--ranks 4,x", "--ranks 4,x: expected 2 or more, or sizes like 4,8"),
-        ("--lengths short", "--lengths short: expected one of sft, long, packed8k"),
-        ("--lengths packed8k --sequence 100", "packed8k has rows of 8192 tokens"),
-        ("--ranks 4 --microbatches 6", "--microbatches 6: must be a multiple of 4 ranks"),
-        ("--batches 0", "--batches 0: must be above 0"),
-        ("--arms static;ours", "--arms: no ours, static; expected some of padded static"),
-    ],
-)
-def test_refusals_are_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: str, said: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_lengths.py", *arguments.split()])
-    with pytest.raises(SystemExit) as ended:
-        parse_arguments()
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("mix", LENGTHS)

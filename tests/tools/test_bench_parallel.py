@@ -27,19 +27,3 @@ def test_each_way_trains_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None
     assert last["pp"]["--num-layers-per-virtual-pipeline-stage"] == "4"
     assert last["dp"]["--pipeline-model-parallel-size"] == "1"
     assert last["cp"]["--context-parallel-size"] == "4"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--ways", "dp,xp"], "--ways xp: expected one of dp,"),
-        (["--batch", "3"], "--batch 3: must be a multiple of --devices 2"),
-    ],
-)
-def test_refusals_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_parallel.py", *words])
-    with pytest.raises(SystemExit):
-        bench_parallel.parse_arguments()
-    assert said in capsys.readouterr().err

@@ -19,23 +19,6 @@ def arguments(monkeypatch: pytest.MonkeyPatch, *words: str) -> object:
     return bench_plugin.parse_arguments()
 
 
-def test_refusals_are_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for words, said in (
-        (
-            ["--sources", str(tmp_path)],
-            "neither main-2026-08-22 nor main-2026-08-22.tar.xz is there",
-        ),
-        (["--untimed", "8"], "--untimed 8: must be below --block 8"),
-        (["--arms", "static,late-static"], "--arms late-static: expected one of static,"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            arguments(monkeypatch, *words)
-        assert ended.value.code == 2
-        assert said in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_lengths_are_unlike_and_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "v").mkdir()
     args = arguments(monkeypatch, "--sources", str(tmp_path), "--versions", "v")
