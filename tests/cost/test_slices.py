@@ -65,3 +65,15 @@ def test_short_sequences_and_static_schedules_have_no_slices() -> None:
     ):
         assert len(dataclasses.replace(cut, schedule=schedule).slices) == 1
     assert whole.slices == [whole]
+
+
+def test_a_cap_in_bytes_bounds_activations_and_keys_of_slices() -> None:
+    cut, _ = runs()
+    free = max(one.activations + one.keys for one in estimate(cut, H200).ranks)
+    most = 1.2 * free
+    schedule = dataclasses.replace(
+        cut.schedule, policy="dynamic", split_backward=True, cap=f"{most / 2**10:.0f}KiB"
+    )
+    bounded = estimate(dataclasses.replace(cut, schedule=schedule), H200)
+    held = max(one.activations + one.keys for one in bounded.ranks)
+    assert 0.5 * most < held <= 1.05 * most

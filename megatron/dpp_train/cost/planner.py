@@ -326,8 +326,12 @@ class Planner:
         return [self.model.stage_times(layers, kind) for kind in Kind]
 
     def _memory(self, layers: Sequence[int]) -> tuple[Memory, ...]:
-        """Each rank's memory as training measures it. Slots are kept whole until the last ``W``."""
+        """Each rank's memory as training measures it: of whole microbatches, cut or not. Slots are
+        kept whole until the last ``W``.
+        """
         model, found = self.model, []
+        tokens = model.slices.tokens if model.slices else (1,)
+        whole_row = sum(tokens) / tokens[0]
         sizes, deferred = model.activation_bytes(layers), model.deferred_bytes(layers)
         for rank in range(self.num_ranks):
             own = slice(rank, None, self.num_ranks)
@@ -338,8 +342,8 @@ class Planner:
             whole = self._slot_bytes(layers, rank) if slots else 0.0
             found.append(
                 Memory(
-                    activation_bytes=whole or activation,
-                    deferred_bytes=whole or max(kept),
+                    activation_bytes=whole_row * (whole or activation),
+                    deferred_bytes=whole_row * (whole or max(kept)),
                     head_room=last.head_room,
                     last_layers=last.layers,
                     slots=slots,
