@@ -30,8 +30,10 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def merged(directory):
     output = directory / "aggregated.json"
-    merge(open_run(directory), output)
-    return json.loads(output.read_text())
+    _, number = merge(open_run(directory), output)
+    made = json.loads(output.read_text())
+    assert number == sum(event["ph"] != "M" for event in made["traceEvents"])
+    return made
 
 
 def of(merged, **wanted):
