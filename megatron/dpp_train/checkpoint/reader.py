@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.budget import budget
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import DataError, shown
 from megatron.dpp.safe_files import open_to_read, read_bytes
 
 _SECONDS, _MEMORY_BYTES = 60.0, 1 << 32
 """Bounds of one pickle: a damaged one may ask for a memo of 32 GiB."""
+MOST_PICKLE_BYTES = 1 << 30
+"""Bound of the pickle in an archive, which holds no tensors; a compressed one may unpack to more
+than there is."""
 
 METADATA = re.compile(
     r"collections\.OrderedDict|builtins\.(set|frozenset)"
@@ -56,7 +59,43 @@ def refusal(where: object, name: str) -> DataError:
     )
 
 
-class PlainUnpickler(pickle.Unpickler):
+class _Guarded(pickle.Unpickler):
+    """Refuses a pickle that sets attributes of classes: they are the whole process's."""
+
+    def __init__(self, file: Any, where: object, known: re.Pattern[str], **options: Any) -> None:
+        super().__init__(file, **options)
+        self._where, self._known = where, known
+        self._before: dict[type, dict[str, Any]] = {}
+
+    def load(self) -> Any:
+        try:
+            return super().load()
+        finally:
+            for kind, before in self._before.items():
+                _restore(kind, before, self._where)
+
+    def _noted(self, found: Any) -> Any:
+        """``found``, with the attributes that it has if it is a class."""
+        if isinstance(found, type) and found not in self._before:
+            self._before[found] = dict(vars(found))
+        return found
+
+
+def _restore(kind: type, before: dict[str, Any], where: object) -> None:
+    """Give a class its attributes back, and refuse the file that has changed them."""
+    now = dict(vars(kind))
+    names = {*now, *before} - {"__slotnames__"}  # which copying an object sets
+    changed = [n for n in names if now.get(n, _Anything) is not before.get(n, _Anything)]
+    for name in changed:
+        if name in before:
+            type.__setattr__(kind, name, before[name])
+        else:
+            type.__delattr__(kind, name)
+    if changed:
+        raise refusal(where, f"a change of {kind.__module__}.{kind.__qualname__}")
+
+
+class PlainUnpickler(_Guarded):
     """Loads plain data and known classes.
 
     Args:
@@ -70,14 +109,13 @@ class PlainUnpickler(pickle.Unpickler):
     def __init__(
         self, file: Any, where: object, known: re.Pattern[str] = METADATA, **options: Any
     ) -> None:
-        super().__init__(file, **options)
-        self._where, self._known = where, known
+        super().__init__(file, where, known, **options)
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "getattr" and module in ("builtins", "__builtin__"):
             return self._member
         _check_name(module, name, self._where, self._known)
-        return super().find_class(module, name)
+        return self._noted(super().find_class(module, name))
 
     def _member(self, kind: Any, name: str = "") -> enum.Enum:
         return member_of(kind, name, where=self._where)
@@ -91,6 +129,8 @@ def member_of(kind: Any, name: str, *, where: object = "checkpoint") -> enum.Enu
     """A member of an enumeration by its name; anything else is refused."""
     if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
         raise refusal(where, ".".join(_GETATTR))
+    if not (isinstance(name, str) and name in kind.__members__):
+        raise refusal(where, f"{shown(name)} of {kind.__module__}.{kind.__qualname__}")
     return kind[name]
 
 
@@ -116,25 +156,26 @@ class _Anything:
         pass
 
     def __setstate__(self, state: object) -> None:
-        if isinstance(state, dict):
-            vars(self).update(state)
+        """Sets what pickle would set of an object without this method, from either form."""
+        for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
+            if isinstance(part, dict):
+                vars(self).update(part)
 
 
-class _Reader(pickle.Unpickler):
+class _Reader(_Guarded):
     """Builds plain data and namespaces only, and imports nothing. A name outside of ``known`` is
     refused, as by who loads the file later.
     """
 
     def __init__(self, content: bytes, where: Path, known: re.Pattern[str]) -> None:
-        super().__init__(io.BytesIO(content))
-        self._where, self._known = where, known
+        super().__init__(io.BytesIO(content), where, known)
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "getattr" and module in ("builtins", "__builtin__"):
             return self._member
         _check_name(module, name, self._where, self._known)
         known = {"Namespace": argparse.Namespace, "OrderedDict": collections.OrderedDict}
-        return known.get(name, _Anything)
+        return self._noted(known.get(name, _Anything))
 
     def persistent_load(self, pid: object) -> None:
         return None
@@ -163,5 +204,13 @@ def read_archive(path: Path) -> Any:
         DataError: as :class:`PlainUnpickler`; a broken file raises anything.
     """
     with open_to_read(path) as file, zipfile.ZipFile(file) as archive:
-        (name,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
-        return _Reader(archive.read(name), path, ARCHIVE).load()
+        found = [each for each in archive.infolist() if each.filename.endswith("/data.pkl")]
+        if len(found) != 1:
+            raise DataError(f"{path}: holds {len(found)} files data.pkl, expected one")
+        if found[0].file_size > MOST_PICKLE_BYTES:
+            raise DataError(
+                f"{path}: {found[0].filename} has {found[0].file_size} bytes, "
+                f"{MOST_PICKLE_BYTES} at most are read"
+            )
+        with budget(_SECONDS, _MEMORY_BYTES):
+            return _Reader(archive.read(found[0]), path, ARCHIVE).load()
