@@ -92,3 +92,22 @@ def test_random_damage_is_refused_in_one_line_or_changes_values_only(
     found = tried(monkeypatch, tmp_path, form, 60)
     assert set(found) == {"loaded", "refused"}, found
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_each_flipped_bit_is_refused_where_there_are_checksums(
+    form: str, one_rank: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job, drawn = Job(monkeypatch, tmp_path, ckpt_format=form, no_save_rng=True), random.Random(9)
+    job.save(3)
+    whole = sorted(each for each in (tmp_path / "iter_0000003").rglob("*") if each.is_file())
+    names = {each.name for each in whole}
+    assert {checksums.NAME, *(Path(name).name for name in FILES[form])} - {"__0_1.distcp"} <= names
+    for turn in range(100):
+        path = whole[turn % len(whole)]
+        content = bytearray(before := path.read_bytes())
+        content[drawn.randrange(len(content))] ^= 1 << drawn.randrange(8)
+        path.write_bytes(content)
+        assert load(job) != "loaded", path
+        path.write_bytes(before)
+    assert load(job) == "loaded"
