@@ -36,6 +36,7 @@ struct Block {
   int fd;
   size_t bytes;
 };
+thread_local long contexts_pushed = 0;
 std::atomic<long> stream_waits{0};
 std::atomic<long> busy{0};    // queries of our stream that will say so
 std::atomic<long> unseen{0};  // events recorded again before anybody saw that they had happened
@@ -108,9 +109,15 @@ int cuDevicePrimaryCtxRetain(void** context, int) {
   return *context = reinterpret_cast<void*>(1), 0;
 }
 int cuDevicePrimaryCtxRelease(int) { return 0; }
-int cuCtxGetCurrent(void** context) { return *context = nullptr, 0; }
-int cuCtxPushCurrent(void*) { return 0; }
-int cuCtxPopCurrent(void** context) { return *context = reinterpret_cast<void*>(1), 0; }
+int cuCtxGetCurrent(void** context) {
+  return *context = contexts_pushed != 0 ? reinterpret_cast<void*>(1) : nullptr, 0;
+}
+int cuCtxPushCurrent(void*) { return ++contexts_pushed, 0; }
+int cuCtxPopCurrent(void** context) {
+  return --contexts_pushed, *context = reinterpret_cast<void*>(1), 0;
+}
+// Contexts that this thread has pushed and not popped.
+long fake_cuda_contexts() { return contexts_pushed; }
 
 int cuMemAlloc(Address* address, size_t bytes) {
   const int fd = make(bytes);

@@ -101,6 +101,7 @@ def exchange(a, b) -> None:
             assert torch.equal(take(b, channel, taken).tensor, expected)
     a.flush(20)
     assert a.pending() == 0
+    assert ctypes.CDLL("libcuda.so.1").fake_cuda_contexts() == 0, "PyTorch's context is current"
 
 
 def take_ahead(a, b) -> None:
