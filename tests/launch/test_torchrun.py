@@ -15,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import config_from_args, parse_args
 
+from megatron.dpp.errors import tell_torchrun
 from megatron.dpp_train.checkpoint.files import TRACKER
 from megatron.dpp_train.launch import torchrun as launch
 from tests.runtime.launcher import start, wait
@@ -53,6 +54,27 @@ def test_every_end_is_one_line(
     said = capsys.readouterr().err
     assert text in said
     assert len(said.splitlines()) == 1
+
+
+def test_bad_input_is_told_where_rank_0_had_no_time_for_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """All ranks find it, rank 0 prints it, and torchrun had ended rank 0 before: nothing was above
+    `see above why`."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    tell_torchrun("error: --save DIR: Permission denied")
+    failure = ProcessFailure(local_rank=1, pid=77, exitcode=2, error_file=str(file))
+
+    def end() -> None:
+        raise ChildFailedError("pretrain_gpt.py", {1: failure})
+
+    monkeypatch.setattr(launch, "main", end)
+    assert launch.run() == 1
+    assert capsys.readouterr().err.splitlines() == [
+        "error: --save DIR: Permission denied",
+        "error: rank 1 (process 77) ended first, with exit code 2: see above why",
+    ]
 
 
 @pytest.mark.parametrize("name", ["interrupted", "early"])

@@ -126,6 +126,10 @@ def run() -> int:
         how = f"with exit code {failure.exitcode}"
         if failure.exitcode < 0:
             how = f"by {failure.signal_name()}"
+        told: Any = failure.message  # what the rank gave ``tell_torchrun``, in a dictionary
+        said = told.get("message") if isinstance(told, dict) else None
+        if rank and str(said).startswith("error: "):  # it ended before rank 0, which prints it
+            print(said, file=sys.stderr, flush=True)
         return _say(f"error: rank {rank} (process {failure.pid}) ended first, {how}: see above why")
     except SignalException as error:
         gone = f"ended by {error.sigval.name}; its processes are gone"
