@@ -37,6 +37,7 @@ struct Block {
   size_t bytes;
 };
 thread_local long contexts_pushed = 0;
+std::atomic<long> strays{0};
 std::atomic<long> stream_waits{0};
 std::atomic<long> busy{0};    // queries of our stream that will say so
 std::atomic<long> unseen{0};  // events recorded again before anybody saw that they had happened
@@ -49,6 +50,7 @@ struct FakeEvent {
 std::mutex mutex;
 std::map<Address, Block> blocks;   // ours
 std::map<Address, size_t> opened;  // other processes'
+std::map<Address, size_t> mapped;  // allocations, at addresses that were reserved
 
 bool flag(const char* name) { return std::getenv(name) != nullptr; }
 
@@ -118,6 +120,12 @@ int cuCtxPopCurrent(void** context) {
 }
 // Contexts that this thread has pushed and not popped.
 long fake_cuda_contexts() { return contexts_pushed; }
+// Calls that gave back what is not there, or is of another kind, and pieces that are there.
+long fake_cuda_strays() { return strays; }
+long fake_cuda_pieces() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return static_cast<long>(blocks.size() + opened.size() + mapped.size());
+}
 
 int cuMemAlloc(Address* address, size_t bytes) {
   const int fd = make(bytes);
@@ -130,7 +138,7 @@ int cuMemAlloc(Address* address, size_t bytes) {
 int cuMemFree(Address address) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = blocks.find(address);
-  if (found == blocks.end()) return kInvalid;
+  if (found == blocks.end()) return ++strays, kInvalid;
   give_up_memory();
   munmap(reinterpret_cast<void*>(address), found->second.bytes);
   close(found->second.fd);
@@ -181,7 +189,7 @@ int cuIpcOpenMemHandle(Address* address, Handle handle, unsigned) {
 int cuIpcCloseMemHandle(Address address) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = opened.find(address);
-  if (found == opened.end()) return kInvalid;
+  if (found == opened.end()) return ++strays, kInvalid;
   give_up_memory();
   munmap(reinterpret_cast<void*>(address), found->second);
   opened.erase(found);
@@ -211,9 +219,13 @@ int cuMemAddressFree(Address address, size_t bytes) {
   return munmap(reinterpret_cast<void*>(address), bytes);
 }
 int cuMemMap(Address address, size_t bytes, size_t, Address allocation, Address) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  mapped[address] = bytes;
   return map(static_cast<int>(allocation), bytes, address) == 0 ? kOutOfMemory : 0;
 }
 int cuMemUnmap(Address address, size_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (mapped.erase(address) == 0) return ++strays, kInvalid;
   void* data = mmap(reinterpret_cast<void*>(address), bytes, PROT_NONE,
                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
   return data == MAP_FAILED ? kInvalid : 0;

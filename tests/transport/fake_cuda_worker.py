@@ -14,6 +14,7 @@ driver's device memory is host memory.
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import os
 import random
@@ -243,6 +244,12 @@ def run_case(case: str) -> None:
         exchange_back.join()
     for end in (a, b, a):
         end.close()
+    if not scenarios:
+        del a, b, end, both
+        gc.collect()
+        driver = ctypes.CDLL("libcuda.so.1")
+        found = driver.fake_cuda_strays(), driver.fake_cuda_pieces()
+        assert found == (0, 0), f"{found} GPU memory given back wrongly, and left"
     print("ok")
 
 
