@@ -91,6 +91,7 @@ _RANKS = (
     ("TORCHELASTIC_RUN_ID", _UNSET, "tells runs apart in a trace", "trace"),
     ("TORCHELASTIC_ERROR_FILE", _UNSET, "file in which torchrun reads a rank's error", "training"),
     ("TORCHELASTIC_RESTART_COUNT", _UNSET, "tells restarts apart in a trace", "trace"),
+    ("TORCHELASTIC_USE_AGENT_STORE", _UNSET, "True: torchrun has the ranks' store", "training"),
 )
 _BUILD = (
     ("TORCH_INDEX_URL", _UNSET, "index to install PyTorch from", "tools/setup.sh"),
