@@ -159,7 +159,7 @@ def _await_store(rank: int, seconds: float) -> None:
     """
     if rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun has it
         return
-    host, port = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     end = time.monotonic() + seconds
     while True:
         try:

@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 
 from megatron.dpp.errors import PeerDead
 from megatron.dpp_train import initialize as joining
+from megatron.dpp_train.loop.pretrain import main
 from megatron.dpp_train.options.run_config import Settings
 from tests.runtime.launcher import free_port
 
@@ -169,6 +170,33 @@ def test_a_rank_0_that_never_comes_is_waited_for_as_long_as_the_flag_says(
     said = r"MASTER_ADDR=127.0.0.1 MASTER_PORT=\d+: Connection refused: rank 0 has not come"
     with pytest.raises(PeerDead, match=said):
         joining.initialize(args, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("RANK=one", "RANK=one: expected a number, as torchrun sets it"),
+        ("RANK=2 WORLD_SIZE=2", "RANK=2: must be below WORLD_SIZE=2"),
+        ("LOCAL_RANK=-1", "LOCAL_RANK=-1: expected a number, as torchrun sets it"),
+        ("WORLD_SIZE=2", "WORLD_SIZE=2 without MASTER_ADDR: start the ranks by torchrun, or name "
+         "the host and the port of rank 0"),
+        ("WORLD_SIZE=2 MASTER_ADDR=here", "MASTER_PORT=: expected a port, 1 to 65535"),
+        ("MASTER_ADDR=here MASTER_PORT=70000", "MASTER_PORT=70000: expected a port, 1 to 65535"),
+    ],
+)  # fmt: skip
+def test_variables_of_a_launcher_that_cannot_be_are_refused(
+    given: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They ended in tracebacks; ranks without an address waited for each other."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for one in given.split():
+        monkeypatch.setenv(*one.split("="))
+    words = "--device cpu --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 "
+    words += "--max-position-embeddings 8 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data "
+    words += "--tokenizer-type NullTokenizer --vocab-size 9 --eval-iters 0"
+    assert main("gpt", f"{words} --transformer-impl local".split()) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: {said}"
 
 
 def test_a_rank_prepares_pytorch_as_its_flags_ask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,10 +51,11 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
 def _run(task_name: str, argv: Sequence[str] | None) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks would outlive a kill -9 of it
         end_with_parent()
-    rank, world_size = arguments.rank_and_world()
-    held = contextlib.ExitStack()
+    rank, held = 0, contextlib.ExitStack()
     try:
+        rank, world_size = arguments.rank_and_world()
         args, tokenizer = _settings(task_name, argv, world_size)
+        arguments.check_launcher(world_size)
         if rank == 0:  # at once: the lock is taken only when PyTorch is there
             preflight.check_not_taken(args)
         args = _settled(args)

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.dpp.config import option_fields
+from megatron.dpp.errors import require
 from megatron.dpp.flags import Parser, add_dpp_flags, given_flags, refuse_unknown
 from megatron.dpp_train.options.fields import add_flags, core_fields
 from megatron.dpp_train.options.flags import GROUPS, UNSET_FIELDS, WITHOUT_EFFECT, Flag
@@ -199,5 +200,33 @@ def _why_idle(args: RunConfig, field: dataclasses.Field[Any]) -> str | None:
 
 
 def rank_and_world() -> tuple[int, int]:
-    """Rank and number of ranks of this process as torchrun set them; 0 and 1 without a launcher."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    """Rank and number of ranks of this process as torchrun set them; 0 and 1 without a launcher.
+
+    Raises:
+        ConfigError: a variable of the launcher is no number, or the rank is none of the ranks.
+    """
+    rank, world_size = _of_launcher("RANK", 0), _of_launcher("WORLD_SIZE", 1)
+    require(rank < world_size, f"RANK={rank}: must be below WORLD_SIZE={world_size}")
+    return rank, world_size
+
+
+def check_launcher(world_size: int) -> None:
+    """Refuse other variables of a launcher with which the ranks cannot meet (ConfigError)."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        _of_launcher(name, 0)
+    require(
+        world_size == 1 or "MASTER_ADDR" in os.environ,
+        f"WORLD_SIZE={world_size} without MASTER_ADDR: start the ranks by torchrun, or name the "
+        "host and the port of rank 0",
+    )
+    if "MASTER_ADDR" in os.environ:
+        port = os.environ.get("MASTER_PORT", "")
+        known = port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 1 << 16
+        require(known, f"MASTER_PORT={port}: expected a port, 1 to 65535")
+
+
+def _of_launcher(name: str, usual: int) -> int:
+    text = os.environ.get(name, str(usual))
+    known = text.isascii() and text.isdecimal() and len(text) < 10
+    require(known, f"{name}={text}: expected a number, as torchrun sets it")
+    return int(text)
