@@ -35,9 +35,8 @@ def unpacked(found: Path, folder: Path) -> Path:
     root = folder / found.name.removesuffix(".tar.xz")
     if not root.is_dir():
         with tarfile.open(found) as tar:
-            tar.extractall(
-                folder
-            )  # the user's own archives; older patches of Python know no filter
+            known = hasattr(tarfile, "data_filter")  # since Python 3.11.4
+            tar.extractall(folder, **({"filter": "data"} if known else {}))
     return root
 
 

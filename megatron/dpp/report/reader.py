@@ -102,7 +102,7 @@ def read_header(path: Path) -> TraceFile:
         numbers = [values[name] for name in ("rank", "process", "start_ns", "start_unix_ns")]
         numbers += [args[f.name] for f in fields(TraceLayout) if f.type in (int, "int")]
         for number in numbers:
-            if not _is_whole(number):
+            if not is_whole(number):
                 raise DataError(f"{path}: the header holds {shown(number)} as a whole number")
         texts = [values[name] for name in ("device", "host", "clock", "run")]
         for text in [*texts, layout.schedule]:
@@ -167,7 +167,8 @@ def _is_any(_: object) -> bool:
     return True
 
 
-def _is_whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
+    """True for a whole number of at most 64 bits, as a run counts and C++ holds it."""
     return type(value) is int and abs(value) < 1 << 63
 
 
@@ -203,11 +204,11 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Category -> fields that its events have."""
 _CHECKS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("iteration", "sent_ns", "bytes", "layer", "first"), _is_whole),
+    **dict.fromkeys(("iteration", "sent_ns", "bytes", "layer", "first"), is_whole),
     **dict.fromkeys(("chunk", "microbatch", "piece", "part", "source", "destination"), _is_count),
     **dict.fromkeys(("kind", "cause", "detail", "channel"), _is_text),
     **dict.fromkeys(("value", "queued_us"), _is_number),
-    "group": lambda value: _is_text(value) or _is_whole(value),
+    "group": lambda value: _is_text(value) or is_whole(value),
     "direction": lambda value: value in ("forward", "backward"),
     "tokens": _are_counts,
     "ahead": lambda value: type(value) is bool,

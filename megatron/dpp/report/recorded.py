@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class Recorded:
         """Pieces of a W, in the chunk that has most."""
         return 1 + max((action.piece for order in self.orders for action in order), default=0)
 
-    @property
+    @functools.cached_property
     def policy(self) -> str:
         """The built-in policy nearest to what ran: ``megatron`` where every rank kept that order,
         as ``auto`` does on two ranks, else ``dynamic``.

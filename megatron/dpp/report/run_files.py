@@ -15,7 +15,7 @@ from megatron.dpp.command_line import ROOT
 from megatron.dpp.errors import DataError
 from megatron.dpp.locks import check_free
 from megatron.dpp.report.analysis.report_data import Training
-from megatron.dpp.report.reader import FILE_PATTERN
+from megatron.dpp.report.reader import FILE_PATTERN, is_whole
 from megatron.dpp.safe_files import open_to_read, read_bytes
 
 _TAIL_BYTES = 1 << 16
@@ -110,24 +110,19 @@ def read_metrics(path: Path, *, last_only: bool = False) -> list[dict[str, Any]]
                 values = json.loads(line)
                 if not isinstance(values, dict) or "set" in values:
                     continue
-                if not _is_whole(values.get("iteration")):
+                if not is_whole(values.get("iteration")):
                     continue
-                values = {name: value for name, value in values.items() if not _is_huge(value)}
+                values = {
+                    name: value
+                    for name, value in values.items()
+                    if is_whole(value) or type(value) is not int
+                }
                 while found and found[-1]["iteration"] > values["iteration"]:
                     found.pop()
                 if found and found[-1]["iteration"] == values["iteration"]:
                     values = found.pop() | values
                 found.append(values)
     return found
-
-
-def _is_whole(value: object) -> bool:
-    return type(value) is int and not _is_huge(value)
-
-
-def _is_huge(value: object) -> bool:
-    """True for a whole number that no run counts to, and that no float may hold."""
-    return type(value) is int and abs(value) >= 1 << 63
 
 
 def read_settings(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -187,6 +182,6 @@ def read_training(
         metrics=read_metrics(path, last_only=last_only),
         model=model_text(every),
         flags={f"--{name.replace('_', '-')}": value for name, value in given.items()},
-        total=every["train_iters"] if _is_whole(every.get("train_iters")) else None,
+        total=every["train_iters"] if is_whole(every.get("train_iters")) else None,
         checkpoints=checkpoints_of(every, home),
     )
