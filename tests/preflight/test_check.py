@@ -86,7 +86,13 @@ def pretrain(flags: str) -> subprocess.CompletedProcess[str]:
     world_size = "6" if "--tensor" in flags or "size 3" in flags else "2"
     return subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, str(ROOT / "pretrain_gpt.py"), *flags.split()],
-        env={**os.environ, "WORLD_SIZE": world_size, "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            "WORLD_SIZE": world_size,
+            "PYTHONPATH": str(ROOT),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29500",
+        },
         capture_output=True,
         text=True,
         timeout=150,
