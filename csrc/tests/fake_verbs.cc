@@ -14,6 +14,7 @@
 //   lose-receives 1      posted receives vanish: the peer's immediates find none
 //   lose-writes N        the next N sends, and what follows them on their queue pairs, neither
 //                        arrive nor complete, as behind a firewall
+//   hold-sends 1         nothing that was posted is carried out until `hold-sends 0`
 //   spare-writes N       lose-writes, error-status and break-pairs begin after the next N sends
 //   break-pairs N        the queue pairs that the next N sends go to are in the error state
 //   short-regions N      peers can write into the first half only of the next N regions
@@ -140,6 +141,7 @@ __attribute__((visibility("default"))) void fake_verbs_set(const char* name, lon
     fabric().seen.clear();
   }
   fabric().faults[name] = value;
+  fabric().posted();
   if (std::string(name) != "port-down") return;
   for (Opened* context : fabric().contexts) {
     AsyncEvent event = {};

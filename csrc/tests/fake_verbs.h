@@ -150,7 +150,7 @@ class Fabric {
     while (which == current_) {
       std::vector<Pair*> ready;
       for (const auto& [number, pair] : pairs) {
-        if (!pair->sends.empty()) ready.push_back(pair);
+        if (!pair->sends.empty() && faults["hold-sends"] == 0) ready.push_back(pair);
       }
       if (ready.empty()) {
         posted_.wait(lock);

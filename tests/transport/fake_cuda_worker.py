@@ -105,6 +105,16 @@ def exchange(a, b) -> None:
     assert ctypes.CDLL("libcuda.so.1").fake_cuda_contexts() == 0, "PyTorch's context is current"
 
 
+def one_by_one(a, b) -> None:
+    """Each message is taken before the next one is put, whose arrival would show this one's."""
+    taken = [0] * CHUNKS
+    for i, size in enumerate((1, 0, 2, 1, 3)):
+        tensor = torch.full((size,), 100 + i, dtype=torch.uint8)
+        a.put(1, tensor.clone(), iteration=2, microbatch=i)
+        assert torch.equal(take(b, 1, taken).tensor, tensor), f"message {i}"
+    a.flush(20)
+
+
 def take_ahead(a, b) -> None:
     """Messages may be taken before they are known to have arrived, in order and with credit."""
     ahead = 0
@@ -204,6 +214,7 @@ SCENARIOS = {
     "ahead": take_ahead,
     "not-ahead": not_ahead,
     "let-go": let_go,
+    "one-by-one": one_by_one,
     "one-wait": one_wait,
     "marks": marks,
     "close-busy": close_busy,

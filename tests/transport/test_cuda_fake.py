@@ -124,6 +124,11 @@ def test_the_card_reads_and_writes_gpu_memory(worker):
         assert said.endswith("\nok\n") and said.count(f"GPUDirect ({way})") == 2, said
 
 
+def test_writes_of_a_single_byte_are_waited_for(worker):
+    (said,) = run(worker, "rdma one-by-one gpudirect=on,on direct=dmabuf+flush late-gpu-writes")
+    assert said.endswith("\nok\n"), said
+
+
 def test_one_side_with_gpudirect_and_one_without(worker):
     cases = [f"rdma checksum direct=dmabuf+ordered gpudirect={x}" for x in ("on,off", "off,on")]
     for said in run(worker, *cases):

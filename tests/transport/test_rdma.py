@@ -81,6 +81,22 @@ def test_what_was_put_arrives_although_its_sender_closes_at_once() -> None:
         assert torch.equal(take_next(b, 0, 0).tensor, tensor)
 
 
+def test_a_credit_that_waits_for_sends_follows_when_they_have_completed(trouble: Trouble) -> None:
+    out, back = pair(depth=8)[0], pair(depth=1)[2]
+    with opened("rdma", [out, back]) as (a, b):
+        b.put(0, torch.ones(3), iteration=0, microbatch=0)
+        while a.poll()[0] == 0:
+            assert a.wait(PATIENCE)
+        trouble("hold-sends", 1)
+        for index in range(out.depth):
+            a.put(0, torch.ones(3), iteration=0, microbatch=index)
+        a.flush(PATIENCE)
+        assert a.take(0).microbatch == 0
+        trouble("hold-sends", 0)
+        b.put(0, torch.ones(3), iteration=0, microbatch=1)
+        assert take_next(a, 0, 1).microbatch == 1
+
+
 @pytest.mark.parametrize(
     ("status", "error", "text"),
     [
