@@ -29,6 +29,9 @@ from megatron.dpp.runtime.host_trace import StepTrace
 from megatron.dpp.schedule import find_policy
 from megatron.dpp.trace.host import HostTrace
 
+Rows = Sequence[Sequence[int]]
+"""Tokens of the sequences that are packed into each microbatch."""
+
 Lengths = Callable[[Mapping[str, Any]], Sequence[int] | None]
 """Tokens of a step's microbatches from the keywords of its call; None where they are not known."""
 
@@ -75,6 +78,7 @@ class Plugin:
         self._trace = StepTrace(trace, self._say)
         self._num_steps = 0
         self._sizes: Sequence[int] | None = None
+        self._rows: Rows | None = None
         self._original: Callable[..., Any] = compat.lookup(compat.GET_SCHEDULE)
         self._schedule: DppSchedule | None = None
         self._said: set[str] = set()
@@ -117,7 +121,8 @@ class Plugin:
         """Run one step in the place of ``own``, which runs it otherwise; None takes the schedule
         that megatron-core has for the step.
         """
-        reason = self._why_not(keywords)
+        rows, self._rows = self._rows, None
+        reason = self._why_not(keywords, rows)
         if reason is not None:
             self._pass_through(reason)
             own = own or compat.static_schedule(self._original, keywords)
@@ -127,9 +132,10 @@ class Plugin:
         schedule = self._schedule
         assert schedule is not None
         if not keywords.get("forward_only"):
-            self._look_ahead(keywords)
-            if self._sizes is not None:
-                schedule.announce(self._sizes)
+            if rows is None:
+                self._look_ahead(keywords)
+                if self._sizes is not None:
+                    schedule.announce(self._sizes)
             schedule.iteration = compat.host_iteration(schedule.iteration)
             model = keywords["model"]
             if needs_task_rng(model if isinstance(model, list) else [model]):
@@ -150,14 +156,26 @@ class Plugin:
         if sizes is not None:
             self.announce(sizes)
 
-    def announce(self, sizes: Sequence[int]) -> None:
-        """Keep the sizes of the next training step's microbatches for its call."""
-        self._sizes = list(sizes)
+    def announce(self, sizes: Sequence[int] | None, rows: Rows | None = None) -> None:
+        """Keep what :func:`announce` is told for the call."""
+        if (sizes is None) == (rows is None):
+            raise ConfigError("announce: expected either sizes or rows")
+        for number, row in enumerate(rows or ()):
+            if not row or min(row) < 1:
+                raise ConfigError(
+                    f"announce: row {number} has sequences of {list(row)} tokens: expected at "
+                    "least one, each of at least 1 token"
+                )
+        if sizes is None:
+            self._rows = [list(row) for row in rows or ()]
+        else:
+            self._sizes = list(sizes)
 
     def _run_own(self, schedule: Callable[..., Any], **keywords: Any) -> list[Any]:
         """Run one step with megatron-core's own schedule, also where ours has its name."""
         for own, ours in self._replaced.values():
             schedule = own if schedule is ours else schedule
+        self._rows = None
         if not keywords.get("forward_only"):
             self._sizes = None
         with self._trace.static_step(self._step_number(keywords), keywords):
@@ -170,8 +188,12 @@ class Plugin:
         self._num_steps += not keywords.get("forward_only")
         return number
 
-    def _why_not(self, keywords: dict[str, Any]) -> str | None:
-        """The reason why a step goes to megatron-core's own schedule; None if it does not."""
+    def _why_not(self, keywords: dict[str, Any], rows: Rows | None = None) -> str | None:
+        """The reason why a step goes to megatron-core's own schedule; None if it does not.
+
+        Args:
+            rows: announced for it.
+        """
         if compat.has_multimodule(keywords):
             return _MULTIMODULE
         if compat.pipeline_size(keywords.get("pg_collection")) == 1:
@@ -179,9 +201,13 @@ class Plugin:
             return f"there is one pipeline rank ({size})"
         if self._schedule is None:
             self._schedule = DppSchedule(self._config, warn=self._say)
+        if rows is not None:
+            self._schedule.announce([sum(row) for row in rows], rows=rows)
         try:
             self._schedule.check(**keywords)
         except ConfigError as error:
+            if rows is not None:
+                self._schedule.announce(())
             return one_line(error)
         return None
 
@@ -259,15 +285,24 @@ def is_installed() -> bool:
     return _installed is not None
 
 
-def announce(sizes: Sequence[int]) -> None:
-    """Tell the tokens of each microbatch of the next training step, on all ranks alike, before the
-    host's loop calls the schedule. Without an installation nothing happens.
+def announce(sizes: Sequence[int] | None = None, *, rows: Rows | None = None) -> None:
+    """Tell the tokens of microbatches on all ranks alike, before the host's loop calls the
+    schedule. Without an installation nothing happens.
 
     A rank otherwise learns a size when the microbatch's first forward begins there, which is enough
-    for all settings but ``activation_cap="static"``.
+    for all settings but ``activation_cap="static"``, and for packed rows in slices.
+
+    Args:
+        sizes: tokens of each microbatch of the next training step.
+        rows: in their place the tokens of the sequences that are packed into each microbatch of the
+            next call, an evaluation's too: in order, with their padding, where padding behind the
+            last sequence counts as one more. ``slice_tokens`` cuts such rows.
+
+    Raises:
+        ConfigError: neither or both are given, or a row has no tokens.
     """
     if _installed is not None:
-        _installed.announce(sizes)
+        _installed.announce(sizes, rows)
 
 
 def uninstall() -> None:

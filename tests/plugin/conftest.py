@@ -1,4 +1,4 @@
-"""The unpacked versions of Megatron-LM, shared by the tests of a session, and a spy."""
+"""The unpacked versions of Megatron-LM, shared by the tests of a session, and spies."""
 
 from __future__ import annotations
 
@@ -22,4 +22,20 @@ def dynamic_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(
         DppSchedule, "__call__", lambda self, **given: calls.append(given) or ["dynamic"]
     )
+    return calls
+
+
+@pytest.fixture
+def static_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Sizes and keywords of the calls of megatron-core's own schedules."""
+    calls: list[tuple[Any, ...]] = []
+
+    def fetch(pp_size: Any = None, vp_size: Any = None) -> Any:
+        return lambda **given: calls.append((pp_size, vp_size, given)) or ["static"]
+
+    from megatron.core import pipeline_parallel
+    from megatron.core.pipeline_parallel import schedules
+
+    monkeypatch.setattr(schedules, "get_forward_backward_func", fetch)
+    monkeypatch.setattr(pipeline_parallel, "get_forward_backward_func", fetch)
     return calls

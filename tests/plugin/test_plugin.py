@@ -62,19 +62,6 @@ def keywords(pipeline: int = 2, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.fixture
-def static_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Sizes and keywords of the calls of megatron-core's own schedules."""
-    calls: list[tuple[Any, ...]] = []
-
-    def fetch(pp_size: Any = None, vp_size: Any = None) -> Any:
-        return lambda **given: calls.append((pp_size, vp_size, given)) or ["static"]
-
-    monkeypatch.setattr(schedules, "get_forward_backward_func", fetch)
-    monkeypatch.setattr(pipeline_parallel, "get_forward_backward_func", fetch)
-    return calls
-
-
 def test_every_importer_gets_one_schedule_until_uninstall(host: ModuleType) -> None:
     plugin.install()
     for module in (host, schedules, pipeline_parallel):
@@ -188,32 +175,6 @@ def test_dropout_is_named_once(
     assert run(**asked) == run(**asked) == ["dynamic"]
     (record,) = caplog.records
     assert line in record.getMessage()
-
-
-def test_announced_sizes_reach_the_next_training_step_alone(
-    monkeypatch: pytest.MonkeyPatch, dynamic_calls: list[dict[str, Any]], static_calls: list[Any]
-) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(DppSchedule, "announce", lambda self, sizes: told.append(sizes))
-    plugin.announce([1])  # nothing is installed
-    plugin.install(DppConfig(split_backward="off"))
-    run = schedules.get_forward_backward_func()
-    sizes = [8, 2, 5]
-    plugin.announce(sizes)
-    sizes.clear()  # the host's own list
-    run(**keywords(forward_only=True))
-    assert not told, "an evaluation has microbatches of its own"
-    run(**keywords())
-    run(**keywords())
-    assert told == [[8, 2, 5]]
-    plugin.announce([3, 3, 3])
-    run(**keywords(pipeline=1))
-    run(**keywords())
-    assert len(told) == 1 and len(static_calls) == 1 and len(dynamic_calls) == 4
-    plugin.announce([3, 3, 3])
-    run(**keywords(pipeline=1, forward_only=True))
-    run(**keywords())
-    assert told[1:] == [[3, 3, 3]], "an evaluation by megatron-core's schedule took none"
 
 
 def test_steps_of_a_host_without_a_count_are_numbered_by_training_steps(

@@ -32,10 +32,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron.dpp import DppConfig, DppSchedule
+from megatron.dpp import DppConfig, DppSchedule, plugin
 from megatron.dpp.core.slices import Unit
 from megatron.dpp.runtime.static import StaticSchedule
-from megatron.dpp_train.model.packed import packed_params
+from megatron.dpp_train.model.packed import packed_params, positions
 from tests.runtime.losses import token_loss
 
 
@@ -110,6 +110,88 @@ def train_packed(case: dict[str, Any], schedule: Any, *, cut: bool) -> dict[str,
     return {"losses": [float(sum(each["sum"] for each in out))], "gradients": gradients}
 
 
+HOST_ROWS = (
+    ((5, 6, 5), (3, 4, 6, 3), (4, 1), (16,)),
+    ((2, 14), (6,), (7, 1, 8), (1, 9)),
+)
+"""Sequences of each step's packed rows. Those of up to 1.5 slices of 4 tokens stay whole."""
+
+
+class HostStep:
+    """A host's forward step of whole packed rows."""
+
+    num_calls = 0
+
+    def __call__(self, iterator: Any, model: Any) -> Any:
+        self.num_calls += 1
+        tokens, lengths = next(iterator)
+        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        output = model(
+            inputs, positions(starts, inputs.shape[1])[None], None, labels=labels,
+            packed_seq_params=packed_params(starts, max(lengths)),
+        )  # fmt: skip
+        return output, partial(token_loss, labels % 3 > 0)
+
+
+def train_host(case: dict[str, Any], schedule: Any, *, tells: bool) -> dict[str, Any]:
+    """Two steps of a host that knows nothing of slices, and an evaluation."""
+    v = case.get("v", 1)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(v if v > 1 else None)
+    torch.manual_seed(1234 + parallel_state.get_pipeline_model_parallel_rank())
+    model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    chunks, _ = build(case)
+    found: dict[str, Any] = {"losses": [], "gradients": [], "calls": []}
+    for number, rows in enumerate((*HOST_ROWS, HOST_ROWS[0])):
+        drawn = torch.Generator().manual_seed(number)
+        batch = [
+            (torch.randint(0, VOCABULARY, (1, sum(row) + 1), generator=drawn), row) for row in rows
+        ]
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        if tells:
+            plugin.announce(rows=rows)
+        forward_step = HostStep()
+        out = schedule(
+            forward_step_func=forward_step, model=chunks, num_microbatches=len(rows),
+            data_iterator=[iter(batch) for _ in chunks], seq_length=SEQUENCE, micro_batch_size=1,
+            forward_only=number == len(HOST_ROWS),
+        )  # fmt: skip
+        found["losses"] += [each["sum"].item() for each in out]
+        found["gradients"] += [b.grad_data.clone() for chunk in chunks for b in chunk.buffers]
+        found["calls"].append(forward_step.num_calls)
+    return found
+
+
+def run_host(case: dict[str, Any]) -> None:
+    """An unmodified host announces the sequences of its packed rows, and they run in slices."""
+    initialize(case)
+    with StaticSchedule(DppConfig(), seed=1234) as schedule:
+        uncut = train_host(case, schedule, tells=False)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        record = {"record": str(Path(folder) / "decisions"), "inject": "delay:4ms"}
+        replay = {"replay": record["record"]}
+        for settings in ({"policy": "megatron"}, *case["runs"], record, replay):
+            with hosted(DppConfig(**settings, slice_tokens="4")) as schedule:
+                found.append(train_host(case, schedule, tells=True))
+            assert found[-1]["losses"] == found[0]["losses"], settings
+            pairs = zip(found[0]["gradients"], found[-1]["gradients"], strict=True)
+            assert all(torch.equal(one, other) for one, other in pairs), settings
+    v = case.get("v", 1)
+    assert [each // v for each in found[0]["calls"]] == [13, 12, 13]
+    close(uncut, found[0], {"m": len(uncut["losses"])}, case["name"])
+    finish(case, "")
+
+
+def finish(case: dict[str, Any], what: str) -> None:
+    """Tell that a case was right, and leave its process groups."""
+    dist.barrier()
+    parallel_state.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        print(f"CASE {case['name']} ok{what}", flush=True)
+
+
 def run_packed(case: dict[str, Any]) -> None:
     """Packed rows whose documents straddle cuts."""
     initialize(case)
@@ -123,10 +205,7 @@ def run_packed(case: dict[str, Any]) -> None:
         pairs = zip(found[0]["gradients"], found[-1]["gradients"], strict=True)
         assert all(torch.equal(one, other) for one, other in pairs), settings
     close(uncut, found[0], {"m": 1}, case["name"])
-    dist.barrier()
-    parallel_state.destroy_model_parallel()
-    if dist.get_rank() == 0:
-        print(f"CASE {case['name']} ok", flush=True)
+    finish(case, "")
 
 
 def run_case(case: dict[str, Any]) -> None:
@@ -150,16 +229,14 @@ def run_case(case: dict[str, Any]) -> None:
             moved = [0] * dist.get_world_size()
             dist.all_gather_object(moved, got["out of order"])
             deviated += any(moved)
-    dist.barrier()
-    parallel_state.destroy_model_parallel()
-    if dist.get_rank() == 0:
-        print(f"CASE {case['name']} ok: {deviated} runs not in Megatron's order", flush=True)
+    finish(case, f": {deviated} runs not in Megatron's order")
 
 
 def main() -> None:
     start()
     for case in json.loads(sys.argv[1]):
-        (run_packed if case.get("rows") else run_case)(copy.deepcopy(case))
+        run = {True: run_packed, "host": run_host}.get(case.get("rows", False), run_case)
+        run(copy.deepcopy(case))
     dist.destroy_process_group()
 
 

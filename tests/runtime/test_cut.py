@@ -7,10 +7,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from megatron.dpp.core.cut import Cut, fixed_cut, weighted_aux_loss
+from megatron.dpp.core.cut import Cut, WholeSteps, fixed_cut, packed_cut, weighted_aux_loss
 from megatron.dpp.core.memory import saved_bytes
 from megatron.dpp.core.slices import Slices, Unit, attend_in_slice, units_of, why_not
 from megatron.dpp.errors import ConfigError
@@ -203,3 +205,75 @@ def test_slices_that_do_not_fill_their_row_in_order_are_refused(kept: list[int])
     chosen = tuple(units[number] for number in kept)
     with pytest.raises(ConfigError, match="must follow each other and fill its 10 tokens"):
         Cut(chosen, (4,) * len(chosen), 1, 10)
+
+
+def test_packed_rows_are_cut_alone_where_they_are_long() -> None:
+    cut = packed_cut([[3, 9, 4], [5]], lambda row: 6 if row > 9 else None, 2, 12)
+    assert [(unit.row, unit.begin, unit.end) for unit in cut.units] == [
+        (0, 0, 6), (0, 6, 12), (0, 12, 16), (1, 0, 5)
+    ]  # fmt: skip
+    assert cut.sizes == (6, 6, 4, 5) and cut.longest == 16 and cut.units[0].starts == (0, 3, 12)
+
+
+class Model(GPTModel):  # type: ignore[misc]
+    """A stage in the middle of a host's pipeline, which returns what it was given."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.post_process = False
+
+    def forward(
+        self, input_ids: Any, position_ids: Any, attention_mask: Any, packed_seq_params: Any = None
+    ) -> Any:
+        return input_ids, packed_seq_params
+
+
+def packed(ends: list[int] | None, padded: list[int] | None = None) -> PackedSeqParams:
+    own, all_of = (None if each is None else torch.tensor(each) for each in (ends, padded))
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=own, cu_seqlens_kv=own, cu_seqlens_q_padded=all_of
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        (packed([0, 3, 10]), None),
+        (packed([0, 3, 10, 10, 10]), None),  # padded to a fixed number
+        (packed([0, 2, 8], padded=[0, 3, 10]), None),
+        (packed([0, 3]), None),  # the padding behind it is a sequence
+        (packed([0, 3, 10, -1, -1]), None),
+        (packed([0, 4, 10]), r"passes cu_seqlens of sequences of \[4, 6\] tokens"),
+        (packed([0, 3, 9, 12]), r"of \[3, 6, 1, 2\] tokens"),
+        (packed(None), "passes none in packed_seq_params"),
+        (None, "passes none in packed_seq_params"),
+    ],
+)
+def test_a_row_whose_sequences_are_not_those_announced_is_refused(
+    params: Any, said: str | None
+) -> None:
+    model, slices = Model(), SimpleNamespace(unit=None)
+    cut = packed_cut([[3, 7]], lambda _: 5, 1, 10)
+    tokens = torch.arange(10)[None]
+    with WholeSteps(slices, [model]).bound():  # type: ignore[arg-type]
+        for unit in cut.units:
+            slices.unit = unit
+            if said is None:
+                got, passed = model(tokens, None, None, packed_seq_params=params)
+                assert got.tolist() == [list(range(unit.begin, unit.end))] and passed is None
+        slices.unit = cut.units[0]
+        if said is not None:
+            told = rf"microbatch 0 counts as sequences of \[3, 7\] tokens, .* {said}: announce"
+            with pytest.raises(ConfigError, match=told):
+                model(tokens, None, None, packed_seq_params=params)
+        slices.unit = None
+        assert model(tokens, None, None, packed_seq_params=params) == (tokens, params)
+
+
+def test_packed_rows_that_nobody_announced_are_named() -> None:
+    model, slices = Model(), SimpleNamespace(unit=fixed_cut(10, 1, 1, 5).units[0])
+    with (
+        WholeSteps(slices, [model]).bound(),  # type: ignore[arg-type]
+        pytest.raises(ConfigError, match=r"sequences of \[10\] tokens, .* of \[3, 7\] tokens: ann"),
+    ):
+        model(torch.zeros(1, 10), None, None, packed_seq_params=packed([0, 3, 10]))

@@ -34,6 +34,7 @@ def test_two_ranks_in_slices() -> None:
              per_token=True),
         case("full", 2, 2, LATE_RUN, slices=8, recompute="full", **ROTARY),
         case("packed rows", 2, 4, LATE_RUN, FUSED, RANDOM, rows=True, per_token=True, **PACKED),
+        case("rows of a host", 2, 4, LATE_RUN, RANDOM, rows="host", per_token=True, **PACKED),
         case("selective, own", 2, 3, LATE_RUN, slices=4, recompute="selective", untied=True,
              spec="megatron"),
     )  # fmt: skip
@@ -44,6 +45,19 @@ def test_two_ranks_in_further_slices() -> None:
     check(
         2,
         case("five slices", 2, 4, LATE_RUN, RANDOM, slices=3, v=2, layers=4, **ROTARY),
+        case(
+            "rows of a host, v2",
+            2,
+            4,
+            LATE_RUN,
+            FUSED,
+            RANDOM,
+            rows="host",
+            v=2,
+            layers=4,
+            **PACKED,
+        ),
+        case("rows of a host, full", 2, 4, LATE_RUN, rows="host", recompute="full", **PACKED),
         case("dropout", 2, 3, LATE_RUN, slices=4, dropout=0.1),
         case("experts", 2, 3, LATE_RUN, slices=4, model=EXPERTS | {"moe_aux_loss_coeff": 0.0}),
         case("balanced experts", 2, 3, LATE_RUN, slices=4, model=EXPERTS, balances=True),

@@ -4,7 +4,8 @@
 and returns whole microbatches, run once per slice: its iterator gives each batch to every slice,
 the model takes the slice's tokens of it, and the last stage returns losses of full length, in which
 earlier slices' are constants and later ones' are 0. So the host's masks, sums and counts of tokens
-fit, and those of the last slice are the microbatch's.
+fit, and those of the last slice are the microbatch's. The documents of a packed row must be those
+that were announced, since attention takes them from its units.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from megatron.dpp.errors import ConfigError, setting
 
 _OF_TOKENS = ("input_ids", "position_ids", "labels", "loss_mask")
 """Arguments of a GPT's forward of shape [b, s]."""
-_ABSENT = ("decoder_input", "inference_context", "packed_seq_params", "padding_mask")
+_ABSENT = ("decoder_input", "inference_context", "padding_mask")
 """Arguments that a slice cannot take its part of."""
 
 
@@ -94,6 +95,31 @@ def fixed_cut(length: int, num_microbatches: int, micro_batch_size: int, tokens:
     return Cut(units, sizes, num_microbatches, micro_batch_size * length, whole=True)
 
 
+def packed_cut(
+    rows: Sequence[Sequence[int]],
+    tokens_of: Callable[[int], int | None],
+    num_microbatches: int,
+    longest: int,
+) -> Cut:
+    """Microbatches of packed rows, of which the long ones are cut.
+
+    Args:
+        rows: tokens of the documents of each row, in order.
+        tokens_of: tokens of the slices of a row of so many tokens; None leaves it whole.
+        longest: tokens of the longest row of any step that is known.
+    """
+    units: list[Unit] = []
+    for number, documents in enumerate(rows):
+        *starts, total = itertools.accumulate(documents, initial=0)
+        each = tokens_of(total) or total
+        bounds = [*range(0, total, each), total]
+        pieces = itertools.pairwise(bounds)
+        units += [Unit(number, begin, end, total, tuple(starts)) for begin, end in pieces]
+    sizes = tuple(unit.end - unit.begin for unit in units)
+    longest = max(longest, *(unit.total for unit in units))
+    return Cut(tuple(units), sizes, num_microbatches, longest, whole=True)
+
+
 @contextlib.contextmanager
 def weighted_aux_loss(config: Any, share: float) -> Iterator[None]:
     """Let the auxiliary loss of experts weigh ``share`` of a microbatch's in a backward, unless
@@ -154,6 +180,9 @@ class WholeSteps:
             for name in _ABSENT:
                 if given.get(name) is not None:
                     _refuse(f"the forward step passes {name} to the model")
+            if not unit.begin:
+                _check_documents(unit, given.get("packed_seq_params"))
+            given["packed_seq_params"] = None  # attention takes the documents from the unit
             for name in _OF_TOKENS:
                 if given.get(name) is not None:
                     given[name] = _part(given[name], unit, name)
@@ -192,6 +221,31 @@ def _part(tensor: torch.Tensor, unit: Unit, name: str) -> torch.Tensor:
     if tensor.dim() != 2 or tensor.shape[1] != unit.total:
         _refuse(f"{name} has the shape {list(tensor.shape)}, not {unit.total} tokens a sequence")
     return tensor[:, unit.begin : unit.end].contiguous()
+
+
+def _check_documents(unit: Unit, params: Any) -> None:
+    """Refuse a row whose documents are not those of its units."""
+    told = [end - start for start, end in itertools.pairwise((*unit.starts, unit.total))]
+    ends = None if params is None else _ends_of(params)
+    if ends is None:
+        found, passed = [unit.total], "passes none in packed_seq_params"
+    else:
+        inside = sorted({0, unit.total, *(end for end in ends if end >= 0)})
+        found = [end - start for start, end in itertools.pairwise(inside)]
+        passed = f"passes cu_seqlens of sequences of {found} tokens"
+    if found != told:
+        raise ConfigError(
+            f"microbatch {unit.row} counts as sequences of {told} tokens, and the forward step "
+            f"{passed}: announce the sequences of packed rows before the step "
+            f"(plugin.announce(rows=...)), or use {setting('slice_tokens', 'off')}"
+        )
+
+
+def _ends_of(params: Any) -> list[int] | None:
+    """The ends of a packed row's documents with their padding, some of them perhaps repeated."""
+    padded = getattr(params, "cu_seqlens_q_padded", None)
+    ends = params.cu_seqlens_q if padded is None else padded
+    return None if ends is None else [int(end) for end in ends.flatten().tolist()]
 
 
 def _refuse(what: str) -> None:

@@ -123,7 +123,12 @@ class DppSchedule(PipelineSchedule):
             self._prepared.prepare(call)
 
     def announce(
-        self, sizes: Sequence[int], units: Sequence[Unit] = (), longest_row: int = 0
+        self,
+        sizes: Sequence[int],
+        units: Sequence[Unit] = (),
+        longest_row: int = 0,
+        *,
+        rows: Sequence[Sequence[int]] = (),
     ) -> None:
         """Tell the tokens of each microbatch of the next call, on all ranks alike.
 
@@ -136,9 +141,11 @@ class DppSchedule(PipelineSchedule):
                 announce the same ones.
             longest_row: most tokens that a row of any call has; the memory cap counts in their
                 activations. 0 for the longest of these.
+            rows: tokens of the sequences that are packed into each microbatch, in order, where
+                forward steps take whole rows and ``slice_tokens`` cuts them.
         """
         self._announced = list(sizes)
-        self._slicing.announce(units, sizes, longest_row)
+        self._slicing.announce(units, sizes, longest_row, rows)
 
     def _checked(self, *, take: bool = False, **keywords: Any) -> StepCall:
         call = StepCall.checked(**keywords)

@@ -10,11 +10,11 @@ import torch
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core import compat
-from megatron.dpp.core.cut import Cut, WholeSteps, fixed_cut
+from megatron.dpp.core.cut import Cut, WholeSteps, fixed_cut, packed_cut
 from megatron.dpp.core.slices import Slices, Unit, why_not
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError, setting
-from megatron.dpp.slice_sizes import slice_tokens
+from megatron.dpp.slice_sizes import MOST_TOKENS, WHOLE_UP_TO, slice_tokens
 
 _KAPPA = 0.35
 """Memory of keys, values and their gradients over that of activations, until it is measured: that
@@ -26,28 +26,39 @@ class Slicing:
     """The slices of a schedule's calls; prepared anew for another model.
 
     Args:
-        config: ``slice_tokens``, for calls whose microbatches have one length.
+        config: ``slice_tokens``, for calls whose microbatches have one length, or are packed rows
+            that were announced.
         say: called with a line of something that holds for each step.
     """
 
     def __init__(self, config: DppConfig, say: Callable[[str], None]) -> None:
         self._config, self._say = config, say
         self._next: Cut | None = None
+        self._rows: Sequence[Sequence[int]] = ()
+        self._packs = False
         self._model: Sequence[torch.nn.Module] = ()
         self._slices: Slices | None = None
         self._whole: WholeSteps | None = None
 
-    def announce(self, units: Sequence[Unit], sizes: Sequence[int], longest_row: int) -> None:
-        """Tell the units of the next call, whose forward steps run once per unit.
+    def announce(
+        self,
+        units: Sequence[Unit],
+        sizes: Sequence[int],
+        longest_row: int,
+        rows: Sequence[Sequence[int]],
+    ) -> None:
+        """Tell the units of the next call, whose forward steps run once per unit, or the documents
+        of its packed rows, which ``slice_tokens`` cuts.
 
         Raises:
             ConfigError: they do not fit together.
         """
-        self._next = None
+        self._next, self._rows = None, rows
+        self._packs = self._packs or bool(rows)
         if units:
             longest = max(longest_row, *(unit.total for unit in units))
-            rows = sum(unit.is_last for unit in units)
-            self._next = Cut(tuple(units), tuple(sizes), rows, longest)
+            count = sum(unit.is_last for unit in units)
+            self._next = Cut(tuple(units), tuple(sizes), count, longest)
 
     def cut(self, call: StepCall, *, take: bool) -> StepCall:
         """The call with its units as microbatches; the call itself if none of them is cut.
@@ -58,11 +69,15 @@ class Slicing:
         Raises:
             ConfigError: the model, or the call, cannot be cut.
         """
-        cut, told = self._next, self._next is not None
+        cut, told, rows = self._next, self._next is not None, self._rows
         if take:
-            self._next = None
+            self._next, self._rows = None, ()
+            if rows and len(rows) != call.num_microbatches:
+                raise ConfigError(
+                    f"announce: {len(rows)} rows for a step of {call.num_microbatches} microbatches"
+                )
         if cut is None:
-            cut = self._fixed(call)
+            cut = self._packed(call, rows) if rows else self._fixed(call)
         if cut is None:
             return call
         if len(cut.units) != call.num_microbatches and told:
@@ -77,19 +92,56 @@ class Slicing:
             return dataclasses.replace(call, cut=cut)
         assert self._whole is not None
         longest = max(unit.end - unit.begin for unit in cut.units)
+        if getattr(call.config, "variable_seq_lengths", False):  # room for those of later steps
+            longest = max(longest, self._most_tokens)
         return dataclasses.replace(
             call,
             cut=cut,
             num_microbatches=len(cut.units),
             seq_length=longest,
+            micro_batch_size=1 if rows else call.micro_batch_size,
             decoder_seq_length=None,
             data_iterator=self._whole.iterators(call.data_iterator),
         )
+
+    @property
+    def _most_tokens(self) -> int:
+        """Most tokens of a unit, as rows of up to 1.5 slices stay whole."""
+        asked = self._config.slice_tokens
+        return int(WHOLE_UP_TO * (MOST_TOKENS if asked == "auto" else int(asked)))
+
+    def _packed(self, call: StepCall, rows: Sequence[Sequence[int]]) -> Cut | None:
+        """The slices of packed rows; None if none is long enough."""
+        asked, groups, config = self._config.slice_tokens, call.pg_collection, call.config
+        if asked == "off" or call.collect_non_loss_data:
+            return None
+        experts = getattr(config, "num_moe_experts", None)
+        if experts and config.expert_model_parallel_size > 1 and groups.dp_cp.size() > 1:
+            raise ConfigError(
+                f"{setting('slice_tokens', asked)}: replicas whose experts are divided among them "
+                "run one order, and their packed rows would have other slices: use off"
+            )
+        batch = sum(map(sum, rows))
+        multiple = groups.tp.size() if config.sequence_parallel else 1
+        known = call.micro_batch_size * call.longest(self._config.max_tokens)
+        cut = packed_cut(
+            rows,
+            lambda row: slice_tokens(asked, row, batch, groups.pp.size(), multiple),
+            call.num_microbatches,
+            known,
+        )
+        return cut if cut.is_cut else None
 
     def _fixed(self, call: StepCall) -> Cut | None:
         """The slices of microbatches that all have the call's length."""
         asked = self._config.slice_tokens
         if asked == "off" or call.collect_non_loss_data:
+            return None
+        if self._packs:
+            self._say(
+                f"dynamic pipeline: {setting('slice_tokens', asked)}: steps whose rows are not "
+                "announced, as others were, are not cut"
+            )
             return None
         if getattr(call.config, "variable_seq_lengths", False):
             raise ConfigError(

@@ -272,9 +272,9 @@ def _note_announced() -> None:
 
     own = DppSchedule.announce
 
-    def announce(schedule: Any, sizes: Sequence[int], *more: Any) -> None:
+    def announce(schedule: Any, sizes: Sequence[int], *more: Any, **rows: Any) -> None:
         ANNOUNCED.append(list(sizes))
-        own(schedule, sizes, *more)
+        own(schedule, sizes, *more, **rows)
 
     DppSchedule.announce = announce  # type: ignore[method-assign]
 
