@@ -266,6 +266,7 @@ TARGETS: tuple[Target, ...] = (
 
 def bombard(target: Target, count: int, seed: int) -> int:
     """Feed seeded inputs to a target; returns how many it refused. Nothing may stay open."""
+    torch.zeros(1 << 20)  # PyTorch keeps the threads of its first large operation
     before, refused = census(), 0
     for number in range(count):
         rng = random.Random(f"{target.__name__} {seed} {number}")
