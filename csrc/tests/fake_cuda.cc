@@ -39,9 +39,10 @@ struct Block {
 thread_local long contexts_pushed = 0;
 std::atomic<long> strays{0};
 std::atomic<long> stream_waits{0};
-std::atomic<long> busy{0};    // queries of our stream that will say so
-std::atomic<long> unseen{0};  // events recorded again before anybody saw that they had happened
-std::atomic<long> early{0};   // pieces of memory that were given up while it was
+std::atomic<long> busy{0};      // queries of our stream that will say so
+std::atomic<long> unseen{0};    // events recorded again before anybody saw that they had happened
+std::atomic<long> pageable{0};  // copies from and to memory of the host that is not pinned
+std::atomic<long> early{0};     // pieces of memory that were given up while it was
 struct FakeEvent {
   std::atomic<int> patience{0};
   std::atomic<bool> ours{false}, seen{false};  // recorded on a stream made here; said "ready"
@@ -51,6 +52,7 @@ std::mutex mutex;
 std::map<Address, Block> blocks;   // ours
 std::map<Address, size_t> opened;  // other processes'
 std::map<Address, size_t> mapped;  // allocations, at addresses that were reserved
+std::map<Address, size_t> pinned;  // memory of the host
 
 bool flag(const char* name) { return std::getenv(name) != nullptr; }
 
@@ -75,10 +77,10 @@ void* const kOurStream = reinterpret_cast<void*>(2);
 
 void give_up_memory() { early += busy > 0; }
 
-bool foreign(Address address) {
+bool within(const std::map<Address, size_t>& pieces, Address address) {
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto next = opened.upper_bound(address);
-  if (next == opened.begin()) return false;
+  const auto next = pieces.upper_bound(address);
+  if (next == pieces.begin()) return false;
   const auto& [start, bytes] = *std::prev(next);
   return address < start + bytes;
 }
@@ -124,7 +126,7 @@ long fake_cuda_contexts() { return contexts_pushed; }
 long fake_cuda_strays() { return strays; }
 long fake_cuda_pieces() {
   const std::lock_guard<std::mutex> lock(mutex);
-  return static_cast<long>(blocks.size() + opened.size() + mapped.size());
+  return static_cast<long>(blocks.size() + opened.size() + mapped.size() + pinned.size());
 }
 
 int cuMemAlloc(Address* address, size_t bytes) {
@@ -231,8 +233,15 @@ int cuMemUnmap(Address address, size_t bytes) {
   return data == MAP_FAILED ? kInvalid : 0;
 }
 int cuMemSetAccess(Address, size_t, const void*, size_t) { return 0; }
-int cuMemHostRegister(void*, size_t, unsigned) { return 0; }
-int cuMemHostUnregister(void*) { return give_up_memory(), 0; }
+int cuMemHostRegister(void* data, size_t bytes, unsigned) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return pinned[reinterpret_cast<Address>(data)] = bytes, 0;
+}
+int cuMemHostUnregister(void* data) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (pinned.erase(reinterpret_cast<Address>(data)) == 0) return ++strays, kInvalid;
+  return give_up_memory(), 0;
+}
 int cuMemHostGetDevicePointer(Address* address, void* data, unsigned) {
   return *address = reinterpret_cast<Address>(data), 0;
 }
@@ -241,14 +250,16 @@ int cuMemcpyDtoDAsync(Address to, Address from, size_t bytes, void* stream) {
   if (const char* queries = std::getenv("FAKE_CUDA_BUSY"); queries && stream == kOurStream) {
     busy = std::atol(queries);
   }
-  if (flag("FAKE_CUDA_CORRUPT") && foreign(to)) return 0;
+  if (flag("FAKE_CUDA_CORRUPT") && within(opened, to)) return 0;
   std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
   return 0;
 }
 int cuMemcpyDtoHAsync(void* to, Address from, size_t bytes, void* stream) {
+  pageable += !within(pinned, reinterpret_cast<Address>(to));
   return cuMemcpyDtoDAsync(reinterpret_cast<Address>(to), from, bytes, stream);
 }
 int cuMemcpyHtoDAsync(Address to, const void* from, size_t bytes, void* stream) {
+  pageable += !within(pinned, reinterpret_cast<Address>(from));
   return cuMemcpyDtoDAsync(to, reinterpret_cast<Address>(from), bytes, stream);
 }
 
@@ -257,6 +268,8 @@ int cuStreamDestroy(void*) { return 0; }
 int cuStreamQuery(void*) { return busy > 0 && busy-- > 0 ? kNotReady : 0; }
 int cuStreamSynchronize(void*) { return busy = 0, 0; }
 long fake_cuda_early() { return early; }
+// Such a copy holds up who queues it, and the stream.
+long fake_cuda_pageable() { return pageable; }
 int cuStreamWaitEvent(void*, void*, unsigned) { return ++stream_waits, 0; }
 // For tests: how often a stream was told to wait for an event.
 long fake_cuda_waits() { return stream_waits; }

@@ -248,17 +248,20 @@ def run_case(case: str) -> None:
     scenarios = [SCENARIOS[word] for word in words if word in SCENARIOS]
     for scenario in scenarios:
         scenario(a, b)
+    driver = ctypes.CDLL("libcuda.so.1")
+    pageable = driver.fake_cuda_pageable()  # the links' own tests
     if not scenarios:
         exchange(a, b)
         exchange_back = threading.Thread(target=exchange, args=(b, a))
         exchange_back.start()
         exchange_back.join()
+    if "checksum" not in words:  # which waits for a copy
+        assert driver.fake_cuda_pageable() == pageable, "copies from memory that is not pinned"
     for end in (a, b, a):
         end.close()
     if not scenarios:
         del a, b, end, both
         gc.collect()
-        driver = ctypes.CDLL("libcuda.so.1")
         found = driver.fake_cuda_strays(), driver.fake_cuda_pieces()
         assert found == (0, 0), f"{found} GPU memory given back wrongly, and left"
     print("ok")

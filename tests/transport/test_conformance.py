@@ -147,6 +147,17 @@ def test_wait_ends_with_an_arrival_and_not_without_one(kind: str) -> None:
         timer.join()
 
 
+def test_wait_ends_when_a_pending_put_leaves(kind: str) -> None:
+    with opened(kind, pair(depth=1)) as (a, b):
+        for index in range(4):
+            a.put(0, torch.ones(3), iteration=0, microbatch=index)
+        a.poll()
+        while a.wait(0.02):  # the first ones leave
+            a.poll()
+        take_next(b, 0, 0)
+        assert a.wait(PATIENCE)
+
+
 def test_closing_twice_is_fine_and_ends_all_use(kind: str) -> None:
     with opened(kind, pair()) as (a, b):
         closers = [threading.Thread(target=transport.close) for transport in (a, b)]

@@ -414,7 +414,8 @@ def test_memory_that_cannot_be_had_is_an_error_at_set_up(tmp_path: Path) -> None
     with forked(2, body, tmp_path) as (_, results):
         first = {r[0]: r for r in (results.get(timeout=PATIENCE) for _ in range(2))}
     assert first[1][1] == "SetupError"
-    assert "bytes of shared memory" in first[1][2]
+    total = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+    assert f"bytes of shared memory for dpp-slots: only {total} bytes are" in first[1][2]
     assert first[0][1] == "SetupError"
 
 

@@ -202,6 +202,30 @@ def test_credit_for_what_is_still_sent_frees_no_payload() -> None:
         assert sender.native.done(0) == 1
 
 
+@pytest.mark.parametrize(
+    ("at", "form", "value", "text"),
+    [
+        (6, "<B", len(load_native().dtype_names), "number of the dtype is"),
+        (7, "<B", load_native().max_dims + 1, "number of dimensions is"),
+        (32, "<I", 1, "part 1 of 1"),
+        (36, "<I", 0, "part 0 of 0"),
+        (48, "<Q", 65, "byte count is 65, expected 64"),
+    ],
+)
+def test_a_header_that_is_just_beyond_what_it_may_say_is_refused(
+    at: int, form: str, value: int, text: str, segments: list[Segment]
+) -> None:
+    first = segments[2]
+    frame = bytearray(first.frame())
+    struct.pack_into("<Q", frame, 40, 1)  # the first message
+    struct.pack_into(form, frame, at, value)
+    with raw.alone(load_native(), 1, [raw.channel(0, SLOT, 4)]) as receiver:
+        receiver.data[0].sendall(sealed(bytes(frame)) + first.payload)
+        error = until_error(receiver)
+    assert type(error) is ProtocolError
+    assert "a broken header on forward of chunk 0, rank 0 -> 1: " + text in str(error), error
+
+
 def test_credit_does_not_shrink() -> None:
     with raw.alone(load_native(), 0, [raw.channel(0, SLOT, 2)]) as sender:
         for _ in range(2):

@@ -122,26 +122,31 @@ extern "C" int sched_yield() { ++calls; return KEPT ? usleep(KEPT) : 0; }
 extern "C" int num_yields() { return calls; }
 """
 WAITS = """
-import ctypes, importlib.util, sys, time
+import ctypes, importlib.util, resource, sys, time
 specification = importlib.util.spec_from_file_location("_native", sys.argv[1])
 native = importlib.util.module_from_spec(specification)  # without PyTorch, which takes seconds
 specification.loader.exec_module(native)
 settings = dict(timeout=1.0, checksum=False, max_pending=2, spin=sys.argv[3] == "spin")
 transport = native.Transport(rank=0, incoming=[], outgoing=[], **settings)
 library, turns, start = ctypes.CDLL(sys.argv[2]), int(sys.argv[4]), time.monotonic()
+sleeps = lambda: resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+before = sleeps()
 for turn in range(1 << 30):  # a busy machine may take the core away for a whole spin
     transport.poll(0)
     transport.wait(0.001)
     enough = library.num_yields() or not settings["spin"]
     if time.monotonic() > start + 30 or (turn >= turns and enough):
         break
-print(library.num_yields(), time.monotonic() - start)
+print(library.num_yields(), time.monotonic() - start, sleeps() - before)
 transport.close()
 """
 
 
-def yields_while_waiting(folder: Path, how: str, *, kept_us: int, turns: int) -> tuple[int, float]:
-    """Times that waits give their core to another process, which keeps it; and the seconds."""
+def yields_while_waiting(
+    folder: Path, how: str, *, kept_us: int, turns: int
+) -> tuple[int, float, int]:
+    """Times that waits give their core to another process, which keeps it; the seconds; and times
+    that waits leave it until something wakes them."""
     library = folder / "yields.so"
     command = ["g++", f"-DKEPT={kept_us}", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
     subprocess.run(command, input=YIELDS, text=True, check=True, timeout=PATIENCE)
@@ -151,8 +156,8 @@ def yields_while_waiting(folder: Path, how: str, *, kept_us: int, turns: int) ->
         capture_output=True, text=True, timeout=2 * PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    yields, seconds = done.stdout.split()
-    return int(yields), float(seconds)
+    yields, seconds, sleeps = done.stdout.split()
+    return int(yields), float(seconds), int(sleeps)
 
 
 needs_compiler = pytest.mark.skipif(
@@ -163,13 +168,13 @@ needs_compiler = pytest.mark.skipif(
 @needs_compiler
 @pytest.mark.parametrize("how", ["spin", "sleep"])
 def test_a_spin_gives_its_core_to_others(how: str, tmp_path: Path) -> None:
-    yields, _ = yields_while_waiting(tmp_path, how, kept_us=0, turns=20)
-    assert (yields > 0) == (how == "spin")
+    yields, _, sleeps = yields_while_waiting(tmp_path, how, kept_us=0, turns=20)
+    assert (yields > 0) == (how == "spin") and sleeps > 0
 
 
 @needs_compiler
 def test_waits_beside_a_busy_process_sleep_at_once(tmp_path: Path) -> None:
-    yields, seconds = yields_while_waiting(tmp_path, "spin", kept_us=1000, turns=60)
+    yields, seconds, _ = yields_while_waiting(tmp_path, "spin", kept_us=1000, turns=60)
     assert 1 <= yields <= 1 + seconds / 0.25  # a spin tries again every quarter of a second
 
 
