@@ -89,7 +89,7 @@ class Job:
         shared = {
             "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", MARK: str(os.getpid()),
             "TMPDIR": str(self.temporary), "PYTHONFAULTHANDLER": "", "CUDA_VISIBLE_DEVICES": "",
-            "TORCHDYNAMO_DISABLE": "1",
+            "TORCHDYNAMO_DISABLE": "1", "DPP_STOPPED_SECONDS": "90",  # as the launcher sets it
         }  # fmt: skip
         if hosts is None:
             torchrun = ["-m", "megatron.dpp_train.launch.torchrun", "--standalone"]
@@ -130,6 +130,10 @@ class Job:
 
     def has_ended(self) -> bool:
         return all(node.process.poll() is not None for node in self.nodes)
+
+    def has_ended_in_part(self) -> bool:
+        """True if, on two hosts, only one rank is left."""
+        return any(node.process.poll() is not None for node in self.nodes)
 
     def is_complete(self) -> bool:
         return all(node.process.poll() == 0 for node in self.nodes)
@@ -214,6 +218,7 @@ class Soak:
         self.growth = Growth()
         self.laps = self.compared = self.unequal = 0
         self._expected: dict[int, set[float]] = {}
+        self._of_killed: set[str] = set()
 
     def run(self, seconds: float, log: Path | None) -> None:
         write_tokens(self._folder / "tokens")
@@ -317,7 +322,8 @@ class Soak:
                 made.culprit = ()  # nobody waits for it
                 made.seconds = self._wait(job, lambda: False, 20.0)
             else:
-                made.seconds = self._wait(job, lambda: self._others_ended(job), DEADLINE)
+                ended = job.has_ended if name.startswith("child") else job.has_ended_in_part
+                made.seconds = self._wait(job, ended, DEADLINE)
             with contextlib.suppress(psutil.NoSuchProcess):
                 victim.resume()
         else:
@@ -327,10 +333,6 @@ class Soak:
             if name == "torchrun":
                 made.culprit = ()  # it says itself that it ends, unless it is killed
         return made
-
-    def _others_ended(self, job: Job) -> bool:
-        """True if only the stopped rank, or the rank of the stopped process, is left."""
-        return any(node.process.poll() is not None for node in job.nodes)
 
     def _cut(self, hosts: Hosts | None, kind: str, now: int) -> Disturbance:
         assert hosts is not None
@@ -377,20 +379,17 @@ class Soak:
             disturbance.faults.append(f"nobody named it: {said[-3000:]}")
         if "Traceback (most recent call last)" in said:
             disturbance.faults.append(f"a traceback: {said[-4000:]}")
-        disturbance.faults += self._left(job, of_torchrun=disturbance.victim != "torchrun")
+        if disturbance.victim == "torchrun":  # its folder goes when the next torchrun starts
+            self._of_killed |= {path.name for path in job.temporary.glob("torchrun_*")}
+        disturbance.faults += self._left(job)
 
-    def _left(self, job: Job, *, of_torchrun: bool) -> list[str]:
-        """Things that a job that has ended left. The folder of a torchrun that was killed goes when
-        the next one starts."""
+    def _left(self, job: Job) -> list[str]:
+        """Things that a job that has ended left."""
         deadline, left = time.monotonic() + 30.0, ["?"]
         while left and time.monotonic() < deadline:
             left = [f"process {p.pid} {' '.join(p.cmdline())[:200]}" for p in marked()]
             left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self._before]
-            left += [
-                str(path)
-                for path in job.temporary.iterdir()
-                if of_torchrun or not path.name.startswith("torchrun_")
-            ]
+            left += [str(p) for p in job.temporary.iterdir() if p.name not in self._of_killed]
             if left:
                 time.sleep(0.2)
         for path in job.temporary.iterdir() if left else ():

@@ -41,6 +41,11 @@ def end_with_starter() -> None:
 def stopped(pid: int) -> list[str]:
     """Names the stopped ones (SIGSTOP, a debugger) among a process of this host and all that
     descend from it, as ``process 12 (name)``."""
+    return list(stopped_below(pid).values())
+
+
+def stopped_below(pid: int) -> dict[int, str]:
+    """The names that :func:`stopped` gives, by number."""
     states, children = {}, defaultdict(list)
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
@@ -53,7 +58,14 @@ def stopped(pid: int) -> list[str]:
     for each in tree:
         tree += children[each]
     there = [(each, *states[each]) for each in tree if each in states]
-    return [f"process {each} ({name})" for each, state, name in there if state in "Tt"]
+    return {each: f"process {each} ({name})" for each, state, name in there if state in "Tt"}
+
+
+def end_stopped_children() -> None:
+    """Kill what descends from this process and is stopped: its exit would wait for it for ever."""
+    for pid in stopped_below(os.getpid()):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def bound_to_this(number: int = signal.SIGTERM) -> Callable[[], None]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from megatron.dpp.errors import ConfigError, DataError, core_setting, require
 from megatron.dpp.hosts import is_loopback, own_interface, with_port
 from megatron.dpp.locks import Lock, check_free, lock_directory
+from megatron.dpp_train.launch import stopped
 from megatron.dpp_train.launch.flags import ROOT, Flags
 from megatron.dpp_train.launch.home import check_home, make_home, with_home
 from megatron.dpp_train.launch.log_copy import copy_output
@@ -243,6 +244,7 @@ def begin(job: Job, arch: str, parsed: Settings, environ: Mapping[str, str]) -> 
         "OMP_NUM_THREADS": environment.value("OMP_NUM_THREADS", environ),
         "PYTHONWARNINGS": _QUIET,
     }
+    defaults |= stopped.setting(args.distributed_timeout_minutes)
     env = {**environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": import_path()}
     env |= {name: value for name, value in defaults.items() if not env.get(name)}
     if home is not None:

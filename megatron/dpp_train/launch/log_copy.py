@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.locks import Lock
+from megatron.dpp.processes import stopped
 from megatron.dpp.safe_files import open_to_write
 
 _READ_BYTES = 1 << 16
@@ -128,6 +129,9 @@ class LogWatch:
         for stream, saved in zip((1, 2), self._streams.values(), strict=True):
             os.dup2(saved, stream)  # the last writer of the pipe: its reader comes to the end
         self._thread.join(_LAST_SECONDS)
+        if self._thread.is_alive() and stopped(self._given["pid"]):
+            os.kill(self._given["pid"], signal.SIGKILL)  # it would keep the last lines, and a lock
+            self._thread.join(_LAST_SECONDS)
 
     def _watch(self) -> None:
         pid = self._given["pid"]

@@ -1,5 +1,6 @@
 """torchrun with one line instead of its traceback when a node is missing, a rank fails, or Ctrl-C
-is pressed, and without the folder that it leaves in the temporary directory.
+is pressed, without the folder that it leaves in the temporary directory, and with an end for
+processes that are stopped.
 
 ``python -m megatron.dpp_train.launch.torchrun`` takes torchrun's arguments.
 """
@@ -21,6 +22,7 @@ from megatron.dpp.errors import INTERRUPTED, DataError
 from megatron.dpp.locks import scratch_directory
 from megatron.dpp_train.checkpoint.files import find
 from megatron.dpp_train.launch.log_copy import LogWatch
+from megatron.dpp_train.launch.stopped import StoppedWatch
 
 try:
     import torch.distributed
@@ -171,6 +173,6 @@ def _say(text: str, code: int = _FAILED) -> int:
 
 
 if __name__ == "__main__":
-    with LogWatch():
+    with LogWatch(), StoppedWatch():
         code = run()
     sys.exit(code)

@@ -24,7 +24,7 @@ from megatron.dpp.errors import (
 )
 from megatron.dpp.locks import lock_directory
 from megatron.dpp.naming import in_flags
-from megatron.dpp.processes import end_with_parent, sigint_held_back
+from megatron.dpp.processes import end_stopped_children, end_with_parent, sigint_held_back
 from megatron.dpp_train.options import arguments, run_file
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.preflight import check as preflight
@@ -46,6 +46,8 @@ def main(task_name: str, argv: Sequence[str] | None = None) -> int:
         return _run(task_name, argv)
     except KeyboardInterrupt:
         return INTERRUPTED
+    finally:
+        end_stopped_children()
 
 
 def _run(task_name: str, argv: Sequence[str] | None) -> int:

@@ -127,6 +127,9 @@ _OTHERS = (
      "launch scripts, profiling"),
     ("DPP_GO_ON", _UNSET, "command that goes on, for torchrun's last line", "set by training"),
     ("DPP_SAVE", _UNSET, "directory of the run's checkpoints, likewise", "set by training"),
+    ("DPP_STOPPED_SECONDS", "630",
+     "time after which torchrun ends a stopped process of a job of several ranks; by the launcher "
+     "--distributed-timeout-minutes and 30 s", "launcher, torchrun"),
     ("TP_SIZE", "1", "tensor parallel size", "scripts/"),
     ("PP_SIZE", "1", "pipeline parallel size", "scripts/"),
     ("ZERO_STAGE", "1", "ZeRO stage", "scripts/run_deepspeed.sh"),
