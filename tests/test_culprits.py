@@ -149,9 +149,9 @@ def error_of(minutes: float, number: int, report: Path) -> tuple[int, str]:
         except (DataError, RuntimeError) as error:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             said = str(error) if isinstance(error, DataError) else culprits.find(error)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)  # PyTorch waits long for one that is stopped
         report.write_text(f"{worker} {said}")
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGKILL)
 
     assert fork(work) == 0
     worker, _, said = report.read_text().partition(" ")

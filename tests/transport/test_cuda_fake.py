@@ -184,7 +184,7 @@ def test_a_path_that_carries_nothing_is_not_blamed_on_gpudirect(worker):
     for said in run(worker, *(f"rdma direct=dmabuf+ordered lose-writes{more}" for more in words)):
         asked = "gpudirect='on'" if "on,on" in said else "transport='rdma'"
         assert said.count(f"DppConfig({asked}): rank ") == 2 and said.endswith("\nrefused\n"), said
-        assert "over fake0 port 1 has not completed after 5.0 s" in said and "UDP" in said, said
+        assert "over fake0 port 1 has not completed after 1.5 s" in said and "UDP" in said, said
         assert "IOMMU" not in said
 
 
