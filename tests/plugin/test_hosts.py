@@ -45,8 +45,8 @@ ENGINE_CASES = {
 """The same with Transformer Engine's layers."""
 
 
-def compare(hosts: Hosts, version: str, case: str, folder: Path) -> None:
-    num_ranks, flags, dynamic = (CASES | ENGINE_CASES)[case]
+def compare(hosts: Hosts, version: str, case: tuple[int, str, str], folder: Path) -> None:
+    num_ranks, flags, dynamic = case
     expected = records(hosts.static(version, num_ranks, flags), num_ranks)
     output = hosts.run(version, num_ranks, f"{flags} {DYNAMIC} {dynamic}", folder / "dynamic")
     assert "an activation takes" in output  # said by the dynamic pipeline when it has measured
@@ -58,30 +58,32 @@ def compare(hosts: Hosts, version: str, case: str, folder: Path) -> None:
 
 
 SLICES = f"{DYNAMIC} --dpp-slice-tokens 16"
+ROTARY = f"{PP2X2} --position-embedding-type rope"
+"""The flags of every test that is not slow, which share the host's own run."""
 
 
-def check_slices(hosts: Hosts, version: str, flags: str, folder: Path) -> None:
-    """Two orders of slices are bitwise equal, and the first loss is that of uncut sequences."""
+def check_slices(hosts: Hosts, version: str, flags: str, folder: Path, *policies: str) -> None:
+    """All orders of slices are bitwise equal, and the first loss is that of uncut sequences."""
     uncut = records(hosts.static(version, 2, flags), 2)
     found = []
-    for name, more in (("dynamic", ""), ("static", "--dpp-policy megatron")):
-        hosts.run(version, 2, f"{flags} {SLICES} {more}", folder / name)
-        found.append(records(folder / name, 2))
-    assert found[0] == found[1]
+    for policy in ("dynamic", *policies):
+        hosts.run(version, 2, f"{flags} {SLICES} --dpp-policy {policy}", folder / policy)
+        found.append(records(folder / policy, 2))
+    assert all(each == found[0] for each in found)
     first = [json.loads(each[-1][0])[1][0]["lm loss"][0] for each in (uncut, found[0])]
     assert float.fromhex(first[1]) == pytest.approx(float.fromhex(first[0]), rel=1e-6)
     assert [len(each[-1]) for each in (uncut, found[0])] == [len(uncut[-1])] * 2
 
 
 def test_sequences_in_slices(hosts: Hosts, tmp_path: Path) -> None:
-    check_slices(hosts, NEWEST, f"{PP2X2} --position-embedding-type rope", tmp_path)
+    check_slices(hosts, NEWEST, ROTARY, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_sequences_in_slices_of_every_version(hosts: Hosts, version: str, tmp_path: Path) -> None:
     flags = "--pipeline-model-parallel-size 2 --group-query-attention --num-query-groups 2"
-    check_slices(hosts, version, flags, tmp_path)
+    check_slices(hosts, version, flags, tmp_path, "megatron")
 
 
 @pytest.mark.slow
@@ -94,14 +96,14 @@ def test_masks_of_documents_are_not_cut(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def test_numbers_are_those_of_the_static_schedule(hosts: Hosts, tmp_path: Path) -> None:
-    compare(hosts, NEWEST, "pp2-x2", tmp_path)
+    compare(hosts, NEWEST, (2, ROTARY, ""), tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_version_and_layout(hosts: Hosts, version: str, case: str, tmp_path: Path) -> None:
-    compare(hosts, version, case, tmp_path)
+    compare(hosts, version, CASES[case], tmp_path)
 
 
 @pytest.mark.gpu
@@ -113,7 +115,7 @@ def test_every_version_and_layout(hosts: Hosts, version: str, case: str, tmp_pat
 def test_layers_of_transformer_engine(
     hosts: Hosts, version: str, case: str, tmp_path: Path
 ) -> None:
-    compare(hosts, version, case, tmp_path)
+    compare(hosts, version, ENGINE_CASES[case], tmp_path)
 
 
 @pytest.mark.slow
