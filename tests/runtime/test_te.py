@@ -29,6 +29,7 @@ from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, UNLIKE, case
 from tests.runtime.launcher import run_ranks, shared_gpus
 
 WORKER = Path(__file__).with_name("te_worker.py")
+FUSED, SPLIT = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
 
 
 def graphed(**more: Any) -> list[dict[str, Any]]:
@@ -40,13 +41,12 @@ def graphed(**more: Any) -> list[dict[str, Any]]:
 
 def common(**more: Any) -> list[dict[str, Any]]:
     """Cases of layers that were built to delay their weight gradients and of others."""
-    late = {"inject": LATE}
     cases: list[dict[str, Any]] = [
-        {"name": "v2", "p": 2, "v": 2, "m": 6, "runs": [late, {"policy": "breadth-first",
+        {"name": "v2", "p": 2, "v": 2, "m": 6, "runs": [SPLIT, {"policy": "breadth-first",
          "activation_cap": "8p", "inject": LATE}], "layers": 8},
-        {"name": "overlap", "p": 2, "v": 2, "m": 4, "overlap": True, "runs": [late],
+        {"name": "overlap", "p": 2, "v": 2, "m": 4, "overlap": True, "runs": [SPLIT],
          "fused_wgrad": True, "distributed_optimizer": True},
-        {"name": "frozen", "p": 2, "m": 4, "runs": [late], "layers": 4, "untied": True,
+        {"name": "frozen", "p": 2, "m": 4, "runs": [SPLIT], "layers": 4, "untied": True,
          "frozen": ["linear_qkv"]},
         {"name": "graphs", "p": 2, "v": 2, "m": 4, "fused_wgrad": True,
          "runs": graphed(), "layers": 4, "iterations": 4},
@@ -54,46 +54,63 @@ def common(**more: Any) -> list[dict[str, Any]]:
     return [one | more for one in cases]
 
 
-def test_equal_to_the_static_schedule_bit_by_bit() -> None:
-    """Some B run before the W of earlier microbatches, so the queues must keep their order.
-
-    A captured W puts its module's entry back.
-    """
-    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
+def delayed() -> list[dict[str, Any]]:
+    """Cases of layers that are built to delay. A captured W puts its module's entry back."""
     *others, graphs = common()
-    check([
+    return [
         *others, graphs | {"overlap": True},
-        {"name": "main_grad", "p": 2, "v": 2, "m": 6, "fused_wgrad": True, "runs": [fused, late]},
-        {"name": "recompute", "p": 2, "m": 4, "runs": [late], "recompute": "selective"},
-    ])  # fmt: skip
+        {"name": "main_grad", "p": 2, "v": 2, "m": 6, "fused_wgrad": True, "runs": [FUSED, SPLIT]},
+        {"name": "recompute", "p": 2, "m": 4, "runs": [SPLIT], "recompute": "selective"},
+    ]  # fmt: skip
 
 
-def test_layers_as_a_host_built_them_are_equal_to_the_static_schedule_bit_by_bit() -> None:
-    built: dict[str, Any] = {"as_built": True, "p": 2, "runs": [{"inject": LATE}]}
-    check([
+def as_built() -> list[dict[str, Any]]:
+    """Cases of layers as a host builds them."""
+    built: dict[str, Any] = {"as_built": True, "p": 2, "runs": [SPLIT]}
+    cases = [
         *common(as_built=True),
         {"name": "main_grad", "v": 2, "m": 6, "fused_wgrad": True} | built,
         {"name": "overlap, no main_grad", "v": 2, "m": 4, "overlap": True} | built,
         {"name": "recompute", "m": 4, "recompute": "full"} | built,
-    ])  # fmt: skip
+    ]
+    return [one | {"name": f"as built: {one['name']}"} for one in cases]
 
 
-@pytest.mark.slow
-def test_one_chunk_is_equal_to_the_static_schedule_bit_by_bit() -> None:
-    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
-    check([
-        {"name": "v1", "p": 2, "m": 5, "runs": [fused, late], "layers": 4},
-        {"name": "graphs", "p": 2, "m": 5, "runs": graphed(), "layers": 4, "iterations": 4},
-    ])  # fmt: skip
+@pytest.fixture(scope="module")
+def output() -> str:
+    """The output of both. The ranks start once: their imports take longer than the cases."""
+    return run(delayed() + as_built())
 
 
-def check(cases: list[dict[str, Any]]) -> None:
-    output = run_ranks(WORKER, 2, [json.dumps(cases)], timeout=240, fresh=True)
+def run(cases: list[dict[str, Any]]) -> str:
+    return run_ranks(WORKER, 2, [json.dumps(cases)], timeout=240, fresh=True)
+
+
+def check(cases: list[dict[str, Any]], output: str) -> None:
     for one in cases:
         assert f"CASE {one['name']} ok" in output
 
 
-FUSED, SPLIT = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
+def test_equal_to_the_static_schedule_bit_by_bit(output: str) -> None:
+    """Some B run before the W of earlier microbatches, so the queues must keep their order."""
+    check(delayed(), output)
+
+
+def test_layers_as_a_host_built_them_are_equal_to_the_static_schedule_bit_by_bit(
+    output: str,
+) -> None:
+    check(as_built(), output)
+
+
+@pytest.mark.slow
+def test_one_chunk_is_equal_to_the_static_schedule_bit_by_bit() -> None:
+    cases: list[dict[str, Any]] = [
+        {"name": "v1", "p": 2, "m": 5, "runs": [FUSED, SPLIT], "layers": 4},
+        {"name": "graphs", "p": 2, "m": 5, "runs": graphed(), "layers": 4, "iterations": 4},
+    ]
+    check(cases, run(cases))
+
+
 STRICT = {"policy": "breadth-first", "activation_cap": "8p", "inject": LATE}
 HALF = {"bf16": True, "fusion": True}
 DOCUMENTS = {"packed": "together", "per_token": True, "layers": 4, "model": UNLIKE}
@@ -149,29 +166,17 @@ BUILT = ("fp32", "bf16", "graphs", "packed", "experts", "expert parallel")
 @pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
 )
-@pytest.mark.parametrize("name", BUILT)
-def test_the_package_as_a_host_built_it_is_equal_to_the_static_schedule_bit_by_bit(
-    name: str,
-) -> None:
-    num_ranks, cases = PACKAGE[name]
-    told = json.dumps([one | {"as_built": True} for one in cases])
-    output = run_ranks(WORKER, num_ranks, [told], timeout=150, place=shared_gpus, fresh=True)
-    for one in cases:
-        assert f"CASE {one['name']} ok" in output
-    print("\n".join(line for line in output.splitlines() if line.startswith(("CASE", "LAYERS"))))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
+@pytest.mark.parametrize(
+    ("name", "built"), [*((name, False) for name in PACKAGE), *((name, True) for name in BUILT)]
 )
-@pytest.mark.parametrize("name", PACKAGE)
-def test_the_package_itself_is_equal_to_the_static_schedule_bit_by_bit(name: str) -> None:
+def test_the_package_itself_is_equal_to_the_static_schedule_bit_by_bit(
+    name: str, built: bool
+) -> None:
+    """Also with layers as a host builds them."""
     num_ranks, cases = PACKAGE[name]
-    told = json.dumps(cases)
+    told = json.dumps([one | {"as_built": built} for one in cases])
     output = run_ranks(WORKER, num_ranks, [told], timeout=150, place=shared_gpus, fresh=True)
-    for one in cases:
-        assert f"CASE {one['name']} ok" in output
+    check(cases, output)
     print("\n".join(line for line in output.splitlines() if line.startswith(("CASE", "LAYERS"))))
 
 
