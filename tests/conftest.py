@@ -23,7 +23,17 @@ from megatron.dpp.naming import in_flags
 from tests.runtime.launcher import has_gpu
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-
+LONGEST = (
+    "runtime/test_equality.py", "parity/test_reference.py", "plugin/test_hosts.py",
+    "tools/test_launch_scripts.py", "runtime/test_backwards_alike.py", "runtime/test_te.py",
+    "checkpoint/test_failing_saves.py", "loop/test_two_nodes.py", "runtime/test_expert_equality.py",
+    "plugin/hosts_like/test_hosts_like.py", "transport/test_rdma_path.py", "launch/test_program.py",
+    "transport/test_cuda_fake.py", "runtime/test_sliced_training.py", "data/test_sequences.py",
+    "hf/test_padded_vocabulary.py", "tools/test_first_faults.py", "runtime/test_host_changes.py",
+    "plugin/test_autoload.py", "launch/test_auto.py", "loop/test_kill.py", "test_house.py",
+)  # fmt: skip
+"""Files of 10 s and more, longest first: where several processes share the suite, the last of them
+to end should not have begun a long one late."""
 
 _WITH_FLAGS = (
     *("checkpoint", "cost", "data", "generate", "hf", "launch", "loop", "model", "optimizer"),
@@ -49,6 +59,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):  # of several processes, which take files in this order
+        tests = Path(__file__).parent
+        places = {tests / name: place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: places.get(item.path, len(places)))
     reasons: dict[str, str | None] = {}
     for item in items:
         for marker, probe in _PROBES.items():

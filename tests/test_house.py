@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST
 from tests.sources import ROOT, text_of, tree_of
 
 MOST_FUNCTION_LINES = 60
@@ -120,6 +121,10 @@ def test_functions_in_cpp_are_short() -> None:
         if length > MOST_FUNCTION_LINES
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_files_that_are_taken_first_exist() -> None:
+    assert {f"tests/{name}" for name in LONGEST} <= set(tracked("tests/*.py"))
 
 
 def test_files_are_short() -> None:

@@ -37,12 +37,14 @@ if ((${#required[@]})); then
   DPP_REQUIRE=$(IFS=, && echo "${required[*]}")
   export DPP_REQUIRE
 fi
+# Hundreds of processes import the same modules, which an image may have told Python to compile anew.
+unset PYTHONDONTWRITEBYTECODE
 # Many processes share few cores in these tests; more threads in each only get in each other's way.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export TOKENIZERS_PARALLELISM=false
 if [[ ! $coverage ]]; then
   cores=$(nproc)
-  processes=(-n $((cores < 2 ? 2 : cores > 4 ? 4 : cores)) --dist loadfile)
+  processes=(-n $((cores < 2 ? 2 : cores > 4 ? 4 : cores)) --dist loadfile --no-loadscope-reorder)
   if ((${#required[@]})) || compgen -G '/dev/nvidia[0-9]*' >/dev/null; then
     processes=()
   fi
