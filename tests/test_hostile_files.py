@@ -33,11 +33,11 @@ from megatron.dpp.sim.lengths import read_costs
 from megatron.dpp.sim.measured import load_costs
 from megatron.dpp.trace.step_lengths import read_steps
 from megatron.dpp_train.checkpoint import checksums, files
-from megatron.dpp_train.data.chats import find_templates
 from megatron.dpp_train.hf import read_config
 from megatron.dpp_train.hf.weights import find_weights, loaded_bytes
 from megatron.dpp_train.options.yaml_file import defaults_from_yaml
 from megatron.dpp_train.tokenizers import build_tokenizer
+from megatron.dpp_train.tokenizers.template_files import find_templates
 from megatron.dpp_train.tokenizers.templates import ChatTemplate
 from tests.hostile_samples import FURTHER
 

@@ -37,7 +37,6 @@ from megatron.dpp_train.checkpoint import (
     reader as checkpoint_reader,
 )
 from megatron.dpp_train.data import preprocess_command as preprocess
-from megatron.dpp_train.data.chats import find_templates
 from megatron.dpp_train.hf import read_config
 from megatron.dpp_train.hf.to_megatron import unfinished
 from megatron.dpp_train.hf.weights import find_weights
@@ -47,6 +46,7 @@ from megatron.dpp_train.options.yaml_file import defaults_from_yaml
 from megatron.dpp_train.state import note_progress
 from megatron.dpp_train.text_files import read_mapping, read_text
 from megatron.dpp_train.tokenizers import build_tokenizer
+from megatron.dpp_train.tokenizers.template_files import find_templates
 
 VICTIM = b"years of work"
 _LAYOUT = TraceLayout(data=0, pipeline=0, tensor=0, data_size=1, pipeline_size=1, tensor_size=1)

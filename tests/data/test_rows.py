@@ -108,6 +108,21 @@ def test_fields_that_a_table_adds_are_not_there(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "x.parquet") == found
 
 
+def test_texts_that_a_table_holds_as_bytes_are_texts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Models were trained on `b'...'`, which is how Python prints bytes."""
+    tables = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    arrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "x.parquet"
+    texts = ["Köln".encode(), b"a\xff", b"town"]
+    tables.write_table(arrow.table({"text": texts}), path)
+    assert [row["text"] for row in rows_of(path)] == ["Köln", "a\udcff", "town"]
+    words = f"--input {path} --output-prefix {tmp_path}/made {GPT}"
+    assert preprocess.main(words.split()) == 1
+    assert 'x.parquet, row 2: "text" holds half a surrogate pair' in capsys.readouterr().err
+
+
 def test_rows_that_are_bad_are_named_by_their_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,11 +11,12 @@ import pytest
 
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp_train.data import preprocess_command as preprocess
-from megatron.dpp_train.data.chats import ChatEncoder, find_templates
+from megatron.dpp_train.data.chats import ChatEncoder
 from megatron.dpp_train.launch.main import main
 from megatron.dpp_train.launch.start import prepare
 from megatron.dpp_train.preflight import check as preflight
 from megatron.dpp_train.tokenizers import HuggingFaceTokenizer
+from megatron.dpp_train.tokenizers.template_files import find_templates
 from tests.hf import tiny
 
 TEXTS = ["It's 1234567 and\n\n  the  year 2024, isn't IT?", "a chat \u00fc <|end|> b" * 3]

@@ -38,10 +38,11 @@ def mark(prefix: Path, *places: int, lengths: tuple[int, ...] = LENGTHS) -> None
     Path(f"{prefix}.bin").write_bytes(marks.tobytes())
 
 
-def checked(prefix: Path, **changes: Any) -> None:
+def given(prefix: Path, **changes: Any) -> Any:
     values = {
         "sft": True,
         "variable_length": False,
+        "variable_lengths": True,
         "seq_length": 100,
         "overlong": "error",
         "packing": "none",
@@ -52,7 +53,11 @@ def checked(prefix: Path, **changes: Any) -> None:
         "data_path": [str(prefix)],
         "split": "1,0,0",
     }
-    check_data(argparse.Namespace(**{**values, **changes}), "gpt")
+    return argparse.Namespace(**{**values, **changes})
+
+
+def checked(prefix: Path, **changes: Any) -> None:
+    check_data(given(prefix, **changes), "gpt")
 
 
 @pytest.fixture
@@ -80,22 +85,40 @@ def test_chats_that_are_cut_before_their_answers_are_named(chats: Path) -> None:
     """They trained without a loss, and said NaN nowhere but in the metrics."""
     answers, first = chats.with_name("x_answers_document"), [0, 5, 45, 54]
     cut = {"seq_length": 4, "overlong": "cut"}
-    args = argparse.Namespace(
-        **cut, sft=True, mock_data=False, data_args_path=None, data_path=[str(chats)]
-    )
+    args = given(chats, **cut)
     mark(answers, *(place + 4 for place in first))
     checked(chats, **cut)
-    assert not warnings_of_data(args, "gpt")
+    (line,) = warnings_of_data(args, "gpt")
+    exceed = f"{chats}: 3 of 4 documents exceed --seq-length 4 and are cut (--overlong cut): "
+    assert line == f"{exceed}0 of 4 tokens of answers are left out"
     mark(answers, 5 + 5, 45 + 4, 54 + 5)  # of the second and the last behind what is left
     checked(chats, **cut)
     (line,) = warnings_of_data(args, "gpt")
-    assert line.startswith(f"{chats}: 2 of 4 chats have no answer within --seq-length 4 and are")
+    why = "and 2 chats, which keep no answer"
+    assert line == f"{exceed}2 of 3 tokens of answers are left out, {why}"
     longer = (6, *LENGTHS[1:])
     for prefix in (chats, answers):
         index(prefix, longer)
     mark(answers, 5, 6 + 5, 46 + 5, 55 + 5, lengths=longer)
     with pytest.raises(DataError, match="no chat has an answer within --seq-length 4, to which"):
         checked(chats, **cut)
+
+
+@pytest.mark.parametrize(
+    ("overlong", "what"),
+    [
+        ("cut", "cut (--overlong cut): 79 of 151 tokens are left out"),
+        ("skip", "left out (--overlong skip)"),
+    ],
+)
+def test_what_long_documents_lose_is_said(overlong: str, what: str, tmp_path: Path) -> None:
+    prefix = tmp_path / "x_text_document"
+    index(prefix)
+    args = given(prefix, sft=False, variable_length=True, seq_length=30, overlong=overlong)
+    (line,) = warnings_of_data(args, "gpt")
+    assert line == f"{prefix}: 2 of 4 documents exceed --seq-length 30 and are {what}"
+    args.seq_length = 100
+    assert not warnings_of_data(args, "gpt")
 
 
 def test_a_budget_below_the_longest_sequence_is_refused(chats: Path) -> None:

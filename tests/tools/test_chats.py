@@ -12,9 +12,10 @@ import pytest
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.data import preprocess_command as preprocess
-from megatron.dpp_train.data.chats import PLAIN, ChatEncoder, find_templates
+from megatron.dpp_train.data.chats import ChatEncoder
 from megatron.dpp_train.data.json_lines import BadLine
 from megatron.dpp_train.tokenizers import GPT2BPETokenizer, Tokenizer
+from megatron.dpp_train.tokenizers.template_files import PLAIN, find_templates
 from tests.conftest import REPOSITORY
 
 VOCAB = REPOSITORY / "datasets_gpt" / "vocab.json"
@@ -72,6 +73,15 @@ def test_answers_are_marked(tokenizer: GPT2BPETokenizer, template: str, texts: l
     assert marked(tokenizer, template, chat("Who?", "Ada.", "Why?", "Bela.")) == texts
     ((ids, _),) = samples(tokenizer, template, chat("Who?", "Ada."))
     assert ids[-1] == tokenizer.eod
+
+
+def test_the_token_that_ends_an_answer_is_found(tokenizer: GPT2BPETokenizer) -> None:
+    assert encoder(tokenizer, PLAIN).end == encoder(tokenizer, BRACKETS).end == tokenizer.eod
+    for nothing in (
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        "{{ raise_exception('no') }}",
+    ):
+        assert encoder(tokenizer, nothing).end is None
 
 
 def test_an_answer_stands_behind_its_prompt_where_the_template_changes_that(

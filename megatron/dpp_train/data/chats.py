@@ -9,107 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import DataError, shown
+from megatron.dpp.errors import DataError
 from megatron.dpp_train.data.chat_forms import is_whole, variants
 from megatron.dpp_train.data.chat_lines import Chat, Message, read_chat, texts_of
 from megatron.dpp_train.data.json_lines import BadLine
-from megatron.dpp_train.text_files import nearest_path, read_json, read_text
 from megatron.dpp_train.tokenizers import Tokenizer
-from megatron.dpp_train.tokenizers.templates import ChatTemplate, Rendered, Span, TemplateRefusal
+from megatron.dpp_train.tokenizers.template_files import TOOL_USE
+from megatron.dpp_train.tokenizers.templates import (
+    ANSWER,
+    ChatTemplate,
+    Rendered,
+    Span,
+    TemplateRefusal,
+    last_token,
+)
 
 CHAT_KEY, ANSWERS_KEY = "chat", "answers"
 """Keys of the output: token ids, and 1 for each token of an answer."""
 
-PLAIN = (
-    "{% for message in messages %}"
-    "{% if message.role == 'assistant' %}Assistant: {{ message.content }}{{ eos_token }}"
-    "{% else %}{{ message.role | capitalize }}: {{ message.content }}\n{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}Assistant:{% endif %}"
-)
-"""The template of a tokenizer without one: a line per message, which its role begins. The end of
-text closes an answer."""
-
-_TOOL_USE = "tool_use"
-_ANSWER = "\ue000"
-"""An answer that no chat has, to find where answers begin."""
 _LEFT_OUT = (
     "the template leaves out a part of the messages (reasoning of earlier turns, for example)"
 )
 _CONTENTS = "tools", "tool_calls", "documents"
 """Fields without which a chat is another one: a template must use them."""
-
-
-def templates_beside(folder: Path) -> dict[str, str]:
-    """The chat templates among a tokenizer's files, by name: ``default``, and where there is one
-    ``tool_use``, which chats with tools take.
-
-    Raises:
-        DataError: a file is unreadable.
-    """
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        more = folder / "additional_chat_templates" / f"{_TOOL_USE}.jinja"
-        tools = {_TOOL_USE: read_text(more)} if more.is_file() else {}
-        return {"default": read_text(file), **tools}
-    file = folder / "tokenizer_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        found: Any = read_json(file).get("chat_template")
-        if isinstance(found, list):  # several, by name
-            found = {each["name"]: each["template"] for each in found}
-            if not all(isinstance(text, str) for pair in found.items() for text in pair):
-                raise TypeError("a name or a template is no text")
-            return found if "default" in found else {}
-        if not isinstance(found, str | None):
-            raise TypeError(f"a template is {shown(found)}")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{file}: holds no chat template ({error!r})") from error
-    return {} if found is None else {"default": found}
-
-
-def find_templates(
-    name: str, vocabulary: str | None, *, flag: str = "--sft-tokenizer-prompt-format"
-) -> dict[str, str]:
-    """The templates that a flag names: ``default`` are those beside the vocabulary (a file or a
-    directory), ``auto`` these or else ``plain``, any other a file.
-
-    Returns:
-        As :func:`templates_beside`, with ``default`` at least.
-
-    Raises:
-        DataError: there is none.
-    """
-    if name == "plain":
-        return {"default": PLAIN}
-    flag = f"{flag} {name}"
-    if name in ("auto", "default"):
-        folder = Path(vocabulary or ".")
-        folder = folder if folder.is_dir() else folder.parent
-        found = templates_beside(folder)
-        if not found and name == "default":
-            raise DataError(
-                f"{flag}: neither chat_template.jinja nor a chat_template in "
-                f"tokenizer_config.json is in {folder}; name a file, or plain"
-            )
-        return found or {"default": PLAIN}
-    path = Path(name)
-    if not path.is_file():
-        raise DataError(
-            f"{flag}: expected auto, default, plain, or a file with a template{nearest_path(path)}"
-        )
-    if path.name == "tokenizer_config.json":
-        found = templates_beside(path.parent)
-        if not found:
-            raise DataError(f"{flag}: it has no chat_template")
-        return found
-    return {"default": read_text(path)}
-
-
 _DATED = "the template writes today's date into the text (strftime_now), and the data keeps it"
 
 
@@ -142,7 +66,7 @@ class ChatEncoder:
     ) -> None:
         self._tokenizer = tokenizer
         named = tokenizer.template_tokens()
-        names = {name for name in ("default", _TOOL_USE) if name in templates}
+        names = {name for name in ("default", TOOL_USE) if name in templates}
         self._templates = {name: ChatTemplate(templates[name], named) for name in names}
         self._special = tokenizer.special_tokens()
         end = named["eos_token"]
@@ -152,6 +76,11 @@ class ChatEncoder:
                 f"the chat template ends answers with {end}, which the vocabulary lacks; name the "
                 f"vocabulary's own token in a template of yours ({flag} FILE)"
             )
+
+    @property
+    def end(self) -> int | None:
+        """The token with which the template ends an answer; None where it has none."""
+        return last_token(self._templates["default"], self._tokenizer)
 
     def encode(self, document: dict[str, Any]) -> tuple[list[Sample], tuple[str, ...]]:
         """The samples of a chat, and notes on what was done: one sample, or several where the
@@ -220,7 +149,7 @@ class ChatEncoder:
         return replace(usable, notes=(*usable.notes, _LEFT_OUT))
 
     def _template_of(self, chat: Chat) -> ChatTemplate:
-        tools = chat.more.get("tools") and self._templates.get(_TOOL_USE)
+        tools = chat.more.get("tools") and self._templates.get(TOOL_USE)
         return tools or self._templates["default"]
 
     def _refuse_special(self, chat: Chat) -> None:
@@ -310,7 +239,7 @@ class ChatEncoder:
 def _other(answer: Mapping[str, Any]) -> Message:
     """An answer in the same form, with another text."""
     parts = isinstance(answer.get("content"), list)
-    content: Any = [{"type": "text", "text": _ANSWER}] if parts else _ANSWER
+    content: Any = [{"type": "text", "text": ANSWER}] if parts else ANSWER
     return {"role": "assistant", "content": content}
 
 

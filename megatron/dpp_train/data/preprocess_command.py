@@ -29,12 +29,13 @@ from megatron.dpp.errors import ConfigError, DataError, DppError, require_value,
 from megatron.dpp.locks import scratch_directory
 from megatron.dpp.naming import flag_name, in_flags
 from megatron.dpp.processes import end_with_starter, exits_on_sigterm
-from megatron.dpp_train.data.chats import ANSWERS_KEY, CHAT_KEY, ChatEncoder, find_templates
+from megatron.dpp_train.data.chats import ANSWERS_KEY, CHAT_KEY, ChatEncoder
 from megatron.dpp_train.data.json_lines import BadLine, parse_line, text_of
 from megatron.dpp_train.data.rows import LINES, files_of, open_rows, size_of
 from megatron.dpp_train.data.sentences import SPLITTERS, make_splitter
 from megatron.dpp_train.data.token_files import Documents, TokenFile, token_type
 from megatron.dpp_train.tokenizers import PIECE_TYPES, TOKENIZER_TYPES, tokenizer_for
+from megatron.dpp_train.tokenizers.template_files import find_templates
 
 _BATCH_LINES = 256
 _BATCH_BYTES = 1 << 20

@@ -213,7 +213,13 @@ def _arrow_module(name: str, path: Path) -> Any:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    return json.dumps(_without_null(row), default=str).encode()
+    return json.dumps(_without_null(row), default=_text).encode()
+
+
+def _text(value: Any) -> str:
+    """The text of a value that JSON does not have. Tables of some programs hold texts as bytes; of
+    bytes that are no UTF-8 the text holds half a surrogate pair, which makes the row a bad one."""
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
 
 
 def _without_null(value: Any) -> Any:

@@ -42,16 +42,26 @@ def keeps_answers(prefix: str, most: int) -> Any:
     return kept
 
 
-def without_answers(prefix: str, most: int) -> str | None:
-    """A warning about chats that lose all their answers when they are cut; None without one."""
-    kept = keeps_answers(prefix, most)
-    lost = int((~kept).sum())
-    if not lost:
+def describe_overlong(prefix: str, args: Settings) -> str | None:
+    """A warning that counts what is left out of documents above ``--seq-length``; None where none
+    is so long. All files are whole."""
+    lengths = read_lengths(prefix) - 1
+    most, long = args.seq_length, lengths > args.seq_length
+    if not long.any():
         return None
-    return (
-        f"{prefix}: {lost} of {len(kept)} chats have no answer within --seq-length {most} and are "
-        "left out (--overlong cut); raise it"
-    )
+    text = f"{prefix}: {int(long.sum())} of {len(long)} documents exceed --seq-length {most}"
+    if args.overlong == "skip":
+        return f"{text} and are left out (--overlong skip)"
+    lost, total = int((lengths[long] - most).sum()), int(lengths.clip(0).sum())
+    if args.sft:
+        marks, starts = read_documents(answers_prefix(prefix))
+        ends = starts + lengths + 1
+        lost = sum(int(marks[starts[n] + most + 1 : ends[n]].sum()) for n in long.nonzero()[0])
+        total = int(marks.sum())
+    text += f" and are cut (--overlong cut): {lost} of {total} tokens"
+    text += " of answers are left out" if args.sft else " are left out"
+    none = int((~keeps_answers(prefix, most)).sum()) if args.sft else 0
+    return f"{text}, and {none} chats, which keep no answer" if none else text
 
 
 def check_lengths(prefix: str, args: Settings) -> None:

@@ -26,12 +26,6 @@ CHOICES = (
     "hub's cache), --tokenizer DIR_OR_FILE (your own files), --tokenizer train:32000 (train one "
     "on this corpus) or --tokenizer sample (the sample's 1,409 tokens)"
 )
-TEMPLATE_FILES = (
-    "chat_template.jinja",
-    "additional_chat_templates/tool_use.jinja",
-    "tokenizer_config.json",
-)
-"""Files of a tokenizer that hold its chat template and the names of its tokens."""
 _END_OF_TEXT = "<|endoftext|>"
 _PAIRS = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
 _HUB = Path("~/.cache/huggingface/hub")

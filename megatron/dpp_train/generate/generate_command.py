@@ -13,8 +13,8 @@ from typing import Any, TextIO
 from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.errors import DataError, require_value
 from megatron.dpp.safe_files import open_text_to_write
+from megatron.dpp_train.data.chats import ChatEncoder
 from megatron.dpp_train.generate.model_source import (
-    Source,
     add_model_flags,
     chat_encoder,
     check_ids,
@@ -66,7 +66,10 @@ def _run(args: argparse.Namespace) -> int:
         _check_output(args.output)
     source = find_source(args.model, args.step, args.engine, args.family_file)
     tokenizer, place = tokenizer_of(source, args.tokenizer)
-    prompts = _prompts(args, source, tokenizer, place)
+    encoder = None
+    if args.chat is not None:
+        encoder = chat_encoder(source, tokenizer, place, args.chat_template)
+    prompts = _prompts(args, tokenizer, encoder)
     ids = [prompt.ids for prompt in prompts]
     vocabulary = vocabulary_of(source, tokenizer)
     for number, prompt in enumerate(ids, 1):
@@ -81,7 +84,7 @@ def _run(args: argparse.Namespace) -> int:
             engine,
             ids,
             most=most,
-            ends=ends_of(source, tokenizer),
+            ends=ends_of(source, tokenizer, None if encoder is None else encoder.end),
             sampling=sampling,
             batch_size=args.batch_size,
         )
@@ -90,10 +93,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _prompts(
-    args: argparse.Namespace, source: Source, tokenizer: Tokenizer, place: str | None
+    args: argparse.Namespace, tokenizer: Tokenizer, encoder: ChatEncoder | None
 ) -> list[Prompt]:
-    if args.chat is not None:
-        return chat_prompts(args.chat, chat_encoder(source, tokenizer, place, args.chat_template))
+    if encoder is not None:
+        return chat_prompts(args.chat, encoder)
     if args.prompt is not None:
         return text_prompts(args.prompt, tokenizer, "--prompt")
     found = text_prompts(read_texts(args.prompts), tokenizer, f"--prompts {args.prompts}")

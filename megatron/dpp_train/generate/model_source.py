@@ -10,18 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.dpp.errors import ConfigError, DataError, one_line, require_value, shown
+from megatron.dpp.errors import ConfigError, DataError, one_line, require_value
 from megatron.dpp.locks import scratch_directory
 from megatron.dpp_train.checkpoint.files import Found, check_whole, find_named
 from megatron.dpp_train.checkpoint.saved_args import saved_args
-from megatron.dpp_train.data.chats import ChatEncoder, find_templates
+from megatron.dpp_train.data.chats import ChatEncoder
 from megatron.dpp_train.data.vocabulary import tokenizer_flags
 from megatron.dpp_train.hf import HfConfig, read_config
 from megatron.dpp_train.hf.fields import CONFIG
 from megatron.dpp_train.hf.files import find_whole_origin, tokens_of
 from megatron.dpp_train.hf.model import check_same, completed
-from megatron.dpp_train.text_files import nearest_path, read_json
+from megatron.dpp_train.hf.run_files import end_ids
+from megatron.dpp_train.text_files import nearest_path
 from megatron.dpp_train.tokenizers import NullTokenizer, Tokenizer, tokenizer_for
+from megatron.dpp_train.tokenizers.template_files import find_templates
 
 if TYPE_CHECKING:
     from megatron.dpp_train.generate.engine import Engine
@@ -209,27 +211,15 @@ def chat_encoder(
     return ChatEncoder(tokenizer, find_templates(form, place, flag=_TEMPLATE), flag=_TEMPLATE)
 
 
-def ends_of(source: Source, tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that end a text: those of ``generation_config.json``, or else of ``config.json``, and
-    the tokenizer's.
+def ends_of(source: Source, tokenizer: Tokenizer, end: int | None = None) -> frozenset[int]:
+    """Tokens that end a text: those of the model's folder, the tokenizer's, and ``end``, with which
+    a chat template ends an answer.
 
     Raises:
         DataError: a file is broken.
     """
-    found: Any = None
-    for name in ("generation_config.json", CONFIG):
-        path = source.folder and source.folder / name
-        if found is None and path and path.is_file():
-            try:
-                found = dict(read_json(path)).get("eos_token_id")
-            except (ValueError, TypeError) as error:
-                raise DataError(f"{path}: not a JSON object ({one_line(error)})") from error
-    ends = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(type(end) is int for end in ends):
-        raise DataError(
-            f"{source.folder}: eos_token_id is {shown(found)}, expected numbers of tokens"
-        )
-    return frozenset((*ends, tokenizer.eod))
+    found = end_ids(source.folder) if source.folder else []
+    return frozenset((*found, tokenizer.eod, *([] if end is None else [end])))
 
 
 def vocabulary_of(source: Source, tokenizer: Tokenizer) -> int:
@@ -318,6 +308,7 @@ def exported(source: Source) -> Iterator[Path]:
             target,
             like=source.folder,
             family_file=source.family_file,
+            run_files=False,
             progress=lambda _: None,
         )
         yield target

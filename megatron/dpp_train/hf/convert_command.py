@@ -80,6 +80,7 @@ def _run(args: argparse.Namespace) -> int:
                 step=args.step,
                 dtype=dtype,
                 shard_bytes=int(args.shard_size * 10**9),
+                run_files=args.like is None,
                 progress=progress,
             )
             notes = list(config.notes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,14 +14,11 @@ import torch
 from megatron.dpp.errors import DataError, one_line
 from megatron.dpp_train.checkpoint import durable
 from megatron.dpp_train.hf import Entry, HfConfig, entries, read_config
+from megatron.dpp_train.hf.run_files import GENERATION, TOKENIZER_FILES, copy_file
 from megatron.dpp_train.hf.tables import IGNORED
 from megatron.dpp_train.hf.weights import INDEX, WEIGHTS, find_weights
 
-COPIED = (
-    *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
-    *("chat_template.jinja", "chat_template.json", "LICENSE", "USE_POLICY.md"),
-)
+COPIED = (*TOKENIZER_FILES, GENERATION, "chat_template.json", "LICENSE", "USE_POLICY.md")
 """Files that go with the weights from folder to folder."""
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _MOST_NAMED = 3
@@ -146,8 +142,7 @@ def some(names: list[str]) -> str:
 def copy_files(source: Path, target: Path) -> None:
     """Copy the tokenizer, its template and the settings of generation, as far as they are there."""
     for name in COPIED:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+        copy_file(source, target, name)
 
 
 class Shards:

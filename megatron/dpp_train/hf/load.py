@@ -106,11 +106,13 @@ def export(run: Run) -> None:
             f"{run.iteration} of {args.train_iters}"
         )
         return
-    to_hf(
+    config = to_hf(
         Path(args.save or ""),
         Path(args.save_hf or ""),
         like=origin_of(args),
         family_file=Path(args.family_file) if args.family_file else None,
         progress=lambda _: None,
     )
+    for note in config.notes:
+        run.say(f"note: {note}")
     run.say(f"Hugging Face model: {args.save_hf}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.dpp_train.hf.files import find_whole_origin
 from megatron.dpp_train.hf.folder import Shards, copy_files, one_dtype
 from megatron.dpp_train.hf.model import check_same, completed
 from megatron.dpp_train.hf.rules import split
+from megatron.dpp_train.hf.run_files import keep_run_files
 from megatron.dpp_train.hf.to_megatron import Progress, unfinished
 
 SHARD_BYTES = 5 * 10**9
@@ -35,6 +37,7 @@ def to_hf(
     step: int | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    run_files: bool = True,
     progress: Progress,
 ) -> HfConfig:
     """Write the model of ``source``, a checkpoint or a directory of them, to ``target``, which must
@@ -47,6 +50,7 @@ def to_hf(
         family_file: a Python file with a further family.
         step: iteration of the checkpoint; the latest by default.
         dtype: of the tensors; as they are in the checkpoint by default.
+        run_files: tokenizer and chat template are those of the run, where they are still there.
         progress: called with the bytes of each tensor that is written.
 
     Raises:
@@ -63,8 +67,7 @@ def to_hf(
             f"{source}: its config.json is not known; name the folder of the model that training "
             "started from (--like DIR), or the kind of model (--family NAME)"
         )
-    sums = checksums.read(found.path) or {}
-    checksums.check(found.path, sums, list(sums))
+    _check_sums(found.path)
     stored = Stored(found.path)
     config = _config_of(like, family, family_file, args, source)
     tensors = _checked(stored, config)
@@ -81,10 +84,14 @@ def to_hf(
                     shards.add(part.name, tensor)
                     progress(tensor.nbytes)
             shards.finish()
-        if like is not None:
-            copy_files(like, scratch)
         _write_config(scratch / CONFIG, config.content | config.family.written, kind)
-    return config
+        notes = _copy_files(like, scratch, args if run_files else None)
+    return replace(config, notes=config.notes + notes)
+
+
+def _check_sums(folder: Path) -> None:
+    sums = checksums.read(folder) or {}
+    checksums.check(folder, sums, list(sums))
 
 
 def _config_of(
@@ -133,6 +140,15 @@ def _checked(stored: Stored, config: HfConfig) -> list[Entry]:
         stored.check(each)
     stored.check_rest(tensors, str(config.family))
     return list(chosen.values())
+
+
+def _copy_files(like: Path | None, target: Path, args: Any) -> tuple[str, ...]:
+    """Copy tokenizer, template and settings of generation of a model, and then of the run, whose
+    arguments are given; returns notes."""
+    if like is None:
+        return ()
+    copy_files(like, target)
+    return keep_run_files(args, target) if hasattr(args, "load_hf") else ()
 
 
 def _write_config(path: Path, content: dict[str, Any], kind: torch.dtype) -> None:

@@ -19,7 +19,6 @@ from megatron.dpp.safe_files import open_to_read
 from megatron.dpp_train.data.rows import JSON, PARQUET, files_of, is_rows
 from megatron.dpp_train.data.vocabulary import (
     CHOICES,
-    TEMPLATE_FILES,
     sample_vocabulary,
     tokenizer_flags,
 )
@@ -28,6 +27,7 @@ from megatron.dpp_train.options.arguments import parse_args
 from megatron.dpp_train.options.validate import TOKENIZERS
 from megatron.dpp_train.text_files import nearest_path
 from megatron.dpp_train.tokenizers import CHAT_ENCODING, PIECE_TYPES, PIECES, tokenizer_for
+from megatron.dpp_train.tokenizers.template_files import TEMPLATE_FILES
 
 _LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
 

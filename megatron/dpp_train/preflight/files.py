@@ -18,7 +18,7 @@ from megatron.dpp_train.data.sequence_files import (
     answers_prefix,
     check_lengths,
     check_prefix,
-    without_answers,
+    describe_overlong,
 )
 from megatron.dpp_train.data.words import data_words
 from megatron.dpp_train.hf.files import check_hf
@@ -191,12 +191,12 @@ def _prefixes(words: list[str]) -> list[str]:
 
 def warnings_of_data(args: Settings, task_name: str) -> list[str]:
     """A line for each data set that holds fewer tokens than a sample of GPT, which has one more
-    than a sequence (BERT fills up short samples), or chats that lose their answers."""
-    if args.sft and args.overlong == "cut":
-        found = (without_answers(prefix, args.seq_length) for prefix in _all_prefixes(args))
-        return [line for line in found if line is not None]
-    if task_name != "gpt" or args.mock_data or args.variable_lengths:
+    than a sequence (BERT fills up short samples), or documents that are cut or left out."""
+    if task_name != "gpt" or args.mock_data:
         return []
+    if args.variable_lengths:
+        found = (describe_overlong(prefix, args) for prefix in _all_prefixes(args))
+        return [line for line in found if line is not None]
     lines = []
     for prefix in _all_prefixes(args):
         if Path(f"{prefix}.bin").stat().st_size > args.seq_length * max(TOKEN_BYTES.values()):

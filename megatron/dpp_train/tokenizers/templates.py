@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from megatron.dpp.budget import OverBudget, budget
 from megatron.dpp.errors import DataError, one_line
+from megatron.dpp_train.tokenizers.base import Tokenizer
 
 SECONDS = 5.0
 MEMORY_BYTES = 1 << 30
@@ -23,6 +24,8 @@ _MOST_BITS = 4096
 Span = tuple[int, int]
 """First character, and the one behind the last."""
 
+ANSWER = "\ue000"
+"""An answer that no chat has, to find where answers begin and end."""
 _REASONING = "reasoning_content", "thinking", "reasoning"
 """Names of an answer's reasoning; templates read the first or the second."""
 
@@ -96,6 +99,18 @@ class ChatTemplate:
         except Exception as error:  # a template computes what it wants
             raise TemplateRefusal(_reason(error)) from error
         return Rendered("".join(pieces), tuple(self._environment.answers))
+
+
+def last_token(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    """The special token with which the template ends an answer; None where it has none."""
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        _, found, end = template.render(chat, ask=False).text.rpartition(ANSWER)
+    except TemplateRefusal:
+        return None
+    special = tokenizer.special_tokens()
+    ids = tokenizer.tokenize_chat(end if found else "", (), special)[0]
+    return next((each for each in reversed(ids) if each in special.values()), None)
 
 
 def _reason(error: Exception) -> str:
