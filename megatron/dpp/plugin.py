@@ -22,6 +22,7 @@ from typing import Any
 
 from megatron.dpp.config import DppConfig, missing_part
 from megatron.dpp.core import compat
+from megatron.dpp.core.packed_rows import read_ahead
 from megatron.dpp.core.rng import needs_task_rng
 from megatron.dpp.errors import ConfigError, core_setting, one_line, render, setting
 from megatron.dpp.runtime.dynamic import DppSchedule
@@ -121,8 +122,7 @@ class Plugin:
         """Run one step in the place of ``own``, which runs it otherwise; None takes the schedule
         that megatron-core has for the step.
         """
-        rows, self._rows = self._rows, None
-        reason = self._why_not(keywords, rows)
+        reason = self._why_not(keywords)
         if reason is not None:
             self._pass_through(reason)
             own = own or compat.static_schedule(self._original, keywords)
@@ -132,7 +132,7 @@ class Plugin:
         schedule = self._schedule
         assert schedule is not None
         if not keywords.get("forward_only"):
-            if rows is None:
+            if self._rows is None:
                 self._look_ahead(keywords)
                 if self._sizes is not None:
                     schedule.announce(self._sizes)
@@ -141,6 +141,7 @@ class Plugin:
             if needs_task_rng(model if isinstance(model, list) else [model]):
                 self._say(_TASK_RNG if self._config.task_rng else _NO_TASK_RNG)
             self._sizes = None
+        self._rows = None
         with self._trace.step(self._step_number(keywords), keywords, "dpp") as schedule.recorder:
             return schedule(**keywords)
 
@@ -188,12 +189,8 @@ class Plugin:
         self._num_steps += not keywords.get("forward_only")
         return number
 
-    def _why_not(self, keywords: dict[str, Any], rows: Rows | None = None) -> str | None:
-        """The reason why a step goes to megatron-core's own schedule; None if it does not.
-
-        Args:
-            rows: announced for it.
-        """
+    def _why_not(self, keywords: dict[str, Any]) -> str | None:
+        """The reason why a step goes to megatron-core's own schedule; None if it does not."""
         if compat.has_multimodule(keywords):
             return _MULTIMODULE
         if compat.pipeline_size(keywords.get("pg_collection")) == 1:
@@ -201,12 +198,14 @@ class Plugin:
             return f"there is one pipeline rank ({size})"
         if self._schedule is None:
             self._schedule = DppSchedule(self._config, warn=self._say)
-        if rows is not None:
-            self._schedule.announce([sum(row) for row in rows], rows=rows)
         try:
+            if self._rows is None and self._config.slice_tokens != "off":
+                self._rows = read_ahead(keywords)
+            if self._rows is not None:
+                self._schedule.announce([sum(row) for row in self._rows], rows=self._rows)
             self._schedule.check(**keywords)
         except ConfigError as error:
-            if rows is not None:
+            if self._rows is not None:
                 self._schedule.announce(())
             return one_line(error)
         return None

@@ -7,6 +7,7 @@ with floats in hexadecimal. It is started by ``megatron.dpp.run`` in the place o
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import runpy
@@ -61,6 +62,30 @@ def recorded(name: str, with_model: bool) -> None:
     setattr(training, name, call)
 
 
+def attend_in_packed_rows() -> None:
+    """Let megatron-core's local attention take packed rows, as Transformer Engine's does."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    own = DotProductAttention.forward
+
+    def forward(
+        self: Any, query: Any, key: Any, value: Any, *rest: Any, packed_seq_params: Any = None,
+        **more: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        if packed_seq_params is None:
+            return own(self, query, key, value, *rest, **more)  # type: ignore[no-any-return]
+        ends = packed_seq_params.cu_seqlens_q.tolist()
+        q, k, v = (each.unsqueeze(1) if each.dim() == 3 else each for each in (query, key, value))
+        return torch.cat(
+            [own(self, q[a:b], k[a:b], v[a:b], None, *rest[1:], **more)
+             for a, b in itertools.pairwise(ends)]
+        )  # fmt: skip
+
+    DotProductAttention.forward = forward
+
+
+if {"--dataloader-inter-document-masking", "--sft"} & set(sys.argv):
+    attend_in_packed_rows()
 recorded("train_step", with_model=True)
 recorded("evaluate", with_model=False)
 sys.argv[0] = host

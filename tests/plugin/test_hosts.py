@@ -9,9 +9,12 @@ import importlib.util
 import json
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from tests.plugin.hosts import DYNAMIC, ENGINE, NEWEST, PP2X2, VERSIONS, Hosts, records
+from tests.plugin.hosts import DYNAMIC, ENGINE, MODEL, NEWEST, PP2X2, VERSIONS, Hosts, records
 
 EXPERTS = (
     f"{PP2X2} --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 "
@@ -84,6 +87,56 @@ def test_sequences_in_slices(hosts: Hosts, tmp_path: Path) -> None:
 def test_sequences_in_slices_of_every_version(hosts: Hosts, version: str, tmp_path: Path) -> None:
     flags = "--pipeline-model-parallel-size 2 --group-query-attention --num-query-groups 2"
     check_slices(hosts, version, flags, tmp_path, "megatron")
+
+
+PACKED = "--dataloader-inter-document-masking --split 90,10,0 --position-embedding-type rope"
+PACKED_CASES = {
+    "pp2": (2, "--pipeline-model-parallel-size 2 --micro-batch-size 1"),
+    "tp2-pp2": (
+        4,
+        "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --micro-batch-size 1",
+    ),
+}
+
+
+def corpus(folder: Path) -> str:
+    """Documents of 5 to 90 tokens, as Megatron-LM reads them."""
+    draw = torch.Generator().manual_seed(5)
+    builder = IndexedDatasetBuilder(str(folder / "corpus.bin"), dtype=numpy.int32)
+    for _ in range(300):
+        length = int(torch.randint(5, 90, (), generator=draw))
+        builder.add_document(torch.randint(1, 127, (length,), generator=draw), [length])
+    builder.finalize(str(folder / "corpus.idx"))
+    return str(folder / "corpus")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PACKED_CASES)
+@pytest.mark.parametrize("version", ["core_v0.19.0", NEWEST])
+def test_packed_rows_in_slices(hosts: Hosts, version: str, case: str, tmp_path: Path) -> None:
+    """The sequences of each row are read from the host's iterators."""
+    num_ranks, flags = PACKED_CASES[case]
+    model = MODEL.replace("--mock-data", f"--data-path {corpus(tmp_path)}")
+    decisions = tmp_path / "decisions"
+    arms = {
+        "uncut": "", "static": f"{SLICES} --dpp-policy megatron",
+        "dynamic": f"{SLICES} --dpp-record {decisions} --dpp-inject jitter:0.5,delay:2ms",
+        "replay": f"{SLICES} --dpp-replay {decisions}",
+    }  # fmt: skip
+    found = {}
+    for name, more in arms.items():
+        hosts.run(version, num_ranks, f"{flags} {PACKED} {more}", tmp_path / name, model=model)
+        found[name] = records(tmp_path / name, num_ranks)
+    assert found["dynamic"] == found["static"] == found["replay"]
+    uncut, cut = (
+        [json.loads(line) for line in found[name][-1] if "train_step" in line]
+        for name in ("uncut", "dynamic")
+    )
+    for one, other in zip(uncut, cut, strict=True):
+        losses = [float.fromhex(each[1][0]["lm loss"][0]) for each in (one, other)]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    for file in tmp_path.glob("decisions.*"):
+        assert '"groups"' in file.read_text(), "no row was cut"
 
 
 @pytest.mark.slow

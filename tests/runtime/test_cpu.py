@@ -293,6 +293,15 @@ def test_only_training_code_of_a_host_sees_a_gpu_for_each_rank_of_its_node(
         assert asked_from("megatron.training.initialize") == (False, 0)
 
 
+def test_megatrons_count_of_packed_tokens_runs_on_the_cpu() -> None:
+    """It asked for the device ``cuda:cpu``."""
+    own = {"__name__": "megatron.training.training", "torch": torch}
+    name = "update_seqlen_stats_from_cu_seqlens"
+    exec(f"def {name}(): return torch.cuda.is_available()", own)
+    with contextlib.closing(cpu.install(host=True)):
+        assert not own[name]()  # type: ignore[operator]
+
+
 @pytest.mark.parametrize("set_before", [None, "0"])
 def test_compilation_is_off_on_the_cpu_and_as_before_after_it(
     monkeypatch: pytest.MonkeyPatch, set_before: str | None

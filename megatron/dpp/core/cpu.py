@@ -304,10 +304,15 @@ class _Properties:
     name, major, minor, multi_processor_count, total_memory = "cpu", 8, 0, 1, 1 << 34
 
 
+_ON_ANY_DEVICE = ("update_seqlen_stats_from_cu_seqlens",)  # training.py:739
+"""Functions of Megatron-LM's training code that do without CUDA where there is none."""
+
+
 def _asked_by_host() -> bool:
     """True if Megatron-LM's training code, which wants CUDA, asks a function that calls this."""
-    caller: str = sys._getframe(2).f_globals.get("__name__", "")
-    return caller.startswith("megatron.training.")
+    frame = sys._getframe(2)
+    caller: str = frame.f_globals.get("__name__", "")
+    return caller.startswith("megatron.training.") and frame.f_code.co_name not in _ON_ANY_DEVICE
 
 
 class _Profiler:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,6 +223,17 @@ def _part(tensor: torch.Tensor, unit: Unit, name: str) -> torch.Tensor:
     return tensor[:, unit.begin : unit.end].contiguous()
 
 
+def sequences_between(ends: Iterable[int], total: int) -> list[int]:
+    """Tokens of the sequences of a row, of which padding behind the last one is another.
+
+    Args:
+        ends: of the sequences, some perhaps repeated, or negative where a host fills a tensor up.
+        total: tokens of the row.
+    """
+    inside = sorted({0, total, *(end for end in ends if end >= 0)})
+    return [end - start for start, end in itertools.pairwise(inside)]
+
+
 def _check_documents(unit: Unit, params: Any) -> None:
     """Refuse a row whose documents are not those of its units."""
     told = [end - start for start, end in itertools.pairwise((*unit.starts, unit.total))]
@@ -230,8 +241,7 @@ def _check_documents(unit: Unit, params: Any) -> None:
     if ends is None:
         found, passed = [unit.total], "passes none in packed_seq_params"
     else:
-        inside = sorted({0, unit.total, *(end for end in ends if end >= 0)})
-        found = [end - start for start, end in itertools.pairwise(inside)]
+        found = sequences_between(ends, unit.total)
         passed = f"passes cu_seqlens of sequences of {found} tokens"
     if found != told:
         raise ConfigError(
