@@ -259,7 +259,8 @@ def install(
         trace: what is recorded, and where; None records nothing. With ``only`` megatron-core's own
             schedule stays, and is recorded.
         lengths: asked before each training step for the tokens of its microbatches, on all ranks;
-            :func:`announce` wins. ``plugin_lengths.packed_lengths`` knows slime, miles and verl.
+            :func:`announce` wins. ``plugin_lengths.packed_lengths`` knows slime, miles, verl and
+            NeMo-RL.
 
     Raises:
         ConfigError: it is installed already, megatron-core is too old, the policy is unknown, or

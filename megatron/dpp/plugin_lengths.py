@@ -1,7 +1,7 @@
 """The tokens of microbatches that known hosts have packed before a training step.
 
-slime, miles and verl hold all microbatches of a step when they call the schedule, on every rank
-alike. :func:`packed_lengths` reads their sizes there; with ``DPP_ANNOUNCE=1``
+slime, miles, verl and NeMo-RL hold all microbatches of a step when they call the schedule, on every
+rank alike. :func:`packed_lengths` reads their sizes there; with ``DPP_ANNOUNCE=1``
 :mod:`megatron.dpp.autoload` installs the plug-in with it. They must be the sizes that the forward
 steps have, so a host that may pad otherwise gives none.
 """
@@ -36,9 +36,12 @@ def packed_lengths(step: Mapping[str, Any]) -> list[int] | None:
     if type(iterator).__module__.startswith(("slime.", "miles.")):
         return _of_rollout(iterator, step["num_microbatches"], tensor, context)
     function = step["forward_step_func"]
-    engine = getattr(getattr(function, "func", function), "__self__", None)
+    function = getattr(function, "func", function)
+    engine = getattr(function, "__self__", None)
     if type(engine).__module__.startswith("verl."):
         return _of_verl(engine, iterator, tensor, context)
+    if (getattr(function, "__module__", None) or "").startswith("nemo_rl."):
+        return _of_nemo_rl(iterator, step)
     return None
 
 
@@ -75,6 +78,16 @@ def _of_verl(engine: Any, iterator: Any, tensor: int, context: int) -> list[int]
         sum(_padded(length, each) for length in batch["input_ids"].offsets().diff().tolist())
         for batch in batches
     ]
+
+
+def _of_nemo_rl(iterator: Any, step: Mapping[str, Any]) -> list[int] | None:
+    """NeMo-RL's: with a pipeline each row is padded to the longest, which the call names. Only
+    dynamic batching, which its policy refuses there, has rows of several lengths and numbers.
+    """
+    if iterator.gi_frame.f_locals["cfg"]["dynamic_batching"]["enabled"]:
+        return None
+    tokens: int = step["seq_length"] * step["micro_batch_size"]
+    return [tokens] * step["num_microbatches"]
 
 
 def _padded(tokens: int, multiple: int) -> int:

@@ -1,4 +1,4 @@
-"""Lengths that slime, miles and verl have packed reach the schedule before a training step."""
+"""Lengths that slime, miles, verl and NeMo-RL have packed reach the schedule before a step."""
 
 from __future__ import annotations
 
@@ -93,6 +93,24 @@ def test_verls_rows_are_read_from_a_copy_of_its_iterator(
     call = step(batches, 2, sizes, forward_step_func=partial(engine.forward_step, a=1))
     assert packed_lengths(call) == expected
     assert len(list(batches)) == 2
+
+
+def rows_of(cfg: dict[str, Any]) -> Iterator[Any]:
+    """NeMo-RL's iterator of processed microbatches."""
+    yield cfg
+
+
+@pytest.mark.parametrize(("dynamic", "expected"), [(False, [64, 64, 64]), (True, None)])
+def test_nemo_rls_rows_have_the_length_of_the_call(
+    dynamic: bool, expected: list[int] | None
+) -> None:
+    def forward(*_: Any) -> None: ...
+
+    forward.__module__ = "nemo_rl.models.megatron.train"
+    iterator = rows_of({"dynamic_batching": {"enabled": dynamic}})
+    call = step(iterator, 3, forward_step_func=partial(forward, a=1), seq_length=32)
+    assert packed_lengths(call | {"micro_batch_size": 2}) == expected
+    assert list(iterator), "it was not read"
 
 
 def test_another_hosts_lengths_are_not_read() -> None:

@@ -93,9 +93,11 @@ class PackedAttention(torch.nn.Module):
     ``packed_seq_params``, or [s, b, heads, size] without.
     """
 
+    may_be_sliced, dropout = True, 0.0
+
     def __init__(self, config: Any, layer_number: int, *given: Any, **more: Any) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.softmax_scale = config, config.kv_channels**-0.5
 
     def forward(
         self, query: Any, key: Any, value: Any, attention_mask: Any = None, *given: Any,

@@ -1,7 +1,8 @@
 """Run another project's training code on two CPU ranks, under its own schedule and the dynamic one.
 
-    python -m tests.plugin.real.run verl --sources DIR [--chunks 2] [--keep FOLDER]
+    python -m tests.plugin.real.run verl --sources DIR [--chunks 2] [--slices 16] [--keep FOLDER]
 
+With ``--slices`` the first of the two is Megatron's order of slices.
 ``DIR/HOST`` holds a folder per package of the host: an unpacked wheel or a checkout. Python must
 have the packages that the host imports; ``docs/plugin.md`` has the list. Prints what was compared
 and what was stubbed, and fails at the first line that differs.
@@ -36,19 +37,27 @@ class Host(NamedTuple):
         worker: the module beside this one that runs it.
         enters: how the plugin enters its workers, as variables.
         packs: it packs before a step, so that an adapter announces the lengths.
+        alike: it pads all rows of a step to one length.
     """
 
     package: str
     worker: str
     enters: Mapping[str, str]
     packs: bool = False
+    alike: bool = False
 
 
 _INIT = "--custom-megatron-init-path megatron.dpp.autoload.megatron_init"
 HOSTS = {
     "megatron-bridge": Host("megatron/bridge", "bridge_worker", {"PTH": "1"}),
     "miles": Host("miles", "miles_worker", {"FLAGS": _INIT, "USE_DPP": ""}, packs=True),
-    "nemo-rl": Host("nemo_rl", "nemo_rl_worker", {"PTH": "1", "DPP_MAX_TOKENS": "96"}),
+    "nemo-rl": Host(
+        "nemo_rl",
+        "nemo_rl_worker",
+        {"PTH": "1", "DPP_MAX_TOKENS": "96", "DPP_ACTIVATION_CAP": "static"},
+        packs=True,
+        alike=True,
+    ),
     "slime": Host("slime", "slime_worker", {"FLAGS": _INIT, "USE_DPP": ""}, packs=True),
     "verl": Host(
         "verl",
@@ -67,14 +76,17 @@ def packages(host: str, sources: Path) -> list[Path]:
     return roots if found else []
 
 
-def run(host: str, sources: Path, record: Path, chunks: int, *, dynamic: bool) -> None:
-    """Run a host on all ranks; ``record`` and a rank's number name the files of its numbers.
+def run(
+    host: str, sources: Path, record: Path, chunks: int, *, dynamic: bool, slices: str = ""
+) -> None:
+    """Run a host on all ranks; ``record`` and a rank's number name the files of its numbers, and
+    ``slices`` is the number of tokens of a slice.
 
     Raises:
         AssertionError: a rank failed, with its output.
     """
     path = [*map(str, packages(host, sources)), str(REPOSITORY)]
-    if dynamic and "PTH" in HOSTS[host].enters:
+    if (dynamic or slices) and "PTH" in HOSTS[host].enters:
         path.insert(0, str(_site(record.parent)))
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(path), "WORLD_SIZE": str(RANKS),
@@ -91,6 +103,9 @@ def run(host: str, sources: Path, record: Path, chunks: int, *, dynamic: bool) -
             "USE_DPP": "1", "DPP_STRICT": "1", "DPP_ANNOUNCE": "1", "DPP_INJECT": DELAYS,
             "DPP_TRACE": "1", "DPP_TRACE_DIR": str(record.parent / "traces"), **HOSTS[host].enters,
         }  # fmt: skip
+    if slices:
+        order = {} if dynamic else {"USE_DPP": "1", "DPP_STRICT": "1", "DPP_POLICY": "megatron"}
+        environment |= {**HOSTS[host].enters, **order, "DPP_SLICE_TOKENS": slices}
     worker = f"tests.plugin.real.{HOSTS[host].worker}"
     processes = []
     for rank in range(RANKS):
@@ -120,9 +135,10 @@ def _site(folder: Path) -> Path:
     return site
 
 
-def compare(folder: Path, host: str) -> tuple[int, list[str]]:
+def compare(folder: Path, host: str, *, packs: bool) -> tuple[int, list[str]]:
     """Compare both runs of a folder line by line, and check that the dynamic schedule ran, with the
-    lengths that the host had packed. It refuses lengths that a microbatch does not have.
+    lengths that the host had packed if it ``packs``. It refuses lengths that a microbatch does not
+    have.
 
     Returns:
         The number of equal lines of numbers, and the stubs' names.
@@ -138,8 +154,9 @@ def compare(folder: Path, host: str) -> tuple[int, list[str]]:
         assert not differing, f"rank {rank}: {differing[0][0]}\nbut dynamic: {differing[0][1]}"
         num_equal += len(lines[0])
         told = json.loads(both[1][-2].removeprefix("announced "))
-        assert bool(told) == HOSTS[host].packs, f"rank {rank}: announced {told}"
-        assert not told or any(len(set(sizes)) > 1 for sizes in told)
+        assert bool(told) == packs, f"rank {rank}: announced {told}"
+        alike = all(len(set(sizes)) == 1 for sizes in told)
+        assert not told or alike == HOSTS[host].alike, f"rank {rank}: announced {told}"
         stubs |= {name for one in both for name in json.loads(one[-1].partition(" ")[2])}
     (traced,) = (folder / "traces").glob("*-dpp")
     for file in open_run(traced):
@@ -156,6 +173,7 @@ def main() -> None:
     parser.add_argument("host", choices=sorted(HOSTS))
     parser.add_argument("--sources", type=Path, default=os.environ.get("DPP_HOSTS"))
     parser.add_argument("--chunks", type=int, default=1, help="virtual stages per rank")
+    parser.add_argument("--slices", default="", help="tokens of a slice, for both runs")
     parser.add_argument("--keep", type=Path, help="a folder that keeps records, logs and traces")
     args = parser.parse_args()
     if args.sources is None or not packages(args.host, args.sources):
@@ -168,8 +186,13 @@ def main() -> None:
             check=True, cwd=REPOSITORY, capture_output=True, timeout=TIMEOUT,
         )  # fmt: skip
         for arm in ("own", "dynamic"):
-            run(args.host, args.sources, folder / arm, args.chunks, dynamic=arm == "dynamic")
-        num_equal, stubs = compare(folder, args.host)
+            dynamic = arm == "dynamic"
+            run(
+                args.host, args.sources, folder / arm, args.chunks,
+                dynamic=dynamic, slices=args.slices,
+            )  # fmt: skip
+        packs = HOSTS[args.host].packs or bool(args.slices)
+        num_equal, stubs = compare(folder, args.host, packs=packs)
     print(f"{args.host}, {RANKS} ranks x {args.chunks} chunks: {num_equal} lines equal bit by bit")
     print("stubs: " + ", ".join(stubs))
 
