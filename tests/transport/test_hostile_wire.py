@@ -202,6 +202,22 @@ def test_credit_for_what_is_still_sent_frees_no_payload() -> None:
         assert sender.native.done(0) == 1
 
 
+SEQUENCE = 40
+"""The place of a message's number in its header."""
+
+
+def refusal_of(segment: Segment, *changes: tuple[int, str, int]) -> Exception:
+    """The error of a receiver of four slots whose first message has changes of its header."""
+    frame = bytearray(segment.frame())
+    for at, form, value in changes:
+        struct.pack_into(form, frame, at, value)
+    with raw.alone(load_native(), 1, [raw.channel(0, SLOT, 4)]) as receiver:
+        receiver.data[0].sendall(sealed(bytes(frame)) + segment.payload)
+        error = until_error(receiver)
+    assert type(error) is ProtocolError
+    return error
+
+
 @pytest.mark.parametrize(
     ("at", "form", "value", "text"),
     [
@@ -215,15 +231,14 @@ def test_credit_for_what_is_still_sent_frees_no_payload() -> None:
 def test_a_header_that_is_just_beyond_what_it_may_say_is_refused(
     at: int, form: str, value: int, text: str, segments: list[Segment]
 ) -> None:
-    first = segments[2]
-    frame = bytearray(first.frame())
-    struct.pack_into("<Q", frame, 40, 1)  # the first message
-    struct.pack_into(form, frame, at, value)
-    with raw.alone(load_native(), 1, [raw.channel(0, SLOT, 4)]) as receiver:
-        receiver.data[0].sendall(sealed(bytes(frame)) + first.payload)
-        error = until_error(receiver)
-    assert type(error) is ProtocolError
+    error = refusal_of(segments[2], (SEQUENCE, "<Q", 1), (at, form, value))
     assert "a broken header on forward of chunk 0, rank 0 -> 1: " + text in str(error), error
+
+
+@pytest.mark.parametrize("sequence", [0, 5])
+def test_a_message_that_has_no_slot_is_refused(sequence: int, segments: list[Segment]) -> None:
+    error = refusal_of(segments[2], (SEQUENCE, "<Q", sequence))
+    assert f"message {sequence} without credit on forward of chunk 0" in str(error), error
 
 
 def test_credit_does_not_shrink() -> None:

@@ -149,7 +149,11 @@ import socket, sys
 from tests.transport import raw
 native = raw.load(sys.argv[1])
 slots = [raw.channel(0, int(sys.argv[2]))]
-raw.start(native, 1, slots, [socket.socketpair()[0] for _ in range(2)]).close()
+resident = lambda: int(open("/proc/self/statm").read().split()[1])
+before = resident()
+transport = raw.start(native, 1, slots, [socket.socketpair()[0] for _ in range(2)])
+print(resident() - before)
+transport.close()
 """
 ELSEWHERE = """
 #include <cstdlib>
@@ -167,6 +171,14 @@ extern "C" int open(const char* path, int flags, ...) {
 """
 
 
+def build(source: str, folder: Path) -> Path:
+    """A library whose calls stand before those of the C library."""
+    library = folder / "calls.so"
+    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
+    subprocess.run(command, input=source, text=True, check=True, timeout=PATIENCE)
+    return library
+
+
 def ask(slot_bytes: int, *before: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """Open a transport with two slots in a process of its own."""
     return subprocess.run(
@@ -175,11 +187,29 @@ def ask(slot_bytes: int, *before: str, **settings: str) -> subprocess.CompletedP
     )  # fmt: skip
 
 
+BEFORE_LINUX_5_14 = """
+#include <cerrno>
+#include <sys/syscall.h>
+#include <unistd.h>
+extern "C" int madvise(void* memory, size_t bytes, int advice) noexcept {
+  return advice == 23 ? (errno = EINVAL, -1) : static_cast<int>(
+      syscall(SYS_madvise, memory, bytes, advice));
+}
+"""
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the other madvise with")
+@pytest.mark.parametrize("known", [True, False])
+def test_the_pages_of_tcp_slots_exist_from_the_start(known: bool, tmp_path: Path) -> None:
+    library = build(BEFORE_LINUX_5_14, tmp_path)
+    done = ask(8 * MIB, **({} if known else {"LD_PRELOAD": str(library)}))
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) * resource.getpagesize() >= 16 * MIB  # two slots
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the other open with")
 def test_a_full_group_refuses_slots_but_no_small_block(tmp_path: Path) -> None:
-    library = tmp_path / "elsewhere.so"
-    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
-    subprocess.run(command, input=ELSEWHERE, text=True, check=True, timeout=PATIENCE)
+    library = build(ELSEWHERE, tmp_path)
     full = tmp_path / "sys/fs/cgroup"
     group(full, SECOND, str(64 * MIB), 64 * MIB)
     (full / SECOND[4]).write_text("0")

@@ -275,6 +275,13 @@ def test_gpudirect_that_was_asked_for_is_no_reason_to_fall_back() -> None:
         pass
 
 
+def test_more_slots_than_an_immediate_can_tell_apart_are_refused() -> None:
+    channels = pair(8, depth=(1 << 14) + 1)
+    text = "channels of up to 16385 slots on one RDMA link; at most 2048 of 16384 are possible"
+    with pytest.raises(SetupError, match=text), opened("rdma", channels, setup_timeout=5.0):
+        pass
+
+
 def test_a_queue_pair_that_times_out_once_is_moved_again(trouble: Trouble) -> None:
     trouble("fail-connection", 2)
     with opened("rdma", pair()) as (a, b):
@@ -313,8 +320,9 @@ def test_the_notice_of_large_data_goes_apart_where_packets_are_reordered(
         assert ("adaptive routing" in a.links()[0].reason) is apart
         for turn in range(20):
             sent = torch.full((sizes[turn % 5],), turn, dtype=torch.uint8)
-            a.put(0, sent, iteration=0, microbatch=turn)
-            assert torch.equal(take_next(b, 0, turn).tensor, sent)
+            for end, other in ((a, b), (b, a)):  # both give credit while they send
+                end.put(0, sent, iteration=0, microbatch=turn)
+                assert torch.equal(take_next(other, 0, turn).tensor, sent)
         a.flush(PATIENCE)
     most = fake_verbs().fake_verbs_seen(b"most-with-immediate")
     assert (most < 8192 + 200) if apart else (most > MIB), most
