@@ -19,7 +19,7 @@ from megatron.dpp.report import (
     report_command,
     runs_command,
 )
-from megatron.dpp.report.run_files import find_run
+from megatron.dpp.report.run_files import find_run, read_training
 from tests.report.synthetic import Run, write
 
 
@@ -36,6 +36,17 @@ def metrics(home: Path, count: int = 30, first: float = 9.0) -> Path:
     for iteration in (10, 20):
         (home / "checkpoints" / f"iter_{iteration:07d}").mkdir(parents=True)
     return home
+
+
+def test_names_in_settings_count_from_where_a_run_was_started(tmp_path: Path) -> None:
+    """They counted from the run's directory, so that `--save llama-checkpoints` was never found."""
+    home = metrics(tmp_path / "runs" / "a", count=15)
+    (tmp_path / "ck" / "iter_0000012").mkdir(parents=True)
+    (home / "metrics.jsonl").rename(tmp_path / "own.jsonl")
+    with (home / "settings.yaml").open("a") as file:
+        file.write(f'save: "ck"\nmetrics_file: "own.jsonl"\n# working_directory: "{tmp_path}"\n')
+    found = read_training(home)
+    assert found.checkpoints == [12] and found.iteration == 15
 
 
 @pytest.fixture

@@ -212,6 +212,32 @@ def test_arguments_of_calls_are_rendered_as_they_are(tokenizer: GPT2BPETokenizer
         assert answers(tokenizer, CALLS, document) == [said]
 
 
+def test_fields_that_a_table_adds_to_tools_and_calls_are_left_out(
+    tokenizer: GPT2BPETokenizer,
+) -> None:
+    """`Dataset.to_json` writes the fields of all rows, and models learned `"day": null`."""
+
+    def line(**more: None) -> dict[str, Any]:
+        call = {
+            "type": "function",
+            "function": {"name": "rain", "arguments": {"town": "K", **more}},
+        }
+        schema = {"type": "object", "properties": {"town": {"type": "string"}, **more}}
+        tool = {"type": "function", "function": {"name": "rain", "parameters": schema}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return {"messages": [{"role": "user", "content": "Rain?"}, answer], "tools": [tool]}
+
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "{{ m.tool_calls | tojson if m.tool_calls }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    wanted, notes = encoder(tokenizer, template).encode(line())
+    found, more = encoder(tokenizer, template).encode(line(day=None))
+    assert found == wanted and not any("null" in note for note in notes)
+    assert any(note.startswith('left out fields of "null"') for note in more)
+
+
 @pytest.mark.parametrize("as_text", [False, True])
 def test_tools_beside_the_messages_reach_the_template(
     tokenizer: GPT2BPETokenizer, *, as_text: bool

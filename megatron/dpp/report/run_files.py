@@ -102,7 +102,7 @@ def read_metrics(path: Path, *, last_only: bool = False) -> list[dict[str, Any]]
     left out, as are evaluations. ``last_only`` reads no more than the file's end.
     """
     found: list[dict[str, Any]] = []
-    with contextlib.suppress(OSError), open_to_read(path) as file:
+    with contextlib.suppress(OSError, ValueError), open_to_read(path) as file:
         if last_only:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         for line in file:
@@ -158,13 +158,19 @@ def model_text(settings: dict[str, Any]) -> str:
     return ", ".join([*parts, *([dtype] if dtype else [])])
 
 
+def _named(settings: dict[str, Any], name: str, home: Path, default: str) -> Path:
+    """The path in a setting of a run; a relative one counts from where the run was started."""
+    given, start = settings.get(name), settings.get("working_directory")
+    if not given or not isinstance(given, str):
+        return home / default
+    return (Path(start) if isinstance(start, str) else home) / given
+
+
 def checkpoints_of(settings: dict[str, Any], home: Path) -> list[int]:
     """Iterations of the checkpoints in the directory that the settings name (``save``)."""
-    named = settings.get("save")
-    folder = Path(named) if named and isinstance(named, str) else home / "checkpoints"
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError):  # a name of 5,000 characters, or with a zero
-        for path in (folder if folder.is_absolute() else home / folder).glob("iter_*"):
+        for path in _named(settings, "save", home, "checkpoints").glob("iter_*"):
             number = path.name.removeprefix("iter_")
             if number.isascii() and number.isdecimal():
                 found.append(int(number))
@@ -177,6 +183,8 @@ def read_training(
     """The metrics and settings of the run in ``home``; ``last_only``: only the last metrics."""
     given, every = read_settings(home / SETTINGS)
     path = Path(metrics_file) if metrics_file else home / METRICS
+    if not metrics_file and not path.is_file():
+        path = _named(every, "metrics_file", home, METRICS)
     return Training(
         home=home,
         metrics=read_metrics(path, last_only=last_only),

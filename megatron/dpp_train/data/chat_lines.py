@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.dpp_train.data.json_lines import BadLine
+from megatron.dpp_train.data.json_lines import BadLine, without_null
 
 Message = dict[str, Any]
 
@@ -94,11 +94,27 @@ def read_chat(document: dict[str, Any]) -> Chat:
     messages = read(form)
     more = {key: _read_json(form.take(key), key) for key in _ABOUT_ALL if given.get(key)}
     more |= _settings(more.pop(_SETTINGS, {}))
+    notes = [f"read as {name}"]
+    if _has_fields_of_a_table(more.get("tools")):
+        messages, more = without_null(messages), without_null(more)
+        notes.append('left out fields of "null", which a table has added to "tools" and calls')
     trained = [_checked(number, message) for number, message in enumerate(messages, 1)]
     trained[: form.prompt] = [False] * form.prompt
-    notes = [f"read as {name}"]
     notes += [f'field "{key}" is not used' for key in sorted(given.keys() - form.taken)]
     return Chat([_without_loss(m) for m in messages], trained, more, tuple(notes))
+
+
+def _has_fields_of_a_table(tools: Any) -> bool:
+    """True if a parameter of a tool is ``null``, which no schema has: the line was written from a
+    table, as ``datasets.Dataset.to_json`` does."""
+    if isinstance(tools, list):
+        return any(map(_has_fields_of_a_table, tools))
+    if not isinstance(tools, dict):
+        return False
+    known = tools.get("properties")
+    return (isinstance(known, dict) and None in known.values()) or any(
+        map(_has_fields_of_a_table, tools.values())
+    )
 
 
 class _Form:

@@ -38,3 +38,12 @@ def text_of(document: dict[str, Any], key: str) -> str | list[str]:
     except UnicodeEncodeError as error:
         raise BadLine(f'"{key}" holds half a surrogate pair at {error.start}') from error
     return parts if isinstance(text, list) else str(text)
+
+
+def without_null(value: Any) -> Any:
+    """A value without the fields that a table adds to it: all its rows have the same ones."""
+    if isinstance(value, dict):
+        return {key: without_null(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_null(each) for each in value]
+    return value

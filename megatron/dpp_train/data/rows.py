@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.dpp.errors import DataError, one_line, shown
 from megatron.dpp.safe_files import open_to_read, read_bytes
+from megatron.dpp_train.data.json_lines import without_null
 
 JSON = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 """Endings of files of JSON lines, or of a JSON array."""
@@ -213,19 +214,10 @@ def _arrow_module(name: str, path: Path) -> Any:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    return json.dumps(_without_null(row), default=_text).encode()
+    return json.dumps(without_null(row), default=_text).encode()
 
 
 def _text(value: Any) -> str:
     """The text of a value that JSON does not have. Tables of some programs hold texts as bytes; of
     bytes that are no UTF-8 the text holds half a surrogate pair, which makes the row a bad one."""
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
-
-
-def _without_null(value: Any) -> Any:
-    """A value without the fields that a table adds to it: all its rows have the same ones."""
-    if isinstance(value, dict):
-        return {key: _without_null(each) for key, each in value.items() if each is not None}
-    if isinstance(value, list):
-        return [_without_null(each) for each in value]
-    return value

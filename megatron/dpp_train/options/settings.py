@@ -113,6 +113,7 @@ def text(args: RunConfig) -> str:
         "loss_vocab_size",
     ):
         derived.append("# " + _line(name, getattr(args, name, None)))
+    derived.append("# " + _line("working_directory", str(Path.cwd())))
     parts = ["# Settings of this run, for --yaml-cfg.", *chosen, "", "# Derived:", *derived]
     return "\n".join([*parts, "", "# Defaults:", *rest]) + "\n"
 

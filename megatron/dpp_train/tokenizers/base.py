@@ -12,7 +12,7 @@ from megatron.dpp.errors import DataError
 from megatron.dpp_train.text_files import read_json
 
 END_OF_TEXT = "<|endoftext|>"
-CHAT_ENCODING = 2
+CHAT_ENCODING = 3
 """Version of the ids and marks that a chat becomes. Raise it with any change of them: names of
 token files depend on it, so that old ones are not taken for new."""
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
