@@ -212,6 +212,22 @@ def test_arguments_of_calls_are_rendered_as_they_are(tokenizer: GPT2BPETokenizer
         assert answers(tokenizer, CALLS, document) == [said]
 
 
+def test_a_message_of_a_role_that_the_template_drops_is_named(tokenizer: GPT2BPETokenizer) -> None:
+    """`Assistant` and `function` were dropped, and the rest was trained on as the whole chat."""
+    template = (
+        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}[{{ m.role }}]"
+        "{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    line = chat("Who?", "Ada.", "Why?", "Bela.")
+    line["messages"][1]["role"] = "Assistant"
+    with pytest.raises(BadLine, match="leaves out message 2, whose role is 'Assistant'; usual"):
+        encoder(tokenizer, template).encode(line)
+    line["messages"][1]["role"] = "tool"
+    _, notes = encoder(tokenizer, template).encode(line)
+    assert 'the template leaves out messages of the role "tool"' in notes
+
+
 def test_fields_that_a_table_adds_to_tools_and_calls_are_left_out(
     tokenizer: GPT2BPETokenizer,
 ) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.data.chat_forms import is_whole, variants
-from megatron.dpp_train.data.chat_lines import Chat, Message, read_chat, texts_of
+from megatron.dpp_train.data.chat_lines import Chat, Message, plain_text, read_chat, texts_of
 from megatron.dpp_train.data.json_lines import BadLine
 from megatron.dpp_train.tokenizers import Tokenizer
 from megatron.dpp_train.tokenizers.template_files import TOOL_USE
@@ -34,6 +34,7 @@ _LEFT_OUT = (
 )
 _CONTENTS = "tools", "tool_calls", "documents"
 """Fields without which a chat is another one: a template must use them."""
+_USUAL_ROLES = "system", "developer", "user", "assistant", "tool"
 _DATED = "the template writes today's date into the text (strftime_now), and the data keeps it"
 
 
@@ -146,7 +147,33 @@ class ChatEncoder:
             usable = usable or each
         if usable is None:
             raise problem or BadLine("the chat template takes no form of it")
-        return replace(usable, notes=(*usable.notes, _LEFT_OUT))
+        return replace(usable, notes=(*usable.notes, *self._left_out(usable)))
+
+    def _left_out(self, chat: Chat) -> list[str]:
+        """Notes on messages that the template leaves out, or parts of them.
+
+        Raises:
+            BadLine: it leaves out a message whose role it may not know.
+        """
+        notes: dict[str, None] = {}
+        for number, message in enumerate(chat.messages):
+            if message.get("tool_calls") or not plain_text(message.get("content")).strip():
+                continue
+            probe = {**message, "content": _other(message)["content"]}
+            messages = [*chat.messages[:number], probe, *chat.messages[number + 1 :]]
+            try:
+                text = self._render(replace(chat, messages=messages), len(messages), ask=False).text
+            except BadLine:
+                continue
+            if ANSWER in text:
+                continue
+            if message["role"] not in _USUAL_ROLES:
+                raise BadLine(
+                    f"the template leaves out message {number + 1}, whose role is "
+                    f"{message['role']!r}; usual ones are {', '.join(_USUAL_ROLES)}"
+                )
+            notes[f'the template leaves out messages of the role "{message["role"]}"'] = None
+        return list(notes) or [_LEFT_OUT]
 
     def _template_of(self, chat: Chat) -> ChatTemplate:
         tools = chat.more.get("tools") and self._templates.get(TOOL_USE)
