@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron.dpp.__main__ import main
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp_train.launch import job, nodes, scripts
 from megatron.dpp_train.launch.start import Data
@@ -280,10 +281,8 @@ REFUSED = {
     "TENSOR_PARALLEL=two: must be a whole number": {"TENSOR_PARALLEL": "two"},
     "4 processes cannot hold TENSOR_PARALLEL=8": {"TENSOR_PARALLEL": "8"},
     "NUM_LAYERS=6 is not divisible by PIPELINE_PARALLEL=2 x MODEL_CHUNKS=2": {"NUM_LAYERS": "6"},
-    "MODEL_CHUNKS=8 x PIPELINE_PARALLEL=2 = 16 virtual stages; NUM_LAYERS is 8": {
-        "MODEL_CHUNKS": "8",
-        "NUM_LAYERS": "8",
-    },
+    "MODEL_CHUNKS=8 x PIPELINE_PARALLEL=2 = 16 virtual stages; NUM_LAYERS is 8":
+        {"MODEL_CHUNKS": "8", "NUM_LAYERS": "8"},
     "need PIPELINE_PARALLEL of at least 2": {"PIPELINE_PARALLEL": "1", "MODEL_CHUNKS": "2"},
     "HIDDEN_SIZE=130 is not divisible by NUM_ATTENTION_HEADS=4": {"HIDDEN_SIZE": "130"},
     "NUM_ATTENTION_HEADS=1 is not divisible by TENSOR_PARALLEL=2": {"NUM_ATTENTION_HEADS": "1"},
@@ -299,16 +298,19 @@ REFUSED = {
     "MASTER_PORT=70000": {"MASTER_PORT": "70000"},
     "expected one per node (1) or one per rank (4)": {"NODE_IPS": "10.0.0.1,10.0.0.2"},
     "'host-a' is not an IP address": {"NODE_IPS": "host-a"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_settings_that_cannot_work_are_refused_before_anything_starts(message: str) -> None:
-    # Without DRY_RUN: if this were not refused, it would train.
-    result = run("run_single_gpt.sh", PYTHON="/nonexistent", **REFUSED[message])
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+def test_settings_that_cannot_work_are_refused_before_anything_starts(
+    message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Called as the scripts call it. Without DRY_RUN: if this were not refused, it would train."""
+    own = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": "", "PYTHON": "/nonexistent"}
+    monkeypatch.setattr(os, "environ", own | REFUSED[message])
+    assert main(["train", "--preset", "gpt-sample", "node"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert message in said
 
 
 @pytest.mark.parametrize("words", [[], ["gpt"], ["gpt", "boss"], ["t5", "node"]])
