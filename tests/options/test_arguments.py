@@ -77,11 +77,8 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--pipeline-model-paralel-size 2", 1, "did you mean --pipeline-model-parallel-size"),
         ("--tensor-model-parallel-size 2", 3, "3 processes cannot hold"),
         ("--pipeline-model-parallel-size 3", 3, "--num-layers 8 is not divisible"),
-        (
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
-            2,
-            "4 layers per pipeline rank",
-        ),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", 2,
+         "4 layers per pipeline rank"),
         ("--num-virtual-stages-per-pipeline-rank 2", 1, "need --pipeline-model-parallel-size"),
         ("--global-batch-size 3", 1, "--global-batch-size 3 is not a multiple"),
         ("--fp16 --bf16", 1, "--fp16 and --bf16"),
@@ -97,46 +94,30 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--context-parallel-size 2 --reset-attention-mask", 2, "cut causal attention alone"),
         ("--hybrid-context-parallel", 2, "--hybrid-context-parallel is not supported here"),
         (f"{EXPERTS} --overlap-moe-expert-parallel-comm", 1, "layers of two microbatches"),
-        (
-            "--seq-length 12 --context-parallel-size 2 --tensor-model-parallel-size 4 "
-            "--sequence-parallel",
-            8,
-            "12 is not divisible by --tensor-model-parallel-size 4 x --context-parallel-size 2 "
-            r"\(--sequence-parallel\)",
-        ),
-        (
-            "--num-experts 4 --expert-model-parallel-size 2 --moe-grouped-gemm",
-            2,
-            "grouped products add no bias",
-        ),
+        ("--seq-length 12 --context-parallel-size 2 --tensor-model-parallel-size 4 "
+         "--sequence-parallel", 8,
+         "12 is not divisible by --tensor-model-parallel-size 4 x --context-parallel-size 2 "
+         r"\(--sequence-parallel\)"),
+        ("--num-experts 4 --expert-model-parallel-size 2 --moe-grouped-gemm", 2,
+         "grouped products add no bias"),
         (f"{EXPERTS} --moe-token-dispatcher-type flex", 1, "flex needs DeepEP"),
         (f"{EXPERTS} --moe-router-topk 5", 1, "between 1 and --num-experts 4"),
         (f"{EXPERTS} --moe-router-topk 1", 1, "needs --moe-router-pre-softmax"),
         (f"{EXPERTS} --moe-layer-freq [1]*3", 1, "a 0 or 1 for each of --num-layers 8"),
         (f"{EXPERTS} --moe-aux-loss-coeff 1 2", 1, "names 1 losses and .* 2 weights"),
-        (
-            f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1",
-            1,
-            "sinkhorn has no auxiliary loss",
-        ),
+        (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 1", 1,
+         "sinkhorn has no auxiliary loss"),
         (f"{EXPERTS} --tensor-model-parallel-size 2", 2, "needs --sequence-parallel"),
         (f"{EXPERTS} --expert-model-parallel-size 3", 3, "4 is not divisible by --expert-model"),
         (f"{EXPERTS} --expert-model-parallel-size 0", 1, "model-parallel-size 0: must be at least"),
         (f"{EXPERTS} --expert-tensor-parallel-size 0", 1, "parallel-size 0: must be at least 1"),
         (f"{EXPERTS} --expert-model-parallel-size 2", 1, "1 processes cannot hold"),
-        (
-            f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel "
-            "--expert-tensor-parallel-size 1",
-            2,
-            "below --tensor-model-parallel-size 2 needs --expert-model-parallel-size",
-        ),
+        (f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel "
+         "--expert-tensor-parallel-size 1", 2,
+         "below --tensor-model-parallel-size 2 needs --expert-model-parallel-size"),
         ("--expert-model-parallel-size 2", 2, "--expert-model-parallel-size 2 needs --num-experts"),
-        (
-            "--mtp-num-layers 1 --position-embedding-type rope --pipeline-model-parallel-size 2 "
-            "--save here --save-interval 1",
-            2,
-            "add --untie-embeddings-and-output-weights",
-        ),
+        ("--mtp-num-layers 1 --position-embedding-type rope --pipeline-model-parallel-size 2 "
+         "--save here --save-interval 1", 2, "add --untie-embeddings-and-output-weights"),
         ("--mtp-num-layers 1", 1, "--position-embedding-type learned_absolute; use rope"),
         ("--multi-latent-attention", 1, "--multi-latent-attention needs modules of"),
         ("--spec my.module layer", 1, "only local is possible here"),
@@ -144,11 +125,8 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--multiple-validation-sets", 1, "not built here: several validation sets"),
         ("--masking-max-ngram 0", 1, "--masking-max-ngram 0: must be above 0"),
         ("--mask-prob 1", 1, "--mask-prob 1.0: must be above 0 and below 1"),
-        (
-            "--masking-do-permutation --masking-use-geometric-distribution",
-            1,
-            "and --masking-do-permutation exclude each other",
-        ),
+        ("--masking-do-permutation --masking-use-geometric-distribution", 1,
+         "and --masking-do-permutation exclude each other"),
         ("--window-size a,b", 1, "expected numbers like 8,0"),
         ("--moe-layer-freq [1]*3+x", 1, "expected a number or a list"),
         ("--swiglu --squared-relu", 1, "exclude each other"),
@@ -164,37 +142,22 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--num-distributed-optimizer-instances 3", 2, "instances 3 does not divide 2 data-par"),
         ("--num-distributed-optimizer-instances 0", 2, "instances 0 does not divide 2 data-par"),
         ("--seq-length 30 --context-parallel-size 2", 2, "30 is not a multiple of twice"),
-        (
-            "--account-for-loss-in-pipeline-split --pipeline-model-parallel-size 2",
-            2,
-            "--num-layers 9 is not divisible by --pipeline-model-parallel-size 2",
-        ),
-        (
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
-            "--global-batch-size 8 --no-overlap-p2p-communication",
-            2,
-            "with virtual stages needs --pipeline-model-parallel-size of at least 3",
-        ),
-        (
-            "--num-experts 4 --no-bias-gelu-fusion --expert-model-parallel-size 2 "
-            "--tensor-model-parallel-size 2 --sequence-parallel",
-            4,
-            "--expert-tensor-parallel-size 2 .*: split experts have no bias",
-        ),
+        ("--account-for-loss-in-pipeline-split --pipeline-model-parallel-size 2", 2,
+         "--num-layers 9 is not divisible by --pipeline-model-parallel-size 2"),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+         "--global-batch-size 8 --no-overlap-p2p-communication", 2,
+         "with virtual stages needs --pipeline-model-parallel-size of at least 3"),
+        ("--num-experts 4 --no-bias-gelu-fusion --expert-model-parallel-size 2 "
+         "--tensor-model-parallel-size 2 --sequence-parallel", 4,
+         "--expert-tensor-parallel-size 2 .*: split experts have no bias"),
         ("--lr-decay-style WSD", 1, "--train-iters needs --lr-wsd-decay-iters"),
-        (
-            "--weight-decay-incr-style linear --start-weight-decay 0.3 --end-weight-decay 0.1",
-            1,
-            "weight decay goes from 0.3 to 0.1",
-        ),
+        ("--weight-decay-incr-style linear --start-weight-decay 0.3 --end-weight-decay 0.1", 1,
+         "weight decay goes from 0.3 to 0.1"),
         ("--group-query-attention --num-query-groups 3", 1, "not divisible by --num-query-groups"),
         ("--group-query-attention --num-query-groups 0", 1, "groups 0: must be at least 1"),
         ("--position-embedding-type rope --kv-channels 7", 1, "7 of --kv-channels 7 .* is odd"),
-        (
-            "--position-embedding-type rope --kv-channels 6 --rotary-percent 0.5",
-            1,
-            r"3 of --kv-channels 6 \(--rotary-percent 0.5\) is odd",
-        ),
+        ("--position-embedding-type rope --kv-channels 6 --rotary-percent 0.5", 1,
+         r"3 of --kv-channels 6 \(--rotary-percent 0.5\) is odd"),
         ("--position-embedding-type yarn", 1, "needs --yarn-original-max-position-embeddings"),
         (f"{YARN} --rotary-scaling-factor 0.5", 1, "--rotary-scaling-factor 0.5: must be at least"),
         (f"{YARN} --yarn-beta-fast 1", 1, "--yarn-beta-fast 1.0: must be above --yarn-beta-slow 1"),
@@ -208,51 +171,29 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--optimizer sgd --use-distributed-optimizer", 1, "sgd does not go with"),
         ("--transformer-impl transformer_engine", 1, "_engine needs .* on the CPU; .* local"),
         ("--use-precision-aware-optimizer", 1, "needs Transformer Engine, whose kernels run on G"),
-        (
-            "--recompute-granularity selective --recompute-modules core_attn layernorm",
-            1,
-            "--recompute-modules layernorm needs Transformer Engine",
-        ),
-        (
-            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3",
-            1,
-            "the 8 layers of a virtual stage are no multiple of --recompute-num-layers 3",
-        ),
-        (
-            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 9",
-            2,
-            "leave -1 for 1 other stages",
-        ),
-        (
-            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 "
-            "--decoder-last-pipeline-num-layers 4",
-            2,
-            "3 and 4 of --num-layers 8 leave 1 for 0 other",
-        ),
-        (
-            "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 "
-            "--num-virtual-stages-per-pipeline-rank 2 --use-dpp",
-            2,
-            "3 layers cannot be cut into 2 virtual stages",
-        ),
+        ("--recompute-granularity selective --recompute-modules core_attn layernorm", 1,
+         "--recompute-modules layernorm needs Transformer Engine"),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 3", 1,
+         "the 8 layers of a virtual stage are no multiple of --recompute-num-layers 3"),
+        ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 9", 2,
+         "leave -1 for 1 other stages"),
+        ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 "
+         "--decoder-last-pipeline-num-layers 4", 2,
+         "3 and 4 of --num-layers 8 leave 1 for 0 other"),
+        ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3 "
+         "--num-virtual-stages-per-pipeline-rank 2 --use-dpp", 2,
+         "3 layers cannot be cut into 2 virtual stages"),
         ("--pipeline-model-parallel-layout Et8|xL", 1, "Et8.xL: 8 x is none of E"),
         ("--pipeline-model-parallel-layout Et*7|L", 1, "has 7 layers t, --num-layers is 8"),
         ("--pipeline-model-parallel-layout t*8|EL", 1, "begins with the embedding E"),
         ("--pipeline-model-parallel-layout Et*7|Lt", 1, "ends with the loss L"),
-        (
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
-            "--global-batch-size 10",
-            2,
-            "5 microbatches .* in groups of 2",
-        ),
-        (
-            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
-            "--global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage 5",
-            2,
-            "4 microbatches .* in groups of 5",
-        ),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+         "--global-batch-size 10", 2, "5 microbatches .* in groups of 2"),
+        ("--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+         "--global-batch-size 8 --microbatch-group-size-per-virtual-pipeline-stage 5", 2,
+         "4 microbatches .* in groups of 5"),
     ],
-)
+)  # fmt: skip
 def test_refusals_name_the_flag(more: str, world_size: int, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         checked(more, world_size)

@@ -228,20 +228,15 @@ class MultiModuleProcessGroupCollection(SimpleNamespace):
         ({"config": {"overlap_moe_expert_parallel_comm": True}}, "overlap_moe_expert_par"),
         ({"config": {"cuda_graph_impl": "local"}}, "cuda_graph_impl needs meg"),
         ({"config": {"cuda_graph_impl": "full_iteration"}}, "cuda_graph_impl needs meg"),
-        (
-            {"config": {"variable_seq_lengths": True}, "seq_length": 1},
-            "variable_seq_lengths with",
-        ),
+        ({"config": {"variable_seq_lengths": True}, "seq_length": 1}, "variable_seq_lengths with"),
         ({"config": {"moe_paged_stash": True}}, "moe_paged_stash needs"),
         ({"config": {"gtp_weight_remat_size": 2}}, "gtp_weight_remat_size is 2"),
-        (
-            {"config": {"enable_autocast": True}, "forward_only": False},
-            r"DppConfig\(split_backward=\.\.\.\) com",
-        ),
+        ({"config": {"enable_autocast": True}, "forward_only": False},
+         r"DppConfig\(split_backward=\.\.\.\) com"),
         ({"some_new_keyword": 1}, "some_new_keyword: megatron-core .* passes this"),
         ({"config": {"virtual_pipeline_model_parallel_size": 2}}, "model: 1 chunks were given"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_honoured_runs_statically_after_one_line(
     changes: dict[str, Any], reason: str,
     dynamic_calls: list[Any], static_calls: list[Any], caplog: pytest.LogCaptureFixture,

@@ -16,13 +16,9 @@ from megatron.dpp.runtime.host_time import host_lines
         (0.0, False, ["the host takes 42 us per task"]),
         (0.9, True, ["the host takes 42 us per task"]),
         (0.4, False, ["beside launching, which takes 40% of the tasks' time"]),
-        (
-            0.9,
-            False,
-            ["launching, which takes 90%", "would save up to 90% .* up to 45%"],
-        ),
+        (0.9, False, ["launching, which takes 90%", "would save up to 90% .* up to 45%"]),
     ],
-)
+)  # fmt: skip
 def test_a_launch_bound_run_is_told_what_helps(
     launching: float, replayed: bool, found: list[str]
 ) -> None:

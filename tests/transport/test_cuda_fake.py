@@ -140,16 +140,12 @@ def test_one_side_with_gpudirect_and_one_without(worker):
     ("words", "reasons"),
     [
         ("direct=none", ["neither orders an RDMA card's writes nor can wait for them"]),
-        (
-            "direct=ordered",
-            ["dma-buf: the GPU's driver has none", "nvidia-peermem: the GPU does not support it"],
-        ),
-        (
-            "direct=dmabuf+peermem+ordered no-dmabuf",
-            ["ibv_reg_dmabuf_mr: Operation not supported", "(modprobe nvidia-peermem)"],
-        ),
+        ("direct=ordered",
+         ["dma-buf: the GPU's driver has none", "nvidia-peermem: the GPU does not support it"]),
+        ("direct=dmabuf+peermem+ordered no-dmabuf",
+         ["ibv_reg_dmabuf_mr: Operation not supported", "(modprobe nvidia-peermem)"]),
     ],
-)
+)  # fmt: skip
 def test_what_gpudirect_lacks_is_said_and_an_error_only_when_it_is_asked_for(
     worker, words, reasons
 ):
