@@ -142,7 +142,8 @@ def make(one_rank: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mak
 QUICK = ("torch_dist", "the first")
 CASES = [
     *(pytest.param("torch", before, False, id=before) for before in BEFORE),
-    *(pytest.param("torch", before, True, id=f"{before}, all calls from one on")
+    *(pytest.param("torch", before, True, id=f"{before}, all calls from one on",
+                   marks=() if before == "in the place of one" else pytest.mark.slow)
       for before in BEFORE),
     *(pytest.param(form, before, False, id=f"{before}, {form}",
                    marks=() if (form, before) == QUICK else pytest.mark.slow)
