@@ -61,8 +61,6 @@ def test_events_have_their_track_their_time_and_their_length() -> None:
     assert (task["name"], task["tid"], task["ts"], task["dur"]) == ("1W3.2", TASK_TRACK, -0.5, 2.0)
     assert task["args"]["piece"] == 2 and task["args"]["iteration"] == 7
     assert written("task", START, START, 7, "F", 0, 3, 0)["name"] == "0F3"
-    further = written("task", START, START, 7, "F", 0, 3, 0, {"rows": 2, "why": 'a "b"'})
-    assert (further["args"]["rows"], further["args"]["why"]) == (2, 'a "b"')
     late = written("task", START + 9, START, 7, "F", 0, 3, 0)
     assert late["dur"] == 0.0, "the marks of a device may be in no order"
     gap = written("wait", START, START + 10, 7, "message", 'F "1"')

@@ -211,7 +211,7 @@ def record_iteration(recorder: Recorder, iteration: int) -> None:
     recorder.begin_iteration(iteration)
     start = time.monotonic_ns()
     recorder.gap(start - 1000, start, "message", "F1")
-    recorder.begin_task("F", 1, 2, words=512)
+    recorder.begin_task("F", 1, 2)
     recorder.put(CHANNEL, 2, 4096, "shm")
     recorder.end_task()
     recorder.taken(CHANNEL, Taken(start - 500, start - 200), ahead=True)
@@ -244,7 +244,6 @@ def test_every_kind_of_event_is_written_and_read_back(tmp_path):
         "chunk": 1,
         "microbatch": 2,
         "piece": 0,
-        "words": 512,
     }
     assert before <= file.time_ns(events["task"]) <= after
     assert events["wait"]["args"]["cause"] == "message"

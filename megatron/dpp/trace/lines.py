@@ -138,11 +138,9 @@ class EventLines:
         )
 
     def _task(self, event: tuple[Any, ...]) -> str:
-        _, _, _, iteration, kind, chunk, microbatch, piece, *further = event
+        _, _, _, iteration, kind, chunk, microbatch, piece = event
         name = f"{chunk}{kind}{microbatch}" + (f".{piece}" if piece else "")
         args = f',"kind":"{kind}","chunk":{chunk},"microbatch":{microbatch},"piece":{piece}'
-        for more in further:
-            args += "".join(f',"{field}":{json.dumps(value)}' for field, value in more.items())
         return self._head(name, "task", TASK_TRACK, iteration, args)
 
     def _experts(self, event: tuple[Any, ...]) -> str:

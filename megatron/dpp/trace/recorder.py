@@ -61,12 +61,8 @@ class Recorder:
     def end_iteration(self) -> None:
         """End the iteration, optimizer step included."""
 
-    def begin_task(
-        self, kind: str, chunk: int, microbatch: int, piece: int = 0, **more: float | str
-    ) -> None:
-        """Start a task of kind F, B or W; ``piece`` numbers the parts of a split task. ``more``:
-        further fields of its line.
-        """
+    def begin_task(self, kind: str, chunk: int, microbatch: int, piece: int = 0) -> None:
+        """Start a task of kind F, B or W; ``piece`` numbers the parts of a split task."""
 
     def end_task(self) -> None:
         """End the task begun last (on a GPU: its work is queued)."""
@@ -163,7 +159,7 @@ class FileRecorder(Recorder):
         self._spans = False
         self.iteration = 0
         self._iteration_start: Any = None
-        self._task: tuple[str, int, int, int, dict[str, float | str]] | None = None
+        self._task: tuple[str, int, int, int] | None = None
         self._task_start: Any = None
 
     def _append(self, *event: Any) -> None:
@@ -185,11 +181,9 @@ class FileRecorder(Recorder):
             self._append(_ITERATION, self._iteration_start, self._clock.mark(), self.iteration)
         self._recording = False
 
-    def begin_task(
-        self, kind: str, chunk: int, microbatch: int, piece: int = 0, **more: float | str
-    ) -> None:
+    def begin_task(self, kind: str, chunk: int, microbatch: int, piece: int = 0) -> None:
         if self._recording:
-            self._task = (kind, chunk, microbatch, piece, more)
+            self._task = (kind, chunk, microbatch, piece)
             self._task_start = self._clock.mark()
 
     def end_task(self) -> None:
