@@ -7,4 +7,4 @@
 # Every setting can be given in the environment (docs/environment.md; USE_DPP=0 for megatron-core's
 # own schedule, DRY_RUN=1 to print the command only), and arguments are passed on to
 # pretrain_gpt.py.
-exec bash "$(dirname "$0")/examples/launch.sh" gpt-sample node "$@"
+DPP_PROGRAM=$0 exec bash "$(dirname "$0")/examples/launch.sh" gpt-sample node "$@"

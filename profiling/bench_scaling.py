@@ -109,7 +109,7 @@ def _devices(args: argparse.Namespace) -> list[int]:
     if os.environ.get("NUM_GPUS"):
         most = whole("NUM_GPUS", os.environ)
     if most == 0:
-        sys.exit("error: no GPU was found; --cpu runs on processes")
+        raise ConfigError("no GPU was found; --cpu runs on processes")
     return sorted({count for count in (1, 2, 4, 8, most) if count <= most})
 
 

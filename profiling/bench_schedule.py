@@ -22,13 +22,12 @@ import gc
 import os
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import arms
 import harness
@@ -79,7 +78,7 @@ class Name:
         if not torch.cuda.is_available() and match is not None:
             unknown |= bool(match[1] or match[3]) or match[2] in ("eager", "graph")  # they sleep
         if match is None or unknown:
-            raise SystemExit(
+            raise ConfigError(
                 f"--schedules {text}: expected static, megatron, fused or split and the number of "
                 "chunks, as in static2,split2 (prefixes: --help)"
             )
@@ -148,21 +147,16 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     args.names = [Name.parse(text) for text in args.schedules.split(",")]
     if any(name.laid for name in args.names) and not args.layout:
-        _refuse("--schedules has laid... ones, which need --layout")
+        raise ConfigError("--schedules has laid... ones, which need --layout")
     try:
         check(args)
     except ConfigError as error:
-        _refuse(str(error).replace("--dpp-activation-cap", "--cap"))
+        raise ConfigError(str(error).replace("--dpp-activation-cap", "--cap")) from None
     return args
 
 
 def _num_gpus(args: argparse.Namespace) -> int:
     return int(args.ranks * args.tensor * args.expert_parallel)
-
-
-def _refuse(text: str) -> NoReturn:
-    print(f"bench_schedule.py: {text}", file=sys.stderr)
-    raise SystemExit(2)
 
 
 class Traced:

@@ -28,6 +28,7 @@ from megatron.dpp.core.prefix_attention import attend
 from megatron.dpp.core.slices import Row, Unit, attend_in_slice
 from megatron.dpp.core.varlen import kernels_for
 from megatron.dpp.core.wgrad.fused import wgrad_gemm_accum_fp32
+from megatron.dpp.errors import ConfigError, exit_with
 
 _EPSILON = 0.03
 """Share of a task's time that its fixed cost may take."""
@@ -276,7 +277,7 @@ def main() -> int:
     device = "cuda" if torch.cuda.is_available() and not args.small else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     if device == "cpu" and not args.small:
-        raise SystemExit("no GPU: use --small")
+        raise ConfigError("no GPU: use --small")
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(f"{name}, PyTorch {torch.__version__}, {str(dtype).removeprefix('torch.')}")
     torch.manual_seed(1)
@@ -285,4 +286,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    exit_with(main)

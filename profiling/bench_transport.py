@@ -44,7 +44,7 @@ import harness
 import torch
 import torch.distributed as dist
 
-from megatron.dpp.errors import exit_with
+from megatron.dpp.errors import ConfigError, exit_with
 from megatron.dpp.transport import ChannelSpec, Direction, TransportOptions, open_transport
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -381,7 +381,7 @@ def hosts_of(arguments: argparse.Namespace) -> Iterator[Any]:
         yield None
         return
     if os.geteuid() != 0 or shutil.which("ip") is None:
-        raise SystemExit("--between-namespaces needs root and the ip command")
+        raise ConfigError("--between-namespaces needs root and the ip command")
     from tests.netns import two_hosts
 
     with two_hosts() as hosts:

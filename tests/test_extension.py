@@ -65,7 +65,7 @@ def test_a_script_does_not_start_without_it(without: Path) -> None:
     done = run(without, "-m", "megatron.dpp.run", "script.py", "--use-dpp")
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {said(without)}")
+    assert line.startswith(f"megatron-dpp run: error: {said(without)}")
     assert "pip install --force-reinstall --no-deps WHEEL" in line
     assert line.endswith("--dpp-transport dist needs it for tensor parallelism only")
 

@@ -36,7 +36,7 @@ check clang-format "$bin/clang-format" --dry-run --Werror "${sources[@]}"
 # A dead link or a page that is missing from the navigation fails. The site is build/site.
 check mkdocs env NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict
 if [[ -n $only && " ${names[*]} " != *" $only "* ]]; then
-  echo "error: --only $only: expected one of: $(printf '"%s" ' "${names[@]}")" >&2
+  echo "check.sh: error: --only $only: expected one of: $(printf '"%s" ' "${names[@]}")" >&2
   exit 2
 fi
 if ((${#failed[@]})); then

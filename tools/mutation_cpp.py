@@ -55,5 +55,5 @@ def build(folder: Path) -> bool:
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode and "error:" not in done.stderr:
-        raise SystemExit(f"error: {' '.join(command)}: {done.stderr[-2000:]}")
+        raise SystemExit(f"mutation_test: error: {' '.join(command)}: {done.stderr[-2000:]}")
     return done.returncode == 0

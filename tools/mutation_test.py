@@ -126,7 +126,7 @@ def mutated(mutant: Mutant) -> str:
     source = (REPOSITORY / mutant.module).read_text()
     text = mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence)
     if text is None:
-        raise SystemExit(f"error: {mutant.module} has changed; start without --again")
+        raise SystemExit(f"mutation_test: error: {mutant.module} changed; start without --again")
     return str(text)
 
 
@@ -161,7 +161,7 @@ def changed_lines(branch: str) -> dict[str, set[int]]:
 def _git(*words: str) -> str:
     done = subprocess.run(["git", *words], cwd=REPOSITORY, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"error: git {' '.join(words)}: {done.stderr.strip()}")
+        raise SystemExit(f"mutation_test: error: git {' '.join(words)}: {done.stderr.strip()}")
     return done.stdout
 
 
@@ -415,9 +415,9 @@ def load(again: bool, arguments: argparse.Namespace) -> list[Mutant]:
         try:
             record = json.loads((STATE / "results.json").read_text())
         except OSError:
-            raise SystemExit("error: --again: there is no earlier run") from None
+            raise SystemExit("mutation_test: error: --again: there is no earlier run") from None
         if any(_digest(module) != digest for module, digest in record["digests"].items()):
-            raise SystemExit("error: --again: a mutated module has changed since the last run")
+            raise SystemExit("mutation_test: error: --again: a mutated module has changed since")
         return [Mutant(**mutant) for mutant in record["mutants"]]
     if arguments.files:
         lines = {str(Path(f).resolve().relative_to(REPOSITORY)): None for f in arguments.files}
@@ -425,7 +425,7 @@ def load(again: bool, arguments: argparse.Namespace) -> list[Mutant]:
         lines = dict(changed_lines(arguments.against))
     missing = [module for module in lines if not (REPOSITORY / module).is_file()]
     if missing:
-        raise SystemExit(f"error: no such file: {', '.join(missing)}")
+        raise SystemExit(f"mutation_test: error: no such file: {', '.join(missing)}")
     found = [m for name in sorted(lines) for m in mutants_of(name)
              if lines[name] is None or m.line in lines[name]]  # fmt: skip
     if arguments.sample:

@@ -9,7 +9,8 @@
 # PYTHON names another interpreter to start from. A first set-up takes longer.
 set -uo pipefail
 if (($#)); then
-  [[ $1 == -h || $1 == --help ]] || { echo "error: quick_test.sh takes no argument ($1)" >&2; exit 2; }
+  [[ $1 == -h || $1 == --help ]] ||
+    { echo "quick_test.sh: error: takes no argument ($1)" >&2 && exit 2; }
   sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
   exit 0
 fi

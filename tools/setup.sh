@@ -10,6 +10,7 @@
 # build/python keeps the first Python that was set up, and each one that PYTHON named.
 # TORCH_INDEX_URL names an index of PyTorch.
 set -euo pipefail
+name=${DPP_PROGRAM:-$0} # of a launch script that starts this
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -34,12 +35,12 @@ if [[ -z $python ]]; then
 fi
 python=${python:-python3}
 if ! command -v "$python" >/dev/null; then
-  echo "error: '$python' is not there; install Python 3.10 or newer, or name one with PYTHON=" >&2
+  echo "${name##*/}: error: '$python' is not there; install Python 3.10 or newer, or name one with PYTHON=" >&2
   exit 2
 fi
 if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
-  echo "error: $("$python" -V 2>&1) at $(command -v "$python") is too old: Python 3.10 or newer is" \
-    "needed; name one with PYTHON=" >&2
+  echo "${name##*/}: error: $("$python" -V 2>&1) at $(command -v "$python") is too old:" \
+    "Python 3.10 or newer is needed; name one with PYTHON=" >&2
   exit 2
 fi
 if [[ ${1:-} == --which ]]; then

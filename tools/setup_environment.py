@@ -380,7 +380,8 @@ def main() -> int:
     try:
         environment, done = set_up_alone(files, anew=args.keep)
     except SetupFailed as error:
-        print(f"error: set-up: {error}", file=sys.stderr)
+        name = Path(os.environ.get("DPP_PROGRAM") or "setup.sh").name  # of a launch script
+        print(f"{name}: error: set-up: {error}", file=sys.stderr)
         return 2
     what = ", ".join(done) or "nothing to do"
     using = f"using {environment.python}, PyTorch {environment.torch}"

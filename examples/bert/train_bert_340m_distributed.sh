@@ -9,4 +9,4 @@
 # that a short run learns something: the learning rate decays over TRAIN_ITERS (with 990,000
 # iterations it would stay near 0), and the loss scale starts at 65536 (from the default 2^32, fp16
 # skips its first 15 iterations). `--bert-no-binary-head` leaves the sentence order head out.
-exec bash "$(dirname "$0")/../launch.sh" bert node "$@"
+DPP_PROGRAM=$0 exec bash "$(dirname "$0")/../launch.sh" bert node "$@"

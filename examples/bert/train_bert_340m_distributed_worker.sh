@@ -1,4 +1,4 @@
 #!/usr/bin/env bash
 # Node 1 and further of a run over several nodes; arguments and settings as
 # train_bert_340m_distributed.sh. MASTER_ADDR names node 0; the worker waits for it.
-exec bash "$(dirname "$0")/../launch.sh" bert worker "$@"
+DPP_PROGRAM=$0 exec bash "$(dirname "$0")/../launch.sh" bert worker "$@"

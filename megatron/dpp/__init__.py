@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 if sys.version_info < (3, 10):  # noqa: UP036 - started from a source tree, without pip's check
     _VERSION = ".".join(map(str, sys.version_info[:3]))
+    _NAME = sys.argv[0].rpartition("/")[2]
     print(
-        f"error: Python {_VERSION} at {sys.executable} is too old: Python 3.10 or newer is needed",
+        f"{'megatron-dpp' if _NAME in ('', '-m', '-c') else _NAME}: error: Python {_VERSION} at "
+        f"{sys.executable} is too old: Python 3.10 or newer is needed",
         file=sys.stderr,
     )
     sys.exit(2)

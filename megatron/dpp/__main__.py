@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.dpp import __version__
-from megatron.dpp.errors import did_you_mean, exit_with
+from megatron.dpp.errors import ConfigError, did_you_mean, exit_with, print_error
 
 _ENGINE, _TRAINER = "megatron.dpp.", "megatron.dpp_train."
 COMMANDS = {
@@ -91,21 +91,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if words[0] not in COMMANDS:
         hint = did_you_mean(words[0], COMMANDS)
-        print(
-            f"megatron-dpp: unknown command {words[0]!r}{hint}: expected one of "
-            f"{', '.join(COMMANDS)}",
-            file=sys.stderr,
-        )
-        return 2
+        wrong = f"unknown command {words[0]!r}{hint}: expected one of {', '.join(COMMANDS)}"
+        return print_error(ConfigError(wrong), "megatron-dpp")
     try:
         command = _main_of(words[0])
     except MissingTrainer:
-        print(
-            f"megatron-dpp: {words[0]} is a command of the trainer: install megatron-dpp-train "
-            f"{__version__}",
-            file=sys.stderr,
-        )
-        return 2
+        wrong = f"{words[0]} is a command of the trainer: install megatron-dpp-train {__version__}"
+        return print_error(ConfigError(wrong), "megatron-dpp")
     status: int = command(words[1:])
     return status
 

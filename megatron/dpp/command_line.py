@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import DataError, DppError, use_names
+from megatron.dpp.errors import DataError, DppError, Naming, print_error, use_names
 from megatron.dpp.naming import in_flags
 from megatron.dpp.processes import exits_on_sigterm
 
@@ -31,16 +30,16 @@ def new_parser(prog: str, description: str, usage: str = "[options]") -> argpars
     )
 
 
-def guarded(prog: str, run: Callable[[], int]) -> int:
-    """Exit status of ``run``; an error becomes one line on standard error, and status 1."""
+def guarded(prog: str, run: Callable[[], int], *, names: Naming = in_flags) -> int:
+    """Exit status of ``run``; an error becomes one line on standard error, and its
+    status. ``names`` spells the settings of that line."""
     try:
-        with use_names(in_flags), exits_on_sigterm():
+        with use_names(names), exits_on_sigterm():
             return run()
     except BrokenPipeError:
         raise
     except (DppError, OSError) as error:
-        print(f"{prog}: {error}", file=sys.stderr)
-        return 1
+        return print_error(error, prog)
 
 
 def command(
@@ -56,7 +55,8 @@ def command(
         run: does the work; returns the exit status.
 
     Returns:
-        ``main(argv=None, *, prog=name)``, which returns that status, and 1 after an error.
+        ``main(argv=None, *, prog=name)``, which returns that status, and after an error
+        :func:`~megatron.dpp.errors.status_of` it.
     """
 
     def main(argv: Sequence[str] | None = None, *, prog: str = name) -> int:

@@ -263,12 +263,52 @@ def require_multiple(args: object, name: str, *others: str) -> None:
     require(value % divisor == 0, shown)
 
 
-def tell_torchrun(text: str) -> None:
+PROGRAM = "DPP_PROGRAM"
+"""Variable with the name of the program that started this one, as its user typed it."""
+_UNTYPED = ("__main__.py", "-m", "-c")
+"""What ``sys.argv[0]`` ends with where its user typed no file."""
+
+
+def program() -> str:
+    """The name of this program, as its user typed it; of the launcher of a run in its ranks."""
+    name = Path(os.environ.get(PROGRAM) or sys.argv[0] or "-c").name
+    return "megatron-dpp" if name in _UNTYPED else name
+
+
+def error_line(error: object, prog: str | None = None) -> str:
+    """The line of an error that ends a program, as argparse writes it.
+
+    Args:
+        prog: the program's name; :func:`program` without one.
+
+    >>> error_line(DataError("x.json: No such file"), "megatron-dpp sim")
+    'megatron-dpp sim: error: x.json: No such file'
+    """
+    return f"{prog or program()}: error: {error}"
+
+
+def print_error(error: object, prog: str | None = None) -> int:
+    """Print :func:`error_line` on standard error; returns :func:`status_of` the error."""
+    sys.stdout.flush()
+    print(error_line(error, prog), file=sys.stderr, flush=True)
+    return status_of(error)
+
+
+def status_of(error: object) -> int:
+    """The exit status of a command that an error ends: 2 where its settings cannot work, else 1."""
+    return BAD_USAGE if isinstance(error, ConfigError) else FAILED
+
+
+def tell_torchrun(text: str, *, printed: bool) -> None:
     """Leave the error of this rank where torchrun looks for it, whose own report then ends with it;
-    no effect without torchrun."""
+    no effect without torchrun.
+
+    Args:
+        printed: this rank prints the error, too.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        details = {"py_callstack": text, "timestamp": str(int(time.time())), "printed": printed}
         scratch = Path(f"{path}.{os.getpid()}")  # torchrun fails on a file that is not whole
         try:
             scratch.write_text(
@@ -280,28 +320,27 @@ def tell_torchrun(text: str) -> None:
                 scratch.unlink()
 
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C."""
+FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
+"""Exit statuses: of a failure at work, of what is refused before it begins, of Ctrl-C."""
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """Ends the program with the status that ``main`` returns; without an error when the reader of
-    its output has left, as ``head`` does, or after Ctrl-C. A missing package is one line."""
+    its output has left, as ``head`` does, or after Ctrl-C. A missing package is one line, as is an
+    error of this project."""
     try:
         status = main()
         sys.stdout.flush()
+    except DppError as error:
+        status = print_error(error)
     except ModuleNotFoundError as error:
         if (error.name or "megatron.dpp").startswith("megatron.dpp"):
             raise
-        print(
-            f"error: {sys.executable} has no package {error.name}: install it, or go to the "
-            "environment of the clone (source tools/activate.sh)",
-            file=sys.stderr,
-        )
-        status = 2
+        remedy = "install it, or go to the environment of the clone (source tools/activate.sh)"
+        status = print_error(ConfigError(f"{sys.executable} has no package {error.name}: {remedy}"))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
-        status = 1
+        status = FAILED
     except KeyboardInterrupt:
         status = INTERRUPTED
     sys.exit(status)

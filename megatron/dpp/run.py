@@ -19,13 +19,23 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.config import missing_part, option_fields
-from megatron.dpp.errors import ConfigError, Naming, exit_with, require, tell_torchrun, use_names
+from megatron.dpp.errors import (
+    BAD_USAGE,
+    ConfigError,
+    Naming,
+    error_line,
+    exit_with,
+    print_error,
+    require,
+    tell_torchrun,
+    use_names,
+)
 from megatron.dpp.flags import Parser, add_dpp_flags, dpp_config, given_flags, refuse_unknown
 from megatron.dpp.naming import flag_of, renamed
 from megatron.dpp.schedule import find_policy
 from megatron.dpp.trace.host import HostTrace, trace_fields
 
-_BAD_INPUT = 2
+_PROGRAM = "megatron-dpp run"
 _SWITCHES = ("--use-dpp", "--dpp-strict", "--dpp-trace", "--dpp-trace-only")
 _TRACE_VALUES = [field for field in trace_fields() if field.name != "only"]
 _STATES = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
@@ -138,7 +148,7 @@ def _warn_of_idle(spelled: Mapping[str, str], *, traces: bool) -> None:
     hint = " (--dpp-trace-only records the script's own schedule)" if "dpp_trace" in spelled else ""
     if idle:
         names = ", ".join(idle)
-        print(f"megatron-dpp: without --use-dpp no effect: {names}{hint}", file=sys.stderr)
+        print(f"{_PROGRAM}: warning: without --use-dpp no effect: {names}{hint}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -150,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("--help", "-h"):
         print(usage())
-        return 0 if words else _BAD_INPUT
+        return 0 if words else BAD_USAGE
     try:
         script, *flags = words
         require(Path(script).is_file(), f"{script}: no such script (it comes before its flags)")
@@ -162,9 +172,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError(missing)
             _run(script, rest, plugin_arguments(given))
     except ConfigError as error:
-        tell_torchrun(f"error: {error}")
-        print(f"error: {error}", file=sys.stderr)
-        return _BAD_INPUT
+        tell_torchrun(error_line(error, _PROGRAM), printed=True)
+        return print_error(error, _PROGRAM)
     return 0
 
 

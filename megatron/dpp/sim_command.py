@@ -15,16 +15,15 @@ import argparse
 import dataclasses
 import random
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.command_line import new_parser
+from megatron.dpp.command_line import guarded, new_parser
 from megatron.dpp.config import Backward
-from megatron.dpp.errors import ConfigError, DppError, require_value, use_names
+from megatron.dpp.errors import ConfigError, require_value
 from megatron.dpp.index_files import check_index, read_lengths
 from megatron.dpp.naming import renamed
 from megatron.dpp.report.pictures.schedules import draw
@@ -68,16 +67,10 @@ _NAMES = {
 """Settings whose flags have other names here than in training."""
 
 
-@use_names(renamed(_NAMES))
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp sim") -> int:
-    """Run the command; returns 2 for options that cannot be."""
+    """Run the command; returns 2 for options that cannot be, 1 after another error."""
     args = _parser(prog).parse_args(argv)
-    try:
-        _run(args)
-    except DppError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return guarded(prog, lambda: _simulate(args), names=renamed(_NAMES))
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -140,6 +133,11 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     add("--transient", metavar="FACTORx:SHARE%", help="slow ranks now and then, as 2x:20%%")
     add("--seed", type=int, default=0, metavar="N", help="first seed (default 0)")
     add("--seeds", type=int, default=1, metavar="N", help="seeds to average over (default 1)")
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    _run(args)
+    return 0
 
 
 def _run(args: argparse.Namespace) -> None:

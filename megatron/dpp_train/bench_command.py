@@ -11,7 +11,7 @@ from megatron.dpp.processes import run_child
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp bench") -> int:
-    """Exit status of the benchmark; 0 for the list of names, 1 where there is no such benchmark."""
+    """Exit status of the benchmark; 0 for the list of names, 2 where there is no such benchmark."""
     return guarded(prog, lambda: _run(list(sys.argv[1:] if argv is None else argv)))
 
 

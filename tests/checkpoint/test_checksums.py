@@ -164,7 +164,7 @@ def test_a_run_refuses_a_damaged_checkpoint_and_loads_one_without_checksums(
     flip(shards[-1], shards[-1].stat().st_size * 4)
     refused = run(f"--exit-interval 2 --load {tmp_path}")
     assert refused.returncode == 1
-    assert f"error on rank 0: {shards[-1]}: damaged since it was saved" in refused.output
+    assert f"error: rank 0: {shards[-1]}: damaged since it was saved" in refused.output
     shutil.rmtree(path)
     whole.rename(path)
     (path / checksums.NAME).unlink()

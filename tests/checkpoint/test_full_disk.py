@@ -50,7 +50,7 @@ def test_a_disk_full_in_a_save_leaves_the_checkpoint_before(form: str, disk: Pat
     finished = run(f"--save {disk} --save-interval 1 {form}")
     assert finished.returncode == 1, finished.output[-4000:]
     last = int((disk / files.TRACKER).read_text())
-    errors = [line for line in finished.output.splitlines() if line.startswith("error on rank")]
+    errors = [line for line in finished.output.splitlines() if ": error: rank " in line]
     assert len(errors) == 1
     assert f"{disk}/iter_{last + 1:07d}.unfinished: saving failed" in errors[0]
     assert re.search(r"no space left on device: \d+ of 4194304 bytes are free", errors[0])

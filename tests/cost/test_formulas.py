@@ -332,7 +332,7 @@ def test_the_command_line_estimates_what_training_would_run(
     assert "354,871,296" in out("--seq-length 1024 --no-create-attention-mask-in-dataloader")
     null = "--seq-length 1024 --tokenizer-type NullTokenizer --vocab-size 999"
     assert f"{354_871_296 - (50304 - 1024) * 1024:,}" in out(null)
-    assert out("", 2) == "error: --seq-length is required\n"
+    assert out("", 2) == "megatron-dpp estimate: error: --seq-length is required\n"
     pipeline = "--seq-length 1024 --ranks 2 --pipeline-model-parallel-size 2 --use-dpp "
     assert "layers  " not in out(pipeline)
     planned = out(pipeline + "--dpp-plan shapes --global-batch-size 16").splitlines()

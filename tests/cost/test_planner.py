@@ -309,9 +309,9 @@ def test_command_line_from_a_cost_file(capsys, tmp_path):
     assert status == 0
     assert "measured" in out and "= 3.00 layers" in out
     status, _, err = command_line(capsys, str(path))
-    assert status == 1 and "--num-layers (or --layers) is required" in err
+    assert status == 2 and "--num-layers (or --layers) is required" in err
     status, _, err = command_line(capsys, str(path), "--num-layers", "15")
-    assert status == 1 and "--layers" in err
+    assert status == 2 and "--layers" in err
 
 
 @pytest.mark.parametrize(("num_ranks", "policy"), [(2, "megatron"), (3, "dynamic")])
@@ -387,7 +387,7 @@ def test_numbers_that_mean_nothing_are_refused_by_their_flags(capsys, tmp_path, 
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(measured([4, 4, 4, 4], 4)))
     status, _, err = command_line(capsys, str(path), "--num-layers", "16", *flags.split())
-    assert status == 1 and err.startswith(f"plan.py: {why}") and err.count("\n") == 1
+    assert status == 2 and err.startswith(f"plan.py: error: {why}") and err.count("\n") == 1
 
 
 def test_a_run_whose_tasks_take_no_time_is_refused(capsys, tmp_path):

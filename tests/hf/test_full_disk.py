@@ -34,7 +34,7 @@ def test_a_conversion_says_so_in_one_line(
     for given, name in ((source, "__0_0.distcp"), (whole, "model.safetensors")):
         assert main([str(given), str(disk / "target")]) == 1
         error = capfd.readouterr().err
-        assert error.startswith(f"megatron-dpp convert: {disk / 'target'}: {name}: ")
+        assert error.startswith(f"megatron-dpp convert: error: {disk / 'target'}: {name}: ")
         assert "no space left on device: " in error and error.count("\n") == 1
         assert os.listdir(disk) == []
 
@@ -50,6 +50,6 @@ def test_preprocessing_names_the_file(
     words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "70000"]
     assert preprocess.main(words) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: [Errno 28] No space left on device: ")
+    assert error.startswith("megatron-dpp preprocess: error: [Errno 28] No space left on device: ")
     assert str(disk) in error and "out_text_document.bin" in error
     assert os.listdir(disk) == []

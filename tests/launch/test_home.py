@@ -151,11 +151,12 @@ def test_both_starts_refuse_the_directory_of_an_earlier_run(tmp_path: Path) -> N
     (tmp_path / "settings.yaml").touch()
     environment = {**os.environ, "RUN_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     for words in (["bash", "run_single_gpt.sh"], [sys.executable, "train", "--max-steps", "2"]):
+        why = f"{words[1]}: error: RUN_DIR {tmp_path}: settings.yaml of an earlier run"
         ran = subprocess.run(
             words, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=60
         )
         assert ran.returncode == 2, ran.stderr
-        assert ran.stderr.startswith(f"error: RUN_DIR {tmp_path}: settings.yaml of an earlier run")
+        assert ran.stderr.startswith(why)
         assert [each.name for each in tmp_path.iterdir()] == ["settings.yaml"]
 
 

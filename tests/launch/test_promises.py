@@ -133,7 +133,9 @@ def test_an_error_names_the_run_directory_as_it_was_typed(
     monkeypatch.setenv("RUN_DIR", "" if typed == "--run-dir" else str(tmp_path))
     words = ["--run-dir", str(tmp_path)] if typed == "--run-dir" else []
     assert main(["--mode", "simple", "--procs", "1", "--mock-data", *words]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {typed} {tmp_path}: metrics.jsonl of an ear")
+    assert capsys.readouterr().err.startswith(
+        f"megatron-dpp train: error: {typed} {tmp_path}: metrics.jsonl of an ear"
+    )
 
 
 def test_a_gpu_of_given_figures() -> None:

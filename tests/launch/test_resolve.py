@@ -76,7 +76,10 @@ def test_a_file_that_is_no_text_is_an_error_of_one_line(
     path.write_bytes(b"lr: 0.1\nsave: \xe9t\xe9\n")
     assert main(["--mode", mode, "--procs", "1", "--config", str(path), "--dry-run"]) == 2
     error = capsys.readouterr().err
-    assert error == f"error: {path}: not UTF-8 text (invalid continuation byte at byte 14)\n"
+    assert (
+        error == f"megatron-dpp train: error: {path}: not UTF-8 text (invalid continuation byte at "
+        "byte 14)\n"
+    )
 
 
 def test_a_precision_that_a_file_of_megatrons_own_forbids_is_refused(tmp_path: Path) -> None:

@@ -63,7 +63,8 @@ def test_bad_input_is_told_where_rank_0_had_no_time_for_it(
     `see above why`."""
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    tell_torchrun("error: --save DIR: Permission denied")
+    monkeypatch.setenv("DPP_PROGRAM", "train")
+    tell_torchrun("train: error: --save DIR: Permission denied", printed=False)
     failure = ProcessFailure(local_rank=1, pid=77, exitcode=2, error_file=str(file))
 
     def end() -> None:
@@ -72,8 +73,8 @@ def test_bad_input_is_told_where_rank_0_had_no_time_for_it(
     monkeypatch.setattr(launch, "main", end)
     assert launch.run() == 1
     assert capsys.readouterr().err.splitlines() == [
-        "error: --save DIR: Permission denied",
-        "error: rank 1 (process 77) ended first, with exit code 2: see above why",
+        "train: error: --save DIR: Permission denied",
+        "train: error: rank 1 (process 77) ended first, with exit code 2: see above why",
     ]
 
 

@@ -108,7 +108,7 @@ REFUSED = {
     "--procs 2 --global-batch-size x": "--global-batch-size x: expected a whole number",
     "--procs 2 --mode simple --global-batch-size 33": "nearest possible: 32",
     "--procs 3 --mode auto --global-batch-size 32": "nearest possible: --batch-size 33",
-    "--procs 2 --mode simple --train-iters 0": "error: --train-iters 0: must be at least 1\n",
+    "--procs 2 --mode simple --train-iters 0": ": error: --train-iters 0: must be at least 1\n",
     "--procs 2 --mode simple --num-layers 100000000": "no layout fits",
     "--procs 2 --dryrun": "unknown flag --dryrun (did you mean --dry-run?)",
     "--procs 2 --model 345M": "nearest: medium",
@@ -491,4 +491,4 @@ def test_a_wrong_word_is_refused_before_set_up(tmp_path: Path) -> None:
     bare = {"PATH": os.environ["PATH"], "PYTHONNOUSERSITE": "1"}
     result = subprocess.run(words, capture_output=True, text=True, timeout=150, env=bare)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "error: --max-steps 0: nearest possible: 1\n"
+    assert result.stderr == "train: error: --max-steps 0: nearest possible: 1\n"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from megatron.dpp.errors import PeerDead
+from megatron.dpp.errors import PeerDead, program
 from megatron.dpp_train import initialize as joining
 from megatron.dpp_train.loop.pretrain import main
 from megatron.dpp_train.options.run_config import Settings
@@ -196,7 +196,7 @@ def test_variables_of_a_launcher_that_cannot_be_are_refused(
     words += "--max-position-embeddings 8 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data "
     words += "--tokenizer-type NullTokenizer --vocab-size 9 --eval-iters 0"
     assert main("gpt", f"{words} --transformer-impl local".split()) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == f"error: {said}"
+    assert capsys.readouterr().err.splitlines()[-1] == f"{program()}: error: {said}"
 
 
 def test_a_rank_prepares_pytorch_as_its_flags_ask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.errors import ConfigError, DataError, program
 from megatron.dpp_train.loop.pretrain import main
 from megatron.dpp_train.options import run_file
 from megatron.dpp_train.options.arguments import parse_args
@@ -54,4 +54,6 @@ def test_no_flag_goes_with_the_file(
     path = str(run_file.write(config, "gpt", tmp_path / "run.json"))
     for words in (["--run-config", path, "--lr", "1"], ["--lr", "--run-config", path]):
         assert main("gpt", words) == 2
-        assert capsys.readouterr().err.startswith("error: --run-config FILE holds all settings")
+        assert capsys.readouterr().err.startswith(
+            f"{program()}: error: --run-config FILE holds all settings"
+        )

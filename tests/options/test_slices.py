@@ -6,12 +6,11 @@ import re
 
 import pytest
 
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import BAD_USAGE, ConfigError
 from megatron.dpp_train.launch.estimate_command import main as estimate
 from megatron.dpp_train.options.arguments import parse_args, warnings_of
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.options.validate import validate
-from megatron.dpp_train.preflight.check import BAD_INPUT
 
 MODEL = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 8192 --vocab-size 100 "
@@ -122,5 +121,5 @@ def test_an_estimate_counts_slices(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bert_is_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
     """Its dry run passed, and its ranks ended."""
     words = ["--arch", "bert", "--model", "sample", "--dpp-slice-tokens", "64"]
-    assert estimate(words) == BAD_INPUT
+    assert estimate(words) == BAD_USAGE
     assert "--dpp-slice-tokens: only for GPT" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def test_flags_without_the_dynamic_pipeline_are_named_once(
 ) -> None:
     take_flags(["--dpp-slots", "3", "--dpp-checksum"], {})
     take_flags(["--dpp-slots", "3"], {"RANK": "1"})
-    wanted = "megatron-dpp: without --use-dpp no effect: --dpp-slots, --dpp-checksum\n"
+    wanted = "megatron-dpp run: warning: without --use-dpp no effect: --dpp-slots, --dpp-checksum\n"
     assert capsys.readouterr().err == wanted
 
 
@@ -108,9 +108,13 @@ def test_a_refusal_names_the_variable_that_gave_the_setting(
     script.write_text("raise SystemExit(0)")
     monkeypatch.setenv("DPP_SLOTS", "0")
     assert main([str(script), "--use-dpp"]) == 2
-    assert capsys.readouterr().err.startswith("error: DPP_SLOTS=0: must be from 1 to ")
+    assert capsys.readouterr().err.startswith(
+        "megatron-dpp run: error: DPP_SLOTS=0: must be from 1 to "
+    )
     assert main([str(script), "--use-dpp", "--dpp-slots", "-1"]) == 2
-    assert capsys.readouterr().err.startswith("error: --dpp-slots -1: must be from 1 to ")
+    assert capsys.readouterr().err.startswith(
+        "megatron-dpp run: error: --dpp-slots -1: must be from 1 to "
+    )
 
 
 def test_an_error_inside_of_a_script_names_flags(tmp_path: Path) -> None:
@@ -157,7 +161,7 @@ def test_a_bad_trace_ends_with_2(
     script = tmp_path / "script.py"
     script.write_text("raise SystemExit(0)")
     assert main([str(script), *words]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert capsys.readouterr().err.startswith(f"megatron-dpp run: error: {message}")
 
 
 def test_a_trace_without_the_dynamic_pipeline_names_the_other_flag(
@@ -167,6 +171,6 @@ def test_a_trace_without_the_dynamic_pipeline_names_the_other_flag(
     assert capsys.readouterr().err == ""
     take_flags(["--dpp-trace"], {})
     assert capsys.readouterr().err == (
-        "megatron-dpp: without --use-dpp no effect: --dpp-trace "
+        "megatron-dpp run: warning: without --use-dpp no effect: --dpp-trace "
         "(--dpp-trace-only records the script's own schedule)\n"
     )

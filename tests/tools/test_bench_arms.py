@@ -17,6 +17,8 @@ import bench_lengths_gpu  # noqa: E402
 import bench_plugin  # noqa: E402
 from bench_schedule import Name  # noqa: E402
 
+from megatron.dpp.errors import ConfigError  # noqa: E402
+
 
 def measured(**times: float) -> list[arms.Measured]:
     """Arms by a short name and the number of queues, with one time each."""
@@ -78,7 +80,7 @@ def test_schedules_are_arms(text: str, arm: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("text", ["capstatic2", "linkssplit2"])
 def test_prefixes_that_mean_nothing_are_refused(text: str) -> None:
-    with pytest.raises(SystemExit, match="expected static, megatron"):
+    with pytest.raises(ConfigError, match="expected static, megatron"):
         Name.parse(text)
 
 

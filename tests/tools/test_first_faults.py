@@ -83,7 +83,7 @@ def test_a_misspelt_setting_is_named_with_its_nearest() -> None:
 
 def test_a_setting_that_is_no_number_is_refused() -> None:
     result = run("run_single_gpt.sh", PIPELINE_PARALLEL="two")
-    line = "error: PIPELINE_PARALLEL=two: must be a whole number, at least 1\n"
+    line = "run_single_gpt.sh: error: PIPELINE_PARALLEL=two: must be a whole number, at least 1\n"
     assert (result.returncode, result.stderr) == (2, line)
 
 
@@ -96,10 +96,11 @@ def test_gpus_that_are_not_there_are_refused() -> None:
     check_visible_gpus({"CUDA_VISIBLE_DEVICES": ""})
     result = run("run_single_gpt.sh", CUDA_VISIBLE_DEVICES="0")
     assert result.returncode == 2
-    assert result.stderr.startswith("error: CUDA_VISIBLE_DEVICES=0: this machine has no GPU")
+    why = "error: CUDA_VISIBLE_DEVICES=0: this machine has no GPU"
+    assert result.stderr.startswith(f"run_single_gpt.sh: {why}")
     result = command(str(REPOSITORY / "train"), "--max-steps", "5", CUDA_VISIBLE_DEVICES="0")
     assert result.returncode == 2
-    assert result.stderr.startswith("error: CUDA_VISIBLE_DEVICES=0: this machine has no GPU")
+    assert result.stderr.startswith(f"train: {why}")
 
 
 @pytest.mark.parametrize("flag", ["--trace-dir", "--metrics-file"])
@@ -139,7 +140,7 @@ def test_a_python_without_the_packages_is_one_line(words: list[str]) -> None:
         capture_output=True, text=True, timeout=150, cwd=REPOSITORY,
     )  # fmt: skip
     assert ran.returncode == 2 and len(ran.stderr.splitlines()) == 1
-    assert re.match(r"error: \S+ has no package \w+: .*source tools/activate.sh", ran.stderr)
+    assert re.match(r"\S+: error: \S+ has no package \w+: .*source tools/activate.sh", ran.stderr)
 
 
 def test_the_short_help_has_each_setting_once_and_whole_words() -> None:
@@ -231,7 +232,9 @@ def test_an_old_python_is_named_in_one_line(door: str) -> None:
     path = REPOSITORY / ("megatron/dpp/__init__.py" if door in MODULES else door)
     ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 9))
     result = command("-c", _OLD, door if door in MODULES else str(path), "--help")
-    line = f"error: Python 3.9.18 at {sys.executable} is too old: Python 3.10 or newer is needed\n"
+    name = "megatron-dpp" if door in MODULES else Path(door).name
+    found = f"Python 3.9.18 at {sys.executable}"
+    line = f"{name}: error: {found} is too old: Python 3.10 or newer is needed\n"
     assert (result.returncode, result.stdout, result.stderr) == (2, "", line)
 
 
@@ -244,7 +247,8 @@ def test_an_old_python_is_named_by_every_script(tmp_path: Path, script: str) -> 
         ["bash", str(REPOSITORY / script)], capture_output=True, text=True, timeout=60,
         env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": str(old)},
     )  # fmt: skip
-    line = f"error: Python 3.9.18 at {old} is too old: Python 3.10 or newer is needed; name one"
+    name = script if script == "run_single_gpt.sh" else "setup.sh"
+    line = f"{name}: error: Python 3.9.18 at {old} is too old: Python 3.10 or newer is needed; name"
     assert result.returncode != 0 and len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith(line)
 
@@ -295,9 +299,9 @@ def test_torchrun_never_finds_half_an_error(
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     with monkeypatch.context() as patch:
         patch.setattr(Path, fails, full)
-        errors.tell_torchrun("error: wrong")
+        errors.tell_torchrun("error: wrong", printed=True)
     assert not list(tmp_path.iterdir())
-    errors.tell_torchrun("error: wrong")
+    errors.tell_torchrun("error: wrong", printed=True)
     (path,) = tmp_path.iterdir()
     assert json.loads(path.read_text())["message"]["message"] == "error: wrong"
 

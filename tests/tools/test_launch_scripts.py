@@ -317,7 +317,7 @@ def test_settings_that_cannot_work_are_refused_before_anything_starts(
 def test_an_unknown_recipe_or_role_is_refused(words: list[str]) -> None:
     result = run("examples/launch.sh", *words)
     assert result.returncode == 2
-    assert result.stderr.startswith("error: examples/launch.sh")
+    assert result.stderr.startswith("launch.sh: error: examples/launch.sh")
     assert "expected gpt, bert, gpt-sample or bert-sample" in result.stderr
 
 
@@ -327,7 +327,10 @@ def test_an_unknown_flag_is_refused_before_set_up_and_torchrun(tmp_path: Path) -
     (tmp_path / "python").chmod(0o755)
     result = run("run_single_gpt.sh", "--use-ddp", PYTHON=str(tmp_path / "python"))
     assert result.returncode == 2
-    assert result.stderr == "error: unknown flag --use-ddp (did you mean --use-dpp?)\n"
+    assert (
+        result.stderr
+        == "run_single_gpt.sh: error: unknown flag --use-ddp (did you mean --use-dpp?)\n"
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)

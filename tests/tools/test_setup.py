@@ -235,7 +235,8 @@ def test_a_clone_that_cannot_be_written_to_is_used_when_all_is_there(repository:
     (repository / "csrc" / "a.cc").write_text("two")
     result = set_up(repository)
     assert result.returncode == 2
-    reason = f"error: set-up: {lock}: Is a directory, and set-up has to build the C++ extension"
+    why = "Is a directory, and set-up has to build the C++ extension"
+    reason = f"setup.sh: error: set-up: {lock}: {why}"
     assert result.stderr.startswith(reason)
     assert len(result.stderr.splitlines()) == 1
 

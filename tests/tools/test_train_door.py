@@ -24,9 +24,8 @@ print((root / "made").read_text())
 """,
     "megatron/dpp_train/launch/main.py": """
 import os, sys
-BAD_INPUT = 2
-def refused(): return False
-def main(): print(sys.executable, os.environ.get("DPP_TRAIN_PYTHON")); return 0
+def refused(): return 0
+def main(prog): print(sys.executable, os.environ.get("DPP_TRAIN_PYTHON")); return 0
 """,
 }
 

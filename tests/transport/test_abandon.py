@@ -24,7 +24,7 @@ def test_a_blocked_rank_is_ended_with_the_reason() -> None:
         capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert ran.returncode == 1
-    assert "error on rank 0: rank 1 (pid 7 on node7, tcp) died. This rank has waited" in ran.stderr
+    assert "error: rank 0: rank 1 (pid 7 on node7, tcp) died. This rank has waited" in ran.stderr
 
 
 def test_a_blocked_rank_names_a_stopped_process_of_its_own() -> None:

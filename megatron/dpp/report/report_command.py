@@ -27,6 +27,8 @@ from megatron.dpp.report.recorded import cost_file
 from megatron.dpp.safe_files import open_text_to_write
 
 _PAGE = "report.html"
+_LIMIT_BROKEN = 3
+"""Exit status."""
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -56,12 +58,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--length-costs", metavar="FILE",
         help="also write times over sequence lengths, for train --length-costs")  # fmt: skip
     add("--fail-if", action="append", default=[], metavar="LIMIT",
-        help="exit with 2 when a total breaks it: 'bubble>0.25'; may be repeated")  # fmt: skip
+        help="exit with 3 when a total breaks it: 'bubble>0.25'; may be repeated")  # fmt: skip
     return parser
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp report") -> int:
-    """Exit status: 0, 2 when a ``--fail-if`` limit is broken, 1 after an error."""
+    """Exit status: 0, 3 when a ``--fail-if`` limit is broken, 1 or 2 after an error."""
     options = _parser(prog).parse_args(argv)
     return guarded(prog, lambda: _run(options, prog))
 
@@ -100,7 +102,7 @@ def _run(options: argparse.Namespace, prog: str) -> int:
     broken = [text for limit in limits if found and (text := limit.broken(found.totals))]
     for text in broken:
         print(f"{prog}: limit broken: {text}", file=sys.stderr)
-    return 2 if broken else 0
+    return _LIMIT_BROKEN if broken else 0
 
 
 def _check_untraced(options: argparse.Namespace) -> None:

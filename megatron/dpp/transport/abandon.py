@@ -9,10 +9,10 @@ ends the node's other ranks.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable
 
+from megatron.dpp.errors import print_error
 from megatron.dpp.processes import stopped
 
 _LOOK_SECONDS = 0.5
@@ -45,11 +45,10 @@ class Abandon:
             failure = self._failure()
             why = _own_fault() if failure else ""
             if failure and not self._stopped.wait(self._grace):
-                sys.stderr.write(
-                    f"error on rank {self._rank}: {failure}. This rank has waited for something "
-                    f"else for {self._grace:g} s since ({why}): ended\n"
+                print_error(
+                    f"rank {self._rank}: {failure}. This rank has waited for something else for "
+                    f"{self._grace:g} s since ({why}): ended"
                 )
-                sys.stderr.flush()
                 os._exit(_EXIT_STATUS)
 
 

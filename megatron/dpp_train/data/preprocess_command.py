@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 
-from megatron.dpp.command_line import new_parser, progress_bar
-from megatron.dpp.errors import ConfigError, DataError, DppError, require_value, use_names
+from megatron.dpp.command_line import guarded, new_parser, progress_bar
+from megatron.dpp.errors import ConfigError, DataError, require_value
 from megatron.dpp.locks import scratch_directory
-from megatron.dpp.naming import flag_name, in_flags
-from megatron.dpp.processes import end_with_starter, exits_on_sigterm
+from megatron.dpp.naming import flag_name
+from megatron.dpp.processes import end_with_starter
 from megatron.dpp_train.data.chats import ANSWERS_KEY, CHAT_KEY, ChatEncoder
 from megatron.dpp_train.data.json_lines import BadLine, parse_line, text_of
 from megatron.dpp_train.data.rows import LINES, files_of, open_rows, size_of
@@ -424,18 +424,16 @@ def _keys(args: argparse.Namespace) -> tuple[str, ...]:
     return (CHAT_KEY, ANSWERS_KEY) if args.sft else tuple(args.json_keys)
 
 
-@use_names(in_flags)
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp preprocess") -> int:
-    """Run the command; returns 1 after an error."""
+    """Run the command; returns 1 after an error, 2 for settings that cannot work."""
+    args = _parser(prog).parse_args(argv)
+    return guarded(prog, lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
     start = time.monotonic()
-    try:
-        args = _parser(prog).parse_args(argv)
-        _check_arguments(args)
-        with exits_on_sigterm():
-            totals, files = preprocess(args)
-    except (DppError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    _check_arguments(args)
+    totals, files = preprocess(args)
     for path, name in totals.formats.items():
         if name != LINES:
             print(f"note: {path}: read as {name}", file=sys.stderr)

@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
 from collections.abc import Sequence
 
-from megatron.dpp.command_line import new_parser
-from megatron.dpp.errors import ConfigError, DppError, require, use_names
-from megatron.dpp.naming import flag_name, in_flags
+from megatron.dpp.command_line import guarded, new_parser
+from megatron.dpp.errors import ConfigError, require
+from megatron.dpp.naming import flag_name
 from megatron.dpp_train.cost.device import Device, find_machine, known_gpu
 from megatron.dpp_train.cost.estimate import estimate
 from megatron.dpp_train.cost.from_flags import shape_of
@@ -28,9 +27,9 @@ _ASSUMED = "--transformer-impl local --micro-batch-size 1 --train-iters 1 --lr 1
 _VOCABULARY = 50304
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str) -> argparse.ArgumentParser:
     parser = new_parser(
-        "megatron-dpp estimate",
+        prog,
         "Print memory, traffic, bubble and time of a run before it starts.",
         "[options] [any flag of pretrain_gpt.py]",
     )
@@ -67,25 +66,21 @@ def device_of(
     return on_gpu, device
 
 
-@use_names(in_flags)
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp estimate") -> int:
     """Print the estimate; returns the exit status."""
-    from megatron.dpp_train.preflight.check import BAD_INPUT
+    known, flags = build_parser(prog).parse_known_args(argv)
+    return guarded(prog, lambda: _run(known, flags))
 
-    known, flags = build_parser().parse_known_args(argv)
-    try:
-        _check(known)
-        if known.model:
-            file = from_argv(flags).get("--family-file")
-            flags = [*to_argv(model_flags(known.model, file)), *flags]
-        args = _checked(flags, known.ranks, known.arch)
-        on_gpu, device = device_of(known.ranks, known.gpu, known.memory, known.tflops)
-        shape = shape_of(args, on_gpu=on_gpu, arch=known.arch, per_node=known.per_node)
-        found = estimate(shape, device)
-    except DppError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    print("\n".join(lines(found)))
+
+def _run(known: argparse.Namespace, flags: list[str]) -> int:
+    _check(known)
+    if known.model:
+        file = from_argv(flags).get("--family-file")
+        flags = [*to_argv(model_flags(known.model, file)), *flags]
+    args = _checked(flags, known.ranks, known.arch)
+    on_gpu, device = device_of(known.ranks, known.gpu, known.memory, known.tflops)
+    shape = shape_of(args, on_gpu=on_gpu, arch=known.arch, per_node=known.per_node)
+    print("\n".join(lines(estimate(shape, device))))
     return 0
 
 

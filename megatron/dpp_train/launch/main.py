@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.dpp import __version__
-from megatron.dpp.errors import INTERRUPTED, ConfigError, DataError, DppError, use_names
+from megatron.dpp.errors import (
+    BAD_USAGE,
+    FAILED,
+    INTERRUPTED,
+    PROGRAM,
+    ConfigError,
+    DataError,
+    DppError,
+    print_error,
+    use_names,
+)
 from megatron.dpp.locks import check_free
 from megatron.dpp.naming import in_flags, renamed
 from megatron.dpp_train.cost.device import cpu_device, find_machine, gpu_device, known_gpu
@@ -50,16 +60,16 @@ from megatron.dpp_train.launch.start import (
 from megatron.dpp_train.options.environment import check_visible_gpus
 from megatron.dpp_train.preflight.files import check_data, check_outputs, check_start
 
-BAD_INPUT = 2
 PRESET = "--preset"
 """First word of a command line whose settings are those of a launch script."""
 _DEFAULT_PROCS = 2
 
 
 @use_names(in_flags)
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp train") -> int:
     """Resolve and start. Returns where nothing is started; else this process becomes torchrun."""
     words = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault(PROGRAM, prog)  # for torchrun and the ranks; launch scripts have set it
     try:
         if "--completion" in words:
             print(cli.completion((words[words.index("--completion") + 1 :] or [""])[0]))
@@ -79,27 +89,27 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _start(plan(words), words)
         return 0  # of a dry run
     except DppError as error:
-        sys.stdout.flush()
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
+        print_error(error)
+        return BAD_USAGE  # nothing has begun, whatever the reason
     except KeyboardInterrupt:  # while nodes wait for each other
         return INTERRUPTED
     except BrokenPipeError:  # piped into head: whoever read has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return FAILED
 
 
 @use_names(in_flags)
-def refused() -> bool:
-    """Print what is wrong with the command line, as far as that needs no package; True if so."""
+def refused() -> int:
+    """Print what is wrong with the command line, as far as that needs no package; the exit status,
+    0 where nothing is."""
     try:
         _, rest = cli.parse(sys.argv[1:])
         check_known(rest, cli.NAMES)
         find_nodes(os.environ)
     except DppError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return True
-    return False
+        print_error(error)
+        return BAD_USAGE
+    return 0
 
 
 def _names_run_dir(words: list[str]) -> bool:

@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import INTERRUPTED, DataError
+from megatron.dpp.errors import FAILED, INTERRUPTED, DataError, print_error
 from megatron.dpp.locks import scratch_directory
 from megatron.dpp_train.checkpoint.files import find
 from megatron.dpp_train.launch.log_copy import LogWatch
@@ -38,7 +38,6 @@ try:
 except KeyboardInterrupt:
     sys.exit(INTERRUPTED)
 
-_FAILED = 1
 _SAID_HERE = ("api", "errors.error_handler")
 """PyTorch's loggers whose lines about a rank that failed repeat the one printed here."""
 _LOOPBACK = "127.0.0.1"
@@ -74,11 +73,11 @@ class _TimedStore(TCPStore):
 
 
 def _end(host: str, port: int, seconds: float) -> None:
-    _say(
-        f"error: {host}:{port} accepts connections and does not answer within "
+    print_error(
+        f"{host}:{port} accepts connections and does not answer within "
         f"WAIT_SECONDS={seconds:.0f}: another program listens there; name another MASTER_PORT"
     )
-    os._exit(_FAILED)
+    os._exit(FAILED)
 
 
 def _stay_on_this_host() -> None:
@@ -112,8 +111,8 @@ def run() -> int:
                 static_tcp_rendezvous.TCPStore = _TimedStore  # type: ignore[attr-defined,assignment]
             main()
     except DistStoreError as error:
-        return _say(
-            f"error: not all nodes came ({str(error).rstrip('.')}): start run_worker_*.sh with the "
+        return print_error(
+            f"not all nodes came ({str(error).rstrip('.')}): start run_worker_*.sh with the "
             "same NUM_NODES and MASTER_PORT on every other node within WAIT_SECONDS, and check "
             "that MASTER_ADDR and the port can be reached from there"
         )
@@ -122,17 +121,16 @@ def run() -> int:
         remedy = "check MASTER_ADDR, MASTER_PORT and the firewall"
         if "EADDRINUSE" in why:
             remedy = "another run has this port; name another MASTER_PORT, or on one node none"
-        return _say(f"error: the processes cannot meet ({why}): {remedy}")
+        return print_error(f"the processes cannot meet ({why}): {remedy}")
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         how = f"with exit code {failure.exitcode}"
         if failure.exitcode < 0:
             how = f"by {failure.signal_name()}"
         told: Any = failure.message  # what the rank gave ``tell_torchrun``, in a dictionary
-        said = told.get("message") if isinstance(told, dict) else None
-        if rank and str(said).startswith("error: "):  # it ended before rank 0, which prints it
-            print(said, file=sys.stderr, flush=True)
-        return _say(f"error: rank {rank} (process {failure.pid}) ended first, {how}: see above why")
+        if isinstance(told, dict) and told["extraInfo"].get("printed") is False:
+            print(told["message"], file=sys.stderr, flush=True)
+        return print_error(f"rank {rank} (process {failure.pid}) ended first, {how}: see above why")
     except SignalException as error:
         gone = f"ended by {error.sigval.name}; its processes are gone"
         return _say(gone + how_to_go_on(), 128 + error.sigval)
@@ -167,7 +165,7 @@ def _is_of_the_end(error: BaseException | None) -> bool:
     return "cannot join current thread" in str(error)
 
 
-def _say(text: str, code: int = _FAILED) -> int:
+def _say(text: str, code: int) -> int:
     print(text, file=sys.stderr, flush=True)
     return code
 

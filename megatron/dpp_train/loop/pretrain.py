@@ -15,10 +15,13 @@ import sys
 from collections.abc import Sequence
 
 from megatron.dpp.errors import (
+    BAD_USAGE,
     INTERRUPTED,
     ConfigError,
     DataError,
     DppError,
+    error_line,
+    print_error,
     tell_torchrun,
     use_names,
 )
@@ -30,8 +33,6 @@ from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.preflight import check as preflight
 from megatron.dpp_train.preflight.files import warnings_of_data, written_directories
 from megatron.dpp_train.tokenizers import Tokenizer, tokenizer_for
-
-_FAILED = 1
 
 
 @use_names(in_flags)
@@ -69,11 +70,11 @@ def _run(task_name: str, argv: Sequence[str] | None) -> int:
                 if lock.warning:
                     print(f"warning: {lock.warning}", file=sys.stderr, flush=True)
     except (ConfigError, DataError) as error:
-        tell_torchrun(f"error: {error}")
+        tell_torchrun(error_line(error), printed=rank == 0)
         if rank == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print_error(error)
         held.close()
-        return preflight.BAD_INPUT
+        return BAD_USAGE
     with held:
         return _train(args, task_name, rank, tokenizer)
 
@@ -115,9 +116,8 @@ def _train(args: RunConfig, task_name: str, rank: int, tokenizer: Tokenizer) -> 
 
 
 def _failed(rank: int, said: str) -> int:
-    tell_torchrun(f"error on rank {rank}: {said}")
-    print(f"error on rank {rank}: {said}", file=sys.stderr, flush=True)
-    return _FAILED
+    tell_torchrun(error_line(f"rank {rank}: {said}"), printed=True)
+    return print_error(f"rank {rank}: {said}")
 
 
 def _settled(args: RunConfig) -> RunConfig:

@@ -125,6 +125,7 @@ _OTHERS = (
      "set by training, NCCL"),
     ("NUM_GPUS", _UNSET, "GPUS_PER_NODE where that is unset; GPUs that several ranks share",
      "launch scripts, profiling"),
+    ("DPP_PROGRAM", _UNSET, "name of the program that errors begin with", "set by training"),
     ("DPP_GO_ON", _UNSET, "command that goes on, for torchrun's last line", "set by training"),
     ("DPP_SAVE", _UNSET, "directory of the run's checkpoints, likewise", "set by training"),
     ("DPP_STOPPED_SECONDS", "630",

@@ -33,9 +33,6 @@ from megatron.dpp_train.options.validate_experts import replicas_in_step
 from megatron.dpp_train.preflight.files import check_files, check_tokens, written_directories
 from megatron.dpp_train.tokenizers import Tokenizer, padded_vocab_size, tokenizer_for
 
-BAD_INPUT = 2
-"""Exit code of a process whose settings cannot work."""
-
 _MOST_ROOM = Geometry(num_ranks=1000, rank=0, num_chunks=1, num_microbatches=1)
 """A geometry in which every possible cap passes."""
 
