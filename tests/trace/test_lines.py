@@ -191,15 +191,28 @@ def test_an_event_has_a_name_a_time_and_a_category() -> None:
         ({"args": {"iteration": 10**400}}, "iteration is"),
         ({"args": {"iteration": 1, "source": 0}}, "it lacks destination"),
         ({"args": {"iteration": 1, "chunk": -1}}, "chunk is -1"),
+        ({"args": {"iteration": 1, "direction": ["forward"]}}, "direction is"),
+        ({"args": {"iteration": 1, "value": 10**400}}, "value is 1"),
+        ({"args": {"iteration": True}}, "iteration is True"),
     ],
 )
 def test_an_event_that_the_recorder_cannot_have_written_is_refused(
-    more: dict[str, Any], said: str
+    more: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    """The report ended in a KeyError or an OverflowError amid its sums."""
+    """The report ended in a KeyError or an OverflowError amid its sums. A file is read in blocks of
+    lines: each block's good events come first."""
     whole = {"ph": "X", "name": "x", "cat": "iteration", "ts": 1, "args": {"iteration": 1}}
+    wrong = json.dumps(whole | more)
     with pytest.raises(ValueError, match=said):
-        parse_event(json.dumps(whole | more))
+        parse_event(wrong)
+    path = next(write(Run(ranks=1, iterations=1), tmp_path).iterdir())
+    head = path.read_text().splitlines(keepends=True)[:2]
+    good = json.dumps(whole) + ",\n"
+    path.write_text("".join([*head, *[good] * 700, wrong + ",\n", *[good] * 700, "]"]))
+    events = read_events(read_header(path))
+    assert [next(events) for _ in range(700)] == [whole] * 700
+    with pytest.raises(DataError, match=f"line 703 is not an event .{said}"):
+        next(events)
 
 
 def test_a_header_of_more_ranks_than_there_are_is_refused(tmp_path: Path) -> None:

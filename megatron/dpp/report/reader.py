@@ -6,12 +6,13 @@ holding a whole file.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +28,12 @@ _SAME_START_NS = 600 * 10**9
 _NAMED = 8
 _SAID = 200
 _MOST_STAGES = 1 << 20
+_BLOCK = 256
+"""Lines that are parsed and checked at once."""
 
 Event = dict[str, Any]
+Column = Sequence[Any]
+"""The values of one field in several events."""
 _META_KEYS = frozenset({"ph", "name"})
 _KEYS = _META_KEYS | {"cat", "ts", "args"}
 
@@ -106,7 +111,7 @@ def read_header(path: Path) -> TraceFile:
                 raise DataError(f"{path}: the header holds {shown(number)} as a whole number")
         texts = [values[name] for name in ("device", "host", "clock", "run")]
         for text in [*texts, layout.schedule]:
-            if not _is_text(text):
+            if type(text) is not str:
                 raise DataError(f"{path}: the header holds {shown(text)} as a text")
         _check_layout(path, layout)
     except KeyError as error:
@@ -136,35 +141,59 @@ def parse_event(line: str) -> Event:
     if not whole or not event.keys() >= (_META_KEYS if event.get("ph") == "M" else _KEYS):
         raise ValueError("no event")
     if event["ph"] != "M":
-        _check_event(event)
+        _check_alike([event])
     return event  # type: ignore[no-any-return]
 
 
-def _check_event(event: Event) -> None:
-    """Refuse an event whose numbers and texts cannot be what the recorder wrote.
+def _parse_block(lines: list[str]) -> list[Event] | None:
+    """The events of many lines, in about half the time that :func:`parse_event` takes for each;
+    None where it may refuse one of them.
+    """
+    alike: dict[tuple[object, ...], list[Event]] = {}
+    try:
+        events = json.loads("[" + "".join(lines).rstrip().rstrip(",") + "]")
+        for event in events:
+            alike.setdefault((event["ph"], event["cat"], *event["args"]), []).append(event)
+        if len(events) != len(lines) or any(key[0] == "M" for key in alike):
+            return None
+        for group in alike.values():
+            _check_alike(group)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return events  # type: ignore[no-any-return]
+
+
+def _check_alike(events: list[Event]) -> None:
+    """Refuse events whose numbers and texts cannot be what the recorder wrote: column by column,
+    as most have the same few fields.
+
+    Args:
+        events: of one category, with the same fields in ``args``, in the same order.
 
     Raises:
-        ValueError: names the field.
+        ValueError: names the field, and the first event's value.
     """
-    args, name = event["args"], event["name"]
-    for field, value in (("ts", event["ts"]), ("dur", event.get("dur", 0))):
-        if type(value) not in (int, float) or not abs(value) < _LONGEST_US:
-            raise ValueError(f"{field} is {shown(value)}")
-    if type(name) is not str or type(event["cat"]) is not str:
-        raise ValueError(f"name is {shown(name)}, cat {shown(event['cat'])}")
-    needed = _FIELDS.get(event["cat"], ())
-    if "source" in args:
-        needed = (*needed, *MessageId._fields)
-    for field in needed:
-        if field not in args:
+    category, fields_ = events[0]["cat"], events[0]["args"]
+    columns: list[tuple[str, Column, Callable[[Column], bool]]] = [
+        ("ts", [event["ts"] for event in events], _are_times),
+        ("dur", [event.get("dur", 0) for event in events], _are_times),
+        ("name", [event["name"] for event in events], _are_texts),
+        ("cat", [category], _are_texts),
+    ]
+    rows = [event["args"].values() for event in events]
+    for field, values in zip(fields_, zip(*rows, strict=True), strict=True):
+        if field in _CHECKS:
+            columns.append((field, values, _CHECKS[field]))
+    for field, column, are_good in columns:
+        good = False
+        with contextlib.suppress(TypeError, OverflowError):  # no member of a set, no float
+            good = are_good(column)
+        if not good:
+            raise ValueError(f"{field} is {shown(column[0])}")
+    needed = _FIELDS.get(category, ())
+    for field in (*needed, *MessageId._fields) if "source" in fields_ else needed:
+        if field not in fields_:
             raise ValueError(f"it lacks {field}")
-    for field, value in args.items():
-        if not _CHECKS.get(field, _is_any)(value):
-            raise ValueError(f"{field} is {shown(value)}")
-
-
-def _is_any(_: object) -> bool:
-    return True
 
 
 def is_whole(value: object) -> bool:
@@ -172,24 +201,36 @@ def is_whole(value: object) -> bool:
     return type(value) is int and abs(value) < 1 << 63
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MOST_COUNTED
+def _are_wholes(values: Column) -> bool:
+    return set(map(type, values)) == {int} and min(values) > -_WHOLE and max(values) < _WHOLE
 
 
-def _is_text(value: object) -> bool:
-    return type(value) is str
+def _are_counts(values: Column) -> bool:
+    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) < _MOST_COUNTED
 
 
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and abs(value) < math.inf  # type: ignore[arg-type]
+def _are_texts(values: Column) -> bool:
+    return set(map(type, values)) == {str}
 
 
-def _are_counts(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(map(_is_count, value))
+def _are_numbers(values: Column) -> bool:
+    return set(map(type, values)) <= {int, float} and math.isfinite(sum(values))
+
+
+def _are_times(values: Column) -> bool:
+    return _are_numbers(values) and min(values) > -_LONGEST_US and max(values) < _LONGEST_US
+
+
+def _are_groups(values: Column) -> bool:
+    return all(type(value) is str or is_whole(value) for value in set(values))
+
+
+def _are_lists_of_counts(values: Column) -> bool:
+    return all(isinstance(value, list) and value and _are_counts(value) for value in values)
 
 
 _LONGEST_US = 1e16
-_MOST_COUNTED = 1 << 31
+_MOST_COUNTED, _WHOLE = 1 << 31, 1 << 63
 _FIELDS: dict[str, tuple[str, ...]] = {
     EventKind.TASK: ("iteration", "kind", "chunk", "microbatch", "piece"),
     EventKind.EXPERTS: (
@@ -203,17 +244,17 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     EventKind.COUNTER: ("value",),
 }  # fmt: skip
 """Category -> fields that its events have."""
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(("iteration", "sent_ns", "bytes", "layer", "first"), is_whole),
-    **dict.fromkeys(("chunk", "microbatch", "piece", "part", "source", "destination"), _is_count),
-    **dict.fromkeys(("kind", "cause", "detail", "channel"), _is_text),
-    **dict.fromkeys(("value", "queued_us"), _is_number),
-    "group": lambda value: _is_text(value) or is_whole(value),
-    "direction": lambda value: value in ("forward", "backward"),
-    "tokens": _are_counts,
-    "ahead": lambda value: type(value) is bool,
+_CHECKS: dict[str, Callable[[Column], bool]] = {
+    **dict.fromkeys(("iteration", "sent_ns", "bytes", "layer", "first"), _are_wholes),
+    **dict.fromkeys(("chunk", "microbatch", "piece", "part", "source", "destination"), _are_counts),
+    **dict.fromkeys(("kind", "cause", "detail", "channel"), _are_texts),
+    **dict.fromkeys(("value", "queued_us"), _are_numbers),
+    "group": _are_groups,
+    "direction": lambda values: set(values) <= {"forward", "backward"},
+    "tokens": _are_lists_of_counts,
+    "ahead": lambda values: set(map(type, values)) == {bool},
 }
-"""Field -> its values."""
+"""Field -> tells whether values can be its own."""
 
 
 def read_events(file: TraceFile, only: tuple[str, ...] = ()) -> Iterator[Event]:
@@ -225,22 +266,29 @@ def read_events(file: TraceFile, only: tuple[str, ...] = ()) -> Iterator[Event]:
     """
     marks = tuple(f'"cat":"{category}"' for category in only)
     with io.TextIOWrapper(open_to_read(file.path), encoding="utf-8", errors="replace") as lines:
-        broken = ""
-        for number, line in enumerate(lines, 1):
-            if number <= 2 or line in ("]\n", "]"):
+        broken, number = "", 2
+        next(itertools.islice(lines, number, number), None)  # the header
+        while block := list(itertools.islice(lines, _BLOCK)):
+            chosen = [line for line in block if any(mark in line for mark in marks)]
+            events = None if broken else _parse_block(chosen if marks else block)
+            if events is not None:
+                yield from events
+                number += len(block)
                 continue
-            if marks and not any(mark in line for mark in marks):
-                continue
-            if broken:
-                raise DataError(f"{file.path}: {broken}")
-            try:
-                event = parse_event(line)
-            except ValueError as error:
-                why = one_line(error, _SAID)
-                broken = f"line {number} is not an event ({why}); the file is damaged"
-                continue
-            if event["ph"] != "M":
-                yield event
+            for line in block:
+                number += 1
+                if line in ("]\n", "]") or (marks and not any(mark in line for mark in marks)):
+                    continue
+                if broken:
+                    raise DataError(f"{file.path}: {broken}")
+                try:
+                    event = parse_event(line)
+                except ValueError as error:
+                    why = one_line(error, _SAID)
+                    broken = f"line {number} is not an event ({why}); the file is damaged"
+                    continue
+                if event["ph"] != "M":
+                    yield event
     if broken and file.complete:
         raise DataError(f"{file.path}: {broken}")
 
