@@ -10,10 +10,10 @@ import contextlib
 import math
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 
+from megatron.dpp.errors import print_error
 from megatron.dpp.processes import stopped_below
 
 SECONDS = "DPP_STOPPED_SECONDS"
@@ -61,11 +61,9 @@ class StoppedWatch:
         with contextlib.suppress(OSError):  # before the line, which it may copy
             os.kill(pid, signal.SIGKILL)
         of_rank = f" of rank {rank}" if rank else ""
-        print(
-            f"error: {name}{of_rank} was stopped (SIGSTOP or a debugger) for "
-            f"{self._patience:g} s ({SECONDS}): it is ended",
-            file=sys.stderr,
-            flush=True,
+        print_error(
+            f"{name}{of_rank} was stopped (SIGSTOP or a debugger) for {self._patience:g} s "
+            f"({SECONDS}): it is ended"
         )
 
 
