@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from megatron.dpp.sim.batches import BatchSettings, share_batch
 from megatron.dpp.sim.lengths import MIXES, LengthCosts, sft
-from megatron.dpp.sim.orders import PipelineModel
 from megatron.dpp.sim.packing import orders
+from megatron.dpp.sim.pipeline_model import PipelineModel
 
 PACKED_ROW = 8192
 """Tokens of every microbatch of ``packed8k``."""

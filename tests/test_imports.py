@@ -42,7 +42,7 @@ ENGINE_ROOMS = {
     "core": {"config", "direction", "errors", "processes", "trace", "transport"},
     "runtime": {
         *("config", "direction", "errors", "hosts", "inject", "schedule", "slice_sizes"),
-        *("trace", "transport", "core"),
+        *("sim", "trace", "transport", "core"),
     },
     "plugin": {"config", "errors", "core", "runtime", "schedule", "trace"},
     "plugin_lengths": {"core"},

@@ -187,7 +187,7 @@ class DppConfig:
     slice_tokens: str = _option(
         "off",
         "cut each sequence into slices of so many tokens, which run through the pipeline as units "
-        "of their own: off, auto (from the batch), or a number",
+        "of their own: off, auto (where that is simulated to gain, or needed), or a number",
     )
     transport: str = _option(
         "auto",

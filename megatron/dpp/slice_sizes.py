@@ -31,26 +31,32 @@ def auto_tokens(total: int, num_ranks: int, *, least: int = LEAST_TOKENS, multip
     return -(-wanted // step) * step
 
 
-def slice_tokens(
-    asked: str, length: int, batch_tokens: int, num_ranks: int, multiple: int
-) -> int | None:
-    """Tokens of the slices of a sequence; None if it is not cut.
+def sizes_to_weigh(total: int, num_ranks: int, *, least: int, multiple: int = 1) -> list[int]:
+    """Tokens of the slices that ``auto`` weighs, the largest first; arguments are those of
+    :func:`auto_tokens`: its largest and its smallest ones, and those of some six units per rank.
+    """
+    totals = (0, total, UNITS_PER_RANK * num_ranks * MOST_TOKENS)
+    found = {auto_tokens(each, num_ranks, least=least, multiple=multiple) for each in totals}
+    return sorted(found, reverse=True)
+
+
+def slice_size(length: int, tokens: int, multiple: int = 1) -> int:
+    """Tokens of each slice of a sequence but the last one; ``length`` where it is not cut.
+
+    Slices have equal tokens. The last one has half of a slice at least, unless the others would
+    have more than 1.5 times ``tokens`` then.
 
     Args:
-        asked: a number of tokens, or ``auto``: some 6 units per rank, from 2,048 to 4,096 tokens.
-        length: tokens of the sequence.
-        batch_tokens: tokens of a replica's step.
-        num_ranks: pipeline size.
-        multiple: of which every slice is a multiple.
+        tokens: that a slice should have. Sequences of up to 1.5 times as many are not cut.
+        multiple: of which every slice but the last is one.
 
-    >>> slice_tokens("4096", 10000, 80000, 4, 1), slice_tokens("4096", 6000, 80000, 4, 1)
-    (3392, None)
+    >>> slice_size(10000, 4096), slice_size(6000, 4096)
+    (3392, 6000)
     """
-    wanted = auto_tokens(batch_tokens, num_ranks) if asked == "auto" else int(asked)
-    if length <= WHOLE_UP_TO * wanted:
-        return None
-    step = math.lcm(min(ROUNDING, wanted), multiple)
-    each = math.ceil(length / math.ceil(length / wanted) / step) * step
-    while 0 < length % each < each / 2:
+    if length <= WHOLE_UP_TO * tokens:
+        return length
+    step = math.lcm(min(ROUNDING, tokens), multiple)
+    each = math.ceil(length / math.ceil(length / tokens) / step) * step
+    while 0 < length % each < each / 2 and each + step <= WHOLE_UP_TO * tokens:
         each += step
-    return each if each < length else None
+    return min(each, length)

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from megatron.dpp_train.cost.estimate import estimate, least_seconds, traffic
+from megatron.dpp_train.cost.estimate import estimate, fitting, least_seconds, traffic
 from megatron.dpp_train.cost.memory import key_bytes, least_bytes, rank_memory, stage_bytes
 from megatron.dpp_train.cost.shape import RunSchedule
+from megatron.dpp_train.cost.text import lines
 from megatron.dpp_train.cost.times import model_costs
 from tests.cost.test_memory import H200, plain_device, shape
 
@@ -77,3 +78,23 @@ def test_a_cap_in_bytes_bounds_activations_and_keys_of_slices() -> None:
     bounded = estimate(dataclasses.replace(cut, schedule=schedule), H200)
     held = max(one.activations + one.keys for one in bounded.ranks)
     assert 0.5 * most < held <= 1.05 * most
+
+
+def test_auto_cuts_what_would_not_fit_whole() -> None:
+    """Many long sequences run whole where memory holds them; else their logits and activations are
+    those of slices."""
+    auto = RunSchedule(
+        dynamic=True, policy="auto", cap="auto", split_backward=True, slice_tokens="auto",
+        head_when_cut=True,
+    )  # fmt: skip
+    model = {"seq_length": 16384}
+    run = shape((2, 2), model, pipeline=2, num_microbatches=64, schedule=auto)
+    whole = estimate(run, H200)
+    assert len(whole.shape.slices) == 1 and not whole.shape.schedule.head_in_forward
+    (line,) = (line for line in lines(whole) if line.startswith("slices"))
+    assert line == f"slices        auto takes {run.weighed.text}"
+    small = dataclasses.replace(H200, memory_bytes=0.9 * whole.peak_bytes)
+    cut = estimate(run, small)
+    assert len(cut.shape.slices) > 1 and cut.shape.schedule.head_in_forward
+    assert cut.peak_bytes < whole.peak_bytes
+    assert fitting(cut.shape, small) is cut.shape and fitting(run, H200) is run

@@ -20,7 +20,7 @@ ARGS = {
     "virtual_pipeline_model_parallel_size": None, "use_dpp": True, "data_parallel_size": 1,
     "pipeline_model_parallel_size": 1, "micro_batch_size": 1, "packing": "none",
     "packing_budget": 0, "length_multiple": 4, "length_buckets": (), "order": "planned",
-    "slice_tokens": None,
+    "slice_tokens": None, "holds_whole": True,
     "seq_length": 8, "global_batch_size": 2, "num_workers": 2, "device": "cpu", "seed": 3,
     "distributed_timeout_minutes": 10,
     "exit_signal_handler": True, "dataloader_type": "single", "data_sharding": True,

@@ -273,6 +273,7 @@ def test_only_megatrons_interleaved_schedule_needs_multiples(
         virtual_pipeline_model_parallel_size=chunks, use_dpp=dynamic, data_parallel_size=2,
         pipeline_model_parallel_size=4, micro_batch_size=1, packing="even", packing_budget=70,
         length_multiple=4, length_buckets=(8,), order="ascending", seq_length=64, slice_tokens=None,
+        holds_whole=True,
     )  # fmt: skip
     made = sequences.batch_settings(args)
     assert (made.multiple, made.packing, made.buckets, made.order) == (
@@ -328,7 +329,7 @@ def test_replicas_of_a_loader_share_each_batch_and_weigh_each_sequence_once(
         virtual_pipeline_model_parallel_size=None, use_dpp=True, data_parallel_size=2,
         pipeline_model_parallel_size=1, micro_batch_size=size, packing="none", packing_budget=0,
         length_multiple=1, length_buckets=(), order="drawn", seq_length=9, global_batch_size=4,
-        slice_tokens=None,
+        slice_tokens=None, holds_whole=True,
     )  # fmt: skip
     read: list[int] = []
     for replica in range(2):

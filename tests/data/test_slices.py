@@ -25,6 +25,7 @@ def test_a_loader_of_slices_gives_each_token_once_with_the_weights_of_its_sequen
         virtual_pipeline_model_parallel_size=None, use_dpp=True, data_parallel_size=1,
         pipeline_model_parallel_size=2, micro_batch_size=1, packing="even", packing_budget=399,
         length_multiple=2, length_buckets=(), order="drawn", seq_length=399, slice_tokens=64,
+        holds_whole=True,
         global_batch_size=8, num_workers=0, device="cpu", seed=1, exit_signal_handler=False,
     )  # fmt: skip
     made = list(sequences.SequenceLoader(args, data, 0, reads=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -109,3 +110,62 @@ def test_a_resumed_run_of_slices_is_the_same(tmp_path: Path) -> None:
     assert len(said) == len(sizes)
     for line, (there, here) in zip(said, sizes, strict=True):
         assert f"saved with --dpp-slice-tokens {there}, this run has {here}: it goes on" in line
+
+
+COSTS = {"fixed": 1.92, "per_token": [1, 1, 1], "per_square": [0.01, 0.02, 0]}
+"""Measured times with which slices of 64 tokens pay in some batches."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_auto_takes_what_is_faster_in_each_batch_and_resumes_alike(tmp_path: Path) -> None:
+    """Also replayed, and on all ranks; whole batches are those of a run without slices."""
+    (tmp_path / "costs").write_text(json.dumps(COSTS))
+    (tmp_path / "dear").write_text(json.dumps(COSTS | {"fixed": 1e4}))
+    auto = "--dpp-slice-tokens auto --length-costs DIR/costs"
+    where = "--train-iters 6 --exit-interval 3 --save DIR/saved --save-interval 3"
+    runs = train(
+        tmp_path, 2, "",
+        {
+            "all": f"{auto} --train-iters 6 --dpp-record DIR/order",
+            "again": f"{auto} --train-iters 6 --dpp-replay DIR/order",
+            "first": f"{auto} {where}",
+            "second": f"{auto} --train-iters 6 --load DIR/saved",
+            "whole": "--train-iters 6 --length-costs DIR/costs",
+            "dear": "--dpp-slice-tokens auto --train-iters 6 --length-costs DIR/dear",
+            "off": "--train-iters 6 --length-costs DIR/dear",
+            "planned": f"{auto} --order planned --train-iters 6",
+        },
+    )  # fmt: skip
+    check_equal(runs, ("all", "again"))
+    assert runs["second"].column("lm loss") == runs["all"].column("lm loss")[3:]
+    assert runs["second"].hashes == runs["all"].hashes
+    for name in ("all", "planned"):
+        check_near(runs["whole"], runs[name])
+    assert runs["dear"].column("lm loss") == runs["off"].column("lm loss")
+    assert runs["dear"].hashes == runs["off"].hashes
+    lines = (tmp_path / "order.rank0").read_text().splitlines()[1:]
+    assert any("groups" in json.loads(line) for line in lines)
+    said = (tmp_path / "output").read_text()
+    assert said.count("--dpp-slice-tokens auto takes slices of 64 tokens: a step in") == 5
+    assert "auto takes whole sequences, as no sequence has more than 1.5 slices" in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+def test_auto_tells_the_slices_of_a_run_in_another_layout(tmp_path: Path) -> None:
+    """Another policy may choose otherwise; the same settings choose alike."""
+    (tmp_path / "costs").write_text(json.dumps(COSTS))
+    auto = "--dpp-slice-tokens auto --length-costs DIR/costs --train-iters 6"
+    train(
+        tmp_path, 2, "--no-save-optim --no-load-optim",
+        {
+            "first": f"{auto} --exit-interval 3 --save DIR/saved --save-interval 3",
+            "same": f"{auto} --exit-interval 4 --load DIR/saved",
+            "other": f"{auto} --exit-interval 4 --load DIR/saved --dpp-policy dynamic",
+        },
+    )  # fmt: skip
+    said = [line for line in (tmp_path / "output").read_text().splitlines() if " where " in line]
+    (line,) = (line for line in said if "auto took" in line)
+    assert "was saved with --dpp-policy auto, where" in line
+    assert "auto took slices of 64 tokens last; this run takes " in line

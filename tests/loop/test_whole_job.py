@@ -16,6 +16,7 @@ from megatron.dpp_train.loop import job
 
 Told = list[Any]
 USUAL = {
+    "dpp_slice_tokens": "off",
     "deepspeed_zero_stage": None, "skip_train": False, "metrics_file": None, "use_dpp": True,
     "dpp": "settings", "seed": 7, "dpp_plan": None, "trace": False, "trace_dir": "traces",
     "trace_iterations": None, "trace_interval": 5, "save": None, "save_hf": None,

@@ -61,7 +61,6 @@ def test_the_trainer_cuts_sequences_of_unlike_length_alone() -> None:
         (CHATS + "--micro-batch-size 2", "--micro-batch-size 2: a sequence that is cut"),
         (CHATS + "--packing even --packing-budget 9000", "--packing-budget: rows of packed"),
         (CHATS + "--dpp-length-buckets geometric", "--dpp-length-buckets geometric"),
-        (CHATS + "--order planned", "--order planned, whose planner knows no slices"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_slices_is_refused(more: str, said: str) -> None:

@@ -17,7 +17,7 @@ from megatron.dpp.core.memory import saved_bytes
 from megatron.dpp.core.slices import Slices, Unit, attend_in_slice, units_of, why_not
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import Geometry
-from megatron.dpp.slice_sizes import slice_tokens
+from megatron.dpp.slice_sizes import slice_size
 
 USUAL = {
     "num_moe_experts": None, "multi_latent_attention": False, "mtp_num_layers": None,
@@ -176,21 +176,19 @@ def test_the_auxiliary_loss_of_a_slice_weighs_its_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "length", "batch", "multiple", "expected"),
+    ("tokens", "length", "multiple", "expected"),
     [
-        ("4096", 4096, 1 << 20, 1, None), ("4096", 6144, 1 << 20, 1, None),
-        ("4096", 8192, 1 << 20, 1, 4096), ("4096", 10000, 1 << 20, 1, 3392),
-        ("4", 16, 96, 1, 4), ("6", 16, 96, 1, 6), ("3", 16, 96, 2, 6),
-        ("auto", 65536, 1 << 17, 1, 4096), ("auto", 65536, 1 << 14, 1, 2048),
+        (4096, 4096, 1, 4096), (4096, 6144, 1, 6144), (4096, 8192, 1, 4096), (4096, 10000, 1, 3392),
+        (4, 16, 1, 4), (6, 16, 1, 6), (3, 16, 2, 6), (64, 270, 1, 64), (128, 1070, 1, 192),
     ],
 )  # fmt: skip
-def test_slices_have_equal_tokens_and_none_is_short(
-    asked: str, length: int, batch: int, multiple: int, expected: int | None
+def test_slices_have_equal_tokens_and_the_last_is_not_short_if_that_can_be(
+    tokens: int, length: int, multiple: int, expected: int
 ) -> None:
-    found = slice_tokens(asked, length, batch, 2, multiple)
-    assert found == expected
-    if found is not None:
-        assert found % multiple == 0 and (length % found == 0 or length % found >= found / 2)
+    found = slice_size(length, tokens, multiple)
+    assert found == expected and (found == length or found % multiple == 0)
+    room = found + 64 <= 1.5 * tokens
+    assert length % found == 0 or length % found >= found / 2 or not room
 
 
 def test_a_cuts_units_are_those_of_its_geometry() -> None:

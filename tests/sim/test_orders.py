@@ -14,7 +14,8 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.sim import orders as module
 from megatron.dpp.sim.batches import BatchPlans, BatchSettings
 from megatron.dpp.sim.lengths import LengthCosts, sft
-from megatron.dpp.sim.orders import OrderPlanner, PipelineModel, PlannedOrder, plan_order
+from megatron.dpp.sim.orders import OrderPlanner, PlannedOrder, Question, plan_order
+from megatron.dpp.sim.pipeline_model import PipelineModel
 
 COSTS = LengthCosts.transformer(1024)
 
@@ -22,6 +23,11 @@ COSTS = LengthCosts.transformer(1024)
 def drawn(seed: int, count: int = 16) -> list[list[int]]:
     rng = random.Random(seed)
     return [[sft(rng)] for _ in range(count)]
+
+
+def asked(microbatches: Any) -> Question:
+    """Of whole microbatches."""
+    return Question({0: microbatches}, {})
 
 
 def model(policy: str | None, num_chunks: int = 2, num_ranks: int = 2) -> PipelineModel:
@@ -60,14 +66,14 @@ def test_one_rank_and_equal_lengths_keep_the_drawn_order() -> None:
 def test_another_process_plans_the_same() -> None:
     planner = OrderPlanner(model("dynamic"))
     try:
-        planner.ask(16, drawn(1))
-        assert planner.take(0, drawn(0)) == plan_order(model("dynamic"), drawn(0))
-        assert planner.take(16, drawn(1)) == plan_order(model("dynamic"), drawn(1))
+        planner.ask(16, asked(drawn(1)))
+        assert planner.take(0, asked(drawn(0))) == plan_order(model("dynamic"), drawn(0))
+        assert planner.take(16, asked(drawn(1))) == plan_order(model("dynamic"), drawn(1))
         (process,) = (
             each for each in psutil.Process().children() if module.__name__ in each.cmdline()
         )
         process.kill()
-        assert planner.take(32, drawn(2)) == plan_order(model("dynamic"), drawn(2))
+        assert planner.take(32, asked(drawn(2))) == plan_order(model("dynamic"), drawn(2))
     finally:
         planner.close()
         planner.close()
@@ -146,9 +152,11 @@ class Pipe:
     def write(self, line: str) -> None:
         value = json.loads(line)
         self.lines.append(line)
-        if isinstance(value, list):
-            self.asked.append(value)
-            self.answers.append(json.dumps({"order": value[0], "name": "n", "policy": None}))
+        if "ways" in value:
+            ((_, rows),) = value["ways"]
+            self.asked.append(rows)
+            answer = {"order": rows[0], "name": "n", "policy": None, "choice": None}
+            self.answers.append(json.dumps(answer))
 
     def flush(self) -> None: ...
 
@@ -165,11 +173,11 @@ def test_each_key_is_asked_once_and_gets_its_own_answer(monkeypatch: pytest.Monk
     planner, pipe = OrderPlanner(model("dynamic")), Pipe()
     monkeypatch.setattr(module.subprocess, "Popen", lambda *_, **__: pipe)
     for key in (1, 2, 3, 2):
-        planner.ask(key, [[key]])
+        planner.ask(key, asked([[key]]))
     assert pipe.asked == [[[1]], [[2]], [[3]]]
-    assert planner.take(2, [[2]]).order == [2]
-    planner.ask(2, [[2]])
-    assert [planner.take(key, [[key]]).order for key in (3, 1, 2, 4)] == [[3], [1], [2], [4]]
+    assert planner.take(2, asked([[2]])).order == [2]
+    planner.ask(2, asked([[2]]))
+    assert [planner.take(key, asked([[key]])).order for key in (3, 1, 2, 4)] == [[3], [1], [2], [4]]
     assert pipe.asked == [[[1]], [[2]], [[3]], [[4]]]
     assert planner.waited > 0
 
@@ -178,26 +186,28 @@ def test_the_newest_answers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     planner, pipe = OrderPlanner(model("dynamic")), Pipe()
     monkeypatch.setattr(module.subprocess, "Popen", lambda *_, **__: pipe)
     for key in range(20):
-        assert planner.take(key, [[key]]).order == [key]
+        assert planner.take(key, asked([[key]])).order == [key]
     pipe.asked.clear()
-    assert [planner.take(key, [[key]]).order for key in range(12, 20)] == [
+    assert [planner.take(key, asked([[key]])).order for key in range(12, 20)] == [
         [k] for k in range(12, 20)
     ]
     assert not pipe.asked
-    planner.take(11, [[11]])
+    planner.take(11, asked([[11]]))
     assert pipe.asked == [[[11]]]
 
 
 def test_a_process_that_is_gone_is_replaced_by_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     planner, pipe = OrderPlanner(model("dynamic")), Pipe()
     monkeypatch.setattr(module.subprocess, "Popen", lambda *_, **__: pipe)
-    planner.ask(1, [[1]])
-    planner.ask(2, [[2]])
+    planner.ask(1, asked([[1]]))
+    planner.ask(2, asked([[2]]))
     pipe.answers.clear()
-    monkeypatch.setattr(module, "plan_order", lambda _, given: PlannedOrder(given[0], "own"))
-    assert planner.take(2, [[2]]) == PlannedOrder([2], "own")
+    monkeypatch.setattr(
+        module, "plan_batch", lambda _, given: PlannedOrder(list(given.ways[0][0]), "own")
+    )
+    assert planner.take(2, asked([[2]])) == PlannedOrder([2], "own")
     pipe.asked.clear()
-    assert planner.take(1, [[1]]).order == [1], "an answer that was lost is asked for again"
+    assert planner.take(1, asked([[1]])).order == [1], "an answer that was lost is asked for again"
     assert pipe.asked == [[[1]]]
 
 
@@ -207,9 +217,9 @@ def test_a_planner_that_was_closed_asks_the_next_process_again(
     planner, first, second = OrderPlanner(model("dynamic")), Pipe(), Pipe()
     processes = iter([first, second])
     monkeypatch.setattr(module.subprocess, "Popen", lambda *_, **__: next(processes))
-    planner.ask(1, [[1]])
+    planner.ask(1, asked([[1]]))
     planner.close()
-    assert planner.take(1, [[1]]).order == [1] and second.asked == [[[1]]]
+    assert planner.take(1, asked([[1]])).order == [1] and second.asked == [[[1]]]
 
 
 def test_a_model_survives_its_way_to_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,12 +231,12 @@ def test_a_model_survives_its_way_to_the_process(monkeypatch: pytest.MonkeyPatch
     )  # fmt: skip
     pipe, found = Pipe(), list[Any]()
     monkeypatch.setattr(module.subprocess, "Popen", lambda *_, **__: pipe)
-    OrderPlanner(sent).ask(1, [[1]])
+    OrderPlanner(sent).ask(1, asked([[1]]))
     monkeypatch.setattr(
-        module, "plan_order",
-        lambda model, microbatches: found.append((model, microbatches)) or PlannedOrder([0], "n"),
+        module, "plan_batch",
+        lambda model, given: found.append((model, given)) or PlannedOrder([0], "n"),
     )  # fmt: skip
     answers = io.StringIO()
     module.serve(io.StringIO("".join(pipe.lines)), answers)
-    assert found == [(sent, [[1]])]
+    assert found == [(sent, asked([[1]]))]
     assert json.loads(answers.getvalue())["order"] == [0]

@@ -19,7 +19,8 @@ from megatron.dpp.report.analysis.work import JobShape, Work
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.batches import BatchSettings, share_batch
 from megatron.dpp.sim.lengths import LengthCosts
-from megatron.dpp.sim.orders import PipelineModel, plan_order
+from megatron.dpp.sim.orders import plan_order
+from megatron.dpp.sim.pipeline_model import PipelineModel
 from megatron.dpp.trace.step_lengths import StepLengths, read_steps
 
 _NAMES = {"F": Kind.F, "B": Kind.B, "W": Kind.W}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -14,7 +15,11 @@ from megatron.dpp.core.cut import Cut, WholeSteps, fixed_cut, packed_cut
 from megatron.dpp.core.slices import Slices, Unit, why_not
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError, setting
-from megatron.dpp.slice_sizes import MOST_TOKENS, WHOLE_UP_TO, slice_tokens
+from megatron.dpp.schedule import in_bytes
+from megatron.dpp.sim.lengths import LengthCosts
+from megatron.dpp.sim.pipeline_model import PipelineModel
+from megatron.dpp.sim.weighing import weigh_fixed, why_needed
+from megatron.dpp.slice_sizes import MOST_TOKENS, WHOLE_UP_TO, auto_tokens, slice_size
 
 _KAPPA = 0.35
 """Memory of keys, values and their gradients over that of activations, until it is measured: that
@@ -39,6 +44,8 @@ class Slicing:
         self._model: Sequence[torch.nn.Module] = ()
         self._slices: Slices | None = None
         self._whole: WholeSteps | None = None
+        self.tokens = 0
+        """Most tokens of a slice in the last training call; 0 where no sequence was cut."""
 
     def announce(
         self,
@@ -78,6 +85,9 @@ class Slicing:
                 )
         if cut is None:
             cut = self._packed(call, rows) if rows else self._fixed(call)
+        if take and not call.forward_only:
+            units = [unit for unit in cut.units if unit.is_cut] if cut is not None else []
+            self.tokens = max((unit.end - unit.begin for unit in units), default=0)
         if cut is None:
             return call
         if len(cut.units) != call.num_microbatches and told:
@@ -124,11 +134,9 @@ class Slicing:
         batch = sum(map(sum, rows))
         multiple = groups.tp.size() if config.sequence_parallel else 1
         known = call.micro_batch_size * call.longest(self._config.max_tokens)
+        tokens = auto_tokens(batch, groups.pp.size()) if asked == "auto" else int(asked)
         cut = packed_cut(
-            rows,
-            lambda row: slice_tokens(asked, row, batch, groups.pp.size(), multiple),
-            call.num_microbatches,
-            known,
+            rows, lambda row: slice_size(row, tokens, multiple), call.num_microbatches, known
         )
         return cut if cut.is_cut else None
 
@@ -154,20 +162,38 @@ class Slicing:
                 "host's reset_attention_mask asks for masks of documents: use off"
             )
         groups, length, size = call.pg_collection, call.length, call.micro_batch_size
-        tokens = slice_tokens(
-            asked,
-            length,
-            call.num_microbatches * size * length,
-            groups.pp.size(),
-            groups.tp.size() if call.config.sequence_parallel else 1,
-        )
-        if tokens is None:
-            self._say(
-                f"dynamic pipeline: {setting('slice_tokens', asked)}: sequences of {length} tokens "
-                "are not cut, as those up to 1.5 slices stay whole"
-            )
+        multiple = groups.tp.size() if call.config.sequence_parallel else 1
+        if asked != "auto":
+            tokens = int(asked)
+        elif call.forward_only:  # logits of a whole sequence might not fit: as few as there may be
+            batch = call.num_microbatches * size * length
+            tokens = auto_tokens(batch, groups.pp.size(), multiple=multiple)
+        else:
+            tokens = self._weighed(call, multiple)
+        each = slice_size(length, tokens, multiple) if tokens else length
+        if each == length:
+            if tokens:
+                self._say(
+                    f"dynamic pipeline: {setting('slice_tokens', asked)}: sequences of {length} "
+                    "tokens are not cut, as those up to 1.5 slices stay whole"
+                )
             return None
-        return fixed_cut(length, call.num_microbatches, size, tokens)
+        return fixed_cut(length, call.num_microbatches, size, each)
+
+    def _weighed(self, call: StepCall, multiple: int) -> int:
+        """Tokens of a slice as ``auto`` chooses them; 0 for whole sequences."""
+        cap, p = self._config.activation_cap, call.pg_collection.pp.size()
+        model = PipelineModel(
+            num_ranks=p, num_chunks=len(call.model), longest=call.length,
+            policy=self._config.policy, cap="auto" if in_bytes(cap) else cap,
+            split_backward=self._config.split_backward != "off", costs=_costs(call.config),
+        )  # fmt: skip
+        choice = weigh_fixed(
+            model, call.length, call.num_microbatches, rows=call.micro_batch_size,
+            multiple=multiple, needed=why_needed(cap),
+        )  # fmt: skip
+        self._say(f"dynamic pipeline: {setting('slice_tokens', 'auto')} takes {choice.text}")
+        return choice.tokens
 
     def _prepare(self, call: StepCall) -> None:
         """Find the model's attention and forwards."""
@@ -217,3 +243,15 @@ class Slicing:
     def forget(self) -> None:
         """Let go of the model."""
         self._model, self._slices, self._whole = (), None, None
+
+
+def _costs(config: Any) -> LengthCosts:
+    """Times of a layer over lengths, by its products."""
+    width, gated = config.ffn_hidden_size, 3 if config.gated_linear_unit else 2
+    if config.num_moe_experts:
+        width = config.moe_router_topk * (config.moe_ffn_hidden_size or width)
+        width += config.moe_shared_expert_intermediate_size or 0
+    queries = config.num_attention_heads * config.kv_channels
+    keys = (config.num_query_groups or config.num_attention_heads) * config.kv_channels
+    weights = config.hidden_size * (2 * queries + 2 * keys + gated * width)
+    return LengthCosts.of_layer(weights, queries)

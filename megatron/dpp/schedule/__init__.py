@@ -13,6 +13,7 @@ from megatron.dpp.schedule.caps import (
     Memory,
     StaticSizes,
     beside_head,
+    in_bytes,
     parse_cap,
     sliced_allowance,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "find_policy",
     "group_sizes",
     "groups_of",
+    "in_bytes",
     "key_sizes",
     "parse_cap",
     "peak_in_flight",

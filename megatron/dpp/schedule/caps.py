@@ -172,6 +172,11 @@ def parse_cap(
     return _named_cap(word, geometry, least)
 
 
+def in_bytes(text: str) -> bool:
+    """A cap is given in bytes, which a measured activation turns into chunk activations."""
+    return text.strip()[-1:] in ("b", "B")
+
+
 def default_cap(geometry: Geometry) -> Cap:
     """The cap of ``activation_cap="auto"``."""
     return parse_cap("auto", geometry)

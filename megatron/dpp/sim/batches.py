@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 
 from megatron.dpp.errors import ConfigError, DataError, core_setting
 from megatron.dpp.sim.lengths import LengthCosts
-from megatron.dpp.sim.orders import OrderPlanner, PlannedOrder
+from megatron.dpp.sim.orders import OrderPlanner, PlannedOrder, Question
 from megatron.dpp.sim.packing import balance, orders, pack
-from megatron.dpp.sim.slices import Row, cut, tokens_for
+from megatron.dpp.sim.slices import Row, cut, row_cost, tokens_for
+from megatron.dpp.sim.weighing import WHOLE, Choice, least_slice
+from megatron.dpp.slice_sizes import sizes_to_weigh
 
 ORDERS = ("drawn", "ascending", "small-big-small", "planned")
 """Orders of a replica's microbatches."""
@@ -69,8 +71,9 @@ class BatchSettings:
         order: a name of :data:`ORDERS`.
         costs: time of a microbatch.
         slices: tokens of a slice into which longer sequences are cut; 0 for ``auto``, None for no
-            cut. Rows then run longest first where ``order`` is ``drawn``.
+            cut. Rows of slices run longest first where ``order`` is ``drawn``.
         sorts: otherwise they run as drawn.
+        holds_whole: memory holds whole sequences; otherwise ``auto`` always cuts.
     """
 
     num_replicas: int = 1
@@ -85,6 +88,7 @@ class BatchSettings:
     costs: LengthCosts = LengthCosts()  # noqa: RUF009 - frozen
     slices: int | None = None
     sorts: bool = True
+    holds_whole: bool = True
 
     def shape(self, lengths: Sequence[int]) -> tuple[int, int]:
         """Rows of a microbatch, and their length."""
@@ -116,15 +120,56 @@ def share_batch(lengths: Sequence[int], settings: BatchSettings) -> list[Microba
     return [[bins[i] for i in given] for given in balance(costs, settings.num_replicas)]
 
 
-def cut_batch(lengths: Sequence[int], settings: BatchSettings) -> list[list[Row]]:
-    """The rows of each replica, which run as slices where they are cut: sequences of a replica are
-    cut or packed among themselves. A row's sequences are indices into ``lengths``.
+Batch = list[list[Row]]
+"""Rows of each replica. A row's sequences are indices into the global batch."""
+
+
+def ways_to_run(
+    lengths: Sequence[int], settings: BatchSettings, *, weighs: bool
+) -> dict[int, Batch]:
+    """The rows of a global batch by tokens of a slice, 0 for whole sequences; coarsest first.
+
+    Args:
+        weighs: several ways for ``auto``; otherwise one.
     """
+    if settings.slices is None:
+        return {WHOLE: _whole_rows(lengths, settings)}
     costs, total = settings.costs, sum(lengths) // settings.num_replicas
-    multiple = settings.length_multiple
-    tokens = tokens_for(
-        total, settings.num_ranks, costs, asked=settings.slices or 0, multiple=multiple
-    )
+    num_ranks, multiple = settings.num_ranks, settings.length_multiple
+    if settings.slices or not weighs:
+        tokens = tokens_for(total, num_ranks, costs, asked=settings.slices, multiple=multiple)
+        return {tokens: cut_batch(lengths, settings, tokens)}
+    sizes = sizes_to_weigh(total, num_ranks, least=least_slice(costs), multiple=multiple)
+    cuts = {tokens: cut_batch(lengths, settings, tokens) for tokens in sizes}
+    if not settings.holds_whole:
+        return cuts
+    whole = {WHOLE: _whole_rows(lengths, settings)}
+    return whole | {tokens: batch for tokens, batch in cuts.items() if _is_cut(batch)}
+
+
+def _whole_rows(lengths: Sequence[int], settings: BatchSettings) -> Batch:
+    return [
+        [Row(tuple(each), own, (sum(own),)) for each in mine for own in [_of(lengths, each)]]
+        for mine in share_batch(lengths, settings)
+    ]
+
+
+def _of(lengths: Sequence[int], indices: Sequence[int]) -> tuple[int, ...]:
+    return tuple(lengths[index] for index in indices)
+
+
+def _is_cut(batch: Batch) -> bool:
+    return any(len(row.ends) > 1 for rows in batch for row in rows)
+
+
+def cut_batch(lengths: Sequence[int], settings: BatchSettings, tokens: int) -> Batch:
+    """The rows of each replica, which run as slices where they are cut: sequences of a replica are
+    cut or packed among themselves.
+
+    Args:
+        tokens: most tokens of a slice.
+    """
+    costs, multiple = settings.costs, settings.length_multiple
     found = []
     for given in balance([costs.total([length]) for length in lengths], settings.num_replicas):
         rows = cut(
@@ -188,7 +233,8 @@ class BatchPlans:
         lengths: gives the lengths of samples ``first`` to ``first + batch_size``; fewer at the end
             of the data.
         replica: number of this data-parallel rank.
-        planner: plans the order ``planned``.
+        planner: plans the order ``planned``, and weighs slices of ``auto``. Without one ``auto``
+            cuts by its rule.
     """
 
     def __init__(
@@ -204,31 +250,32 @@ class BatchPlans:
         if settings.order == "planned" and planner is None:
             raise ConfigError(f"{core_setting('order', 'planned')} needs a planner")
         self.lengths = functools.lru_cache(maxsize=8)(self._lengths)
-        self._shared = functools.lru_cache(maxsize=8)(self._share)
-        self._cut = functools.lru_cache(maxsize=8)(self._cut_rows)
+        self._ways = functools.lru_cache(maxsize=8)(self._find_ways)
         self._ordered = functools.lru_cache(maxsize=8)(self._order)
 
     def microbatches(self, first: int) -> Microbatches:
         """This replica's microbatches of the global batch that begins with sample ``first``, as
         numbers of samples."""
-        mine = self._shared(first)[self._replica]
-        return [[first + index for index in mine[i]] for i in self._ordered(first).order]
+        return [[first + index for index in row.sequences] for row in self._own_rows(first)]
 
     def num_microbatches(self, first: int) -> int:
         """Microbatches of each replica in that global batch."""
-        return len(self._shared(first)[self._replica])
+        return len(self._rows(first)[self._replica])
 
     def slice_ends(self, first: int) -> list[tuple[int, ...]]:
         """Ends of the slices of this replica's microbatches of that global batch, in tokens with
         padding, in their order; a single one where a microbatch is not cut."""
-        own, lengths = self.own_lengths(first), self.settings.width
-        if self.settings.slices is None:
-            return [(lengths(each),) for each in own]
-        rows = self._cut(first)[self._replica]
-        return [
-            (*rows[i].ends[:-1], lengths(each))
-            for i, each in zip(self._ordered(first).order, own, strict=True)
-        ]
+        width = self.settings.width
+        return [(*row.ends[:-1], width(row.lengths)) for row in self._own_rows(first)]
+
+    def choice(self, first: int) -> Choice | None:
+        """The choice of ``auto`` for that global batch; None where there was none to make."""
+        return self._ordered(first).choice
+
+    def slice_tokens(self, first: int) -> int:
+        """Most tokens of a slice of that global batch; 0 where sequences run whole."""
+        choice, ways = self.choice(first), self._ways(first)
+        return choice.tokens if choice is not None else next(iter(ways))
 
     def policy(self, first: int) -> str | None:
         """The policy that runs that global batch; None for that of the run."""
@@ -236,8 +283,7 @@ class BatchPlans:
 
     def own_lengths(self, first: int) -> list[list[int]]:
         """Lengths of this replica's microbatches of that global batch, in their order."""
-        mine = self._of_replica(first)
-        return [mine[i] for i in self._ordered(first).order]
+        return [list(row.lengths) for row in self._own_rows(first)]
 
     def own_sizes(self, first: int) -> list[int]:
         """Tokens of this replica's microbatches of that global batch, with padding, in their
@@ -248,8 +294,7 @@ class BatchPlans:
     def tokens(self, first: int) -> BatchTokens:
         """Tokens of that global batch over all replicas."""
         lengths = self.lengths(first)
-        bins = (each for mine in self._shared(first) for each in mine)
-        shapes = (self.settings.shape([lengths[i] for i in each]) for each in bins)
+        shapes = (self.settings.shape(row.lengths) for mine in self._rows(first) for row in mine)
         padded = sum(rows * width for rows, width in shapes)
         return BatchTokens(sum(lengths), padded, sum(length**2 for length in lengths))
 
@@ -265,13 +310,17 @@ class BatchPlans:
     def _lengths(self, first: int) -> Sequence[int]:
         return self._drawn_lengths(first, first + self.batch_size)
 
-    def _share(self, first: int) -> list[Microbatches]:
-        if self.settings.slices is not None:
-            return [[list(row.sequences) for row in rows] for rows in self._cut(first)]
-        return share_batch(self._whole_batch(first), self.settings)
+    def _find_ways(self, first: int) -> dict[int, Batch]:
+        return ways_to_run(self._whole_batch(first), self.settings, weighs=self.planner is not None)
 
-    def _cut_rows(self, first: int) -> list[list[Row]]:
-        return cut_batch(self._whole_batch(first), self.settings)
+    def _rows(self, first: int) -> Batch:
+        """The rows of all replicas as they run."""
+        return self._ways(first)[self.slice_tokens(first)]
+
+    def _own_rows(self, first: int) -> list[Row]:
+        """This replica's rows, in their order."""
+        mine = self._rows(first)[self._replica]
+        return [mine[i] for i in self._ordered(first).order]
 
     def _whole_batch(self, first: int) -> Sequence[int]:
         lengths = self.lengths(first)
@@ -283,18 +332,23 @@ class BatchPlans:
             )
         return lengths
 
-    def _of_replica(self, first: int) -> list[list[int]]:
-        lengths = self.lengths(first)
-        return [[lengths[i] for i in each] for each in self._shared(first)[self._replica]]
+    def _question(self, first: int) -> Question:
+        """All replicas choose by the rows of the first, which has the longest sequence."""
+        ways = self._ways(first)
+        own = {tokens: batch[self._replica] for tokens, batch in ways.items()}
+        weighs = self.settings.slices == 0
+        others = weighs and self._replica
+        weighed = {tokens: batch[0] for tokens, batch in ways.items()} if others else {}
+        return Question(own, weighed, self.settings.order, weighs)
 
     def _order(self, first: int) -> PlannedOrder:
-        mine = self._of_replica(first)
         if self.planner is None:
-            costs = [self.settings.cost(each) for each in mine]
+            (batch,) = self._ways(first).values()
+            costs = [row_cost(row, self.settings.costs) for row in batch[self._replica]]
             name = self.settings.order
             return PlannedOrder(orders(costs, self.settings.num_ranks)[name], name)
-        found = self.planner.take(first, mine)
+        found = self.planner.take(first, self._question(first))
         after = first + self.batch_size
         if len(self.lengths(after)) == self.batch_size:
-            self.planner.ask(after, self._of_replica(after))
+            self.planner.ask(after, self._question(after))
         return found

@@ -67,7 +67,17 @@ class LengthCosts:
     @classmethod
     def transformer(cls, hidden: int = 4096) -> LengthCosts:
         """Of a transformer layer with causal attention, in units of a token's share without it."""
-        square = 1.0 / (12 * hidden)
+        return cls.of_layer(12 * hidden * hidden, hidden)
+
+    @classmethod
+    def of_layer(cls, weights: int, queries: int) -> LengthCosts:
+        """Of a layer by its products, in units of a token's share without attention.
+
+        Args:
+            weights: elements of its weight matrices that a token passes.
+            queries: width of all heads' queries.
+        """
+        square = queries / weights
         return cls(per_square=(square, 2.5 * square, 0.0))
 
     def time(self, kind: Kind, lengths: Sequence[int]) -> float:
@@ -79,6 +89,13 @@ class LengthCosts:
         twice in ``squares``: ``end ** 2 - begin ** 2`` for a slice of a sequence.
         """
         return self.fixed + self.per_token[kind] * tokens + self.per_square[kind] * squares
+
+    def times(self, rows: int) -> LengthCosts:
+        """Of a microbatch that has as many sequences of each length."""
+        per_token, per_square = (
+            (rows * f, rows * b, rows * w) for f, b, w in (self.per_token, self.per_square)
+        )
+        return LengthCosts(fixed=self.fixed, per_token=per_token, per_square=per_square)
 
     @property
     def least_slice(self) -> int:

@@ -1,6 +1,6 @@
-"""The planner of orders: simulates orders of a replica's microbatches, a step ahead.
+"""The planner of batches: simulates cuts and orders of a replica's microbatches, a step ahead.
 
-:func:`plan_order` depends on the lengths and the model of the pipeline alone, so all ranks of a
+:func:`plan_batch` depends on the lengths and the model of the pipeline alone, so all ranks of a
 replica plan the same. It runs in a process of its own; this module is that process's program.
 """
 
@@ -8,96 +8,95 @@ from __future__ import annotations
 
 import contextlib
 import json
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import IO, Any
 
-from megatron.dpp.schedule import Kind
-from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.packing import orders
-from megatron.dpp.sim.schedules import find_schedule, run_static
+from megatron.dpp.sim.pipeline_model import PipelineModel, Rows, as_row
+from megatron.dpp.sim.slices import Row, row_cost
+from megatron.dpp.sim.weighing import Choice, weigh, with_overheads
 
-Lengths = Sequence[Sequence[int]]
-"""Lengths of each microbatch's sequences."""
-
-_HOP = 0.01
-"""Time of a message in mean chunk forwards."""
 _MOST_TASKS = 100_000
 """Tasks of a step, above which no order is simulated: planning would take longer than the step."""
 _MARGIN = 0.002
 """Share of the time that another order or policy must gain."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineModel:
-    """A pipeline as the planner simulates it.
-
-    Args:
-        longest: most tokens of a microbatch.
-        policy: of the dynamic schedule; None for a static one.
-        cap: as ``activation_cap``, not in bytes.
-        costs: time of a stage's tasks.
-        overhead: time from a task's end to the next one's start at least, in the unit of ``costs``.
-    """
-
-    num_ranks: int
-    num_chunks: int
-    longest: int
-    policy: str | None
-    cap: str = "auto"
-    split_backward: bool = True
-    costs: LengthCosts = field(default_factory=LengthCosts)
-    overhead: float = 0.0
-
-    def seconds(self, microbatches: Lengths, policy: str | None = None) -> float:
-        """Time of a step with these microbatches in this order, in the unit of ``costs``.
-
-        Args:
-            policy: in place of the model's; of a dynamic schedule.
-        """
-        costs = self.costs.of(
-            microbatches, num_ranks=self.num_ranks, num_chunks=self.num_chunks, hop=_HOP
-        )
-        sizes = tuple(sum(lengths) for lengths in microbatches)
-        shape = Shape(self.num_ranks, self.num_chunks, len(sizes), sizes, self.longest)
-        unit = statistics.fmean(self.costs.time(Kind.F, lengths) for lengths in microbatches)
-        if self.overhead:
-            each = dict.fromkeys(range(self.num_ranks), self.overhead / unit)
-            costs = replace(costs, overhead=each)
-        if self.policy is None:
-            name = "1f1b" if self.num_chunks == 1 else "interleaved"
-            return unit * run_static(name, shape, costs).makespan
-        schedule = find_schedule(
-            policy or self.policy, cap=self.cap, split_backward=self.split_backward
-        )
-        return unit * schedule.run(shape, costs).makespan
-
-
 @dataclass(frozen=True)
 class PlannedOrder:
-    """The order of a replica's microbatches, its name, and the policy that runs it fastest; None
-    for that of the run."""
+    """The order of a replica's microbatches.
+
+    Args:
+        name: of the order.
+        policy: that runs it fastest; None for that of the run.
+        choice: the weighed cut; None where there was nothing to choose.
+    """
 
     order: list[int]
     name: str
     policy: str | None = None
+    choice: Choice | None = None
 
 
-def plan_order(model: PipelineModel, microbatches: Lengths) -> PlannedOrder:
-    """The named order with the least simulated time, the drawn one if none gains.
+@dataclass(frozen=True)
+class Question:
+    """A batch to plan.
+
+    Args:
+        ways: this replica's microbatches by tokens of a slice, 0 for whole sequences.
+        weighed: those of the replica by which all choose, coarsest first; empty for this one's.
+        named: the order to keep, by its name; ``planned`` weighs all.
+        weighs: whole sequences and slices; otherwise there is one way.
+    """
+
+    ways: Mapping[int, Rows]
+    weighed: Mapping[int, Rows]
+    named: str = "planned"
+    weighs: bool = False
+
+
+def plan_batch(model: PipelineModel, question: Question) -> PlannedOrder:
+    """The cut of a batch, and the order of this replica's microbatches. Each cut is weighed in the
+    order that it would run in."""
+    ways, named, choice = question.ways, question.named, None
+    tokens = next(iter(ways))
+    if any(len(as_row(each).ends) > 1 for rows in ways.values() for each in rows):
+        model = with_overheads(model)
+    if question.weighs:
+
+        def time(rows: Rows) -> float:
+            plan = _ordered(model, rows, named)
+            return model.seconds([rows[i] for i in plan.order], plan.policy)
+
+        choice = weigh(question.weighed or ways, model, time)
+        tokens = choice.tokens
+    return replace(_ordered(model, ways[tokens], named), choice=choice)
+
+
+def _ordered(model: PipelineModel, rows: Rows, named: str) -> PlannedOrder:
+    if named == "planned":
+        return plan_order(model, rows)
+    return PlannedOrder(_orders(model, rows)[named], named)
+
+
+def _orders(model: PipelineModel, rows: Rows) -> dict[str, list[int]]:
+    return orders([row_cost(as_row(each), model.costs) for each in rows], model.num_ranks)
+
+
+def plan_order(model: PipelineModel, microbatches: Rows) -> PlannedOrder:
+    """The named order with the least simulated time, the given one if none gains.
 
     With the policies ``auto`` and ``dynamic`` both the dynamic order and Megatron's, with weight
     gradients in the gaps, are weighed: on long sorted batches Megatron's is sometimes faster.
     """
-    found = orders([model.costs.total(each) for each in microbatches], model.num_ranks)
+    found = _orders(model, microbatches)
     drawn = PlannedOrder(found["drawn"], "drawn")
-    tasks = len(Kind) * len(microbatches) * model.num_ranks * model.num_chunks
-    if model.num_ranks == 1 or tasks > _MOST_TASKS:
+    if model.num_ranks == 1 or model.num_tasks(microbatches) > _MOST_TASKS:
         return drawn
     others = {"dynamic": "megatron", "auto": "dynamic" if model.num_ranks == 2 else "megatron"}
     policies = [None, *filter(None, [others.get(model.policy or "")])]
@@ -127,24 +126,24 @@ class OrderPlanner:
         self._answers: dict[int, PlannedOrder] = {}
         self.waited = 0.0
 
-    def ask(self, key: int, microbatches: Lengths) -> None:
+    def ask(self, key: int, question: Question) -> None:
         """Begin to plan; asked once for each key."""
         if key in self._asked or key in self._answers:
             return
         self._asked.append(key)
-        _write(self._input(), [list(each) for each in microbatches])
+        _write(self._input(), _question_to(question))
 
-    def take(self, key: int, microbatches: Lengths) -> PlannedOrder:
+    def take(self, key: int, question: Question) -> PlannedOrder:
         """The plan of a key; it is made now if nobody has asked for it."""
-        self.ask(key, microbatches)
+        self.ask(key, question)
         start = time.perf_counter()
         while key not in self._answers:
             line = self._read()
             if not line:  # the process is gone: the same plan, at this process's expense
                 self._asked.clear()
-                self._answers[key] = plan_order(self._model, microbatches)
+                self._answers[key] = plan_batch(self._model, question)
                 break
-            self._answers[self._asked.pop(0)] = PlannedOrder(**json.loads(line))
+            self._answers[self._asked.pop(0)] = _plan_of(json.loads(line))
         self.waited += time.perf_counter() - start
         while len(self._answers) > 8:
             del self._answers[next(iter(self._answers))]
@@ -192,11 +191,52 @@ def _model_of(values: Mapping[str, Any]) -> PipelineModel:
     return PipelineModel(**{**values, "costs": costs})
 
 
+def _question_to(question: Question) -> dict[str, Any]:
+    """For JSON, whose keys are text: pairs; a whole microbatch is the list of its lengths."""
+
+    def encoded(ways: Mapping[int, Rows]) -> list[Any]:
+        return [
+            [
+                tokens,
+                [[*map(int, row.lengths)] if len(row.ends) == 1 else asdict(row) for row in rows],
+            ]
+            for tokens, given in ways.items()
+            for rows in [[as_row(each) for each in given]]
+        ]
+
+    return {
+        **asdict(question),
+        "ways": encoded(question.ways),
+        "weighed": encoded(question.weighed),
+    }
+
+
+def _question_of(values: Mapping[str, Any]) -> Question:
+    def decoded(pairs: Sequence[Any]) -> dict[int, Rows]:
+        return {
+            tokens: [
+                Row(*map(tuple, each.values())) if isinstance(each, dict) else each for each in rows
+            ]
+            for tokens, rows in pairs
+        }
+
+    ways, weighed = (decoded(values[name]) for name in ("ways", "weighed"))
+    return Question(**{**values, "ways": ways, "weighed": weighed})
+
+
+def _plan_of(values: Mapping[str, Any]) -> PlannedOrder:
+    choice = values["choice"]
+    if choice is not None:
+        times = {int(tokens): time for tokens, time in choice["times"].items()}
+        choice = Choice(**{**choice, "times": times})
+    return PlannedOrder(**{**values, "choice": choice})
+
+
 def serve(source: IO[str], target: IO[str]) -> None:
-    """Answers each line of microbatches with a plan, until the source ends."""
+    """Answers each line with a batch by a line with its plan, until the source ends."""
     model = _model_of(json.loads(source.readline()))
     for line in source:
-        _write(target, asdict(plan_order(model, json.loads(line))))
+        _write(target, asdict(plan_batch(model, _question_of(json.loads(line)))))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.packing import orders, pack
 from megatron.dpp.sim.result import Result
 from megatron.dpp.sim.schedules import ScheduleConfig
-from megatron.dpp.slice_sizes import LEAST_TOKENS, ROUNDING, WHOLE_UP_TO, auto_tokens
+from megatron.dpp.slice_sizes import LEAST_TOKENS, ROUNDING, WHOLE_UP_TO, auto_tokens, slice_size
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def cut(
 ) -> list[Row]:
     """The rows of a batch, the costliest first.
 
-    A sequence of more than 1.5 slices is cut into slices of equal tokens, but for the last one.
+    A sequence of more than 1.5 slices is cut as :func:`slice_size` says.
     Shorter ones are packed by equal cost into rows of up to 1.5 slices.
 
     Args:
@@ -138,9 +138,7 @@ def longest_unit(tokens: int, multiple: int = 1) -> int:
 
 
 def _ends(length: int, tokens: int, multiple: int) -> tuple[int, ...]:
-    step = math.lcm(ROUNDING, multiple)
-    number = -(-length // tokens)
-    size = -(-length // number // step) * step
+    size = slice_size(length, tokens, multiple)
     return (*range(size, length, size), length)
 
 

@@ -134,6 +134,35 @@ def other_slices(args: Settings, saved: Any, path: Path) -> str | None:
     )
 
 
+_OF_CHOICE = (
+    "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "data_parallel_size",
+    "dpp_policy", "dpp_activation_cap", "dpp_split_backward", "length_costs", "packing", "order",
+    "global_batch_size", "micro_batch_size",
+)  # fmt: skip
+"""Settings from which the choice of ``--dpp-slice-tokens auto`` follows, beside lengths."""
+
+
+def slices_before(args: Settings, saved: Any, path: Path) -> str:
+    """A text on the slices that ``--dpp-slice-tokens auto`` took in the run that saved, where this
+    run may take others, as another setting is unlike; empty where none is, or where one of them did
+    not ask for ``auto``.
+    """
+    taken = getattr(saved, "slice_tokens_taken", -1)
+    asked = [getattr(each, "dpp_slice_tokens", "off") for each in (saved, args)]
+    other = [name for name in _OF_CHOICE if getattr(saved, name, None) != getattr(args, name, None)]
+    if asked != ["auto", "auto"] or taken < 0 or not other:
+        return ""
+    was = ", ".join(f"{flag_name(name)} {getattr(saved, name, None)}" for name in other)
+    return (
+        f"{path} was saved with {was}, where --dpp-slice-tokens auto took {slices_text(taken)} last"
+    )
+
+
+def slices_text(tokens: int) -> str:
+    """Slices of so many tokens; 0 for none."""
+    return f"slices of {tokens} tokens" if tokens else "whole sequences"
+
+
 def check_optimizer(args: Settings, saved: Any, path: Path) -> None:
     """Refuse the state of another kind of optimizer: distributed or not, or with experts apart
     (ConfigError)."""

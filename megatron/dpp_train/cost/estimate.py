@@ -6,6 +6,7 @@ prints it, and ``train.measure`` compares it with the run.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from megatron.dpp.schedule import BUILT_IN, HOLDS_ALL
@@ -96,7 +97,9 @@ class Estimate:
 
 
 def estimate(shape: RunShape, device: Device) -> Estimate:
-    """Memory, traffic and time of a run."""
+    """Memory, traffic and time of a run. Where ``--dpp-slice-tokens auto`` would run sequences
+    whole that do not fit into the device's memory, they are cut."""
+    shape = fitting(shape, device)
     prediction = predict(shape, model_costs(shape, device))
     seconds = prediction.seconds + outside_seconds(shape, device)
     tokens = shape.global_batch * shape.model.seq_length
@@ -107,12 +110,7 @@ def estimate(shape: RunShape, device: Device) -> Estimate:
         device=device,
         parameters=model_parameters(shape),
         flops_per_token=per_token,
-        ranks=tuple(
-            rank_memory(shape, rank, peak - keys, keys)
-            for rank, (peak, keys) in enumerate(
-                zip(prediction.peak_bytes, prediction.key_bytes, strict=True)
-            )
-        ),
+        ranks=_memory(shape, prediction),
         traffic=traffic(shape),
         bubble_formula=bubble_formula(shape),
         bubble=max(0.0, prediction.bubble),  # one rank alone may come out at -2e-16
@@ -121,6 +119,33 @@ def estimate(shape: RunShape, device: Device) -> Estimate:
         flops_per_device=per_token * tokens / seconds / shape.world_size,
         replayed=part_times(shape.slices[0], device).replayed,
         slot_bytes=prediction.slot_bytes,
+    )
+
+
+def _memory(shape: RunShape, prediction: Prediction) -> tuple[RankMemory, ...]:
+    held = zip(prediction.peak_bytes, prediction.key_bytes, strict=True)
+    return tuple(
+        rank_memory(shape, rank, peak - keys, keys) for rank, (peak, keys) in enumerate(held)
+    )
+
+
+def fitting(shape: RunShape, device: Device) -> RunShape:
+    """The run, told that the device's memory does not hold whole sequences where it does not."""
+    if shape.schedule.slice_tokens != "auto" or len(shape.slices) > 1:
+        return shape
+    ranks = _memory(shape, predict(shape, model_costs(shape, device)))
+    if max(rank.total for rank in ranks) <= device.memory_bytes:
+        return shape
+    return cut_for_memory(shape)
+
+
+def cut_for_memory(shape: RunShape) -> RunShape:
+    """The run whose memory does not hold whole sequences."""
+    schedule = shape.schedule
+    in_forward = schedule.head_in_forward or schedule.head_when_cut
+    return dataclasses.replace(
+        shape,
+        schedule=dataclasses.replace(schedule, holds_whole=False, head_in_forward=in_forward),
     )
 
 

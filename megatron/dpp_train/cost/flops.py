@@ -12,17 +12,6 @@ from megatron.dpp_train.options.layer_patterns import layers_with_experts
 from megatron.dpp_train.options.run_config import Settings
 
 
-def layer_weights(model: ModelShape, ffn_hidden_size: int | None = None) -> int:
-    """Elements of a layer's weight matrices: multiply-adds per token of its linear layers.
-
-    Args:
-        ffn_hidden_size: width of the MLP in place of what a token passes in the model's.
-    """
-    width = model.active_width if ffn_hidden_size is None else ffn_hidden_size
-    attention = model.hidden_size * (2 * model.queries + 2 * model.keys)
-    return attention + model.hidden_size * width * (3 if model.gated else 2)
-
-
 def core_products(model: ModelShape, before: int = 0) -> int:
     """Multiply-adds per token of attention's core (scores and context) under a causal mask; without
     one there are twice as many.
@@ -42,7 +31,7 @@ def flops_per_token(model: ModelShape, widths: Sequence[int], *, outputs: int | 
         widths: each layer's MLP width.
         outputs: width of all that follows the layers; the vocabulary by default.
     """
-    layers = sum(layer_weights(model, width) + core_products(model) for width in widths)
+    layers = sum(model.layer_weights(width) + core_products(model) for width in widths)
     head = model.vocab_size if outputs is None else outputs
     return 6 * (layers + model.hidden_size * head)
 
@@ -88,6 +77,4 @@ def length_costs(args: Settings) -> LengthCosts:
     """
     if args.length_costs:
         return read_costs(args.length_costs)
-    model = model_of(args)
-    square = model.queries / layer_weights(model)
-    return LengthCosts(per_square=(square, 2.5 * square, 0.0))
+    return model_of(args).length_costs

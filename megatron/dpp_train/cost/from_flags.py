@@ -53,8 +53,12 @@ def shape_of(
         expert=args.expert_model_parallel_size,
         expert_tensor=args.expert_tensor_parallel_size or 1,
     )
-    in_forward = args.use_dpp and _head_in_forward(args, cut=len(shape.slices) > 1)
-    schedule = dataclasses.replace(shape.schedule, head_in_forward=in_forward)
+    whole, cut = (args.use_dpp and _head_in_forward(args, cut=each) for each in (False, True))
+    schedule = dataclasses.replace(
+        shape.schedule,
+        head_in_forward=cut if len(shape.slices) > 1 else whole,
+        head_when_cut=cut,
+    )
     return dataclasses.replace(shape, schedule=schedule)
 
 

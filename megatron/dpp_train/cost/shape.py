@@ -12,7 +12,11 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron.dpp.slice_sizes import slice_tokens
+from megatron.dpp.schedule import in_bytes
+from megatron.dpp.sim.lengths import LengthCosts
+from megatron.dpp.sim.pipeline_model import PipelineModel
+from megatron.dpp.sim.weighing import NO_ROOM, Choice, weigh_fixed, why_needed
+from megatron.dpp.slice_sizes import slice_size
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,21 @@ class ModelShape:
         """Width of all MLPs of a layer that a token passes, with experts if there are any."""
         return self.ffn_hidden_size if self.experts is None else self.experts.active_width
 
+    def layer_weights(self, ffn_hidden_size: int | None = None) -> int:
+        """Elements of a layer's weight matrices: multiply-adds per token of its linear layers.
+
+        Args:
+            ffn_hidden_size: width of the MLP in place of what a token passes.
+        """
+        width = self.active_width if ffn_hidden_size is None else ffn_hidden_size
+        attention = self.hidden_size * (2 * self.queries + 2 * self.keys)
+        return attention + self.hidden_size * width * (3 if self.gated else 2)
+
+    @property
+    def length_costs(self) -> LengthCosts:
+        """Times of a stage over the lengths of sequences, by a layer's FLOPs."""
+        return LengthCosts.of_layer(self.layer_weights(), self.queries)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSchedule:
@@ -146,6 +165,8 @@ class RunSchedule:
             recomputed or sharded.
         head_in_forward: F runs the backward of LM head and loss.
         slice_tokens: ``--dpp-slice-tokens``.
+        head_when_cut: it would, if sequences were cut.
+        holds_whole: memory holds whole sequences; otherwise ``auto`` always cuts.
     """
 
     dynamic: bool = False
@@ -155,6 +176,8 @@ class RunSchedule:
     cuda_graphs: str = "off"
     head_in_forward: bool = False
     slice_tokens: str = "off"
+    head_when_cut: bool = False
+    holds_whole: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,13 +248,8 @@ class RunShape:
     @property
     def slices(self) -> list[RunShape]:
         """The units of a microbatch: its slices, each a run of its tokens alone, or itself."""
-        length, asked = self.model.seq_length, self.schedule.slice_tokens
-        each = None
-        if self.schedule.dynamic and not self.row and asked != "off":
-            batch = self.num_microbatches * self.micro_batch * length
-            multiple = self.tensor if self.sequence_parallel else 1
-            each = slice_tokens(asked, length, batch, self.pipeline, multiple)
-        if each is None:
+        length, each = self.model.seq_length, self._slice_size()
+        if each == length:
             return [self]
         return [
             dataclasses.replace(
@@ -244,6 +262,32 @@ class RunShape:
             )
             for begin in range(0, length, each)
         ]
+
+    def _slice_size(self) -> int:
+        """Tokens of a slice, as training cuts sequences of one length; all where it cuts none."""
+        length, schedule = self.model.seq_length, self.schedule
+        if self.row or not schedule.dynamic or schedule.slice_tokens == "off":
+            return length
+        multiple = self.tensor if self.sequence_parallel else 1
+        tokens = (
+            self.weighed.tokens if schedule.slice_tokens == "auto" else int(schedule.slice_tokens)
+        )
+        return slice_size(length, tokens, multiple) if tokens else length
+
+    @property
+    def weighed(self) -> Choice:
+        """The choice of ``--dpp-slice-tokens auto`` in a dynamic schedule."""
+        schedule = self.schedule
+        return weigh_fixed(
+            PipelineModel(
+                num_ranks=self.pipeline, num_chunks=self.chunks, longest=self.model.seq_length,
+                policy=schedule.policy, cap="auto" if in_bytes(schedule.cap) else schedule.cap,
+                split_backward=schedule.split_backward, costs=self.model.length_costs,
+            ),
+            self.model.seq_length, self.num_microbatches, rows=self.micro_batch,
+            multiple=self.tensor if self.sequence_parallel else 1,
+            needed=why_needed(schedule.cap) if schedule.holds_whole else NO_ROOM,
+        )  # fmt: skip
 
     @property
     def num_layers(self) -> int:

@@ -81,6 +81,8 @@ def _slices(shape: RunShape) -> list[str]:
     if not shape.schedule.dynamic:
         return ["slices        none: without a dynamic pipeline no sequence is cut"]
     slices, length = shape.slices, shape.model.seq_length
+    if len(slices) == 1 and shape.schedule.slice_tokens == "auto":
+        return [f"slices        auto takes {shape.weighed.text}"]
     if len(slices) == 1:
         return [f"slices        none: {length} tokens are not cut, as up to 1.5 slices stay whole"]
     return [

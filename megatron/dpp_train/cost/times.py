@@ -17,7 +17,7 @@ from megatron.dpp.config import GRAPHS_PAY_FROM
 from megatron.dpp.schedule import Kind
 from megatron.dpp_train.cost import constants
 from megatron.dpp_train.cost.device import Device, known_gpu
-from megatron.dpp_train.cost.flops import core_products, layer_weights
+from megatron.dpp_train.cost.flops import core_products
 from megatron.dpp_train.cost.memory import (
     deferred_bytes,
     embedding_parameters,
@@ -231,7 +231,7 @@ def ring_seconds(shape: RunShape, device: Device) -> float:
 
 def _linear_seconds(shape: RunShape, device: Device) -> float:
     """One pass of a layer's matrix products. The fullest rank's experts set the pace."""
-    weights = layer_weights(shape.model)
+    weights = shape.model.layer_weights()
     experts = shape.model.experts
     if experts is not None:
         more = (shape.imbalance - 1) * experts.topk * experts.ffn_hidden_size

@@ -23,9 +23,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.schedule import in_bytes
 from megatron.dpp.sim import slices
 from megatron.dpp.sim.batches import BatchPlans, BatchSettings
-from megatron.dpp.sim.orders import OrderPlanner, PipelineModel
+from megatron.dpp.sim.orders import OrderPlanner
+from megatron.dpp.sim.pipeline_model import PipelineModel
 from megatron.dpp.trace.step_lengths import FILE, StepLengths, write_step
 from megatron.dpp_train.cost.flops import length_costs
 from megatron.dpp_train.data.sequence_files import answers_prefix, keeps_answers
@@ -181,15 +183,14 @@ def longest_microbatch(args: RunConfig) -> int:
 
 
 def pipeline_model(args: RunConfig) -> PipelineModel:
-    """The pipeline as the planner of ``--order planned`` simulates it, equal on all ranks."""
+    """The pipeline as the planner of batches simulates it, equal on all ranks."""
     cap = args.dpp_activation_cap
-    in_bytes = not args.use_dpp or cap[-1:] in "bB"
     return PipelineModel(
         num_ranks=args.pipeline_model_parallel_size,
         num_chunks=args.virtual_pipeline_model_parallel_size or 1,
         longest=longest_microbatch(args) * args.micro_batch_size,
         policy=args.dpp_policy if args.use_dpp else None,
-        cap="auto" if in_bytes else cap,
+        cap="auto" if not args.use_dpp or in_bytes(cap) else cap,
         split_backward=args.dpp_split_backward != "off",
         costs=length_costs(args),
     )
@@ -269,9 +270,10 @@ def next_step(iterator: Iterator[Microbatch]) -> list[Microbatch]:
 
 
 def longest_unit(args: RunConfig) -> int:
-    """Tokens of the longest row that passes between stages: of a slice where rows are cut."""
+    """Tokens of the longest row that passes between stages: of a slice where rows are cut, unless
+    ``auto`` may run them whole."""
     longest = longest_microbatch(args)
-    if args.slice_tokens is None:
+    if args.slice_tokens is None or (args.slice_tokens == 0 and args.holds_whole):
         return longest
     multiple, costs = args.length_multiple, length_costs(args)
     most = slices.tokens_for(sys.maxsize, 1, costs, asked=args.slice_tokens, multiple=multiple)
@@ -322,6 +324,7 @@ def batch_settings(args: RunConfig, *, plain: bool = False) -> BatchSettings:
         costs=length_costs(args),
         slices=args.slice_tokens,
         sorts=not plain,
+        holds_whole=args.holds_whole,
     )
 
 
@@ -347,7 +350,7 @@ class SequenceLoader:
             size,
             mpu.get_data_parallel_rank(),
             batch_settings(args, plain=plain),
-            None if plain or args.order != "planned" else OrderPlanner(pipeline_model(args)),
+            OrderPlanner(pipeline_model(args)) if _plans(args) and not plain else None,
         )
 
     def __len__(self) -> int:
@@ -385,6 +388,11 @@ def sequence_loader(
     if dataset is None or len(dataset) == 0:
         return None
     return SequenceLoader(args, dataset, consumed, reads=reads, plain=plain)
+
+
+def _plans(args: RunConfig) -> bool:
+    """Batches are simulated: their orders, or cuts."""
+    return bool(args.order == "planned" or args.slice_tokens == 0)
 
 
 class _Batches:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from megatron.dpp.errors import DppError
+from megatron.dpp.slice_sizes import auto_tokens
 from megatron.dpp_train.cost.estimate import Estimate, estimate, least_seconds
 from megatron.dpp_train.cost.memory import least_bytes
 from megatron.dpp_train.cost.shape import RunSchedule, RunShape
@@ -198,8 +199,13 @@ class _Search:
                     micro_batch=micro,
                 )
                 shape = shape_with(plain, setting, form, static=static)
-                if shape is not None and least_bytes(shape) <= self._usable:
-                    seconds = least_seconds(shape, setting.device, planned=planned)
+                if shape is None:
+                    continue
+                cuts = bounding_cuts(shape)
+                if min(map(least_bytes, cuts)) <= self._usable:
+                    seconds = min(
+                        least_seconds(cut, setting.device, planned=planned) for cut in cuts
+                    )
                     yield Way(**vars(form), planned=planned, least_seconds=seconds)
 
     def _try(self, way: Way) -> Candidate | None:
@@ -290,7 +296,7 @@ def shape_with(plain: RunShape, setting: Setting, form: Form, *, static: bool) -
         schedule = dataclasses.replace(
             schedule, dynamic=True, policy="auto", cap="auto", split_backward=True
         )
-    shape = dataclasses.replace(
+    return dataclasses.replace(
         plain,
         tensor=layout.tensor,
         pipeline=layout.pipeline,
@@ -307,9 +313,21 @@ def shape_with(plain: RunShape, setting: Setting, form: Form, *, static: bool) -
         schedule=schedule,
         per_node=setting.per_node,
     )
-    if len(shape.slices) == 1:
-        return shape
-    return dataclasses.replace(shape, schedule=dataclasses.replace(schedule, head_in_forward=True))
+
+
+def bounding_cuts(shape: RunShape) -> list[RunShape]:
+    """The run as its sequences may be cut: ``--dpp-slice-tokens auto``, which is not simulated
+    here, takes its smallest slices or whole sequences."""
+    schedule, found = shape.schedule, []
+    asked = schedule.slice_tokens
+    smallest = str(auto_tokens(0, shape.pipeline))
+    for word in (smallest, "off") if asked == "auto" else (asked,):
+        each = dataclasses.replace(shape, schedule=dataclasses.replace(schedule, slice_tokens=word))
+        if len(each.slices) > 1:
+            in_forward = dataclasses.replace(each.schedule, head_in_forward=True)
+            each = dataclasses.replace(each, schedule=in_forward)
+        found.append(each)
+    return found
 
 
 def _graphs(plain: RunShape, layout: Layout) -> str:
@@ -378,6 +396,7 @@ def why_nothing_fits(
             form = Form(layout=layout, shard=shard, spread=layout.tensor > 1 and setting.on_gpu)
             shape = shape_with(plain, setting, form, static=options.no_dpp)
             if shape is not None:
+                shape = bounding_cuts(shape)[0]
                 need = least_bytes(shape)
                 if need <= usable:
                     need = estimate(shape, setting.device).peak_bytes

@@ -17,7 +17,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.utils import check_param_hashes_across_dp_replicas
 
 from megatron.dpp.errors import DppError
-from megatron.dpp.sim.batches import BatchTokens
+from megatron.dpp.sim.batches import BatchPlans, BatchTokens
 from megatron.dpp_train.checkpoint.checkpointing import Checkpointer
 from megatron.dpp_train.data.samples import Iterators
 from megatron.dpp_train.data.sequences import (
@@ -71,6 +71,7 @@ class Trainer:
     comparison: Comparison
     diagnostics: Diagnostics
     checks: GradientChecks = field(default_factory=GradientChecks)
+    _told_slices: bool = False
 
     def train(self) -> bool:
         """Runs until ``--train-iters`` or an exit condition, and saves a checkpoint.
@@ -114,6 +115,7 @@ class Trainer:
         plans = self.iterators.plans
         if plans is not None:
             write_lengths(run.args, plans, run.consumed_train_samples, run.iteration)
+            self._tell_slices(plans)
         step = self._step()
         run.recorder.end_iteration()
         hooks.after_step(step)
@@ -223,6 +225,14 @@ class Trainer:
         """Tokens of this step's batch, None where all samples have one length."""
         plans = self.iterators.plans
         return None if plans is None else plans.tokens(self.run.consumed_train_samples)
+
+    def _tell_slices(self, plans: BatchPlans) -> None:
+        """Say once what ``--dpp-slice-tokens auto`` has chosen, and why."""
+        if self.run.args.slice_tokens != 0 or self._told_slices:
+            return
+        choice, self._told_slices = plans.choice(self.run.consumed_train_samples), True
+        if choice is not None:
+            self.run.say(f"--dpp-slice-tokens auto takes {choice.text}. Each batch is weighed anew")
 
     def _forward_backward(self, iterator: Any, count: int, *, forward_only: bool) -> list[Any]:
         args, more = self.run.args, {} if forward_only else self._planned()

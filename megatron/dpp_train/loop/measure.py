@@ -17,16 +17,46 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from megatron.dpp_train.cost.device import Device, cpu_device, gpu_device
-from megatron.dpp_train.cost.estimate import Estimate, estimate
+from megatron.dpp_train.cost.estimate import Estimate, cut_for_memory, estimate, fitting
 from megatron.dpp_train.cost.from_flags import shape_of
+from megatron.dpp_train.cost.shape import RunShape
 from megatron.dpp_train.cost.text import lines, size
 from megatron.dpp_train.loop.metrics import MetricsFile
 from megatron.dpp_train.model.build import Trainee
+from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.state import Run
 
 _WARM_UP = {"cpu": 2, "cuda": 5}
 """Iterations before the measured one: the first allocates and compiles, on a GPU the third and
 fourth may capture graphs."""
+
+
+def fit_slices(run: Run, arch: str) -> RunConfig:
+    """The settings; where ``--dpp-slice-tokens auto`` may run sequences whole, and the estimate
+    does not fit into some rank's memory so, they always cut. A collective then.
+    """
+    args = run.args
+    if args.dpp_slice_tokens != "auto" or not (args.use_dpp and args.holds_whole):
+        return args
+    shape = _shape(run, arch)
+    fitted = fitting(shape, _device(run))
+    needed = torch.tensor(float(fitted is not shape), device=run.device)
+    dist.all_reduce(needed, dist.ReduceOp.MAX)
+    if not needed:
+        return args
+    shape = cut_for_memory(shape)
+    run.say(f"--dpp-slice-tokens auto takes {shape.weighed.text}, by the estimate of this run")
+    draft = args.draft()
+    draft.holds_whole = False
+    if not args.variable_lengths and len(shape.slices) > 1:
+        draft.dpp_slice_tokens = str(shape.weighed.tokens)
+    return draft.frozen()
+
+
+def _shape(run: Run, arch: str) -> RunShape:
+    args = run.args
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    return shape_of(args, on_gpu=args.device == "cuda", arch=arch, per_node=per_node)
 
 
 class Comparison:
@@ -43,9 +73,7 @@ class Comparison:
         self._peak: int | None = None
         self._found: Estimate | None = None
         if args.estimate:
-            per_node = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
-            shape = shape_of(args, on_gpu=args.device == "cuda", arch=arch, per_node=per_node)
-            self._found = estimate(shape, _device(run))
+            self._found = estimate(_shape(run, arch), _device(run))
             run.say("\n".join(["", "estimate:", *lines(self._found), ""]))
 
     @property

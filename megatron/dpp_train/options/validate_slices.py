@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron.dpp.errors import require
 from megatron.dpp.naming import flag_name
+from megatron.dpp.schedule import in_bytes
 from megatron.dpp.sim.slices import check_slice_tokens
 from megatron.dpp_train.options.run_config import Settings
 
@@ -46,13 +47,14 @@ def check_head(args: Settings) -> None:
 def check_slices(args: Settings) -> None:
     """Derives ``slice_tokens``: tokens of a slice into which the trainer cuts sequences of unlike
     length, 0 for ``auto``; None where it cuts none. Those of one length are cut by the schedule.
+    Derives ``holds_whole``: ``auto`` may run sequences whole.
 
     Raises:
         ConfigError: a setting that does not go with slices.
     """
     asked = args.dpp_slice_tokens
     what = f"--dpp-slice-tokens {asked}"
-    args.slice_tokens = None
+    args.slice_tokens, args.holds_whole = None, not in_bytes(args.dpp_activation_cap)
     require(
         asked == "off" or args.use_dpp or args.pipeline_model_parallel_size == 1,
         f"{what} needs the dynamic schedule: static ones run whole microbatches; add --use-dpp "
@@ -104,11 +106,6 @@ def _check_unlike(args: Settings, what: str) -> None:
         args.dpp_length_buckets == "off",
         f"{what} does not go with --dpp-length-buckets {args.dpp_length_buckets}: slices have few "
         "lengths already",
-    )
-    require(
-        args.order != "planned",
-        f"{what} does not go with --order planned, whose planner knows no slices; leave it out: "
-        "rows run longest first",
     )
     shares_order = args.num_experts and args.expert_model_parallel_size > 1
     require(

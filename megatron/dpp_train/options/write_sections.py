@@ -65,6 +65,7 @@ _DERIVED: dict[str, dict[str, tuple[str, Any]]] = {
         "length_multiple": ("int", 1),
         "length_buckets": ("tuple[int, ...]", ()),
         "slice_tokens": ("int | None", None),
+        "holds_whole": ("bool", True),
     },
     "checkpoint": {"start": ("Any", None)},  # the checkpoint that a program found itself
 }

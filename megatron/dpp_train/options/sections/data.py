@@ -72,3 +72,4 @@ class Data(Section):
     length_multiple: int = 1
     length_buckets: tuple[int, ...] = ()
     slice_tokens: int | None = None
+    holds_whole: bool = True

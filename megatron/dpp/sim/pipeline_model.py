@@ -1,0 +1,90 @@
+"""A run's pipeline as planners simulate it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron.dpp.schedule import Kind
+from megatron.dpp.sim.lengths import LengthCosts
+from megatron.dpp.sim.result import Result
+from megatron.dpp.sim.schedules import ScheduleConfig
+from megatron.dpp.sim.slices import Row, SlicedPipeline
+
+Rows = Sequence[Sequence[int] | Row]
+"""Microbatches in their order: the lengths of each one's sequences, or a row of slices."""
+
+_HOP = 0.01
+"""Time of a message in mean chunk forwards."""
+_KAPPA = 0.35
+"""Memory of keys, values and their gradients over that of activations: where all heads have keys of
+their own, as a run takes it until it is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineModel:
+    """A pipeline as a planner simulates it.
+
+    Args:
+        longest: most tokens of a microbatch.
+        policy: of the dynamic schedule; None for a static one.
+        cap: as ``activation_cap``, not in bytes.
+        costs: time of a rank's tasks.
+        overhead: time from a task's end to the next one's start at least, in the unit of ``costs``.
+        hop: time of a message, in the unit of ``costs``; None for 1 % of the mean chunk forward.
+    """
+
+    num_ranks: int
+    num_chunks: int
+    longest: int
+    policy: str | None
+    cap: str = "auto"
+    split_backward: bool = True
+    costs: LengthCosts = field(default_factory=LengthCosts)
+    overhead: float = 0.0
+    hop: float | None = None
+
+    def run(self, microbatches: Rows, policy: str | None = None) -> Result:
+        """Simulate a step with these microbatches in this order, in the unit of ``costs``.
+
+        Args:
+            policy: in place of the model's; of a dynamic schedule.
+
+        Raises:
+            ConfigError: the schedule cannot run them, as the cap is too small.
+        """
+        rows = [as_row(each) for each in microbatches]
+        schedule = ScheduleConfig(policy="megatron", cap="megatron", split_backward=False)
+        if self.policy is not None:
+            schedule = ScheduleConfig(
+                policy=policy or self.policy, cap=self.cap, split_backward=self.split_backward,
+                kappa=_KAPPA,
+            )  # fmt: skip
+        pipeline = SlicedPipeline(
+            num_ranks=self.num_ranks, num_chunks=self.num_chunks, longest=self.longest,
+            costs=self.costs, schedule=schedule, overhead=self.overhead, hop=self._hop(rows),
+        )  # fmt: skip
+        return pipeline.run(rows)
+
+    def seconds(self, microbatches: Rows, policy: str | None = None) -> float:
+        """Time of such a step."""
+        return self.run(microbatches, policy).makespan
+
+    def num_tasks(self, microbatches: Rows) -> int:
+        """Tasks of such a step on all ranks, which the simulation's own time follows."""
+        units = sum(len(as_row(each).ends) for each in microbatches)
+        return len(Kind) * units * self.num_ranks * self.num_chunks
+
+    def _hop(self, rows: Sequence[Row]) -> float:
+        if self.hop is not None:
+            return self.hop
+        forwards = [self.costs.time(Kind.F, row.lengths) for row in rows]
+        return _HOP * statistics.fmean(forwards) / self.num_chunks
+
+
+def as_row(microbatch: Sequence[int] | Row) -> Row:
+    """A microbatch of whole sequences as the row of one unit; a row as it is."""
+    if isinstance(microbatch, Row):
+        return microbatch
+    return Row(tuple(range(len(microbatch))), tuple(microbatch), (sum(microbatch),))

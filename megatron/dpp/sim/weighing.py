@@ -1,0 +1,179 @@
+"""The choice of ``auto`` between whole sequences and slices, by simulation.
+
+It follows from lengths, settings and costs alone, never from how long a step took: so all ranks, a
+replay and a resumed run choose alike, without a message (docs/decisions/0026-auto-slices.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from megatron.dpp.errors import ConfigError, setting
+from megatron.dpp.schedule import BUILT_IN, Kind, in_bytes
+from megatron.dpp.sim.lengths import LengthCosts
+from megatron.dpp.sim.pipeline_model import PipelineModel, Rows
+from megatron.dpp.sim.slices import Row
+from megatron.dpp.slice_sizes import LEAST_TOKENS, MOST_TOKENS, sizes_to_weigh, slice_size
+
+MARGIN = 0.03
+"""Share of the time of whole sequences that slices must gain."""
+MOST_TASKS = 50_000
+"""Tasks that are simulated for a choice, in some seconds."""
+NO_ROOM = "memory does not hold whole sequences"
+"""Why slices are not weighed."""
+WHOLE = 0
+"""In the place of a slice's tokens: no sequence is cut."""
+_OVERHEAD = 0.01
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice of ``auto`` for a step.
+
+    Args:
+        tokens: of a slice; 0 for whole sequences.
+        times: simulated time by tokens of a slice, over that of whole sequences, or of the choice
+            where memory does not hold them.
+        why: the reason, where times are not.
+    """
+
+    tokens: int
+    times: Mapping[int, float]
+    why: str = ""
+
+    @property
+    def text(self) -> str:
+        """The choice, the figures and the reason, for the log."""
+        chosen = f"slices of {self.tokens} tokens" if self.tokens else "whole sequences"
+        if self.why:
+            return f"{chosen}, as {self.why}"
+        others = {tokens: time for tokens, time in self.times.items() if tokens}
+        best = min(others, key=lambda tokens: others[tokens])
+        return (
+            f"{chosen}: a step in slices of {best} tokens is simulated to take {others[best]:.3f} "
+            f"of the time of whole sequences; {1 - MARGIN:.2f} or less is asked for"
+        )
+
+
+def with_overheads(model: PipelineModel) -> PipelineModel:
+    """The model with times between tasks and of messages, which slices have more of: a measured
+    time per task, which is in its costs already, or 1 % of a rank's forward of 4,096 tokens. A
+    user's own policy, which might draw by chance, is simulated as ``dynamic``.
+    """
+    each = model.costs.fixed or _OVERHEAD * model.costs.time(Kind.F, [MOST_TOKENS])
+    return dataclasses.replace(
+        model,
+        policy=model.policy if model.policy in (None, *BUILT_IN) else "dynamic",
+        overhead=0.0 if model.costs.fixed else each,
+        hop=each,
+    )
+
+
+def why_needed(cap: str) -> str:
+    """A reason not to weigh slices under an activation cap; empty where they are weighed. The bytes
+    of whole sequences are measured in a step only, and the choice may not follow from it.
+    """
+    return f"{setting('activation_cap', cap)} limits bytes" if in_bytes(cap) else ""
+
+
+def least_slice(costs: LengthCosts) -> int:
+    """Tokens of the smallest slice that pays."""
+    return costs.least_slice or LEAST_TOKENS
+
+
+def weigh(
+    ways: Mapping[int, Rows], model: PipelineModel, time: Callable[[Rows], float] | None = None
+) -> Choice:
+    """The way to run a step: whole sequences, unless slices gain 3 %, or memory needs them.
+
+    Where all ways have more than 50,000 tasks, the finest are not weighed.
+
+    Args:
+        ways: the microbatches by tokens of a slice, coarsest first; without whole sequences where
+            memory does not hold them.
+        model: the pipeline, with its overheads.
+        time: of a step; the model's simulation by default.
+    """
+    time = time or model.seconds
+    totals = itertools.accumulate(model.num_tasks(rows) for rows in ways.values())
+    few = [tokens for tokens, total in zip(ways, totals, strict=True) if total <= MOST_TASKS]
+    cuts, found = [tokens for tokens in few if tokens != WHOLE], dict[int, float]()
+    if not cuts:
+        return _not_weighed(ways)
+    for tokens in few:
+        try:
+            found[tokens] = time(ways[tokens])
+        except ConfigError:
+            if tokens != WHOLE:
+                raise
+    best = min(cuts, key=lambda tokens: found[tokens])
+    if WHOLE not in found:
+        times = {tokens: each / found[best] for tokens, each in found.items()}
+        return Choice(best, times, NO_ROOM)
+    times = {tokens: each / found[WHOLE] for tokens, each in found.items()}
+    return Choice(best if times[best] <= 1.0 - MARGIN else WHOLE, times)
+
+
+def _not_weighed(ways: Mapping[int, Rows]) -> Choice:
+    """The choice where no slices can be simulated: as few and large units as there may be."""
+    if list(ways) == [WHOLE]:
+        return Choice(WHOLE, {}, "no sequence has more than 1.5 slices")
+    return Choice(next(iter(ways)), {}, f"slices have more than {MOST_TASKS} tasks to simulate")
+
+
+@functools.lru_cache(maxsize=256)
+def weigh_fixed(
+    model: PipelineModel,
+    length: int,
+    num_microbatches: int,
+    *,
+    rows: int = 1,
+    multiple: int = 1,
+    needed: str = "",
+) -> Choice:
+    """The choice for microbatches that all have the same length.
+
+    ``4 p`` of them are simulated, or as many as the bound on tasks allows, but ``p + 1`` at least;
+    each further one adds a rank's own work.
+
+    Args:
+        model: without overheads.
+        length: tokens of a sequence.
+        rows: sequences of a microbatch.
+        multiple: as of :func:`slice_size`.
+        needed: why whole sequences are not weighed; empty where they are.
+    """
+    model = with_overheads(dataclasses.replace(model, longest=length))
+    model = dataclasses.replace(model, costs=model.costs.times(rows))
+    total = length * rows * num_microbatches
+    sizes = sizes_to_weigh(
+        total, model.num_ranks, least=least_slice(model.costs), multiple=multiple
+    )
+    each: dict[int, int] = {WHOLE: length} | {n: slice_size(length, n, multiple) for n in sizes}
+    rows_of = {
+        tokens: [_row(length, size)]
+        for tokens, size in each.items()
+        if size < length or (tokens == WHOLE and not needed)
+    }
+    if not rows_of:
+        return Choice(WHOLE, {}, "no sequence has more than 1.5 slices")
+
+    tasks = sum(map(model.num_tasks, rows_of.values()))
+    number = max(model.num_ranks + 1, min(4 * model.num_ranks, MOST_TASKS // tasks))
+    number = min(num_microbatches, number)
+    ways = {tokens: own * number for tokens, own in rows_of.items()}
+
+    def time(microbatches: Rows) -> float:
+        result = model.run(microbatches)
+        return result.makespan + (num_microbatches / number - 1) * max(result.own)
+
+    found = weigh(ways, model, time)
+    return dataclasses.replace(found, why=needed) if needed else found
+
+
+def _row(length: int, size: int) -> Row:
+    return Row((0,), (length,), (*range(size, length, size), length))

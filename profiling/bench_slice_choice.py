@@ -1,0 +1,90 @@
+"""Choices of ``--dpp-slice-tokens auto``, and the gain of an order of rows, in the simulator.
+
+    python -m profiling.bench_slice_choice --seeds 4
+
+Batches of 64 sequences; a step's time is over a rank's own work without overheads. ``whole`` runs
+as ``--dpp-slice-tokens off``, ``rule`` in slices of some six units per rank, ``auto`` as chosen;
+``planned`` with ``--order planned`` as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import time
+
+from megatron.dpp.sim.batches import BatchSettings, ways_to_run
+from megatron.dpp.sim.lengths import MIXES, LengthCosts
+from megatron.dpp.sim.orders import Question, plan_batch
+from megatron.dpp.sim.pipeline_model import PipelineModel
+from megatron.dpp.sim.slices import tokens_for
+from megatron.dpp.sim.weighing import with_overheads
+
+_COSTS = LengthCosts.transformer()
+_NUM_SEQUENCES = 64
+_ARMS = ("whole", "rule", "auto", "whole, planned", "rule, planned", "auto, planned")
+
+
+def times_of(lengths: list[int], model: PipelineModel, packing: str) -> dict[str, float]:
+    """Times of the arms, the share of slices, and the planner's processor time in milliseconds."""
+    settings = BatchSettings(
+        num_ranks=model.num_ranks, packing=packing, budget=model.longest, costs=_COSTS, slices=0
+    )
+    ways = {n: batch[0] for n, batch in ways_to_run(lengths, settings, weighs=True).items()}
+    rule = tokens_for(sum(lengths), model.num_ranks, _COSTS)
+    exact, work = with_overheads(model), sum(_COSTS.total([length]) for length in lengths)
+    start = time.process_time()
+    chosen = plan_batch(model, Question(ways, {}, "drawn", weighs=True))
+    took = time.process_time() - start
+    planned = plan_batch(model, Question(ways, {}, weighs=True))
+    took_planned = time.process_time() - start - took
+    assert chosen.choice is not None and planned.choice is not None
+    tokens = chosen.choice.tokens
+    found = {
+        "whole": exact.seconds(ways[0]),
+        "rule": exact.seconds(ways.get(rule, ways[0])),
+        "auto": exact.seconds(ways[tokens]),
+    }
+    plans = (
+        ("auto, planned", planned.choice.tokens, planned),
+        ("whole, planned", 0, plan_batch(exact, Question({0: ways[0]}, {}))),
+        ("rule, planned", rule, plan_batch(exact, Question({rule: ways.get(rule, ways[0])}, {}))),
+    )
+    for name, each, plan in plans:
+        rows = ways.get(each, ways[0])
+        found[name] = exact.seconds([rows[i] for i in plan.order], plan.policy)
+    more = {"cut": float(tokens > 0), "ms": took * 1e3, "ms, planned": took_planned * 1e3}
+    return {name: each / work for name, each in found.items()} | more
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--ranks", default="2,4,8", help="pipeline sizes")
+    args = parser.parse_args()
+    head = (
+        "| lengths | p | chunks | packing | "
+        + " | ".join((*_ARMS, "cut", "ms", "ms, planned"))
+        + " |"
+    )
+    print(head, "|---" * (head.count("|") - 1) + "|", sep="\n")
+    ranks = [int(word) for word in args.ranks.split(",")]
+    for mix, p, v, packing in itertools.product(MIXES, ranks, (1, 2), ("none", "even")):
+        model = PipelineModel(
+            num_ranks=p, num_chunks=v, longest=MIXES[mix].longest, policy="auto", costs=_COSTS
+        )
+        found = []
+        for seed in range(args.seeds):
+            rng = random.Random(seed)
+            lengths = [MIXES[mix].draw(rng) for _ in range(_NUM_SEQUENCES)]
+            found.append(times_of(lengths, model, packing))
+        means = {name: statistics.fmean(one[name] for one in found) for name in found[0]}
+        cells = [f"{means[name]:.3f}" for name in _ARMS]
+        cells += [f"{means['cut']:.2f}", *(f"{means[name]:.0f}" for name in ("ms", "ms, planned"))]
+        print(f"| {mix} | {p} | {v} | {packing} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

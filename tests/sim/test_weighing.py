@@ -1,0 +1,151 @@
+"""The choice of ``--dpp-slice-tokens auto`` between whole sequences and slices."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.sim.batches import BatchPlans, BatchSettings
+from megatron.dpp.sim.lengths import LengthCosts
+from megatron.dpp.sim.orders import OrderPlanner, Question, plan_batch
+from megatron.dpp.sim.pipeline_model import PipelineModel
+from megatron.dpp.sim.slices import Row, cut
+from megatron.dpp.sim.weighing import (
+    MARGIN,
+    MOST_TASKS,
+    NO_ROOM,
+    weigh,
+    weigh_fixed,
+    with_overheads,
+)
+
+COSTS = LengthCosts.transformer()
+
+
+def model(num_ranks: int = 4, num_chunks: int = 1, **more: Any) -> PipelineModel:
+    return PipelineModel(
+        num_ranks=num_ranks, num_chunks=num_chunks, longest=1 << 17, policy="auto", costs=COSTS,
+        **more,
+    )  # fmt: skip
+
+
+WAYS = {0: [[9000]] * 2, 4096: cut([9000] * 2, 4096, COSTS), 2048: cut([9000] * 2, 2048, COSTS)}
+
+
+@pytest.mark.parametrize(
+    ("coarse", "fine", "tokens"),
+    [(0.98, 0.975, 0), (0.98, 0.96, 2048), (0.9, 0.95, 4096), (1.1, 1.2, 0), (0.9, 0.9, 4096)],
+)
+def test_slices_must_gain_three_per_cent(coarse: float, fine: float, tokens: int) -> None:
+    times = {1: 2.0, 3: 2.0 * coarse, 5: 2.0 * fine}  # by the units of a row
+
+    def time(rows: Any) -> float:
+        return times[1 if isinstance(rows[0], list) else len(rows[0].ends)]
+
+    found = weigh(WAYS, model(), time)
+    assert found.tokens == tokens
+    assert found.times == pytest.approx({0: 1.0, 4096: coarse, 2048: fine})
+    best = min(coarse, fine)
+    assert f"{best:.3f} of the time of whole" in found.text and f"{1 - MARGIN:.2f}" in found.text
+
+
+def test_whole_sequences_that_memory_does_not_hold_are_cut() -> None:
+    """A cap below what they need, or no whole sequences to weigh."""
+    small = model(cap="0.5seq")
+    with pytest.raises(ConfigError):
+        small.seconds(WAYS[0])
+    for ways, one in ((WAYS, small), ({t: WAYS[t] for t in (4096, 2048)}, model())):
+        found = weigh(ways, one)
+        assert found.tokens in (4096, 2048) and found.text.endswith(NO_ROOM)
+
+
+def test_the_finest_slices_are_left_out_where_all_have_too_many_tasks() -> None:
+    calls: list[int] = []
+
+    def time(rows: Any) -> float:
+        calls.append(len(rows))
+        return 1.0
+
+    per_unit = 3 * 4 * 2
+    whole = MOST_TASKS // per_unit // 5
+    ways = {0: [[9000]] * whole, 4096: WAYS[4096] * (whole // 2), 2048: WAYS[2048] * whole}
+    assert weigh(ways, model(num_chunks=2), time).tokens == 0 and calls == [whole, 2 * (whole // 2)]
+    calls.clear()
+    found = weigh(ways, model(num_chunks=8), time)
+    assert found.tokens == 0 and not calls and "50000 tasks" in found.text
+    assert weigh({4096: ways[4096] * 9, 2048: ways[2048] * 9}, model(), time).tokens == 4096
+
+
+def test_long_sequences_of_few_microbatches_are_cut_and_short_or_many_are_not() -> None:
+    assert weigh_fixed(model(), 16384, 8).tokens in (2048, 4096)
+    assert weigh_fixed(model(), 4096, 64).tokens == 0
+    many = weigh_fixed(model(), 16384, 64)
+    assert many.tokens == 0 and 0.95 < min(many.times.values()) <= 1.0
+    assert weigh_fixed(model(), 3000, 8).text == (
+        "whole sequences, as no sequence has more than 1.5 slices"
+    )
+    assert weigh_fixed(model(1), 16384, 8).tokens == 0, "one rank waits for none"
+    needed = weigh_fixed(model(), 16384, 64, needed="why not")
+    assert needed.tokens in (2048, 4096) and needed.text.endswith("tokens, as why not")
+
+
+def test_costs_of_tasks_that_were_measured_count() -> None:
+    """If a task takes long beside its tokens, slices must be larger, or lose."""
+    slow = LengthCosts(fixed=2000.0, per_square=COSTS.per_square)
+    found = weigh_fixed(dataclasses.replace(model(), costs=slow), 1 << 17, 8)
+    assert min(tokens for tokens in found.times if tokens) >= 2000 / 0.03
+    rows = weigh_fixed(model(), 16384, 8, rows=4)
+    assert rows.times[2048] < weigh_fixed(model(), 16384, 8).times[2048], "tasks are longer"
+
+
+LONG = [40000, 700, 1500, 300, 9000, 650, 400, 2100, 80, 1200, 5000, 900, 350, 610, 7000, 260]
+
+
+def plans_of(lengths: list[int], replica: int = 0, **more: Any) -> BatchPlans:
+    settings = BatchSettings(num_ranks=4, costs=COSTS, slices=0, **more)
+    planner = OrderPlanner(model())
+    return BatchPlans(lambda a, b: lengths[a:b], 16, replica, settings, planner)
+
+
+@pytest.mark.timeout(120)
+def test_each_batch_is_weighed_and_all_replicas_choose_alike() -> None:
+    """A batch of short sequences runs as without slices."""
+    lengths = LONG + [500] * 16
+    replicas = [plans_of(lengths, replica, num_replicas=2) for replica in range(2)]
+    for plans in replicas:
+        with contextlib.closing(plans):
+            assert plans.slice_tokens(0) in (2048, 4096)
+            chosen = plans.choice(0)
+            assert chosen is not None and chosen.times[plans.slice_tokens(0)] <= 1 - MARGIN
+            assert plans.slice_tokens(16) == 0
+            short = plans.choice(16)
+            assert short is not None and "no sequence has more than 1.5" in short.text
+            drawn = [each for (each,) in plans.microbatches(16)]
+            assert drawn == sorted(drawn) and len(drawn) == 8
+    assert replicas[0].choice(0) == replicas[1].choice(0)
+    ends = [row[-1] for plans in replicas for row in plans.slice_ends(0)]
+    assert sum(ends) == sum(LONG), "every token runs once"
+
+
+@pytest.mark.timeout(120)
+def test_the_planner_orders_rows_of_slices() -> None:
+    times, rows = [], []
+    for order in ("drawn", "planned"):
+        with contextlib.closing(plans_of(LONG, order=order)) as plans:
+            given = zip(plans.own_lengths(0), plans.slice_ends(0), strict=True)
+            own = [Row((0,), tuple(lengths), ends) for lengths, ends in given]
+            times.append(with_overheads(model()).seconds(own, plans.policy(0)))
+            rows.append(sorted(own, key=str))
+    assert rows[0] == rows[1] and max(len(row.ends) for row in rows[0]) > 9
+    assert times[1] <= times[0]
+
+
+def test_a_question_without_a_choice_keeps_the_named_order() -> None:
+    rows = WAYS[2048]
+    for named, order in (("drawn", [0, 1]), ("ascending", [0, 1])):
+        found = plan_batch(model(), Question({2048: rows}, {}, named))
+        assert (found.order, found.name, found.choice) == (order, named, None)
