@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -66,21 +67,20 @@ def test_an_arm_separates_w_from_graphs() -> None:
     assert (settings["split_backward"], settings["cuda_graphs"]) == ("on", "off")
 
 
-def test_ranks_that_fail_or_do_not_end_are_ended(tmp_path: Path) -> None:
-    entry = tmp_path / "entry.py"
-    entry.write_text(
-        "import os, sys, time\n"
-        "code = int(os.environ['CODES'].split(',')[int(os.environ['RANK'])])\n"
-        "print('said', flush=True); time.sleep(600 if code < 0 else 0); sys.exit(code)\n"
-    )
-    for codes, seconds, said in (
-        ("0,0", 100, ""), ("0,3", 100, "rank 1 ended with exit code 3"),
-        ("0,-1", 1, "no end within 1 s"),
-    ):  # fmt: skip
-        log = tmp_path / codes
-        processes = megatron_sources.start(
-            tmp_path, entry, [], port=1, ranks=2, log=log, more=[{"CODES": codes}] * 2
-        )
-        assert megatron_sources.why_failed(processes, seconds) == said
-        assert all(one.poll() is not None for one in processes)
-        assert seconds == 1 or Path(f"{log}.0.log").read_text() == "said\n"
+def rank_that_ends(code: int) -> subprocess.Popen[str]:
+    """A process that ends with ``code``, or sleeps long where it is negative."""
+    program = f"import sys, time; time.sleep({600 * (code < 0)}); sys.exit({code})"
+    return subprocess.Popen([sys.executable, "-c", program], text=True, start_new_session=True)
+
+
+@pytest.mark.parametrize(
+    ("codes", "seconds", "said"),
+    [((0, 0), 100, ""), ((0, 3), 100, "rank 1 ended with exit code 3"),
+     ((0, -1), 1, "no end within 1 s")],
+)  # fmt: skip
+def test_ranks_that_fail_or_do_not_end_are_ended(
+    codes: tuple[int, int], seconds: float, said: str
+) -> None:
+    ranks = [rank_that_ends(code) for code in codes]
+    assert megatron_sources.why_failed(ranks, seconds) == said
+    assert all(one.poll() is not None for one in ranks)
