@@ -78,6 +78,21 @@ def stage_shape_of(args: Settings) -> RunShape:
     )
 
 
+def slices_of(args: Settings, num_microbatches: int) -> list[RunShape]:
+    """The slices of one microbatch, as training cuts it, for planning; itself where it cuts none.
+    ``auto`` is weighed with one chunk per rank.
+    """
+    ranks, one = args.pipeline_model_parallel_size, stage_shape_of(args)
+    schedule = dataclasses.replace(
+        _schedule(args, on_gpu=False), head_in_forward=_head_in_forward(args, cut=True)
+    )
+    units = dataclasses.replace(
+        one, pipeline=ranks, layers=(1,) * ranks, num_microbatches=num_microbatches,
+        schedule=schedule,
+    ).slices  # fmt: skip
+    return units if len(units) > 1 else [one]
+
+
 def model_of(args: Settings, *, arch: str = "gpt") -> ModelShape:
     """The model alone, with flash attention."""
     heads = args.num_attention_heads

@@ -156,6 +156,37 @@ class ModelCosts:
             head=joined(self.head, other.head),
         )
 
+    def in_slices(self, whole: ModelCosts, sliced: ModelCosts) -> ModelCosts:
+        """These costs of whole microbatches for microbatches in slices.
+
+        Args:
+            whole, sliced: estimates of both, whose proportions are taken.
+        """
+        assert sliced.slices is not None
+        share = sliced.slices.tokens[0] / sum(sliced.slices.tokens)
+
+        def scaled(mine: PartCosts, theirs: PartCosts, those: PartCosts) -> PartCosts:
+            forward, backward, weight = (
+                own * new / old if old else new
+                for own, new, old in zip(mine.times, those.times, theirs.times, strict=True)
+            )
+            return dataclasses.replace(
+                mine,
+                times=(forward, backward, weight),
+                activation_bytes=share * mine.activation_bytes,
+            )
+
+        longer = sum(self.layer.times) / sum(whole.layer.times)
+        more = tuple((longer * f, longer * b, longer * w) for f, b, w in sliced.slices.more)
+        return dataclasses.replace(
+            self,
+            layer=scaled(self.layer, whole.layer, sliced.layer),
+            embedding=scaled(self.embedding, whole.embedding, sliced.embedding),
+            head=scaled(self.head, whole.head, sliced.head),
+            hop=share * self.hop,
+            slices=dataclasses.replace(sliced.slices, more=more),
+        )
+
     def costs(self, shape: Shape, layers: Sequence[int], seed: int | None = None) -> Costs:
         """Costs of an iteration; with the spread of task times when ``seed`` is given."""
         rng = random.Random(f"plan {seed}")

@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from megatron.dpp.command_line import ROOT, command, new_parser
 from megatron.dpp.errors import ConfigError, require_value
 from megatron.dpp.naming import flag_name
-from megatron.dpp.schedule import chosen_policy
+from megatron.dpp.schedule import BUILT_IN, chosen_policy
 from megatron.dpp.sim.measured import MeasuredCosts
-from megatron.dpp_train.cost.device import known_gpu
+from megatron.dpp_train.cost.device import Device, known_gpu
 from megatron.dpp_train.cost.model_costs import ModelCosts
 from megatron.dpp_train.cost.planner import Planner, Prediction, from_run
 from megatron.dpp_train.cost.run_costs import costs_of_run, even_layers
-from megatron.dpp_train.cost.shape import LayerLayout, ModelShape, RunShape
+from megatron.dpp_train.cost.shape import LayerLayout, ModelShape, RunSchedule, RunShape
 from megatron.dpp_train.cost.times import planning_costs
 
 _MOST_JITTER = 5.0
@@ -48,6 +48,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--layers", metavar="N,N", help="layers of the run's stages, as 2,2,2,1 (default: equal)")
     add("--chunks", default="1,2,4", metavar="N,N", help="chunks to try (default 1,2,4)")
     add("--memory", metavar="80GiB", help="memory of a rank for weights, optimizer and activations")
+    add("--policy", choices=tuple(BUILT_IN), default="auto", help="of the schedule")
+    text = "tokens of the slices of a sequence, or auto (with the model's shapes)"
+    add("--slices", metavar="N|auto", help=text)
     add("--split-backward", action=argparse.BooleanOptionalAction, default=True)
     shapes = parser.add_argument_group("shapes of the model (with a run: for its memory)")
     for name, text in _COUNTS.items():
@@ -88,12 +91,15 @@ def _run(args: argparse.Namespace) -> int:
     num_ranks = args.pp or (measured.num_ranks if measured else 0)
     if not num_ranks:
         raise ConfigError("--pp is required without a run: the number of pipeline ranks")
+    if args.slices:
+        model = _in_slices(args, model, num_ranks)
     planner = Planner(
         model,
         num_ranks,
         args.microbatches,
         memory_bytes=_bytes(args.memory) if args.memory else None,
         split_backward=args.split_backward and (measured is None or measured.split),
+        policy=args.policy,
     )
     plans = planner.best(chunks)
     _print_parts(model, "measured" if measured else "from shapes")
@@ -103,7 +109,7 @@ def _run(args: argparse.Namespace) -> int:
             f"{measured.run.seconds / lengthened * 1e3:.2f} ms: all times are {lengthened:.3f} "
             "times as long as traced"
         )
-    _print_plans(planner, plans)
+    _print_plans(planner, plans, args.slices if model.slices else None)
     _print_baselines(planner, plans[0], chunks)
     return 0
 
@@ -143,8 +149,49 @@ def _layers(args: argparse.Namespace, num_stages: int) -> list[int]:
     return even_layers(args.num_layers, num_stages, "give --layers")
 
 
+def _in_slices(args: argparse.Namespace, model: ModelCosts, num_ranks: int) -> ModelCosts:
+    """The costs of microbatches that are cut as training cuts them; of whole ones where it does
+    not.
+
+    Raises:
+        ConfigError: no such slices, or the model's shapes are not given.
+    """
+    shape = _shape(args)
+    if shape is None:
+        raise ConfigError(
+            f"--slices {args.slices}: a run's trace does not tell what slices take; give "
+            "--num-layers --hidden-size --seq-length --vocab-size, too"
+        )
+    if not re.fullmatch("auto|[1-9][0-9]{0,9}", args.slices):
+        raise ConfigError(f"--slices {args.slices}: expected a number of tokens, or auto")
+    schedule = RunSchedule(
+        dynamic=True, policy=args.policy, cap="auto", split_backward=args.split_backward,
+        slice_tokens=args.slices, head_in_forward=True,
+    )  # fmt: skip
+    units = dataclasses.replace(
+        shape, pipeline=num_ranks, layers=(1,) * num_ranks, num_microbatches=args.microbatches,
+        schedule=schedule,
+    ).slices  # fmt: skip
+    if len(units) == 1:
+        print(f"sequences of {args.seq_length} tokens run whole")
+        return model
+    print(f"sequences of {args.seq_length} tokens run in {len(units)} slices")
+    costs = [planning_costs(shape, units=each, device=_device(args)) for each in ((), units)]
+    return model.in_slices(*costs)
+
+
+def _device(args: argparse.Namespace) -> Device:
+    return dataclasses.replace(known_gpu("H200"), flops=args.tflops * 1e12)
+
+
 def _shapes(args: argparse.Namespace, sigma: float = 0.0) -> ModelCosts | None:
     """Costs from the model's shape; None where it is not given. The GPU is an H200."""
+    shape = _shape(args)
+    return None if shape is None else planning_costs(shape, device=_device(args), sigma=sigma)
+
+
+def _shape(args: argparse.Namespace) -> RunShape | None:
+    """The model's shape; None where it is not given."""
     if not (args.num_layers and args.hidden_size and args.seq_length and args.vocab_size):
         return None
     model = ModelShape(
@@ -158,15 +205,13 @@ def _shapes(args: argparse.Namespace, sigma: float = 0.0) -> ModelCosts | None:
         gated=args.swiglu,
         fused_loss=args.cross_entropy_loss_fusion,
     )
-    shape = RunShape(
+    return RunShape(
         model=model,
         layers=(args.num_layers,),
         tensor=args.tensor_parallel,
         sequence_parallel=args.sequence_parallel,
         micro_batch=args.micro_batch_size,
     )
-    device = dataclasses.replace(known_gpu("H200"), flops=args.tflops * 1e12)
-    return planning_costs(shape, device=device, sigma=sigma)
 
 
 def _bytes(text: str) -> float:
@@ -177,7 +222,8 @@ def _bytes(text: str) -> float:
 
 
 def _print_parts(model: ModelCosts, source: str) -> None:
-    print(f"{model.num_layers} layers ({source}); milliseconds of F, B, W for one microbatch:")
+    unit = "one microbatch" if model.slices is None else "a mean slice"
+    print(f"{model.num_layers} layers ({source}); milliseconds of F, B, W for {unit}:")
     for name, part in (
         ("layer", model.layer),
         ("embedding", model.embedding),
@@ -188,7 +234,7 @@ def _print_parts(model: ModelCosts, source: str) -> None:
     print(f"  hop {model.hop * 1e3:.3f} ms, spread of task times {model.sigma:.3f}")
 
 
-def _print_plans(planner: Planner, plans: list[Prediction]) -> None:
+def _print_plans(planner: Planner, plans: list[Prediction], slices: str | None) -> None:
     print(
         f"\n{'chunks':>6s} {'cap':>9s} {'ms':>9s} {'busiest':>9s} {'ratio':>6s} {'GiB':>7s}  layout"
     )
@@ -203,7 +249,9 @@ def _print_plans(planner: Planner, plans: list[Prediction]) -> None:
     print("\nFlags of the first:")
     print(f"  --pipeline-model-parallel-size {planner.num_ranks}")
     print(f"  --pipeline-model-parallel-layout '{best.layout.text()}'")
-    print(f"  --use-dpp --dpp-activation-cap {best.cap}")
+    chosen = "" if planner.policy == "auto" else f" --dpp-policy {planner.policy}"
+    chosen += f" --dpp-slice-tokens {slices}" if slices else ""
+    print(f"  --use-dpp --dpp-activation-cap {best.cap}{chosen}")
 
 
 def _print_baselines(planner: Planner, best: Prediction, chunks: Sequence[int]) -> None:
@@ -211,7 +259,7 @@ def _print_baselines(planner: Planner, best: Prediction, chunks: Sequence[int]) 
     fused = Planner(
         planner.model, planner.num_ranks, planner.num_microbatches, split_backward=False
     )
-    policy = chosen_policy("auto", planner.num_ranks)
+    policy = chosen_policy(planner.policy, planner.num_ranks)
     print("\nAgainst the default layout (the same number of layers on every stage):")
     for num_chunks in chunks:
         layout = planner.default_layout(num_chunks)

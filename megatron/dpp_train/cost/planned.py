@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp_train.cost.from_flags import stage_shape_of
+from megatron.dpp.schedule import BUILT_IN
+from megatron.dpp_train.cost.from_flags import slices_of, stage_shape_of
 from megatron.dpp_train.cost.model_costs import ModelCosts
 from megatron.dpp_train.cost.planner import CAPS, Planner, from_run
 from megatron.dpp_train.cost.run_costs import costs_of_run, even_layers
+from megatron.dpp_train.cost.shape import RunShape
 from megatron.dpp_train.cost.times import planning_costs
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.options.validate_layout import virtual_stages
@@ -43,13 +45,15 @@ def take_plan(args: RunConfig) -> RunConfig:
             f"ranks: each but the first and the last needs a layer, {ranks - 2} in all"
         )
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    units = slices_of(args, microbatches)
     planner = Planner(
-        _costs(args),
+        _costs(args, units),
         ranks,
         microbatches,
         split_backward=args.dpp_split_backward != "off",
-        most_simulated=_SIMULATED_PER_RANK * ranks,
+        most_simulated=max(ranks + 1, _SIMULATED_PER_RANK * ranks // len(units)),
         max_tasks=_MAX_TASKS,
+        policy=args.dpp_policy if args.dpp_policy in BUILT_IN else "dynamic",
     )
     chunks = [number for number in (4, 2, 1) if ranks * number - 2 <= args.num_layers]
     cap = args.dpp_activation_cap
@@ -65,17 +69,23 @@ def take_plan(args: RunConfig) -> RunConfig:
 
 def describe(args: RunConfig) -> str:
     """The plan as flags that ask for it without planning."""
-    whole = "" if args.dpp_slice_tokens == "off" else " for whole microbatches, not slices"
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    units, cut = slices_of(args, microbatches), ""
+    if args.dpp_slice_tokens != "off":
+        whole = len(units) == 1
+        cut = f" for {'whole sequences' if whole else f'{len(units)} slices'} of a microbatch"
     return (
-        f"planned from {args.dpp_plan}{whole}: --pipeline-model-parallel-layout "
+        f"planned from {args.dpp_plan}{cut}: --pipeline-model-parallel-layout "
         f"'{args.pipeline_model_parallel_layout}' --dpp-activation-cap {args.dpp_activation_cap}"
     )
 
 
-def _costs(args: RunConfig) -> ModelCosts:
-    shapes = planning_costs(stage_shape_of(args))
+def _costs(args: RunConfig, units: list[RunShape]) -> ModelCosts:
+    one = stage_shape_of(args)
+    shapes = planning_costs(one)
+    sliced = planning_costs(one, units=units) if len(units) > 1 else shapes
     if not args.dpp_plan or args.dpp_plan == SHAPES:
-        return shapes
+        return sliced
     measured = costs_of_run(args.dpp_plan, _REPOSITORY)
     if measured.num_ranks != args.pipeline_model_parallel_size:
         raise ConfigError(
@@ -87,4 +97,5 @@ def _costs(args: RunConfig) -> ModelCosts:
         "megatron-dpp plan --layers takes others"
     )
     layers = even_layers(args.num_layers, len(measured.tasks), remedy)
-    return from_run(measured, layers)[0].with_memory_of(shapes)
+    costs = from_run(measured, layers)[0].with_memory_of(shapes)
+    return costs if sliced is shapes else costs.in_slices(shapes, sliced)

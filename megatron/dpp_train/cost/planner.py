@@ -83,6 +83,7 @@ class Planner:
         most_simulated: microbatches that are simulated; each further one adds the busiest rank's
             own work on it. None simulates all.
         seeds: iterations to average over where task times vary.
+        policy: of the schedule.
         max_tasks: bound of the search for each number of chunks, in simulated tasks; 100,000 take
             a second.
     """
@@ -98,6 +99,7 @@ class Planner:
         most_simulated: int | None = None,
         seeds: int = 3,
         max_tasks: int = 500_000,
+        policy: str = "auto",
     ) -> None:
         if num_ranks < 1 or num_microbatches < 1:
             raise ConfigError(
@@ -111,12 +113,13 @@ class Planner:
         self.num_simulated = min(num_microbatches, most_simulated or num_microbatches)
         self._seeds = list(range(seeds)) if model.sigma else [None]
         self._max_tasks = max_tasks
+        self.policy = policy
 
-    def predict(self, layout: LayerLayout, cap: str, policy: str = "auto") -> Prediction:
-        """Simulate ``layout`` with this cap and policy."""
+    def predict(self, layout: LayerLayout, cap: str, policy: str | None = None) -> Prediction:
+        """Simulate ``layout`` with this cap and policy, by default the planner's."""
         shape = self._shape(layout)
         config = ScheduleConfig(
-            policy=policy,
+            policy=policy or self.policy,
             cap=cap,
             split_backward=self._split,
             w_pieces=layout.layers,

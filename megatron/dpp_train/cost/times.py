@@ -129,7 +129,11 @@ def _slice_costs(
 
 
 def planning_costs(
-    shape: RunShape, *, device: Device | None = None, sigma: float = 0.0
+    shape: RunShape,
+    *,
+    units: Sequence[RunShape] = (),
+    device: Device | None = None,
+    sigma: float = 0.0,
 ) -> ModelCosts:
     """Costs of the parts for planning a layout, with weights and their state.
 
@@ -137,22 +141,25 @@ def planning_costs(
 
     Args:
         shape: one pipeline rank that holds all layers.
+        units: the slices of a microbatch; empty for a whole one.
         device: an H200 by default. Layouts depend on the proportions of times only.
         sigma: spread of task times (of their logarithm) to assume.
     """
-    device = device or known_gpu("H200")
-    times = device_times(shape, device)
+    device, units = device or known_gpu("H200"), units or [shape]
+    every = [device_times(unit, device) for unit in units]
+    times, unit = _mean_times(every), units[0]
     each = shape.element_bytes + shape.gradient_bytes + optimizer_bytes(shape)
     untied = dataclasses.replace(shape.model, tied=False)  # on a stage of its own
     head = each * head_parameters(dataclasses.replace(shape, model=untied))
     return ModelCosts(
         shape.num_layers,
-        PartCosts(times.layer, layer_bytes(shape), each * layer_parameters(shape)),
+        PartCosts(times.layer, layer_bytes(unit), each * layer_parameters(shape)),
         PartCosts(times.lookup, 0.0, each * embedding_parameters(shape)),
-        PartCosts(times.head, head_bytes(shape), head),
-        hop_bytes(shape) / device.link,
+        PartCosts(times.head, head_bytes(unit), head),
+        hop_bytes(unit) / device.link,
         sigma,
         times.between,
+        slices=_slice_costs(units, [one.layer for one in every], times.layer),
     )
 
 
