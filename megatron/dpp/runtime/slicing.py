@@ -154,7 +154,8 @@ class Slicing:
         if getattr(call.config, "variable_seq_lengths", False):
             raise ConfigError(
                 f"{setting('slice_tokens', asked)} cuts microbatches of one length, and "
-                "variable_seq_lengths tells of others: use off"
+                "variable_seq_lengths tells of others: announce their sequences before the step "
+                "(plugin.announce(rows=...)), or use off"
             )
         if compat.host_masks_documents():
             raise ConfigError(
