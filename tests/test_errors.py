@@ -110,3 +110,33 @@ def test_ctrl_c_ends_a_command_without_a_traceback() -> None:
     with pytest.raises(SystemExit) as ended:
         exit_with(interrupted)
     assert ended.value.code == 130
+
+
+_PRINTS = """
+import sys
+from megatron.dpp.errors import exit_with
+def main():
+    with open(sys.argv[1], "w") as file:
+        file.write("to the file")
+        print("to the user")
+    return 0
+exit_with(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "said"),
+    [(">&-", 0, ""), (">&- <&- 2>&-", 0, ""),
+     (">/dev/full", 1, "error: the output cannot be written: No space left on device\n")],
+)  # fmt: skip
+def test_an_output_that_is_closed_or_full_is_no_traceback(
+    output: str, code: int, said: str, tmp_path: Path
+) -> None:
+    """Where standard output was closed, a file of the run could have its number, too."""
+    words = f'exec "$0" -c "$1" "$2" {output}'
+    done = subprocess.run(
+        ["bash", "-c", words, sys.executable, _PRINTS, str(tmp_path / "file")],
+        stderr=subprocess.PIPE, text=True, timeout=120, cwd=ROOT,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (code, said)
+    assert (tmp_path / "file").read_text() == "to the file"

@@ -326,8 +326,9 @@ FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """Ends the program with the status that ``main`` returns; without an error when the reader of
-    its output has left, as ``head`` does, or after Ctrl-C. A missing package is one line, as is an
-    error of this project."""
+    its output has left, as ``head`` does, or after Ctrl-C. A missing package and an output that
+    cannot be written are one line, as is an error of this project."""
+    _open_standard_files()
     try:
         status = main()
         sys.stdout.flush()
@@ -339,8 +340,35 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
         remedy = "install it, or go to the environment of the clone (source tools/activate.sh)"
         status = print_error(ConfigError(f"{sys.executable} has no package {error.name}: {remedy}"))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+        _drop_output()
         status = FAILED
+    except OSError as error:
+        if not _output_fails():
+            raise
+        _drop_output()
+        status = print_error(DataError(f"the output cannot be written: {error.strerror}"))
     except KeyboardInterrupt:
         status = INTERRUPTED
     sys.exit(status)
+
+
+def _open_standard_files() -> None:
+    """Open standard files that are closed on nothing: else the next files have their numbers, and
+    get what is printed."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            if os.open(os.devnull, os.O_RDWR) == number:  # the lowest that is free
+                setattr(sys, name, open(number, mode))  # noqa: SIM115 - to the end
+
+
+def _output_fails() -> bool:
+    try:
+        return os.write(sys.stdout.fileno(), b"\n") != 1
+    except OSError:
+        return True
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end

@@ -85,7 +85,9 @@ def initialize(args: Args, rank: int) -> Run:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is opened
         torch.use_deterministic_algorithms(True)
     device = _join_process_group(args, rank)
-    check_agreement(args, rank, args.world_size, dist.distributed_c10d._get_default_store())
+    store = dist.distributed_c10d._get_default_store()
+    culprits.announce(store, rank)  # the group's own, with other keys than the one that it met in
+    check_agreement(args, rank, args.world_size, store)
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,

@@ -78,6 +78,27 @@ def test_bad_input_is_told_where_rank_0_had_no_time_for_it(
     ]
 
 
+def test_the_rank_that_a_signal_ended_came_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its peer's error, which it caused, was seen before, and named as the first."""
+    codes = {0: -signal.SIGTERM, 1: -signal.SIGSEGV, 2: -signal.SIGKILL}
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=70 + rank, exitcode=code, error_file="none")
+        for rank, code in codes.items()
+    }
+    failures[0].timestamp -= 1
+    failures[2].timestamp += 30  # torchrun's own
+
+    def end() -> None:
+        raise ChildFailedError("pretrain_gpt.py", dict(sorted(failures.items(), reverse=True)))
+
+    monkeypatch.setattr(launch, "main", end)
+    assert launch.run() == 1
+    said = "error: rank 1 (process 71) ended first, by SIGSEGV: see above why\n"
+    assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize("name", ["interrupted", "early"])
 def test_an_interrupted_run_names_its_checkpoint_and_the_command_that_goes_on(
     name: str,

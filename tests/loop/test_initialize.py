@@ -6,7 +6,9 @@ import argparse
 import functools
 import os
 import random
+import signal
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +21,7 @@ from megatron.dpp.errors import PeerDead, program
 from megatron.dpp_train import initialize as joining
 from megatron.dpp_train.loop.pretrain import main
 from megatron.dpp_train.options.run_config import Settings
-from tests.runtime.launcher import free_port
+from tests.runtime.launcher import free_port, start, wait
 
 ARGS = {
     "device": "cuda", "local_rank": None, "distributed_backend": "nccl",
@@ -56,8 +58,9 @@ def join(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, Any]:
     monkeypatch.setattr(joining, "check_agreement", note("agree"))
     monkeypatch.setattr(joining, "set_seeds", note("seeds"))
     monkeypatch.setattr(joining, "register_safe_globals", note("safe"))
-    store = SimpleNamespace(_get_default_store=lambda: "store")
-    monkeypatch.setattr(joining.dist, "distributed_c10d", store)
+    default = HashStore()
+    holder = SimpleNamespace(_get_default_store=lambda: default)
+    monkeypatch.setattr(joining.dist, "distributed_c10d", holder)
     monkeypatch.setattr(
         joining, "parallel_state", SimpleNamespace(initialize_model_parallel=note("groups"))
     )
@@ -93,7 +96,7 @@ def test_the_batch_grows_as_the_flags_say(monkeypatch: pytest.MonkeyPatch) -> No
     given = join(monkeypatch)
     assert given["batches"] == ((5, [13, 14, 15], 16, 17, 18, True), {})
     assert given["machine"] == ((), {"mode": "disabled"})
-    assert given["agree"][0][1:] == (5, 64, "store")
+    assert given["agree"][0][1:3] == (5, 64)
 
 
 def seeds(monkeypatch: pytest.MonkeyPatch, *, own: bool, **ranks: int) -> tuple[Any, ...]:
@@ -296,3 +299,12 @@ def test_the_last_line_is_printed_once_on_each_end_of_a_job(
     joining.Run(args=args, rank=rank, device=torch.device("cpu"), timers=None).say_ends("last")
     assert sent == [3] * crosses
     assert capsys.readouterr().out == "last\n" * (rank == 3 or crosses)
+
+
+def test_a_rank_that_is_killed_within_a_run_is_named() -> None:
+    """Ranks looked for its process in another store than the one that it was announced in, and
+    said of all that they had not come."""
+    worker = Path(__file__).with_name("lost_rank_worker.py")
+    first, lost = wait(start(worker, 2, []), 120)
+    assert lost.returncode == -signal.SIGKILL
+    assert f"rank 1 (process {int(lost.output.split()[-1])}) has ended" in first.output

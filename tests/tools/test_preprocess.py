@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import hashlib
 import itertools
@@ -12,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -200,19 +198,6 @@ def test_a_corpus_without_a_token_is_an_error(
 ) -> None:
     assert run(corpus(tmp_path, {"text": ""}), tmp_path / "out", *GPT) == 1
     assert "not one token" in capsys.readouterr().err
-
-
-def test_a_dead_worker_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class DyingExecutor(preprocess.ProcessPoolExecutor):
-        def submit(self, *_: object) -> object:
-            raise BrokenProcessPool("killed")
-
-    monkeypatch.setattr(preprocess, "ProcessPoolExecutor", DyingExecutor)
-    source = corpus(tmp_path, {"text": "good"})
-    batches = preprocess.read_batches([str(source)])
-    args = argparse.Namespace(workers=2)
-    with pytest.raises(preprocess.DataError, match="fewer than --workers 2"):
-        list(preprocess.encode_all(args, batches))
 
 
 @pytest.mark.parametrize(

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import glob
-import multiprocessing
 import os
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,9 +26,9 @@ from megatron.dpp.command_line import guarded, new_parser, progress_bar
 from megatron.dpp.errors import ConfigError, DataError, require_value
 from megatron.dpp.locks import scratch_directory
 from megatron.dpp.naming import flag_name
-from megatron.dpp.processes import end_with_starter
 from megatron.dpp_train.data.chats import ANSWERS_KEY, CHAT_KEY, ChatEncoder
 from megatron.dpp_train.data.json_lines import BadLine, parse_line, text_of
+from megatron.dpp_train.data.pool import in_order
 from megatron.dpp_train.data.rows import LINES, files_of, open_rows, size_of
 from megatron.dpp_train.data.sentences import SPLITTERS, make_splitter
 from megatron.dpp_train.data.token_files import Documents, TokenFile, token_type
@@ -39,7 +37,6 @@ from megatron.dpp_train.tokenizers.template_files import find_templates
 
 _BATCH_LINES = 256
 _BATCH_BYTES = 1 << 20
-_BATCHES_PER_WORKER = 4
 _MOST_BAD_LINES_SHOWN = 20
 _MOST_NOTES_SHOWN = 40
 _CHAT_TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", *PIECE_TYPES)
@@ -197,11 +194,11 @@ def _begin(args: argparse.Namespace) -> None:
     _of_process[:] = [Encoder(args)]
 
 
-def encode_batch(args: argparse.Namespace, lines: list[bytes]) -> EncodedBatch:
-    """Encodes lines in a worker."""
+def encode_batch(args: argparse.Namespace, batch: Batch) -> EncodedBatch:
+    """Encodes the lines of a batch in a worker."""
     if not _of_process:  # here, as an error of an initializer ends the worker without its text
         _begin(args)
-    return _of_process[0].encode(lines)
+    return _of_process[0].encode(batch.lines)
 
 
 def find_inputs(pattern: str) -> list[str]:
@@ -232,34 +229,13 @@ def read_batches(paths: list[str]) -> Iterator[Batch]:
 def encode_all(
     args: argparse.Namespace, batches: Iterator[Batch]
 ) -> Iterator[tuple[Batch, EncodedBatch]]:
-    """Encodes batches in ``--workers`` processes and yields them in their order.
-
-    At most ``_BATCHES_PER_WORKER`` batches per worker are in flight, so memory stays bounded.
-    """
+    """Encodes batches in ``--workers`` processes and yields them in their order."""
     if args.workers == 1:
         for batch in batches:
-            yield batch, encode_batch(args, batch.lines)
+            yield batch, encode_batch(args, batch)
         return
-    # A fork server has no threads and has imported the tokenizers once for all its children.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megatron.dpp_train.tokenizers"])
-    with ProcessPoolExecutor(args.workers, context, end_with_starter) as executor:
-        window: deque[tuple[Batch, Future[EncodedBatch]]] = deque()
-        try:
-            for batch in batches:
-                window.append((batch, executor.submit(encode_batch, args, batch.lines)))
-                if len(window) > _BATCHES_PER_WORKER * args.workers:
-                    oldest, future = window.popleft()
-                    yield oldest, future.result()
-            for oldest, future in window:
-                yield oldest, future.result()
-        except BrokenProcessPool as error:
-            raise DataError(
-                "a worker process died (killed by the system for want of memory?): "
-                f"try fewer than --workers {args.workers}"
-            ) from error
-        finally:
-            executor.shutdown(cancel_futures=True)
+    work = functools.partial(encode_batch, args)
+    yield from in_order(args.workers, "megatron.dpp_train.tokenizers", work, batches)
 
 
 class Writer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import signal
 import socket
 import sys
 import tempfile
@@ -29,7 +30,7 @@ try:
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
     from torch.distributed.elastic.rendezvous import (
         c10d_rendezvous_backend,
         static_tcp_rendezvous,
@@ -42,7 +43,8 @@ _SAID_HERE = ("api", "errors.error_handler")
 """PyTorch's loggers whose lines about a rank that failed repeat the one printed here."""
 _LOOPBACK = "127.0.0.1"
 _GRACE_S = 5.0
-"""Time for PyTorch's own error, which names the nodes that are missing."""
+"""Time for PyTorch's own error, which names the nodes that are missing, and between the first
+failures of ranks: torchrun's own SIGKILL comes later."""
 
 
 class LocalStore(TCPStore):
@@ -123,7 +125,7 @@ def run() -> int:
             remedy = "another run has this port; name another MASTER_PORT, or on one node none"
         return print_error(f"the processes cannot meet ({why}): {remedy}")
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        rank, failure = first_failure(error)
         how = f"with exit code {failure.exitcode}"
         if failure.exitcode < 0:
             how = f"by {failure.signal_name()}"
@@ -141,6 +143,17 @@ def run() -> int:
             raise
         return _say("ended by SIGINT" + how_to_go_on(), INTERRUPTED)
     return 0
+
+
+def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """Rank and failure that came first. One that a signal ended is seen a moment later than another
+    of whose error it was the cause, which torchrun then ends by SIGTERM."""
+    rank, failure = error.get_first_failure()
+    for other, each in error.failures.items():
+        is_cause = each.exitcode < 0 and each.exitcode != -signal.SIGTERM
+        if is_cause and each.timestamp <= failure.timestamp + _GRACE_S:
+            return other, each
+    return rank, failure
 
 
 def how_to_go_on() -> str:
