@@ -6,12 +6,15 @@ from __future__ import annotations
 import argparse
 import functools
 import gzip
+import importlib
+import importlib.util
 import io
 import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from megatron.dpp.errors import DppError
 from megatron.dpp.report.building import build_report
@@ -105,6 +108,11 @@ def _rows(path: Path) -> None:
                 raise DppError(str(error)) from error
 
 
+def _rows_of(path: Path) -> None:
+    for line, _ in open_rows(path).lines:
+        parse_line(line)
+
+
 def _words(folder: Path) -> None:
     none = dict.fromkeys(("data_args_path", "data_path"))
     path = str(folder / "splits.json")
@@ -121,6 +129,19 @@ def _follow(folder: Path) -> None:
     run = FollowedRun(folder)
     run.poll()
     run.iterations()
+
+
+def _table(form: str) -> bytes:
+    """Rows as a Parquet file, or as a file of a data set that was saved to disk."""
+    arrow: Any = importlib.import_module("pyarrow")
+    table = arrow.table({"text": ["a", "b", None], "messages": [_CHAT["messages"]] * 3})
+    packed = io.BytesIO()
+    if form == "parquet":
+        importlib.import_module("pyarrow.parquet").write_table(table, packed)
+    else:
+        with importlib.import_module("pyarrow.ipc").new_stream(packed, table.schema) as stream:
+            stream.write_table(table)
+    return packed.getvalue()
 
 
 FURTHER: dict[str, Sample] = {
@@ -194,3 +215,18 @@ FURTHER: dict[str, Sample] = {
     ),
 }
 """Name -> the files of a folder that is whole, and the reader of that folder."""
+_ARROW = "data-00000-of-00001.arrow"
+_SAVED: Contents = {"state.json": lambda: json.dumps(_STATE).encode(), _ARROW: lambda: _table("")}
+if importlib.util.find_spec("pyarrow") is not None:
+    FURTHER |= {
+        "rows.parquet": (
+            {"rows.parquet": lambda: _table("parquet")},
+            lambda folder: _rows_of(folder / "rows.parquet"),
+        ),
+        f"saved rows {_ARROW}": (_SAVED, _rows_of),
+        "saved rows' state.json": (_SAVED, _rows_of),
+        "splits of saved rows dataset_dict.json": (
+            {"dataset_dict.json": lambda: b'{"splits": ["train", "test"]}'},
+            lambda folder: [files_of(folder), *folder.iterdir()],
+        ),
+    }

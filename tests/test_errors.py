@@ -132,7 +132,7 @@ exit_with(main)
 def test_an_output_that_is_closed_or_full_is_no_traceback(
     output: str, code: int, said: str, tmp_path: Path
 ) -> None:
-    """Where standard output was closed, a file of the run could have its number, too."""
+    """A file of the run could have the number of a closed standard output, too."""
     words = f'exec "$0" -c "$1" "$2" {output}'
     done = subprocess.run(
         ["bash", "-c", words, sys.executable, _PRINTS, str(tmp_path / "file")],

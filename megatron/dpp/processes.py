@@ -61,6 +61,13 @@ def stopped_below(pid: int) -> dict[int, str]:
     return {each: f"process {each} ({name})" for each, state, name in there if state in "Tt"}
 
 
+def how_ended(code: int | None) -> str:
+    """Text about the exit code of a process of ``multiprocessing``."""
+    if code is not None and code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
 def end_stopped_children() -> None:
     """Kill what descends from this process and is stopped: its exit would wait for it for ever."""
     for pid in stopped_below(os.getpid()):

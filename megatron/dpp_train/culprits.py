@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import resource
-import signal
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.dpp.errors import one_line
-from megatron.dpp.processes import stopped
+from megatron.dpp.processes import how_ended, stopped
 
 _KEY = "dpp/process"
 _SHARED_MEMORY = "/dev/shm"
@@ -99,13 +98,6 @@ def ended(workers: Sequence[Any], patience: float) -> str:
         worker.join(patience)  # its pipe closes a moment before it can be waited for
     named = [f"process {worker.pid} {how_ended(worker.exitcode)}" for worker in gone]
     return f"a data loader's worker is gone: {', '.join(named)}" if named else ""
-
-
-def how_ended(code: int | None) -> str:
-    """Text about the exit code of a process of ``multiprocessing``."""
-    if code is not None and code < 0:
-        return f"ended by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
 
 
 def _full() -> str:

@@ -21,8 +21,7 @@ from typing import Any
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 from megatron.dpp.core import compat
-from megatron.dpp.processes import end_with_parent
-from megatron.dpp_train import culprits
+from megatron.dpp.processes import end_with_parent, how_ended
 
 _FILES = "dist_checkpointing.strategies.filesystem_async"
 _QUEUE = f"{_FILES}:_results_queue"
@@ -67,7 +66,7 @@ def manager_ended() -> str:
     process = getattr(getattr(results, "_manager", None), "_process", None)  # the proxy keeps both
     if process is None or process.is_alive():
         return ""
-    how = culprits.how_ended(process.exitcode)
+    how = how_ended(process.exitcode)
     return f"process {process.pid}, which manages the writers' results, {how}"
 
 

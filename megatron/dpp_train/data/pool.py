@@ -18,13 +18,19 @@ from typing import Any, TypeVar
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.locks import scratch_directory
-from megatron.dpp.processes import end_stopped_children, end_with_starter, stopped
-from megatron.dpp_train.culprits import how_ended
+from megatron.dpp.processes import (
+    end_stopped_children,
+    end_with_starter,
+    how_ended,
+    stopped,
+)
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 _BATCHES_PER_WORKER = 4
 _LOOK_SECONDS = 5.0
+_LONGEST_PLACE = 60
+"""Bytes of a directory in which a socket's path stays below the 108 of Linux."""
 _ENDED_BY_THE_POOL = (None, 0, -15)
 """Exit codes of workers that did not break the pool."""
 
@@ -82,6 +88,8 @@ def _pool(workers: int, preload: str) -> Iterator[ProcessPoolExecutor]:
     with contextlib.ExitStack() as stack:
         with _start_named(workers):
             place = Path(tempfile.gettempdir())
+            if len(os.fsencode(place)) > _LONGEST_PLACE:
+                place = Path("/tmp")
             if "tempdir" not in own._config:
                 folder = stack.enter_context(scratch_directory(place, "dpp-pool-"))
                 own._config["tempdir"] = str(folder)

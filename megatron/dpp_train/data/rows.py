@@ -195,14 +195,14 @@ def _arrow(files: list[Path]) -> Iterator[tuple[bytes, int]]:
     done = 0
     for path in files:
         ipc = _arrow_module("pyarrow.ipc", path)
-        with open_to_read(path) as raw:
-            try:
+        try:
+            with open_to_read(path) as raw:
                 for batch in ipc.open_stream(raw):
                     for start in range(0, batch.num_rows, _ROWS):
                         for row in batch.slice(start, _ROWS).to_pylist():
                             yield _line(row), done + raw.tell()
-            except (OSError, ValueError) as error:
-                raise DataError(f"{path}: not an Arrow file ({one_line(error)})") from error
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path}: not an Arrow file ({one_line(error)})") from error
         done += path.stat().st_size
 
 
