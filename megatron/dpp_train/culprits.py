@@ -13,6 +13,7 @@ import platform
 import re
 import resource
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ _KEY = "dpp/process"
 _SHARED_MEMORY = "/dev/shm"
 _ASK_SECONDS = 2.0
 """Short, as the store may be lost, too."""
+_ENDS_SECONDS, _NAP_SECONDS = 1.0, 0.1
+"""A killed process closes its connections a moment before it has ended."""
 _LONGEST = 300
 _WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", re.DOTALL)
 _NO_ROOM = re.compile(r"unable to \w+ .*(?:shared memory|file </torch_).*|.*\(shm\).*", re.DOTALL)
@@ -122,11 +125,15 @@ def of_ranks(store: Any = None, rank: int = -1, world_size: int = 0) -> str:
         store = dist.distributed_c10d._get_default_store()
         rank, world_size = dist.get_rank(), dist.get_world_size()
     found: list[str] = []
+    others = set(range(world_size)) - {rank}
+    end = time.monotonic() + _ENDS_SECONDS
 
     def look() -> None:
-        for other in set(range(world_size)) - {rank}:
-            if text := _state(store, other):
-                found.append(text)
+        while others and not found:
+            found.extend(filter(None, (_state(store, other) for other in others)))
+            if time.monotonic() > end:
+                return
+            time.sleep(0.0 if found else _NAP_SECONDS)
 
     if not _within(_ASK_SECONDS, look):
         found.append("the store of rank 0 does not answer")

@@ -73,6 +73,8 @@ def files_of(path: Path) -> list[Path]:
         names = [str(each["filename"]) for each in state["_data_files"]]
     except (KeyError, TypeError) as error:
         raise DataError(f"{path / _STATE}: names no data files ({error!r})") from error
+    if not names:
+        raise DataError(f"{path / _STATE}: names no data files")
     for name in names:  # the folder may be a stranger's, whose rows are trained on
         if Path(name).name != name or name in ("", "..") or "\0" in name:
             raise DataError(f"{path / _STATE}: names {shown(name)}, expected a file beside it")
@@ -187,7 +189,7 @@ def _parquet(path: Path) -> Iterator[tuple[bytes, int]]:
                 for row in batch.to_pylist():
                     number += 1
                     yield _line(row), size * number // count
-        except (OSError, ValueError) as error:  # pyarrow's own are of these kinds
+        except Exception as error:  # a broken file raises anything
             raise DataError(f"{path}: not a Parquet file ({one_line(error)})") from error
 
 
@@ -201,7 +203,7 @@ def _arrow(files: list[Path]) -> Iterator[tuple[bytes, int]]:
                     for start in range(0, batch.num_rows, _ROWS):
                         for row in batch.slice(start, _ROWS).to_pylist():
                             yield _line(row), done + raw.tell()
-        except (OSError, ValueError) as error:
+        except Exception as error:  # a broken file raises anything
             raise DataError(f"{path}: not an Arrow file ({one_line(error)})") from error
         done += path.stat().st_size
 

@@ -7,6 +7,7 @@ processes that are stopped.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -105,7 +106,15 @@ def run() -> int:
             logging.CRITICAL
         )
     try:
-        with scratch_directory(Path(tempfile.gettempdir()), "torchrun_") as folder:
+        with contextlib.ExitStack() as stack:
+            try:
+                scratch = scratch_directory(Path(tempfile.gettempdir()), "torchrun_")
+                folder = stack.enter_context(scratch)
+            except (OSError, DataError) as error:
+                return print_error(
+                    f"the temporary directory cannot be used ({error}): make room in it, or name "
+                    "another as TMPDIR"
+                )
             os.environ.setdefault("PET_LOG_DIR", str(folder))  # as --log-dir, which wins
             if "--standalone" in sys.argv:
                 _stay_on_this_host()
