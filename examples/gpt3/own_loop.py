@@ -37,7 +37,7 @@ from megatron.dpp_train.model.layers import block_spec
 CHUNKS, LENGTH, BATCH, VOCABULARY = 2, 32, 4, 64
 
 
-def build(config: TransformerConfig) -> list[torch.nn.Module]:
+def build(config: TransformerConfig) -> list[DDP]:
     chunks = []
     for stage in range(CHUNKS):
         model = GPTModel(

@@ -91,9 +91,10 @@ class Optimizer:
 class Scheduler:
     def __init__(self) -> None:
         self.steps = 0
+        self.lr_decay_steps = 48
 
     def state_dict(self) -> dict[str, Any]:
-        return {"num_steps": self.steps}
+        return {"num_steps": self.steps, "lr_decay_steps": self.lr_decay_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.steps = state["num_steps"]

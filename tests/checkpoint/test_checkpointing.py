@@ -340,6 +340,19 @@ def test_another_learning_rate_schedule_is_refused_with_the_flags(job: Job) -> N
         resumed.door.load()
 
 
+def test_another_learning_rate_schedule_is_said(job: Job) -> None:
+    """A run that was continued with more steps had another learning rate without a word."""
+    line = "learning rate: not as in the checkpoint: samples until the lowest 96 (there 48)"
+    job.save(9)
+    for total in (48, 96):
+        resumed = job.started()
+        resumed.scheduler.lr_decay_steps = total
+        said: list[str] = []
+        resumed.run.say = said.append
+        resumed.door.load()
+        assert (line in said) == (total == 96)
+
+
 @pytest.mark.parametrize(("content", "why"), [(None, "No such file"), (b"", "unreadable")])
 def test_an_unreadable_torch_file_is_named(job: Job, content: bytes | None, why: str) -> None:
     path = rank_file(files.begin(job.folder, 9))

@@ -49,7 +49,10 @@ def settings(tokenizer: Path, **more: Any) -> Settings:
     return Settings.of({**given, "sft": True, "sft_tokenizer_prompt_format": "auto", **more})
 
 
-@pytest.mark.parametrize("ends", [{}, {"eos_token_id": [1, 2], "top_p": 0.5}], ids=["none", "two"])
+MADE = {"eos_token_id": [1, 2], "top_p": 0.5, "_from_model_config": True}
+
+
+@pytest.mark.parametrize("ends", [{}, MADE], ids=["none", "two"])
 def test_a_template_of_the_run_goes_with_the_model(ends: dict[str, Any], tokenizer: Path) -> None:
     from transformers import AutoTokenizer, GenerationConfig
 
@@ -63,6 +66,7 @@ def test_a_template_of_the_run_goes_with_the_model(ends: dict[str, Any], tokeniz
     wanted = [*ends.get("eos_token_id", [1]), turn]
     found = GenerationConfig.from_pretrained(folder)
     assert found.eos_token_id == end_ids(folder) == wanted
+    assert "_from_model_config" not in (folder / "generation_config.json").read_text()
     assert found.top_p == ends.get("top_p", found.top_p)
 
 

@@ -39,6 +39,14 @@ from megatron.dpp_train.optimizer.optimizer import own_steps, steps_may_lack
 from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.state import PROGRESS
 
+_SCHEDULE = {
+    "max_lr": "highest",
+    "min_lr": "lowest",
+    "lr_warmup_steps": "samples of warm-up",
+    "lr_decay_steps": "samples until the lowest",
+    "lr_decay_style": "style",
+}
+"""Settings of the learning rate in a checkpoint, and their names for people."""
 _UNFIT = (dist_checkpointing.core.CheckpointingException, OSError, KeyError)
 _MISSING = "Missing key in checkpoint"
 """Errors of megatron-core and PyTorch about a state that a checkpoint does not have."""
@@ -250,10 +258,18 @@ class Loader:
         Raises:
             ConfigError: it is another schedule's.
         """
+        saved, scheduler = state["opt_param_scheduler"], self._trainee.scheduler
         try:
-            self._trainee.scheduler.load_state_dict(state["opt_param_scheduler"])
+            scheduler.load_state_dict(saved)
         except AssertionError as error:  # megatron-core's way to refuse another schedule
             raise ConfigError(
                 f"{found.path}: {error}; give the flags it was saved with, or choose with "
                 "--override-opt_param-scheduler (flags) or --use-checkpoint-opt_param-scheduler"
             ) from error
+        changed = [
+            f"{text} {getattr(scheduler, name)} (there {saved[name]})"
+            for name, text in _SCHEDULE.items()
+            if name in saved and getattr(scheduler, name, saved[name]) != saved[name]
+        ]
+        if changed:
+            self._run.say(f"learning rate: not as in the checkpoint: {', '.join(changed)}")

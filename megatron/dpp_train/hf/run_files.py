@@ -123,5 +123,6 @@ def _add_end(template: ChatTemplate, tokenizer: Tokenizer, folder: Path) -> None
     if not content:
         known = _object(folder / CONFIG)
         content = {name: known[name] for name in ("bos_token_id", "pad_token_id") if name in known}
+    content.pop("_from_model_config", None)  # transformers may make such a file anew
     content["eos_token_id"] = [*ends, end] if ends else end
     durable.write_text(path, f"{json.dumps(content, indent=2)}\n")
