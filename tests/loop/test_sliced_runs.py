@@ -26,6 +26,8 @@ EXPERTS = (
     "--no-bias-gelu-fusion --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0"
 )
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
+FOUR = "--pipeline-model-parallel-size 4"
 ORDERS = {
     "static": f"{SLICED} --dpp-policy megatron --no-dpp-split-backward",
     "dynamic": SLICED,
@@ -57,9 +59,12 @@ def check_near(one: Result, other: Result) -> None:
 
 @pytest.mark.timeout(280)
 def test_slices_train_as_whole_sequences_do(tmp_path: Path) -> None:
-    more = "--train-iters 4"
-    runs = train(tmp_path, 2, more, {"whole": "", **ORDERS})
-    check_equal(runs, tuple(ORDERS))
+    """In any order, a replayed one included."""
+    late = f"{ORDERS['late']} --dpp-record DIR/order"
+    replayed = {"replayed": f"{SLICED} --dpp-replay DIR/order --dpp-activation-cap 1.3seq"}
+    arms = {"whole": "", **ORDERS, "late": late, **replayed}
+    runs = train(tmp_path, 2, "--train-iters 4", arms)
+    check_equal(runs, (*ORDERS, *replayed))
     check_near(runs["whole"], runs["dynamic"])
 
 
@@ -70,16 +75,21 @@ def test_slices_train_as_whole_sequences_do(tmp_path: Path) -> None:
     [
         "--train-iters 20 --packing even --position-embedding-type rope",
         "--train-iters 20 --calculate-per-token-loss",
-        "--train-iters 6 --num-virtual-stages-per-pipeline-rank 2 --packing even --num-layers 4",
+        f"--train-iters 6 {CHUNKS} --packing even --num-layers 4",
         "--train-iters 6 --tensor-model-parallel-size 2 --sequence-parallel --packing even",
         f"--train-iters 6 --packing even {REPLICAS}",
         f"--train-iters 6 --packing even {EXPERTS}",
         f"--train-iters 6 {RECOMPUTE}",
+        f"--train-iters 6 --packing even {FOUR}",
+        f"--train-iters 6 --packing even {FOUR} --num-layers 8 {CHUNKS}",
     ],
-    ids=["packed", "per token", "two chunks", "tensor", "replicas", "experts", "recompute"],
+    ids=[
+        *("packed", "per token", "two chunks", "tensor", "replicas", "experts", "recompute"),
+        *("four stages", "four stages, two chunks"),
+    ],
 )
 def test_sliced_layouts_train_as_whole_sequences_do(tmp_path: Path, more: str) -> None:
-    num_ranks = 4 if "tensor" in more or "distributed" in more else 2
+    num_ranks = 4 if any(word in more for word in ("tensor", "distributed", FOUR)) else 2
     runs = train(tmp_path, num_ranks, more, {"whole": "", **ORDERS})
     check_equal(runs, tuple(ORDERS))
     check_near(runs["whole"], runs["dynamic"])
@@ -110,6 +120,31 @@ def test_a_resumed_run_of_slices_is_the_same(tmp_path: Path) -> None:
     assert len(said) == len(sizes)
     for line, (there, here) in zip(said, sizes, strict=True):
         assert f"saved with --dpp-slice-tokens {there}, this run has {here}: it goes on" in line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(
+    ("num_ranks", "more"),
+    [(4, REPLICAS), (4, FOUR), (2, CHUNKS)],
+    ids=["replicas", "four stages", "two chunks"],
+)
+def test_resumed_layouts_of_slices_are_the_same(tmp_path: Path, num_ranks: int, more: str) -> None:
+    """From the middle of an epoch, replayed from there, too."""
+    where = "--train-iters 6 --exit-interval 3 --save DIR/saved --save-interval 3"
+    rest = f"{SLICED} --train-iters 6 --load DIR/saved"
+    runs = train(
+        tmp_path, num_ranks, f"--packing even {more}",
+        {
+            "all": f"{SLICED} --train-iters 6",
+            "first": f"{SLICED} {where}",
+            "second": f"{rest} --dpp-record DIR/order",
+            "replayed": f"{rest} --dpp-replay DIR/order",
+        },
+    )  # fmt: skip
+    check_equal(runs, ("second", "replayed"))
+    assert runs["second"].column("lm loss") == runs["all"].column("lm loss")[3:]
+    assert runs["second"].hashes == runs["all"].hashes
 
 
 COSTS = {"fixed": 1.92, "per_token": [1, 1, 1], "per_square": [0.01, 0.02, 0]}
