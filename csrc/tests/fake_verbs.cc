@@ -118,7 +118,7 @@ bool waits(int fd) {
 extern "C" {
 
 // "most-with-immediate": bytes of the largest write that had an immediate value. "events-read":
-// reports about ports that were acknowledged.
+// reports about ports that were acknowledged. "remote-regions": registrations that peers may write.
 __attribute__((visibility("default"))) long fake_verbs_seen(const char* name) {
   const std::lock_guard<std::mutex> lock(fabric().mutex);
   return fabric().seen[name];
@@ -240,7 +240,8 @@ int ibv_dealloc_pd(Domain* domain) { return delete domain, 0; }
 
 MemoryRegion* ibv_reg_mr(Domain* domain, void* data, size_t bytes, int access) {
   const std::lock_guard<std::mutex> lock(fabric().mutex);
-  if ((access & kRemoteWrite) != 0 && fabric().take("short-regions")) bytes /= 2;
+  const bool remote = fabric().open_to_peers(access);
+  if (remote && fabric().take("short-regions")) bytes /= 2;
   const bool gpu = on_gpu(data);
   if (fabric().take("fail-registration") || (gpu && fabric().faults["peermem"] == 0)) {
     errno = gpu ? EFAULT : ENOMEM;
@@ -249,8 +250,9 @@ MemoryRegion* ibv_reg_mr(Domain* domain, void* data, size_t bytes, int access) {
   return fabric().registered(domain, data, bytes, static_cast<std::byte*>(data), gpu, false);
 }
 MemoryRegion* ibv_reg_dmabuf_mr(Domain* domain, uint64_t offset, size_t bytes, uint64_t address,
-                                int fd, int) {
+                                int fd, int access) {
   const std::lock_guard<std::mutex> lock(fabric().mutex);
+  fabric().open_to_peers(access);
   struct stat facts = {};
   if (fabric().faults["no-dmabuf"] != 0) {
     errno = EOPNOTSUPP;

@@ -125,6 +125,11 @@ class Fabric {
     region->mapped = mapped;
     return regions[key] = region;
   }
+  bool open_to_peers(int access) {
+    const bool open = (access & kRemoteWrite) != 0;
+    seen["remote-regions"] += open;
+    return open;
+  }
   // One fewer of a counted fault.
   bool take(const char* name) {
     long& left = faults[name];

@@ -157,6 +157,12 @@ def let_go(a, b) -> None:
         print(type(error).__name__, error)
 
 
+def open_slots(a, b) -> None:
+    """Peers may write headers and payloads of slots, and no buffer that is sent from."""
+    found = ctypes.CDLL("libibverbs.so.1").fake_verbs_seen(b"remote-regions")
+    assert found == 4, f"{found} registrations for peers' writes"
+
+
 def one_wait(a, b) -> None:
     """Our stream is told once per message to wait for its producer, also when all buffers of the
     link are in use and sending has to be tried again."""
@@ -214,6 +220,7 @@ SCENARIOS = {
     "let-go": let_go,
     "one-by-one": one_by_one,
     "one-wait": one_wait,
+    "open-slots": open_slots,
     "marks": marks,
     "close-busy": close_busy,
     "close-stuck": close_stuck,

@@ -124,8 +124,10 @@ def test_the_card_reads_and_writes_gpu_memory(worker):
         assert said.endswith("\nok\n") and said.count(f"GPUDirect ({way})") == 2, said
 
 
-def test_writes_of_a_single_byte_are_waited_for(worker):
-    (said,) = run(worker, "rdma one-by-one gpudirect=on,on direct=dmabuf+flush late-gpu-writes")
+@pytest.mark.parametrize("scenario", ["one-by-one", "open-slots"])
+def test_gpudirect_waits_for_single_bytes_and_opens_only_slots(worker, scenario):
+    words = "gpudirect=on,on direct=dmabuf+flush late-gpu-writes"
+    (said,) = run(worker, f"rdma {scenario} {words}")
     assert said.endswith("\nok\n"), said
 
 

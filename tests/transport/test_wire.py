@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -149,6 +150,28 @@ def test_a_message_that_is_lost_behind_a_goodbye_is_a_failure(
         error = until_error(receiver)
     assert type(error) is PeerDead
     assert "closed its transport, and 1 messages that it had sent were lost" in str(error)
+
+
+def test_an_interrupted_wait_does_not_hide_the_end_of_a_connection() -> None:
+    def threads() -> set[int]:
+        return {int(thread) for thread in os.listdir("/proc/self/task")}
+
+    before, heard = threads(), list[int]()
+    old = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        with raw.alone(load_native(), 1, [raw.channel(0, 64)]) as receiver:
+            for thread in threads() - before:
+                assert ctypes.CDLL(None).tgkill(os.getpid(), thread, signal.SIGUSR1) == 0
+            deadline = time.monotonic() + raw.PATIENCE
+            while not heard:  # this thread hears of it between two naps
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            end_connections(receiver)
+            error = until_error(receiver)
+    finally:
+        signal.signal(signal.SIGUSR1, old)
+    assert type(error) is PeerDead
+    assert "a data connection was closed, and there was no goodbye" in str(error)
 
 
 def test_a_close_does_not_wait_for_a_peer_that_reads_nothing() -> None:
