@@ -186,6 +186,7 @@ def _parquet(path: Path) -> Iterator[tuple[bytes, int]]:
             file = parquet.ParquetFile(raw)
             number, count = 0, file.metadata.num_rows
             for batch in file.iter_batches(_ROWS):
+                batch.validate(full=True)
                 for row in batch.to_pylist():
                     number += 1
                     yield _line(row), size * number // count
@@ -200,6 +201,7 @@ def _arrow(files: list[Path]) -> Iterator[tuple[bytes, int]]:
         try:
             with open_to_read(path) as raw:
                 for batch in ipc.open_stream(raw):
+                    batch.validate(full=True)  # else pyarrow may read beyond its buffers
                     for start in range(0, batch.num_rows, _ROWS):
                         for row in batch.slice(start, _ROWS).to_pylist():
                             yield _line(row), done + raw.tell()
