@@ -182,9 +182,8 @@ def check_command(words: list[str]) -> None:
     elif name == "bench":
         check_benchmark(given)
     elif name == "estimate":
-        parser = importlib.import_module(
-            "megatron.dpp_train.launch.estimate_command"
-        ).build_parser()
+        module = importlib.import_module("megatron.dpp_train.launch.estimate_command")
+        parser = module.build_parser("megatron-dpp estimate")
         parse_training(parser.parse_known_args(given)[1])
     else:
         accepted(importlib.import_module(COMMANDS[name][0]).main, given)

@@ -194,7 +194,7 @@ def test_an_error_leaves_the_name_of_the_output_free(
     words = [str(word) for word in (two / "first", *WORDS, "--output", output)]
     with monkeypatch.context() as broken:
         broken.setattr("megatron.dpp_train.generate.answers.Chooser", _no_memory)
-        assert generate.main(words) == 1
+        assert generate.main(words) == 2
     assert list(tmp_path.iterdir()) == []
     assert generate.main(words) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
@@ -231,14 +231,18 @@ def test_a_template_and_a_tokenizer_are_named(
     template = tmp_path / "own.jinja"
     template.write_text("to{{ messages[0].content }}")
     few = (str(two / "first"), "--device", "cpu", "--max-new-tokens", "3")
-    for words, error in (
-        (["--chat", " be", "--chat-template", str(template)], None),
-        (["--chat", "to", "--chat-template", "none"], "--chat-template none: expected auto"),
-        (["--prompt", "to", "--tokenizer", "train:300"], "would train a new one; name the model's"),
+    for words, status, error in (
+        (["--chat", " be", "--chat-template", str(template)], 0, ""),
+        (["--chat", "to", "--chat-template", "none"], 1, "--chat-template none: expected auto"),
+        (
+            ["--prompt", "to", "--tokenizer", "train:300"],
+            2,
+            "would train a new one; name the model's",
+        ),
     ):
         capsys.readouterr()
-        assert generate.main([*few, *words]) == (error is not None)
-        assert (error or "") in capsys.readouterr().err
+        assert generate.main([*few, *words]) == status
+        assert error in capsys.readouterr().err
 
 
 def test_an_export_without_an_origin_is_refused_at_once(two: Path, tmp_path: Path) -> None:

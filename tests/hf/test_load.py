@@ -212,7 +212,12 @@ def test_only_a_complete_training_is_exported(
 ) -> None:
     calls: list[Any] = []
     said: list[str] = []
-    monkeypatch.setattr(hf, "to_hf", lambda *words, like, **_: calls.append((*words, like)))
+
+    def to_hf(*words: Path, like: Path, **_: Any) -> Any:
+        calls.append((*words, like))
+        return SimpleNamespace(notes=())
+
+    monkeypatch.setattr(hf, "to_hf", to_hf)
     args = SimpleNamespace(
         skip_train=skips,
         train_iters=9,

@@ -86,7 +86,7 @@ def to_hf(
             shards.finish()
         _write_config(scratch / CONFIG, config.content | config.family.written, kind)
         notes = _copy_files(like, scratch, args if run_files else None)
-    return replace(config, notes=config.notes + notes)
+    return replace(config, notes=config.notes + notes) if notes else config
 
 
 def _check_sums(folder: Path) -> None:
