@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.lengths import MIXES, LengthCosts
-from megatron.dpp.sim.packing import PACKINGS, balance, best_order, orders, pack
+from megatron.dpp.sim.packing import PACKINGS, balance, orders, pack
 from megatron.dpp.sim.schedules import ScheduleConfig
 
 lengths = st.lists(st.integers(1, 100), min_size=1, max_size=60)
@@ -95,7 +95,7 @@ def test_orders_are_permutations(costs, num_ranks):
 
 
 @pytest.mark.parametrize("policy", ["dynamic", "megatron"])
-def test_the_best_order_is_no_worse_than_the_drawn_one(policy):
+def test_the_best_order_is_better_than_the_drawn_one(policy):
     rng = random.Random(3)
     drawn = [MIXES["sft"].draw(rng) for _ in range(24)]
     config = ScheduleConfig(policy=policy)
@@ -105,6 +105,4 @@ def test_the_best_order_is_no_worse_than_the_drawn_one(policy):
         costs = LengthCosts.transformer().of([[n] for n in tokens], num_ranks=4, num_chunks=2)
         return config.run(Shape(4, 2, 24, tuple(tokens)), costs).makespan
 
-    name, order = best_order(drawn, 4, simulated)
-    assert simulated(order) == min(map(simulated, orders(drawn, 4).values()))
-    assert name != "drawn" and simulated(order) < simulated(list(range(24)))
+    assert min(map(simulated, orders(drawn, 4).values())) < simulated(list(range(24)))

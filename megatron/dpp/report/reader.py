@@ -210,7 +210,7 @@ def _are_counts(values: Column) -> bool:
 
 
 def _are_texts(values: Column) -> bool:
-    return set(map(type, values)) == {str}
+    return set(map(type, set(values))) == {str}
 
 
 def _are_numbers(values: Column) -> bool:

@@ -7,7 +7,7 @@ instance those of :meth:`megatron.dpp.sim.lengths.LengthCosts.time`.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megatron.dpp.errors import ConfigError
 
@@ -132,17 +132,3 @@ def orders(costs: Sequence[float], num_ranks: int) -> dict[str, list[int]]:
         "small-big-small": ascending[::2] + ascending[1::2][::-1],
         "small, then descending": first + ascending[2 * num_ranks :][::-1],
     }
-
-
-def best_order(
-    costs: Sequence[float], num_ranks: int, simulated: Callable[[Sequence[int]], float]
-) -> tuple[str, list[int]]:
-    """The order of :func:`orders` with the least simulated time, and its name; the first of
-    equals.
-
-    Args:
-        simulated: the makespan of an order.
-    """
-    found = orders(costs, num_ranks)
-    name = min(found, key=lambda one: simulated(found[one]))
-    return name, found[name]

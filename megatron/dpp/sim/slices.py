@@ -7,7 +7,6 @@ alone, so every rank computes the same plan.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -216,10 +215,3 @@ class SlicedPipeline:
         tried = ordered(rows, self.num_ranks, self.costs).values()
         found = [(order, self.run(order)) for order in tried]
         return min(found, key=lambda one: one[1].makespan)
-
-    def with_schedule(self, **changes: object) -> SlicedPipeline:
-        """The same pipeline with other settings of its schedule."""
-        return dataclasses.replace(
-            self,
-            schedule=dataclasses.replace(self.schedule, **changes),  # type: ignore[arg-type]
-        )

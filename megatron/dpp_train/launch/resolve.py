@@ -33,7 +33,7 @@ from megatron.dpp_train.launch.layers import default_layers
 from megatron.dpp_train.launch.layout import Divisible, Layout, check_layout, nearest_multiple
 from megatron.dpp_train.options.arguments import give, parse_args
 from megatron.dpp_train.options.run_config import Settings
-from megatron.dpp_train.options.validate_layout import NOT_PLANNED
+from megatron.dpp_train.options.validate_layout import CUTS, NOT_PLANNED
 from megatron.dpp_train.text_files import read_text
 
 _DEFAULT_STEPS = 50
@@ -142,14 +142,6 @@ _OF_TRAIN = {
     "--deepspeed-zero-stage": ("--mode zero", "--engine deepspeed --zero-stage"),
 }
 """Flags of Megatron that a mode sets -> the mode and option of ``train`` with the same meaning."""
-_CUTS = (
-    "--pipeline-model-parallel-layout",
-    "--decoder-first-pipeline-num-layers",
-    "--decoder-last-pipeline-num-layers",
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-)
-"""Flags that cut the layers otherwise than evenly."""
 _OF_AUTO = (
     "--use-dpp",
     "--use-distributed-optimizer",
@@ -158,7 +150,7 @@ _OF_AUTO = (
     "--num-layers-per-virtual-pipeline-stage",
     "--dpp-plan",
     "--dpp-replay",
-    *_CUTS,
+    *CUTS,
     "--recompute-granularity",
     "--recompute-activations",
 )
@@ -286,7 +278,7 @@ def resolve(
     flags = dict(flags)
     if options.mode != "megatron":
         planned = is_planned(options, flags, layout, setting)
-        uneven = planned or any(name in flags for name in _CUTS)
+        uneven = planned or any(name in flags for name in CUTS)
         model = divisible(flags, uneven=uneven)
         check_layout(layout, setting.world_size, model, setting.option)
         if planned:

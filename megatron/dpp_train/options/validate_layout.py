@@ -12,14 +12,18 @@ from megatron.dpp_train.options.run_config import Settings
 Args = Settings
 
 
-NOT_PLANNED = (
-    "--num-layers-per-virtual-pipeline-stage",
-    "--num-virtual-stages-per-pipeline-rank",
+CUTS = (
     "--pipeline-model-parallel-layout",
     "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers",
     "--account-for-embedding-in-pipeline-split",
     "--account-for-loss-in-pipeline-split",
+)
+"""Flags that cut the layers otherwise than evenly."""
+NOT_PLANNED = (
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    *CUTS,
     "--mtp-num-layers",
     "--num-experts",
 )

@@ -72,7 +72,6 @@ _DERIVED: dict[str, dict[str, tuple[str, Any]]] = {
 """Settings that no flag sets: section -> name -> type and value before validation."""
 _BY_TORCH = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 """Names of dtypes, which become dtypes when PyTorch is there."""
-_OF_MODEL = ("fp16", "bf16", "params_dtype", "enable_autocast")
 _PARALLEL = ("parallel", "tp_", "pipeline", "overlap_p2p", "p2p", "cp_comm", "defer_embedding",
              "deallocate", "ub_", "nccl_ub", "expert_tensor", "finalize")  # fmt: skip
 
