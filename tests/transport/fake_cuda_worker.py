@@ -1,8 +1,8 @@
 """The GPU kinds over the driver of csrc/tests/fake_cuda.cc, two ranks as threads of one process.
 
 Run by test_cuda_fake.py with that driver in LD_LIBRARY_PATH. Each line of standard input is JSON,
-``[cases, environment variables]``, for which a process is forked: importing PyTorch takes longer
-than a case. Its output ends with a line ``exit STATUS``.
+``[cases, environment variables, number]``, for which a process is forked: importing PyTorch takes
+longer than a case. Its output is between lines ``begin NUMBER`` and ``exit STATUS of NUMBER``.
 
 A case is one string, ``KIND [checksum] [gpudirect=ONE,OTHER] [direct=ABILITY+...]
 [FAULT[=NUMBER] ...]``; abilities are the fake GPU's, faults the fake network card's. A word of
@@ -275,12 +275,14 @@ def run_case(case: str) -> None:
 
 def main() -> None:
     for line in sys.stdin:
+        cases, environment, number = json.loads(line)
+        print("begin", number, flush=True)
         pid = os.fork()
         if pid == 0:
-            run_cases(*json.loads(line))
+            run_cases(cases, environment)
             return
         _, status = os.waitpid(pid, 0)
-        print("exit", os.waitstatus_to_exitcode(status), flush=True)
+        print("exit", os.waitstatus_to_exitcode(status), "of", number, flush=True)
 
 
 def run_cases(cases: list[str], environment: dict[str, str]) -> None:
