@@ -1,6 +1,6 @@
 """Choices of ``--dpp-slice-tokens auto``, and the gain of an order of rows, in the simulator.
 
-    python -m profiling.bench_slice_choice --seeds 4
+    python profiling/bench_slice_choice.py --seeds 4
 
 Batches of 64 sequences; a step's time is over a rank's own work without overheads. ``whole`` runs
 as ``--dpp-slice-tokens off``, ``rule`` in slices of some six units per rank, ``auto`` as chosen;
@@ -9,12 +9,14 @@ as ``--dpp-slice-tokens off``, ``rule`` in slices of some six units per rank, ``
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import statistics
 import time
 
+import harness
+
+from megatron.dpp.errors import exit_with
 from megatron.dpp.sim.batches import BatchSettings, ways_to_run
 from megatron.dpp.sim.lengths import MIXES, LengthCosts
 from megatron.dpp.sim.orders import Question, plan_batch
@@ -59,18 +61,21 @@ def times_of(lengths: list[int], model: PipelineModel, packing: str) -> dict[str
     return {name: each / work for name, each in found.items()} | more
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--ranks", default="2,4,8", help="pipeline sizes")
+def main() -> int:
+    parser = harness.new_parser(
+        __doc__, seeds=(4, "batches, of which rows are means"), ranks=("2,4,8", "pipeline sizes")
+    )
     args = parser.parse_args()
+    words = args.ranks.split(",")
+    if args.seeds < 1 or not all(word.isdecimal() and int(word) >= 2 for word in words):
+        parser.error("--seeds must be at least 1, --ranks sizes of 2 or more, like 2,4,8")
     head = (
         "| lengths | p | chunks | packing | "
         + " | ".join((*_ARMS, "cut", "ms", "ms, planned"))
         + " |"
     )
     print(head, "|---" * (head.count("|") - 1) + "|", sep="\n")
-    ranks = [int(word) for word in args.ranks.split(",")]
+    ranks = [int(word) for word in words]
     for mix, p, v, packing in itertools.product(MIXES, ranks, (1, 2), ("none", "even")):
         model = PipelineModel(
             num_ranks=p, num_chunks=v, longest=MIXES[mix].longest, policy="auto", costs=_COSTS
@@ -84,7 +89,8 @@ def main() -> None:
         cells = [f"{means[name]:.3f}" for name in _ARMS]
         cells += [f"{means['cut']:.2f}", *(f"{means[name]:.0f}" for name in ("ms", "ms, planned"))]
         print(f"| {mix} | {p} | {v} | {packing} | " + " | ".join(cells) + " |", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(main)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp_train.cost.device import find_machine, gpu_device
+from megatron.dpp_train.cost.device import find_gpus, find_machine, gpu_device
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,7 @@ def test_gpus_that_are_hidden_do_not_count(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     env = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
     assert find_machine(env=env).num_gpus == number
+    assert (find_gpus(env) is not None) == (number > 0)
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ def test_a_meeting_that_fails_names_who_has_not_come(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setenv("MASTER_ADDR", "here")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr("megatron.dpp.core.cpu.install", lambda: None)  # they would stay
     changes = {"world_size": 7, "distributed_timeout_minutes": 1, "device": "cpu"}
     with monkeypatch.context() as patch:
         patch.setattr(joining, "rendezvous", lambda *_, **__: iter([(HashStore(), 5, 7)]))
@@ -169,6 +170,7 @@ def test_a_rank_0_that_never_comes_is_waited_for_as_long_as_the_flag_says(
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     monkeypatch.setattr(joining, "rendezvous", lambda *_, **__: pytest.fail("it tried itself"))
+    monkeypatch.setattr("megatron.dpp.core.cpu.install", lambda: None)  # they would stay
     args: Any = Settings.of(ARGS | {"distributed_timeout_minutes": 0.01, "device": "cpu"})
     said = r"MASTER_ADDR=127.0.0.1 MASTER_PORT=\d+: Connection refused: rank 0 has not come"
     with pytest.raises(PeerDead, match=said):

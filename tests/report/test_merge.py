@@ -279,7 +279,7 @@ def test_the_script_says_what_is_wrong(tmp_path):
         timeout=150,
     )
     assert done.returncode == 1
-    assert done.stderr.startswith(f"aggregate.py: {tmp_path}: no trace")
+    assert done.stderr.startswith(f"aggregate.py: error: {tmp_path}: no trace")
 
 
 def test_tracks_are_no_main_threads_in_older_files_either(directory, tmp_path):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.dpp.errors import exit_with
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "profiling"))
 
@@ -58,6 +60,6 @@ def test_refusals_are_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [f"bench_{name}.py", *arguments.split()])
     with pytest.raises(SystemExit) as ended:
-        benchmark.parse_arguments()
+        exit_with(benchmark.parse_arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err.splitlines()[-1]

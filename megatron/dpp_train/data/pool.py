@@ -31,8 +31,8 @@ _BATCHES_PER_WORKER = 4
 _LOOK_SECONDS = 5.0
 _LONGEST_PLACE = 60
 """Bytes of a directory in which a socket's path stays below the 108 of Linux."""
-_ENDED_BY_THE_POOL = (None, 0, -15)
-"""Exit codes of workers that did not break the pool."""
+_ENDED_BY_THE_POOL = (None, 0, -15, 255)
+"""Exit codes of workers that did not break the pool, or of which the fork server knows none."""
 
 
 def in_order(

@@ -20,7 +20,7 @@ from megatron.dpp.flags import given_flags
 from megatron.dpp.hosts import addresses, is_loopback
 from megatron.dpp.naming import renamed
 from megatron.dpp.processes import run_child
-from megatron.dpp_train.cost.device import find_machine
+from megatron.dpp_train.cost.device import find_gpus
 from megatron.dpp_train.launch.flags import ROOT, Flags, from_argv, to_argv
 from megatron.dpp_train.launch.job import (
     Job,
@@ -347,7 +347,8 @@ def _with_layers(model: str, settings: Variables, parsed: Settings) -> Variables
     if settings["TRANSFORMER_IMPL"] != AUTO:
         return settings
     on_gpu = environment.count_gpus(os.environ) > 0
-    is_ampere = on_gpu and find_machine().device.bf16
+    gpus = find_gpus() if on_gpu else None
+    is_ampere = gpus is not None and gpus.device.bf16
     layers = default_layers(parsed, model, on_gpu=on_gpu, is_ampere=is_ampere)
     if layers is None:  # a flag behind those of the recipe
         return settings | {"TRANSFORMER_IMPL": parsed.transformer_impl}
