@@ -17,8 +17,13 @@ class Ends:
 
 kept = Ends()
 kept.itself = kept
-atexit.register(print, "registered")
-threading.Thread(target=lambda: (threading.main_thread().join(), print("awaited"))).start()
+atexit.register(print, "registered", flush=True)
+
+def wait():
+    threading.main_thread().join()
+    print("awaited", flush=True)
+
+threading.Thread(target=wait).start()
 raise RuntimeError("the rank's own")
 """
 
