@@ -26,6 +26,16 @@ def dynamic_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Sizes and packed rows that were announced to the dynamic schedule."""
+    found: list[Any] = []
+    monkeypatch.setattr(
+        DppSchedule, "announce", lambda self, sizes, rows=(): found.append((sizes, rows))
+    )
+    return found
+
+
+@pytest.fixture
 def static_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Sizes and keywords of the calls of megatron-core's own schedules."""
     calls: list[tuple[Any, ...]] = []

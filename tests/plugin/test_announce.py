@@ -13,7 +13,6 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron.dpp import DppConfig, plugin
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.runtime.dynamic import DppSchedule
 from tests.plugin.test_plugin import keywords
 
 
@@ -24,10 +23,8 @@ def _uninstalled() -> Iterator[None]:
 
 
 def test_announced_sizes_reach_the_next_training_step_alone(
-    monkeypatch: pytest.MonkeyPatch, dynamic_calls: list[dict[str, Any]], static_calls: list[Any]
+    told: list[Any], dynamic_calls: list[dict[str, Any]], static_calls: list[Any]
 ) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(DppSchedule, "announce", lambda self, sizes: told.append(sizes))
     plugin.announce([1])  # nothing is installed
     plugin.install(DppConfig(split_backward="off"))
     run = schedules.get_forward_backward_func()
@@ -38,7 +35,7 @@ def test_announced_sizes_reach_the_next_training_step_alone(
     assert not told, "an evaluation has microbatches of its own"
     run(**keywords())
     run(**keywords())
-    assert told == [[8, 2, 5]]
+    assert told == [([8, 2, 5], ())]
     plugin.announce([3, 3, 3])
     run(**keywords(pipeline=1))
     run(**keywords())
@@ -46,16 +43,12 @@ def test_announced_sizes_reach_the_next_training_step_alone(
     plugin.announce([3, 3, 3])
     run(**keywords(pipeline=1, forward_only=True))
     run(**keywords())
-    assert told[1:] == [[3, 3, 3]], "an evaluation by megatron-core's schedule took none"
+    assert told[1:] == [([3, 3, 3], ())], "an evaluation by megatron-core's schedule took none"
 
 
 def test_announced_rows_reach_the_next_call(
-    monkeypatch: pytest.MonkeyPatch, dynamic_calls: list[Any], static_calls: list[Any]
+    told: list[Any], dynamic_calls: list[Any], static_calls: list[Any]
 ) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(
-        DppSchedule, "announce", lambda self, sizes, rows=(): told.append((sizes, rows))
-    )
     plugin.install(DppConfig(split_backward="off"))
     run = schedules.get_forward_backward_func()
     rows = [[5, 3], [2], [1, 1, 3]]

@@ -18,7 +18,6 @@ from megatron.dpp import DppConfig, plugin
 from megatron.dpp.core import compat
 from megatron.dpp.core.packed_rows import read_ahead
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.runtime.dynamic import DppSchedule
 from tests.plugin.test_plugin import keywords
 from tests.plugin.test_plugin_lengths import with_arguments
 
@@ -94,12 +93,11 @@ def test_stages_in_the_middle_must_know_the_sequences(monkeypatch: pytest.Monkey
 
 
 def test_rows_are_read_for_slices_alone_and_stay_for_megatrons_own_schedule(
-    monkeypatch: pytest.MonkeyPatch, dynamic_calls: list[Any], static_calls: list[Any]
+    monkeypatch: pytest.MonkeyPatch,
+    told: list[Any],
+    dynamic_calls: list[Any],
+    static_calls: list[Any],
 ) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(
-        DppSchedule, "announce", lambda self, sizes, rows=(): told.append((sizes, rows))
-    )
     with_arguments(monkeypatch, sft=True)
     for tokens, expected in (("off", []), ("4", [([8, 8, 8], ROWS), ((), ())])):
         with plugin.installed(DppConfig(split_backward="off", slice_tokens=tokens)):
