@@ -28,16 +28,22 @@ ENGINE_ROOMS = {
     "hosts": {"errors"},
     "slice_sizes": set(),
     "safe_files": set(),
+    "strict_json": {"errors"},
     "budget": set(),
     "processes": set(),
     "locks": {"errors", "safe_files"},
     "index_files": {"errors", "safe_files"},
     "command_line": {"errors", "naming", "processes", "safe_files"},
     "inject": {"errors"},
-    "schedule": {"config", "direction", "errors", "safe_files"},
+    "schedule": {"config", "direction", "errors", "safe_files", "strict_json"},
     "flags": {"config", "errors", "naming", "schedule"},
-    "trace": {"config", "direction", "errors", "locks", "safe_files", "schedule"},
-    "sim": {"config", "direction", "errors", "safe_files", "schedule", "slice_sizes", "trace"},
+    "trace": {
+        *("config", "direction", "errors", "locks", "safe_files", "schedule", "strict_json"),
+    },
+    "sim": {
+        *("config", "direction", "errors", "safe_files", "schedule", "slice_sizes"),
+        *("strict_json", "trace"),
+    },
     "transport": {"config", "direction", "errors", "hosts", "processes"},
     "core": {"config", "direction", "errors", "processes", "trace", "transport"},
     "runtime": {
@@ -53,7 +59,7 @@ ENGINE_ROOMS = {
 }
 BASE = {
     *("errors", "config", "hosts", "locks", "index_files", "command_line", "inject", "flags"),
-    *("budget", "naming", "processes", "safe_files", "slice_sizes"),
+    *("budget", "naming", "processes", "safe_files", "slice_sizes", "strict_json"),
 }
 OPEN_TO_THE_TRAINER = {
     *BASE,

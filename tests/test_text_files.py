@@ -26,6 +26,7 @@ _BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("[" + "1" * 5000 + "]", "a number of 5000 digits"),
         ("{", "not JSON"),
         ("", "not JSON"),
+        ('{"a": [{"key": 1, "key": 1}]}', "the key 'key' stands twice in an object"),
     ],
 )
 def test_json_of_any_form_is_a_value_or_one_error(text: str, said: str, tmp_path: Path) -> None:
@@ -61,6 +62,11 @@ def test_json_that_people_have_is_read() -> None:
         ("x: !!python/object/apply:os.system [true]\n", "not YAML"),
         ("x: *missing\n", "not YAML"),
         ("- a\n", "expected a mapping"),
+        (
+            "a:\n  lr: 1\n  b: 2\n  lr: 1\n",
+            "the key 'lr' stands twice in a mapping, in lines 2 and 4",
+        ),
+        ("a: &a {x: 1}\nb:\n  <<: *a\n  x: 2\n", "not YAML|."),
         ("a: b\n" * 300_000, "has more than 1048576 bytes"),
     ],
 )

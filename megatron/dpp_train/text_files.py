@@ -6,11 +6,11 @@ A file's size, the depth of its structures and the digits of its numbers are bou
 from __future__ import annotations
 
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import DataError, one_line
+from megatron.dpp import strict_json
+from megatron.dpp.errors import DataError, one_line, shown
 from megatron.dpp.safe_files import read_bytes
 
 _STRUCTURES = (dict, list, tuple, set)
@@ -60,10 +60,13 @@ def parse_json(text: str | bytes, where: object) -> Any:
         where: its name, for errors.
 
     Raises:
-        DataError: it is no JSON, is nested too deeply, or has a whole number of too many digits.
+        DataError: it is no JSON, is nested too deeply, has a key twice in an object, or a whole
+            number of too many digits.
     """
     try:
-        value = json.loads(text, parse_int=_whole)
+        value = strict_json.loads(text, parse_int=_whole)
+    except strict_json.RepeatedKey as error:
+        raise DataError(f"{where}: {error}") from error
     except RecursionError as error:
         raise DataError(f"{where}: nested more than {_DEEPEST} deep") from error
     except ValueError as error:
@@ -80,7 +83,8 @@ def read_mapping(path: str | Path, flag: str = "") -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        DataError: the file cannot be read, or is no YAML mapping of a bounded size and depth.
+        DataError: the file cannot be read, is no YAML mapping of a bounded size and depth, or has
+            a key twice in a mapping.
     """
     import yaml
 
@@ -95,6 +99,11 @@ def read_mapping(path: str | Path, flag: str = "") -> dict[str, Any]:
                 raise DataError(f"{named}: nested more than {_DEEPEST} deep")
             node = super().compose_node(parent, index)
             self.depth -= 1
+            return node
+
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            _refuse_repeated(node, named)
             return node
 
     try:
@@ -128,6 +137,20 @@ def nearest_path(path: Path) -> str:
         names = [name for name in names if name.endswith(".idx")]
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
     return f" (nearest: {path.parent / near[0]})" if near else ""
+
+
+def _refuse_repeated(mapping: Any, named: str) -> None:
+    """Refuse a key that stands twice in a YAML mapping; ``<<`` adds what no key names."""
+    first: dict[str, int] = {}
+    for key, _ in mapping.value:
+        if isinstance(key.value, str) and key.value != "<<":
+            line = key.start_mark.line + 1
+            if key.value in first:
+                raise DataError(
+                    f"{named}: the key {shown(key.value)} stands twice in a mapping, in lines "
+                    f"{first[key.value]} and {line}"
+                )
+            first[key.value] = line
 
 
 def _whole(digits: str) -> int:

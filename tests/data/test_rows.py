@@ -123,6 +123,25 @@ def test_texts_that_a_table_holds_as_bytes_are_texts(
     assert 'x.parquet, row 2: "text" holds half a surrogate pair' in capsys.readouterr().err
 
 
+def test_a_column_that_hides_another_one_is_named(tmp_path: Path) -> None:
+    tables = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    table = pytest.importorskip("pyarrow").table([["one"], ["two"]], names=["text", "text"])
+    tables.write_table(table, tmp_path / "x.parquet")
+    with pytest.raises(DataError, match=r"x\.parquet: the key 'text' stands twice"):
+        rows_of(tmp_path / "x.parquet")
+
+
+def test_a_key_that_stands_twice_is_named_with_its_row(tmp_path: Path) -> None:
+    """The last value won in silence, and the row's other one was lost."""
+    for end, text in (
+        ("jsonl", '{"text": "a"}\n{"text": "b", "more": [{"x": 1, "x": 1}]}\n'),
+        ("json", '[{"text": "a"},\n {"text": "b",\n  "more": [{"x": 1, "x": 1}]}]'),
+    ):
+        path = write(tmp_path / f"x.{end}", text)
+        with pytest.raises(DataError, match=rf"x\.{end}, (line|row) 2: the key 'x' stands twice"):
+            list(json_lines(path, "--data"))
+
+
 def test_rows_that_are_bad_are_named_by_their_number(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,6 +46,16 @@ def test_the_summary_names_the_order_that_runs(ranks: int, flags: str, said: str
     assert layout.endswith(f"; {said}")
 
 
+def test_two_spellings_of_a_setting_with_unlike_values_are_refused(tmp_path: Path) -> None:
+    """The last one won in silence."""
+    path = tmp_path / "run.yaml"
+    path.write_text("model:\n  num_layers: 2\nnum-layers: 2\n")
+    assert parse_args(["--yaml-cfg", str(path)]).num_layers == 2
+    path.write_text("model:\n  num_layers: 2\nnum-layers: 4\n")
+    with pytest.raises(ConfigError, match="num_layers and num-layers set the same to 2 and 4"):
+        parse_args(["--yaml-cfg", str(path)])
+
+
 def test_yaml_settings_lie_between_defaults_and_command_line(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(

@@ -108,6 +108,7 @@ def test_prompt_and_completion_are_a_chat(tokenizer: GPT2BPETokenizer) -> None:
         ({"messages": [{"role": "user"}]}, "message 1 lacks"),
         (chat("Who?<|endoftext|>", "Ada."), "special token"),
         (chat("Who?", "Ada \ud800"), "message 2 holds half a surrogate pair"),
+        ({"messages": '[{"role": "user", "role": "tool"}]'}, "the key 'role' stands twice"),
     ],
 )
 def test_a_bad_chat_is_named(
@@ -210,6 +211,9 @@ def test_arguments_of_calls_are_rendered_as_they_are(tokenizer: GPT2BPETokenizer
         turn = {"role": "assistant", "content": None, "tool_calls": [call]}
         document = {"messages": [{"role": "user", "content": "Rain?"}, turn]}
         assert answers(tokenizer, CALLS, document) == [said]
+    call["function"]["arguments"] = '{"town": "Łódź", "town": "K"}'
+    with pytest.raises(BadLine, match="arguments of a call: the key 'town' stands twice"):
+        answers(tokenizer, CALLS, document)
 
 
 def test_a_message_of_a_role_that_the_template_drops_is_named(tokenizer: GPT2BPETokenizer) -> None:

@@ -120,6 +120,7 @@ BAD_LINES = {
     "expected a JSON object": "[1, 2]",
     'no key "text"': {"title": "no text"},
     "neither a text nor a list": {"text": 5},
+    "the key 'text' stands twice in an object": '{"text": "one", "text": "two"}',
     "half a surrogate pair": '{"text": "\\ud800"}',
     "BOM": b'\xef\xbb\xbf{"text": "a mark that a first line alone may have"}',
 }

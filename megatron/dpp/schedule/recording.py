@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron.dpp import strict_json
 from megatron.dpp.config import Backward
 from megatron.dpp.errors import ConfigError, DataError, ReplayError, ScheduleError, setting, shown
 from megatron.dpp.safe_files import open_text_to_write, open_to_read
@@ -310,7 +311,7 @@ def _check_header(file: Path, header: dict[str, Any]) -> None:
 
 def _parse(file: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        parsed = json.loads(line)
+        parsed = strict_json.loads(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{setting('replay', file)}, line {number}: not JSON: {error}") from error
     if not isinstance(parsed, dict):

@@ -6,7 +6,6 @@ each sequence, the rest of a layer with the tokens.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import statistics
@@ -14,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from megatron.dpp import strict_json
 from megatron.dpp.errors import ConfigError, DataError, core_setting, one_line
 from megatron.dpp.safe_files import read_bytes
 from megatron.dpp.schedule import Kind
@@ -138,7 +138,7 @@ def read_costs(path: str) -> LengthCosts:
         DataError: the file cannot be read, or holds no costs.
     """
     try:
-        found = json.loads(read_bytes(path))
+        found = strict_json.loads(read_bytes(path))
         fixed = float(found["fixed"])
         kinds = [tuple(float(x) for x in found[name]) for name in ("per_token", "per_square")]
         (a, b, c), (d, e, f) = kinds

@@ -16,13 +16,13 @@ time of the pipeline's part of each iteration. ``megatron-dpp report`` writes su
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.dpp import strict_json
 from megatron.dpp.errors import DataError, one_line, shown
 from megatron.dpp.safe_files import read_bytes
 from megatron.dpp.schedule import Kind
@@ -97,7 +97,7 @@ def load_costs(path: str | Path) -> MeasuredCosts:
         DataError: it is missing, has another format, or is incomplete; names what is wrong.
     """
     try:
-        data = json.loads(read_bytes(path))
+        data = strict_json.loads(read_bytes(path))
     except OSError as error:
         raise DataError(f"cost file {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.dpp import strict_json
 from megatron.dpp.errors import DataError, one_line
 from megatron.dpp.safe_files import open_text_to_write, read_bytes
 
@@ -51,7 +52,7 @@ def read_steps(folder: Path, replica: int = 0) -> dict[int, StepLengths]:
     steps = {}
     for number, line in enumerate(read_bytes(path).splitlines(), 1):
         try:
-            found = dict(json.loads(line))
+            found = dict(strict_json.loads(line))
             iteration = int(found.pop("iteration"))
             step = StepLengths(**found)
             if sorted(step.drawn) != list(range(len(step.microbatches))):

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+from megatron.dpp import strict_json
 from megatron.dpp_train.data.chat_lines import Chat, Message, plain_text
+from megatron.dpp_train.data.json_lines import BadLine
 
 _PART = "'type': 'text'"
 """What a template writes that prints a list of parts as it is."""
@@ -87,7 +89,9 @@ def _arguments(messages: list[Message]) -> Iterator[Any]:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text)
+        return strict_json.loads(text)
+    except strict_json.RepeatedKey as error:
+        raise BadLine(f"arguments of a call: {error}") from error
     except (ValueError, RecursionError):
         return text
 

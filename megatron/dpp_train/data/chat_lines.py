@@ -6,11 +6,11 @@ by its name. Other fields are named in a note.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.dpp import strict_json
 from megatron.dpp_train.data.json_lines import BadLine, without_null
 
 Message = dict[str, Any]
@@ -220,7 +220,7 @@ def _read_json(value: Any, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return strict_json.loads(value)
     except (ValueError, RecursionError) as error:
         raise BadLine(f'"{name}" is a text, but no JSON ({error})') from error
 

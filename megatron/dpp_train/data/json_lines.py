@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+from megatron.dpp import strict_json
 
 
 class BadLine(Exception):
@@ -15,9 +16,11 @@ def parse_line(line: bytes) -> dict[str, Any]:
     if not line.strip():
         raise BadLine("empty line")
     try:
-        document = json.loads(line.decode("utf-8"))
+        document = strict_json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise BadLine(f"not UTF-8: {error.reason} at byte {error.start}") from error
+    except strict_json.RepeatedKey as error:
+        raise BadLine(str(error)) from error
     except (ValueError, RecursionError) as error:
         raise BadLine(f"not JSON: {error}") from error
     if not isinstance(document, dict):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.dpp import strict_json
 from megatron.dpp.errors import DataError, one_line, shown
 from megatron.dpp.safe_files import open_to_read, read_bytes
 from megatron.dpp_train.data.json_lines import without_null
@@ -116,7 +117,7 @@ def _split_of(path: Path) -> Path:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(read_bytes(path)))
+        return dict(strict_json.loads(read_bytes(path)))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path}: not a JSON object ({one_line(error)})") from error
 
@@ -143,8 +144,8 @@ def _opened(raw: Any, path: Path) -> Any:
     return gzip.GzipFile(fileobj=raw) if path.name.endswith(".gz") else raw
 
 
-def _array(path: Path) -> list[Any] | None:
-    """The elements of a file that is one array; None for lines."""
+def _array(path: Path) -> list[str] | None:
+    """The JSON of each element of a file that is one array; None for lines."""
     with open_to_read(path) as raw:
         stream = _opened(raw, path)
         try:
@@ -155,7 +156,8 @@ def _array(path: Path) -> list[Any] | None:
         except (OSError, EOFError, UnicodeDecodeError, zlib.error):
             return None  # which reading its lines names
     try:
-        return list(json.loads(text))
+        json.loads(text)
+        return _elements(text)
     except (ValueError, RecursionError) as error:
         if _is_json(first):
             return None
@@ -170,9 +172,27 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _spread(rows: list[Any], size: int) -> Iterator[tuple[bytes, int]]:
+def _elements(array: str) -> list[str]:
+    """The texts of the elements of a JSON array, as they stand there."""
+    decoder, found = json.JSONDecoder(), []
+    start = _next(array, array.index("[") + 1)
+    while array[start] != "]":
+        end = decoder.raw_decode(array, start)[1]
+        found.append(array[start:end])
+        start = _next(array, end)
+    return found
+
+
+def _next(text: str, start: int) -> int:
+    """The index of the next value in a JSON array, or of the array's end."""
+    while text[start] in " \t\r\n,":
+        start += 1
+    return start
+
+
+def _spread(rows: list[str], size: int) -> Iterator[tuple[bytes, int]]:
     for number, row in enumerate(rows, 1):
-        yield json.dumps(row).encode(), size * number // len(rows)
+        yield row.encode(), size * number // len(rows)
 
 
 # --- tables ---
@@ -186,10 +206,12 @@ def _parquet(path: Path) -> Iterator[tuple[bytes, int]]:
             file = parquet.ParquetFile(raw)
             number, count = 0, file.metadata.num_rows
             for batch in file.iter_batches(_ROWS):
-                batch.validate(full=True)
+                _check(batch, path)
                 for row in batch.to_pylist():
                     number += 1
                     yield _line(row), size * number // count
+        except DataError:
+            raise
         except Exception as error:  # a broken file raises anything
             raise DataError(f"{path}: not a Parquet file ({one_line(error)})") from error
 
@@ -201,13 +223,24 @@ def _arrow(files: list[Path]) -> Iterator[tuple[bytes, int]]:
         try:
             with open_to_read(path) as raw:
                 for batch in ipc.open_stream(raw):
-                    batch.validate(full=True)  # else pyarrow may read beyond its buffers
+                    _check(batch, path)
                     for start in range(0, batch.num_rows, _ROWS):
                         for row in batch.slice(start, _ROWS).to_pylist():
                             yield _line(row), done + raw.tell()
+        except DataError:
+            raise
         except Exception as error:  # a broken file raises anything
             raise DataError(f"{path}: not an Arrow file ({one_line(error)})") from error
         done += path.stat().st_size
+
+
+def _check(batch: Any, path: Path) -> None:
+    """Refuse what pyarrow would read beyond its buffers, and a column that hides another one."""
+    batch.validate(full=True)
+    try:
+        strict_json.distinct([(name, None) for name in batch.schema.names])
+    except strict_json.RepeatedKey as error:
+        raise DataError(f"{path}: {error}") from error
 
 
 def _arrow_module(name: str, path: Path) -> Any:

@@ -15,7 +15,7 @@ from megatron.dpp.command_line import ROOT
 from megatron.dpp.errors import ConfigError, DataError, require
 from megatron.dpp.locks import scratch_directory
 from megatron.dpp_train.data.rows import files_of, open_rows, size_of
-from megatron.dpp_train.text_files import read_text
+from megatron.dpp_train.text_files import read_json
 from megatron.dpp_train.tokenizers import PIECES
 
 Flags = dict[str, Any]
@@ -99,7 +99,7 @@ def _gpt2(text: Path | None) -> tuple[Path, Path]:
     places = [*([text.absolute().parent] if text else []), Path.cwd(), *hub]
     for folder in places:
         found = _pair_in(folder)
-        if found and len(json.loads(read_text(found[0]))) == 50257:
+        if found and len(read_json(found[0])) == 50257:
             return found
     raise DataError(
         "--tokenizer gpt2: GPT-2's vocab.json and merges.txt (50,257 tokens) are in none of "

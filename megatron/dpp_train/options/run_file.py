@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from megatron.dpp import strict_json
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.safe_files import open_text_to_write
 from megatron.dpp_train.options.run_config import RunConfig
@@ -66,7 +67,7 @@ def read(path: str, task_name: str, world_size: int) -> RunConfig:
         DataError: it cannot be read.
     """
     try:
-        content = json.loads(read_text(path, FLAG), object_hook=_tuple)
+        content = strict_json.loads(read_text(path, FLAG), object_hook=_tuple)
         task, settings = content["task"], content["settings"]
         config = RunConfig.of(settings, content["given"], content["parsed"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

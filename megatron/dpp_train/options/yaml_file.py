@@ -31,17 +31,24 @@ def defaults_from_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, 
     by_dest = {action.dest: action for action in parser._actions}
     by_flag = {name.lstrip("-"): action for name, action in parser._option_string_actions.items()}
     values: dict[str, Any] = {}
+    names: dict[str, str] = {}
     for written, value in _items(read_mapping(path, "--yaml-cfg")):
         key, flag = _spellings(written)
         if flag in by_flag and key not in by_dest:
             action = by_flag[flag]
-            values[action.dest] = _by_flag(path, written, action, value)
+            dest, value = action.dest, _by_flag(path, written, action, value)
         elif key in by_dest:
-            values[key] = _typed(path, written, by_dest[key], value)
+            dest, value = key, _typed(path, written, by_dest[key], value)
         else:
             nearest = difflib.get_close_matches(key, [*by_dest, *by_flag], n=1, cutoff=0.5)
             hint = f" (did you mean {nearest[0]}?)" if nearest else ""
             raise ConfigError(f"--yaml-cfg {path}: unknown setting {written}{hint}")
+        if dest in values and values[dest] != value:
+            raise ConfigError(
+                f"--yaml-cfg {path}: {names[dest]} and {written} set the same to {values[dest]!r} "
+                f"and {value!r}"
+            )
+        values[dest], names[dest] = value, written
     return values
 
 

@@ -1,0 +1,50 @@
+"""Reads JSON that people write: an object whose key stands twice is refused, since the last of its
+values would win in silence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from megatron.dpp.errors import shown
+
+
+class RepeatedKey(ValueError):
+    """A key stands twice in an object of a JSON text; the text names the key."""
+
+
+def distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """The pairs as a dict; raises :class:`RepeatedKey`."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        keys = [key for key, _ in pairs]
+        key = next(key for number, key in enumerate(keys) if key in keys[:number])
+        raise RepeatedKey(f"the key {shown(key)} stands twice in an object")
+    return found
+
+
+def loads(
+    text: str | bytes,
+    *,
+    parse_int: Callable[[str], int] | None = None,
+    object_hook: Callable[[dict[str, Any]], Any] = dict,
+) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        parse_int: makes a whole number of its digits.
+        object_hook: makes the value of an object.
+
+    Raises:
+        RepeatedKey: a key stands twice in an object.
+        ValueError: it is no JSON.
+        RecursionError: it is nested too deeply.
+    """
+
+    def made(pairs: list[tuple[Any, Any]]) -> Any:
+        return object_hook(distinct(pairs))
+
+    hook = distinct if object_hook is dict else made
+    return json.loads(text, object_pairs_hook=hook, parse_int=parse_int)

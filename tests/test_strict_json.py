@@ -1,0 +1,43 @@
+"""A key that stands twice in an object: every reader of JSON that people write refuses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.dpp import strict_json
+from megatron.dpp.errors import DataError
+from megatron.dpp.schedule.recording import Recording
+from megatron.dpp.sim.lengths import read_costs
+from megatron.dpp.sim.measured import load_costs
+from megatron.dpp.trace import step_lengths
+from megatron.dpp_train.options import run_file
+
+
+def test_objects_are_read_as_json_reads_them() -> None:
+    assert strict_json.loads('{"a": [1, {"b": null}], "c": {}}') == {"a": [1, {"b": None}], "c": {}}
+    assert strict_json.loads("[7]", parse_int=lambda digits: -int(digits)) == [-7]
+    assert strict_json.loads('{"a": {}}', object_hook=lambda found: [*found]) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("tape.rank0", lambda path: Recording.load(str(path.with_suffix("")), 0)),
+        ("costs.json", read_costs),
+        ("measured.json", load_costs),
+        (step_lengths.FILE.format(0), lambda path: step_lengths.read_steps(path.parent)),
+        ("run.json", lambda path: run_file.read(str(path), "gpt", 1)),
+    ],
+)
+def test_a_key_that_stands_twice_is_named_with_its_file(
+    name: str, read: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    """The last value won in silence."""
+    path = tmp_path / name
+    path.write_text('{"fixed": 1, "in": {"twice": 1, "twice": 2}}\n')
+    with pytest.raises(DataError, match=rf"{name}.*the key 'twice' stands twice"):
+        read(path)
