@@ -5,10 +5,13 @@ Started by torchrun with Megatron-LM's flags; see docs/training.md.
 
 import sys
 
+from megatron.dpp.processes import use_utf8
+
 try:
     from megatron.dpp_train.loop.pretrain import main
 except KeyboardInterrupt:  # Ctrl-C at any time is no traceback
     sys.exit(130)
 
 if __name__ == "__main__":
+    use_utf8()
     sys.exit(main("gpt"))

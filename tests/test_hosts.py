@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +37,18 @@ def test_addresses_of_one_link_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(hosts, "Path", lambda _: SimpleNamespace(read_text=lambda: lines))
     monkeypatch.setattr(socket, "if_nameindex", list)
     assert hosts.addresses() == {"::1": "lo", "fd00::2": "eth0"}
+
+
+def test_a_loopback_address_that_cannot_be_reached_has_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not hosts.loopback_fault()
+
+    def connect(*_: object) -> None:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    assert hosts.loopback_fault() == "Network is unreachable"
 
 
 def test_a_name_that_is_not_known_is_refused() -> None:

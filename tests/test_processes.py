@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from megatron.dpp.processes import exits_on_sigterm, run_child, sigint_held_back
 from tests.runtime.launcher import REPOSITORY
 
+ASCII_ONLY = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 _STARTER = """
 import signal
 import sys
@@ -83,3 +85,36 @@ def test_a_process_ends_whose_child_is_stopped() -> None:
     """A rank waited for its data loader's worker without end, as SIGTERM does not wake that up."""
     done = subprocess.run([sys.executable, "-c", _STOPPED], cwd=REPOSITORY, timeout=120)
     assert done.returncode == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "said"),
+    [
+        ((), ASCII_ONLY, "utf-8 ['Łódź'] 1"),
+        ((), {**ASCII_ONLY, "PYTHONUTF8": "1"}, "utf-8 ['Łódź'] 0"),
+        (("-I", "-X", "utf8=0"), ASCII_ONLY, "utf-8 ['Łódź'] 2"),
+    ],
+)
+def test_a_program_of_another_encoding_begins_again_in_utf8(
+    options: tuple[str, ...], env: dict[str, str], said: str
+) -> None:
+    """PyTorch's sources could not be read in ASCII, and runs ended with its traceback."""
+    code = (
+        f"import codecs, locale, sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
+        "from megatron.dpp.processes import use_utf8; use_utf8()\n"
+        "name = codecs.lookup(locale.getpreferredencoding(False)).name\n"
+        "sys.stdout.reconfigure(encoding='utf-8', errors='surrogateescape')\n"
+        "print(name, sys.argv[1:2], sys.orig_argv.count('-X'))"
+    )
+    command = [sys.executable, *options, "-c", code, "Łódź"]
+    done = subprocess.run(command, env=os.environ | env, capture_output=True, timeout=60)
+    assert done.stdout.decode().strip() == said, done.stderr.decode()
+
+
+@pytest.mark.parametrize("words", [("-m", "megatron.dpp"), ("pretrain_gpt.py",), ("train",)])
+def test_the_doors_use_utf8(words: tuple[str, ...]) -> None:
+    env = {**os.environ, **ASCII_ONLY, "DPP_TRAIN_PYTHON": "set up"}  # for train: no set-up
+    command = [sys.executable, *words, "--łódź"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, timeout=60)
+    assert done.returncode == 2
+    assert "--łódź" in done.stderr.decode()

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from megatron.dpp.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"
+_LOOPBACK_SECONDS = 5.0
 _SIOCGIFADDR = 0x8915
 _ANY_PORT = 9
 _LINK_LOCAL = 0x20
@@ -119,6 +121,17 @@ def _canonical(address: str) -> str:
         return str(ipaddress.ip_address(address))
     except ValueError:
         return address
+
+
+def loopback_fault() -> str:
+    """The reason why processes of this host cannot meet at its loopback address; empty where they
+    can."""
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            socket.create_connection(server.getsockname(), _LOOPBACK_SECONDS).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def is_loopback(address: str) -> bool:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import ctypes
 import functools
+import locale
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -129,6 +132,17 @@ def sigint_held_back() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if came:
         signal.raise_signal(signal.SIGINT)
+
+
+def use_utf8() -> None:
+    """Begin this program again in Python's UTF-8 mode where files are read in another encoding by
+    default: PyTorch cannot be imported in ASCII or GBK, as its sources hold other characters."""
+    if codecs.lookup(locale.getpreferredencoding(False)).name == "utf-8":
+        return
+    os.environ["PYTHONUTF8"] = "1"  # for what this program starts
+    sys.stdout.flush()
+    # Python heeds the first of several -X utf8, and -I hides the variable.
+    os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
 
 
 def _leave(number: int, _: FrameType | None) -> NoReturn:

@@ -227,6 +227,20 @@ def test_a_plan_from_a_run_takes_its_times(tmp_path: Path) -> None:
     assert sum(layers[3::4]) < 2
 
 
+def test_a_shared_memory_that_cannot_be_written_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Data loaders ended with a traceback, and a run lost its steps at its first checkpoint."""
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/dev/shm")
+    why = r"/dev/shm is missing or cannot be written; 2 workers .*\(--num-workers 0: none\) need it"
+    with pytest.raises(ConfigError, match=why):
+        preflight.check("gpt", f"{GOOD} --num-workers 2".split(), 1)
+    save = f"{GOOD} --num-workers 0 --save {tmp_path}/saved --save-interval 1"
+    with pytest.raises(ConfigError, match=r"the writers of a checkpoint \(--ckpt-format torch"):
+        preflight.check("gpt", save.split(), 1)
+    assert preflight.check("gpt", f"{save} --ckpt-format torch".split(), 1)
+
+
 def test_a_full_shared_memory_is_refused_before_workers_end_with_a_bus_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.dpp.errors import ConfigError, DataError, core_setting, require
-from megatron.dpp.hosts import is_loopback, own_interface, with_port
+from megatron.dpp.hosts import LOOPBACK, is_loopback, loopback_fault, own_interface, with_port
 from megatron.dpp.locks import Lock, check_free, lock_directory
 from megatron.dpp_train.launch import stopped
 from megatron.dpp_train.launch.flags import ROOT, Flags
@@ -231,6 +231,11 @@ def begin(job: Job, arch: str, parsed: Settings, environ: Mapping[str, str]) -> 
         ConfigError, DataError: as :func:`launch`.
     """
     refuse_taken(job, parsed, environ)
+    if job.num_nodes == 1 and (fault := loopback_fault()):
+        raise ConfigError(
+            f"the ranks of a node meet at {LOOPBACK}, which cannot be reached here ({fault}): set "
+            "the loopback interface up (ip link set lo up)"
+        )
     args, _ = check_parsed(arch, parsed, job.world_size, job.per_node)
     check_not_taken(args, by_launcher=True)
     home = lock = None

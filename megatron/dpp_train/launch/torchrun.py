@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import FAILED, INTERRUPTED, DataError, print_error
+from megatron.dpp.hosts import LOOPBACK
 from megatron.dpp.locks import scratch_directory
 from megatron.dpp_train.checkpoint.files import find
 from megatron.dpp_train.launch.log_copy import LogWatch
@@ -42,7 +43,6 @@ except KeyboardInterrupt:
 
 _SAID_HERE = ("api", "errors.error_handler")
 """PyTorch's loggers whose lines about a rank that failed repeat the one printed here."""
-_LOOPBACK = "127.0.0.1"
 _GRACE_S = 5.0
 """Time for PyTorch's own error, which names the nodes that are missing, and between the first
 failures of ranks: torchrun's own SIGKILL comes later."""
@@ -54,10 +54,10 @@ class LocalStore(TCPStore):
     def __init__(self, host_name: str, port: int = 0, *rest: Any, **options: Any) -> None:
         server = options.get("is_master", rest[1] if len(rest) > 1 else False)
         if server:
-            listener = socket.create_server((_LOOPBACK, port), backlog=2048)
+            listener = socket.create_server((LOOPBACK, port), backlog=2048)
             port = listener.getsockname()[1]
             options["master_listen_fd"] = listener.detach()  # the store's from here on
-        super().__init__(_LOOPBACK, port, *rest, **options)
+        super().__init__(LOOPBACK, port, *rest, **options)
 
 
 class _TimedStore(TCPStore):
@@ -87,7 +87,7 @@ def _stay_on_this_host() -> None:
     """Bind the stores of a run on one node to the loopback address."""
     c10d_rendezvous_backend.TCPStore = LocalStore  # type: ignore[attr-defined]
     torch.distributed.TCPStore = LocalStore  # type: ignore[attr-defined]
-    sys.argv[1:1] = ["--local-addr", _LOOPBACK]
+    sys.argv[1:1] = ["--local-addr", LOOPBACK]
 
 
 def _is_worth_a_line(record: logging.LogRecord) -> bool:

@@ -99,20 +99,29 @@ _BYTES_PER_TOKEN = 28
 
 
 def check_shared_memory(args: RunConfig) -> None:
-    """Refuse a ``/dev/shm`` without room for the microbatches of one rank's data loader, whose
-    workers would end with a bus error.
+    """Refuse a ``/dev/shm`` that cannot be written where processes need it, or without room for the
+    microbatches of one rank's data loader, whose workers would end with a bus error.
 
     Raises:
         ConfigError: with the bytes that are free and needed.
     """
-    try:
-        room = os.statvfs(_SHARED_MEMORY)
-    except OSError:
-        return  # not there: PyTorch says so
+    if not os.access(_SHARED_MEMORY, os.W_OK | os.X_OK):
+        users = []
+        if args.num_workers:
+            users.append(f"{args.num_workers} workers of a data loader (--num-workers 0: none)")
+        if args.save and args.ckpt_format == "torch_dist":
+            users.append("the writers of a checkpoint (--ckpt-format torch: none)")
+        if users:
+            raise ConfigError(
+                f"{_SHARED_MEMORY} is missing or cannot be written; {' and '.join(users)} need it"
+            )
+    if not args.num_workers:
+        return
+    room = os.statvfs(_SHARED_MEMORY)
     free = room.f_bavail * room.f_frsize
     microbatch = args.micro_batch_size * (args.seq_length or 1) * _BYTES_PER_TOKEN
     need = max(_LEAST_BYTES, args.num_workers * _BATCHES_AHEAD * microbatch)
-    if args.num_workers and free < need:
+    if free < need:
         raise ConfigError(
             f"{_SHARED_MEMORY} has {free / 2**20:.2f} MiB free, and {args.num_workers} workers of "
             f"a data loader need {need / 2**20:.2f} MiB: --num-workers 0 needs none; in "
