@@ -75,13 +75,20 @@ def test_what_auto_estimates_is_what_its_command_runs(model: str) -> None:
         assert estimate(shape_from(again.resolved, setting), setting.device) == each.estimate
 
 
-def test_auto_leaves_out_only_what_cannot_be_among_the_best() -> None:
-    words = "--mode auto --model large --num-layers 48 --hidden-size 4096 --no-dpp"
+@pytest.mark.parametrize(
+    "more",
+    [
+        "large --num-layers 48 --hidden-size 4096 --no-dpp",
+        "medium --dpp-slice-tokens auto --seq-length 8192 --batch-size 16",
+    ],
+)
+def test_auto_leaves_out_only_what_cannot_be_among_the_best(more: str) -> None:
+    words = f"--mode auto --model {more}"
     best = best_for(words)[:3]
-    every = best_for(words, count=1000)
+    every = best_for(words, count=10)
     assert len(every) > 6
     assert [each.command() for each in every[:3]] == [each.command() for each in best]
-    assert all(each.least_seconds <= each.estimate.seconds for each in every)
+    assert all(each.least_seconds <= each.estimate.seconds * (1 + 1e-12) for each in every)
 
 
 def test_auto_says_which_layouts_are_planned(for_medium: list[auto.Candidate]) -> None:

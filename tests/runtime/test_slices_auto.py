@@ -67,7 +67,7 @@ def test_a_run_is_cut_as_its_estimate_says(num_microbatches: int, chunks: int) -
             slicing.cut(call, take=True)
     assert slicing.tokens == (shape.slices[0].model.seq_length if len(shape.slices) > 1 else 0)
     (line,) = said
-    assert line.endswith(f" takes {shape.weighed.text}") and "is simulated to take" in line
+    assert line.endswith(f" takes {shape.weighed.text}") and "of the time of whole" in line
 
 
 def test_a_cap_in_bytes_and_an_evaluation_always_cut() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -46,11 +47,37 @@ def test_slices_must_gain_three_per_cent(coarse: float, fine: float, tokens: int
     def time(rows: Any) -> float:
         return times[1 if isinstance(rows[0], list) else len(rows[0].ends)]
 
-    found = weigh(WAYS, model(), time)
+    found = weigh(WAYS, model(), time, lambda _: 0.0)
     assert found.tokens == tokens
     assert found.times == pytest.approx({0: 1.0, 4096: coarse, 2048: fine})
     best = min(coarse, fine)
     assert f"{best:.3f} of the time of whole" in found.text and f"{1 - MARGIN:.2f}" in found.text
+
+
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("v", [1, 2])
+def test_bounds_leave_out_only_what_would_not_be_chosen(p: int, v: int) -> None:
+    """The choice and its figures are those of simulating every way."""
+    pruned = 0
+    for length, number, cap in itertools.product(
+        (6500, 20000), (2, 4, 30), ("auto", "0.6seq", "megatron")
+    ):
+        one = with_overheads(model(p, v, cap=cap))
+        rows = [number * [length], number * [length] + 5 * [400], [length, *number * [500]]]
+        for lengths in rows:
+            ways: dict[int, Any] = {tokens: cut(lengths, tokens, COSTS) for tokens in (4096, 2048)}
+            ways = {0: [[each] for each in lengths]} | ways
+            found, every = weigh(ways, one), weigh(ways, one, least=lambda _: 0.0)
+            assert (found.tokens, found.why) == (every.tokens, every.why)
+            assert found.times.items() <= every.times.items()
+            for tokens, time in every.times.items():
+                base = one.seconds(ways[0]) if 0 in every.times else one.seconds(ways[every.tokens])
+                least = one.least_seconds(ways[tokens]) / base
+                assert least <= time * (1 + 1e-9) and (not tokens or found.least <= time)
+            pruned += len(every.times) - len(found.times)
+            if not found.times.keys() - {0}:
+                assert f"takes at least {found.least:.3f} of the time" in found.text
+    assert pruned
 
 
 def test_whole_sequences_that_memory_does_not_hold_are_cut() -> None:
@@ -73,7 +100,8 @@ def test_the_finest_slices_are_left_out_where_all_have_too_many_tasks() -> None:
     per_unit = 3 * 4 * 2
     whole = MOST_TASKS // per_unit // 5
     ways = {0: [[9000]] * whole, 4096: WAYS[4096] * (whole // 2), 2048: WAYS[2048] * whole}
-    assert weigh(ways, model(num_chunks=2), time).tokens == 0 and calls == [whole, 2 * (whole // 2)]
+    found = weigh(ways, model(num_chunks=2), time, lambda _: 0.0)
+    assert found.tokens == 0 and calls == [whole, 2 * (whole // 2)]
     calls.clear()
     found = weigh(ways, model(num_chunks=8), time)
     assert found.tokens == 0 and not calls and "50000 tasks" in found.text

@@ -7,6 +7,8 @@ alone, so every rank computes the same plan.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ class Row:
 
     Args:
         sequences: indices of its sequences in the batch.
-        lengths: of these, in tokens.
+        lengths: of these, in tokens, in the row's order.
         ends: last token + 1 of each slice; a single one where the row is not cut.
     """
 
@@ -36,16 +38,20 @@ class Row:
     lengths: tuple[int, ...]
     ends: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def units(self) -> list[Piece]:
-        """The tokens of each unit, in the order of forwards."""
-        if len(self.ends) == 1:
-            return [Piece(0, self.ends[0], sum(length**2 for length in self.lengths))]
-        starts = (0, *self.ends)
-        return [
-            Piece(begin, end, end**2 - begin**2)
-            for begin, end in zip(starts, self.ends, strict=False)
-        ]
+        """The tokens of each unit, in the order of forwards. Attention leaves no sequence."""
+        stops = list(itertools.accumulate(self.lengths))
+        each = list(zip(stops, self.lengths, strict=True))
+        found = []
+        for begin, end in itertools.pairwise((0, *self.ends)):
+            squares = 0
+            for stop, length in each:
+                start = stop - length
+                if stop > begin and start < end:
+                    squares += (min(stop, end) - start) ** 2 - max(begin - start, 0) ** 2
+            found.append(Piece(begin, end, squares))
+        return found
 
 
 class Piece(NamedTuple):

@@ -6,16 +6,18 @@ replay and a resumed run choose alike, without a message (docs/decisions/0026-au
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.schedule import BUILT_IN, Kind, in_bytes
 from megatron.dpp.sim.lengths import LengthCosts
-from megatron.dpp.sim.pipeline_model import PipelineModel, Rows
+from megatron.dpp.sim.pipeline_model import PipelineModel, Rows, as_row
 from megatron.dpp.sim.slices import Row
 from megatron.dpp.slice_sizes import LEAST_TOKENS, MOST_TOKENS, sizes_to_weigh, slice_size
 
@@ -27,6 +29,7 @@ NO_ROOM = "memory does not hold whole sequences"
 """Why slices are not weighed."""
 WHOLE = 0
 """In the place of a slice's tokens: no sequence is cut."""
+_SHORT = "no sequence has more than 1.5 slices"
 _OVERHEAD = 0.01
 
 
@@ -37,13 +40,15 @@ class Choice:
     Args:
         tokens: of a slice; 0 for whole sequences.
         times: simulated time by tokens of a slice, over that of whole sequences, or of the choice
-            where memory does not hold them.
+            where memory does not hold them. Slices that cannot be chosen are not simulated.
         why: the reason, where times are not.
+        least: lower bound on the time of slices, where none were simulated.
     """
 
     tokens: int
     times: Mapping[int, float]
     why: str = ""
+    least: float = 0.0
 
     @property
     def text(self) -> str:
@@ -52,10 +57,14 @@ class Choice:
         if self.why:
             return f"{chosen}, as {self.why}"
         others = {tokens: time for tokens, time in self.times.items() if tokens}
-        best = min(others, key=lambda tokens: others[tokens])
+        if others:
+            best = min(others, key=lambda tokens: others[tokens])
+            found = f"a step in slices of {best} tokens is simulated to take {others[best]:.3f}"
+        else:
+            found = f"a step in slices takes at least {self.least:.3f}"
         return (
-            f"{chosen}: a step in slices of {best} tokens is simulated to take {others[best]:.3f} "
-            f"of the time of whole sequences; {1 - MARGIN:.2f} or less is asked for"
+            f"{chosen}: {found} of the time of whole sequences; {1 - MARGIN:.2f} or less is asked "
+            "for"
         )
 
 
@@ -86,42 +95,53 @@ def least_slice(costs: LengthCosts) -> int:
 
 
 def weigh(
-    ways: Mapping[int, Rows], model: PipelineModel, time: Callable[[Rows], float] | None = None
+    ways: Mapping[int, Rows],
+    model: PipelineModel,
+    time: Callable[[Rows], float] | None = None,
+    least: Callable[[Rows], float] | None = None,
 ) -> Choice:
     """The way to run a step: whole sequences, unless slices gain 3 %, or memory needs them.
 
-    Where all ways have more than 50,000 tasks, the finest are not weighed.
+    Where all ways have more than 50,000 tasks, the finest are not weighed. Slices whose lower bound
+    tells that they are not chosen are not simulated.
 
     Args:
         ways: the microbatches by tokens of a slice, coarsest first; without whole sequences where
             memory does not hold them.
         model: the pipeline, with its overheads.
         time: of a step; the model's simulation by default.
+        least: lower bound on ``time``; the model's by default.
     """
-    time = time or model.seconds
+    time, least = time or model.seconds, least or model.least_seconds
     totals = itertools.accumulate(model.num_tasks(rows) for rows in ways.values())
     few = [tokens for tokens, total in zip(ways, totals, strict=True) if total <= MOST_TASKS]
-    cuts, found = [tokens for tokens in few if tokens != WHOLE], dict[int, float]()
+    cuts = [tokens for tokens in few if tokens != WHOLE]
     if not cuts:
         return _not_weighed(ways)
-    for tokens in few:
-        try:
+    base, limit, bounds = math.inf, math.inf, dict[int, float]()
+    if WHOLE in few:
+        with contextlib.suppress(ConfigError):  # there is no room
+            base = time(ways[WHOLE])
+            limit = base * (1.0 - MARGIN)
+    found = dict[int, float]()
+    for tokens in cuts:
+        bounds[tokens] = least(ways[tokens])
+        if bounds[tokens] <= min([limit, *found.values()]):
             found[tokens] = time(ways[tokens])
-        except ConfigError:
-            if tokens != WHOLE:
-                raise
-    best = min(cuts, key=lambda tokens: found[tokens])
-    if WHOLE not in found:
+    best = min(found, key=lambda tokens: found[tokens], default=WHOLE)
+    if base == math.inf:
         times = {tokens: each / found[best] for tokens, each in found.items()}
         return Choice(best, times, NO_ROOM)
-    times = {tokens: each / found[WHOLE] for tokens, each in found.items()}
+    times = {WHOLE: 1.0} | {tokens: each / base for tokens, each in found.items()}
+    if not found:
+        return Choice(WHOLE, times, least=min(bounds.values()) / base)
     return Choice(best if times[best] <= 1.0 - MARGIN else WHOLE, times)
 
 
 def _not_weighed(ways: Mapping[int, Rows]) -> Choice:
     """The choice where no slices can be simulated: as few and large units as there may be."""
     if list(ways) == [WHOLE]:
-        return Choice(WHOLE, {}, "no sequence has more than 1.5 slices")
+        return Choice(WHOLE, {}, _SHORT)
     return Choice(next(iter(ways)), {}, f"slices have more than {MOST_TASKS} tasks to simulate")
 
 
@@ -160,20 +180,65 @@ def weigh_fixed(
         if size < length or (tokens == WHOLE and not needed)
     }
     if not rows_of:
-        return Choice(WHOLE, {}, "no sequence has more than 1.5 slices")
+        return Choice(WHOLE, {}, _SHORT)
 
     tasks = sum(map(model.num_tasks, rows_of.values()))
     number = max(model.num_ranks + 1, min(4 * model.num_ranks, MOST_TASKS // tasks))
     number = min(num_microbatches, number)
     ways = {tokens: own * number for tokens, own in rows_of.items()}
 
-    def time(microbatches: Rows) -> float:
-        result = model.run(microbatches)
-        return result.makespan + (num_microbatches / number - 1) * max(result.own)
+    def further(microbatches: Rows) -> float:
+        return (num_microbatches / number - 1) * model.own_seconds(microbatches)
 
-    found = weigh(ways, model, time)
+    found = weigh(
+        ways,
+        model,
+        lambda each: _simulated(model, as_row(each[0]), number) + further(each),
+        lambda each: model.least_seconds(each) + further(each),
+    )
+    return dataclasses.replace(found, why=needed) if needed else found
+
+
+@functools.lru_cache(maxsize=256)
+def _simulated(model: PipelineModel, row: Row, number: int) -> float:
+    """Time of so many equal rows."""
+    return model.seconds([row] * number)
+
+
+@functools.lru_cache(maxsize=8)
+def weigh_rows(
+    model: PipelineModel,
+    rows: tuple[tuple[int, ...], ...],
+    *,
+    multiple: int = 1,
+    needed: str = "",
+) -> Choice:
+    """The choice for packed rows, of which the long ones are cut wherever a cut falls.
+
+    Args:
+        model: without overheads.
+        rows: tokens of the sequences of each row, in the order of the step.
+        multiple, needed: as in :func:`weigh_fixed`.
+    """
+    model = with_overheads(model)
+    sizes = sizes_to_weigh(
+        sum(map(sum, rows)), model.num_ranks, least=least_slice(model.costs), multiple=multiple
+    )
+    ways = {} if needed else {WHOLE: [_packed_row(row, sum(row)) for row in rows]}
+    for tokens in sizes:
+        cut = [_packed_row(row, slice_size(sum(row), tokens, multiple)) for row in rows]
+        if any(len(row.ends) > 1 for row in cut):
+            ways[tokens] = cut
+    if not ways:
+        return Choice(WHOLE, {}, _SHORT)
+    found = weigh(ways, model)
     return dataclasses.replace(found, why=needed) if needed else found
 
 
 def _row(length: int, size: int) -> Row:
-    return Row((0,), (length,), (*range(size, length, size), length))
+    return _packed_row((length,), size)
+
+
+def _packed_row(lengths: Sequence[int], size: int) -> Row:
+    total = sum(lengths)
+    return Row(tuple(range(len(lengths))), tuple(lengths), (*range(size, total, size), total))

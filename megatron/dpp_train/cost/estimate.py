@@ -7,6 +7,7 @@ prints it, and ``train.measure`` compares it with the run.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 from megatron.dpp.schedule import BUILT_IN, HOLDS_ALL
@@ -15,6 +16,7 @@ from megatron.dpp_train.cost.flops import flops_per_token
 from megatron.dpp_train.cost.memory import (
     RankMemory,
     all_expert_parameters,
+    least_bytes,
     model_parameters,
     rank_memory,
     rank_parameters,
@@ -100,7 +102,7 @@ def estimate(shape: RunShape, device: Device) -> Estimate:
     """Memory, traffic and time of a run. Where ``--dpp-slice-tokens auto`` would run sequences
     whole that do not fit into the device's memory, they are cut."""
     shape = fitting(shape, device)
-    prediction = predict(shape, model_costs(shape, device))
+    prediction = _predicted(shape, device)
     seconds = prediction.seconds + outside_seconds(shape, device)
     tokens = shape.global_batch * shape.model.seq_length
     widths = [width for kind, count in shape.kinds for width in [kind.model.active_width] * count]
@@ -117,7 +119,7 @@ def estimate(shape: RunShape, device: Device) -> Estimate:
         seconds=seconds,
         tokens_per_second=tokens / seconds,
         flops_per_device=per_token * tokens / seconds / shape.world_size,
-        replayed=part_times(shape.slices[0], device).replayed,
+        replayed=part_times(shape.slice(0), device).replayed,
         slot_bytes=prediction.slot_bytes,
     )
 
@@ -131,11 +133,12 @@ def _memory(shape: RunShape, prediction: Prediction) -> tuple[RankMemory, ...]:
 
 def fitting(shape: RunShape, device: Device) -> RunShape:
     """The run, told that the device's memory does not hold whole sequences where it does not."""
-    if shape.schedule.slice_tokens != "auto" or len(shape.slices) > 1:
+    if shape.schedule.slice_tokens != "auto" or shape.num_slices > 1:
         return shape
-    ranks = _memory(shape, predict(shape, model_costs(shape, device)))
-    if max(rank.total for rank in ranks) <= device.memory_bytes:
-        return shape
+    if least_bytes(shape) <= device.memory_bytes:
+        ranks = _memory(shape, _predicted(shape, device))
+        if max(rank.total for rank in ranks) <= device.memory_bytes:
+            return shape
     return cut_for_memory(shape)
 
 
@@ -147,6 +150,12 @@ def cut_for_memory(shape: RunShape) -> RunShape:
         shape,
         schedule=dataclasses.replace(schedule, holds_whole=False, head_in_forward=in_forward),
     )
+
+
+@functools.lru_cache(maxsize=1)
+def _predicted(shape: RunShape, device: Device) -> Prediction:
+    """Of a run that is asked for its memory first, and for its time then."""
+    return predict(shape, model_costs(shape, device))
 
 
 def predict(shape: RunShape, costs: ModelCosts) -> Prediction:
@@ -167,7 +176,7 @@ def predict(shape: RunShape, costs: ModelCosts) -> Prediction:
 def traffic(shape: RunShape) -> Traffic:
     """Bytes that a rank of the first stage sends in an iteration."""
     hop, whole = (
-        hop_bytes(each) if shape.pipeline > 1 else 0.0 for each in (shape.slices[0], shape)
+        hop_bytes(each) if shape.pipeline > 1 else 0.0 for each in (shape.slice(0), shape)
     )
     layers = shape.layout.rank_layers(0) * shape.num_microbatches
     dense = sum(shape.dense_layers[:: shape.pipeline]) * shape.num_microbatches

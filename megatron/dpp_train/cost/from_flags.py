@@ -56,7 +56,7 @@ def shape_of(
     whole, cut = (args.use_dpp and _head_in_forward(args, cut=each) for each in (False, True))
     schedule = dataclasses.replace(
         shape.schedule,
-        head_in_forward=cut if len(shape.slices) > 1 else whole,
+        head_in_forward=cut if shape.num_slices > 1 else whole,
         head_when_cut=cut,
     )
     return dataclasses.replace(shape, schedule=schedule)

@@ -331,7 +331,7 @@ def rank_memory(shape: RunShape, rank: int, activations: float, keys: float = 0.
         gradients=held * shape.gradient_bytes,
         optimizer=own * optimizer_bytes(shape),
         activations=activations,
-        workspace=_workspace_bytes(shape.slices[0], rank) + gathered,
+        workspace=_workspace_bytes(shape.slice(0), rank) + gathered,
         keys=keys,
     )
 
@@ -352,11 +352,12 @@ def least_bytes(shape: RunShape) -> float:
 
 
 def _first_forwards_bytes(shape: RunShape, rank: int) -> float:
-    stages, slices = range(rank, len(shape.layers), shape.pipeline), shape.slices
-    held = sum(stage_bytes(slices[-1], stage) for stage in stages)
-    units = len(slices) * shape.num_microbatches
-    keys = sum(key_bytes(slices[0])) * shape.layout.rank_layers(rank)
-    return min(units, shape.pipeline - rank + len(slices) - 1) * held + keys
+    stages, num_slices = range(rank, len(shape.layers), shape.pipeline), shape.num_slices
+    last = shape.slice(num_slices - 1)
+    held = sum(stage_bytes(last, stage) for stage in stages)
+    keys = sum(key_bytes(last)) * shape.layout.rank_layers(rank)
+    units = num_slices * shape.num_microbatches
+    return min(units, shape.pipeline - rank + num_slices - 1) * held + keys
 
 
 def _gathered_bytes(shape: RunShape, count: int) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from dataclasses import dataclass
@@ -245,24 +246,26 @@ class RunShape:
         never = not self.schedule.dynamic or self.recompute == "full"
         return "off" if asked == "auto" and never else asked
 
-    @property
+    @functools.cached_property
     def slices(self) -> list[RunShape]:
         """The units of a microbatch: its slices, each a run of its tokens alone, or itself."""
-        length, each = self.model.seq_length, self._slice_size()
-        if each == length:
-            return [self]
-        return [
-            dataclasses.replace(
-                self,
-                model=dataclasses.replace(
-                    self.model, seq_length=min(each, length - begin), flash=True
-                ),
-                begin=begin,
-                row=length,
-            )
-            for begin in range(0, length, each)
-        ]
+        return [self.slice(number) for number in range(self.num_slices)]
 
+    @property
+    def num_slices(self) -> int:
+        """Units of a microbatch; 1 where it is not cut."""
+        return -(-self.model.seq_length // self._slice_size)
+
+    def slice(self, number: int) -> RunShape:
+        """One of :attr:`slices`."""
+        length, each = self.model.seq_length, self._slice_size
+        if each == length:
+            return self
+        begin = number * each
+        model = dataclasses.replace(self.model, seq_length=min(each, length - begin), flash=True)
+        return dataclasses.replace(self, model=model, begin=begin, row=length)
+
+    @functools.cached_property
     def _slice_size(self) -> int:
         """Tokens of a slice, as training cuts sequences of one length; all where it cuts none."""
         length, schedule = self.model.seq_length, self.schedule
@@ -301,17 +304,16 @@ class RunShape:
         stages = [bisect.bisect(ends, layer) for layer in self.model.dense]
         return [stages.count(stage) for stage in range(len(ends))]
 
-    @property
+    @functools.cached_property
     def kinds(self) -> list[tuple[RunShape, int]]:
         """The run with layers of one kind alone, and how many the model has: those with experts, if
         there are any, first."""
         dense = len(self.model.dense)
+        if not dense:
+            return [(self, self.num_layers)]
         one = dataclasses.replace(self, model=dataclasses.replace(self.model, dense=()))
-        found = [(one, self.num_layers - dense)]
-        if dense:
-            other = dataclasses.replace(one.model, experts=None)
-            found.append((dataclasses.replace(one, model=other), dense))
-        return found
+        other = dataclasses.replace(one.model, experts=None)
+        return [(one, self.num_layers - dense), (dataclasses.replace(one, model=other), dense)]
 
     @property
     def chunks(self) -> int:

@@ -141,12 +141,12 @@ def _graphs_line(found: Estimate) -> list[str]:
 
 
 def _is_cut(shape: RunShape) -> bool:
-    return len(shape.slices) > 1
+    return shape.num_slices > 1
 
 
 def _logits_line(shape: RunShape) -> str:
     """The share of the logits, with what the loss keeps of them."""
-    each, unit = size(loss_bytes(shape.slices[0])), "slice" if _is_cut(shape) else "microbatch"
+    each, unit = size(loss_bytes(shape.slice(0))), "slice" if _is_cut(shape) else "microbatch"
     if shape.schedule.head_in_forward:
         return f"  logits: {each} on the last stage, of one {unit} at a time"
     return f"  logits: {each} on the last stage, of each {unit} between its forward and backward"

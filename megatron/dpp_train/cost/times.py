@@ -271,7 +271,8 @@ def _layer_seconds(shape: RunShape, device: Device) -> Times:
         core, core_backward = core + ring, core_backward + ring
     else:
         core, core_backward = max(core, ring), max(core_backward, 2 * ring)
-    kept = layer_bytes(dataclasses.replace(shape, recompute="none"))
+    again = shape.recompute != "none"
+    kept = layer_bytes(dataclasses.replace(shape, recompute="none") if again else shape)
     before, after = (
         passes * (kept / device.bytes_per_second) for passes in constants.BETWEEN_PRODUCTS
     )
@@ -280,9 +281,9 @@ def _layer_seconds(shape: RunShape, device: Device) -> Times:
     if not device.queues:
         gathers, back = constants.FSDP_COLLECTIVES.get(shape.shard, (0, 0))
         forward, after = forward + gathers * device.collective, after + back * device.collective
-    again = {"none": 0.0, "selective": core, "full": forward}[shape.recompute]
+    repeated = {"none": 0.0, "selective": core, "full": forward}[shape.recompute]
     around = sums_backward * each + dispatch
-    return forward, linear + core_backward + around + after + again, linear
+    return forward, linear + core_backward + around + after + repeated, linear
 
 
 def _table(shape: RunShape) -> float:

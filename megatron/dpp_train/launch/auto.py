@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
 from megatron.dpp.errors import DppError
 from megatron.dpp.slice_sizes import auto_tokens
-from megatron.dpp_train.cost.estimate import Estimate, estimate, least_seconds
+from megatron.dpp_train.cost.estimate import Estimate, estimate, fitting, least_seconds
 from megatron.dpp_train.cost.memory import least_bytes
 from megatron.dpp_train.cost.shape import RunSchedule, RunShape
 from megatron.dpp_train.cost.text import size
@@ -176,7 +177,8 @@ class _Search:
             key = way.layout, way.shard
             if key in best and way.least_cost >= best[key].cost:
                 continue
-            one = self._try(way)
+            limit = costs[self._count - 1] if enough else math.inf
+            one = self._try(way, min(limit, best[key].cost if key in best else math.inf))
             if one is not None:
                 best[key] = min(best.get(key, one), one, key=_cost)
         return sorted(best.values(), key=_cost)
@@ -201,15 +203,15 @@ class _Search:
                 shape = shape_with(plain, setting, form, static=static)
                 if shape is None:
                     continue
-                cuts = bounding_cuts(shape)
-                if min(map(least_bytes, cuts)) <= self._usable:
+                cuts = [cut for cut in bounding_cuts(shape) if least_bytes(cut) <= self._usable]
+                if cuts:
                     seconds = min(
                         least_seconds(cut, setting.device, planned=planned) for cut in cuts
                     )
                     yield Way(**vars(form), planned=planned, least_seconds=seconds)
 
-    def _try(self, way: Way) -> Candidate | None:
-        """Its estimate; None where it does not fit."""
+    def _try(self, way: Way, limit: float) -> Candidate | None:
+        """Its estimate; None where it does not fit, or costs ``limit`` at least."""
         setting = self._setting
         try:
             resolved = self._resolved(way)
@@ -217,7 +219,12 @@ class _Search:
                 return None
             if self._options.resume_from:  # not all layouts read each other's optimizer state
                 check_start(checked(resolved, setting))
-            guess = estimate(shape_from(resolved, setting), setting.device)
+            shape = fitting(shape_from(resolved, setting), setting.device)
+            seconds = least_seconds(shape, setting.device)
+            exact = dataclasses.replace(way, least_seconds=seconds)
+            if least_bytes(shape) > self._usable or exact.least_cost >= limit:
+                return None
+            guess = estimate(shape, setting.device)
         except DppError as problem:
             self.problem = problem
             return None
@@ -318,16 +325,15 @@ def shape_with(plain: RunShape, setting: Setting, form: Form, *, static: bool) -
 def bounding_cuts(shape: RunShape) -> list[RunShape]:
     """The run as its sequences may be cut: ``--dpp-slice-tokens auto``, which is not simulated
     here, takes its smallest slices or whole sequences."""
-    schedule, found = shape.schedule, []
-    asked = schedule.slice_tokens
-    smallest = str(auto_tokens(0, shape.pipeline))
-    for word in (smallest, "off") if asked == "auto" else (asked,):
-        each = dataclasses.replace(shape, schedule=dataclasses.replace(schedule, slice_tokens=word))
-        if len(each.slices) > 1:
-            in_forward = dataclasses.replace(each.schedule, head_in_forward=True)
-            each = dataclasses.replace(each, schedule=in_forward)
-        found.append(each)
-    return found
+    schedule, asked = shape.schedule, shape.schedule.slice_tokens
+    word = str(auto_tokens(0, shape.pipeline)) if asked == "auto" else asked
+    cut = dataclasses.replace(
+        shape, schedule=dataclasses.replace(schedule, slice_tokens=word, head_in_forward=True)
+    )
+    whole = dataclasses.replace(shape, schedule=dataclasses.replace(schedule, slice_tokens="off"))
+    if cut.num_slices == 1:
+        return [whole]
+    return [cut, whole] if asked == "auto" else [cut]
 
 
 def _graphs(plain: RunShape, layout: Layout) -> str:

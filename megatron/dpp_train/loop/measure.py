@@ -48,7 +48,7 @@ def fit_slices(run: Run, arch: str) -> RunConfig:
     run.say(f"--dpp-slice-tokens auto takes {shape.weighed.text}, by the estimate of this run")
     draft = args.draft()
     draft.holds_whole = False
-    if not args.variable_lengths and len(shape.slices) > 1:
+    if not args.variable_lengths and shape.num_slices > 1:
         draft.dpp_slice_tokens = str(shape.weighed.tokens)
     return draft.frozen()
 
