@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import mmap
 import os
 import platform
 import signal
@@ -111,6 +112,18 @@ def test_errors_of_pytorch_are_told_in_this_projects_words(text: str, said: str)
     assert said in found if said else found == ""
 
 
+def test_a_bus_error_names_a_mapped_file_that_was_cut_short(tmp_path: Path) -> None:
+    """It spoke of a full /dev/shm, with all of it free."""
+    path, page = tmp_path / "tokens.bin", mmap.PAGESIZE
+    path.write_bytes(bytes(3 * page))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        os.truncate(path, 2 * page + 1)
+        assert not culprits.cut_short()
+        os.truncate(path, 2 * page)
+        error = RuntimeError("DataLoader worker (pid 12) is killed by signal: Bus error. It is")
+        assert f"Bus error: {path} was cut short while it was read" in culprits.find(error)
+
+
 def test_a_limit_of_addresses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(culprits.resource, "getrlimit", lambda _: (4 << 30, 4 << 30))
     found = culprits.find(OSError(12, "Cannot allocate memory"))
@@ -129,7 +142,7 @@ class Numbers(torch.utils.data.Dataset[Any]):
 def loader(minutes: float) -> Any:
     args: Any = argparse.Namespace(
         num_workers=1, device="cpu", seed=1, distributed_timeout_minutes=minutes,
-        exit_signal_handler=False,
+        exit_signal_handler=False, mmap_bin_files=True,
     )  # fmt: skip
     return iter(Loader(args, Numbers()))
 

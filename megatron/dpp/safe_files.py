@@ -11,9 +11,11 @@ import contextlib
 import errno
 import io
 import os
+import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, NamedTuple, TextIO
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -25,6 +27,29 @@ _KINDS = {
 }
 _FLAGS = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 """Without the first, ``open`` waits for the other end of a named pipe."""
+
+
+class FileState(NamedTuple):
+    """The identity of a file and its last writing; of zeros for a file that cannot be found."""
+
+    device: int = 0
+    inode: int = 0
+    size: int = 0
+    written_ns: int = 0
+
+    @classmethod
+    def of(cls, path: str | Path) -> FileState:
+        """That of the file which has this name."""
+        try:
+            found = os.stat(path)
+        except OSError:
+            return cls()
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+    def is_before(self, other: FileState) -> bool:
+        """True if the file was written between this state and ``other``; False where another file
+        has its name since."""
+        return self[:2] == other[:2] and self != other
 
 
 def open_to_read(path: str | Path) -> IO[bytes]:
@@ -66,6 +91,28 @@ def open_to_write(
         return _open_own(path, append=append, private=private)
 
     return open(path, "ab" if append else "wb", -1 if buffered else 0, opener=opened)
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[IO[bytes]]:
+    """Write a file that takes the place of ``path`` when it is whole. Who has the earlier one open
+    or mapped keeps it.
+
+    Raises:
+        OSError: as :func:`open_to_write`.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        if reason := _strange(os.lstat(path)):
+            raise _refusal(reason, path)
+    scratch = f"{path}.{secrets.token_hex(4)}.new"
+    try:
+        with open_to_write(scratch) as file:
+            yield file
+        os.replace(scratch, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(scratch)
+        raise
 
 
 def open_text_to_write(path: str | Path, *, append: bool = False) -> TextIO:

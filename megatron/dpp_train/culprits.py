@@ -6,7 +6,9 @@ its process into the job's store when it joins; :func:`find` looks there, and at
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import mmap
 import multiprocessing.connection
 import os
 import platform
@@ -72,11 +74,30 @@ def of_worker(error: BaseException) -> str:
         return f"{_full()}: {one_line(error, _LONGEST)}" if _NO_ROOM.fullmatch(text) else ""
     who = f"a data loader's worker (process {found[1].strip()})"
     how = one_line(Exception(found[2].partition(". ")[0]), _LONGEST).rstrip(".")
+    if "Bus error" in how and (paths := cut_short()):
+        return f"{who} {how}: {', '.join(paths)} was cut short while it was read"
     if "Bus error" in how or "shared memory" in text:
         return f"{who} {how}: {_full()}"
     if "Killed" in how:
         how += ": by hand, or by the kernel where memory ran out (dmesg)"
     return f"{who} {how}"
+
+
+def cut_short() -> list[str]:
+    """The files that this process has mapped and that have got shorter since: who reads what is
+    gone of them ends by SIGBUS."""
+    found: dict[str, None] = {}
+    for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
+        place, mode, offset, _, inode, *path = line.split(maxsplit=5)
+        if not (path and path[0].startswith("/") and "r" in mode):
+            continue
+        begin, end = (int(each, 16) for each in place.split("-"))
+        with contextlib.suppress(OSError):
+            now = os.stat(path[0])
+            last_page = int(offset, 16) + end - begin - mmap.PAGESIZE
+            if now.st_ino == int(inode) and now.st_size <= last_page:
+                found[path[0]] = None
+    return list(found)
 
 
 def late(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 from collections import Counter
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from megatron.dpp.errors import DppError
-from megatron.dpp_train.checkpoint import checksums
+from megatron.dpp_train.checkpoint import checksums, loader
 from tests.checkpoint.small import Job
 
 pytestmark = [
@@ -111,3 +112,27 @@ def test_each_flipped_bit_is_refused_where_there_are_checksums(
         assert load(job) != "loaded", path
         path.write_bytes(before)
     assert load(job) == "loaded"
+
+
+@pytest.mark.parametrize("form", FILES)
+@pytest.mark.parametrize("change", ["moved", "written"])
+def test_a_checkpoint_that_changes_between_its_check_and_its_load_is_refused(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, form: str, change: str
+) -> None:
+    """One whose bits changed then was loaded."""
+    job, path = saved(monkeypatch, tmp_path, form)
+    file = path / FILES[form][-1]
+
+    def verified(*_: object) -> None:
+        if change == "moved":
+            path.rename(tmp_path / "elsewhere")
+        else:
+            file.write_bytes(file.read_bytes())
+            os.utime(file, ns=(0, 1))
+
+    monkeypatch.setattr(loader, "verify", verified)
+    said = load(job)
+    if change == "moved":
+        assert "does not fit" not in said and "No such file" in said
+    else:
+        assert said == f"{file}: written or moved while it was loaded; start again"

@@ -249,7 +249,7 @@ def test_an_index_is_an_array(
         monkeypatch.setattr(Builder, "build", lambda _: (later, None, None))
     monkeypatch.setattr(data, "BlendedMegatronDatasetBuilder", Builder)
     monkeypatch.setattr(data, "num_samples", lambda _: [1])
-    config = SimpleNamespace(defer_npy_index_mmap=deferred)
+    config = SimpleNamespace(defer_npy_index_mmap=deferred, fast_cache_load=True)
     run = SimpleNamespace(args=SimpleNamespace(data_path=["PREFIX"]))
     task = SimpleNamespace(datasets=lambda _: (None, config))
     rule = (

@@ -23,7 +23,8 @@ ARGS = {
     "slice_tokens": None, "holds_whole": True,
     "seq_length": 8, "global_batch_size": 2, "num_workers": 2, "device": "cpu", "seed": 3,
     "distributed_timeout_minutes": 10,
-    "exit_signal_handler": True, "dataloader_type": "single", "data_sharding": True,
+    "exit_signal_handler": True, "mmap_bin_files": True,
+    "dataloader_type": "single", "data_sharding": True,
 }  # fmt: skip
 
 

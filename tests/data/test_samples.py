@@ -20,6 +20,9 @@ Sets = Sequence[Any]
 """Training, validation and test."""
 
 
+CONFIG = SimpleNamespace(fast_cache_load=True)
+
+
 class Batches(list[Any]):
     """A loader whose batches are given, and how it was made."""
 
@@ -47,7 +50,8 @@ class Rank:
             "micro_batch_size": 2, "data_parallel_size": 3, "full_validation": False,
             "skip_train": False, "eval_interval": 4, "eval_iters": 5, "dataloader_type": "single",
             "data_sharding": True, "num_workers": 0, "device": "cpu", "seed": 7,
-            "exit_signal_handler": False, "variable_lengths": False, "data_path": ["tokens"],
+            "exit_signal_handler": False, "mmap_bin_files": True,
+            "variable_lengths": False, "data_path": ["tokens"],
         }  # fmt: skip
         self.args: Any = argparse.Namespace(**usual | changes)
         self.said: list[str] = []
@@ -91,7 +95,7 @@ class Rank:
             iteration=0, say=self.said.append,
         )  # fmt: skip
         task: Any = SimpleNamespace(
-            datasets=lambda run: ("kind", "config"), every_stage_reads=all_read
+            datasets=lambda run: ("kind", CONFIG), every_stage_reads=all_read
         )
         self.build: Callable[[], data.Iterators] = lambda: data.build_iterators(
             self.run, len(sets), task
@@ -155,7 +159,7 @@ def test_workers_outlive_an_epoch_and_are_prepared(
     monkeypatch.setattr(data, "Loader", loader)
     rank = Rank(
         monkeypatch, ([1] * 12, None, None), real=True, num_workers=workers,
-        exit_signal_handler=outlives, distributed_timeout_minutes=10.0,
+        exit_signal_handler=outlives, mmap_bin_files=True, distributed_timeout_minutes=10.0,
     )  # fmt: skip
     rank.build()
     (found,) = made
@@ -283,7 +287,7 @@ def test_each_set_goes_on_behind_its_own_samples(
     assert [found.get(name) for name in names] == expected
     assert bool(rank.loaders) is not rank.args.variable_lengths
     built = tensor_rank == 0 or rank.args.variable_lengths
-    assert rank.built == [("kind", list(data.num_samples(rank.args)), built, "config")]
+    assert rank.built == [("kind", list(data.num_samples(rank.args)), built, CONFIG)]
 
 
 def test_chunks_share_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:

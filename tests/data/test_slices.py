@@ -27,6 +27,7 @@ def test_a_loader_of_slices_gives_each_token_once_with_the_weights_of_its_sequen
         length_multiple=2, length_buckets=(), order="drawn", seq_length=399, slice_tokens=64,
         holds_whole=True,
         global_batch_size=8, num_workers=0, device="cpu", seed=1, exit_signal_handler=False,
+        mmap_bin_files=True,
     )  # fmt: skip
     made = list(sequences.SequenceLoader(args, data, 0, reads=True))
     assert len(made) == made[0].num_units

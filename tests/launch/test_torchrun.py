@@ -29,6 +29,7 @@ def failed(exit_code: int) -> ChildFailedError:
 ENDS = {
     "failed": (failed(3), 1, "error: rank 1 (process 77) ended first, with exit code 3"),
     "killed": (failed(-9), 1, "ended first, by SIGKILL: see above why"),
+    "cut short": (failed(-7), 1, "first, by SIGBUS (a file that it had mapped was cut short, or"),
     "interrupted": (SignalException("told to", signal.SIGINT), 130, "ended by SIGINT; its"),
     "early": (KeyboardInterrupt(), 130, "ended by SIGINT"),
     "taken": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import itertools
@@ -147,6 +148,29 @@ def test_bad_lines_can_be_skipped_and_are_counted(
     assert f"{len(BAD_LINES)} bad lines skipped" in said.out
     shown = [line.split(":")[1] for line in said.err.splitlines() if "skipped: " in line]
     assert shown == [f" {source}, line {number + 2}" for number in range(len(BAD_LINES))]
+
+
+def test_a_file_that_is_written_while_it_is_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its first part became the corpus."""
+    source = corpus(tmp_path, {"text": "good"})
+
+    class Bar(contextlib.nullcontext[Any]):
+        def __enter__(self) -> Any:
+            return self
+
+        def set_postfix_str(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def update(self, _: int) -> None:
+            with source.open("a") as file:
+                file.write('{"text": "late"}\n')
+
+    monkeypatch.setattr(preprocess, "progress_bar", lambda *_, **__: Bar())
+    assert run(source, tmp_path / "out", *GPT) == 1
+    assert f"{source}: written while it was read" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["corpus.jsonl"]
 
 
 def test_old_output_survives_a_failed_run(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from torch.distributed.checkpoint.api import CheckpointException  # no Exception, by its base
 
 from megatron.dpp.errors import ConfigError, DataError, DppError, one_line
+from megatron.dpp.safe_files import FileState
 from megatron.dpp_train import culprits
 from megatron.dpp_train.checkpoint import files as files
 from megatron.dpp_train.checkpoint.contents import Contents, model_layout, optimizer_file, rank_file
@@ -53,6 +54,20 @@ _MISSING = "Missing key in checkpoint"
 
 
 @contextmanager
+def _unchanged(path: Path) -> Iterator[None]:
+    """Around the check of a checkpoint's files and their reading.
+
+    Raises:
+        DataError: one of them was written or moved meanwhile.
+    """
+    before = {file: FileState.of(file) for file in path.rglob("*") if file.is_file()}
+    yield
+    for file, was in before.items():
+        if FileState.of(file) != was:
+            raise DataError(f"{file}: written or moved while it was loaded; start again")
+
+
+@contextmanager
 def _reading(path: Path) -> Iterator[None]:
     """Around reading a checkpoint: makes one plain error of what a damaged file, or a state that
     the model does not have, raises.
@@ -71,6 +86,8 @@ def _reading(path: Path) -> Iterator[None]:
             raise  # of a rank that ended, or of memory
         unfit = all(isinstance(cause, _UNFIT) or _MISSING in str(cause) for cause in causes)
         what = "does not fit this model" if unfit else "cannot be read, it is damaged"
+        if any(isinstance(cause, FileNotFoundError) for cause in causes):
+            what = "was moved, or a file of it, while it was loaded"
         raise DataError(f"{path}: {what} ({one_line(causes[0], 300)})") from error
 
 
@@ -123,12 +140,14 @@ class Loader:
                 run.say(f"{args.load}: no checkpoint yet; starting from random parameters")
             return None
         run.say(f" loading checkpoint {found.path} ...")
-        verify(run, found)
-        wanted = Wanted.of(args, found)
-        plain = nullcontext() if found.is_deepspeed else only_plain_data(found.path)
-        with _reading(found.path), plain:
-            state = self.read(found, wanted)
-            self._take(state, found, wanted)
+        # One rank looks, as each look at a file of a network's may ask the server.
+        with _unchanged(found.path) if run.is_first else nullcontext():
+            verify(run, found)
+            wanted = Wanted.of(args, found)
+            plain = nullcontext() if found.is_deepspeed else only_plain_data(found.path)
+            with _reading(found.path), plain:
+                state = self.read(found, wanted)
+                self._take(state, found, wanted)
         run.say(f"  successfully loaded checkpoint {found.path} at iteration {run.iteration}")
         return state.get("rng_state") if wanted.random else None
 

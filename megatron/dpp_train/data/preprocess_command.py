@@ -26,6 +26,7 @@ from megatron.dpp.command_line import guarded, new_parser, progress_bar
 from megatron.dpp.errors import ConfigError, DataError, require_value
 from megatron.dpp.locks import scratch_directory
 from megatron.dpp.naming import flag_name
+from megatron.dpp.safe_files import FileState
 from megatron.dpp_train.data.chats import ANSWERS_KEY, CHAT_KEY, ChatEncoder
 from megatron.dpp_train.data.json_lines import BadLine, parse_line, text_of
 from megatron.dpp_train.data.pool import in_order
@@ -305,6 +306,7 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
     _begin(args)  # a missing vocabulary is named at once
     dtype = _of_process[0].token_type
     totals = Totals()
+    before = {file: FileState.of(file) for path in paths for file in files_of(Path(path))}
     bar = progress_bar(
         sum(size_of(Path(path)) for path in paths),
         mininterval=0.2 if sys.stderr.isatty() else 10.0,
@@ -317,6 +319,9 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
             totals.formats[batch.path] = batch.name
             bar.set_postfix_str(f"{totals.documents} documents", refresh=False)
             bar.update(batch.consumed)
+        for file, was in before.items():
+            if was.is_before(FileState.of(file)):
+                raise DataError(f"{file}: written while it was read; start again when it is whole")
         if not totals.sentences:
             raise DataError(f"{', '.join(paths)}: {totals.documents} documents and not one token")
         return totals, writer.publish()

@@ -22,7 +22,7 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.dpp.errors import DataError, one_line
 from megatron.dpp.sim.batches import BatchPlans
 from megatron.dpp_train.checkpoint.plain_data import only_plain_data
-from megatron.dpp_train.data.index_cache import own_files_only
+from megatron.dpp_train.data.index_cache import drop_stale, own_files_only
 from megatron.dpp_train.data.sequences import sequence_loader
 from megatron.dpp_train.data.workers import Loader
 from megatron.dpp_train.exits import largest
@@ -226,6 +226,8 @@ def _chunk_loaders(run: Run, task: Task, vp_stage: int | None) -> list[Any]:
         return args.variable_lengths or read_here()  # every rank needs the lengths
 
     try:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            drop_stale(kind, config)
         with only_plain_data("the cache of the data's indices"), own_files_only():
             train, valid, test = BlendedMegatronDatasetBuilder(
                 kind, list(num_samples(args)), built_here, config

@@ -13,6 +13,7 @@ import torch
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train import culprits
+from megatron.dpp_train.data.changes import Corpora
 from megatron.dpp_train.exits import prepare_worker
 from megatron.dpp_train.state import Args
 
@@ -25,7 +26,7 @@ class Loader(torch.utils.data.DataLoader[Any]):
 
     Raises:
         DataError: from its iterators, where a worker ends, or gives nothing for as long as other
-            ranks wait for this one.
+            ranks wait for this one, or a file of the data set was written.
     """
 
     def __init__(self, args: Args, dataset: Any, **options: Any) -> None:
@@ -37,27 +38,35 @@ class Loader(torch.utils.data.DataLoader[Any]):
             worker_init_fn=partial(prepare_worker, outlives_sigterm=args.exit_signal_handler),
             **options,
         )
+        self._corpora = Corpora(dataset, mapped=args.mmap_bin_files)
         self._patience = 60.0 * args.distributed_timeout_minutes if args.num_workers else 0.0
 
     def __iter__(self) -> Any:
-        return _watched(super().__iter__(), self._patience)
+        return _watched(super().__iter__(), self._patience, self._corpora)
 
 
-def _watched(batches: Any, patience: float) -> Iterator[Any]:
-    """``batches`` with a deadline for each, and errors that name the worker."""
+def _watched(batches: Any, patience: float, corpora: Corpora) -> Iterator[Any]:
+    """``batches`` with a deadline for each, and errors that name the worker or a file that was
+    written meanwhile."""
     while True:
         try:
             with _deadline(patience):
                 batch = next(batches)
         except StopIteration:
             return
-        except (OSError, EOFError, RuntimeError) as error:
+        except Exception as error:
+            if said := corpora.fault(at_once=True):
+                raise DataError(said) from error
+            if not isinstance(error, (OSError, EOFError, RuntimeError)):
+                raise
             # What a worker had sent last is lost with it, in an error of its connection.
             workers = getattr(batches, "_workers", ())
             said = culprits.of_worker(error) or culprits.ended(workers, _GRACE_SECONDS)
             if not said:
                 raise
             raise DataError(said) from error
+        if said := corpora.fault():
+            raise DataError(said)
         yield batch
 
 

@@ -138,6 +138,8 @@ def run() -> int:
         how = f"with exit code {failure.exitcode}"
         if failure.exitcode < 0:
             how = f"by {failure.signal_name()}"
+        if failure.exitcode == -signal.SIGBUS:
+            how += " (a file that it had mapped was cut short, or a disk or /dev/shm is full)"
         told: Any = failure.message  # what the rank gave ``tell_torchrun``, in a dictionary
         if isinstance(told, dict) and told["extraInfo"].get("printed") is False:
             print(told["message"], file=sys.stderr, flush=True)
