@@ -4,7 +4,8 @@
 
 Batches of 64 sequences; a step's time is over a rank's own work without overheads. ``whole`` runs
 as ``--dpp-slice-tokens off``, ``rule`` in slices of some six units per rank, ``auto`` as chosen;
-``planned`` with ``--order planned`` as well.
+``planned`` with ``--order planned`` as well. ``--evaluations`` compares ``rule`` with ``whole`` in
+steps without backwards.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ import itertools
 import random
 import statistics
 import time
+from collections.abc import Sequence
 
 import harness
 
 from megatron.dpp.errors import exit_with
+from megatron.dpp.schedule import Geometry, Kind, Scheduler
 from megatron.dpp.sim.batches import BatchSettings, ways_to_run
+from megatron.dpp.sim.clock import simulate
+from megatron.dpp.sim.costs import Costs, Hop
 from megatron.dpp.sim.lengths import MIXES, LengthCosts
 from megatron.dpp.sim.orders import Question, plan_batch
 from megatron.dpp.sim.pipeline_model import PipelineModel
-from megatron.dpp.sim.slices import tokens_for
+from megatron.dpp.sim.slices import Row, cut, groups_of, tokens_for
 from megatron.dpp.sim.weighing import with_overheads
 
 _COSTS = LengthCosts.transformer()
@@ -61,14 +66,61 @@ def times_of(lengths: list[int], model: PipelineModel, packing: str) -> dict[str
     return {name: each / work for name, each in found.items()} | more
 
 
+def evaluation(rows: Sequence[Row], model: PipelineModel) -> float:
+    """Time of a step without backwards."""
+    p, v, groups = model.num_ranks, model.num_chunks, groups_of(rows)
+    units = [unit for row in rows for unit in row.units]
+    forward = [[model.costs.of_work(Kind.F, unit.tokens, unit.squares) / v for unit in units]]
+    none, hop = [[0.0] * len(units)] * (p * v), Hop((model.hop or 0) / 2, (model.hop or 0) / 2)
+    costs = Costs(
+        (forward * (p * v), none, none), [hop] * (p * v - 1),
+        overhead=dict.fromkeys(range(p), model.overhead),
+    )  # fmt: skip
+    linked = groups if max(groups) > 1 else ()
+    shapes = [Geometry(p, r, v, len(units), groups=linked, forward_only=True) for r in range(p)]
+    lanes = [Scheduler(shape, policy="depth-first") for shape in shapes]
+    return simulate(lanes, costs, split_backward=False).makespan
+
+
+def print_evaluations(ranks: list[int], seeds: int) -> None:
+    """Time of evaluations in slices of the rule over that of whole sequences: the least, the mean
+    and the greatest, over equal lengths and mixes.
+    """
+    print(
+        "| p | chunks | batches | least | mean | greatest |", "|---|---|---|---|---|---|", sep="\n"
+    )
+    for p, v in itertools.product(ranks, (1, 2)):
+        model = with_overheads(
+            PipelineModel(num_ranks=p, num_chunks=v, longest=1, policy="auto", costs=_COSTS)
+        )
+        equal = itertools.product((6500, 8192, 16384, 32768, 131072), (1, 4, 16, 32))
+        batches = [[length] * (each * p) for length, each in equal]
+        for mix, seed in itertools.product(MIXES, range(seeds)):
+            rng = random.Random(seed)
+            batches.append([MIXES[mix].draw(rng) for _ in range(_NUM_SEQUENCES)])
+        ratios = []
+        for lengths in batches:
+            tokens = tokens_for(sum(lengths), p, _COSTS)
+            rule, whole = (
+                [cut([length], each, _COSTS)[0] for length in lengths] for each in (tokens, 1 << 20)
+            )
+            ratios.append(evaluation(rule, model) / evaluation(whole, model))
+        cells = f"{min(ratios):.3f} | {statistics.fmean(ratios):.3f} | {max(ratios):.3f}"
+        print(f"| {p} | {v} | {len(ratios)} | {cells} |", flush=True)
+
+
 def main() -> int:
     parser = harness.new_parser(
         __doc__, seeds=(4, "batches, of which rows are means"), ranks=("2,4,8", "pipeline sizes")
     )
+    parser.add_argument("--evaluations", action="store_true", help="steps without backwards")
     args = parser.parse_args()
     words = args.ranks.split(",")
     if args.seeds < 1 or not all(word.isdecimal() and int(word) >= 2 for word in words):
         parser.error("--seeds must be at least 1, --ranks sizes of 2 or more, like 2,4,8")
+    if args.evaluations:
+        print_evaluations([int(word) for word in words], args.seeds)
+        return 0
     head = (
         "| lengths | p | chunks | packing | "
         + " | ".join((*_ARMS, "cut", "ms", "ms, planned"))

@@ -21,6 +21,7 @@ from megatron.dpp.sim.weighing import (
     NO_ROOM,
     weigh,
     weigh_fixed,
+    weigh_rows,
     with_overheads,
 )
 
@@ -29,8 +30,8 @@ COSTS = LengthCosts.transformer()
 
 def model(num_ranks: int = 4, num_chunks: int = 1, **more: Any) -> PipelineModel:
     return PipelineModel(
-        num_ranks=num_ranks, num_chunks=num_chunks, longest=1 << 17, policy="auto", costs=COSTS,
-        **more,
+        num_ranks=num_ranks, num_chunks=num_chunks, policy="auto", costs=COSTS,
+        **{"longest": 1 << 17} | more,
     )  # fmt: skip
 
 
@@ -119,6 +120,17 @@ def test_long_sequences_of_few_microbatches_are_cut_and_short_or_many_are_not() 
     assert weigh_fixed(model(1), 16384, 8).tokens == 0, "one rank waits for none"
     needed = weigh_fixed(model(), 16384, 64, needed="why not")
     assert needed.tokens in (2048, 4096) and needed.text.endswith("tokens, as why not")
+
+
+@pytest.mark.parametrize(("p", "v", "number", "tokens"), [(4, 1, 32, 0), (4, 2, 20, 0)])
+def test_further_microbatches_wait_as_those_that_are_simulated(
+    p: int, v: int, number: int, tokens: int
+) -> None:
+    """They took a rank's own work: slices of heavy attention, which wait, seemed to gain."""
+    length = 8192 if v == 1 else 16384
+    one = dataclasses.replace(model(p, v, longest=length), costs=LengthCosts.transformer(1024))
+    rows = weigh_rows(one, ((length,),) * number)
+    assert rows.tokens == weigh_fixed(one, length, number).tokens == tokens
 
 
 def test_costs_of_tasks_that_were_measured_count() -> None:

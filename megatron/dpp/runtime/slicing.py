@@ -18,7 +18,7 @@ from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.schedule import in_bytes
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.pipeline_model import PipelineModel
-from megatron.dpp.sim.weighing import weigh_fixed, why_needed
+from megatron.dpp.sim.weighing import Choice, weigh_fixed, weigh_rows, why_needed
 from megatron.dpp.slice_sizes import MOST_TOKENS, WHOLE_UP_TO, auto_tokens, slice_size
 
 _KAPPA = 0.35
@@ -40,7 +40,7 @@ class Slicing:
         self._config, self._say = config, say
         self._next: Cut | None = None
         self._rows: Sequence[Sequence[int]] = ()
-        self._packs = False
+        self._packs = self._told = False
         self._model: Sequence[torch.nn.Module] = ()
         self._slices: Slices | None = None
         self._whole: WholeSteps | None = None
@@ -131,12 +131,17 @@ class Slicing:
                 f"{setting('slice_tokens', asked)}: replicas whose experts are divided among them "
                 "run one order, and their packed rows would have other slices: use off"
             )
-        batch = sum(map(sum, rows))
         multiple = groups.tp.size() if config.sequence_parallel else 1
         known = call.micro_batch_size * call.longest(self._config.max_tokens)
-        tokens = auto_tokens(batch, groups.pp.size()) if asked == "auto" else int(asked)
+        longest = max([known, *map(sum, rows)])
+        tokens = self._tokens(call, sum(map(sum, rows)), multiple, lambda given, needed: weigh_rows(
+            dataclasses.replace(given, longest=longest), tuple(map(tuple, rows)),
+            multiple=multiple, needed=needed,
+        ))  # fmt: skip
+        if not tokens:
+            return None
         cut = packed_cut(
-            rows, lambda row: slice_size(row, tokens, multiple), call.num_microbatches, known
+            rows, lambda row: slice_size(row, tokens, multiple), call.num_microbatches, longest
         )
         return cut if cut.is_cut else None
 
@@ -164,13 +169,10 @@ class Slicing:
             )
         groups, length, size = call.pg_collection, call.length, call.micro_batch_size
         multiple = groups.tp.size() if call.config.sequence_parallel else 1
-        if asked != "auto":
-            tokens = int(asked)
-        elif call.forward_only:  # logits of a whole sequence might not fit: as few as there may be
-            batch = call.num_microbatches * size * length
-            tokens = auto_tokens(batch, groups.pp.size(), multiple=multiple)
-        else:
-            tokens = self._weighed(call, multiple)
+        batch = call.num_microbatches * size * length
+        tokens = self._tokens(call, batch, multiple, lambda model, needed: weigh_fixed(
+            model, length, call.num_microbatches, rows=size, multiple=multiple, needed=needed,
+        ))  # fmt: skip
         each = slice_size(length, tokens, multiple) if tokens else length
         if each == length:
             if tokens:
@@ -181,19 +183,34 @@ class Slicing:
             return None
         return fixed_cut(length, call.num_microbatches, size, each)
 
-    def _weighed(self, call: StepCall, multiple: int) -> int:
-        """Tokens of a slice as ``auto`` chooses them; 0 for whole sequences."""
-        cap, p = self._config.activation_cap, call.pg_collection.pp.size()
+    def _tokens(
+        self,
+        call: StepCall,
+        batch: int,
+        multiple: int,
+        weigh: Callable[[PipelineModel, str], Choice],
+    ) -> int:
+        """Tokens of a slice of a batch of so many tokens; 0 for whole sequences. An evaluation
+        takes the rule's: it hardly loses by them, and logits of whole sequences might not fit.
+        """
+        asked, p = self._config.slice_tokens, call.pg_collection.pp.size()
+        if asked != "auto":
+            return int(asked)
+        if call.forward_only:
+            return auto_tokens(batch, p, multiple=multiple)
+        cap = self._config.activation_cap
         model = PipelineModel(
             num_ranks=p, num_chunks=len(call.model), longest=call.length,
             policy=self._config.policy, cap="auto" if in_bytes(cap) else cap,
             split_backward=self._config.split_backward != "off", costs=_costs(call.config),
         )  # fmt: skip
-        choice = weigh_fixed(
-            model, call.length, call.num_microbatches, rows=call.micro_batch_size,
-            multiple=multiple, needed=why_needed(cap),
-        )  # fmt: skip
-        self._say(f"dynamic pipeline: {setting('slice_tokens', 'auto')} takes {choice.text}")
+        choice, line = weigh(model, why_needed(cap)), ""
+        if self._packs:
+            line, self._told = "" if self._told else "; it weighs each step's rows", True
+        if line or not self._packs:
+            self._say(
+                f"dynamic pipeline: {setting('slice_tokens', 'auto')} takes {choice.text}{line}"
+            )
         return choice.tokens
 
     def _prepare(self, call: StepCall) -> None:

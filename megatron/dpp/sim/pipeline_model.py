@@ -71,10 +71,12 @@ class PipelineModel:
         """Time of such a step."""
         return self.run(microbatches, policy).makespan
 
-    def own_seconds(self, microbatches: Rows) -> float:
-        """Time of a rank's own tasks in such a step."""
+    def busy_seconds(self, microbatches: Rows) -> float:
+        """Time of a rank's own tasks in such a step, and between them."""
         units = [unit for each in microbatches for unit in as_row(each).units]
-        return sum(
+        split = self.split_backward and self.policy is not None
+        num_tasks = (3 if split else 2) * len(units) * self.num_chunks
+        return num_tasks * self.overhead + sum(
             self.costs.of_work(kind, unit.tokens, unit.squares) for unit in units for kind in Kind
         )
 
@@ -86,9 +88,7 @@ class PipelineModel:
         units = [unit for row in rows for unit in row.units]
         first = min(self.costs.of_work(Kind.F, unit.tokens, unit.squares) for unit in units)
         passing = (self.num_ranks - 1) * (first / self.num_chunks + self._hop(rows))
-        split = self.split_backward and self.policy is not None
-        num_tasks = (3 if split else 2) * len(units) * self.num_chunks
-        return passing + self.own_seconds(rows) + (num_tasks - 1) * self.overhead
+        return passing + self.busy_seconds(rows) - self.overhead
 
     def num_tasks(self, microbatches: Rows) -> int:
         """Tasks of such a step on all ranks, which the simulation's own time follows."""

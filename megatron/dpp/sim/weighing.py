@@ -158,7 +158,7 @@ def weigh_fixed(
     """The choice for microbatches that all have the same length.
 
     ``4 p`` of them are simulated, or as many as the bound on tasks allows, but ``p + 1`` at least;
-    each further one adds a rank's own work.
+    each further one takes as long as one of their second half.
 
     Args:
         model: without overheads.
@@ -187,15 +187,20 @@ def weigh_fixed(
     number = min(num_microbatches, number)
     ways = {tokens: own * number for tokens, own in rows_of.items()}
 
-    def further(microbatches: Rows) -> float:
-        return (num_microbatches / number - 1) * model.own_seconds(microbatches)
+    further = num_microbatches - number
 
-    found = weigh(
-        ways,
-        model,
-        lambda each: _simulated(model, as_row(each[0]), number) + further(each),
-        lambda each: model.least_seconds(each) + further(each),
-    )
+    def time(microbatches: Rows) -> float:
+        row = as_row(microbatches[0])
+        took, half = _simulated(model, row, number), number - number // 2
+        if not further:
+            return took
+        later = (took - _simulated(model, row, half)) / (number - half)
+        return took + further * max(later, model.busy_seconds([row]))
+
+    def least(microbatches: Rows) -> float:
+        return model.least_seconds(microbatches) + further * model.busy_seconds(microbatches[:1])
+
+    found = weigh(ways, model, time, least)
     return dataclasses.replace(found, why=needed) if needed else found
 
 
