@@ -65,6 +65,28 @@ def test_a_run_is_planned_for_the_slices_that_it_runs_in(monkeypatch: pytest.Mon
     assert len(slices_of(run("--dpp-slice-tokens auto"), 8)) > 1
 
 
+@pytest.mark.parametrize(("length", "batch"), [(8192, 12), (16384, 16)])
+def test_layers_are_planned_for_the_cut_that_auto_takes(
+    length: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the plan's own chunks and cap: it weighed one chunk per rank."""
+    planned_for: dict[int, int] = {}
+
+    class Spy(planned.Planner):
+        def best(self, chunks: Any, *given: Any, **more: Any) -> Any:
+            slices = self.model.slices
+            chunks = list(chunks)
+            planned_for.update(dict.fromkeys(chunks, len(slices.tokens) if slices else 1))
+            return super().best(chunks, *given, **more)
+
+    monkeypatch.setattr(planned, "Planner", Spy)
+    args = run(f"--dpp-slice-tokens auto --seq-length {length} --global-batch-size {batch}")
+    args = planned.take_plan(args)
+    assert len(set(planned_for.values())) > 1, "numbers of chunks are cut otherwise"
+    chunks = args.virtual_pipeline_model_parallel_size or 1
+    assert len(slices_of(args, batch)) == planned_for[chunks]
+
+
 def test_the_costs_of_a_run_are_cut_in_the_proportions_of_the_estimate() -> None:
     schedule = RunSchedule(dynamic=True, head_in_forward=True, slice_tokens="128")
     one = shape((4,), {"seq_length": 1024}, num_microbatches=4)
@@ -87,6 +109,12 @@ def test_the_command_plans_slices_and_a_policy(capsys: pytest.CaptureFixture[str
     assert main([*SHAPES, "--slices", "32768", "--chunks", "1"]) == 0
     out = capsys.readouterr().out
     assert "run whole" in out and "--dpp-slice-tokens" not in out
+    short = [*SHAPES[:6], "--seq-length", "8192", *SHAPES[8:], "--microbatches", "12"]
+    assert main([*short, "--slices", "auto", "--chunks", "1,4"]) == 0
+    out = capsys.readouterr().out
+    assert "run in 4 slices with 1 chunks" in out and "run whole with 4 chunks" in out
+    best = int(out.split("layout\n")[1].split()[0])
+    assert ("--dpp-slice-tokens 2048" in out) == (best == 1)
 
 
 @pytest.mark.parametrize(

@@ -78,16 +78,22 @@ def stage_shape_of(args: Settings) -> RunShape:
     )
 
 
-def slices_of(args: Settings, num_microbatches: int) -> list[RunShape]:
+def slices_of(
+    args: Settings, num_microbatches: int, *, num_chunks: int = 0, cap: str = ""
+) -> list[RunShape]:
     """The slices of one microbatch, as training cuts it, for planning; itself where it cuts none.
-    ``auto`` is weighed with one chunk per rank.
+
+    Args:
+        num_chunks, cap: by which ``auto`` weighs, in the place of the flags' own.
     """
     ranks, one = args.pipeline_model_parallel_size, stage_shape_of(args)
+    schedule = _schedule(args, on_gpu=False)
     schedule = dataclasses.replace(
-        _schedule(args, on_gpu=False), head_in_forward=_head_in_forward(args, cut=True)
+        schedule, head_in_forward=_head_in_forward(args, cut=True), cap=cap or schedule.cap
     )
+    chunks = num_chunks or args.virtual_pipeline_model_parallel_size or 1
     units = dataclasses.replace(
-        one, pipeline=ranks, layers=(1,) * ranks, num_microbatches=num_microbatches,
+        one, pipeline=ranks, layers=(1,) * ranks * chunks, num_microbatches=num_microbatches,
         schedule=schedule,
     ).slices  # fmt: skip
     return units if len(units) > 1 else [one]

@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron.dpp.command_line import ROOT, command, new_parser
 from megatron.dpp.errors import ConfigError, require_value
@@ -23,7 +23,7 @@ from megatron.dpp.schedule import BUILT_IN, chosen_policy
 from megatron.dpp.sim.measured import MeasuredCosts
 from megatron.dpp_train.cost.device import Device, known_gpu
 from megatron.dpp_train.cost.model_costs import ModelCosts
-from megatron.dpp_train.cost.planner import Planner, Prediction, from_run
+from megatron.dpp_train.cost.planner import Planner, Prediction, best_of, from_run
 from megatron.dpp_train.cost.run_costs import costs_of_run, even_layers
 from megatron.dpp_train.cost.shape import LayerLayout, ModelShape, RunSchedule, RunShape
 from megatron.dpp_train.cost.times import planning_costs
@@ -91,17 +91,23 @@ def _run(args: argparse.Namespace) -> int:
     num_ranks = args.pp or (measured.num_ranks if measured else 0)
     if not num_ranks:
         raise ConfigError("--pp is required without a run: the number of pipeline ranks")
-    if args.slices:
-        model = _in_slices(args, model, num_ranks)
-    planner = Planner(
-        model,
-        num_ranks,
-        args.microbatches,
-        memory_bytes=_bytes(args.memory) if args.memory else None,
-        split_backward=args.split_backward and (measured is None or measured.split),
-        policy=args.policy,
-    )
-    plans = planner.best(chunks)
+    planners, cuts = dict[int, Planner](), dict[int, int]()
+    made: dict[int, Planner] = {}
+    for number in chunks:
+        units, cuts[number] = _units(args, num_ranks, number) if args.slices else ([], 0)
+        if len(units) not in made:
+            made[len(units)] = Planner(
+                _in_slices(args, model, units) if units else model,
+                num_ranks,
+                args.microbatches,
+                memory_bytes=_bytes(args.memory) if args.memory else None,
+                split_backward=args.split_backward and (measured is None or measured.split),
+                policy=args.policy,
+            )
+        planners[number] = made[len(units)]
+    plans = best_of(planners)
+    best = plans[0].layout.num_chunks
+    model = planners[best].model
     _print_parts(model, "measured" if measured else "from shapes")
     if measured and measured.run:
         print(
@@ -109,8 +115,8 @@ def _run(args: argparse.Namespace) -> int:
             f"{measured.run.seconds / lengthened * 1e3:.2f} ms: all times are {lengthened:.3f} "
             "times as long as traced"
         )
-    _print_plans(planner, plans, args.slices if model.slices else None)
-    _print_baselines(planner, plans[0], chunks)
+    _print_plans(planners[best], plans, cuts[best])
+    _print_baselines(planners, plans[0])
     return 0
 
 
@@ -149,9 +155,9 @@ def _layers(args: argparse.Namespace, num_stages: int) -> list[int]:
     return even_layers(args.num_layers, num_stages, "give --layers")
 
 
-def _in_slices(args: argparse.Namespace, model: ModelCosts, num_ranks: int) -> ModelCosts:
-    """The costs of microbatches that are cut as training cuts them; of whole ones where it does
-    not.
+def _units(args: argparse.Namespace, num_ranks: int, num_chunks: int) -> tuple[list[RunShape], int]:
+    """The slices of a microbatch on so many chunks per rank, as training cuts it, and their tokens;
+    none where it does not.
 
     Raises:
         ConfigError: no such slices, or the model's shapes are not given.
@@ -168,14 +174,25 @@ def _in_slices(args: argparse.Namespace, model: ModelCosts, num_ranks: int) -> M
         dynamic=True, policy=args.policy, cap="auto", split_backward=args.split_backward,
         slice_tokens=args.slices, head_in_forward=True,
     )  # fmt: skip
-    units = dataclasses.replace(
-        shape, pipeline=num_ranks, layers=(1,) * num_ranks, num_microbatches=args.microbatches,
-        schedule=schedule,
-    ).slices  # fmt: skip
-    if len(units) == 1:
-        print(f"sequences of {args.seq_length} tokens run whole")
-        return model
-    print(f"sequences of {args.seq_length} tokens run in {len(units)} slices")
+    run = dataclasses.replace(
+        shape, pipeline=num_ranks, layers=(1,) * num_ranks * num_chunks,
+        num_microbatches=args.microbatches, schedule=schedule,
+    )  # fmt: skip
+    cut = run.num_slices > 1
+    where = f"in {run.num_slices} slices" if cut else "whole"
+    with_chunks = f" with {num_chunks} chunks" if args.slices == "auto" else ""
+    print(f"sequences of {args.seq_length} tokens run {where}{with_chunks}")
+    if not cut:
+        return [], 0
+    return run.slices, run.weighed.tokens if args.slices == "auto" else int(args.slices)
+
+
+def _in_slices(
+    args: argparse.Namespace, model: ModelCosts, units: Sequence[RunShape]
+) -> ModelCosts:
+    """The costs of microbatches that run in these slices."""
+    shape = _shape(args)
+    assert shape is not None
     costs = [planning_costs(shape, units=each, device=_device(args)) for each in ((), units)]
     return model.in_slices(*costs)
 
@@ -234,7 +251,7 @@ def _print_parts(model: ModelCosts, source: str) -> None:
     print(f"  hop {model.hop * 1e3:.3f} ms, spread of task times {model.sigma:.3f}")
 
 
-def _print_plans(planner: Planner, plans: list[Prediction], slices: str | None) -> None:
+def _print_plans(planner: Planner, plans: list[Prediction], slices: int) -> None:
     print(
         f"\n{'chunks':>6s} {'cap':>9s} {'ms':>9s} {'busiest':>9s} {'ratio':>6s} {'GiB':>7s}  layout"
     )
@@ -254,18 +271,18 @@ def _print_plans(planner: Planner, plans: list[Prediction], slices: str | None) 
     print(f"  --use-dpp --dpp-activation-cap {best.cap}{chosen}")
 
 
-def _print_baselines(planner: Planner, best: Prediction, chunks: Sequence[int]) -> None:
+def _print_baselines(planners: Mapping[int, Planner], best: Prediction) -> None:
     """Print the gain over Megatron's own layout, and its reason."""
-    fused = Planner(
-        planner.model, planner.num_ranks, planner.num_microbatches, split_backward=False
-    )
-    policy = chosen_policy(planner.policy, planner.num_ranks)
     print("\nAgainst the default layout (the same number of layers on every stage):")
-    for num_chunks in chunks:
+    for num_chunks, planner in planners.items():
         layout = planner.default_layout(num_chunks)
         if layout is None:
             print(f"  {num_chunks} chunks: the layers cannot be divided by the stages")
             continue
+        fused = Planner(
+            planner.model, planner.num_ranks, planner.num_microbatches, split_backward=False
+        )
+        policy = chosen_policy(planner.policy, planner.num_ranks)
         static = fused.predict(layout, "megatron", policy="megatron")
         ours = planner.predict(layout, "auto")
         print(
@@ -273,7 +290,7 @@ def _print_baselines(planner: Planner, best: Prediction, chunks: Sequence[int]) 
             f"pipeline, policy {policy}, {_versus(ours, best)}; "
             f"busiest rank's own work {ours.busiest_seconds * 1e3:.2f} ms"
         )
-    print(f"Why: {_reason(planner, best.layout)}")
+    print(f"Why: {_reason(planners[best.layout.num_chunks], best.layout)}")
 
 
 def _versus(other: Prediction, best: Prediction) -> str:

@@ -8,7 +8,7 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import BUILT_IN
 from megatron.dpp_train.cost.from_flags import slices_of, stage_shape_of
 from megatron.dpp_train.cost.model_costs import ModelCosts
-from megatron.dpp_train.cost.planner import CAPS, Planner, from_run
+from megatron.dpp_train.cost.planner import CAPS, Planner, best_of, from_run
 from megatron.dpp_train.cost.run_costs import costs_of_run, even_layers
 from megatron.dpp_train.cost.shape import RunShape
 from megatron.dpp_train.cost.times import planning_costs
@@ -45,26 +45,39 @@ def take_plan(args: RunConfig) -> RunConfig:
             f"ranks: each but the first and the last needs a layer, {ranks - 2} in all"
         )
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    units = slices_of(args, microbatches)
-    planner = Planner(
-        _costs(args, units),
-        ranks,
-        microbatches,
-        split_backward=args.dpp_split_backward != "off",
-        most_simulated=max(ranks + 1, _SIMULATED_PER_RANK * ranks // len(units)),
-        max_tasks=_MAX_TASKS,
-        policy=args.dpp_policy if args.dpp_policy in BUILT_IN else "dynamic",
-    )
     chunks = [number for number in (4, 2, 1) if ranks * number - 2 <= args.num_layers]
-    cap = args.dpp_activation_cap
-    found = planner.best(chunks, CAPS if cap == "auto" else [cap], within=_NEAR)
+    cap, planners, made = args.dpp_activation_cap, dict[int, Planner](), dict[int, Planner]()
+    for number in chunks:
+        units = slices_of(args, microbatches, num_chunks=number)
+        if len(units) not in made:
+            made[len(units)] = _planner(args, units, microbatches)
+        planners[number] = made[len(units)]
+    found = best_of(planners, CAPS if cap == "auto" else [cap], within=_NEAR)
     good = [each for each in found if each.seconds <= found[0].seconds * (1 + _WORTH)]
     best = min(good, key=lambda each: (each.layout.num_chunks > 2, max(each.peak_bytes)))
+    number = best.layout.num_chunks
+    units = slices_of(args, microbatches, num_chunks=number, cap=best.cap)
+    if made.get(len(units)) is not planners[number]:  # another cap, by which the run weighs slices
+        (best,) = _planner(args, units, microbatches).best([number], [best.cap])
     draft = args.draft()
     draft.pipeline_model_parallel_layout = best.layout.text()
     virtual_stages(draft)
     draft.dpp_activation_cap = best.cap
     return draft.frozen()
+
+
+def _planner(args: RunConfig, units: list[RunShape], num_microbatches: int) -> Planner:
+    """The planner of microbatches that run in these units."""
+    ranks = args.pipeline_model_parallel_size
+    return Planner(
+        _costs(args, units),
+        ranks,
+        num_microbatches,
+        split_backward=args.dpp_split_backward != "off",
+        most_simulated=max(ranks + 1, _SIMULATED_PER_RANK * ranks // len(units)),
+        max_tasks=_MAX_TASKS,
+        policy=args.dpp_policy if args.dpp_policy in BUILT_IN else "dynamic",
+    )
 
 
 def describe(args: RunConfig) -> str:

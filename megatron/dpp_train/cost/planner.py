@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError
@@ -405,6 +405,25 @@ class Planner:
                 peak = max(peak, (held + keys, keys))
             peaks.append(peak)
         return peaks
+
+
+def best_of(
+    planners: Mapping[int, Planner], caps: Sequence[str] = CAPS, *, within: float = math.inf
+) -> list[Prediction]:
+    """:meth:`Planner.best` of numbers of chunks that each have a planner, or share one: what a
+    microbatch is cut into may depend on their number.
+    """
+    found: list[Prediction] = []
+    refused: list[ConfigError] = []
+    for planner in {id(each): each for each in planners.values()}.values():
+        own = [number for number, each in planners.items() if each is planner]
+        try:
+            found += planner.best(own, caps, within=within)
+        except ConfigError as problem:
+            refused.append(problem)
+    if not found:
+        raise refused[0]
+    return sorted(found, key=lambda p: p.seconds)
 
 
 def _of_slice(slices: SliceCosts | None, action: Action) -> tuple[float, float]:
