@@ -81,6 +81,14 @@ def test_rotary_embeddings_of_all_slices_come_from_one_table() -> None:
     assert rotary.num_calls == 2 and "forward" not in vars(rotary)
 
 
+def test_keys_of_fewer_groups_than_tensor_parallel_ranks_count() -> None:
+    """Each rank has a whole group then; they counted as none under the memory cap."""
+    core = Attention()
+    for ranks, groups in ((1, 2), (2, 1), (4, 1)):
+        core.config.tensor_model_parallel_size = ranks
+        assert Slices([Chunk(core)]).keys_per_token == 2 * groups * 4 * (4 + 4)
+
+
 def test_attention_is_bound_within_cut_units_alone() -> None:
     core = Attention()
     slices, (first, second) = Slices([Chunk(core)]), units_of([6], 3)

@@ -301,7 +301,7 @@ class Slices:
                 self._rotary.append((rotary, _Table(rotary, lambda: self.unit)))
 
         config = get_model_config(chunks[0])
-        groups = config.num_query_groups // config.tensor_model_parallel_size
+        groups = max(1, config.num_query_groups // config.tensor_model_parallel_size)
         element = config.params_dtype.itemsize
         self.keys_per_token: int = most * 2 * groups * config.kv_channels * (element + 4)
         """Bytes of keys, values and their gradients per token of a cut row, in one chunk."""

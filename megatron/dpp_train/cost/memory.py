@@ -302,7 +302,8 @@ def key_bytes(shape: RunShape) -> tuple[float, float]:
     """Bytes of a cut microbatch's keys and values in one layer, from F to B of its first slice, and
     of their gradients in fp32, from B of its last slice on.
     """
-    elements = 2 * shape.micro_batch * shape.row * shape.model.keys / shape.tensor
+    groups = max(1, shape.model.num_groups / shape.tensor)
+    elements = 2 * shape.micro_batch * shape.row * groups * shape.model.head_size
     return elements * shape.element_bytes, elements * 4
 
 
