@@ -5,7 +5,7 @@
 Batches of 64 sequences; a step's time is over a rank's own work without overheads. ``whole`` runs
 as ``--dpp-slice-tokens off``, ``rule`` in slices of some six units per rank, ``auto`` as chosen;
 ``planned`` with ``--order planned`` as well. ``--evaluations`` compares ``rule`` with ``whole`` in
-steps without backwards.
+steps without backwards. ``--rows`` weighs packed rows, as a host announces them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.dpp.sim.lengths import MIXES, LengthCosts
 from megatron.dpp.sim.orders import Question, plan_batch
 from megatron.dpp.sim.pipeline_model import PipelineModel
 from megatron.dpp.sim.slices import Row, cut, groups_of, tokens_for
-from megatron.dpp.sim.weighing import with_overheads
+from megatron.dpp.sim.weighing import weigh_rows, with_overheads
 
 _COSTS = LengthCosts.transformer()
 _NUM_SEQUENCES = 64
@@ -109,15 +109,46 @@ def print_evaluations(ranks: list[int], seeds: int) -> None:
         print(f"| {p} | {v} | {len(ratios)} | {cells} |", flush=True)
 
 
+def print_rows(ranks: list[int]) -> None:
+    """The choice for packed rows of ``sft`` sequences: simulated time of the best slices over that
+    of whole rows, or its lower bound where none can gain 3 %.
+    """
+    print(
+        "| p | chunks | rows | tokens | choice | slices / whole | ms |", "|---" * 7 + "|", sep="\n"
+    )
+    shapes = ((16384, 64), (32768, 64), (32768, 16), (131072, 16))
+    for p, v, (length, number) in itertools.product(ranks, (1, 2), shapes):
+        model = PipelineModel(
+            num_ranks=p, num_chunks=v, longest=length, policy="auto", costs=_COSTS
+        )
+        rng, rows = random.Random(0), []
+        for _ in range(number):
+            row: list[int] = []
+            while sum(row) < length:
+                row.append(min(MIXES["sft"].draw(rng), length - sum(row)))
+            rows.append(tuple(row))
+        start = time.process_time()
+        choice = weigh_rows(model, tuple(rows))
+        took = time.process_time() - start
+        cut = [each for tokens, each in choice.times.items() if tokens]
+        ratio = f"{min(cut):.3f}" if cut else f"at least {choice.least:.3f}"
+        way = f"slices of {choice.tokens}" if choice.tokens else "whole"
+        print(f"| {p} | {v} | {number} | {length} | {way} | {ratio} | {took * 1e3:.0f} |")
+
+
 def main() -> int:
     parser = harness.new_parser(
         __doc__, seeds=(4, "batches, of which rows are means"), ranks=("2,4,8", "pipeline sizes")
     )
     parser.add_argument("--evaluations", action="store_true", help="steps without backwards")
+    parser.add_argument("--rows", action="store_true", help="packed rows of hosts")
     args = parser.parse_args()
     words = args.ranks.split(",")
     if args.seeds < 1 or not all(word.isdecimal() and int(word) >= 2 for word in words):
         parser.error("--seeds must be at least 1, --ranks sizes of 2 or more, like 2,4,8")
+    if args.rows:
+        print_rows([int(word) for word in words])
+        return 0
     if args.evaluations:
         print_evaluations([int(word) for word in words], args.seeds)
         return 0
