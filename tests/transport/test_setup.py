@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -17,10 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
-from megatron.dpp.errors import PeerDead, ProtocolError, SetupError, TransportError
+from megatron.dpp.errors import (
+    PeerDead,
+    ProtocolError,
+    SetupError,
+    TransportError,
+    VersionMismatch,
+)
 from megatron.dpp.transport import (
+    ChannelSpec,
+    Direction,
     TransportOptions,
     handshake,
     open_transport,
@@ -28,7 +38,16 @@ from megatron.dpp.transport import (
 )
 from megatron.dpp.transport.joining import Facts, PeerLink
 from megatron.dpp.transport.native import load_native
-from tests.transport.kinds import PATIENCE, Library, Wrapped, of_rank, pair, prepared
+from tests.transport.kinds import (
+    PATIENCE,
+    Library,
+    Wrapped,
+    of_rank,
+    opened,
+    pair,
+    prepared,
+    take_next,
+)
 
 REASON = "123 bytes of shared memory: Cannot allocate memory"
 
@@ -73,6 +92,37 @@ def error_of_rank_0(kind: str, patience: float = PATIENCE) -> TransportError:
     errors = errors_of(kind, patience)
     assert str(errors[1]) == REASON
     return errors[0]
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_a_link_may_have_thousands_of_channels(kind: str) -> None:
+    """250 were too many for a set-up message, whose length the error gave."""
+    many = [ChannelSpec(0, 1, chunk, Direction.FORWARD, 64, 1) for chunk in range(2049)]
+    with opened(kind, many) as (sender, receiver):
+        sender.put(2048, torch.ones(4), iteration=0, microbatch=0)
+        assert take_next(receiver, 2048, 0).tensor.tolist() == [1.0] * 4
+
+
+def test_one_of_thousands_of_channels_that_differs_is_noticed() -> None:
+    many = [ChannelSpec(0, 1, chunk, Direction.FORWARD, 64, 1) for chunk in range(2049)]
+    other = [*many[:-1], dataclasses.replace(many[-1], depth=2)]
+    store, said = HashStore(), []
+
+    def run(rank: int) -> None:
+        options = TransportOptions(setup_timeout=PATIENCE)
+        with contextlib.suppress(TransportError):
+            try:
+                specs = (many, other)[rank]
+                open_transport(specs, rank=rank, store=store, kind="shm", options=options).close()
+            except VersionMismatch as error:
+                said.append(str(error))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert said and all("on the channels [2049, " in text for text in said)
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])

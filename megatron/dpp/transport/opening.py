@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import hashlib
+import json
 import os
 import platform
 from collections.abc import Sequence
@@ -28,6 +30,8 @@ from megatron.dpp.transport.native import NativeBoard, NativeTransport, load_nat
 from megatron.dpp.transport.rendezvous import CONTROL, Rendezvous, host_identity
 
 _LOOPBACK = "127.0.0.1"
+_LONGEST_LIST = 2000
+"""Characters of a list of channels that a set-up message holds beside its other fields."""
 
 
 def open_native(request: Request, kind: str) -> NativeTransport:
@@ -302,8 +306,8 @@ class _Opening:
         if theirs != ours:
             raise VersionMismatch(
                 f"rank {self._rank} wants to send on the channels {ours}, rank {link.peer} has "
-                f"opened {theirs} (chunk, direction, slot bytes, depth); start both with equal "
-                "settings"
+                f"opened {theirs} (chunk, direction, slot bytes, depth; of many, number and "
+                "hash); start both with equal settings"
             )
         partner = self._board is not None and link.peer in self._board.partners
         if partner and message.get("board") != self._board_shape():
@@ -319,8 +323,14 @@ def _channels_with(specs: Sequence[ChannelSpec], peer: int) -> list[int]:
     return sorted(mine, key=lambda i: (specs[i].chunk, specs[i].direction))
 
 
-def _digest(specs: Sequence[ChannelSpec], indices: Sequence[int]) -> list[list[int]]:
-    return [list(_as_tuple(specs[index])[2:]) for index in indices]
+def _digest(specs: Sequence[ChannelSpec], indices: Sequence[int]) -> list[Any]:
+    """The text that both ends of a link compare: channels or, of more than a message has room
+    for, their number and a hash."""
+    listed = [list(_as_tuple(specs[index])[2:]) for index in indices]
+    text = json.dumps(listed)
+    if len(text) <= _LONGEST_LIST:
+        return listed
+    return [len(listed), hashlib.sha256(text.encode()).hexdigest()]
 
 
 def _as_tuple(spec: ChannelSpec) -> tuple[int, int, int, int, int, int]:
