@@ -26,12 +26,10 @@ class Way:
 
     Args:
         flags: of the script, with {n} for the number of devices.
-        arms: whose steps take turns: names of bench_plugin.py.
         shares_batch: the devices share the sequences of a step among them.
     """
 
     flags: str
-    arms: tuple[str, ...] = ("static",)
     shares_batch: bool = False
 
 
@@ -46,9 +44,7 @@ WAYS = {
     ),
     "cp": Way(f"--context-parallel-size {{n}} --use-distributed-optimizer {_DATA}"),
     "tp": Way("--tensor-model-parallel-size {n} --sequence-parallel"),
-    "pp": Way(
-        "--pipeline-model-parallel-size {n}", ("static", "static-links", "megatron", "dynamic")
-    ),
+    "pp": Way("--pipeline-model-parallel-size {n}"),
 }
 """Name of a way -> how."""
 
@@ -61,9 +57,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         root = bench_plugin.unpacked(args, args.versions, Path(folder))
         for name in args.ways:
-            way = WAYS[name]
+            way, arms = WAYS[name], args.arms if name == "pp" else ["static"]
             lines = bench_plugin.run(
-                root, flags(args, way), [bench_plugin.arm_of(arm) for arm in way.arms],
+                root, flags(args, way), [bench_plugin.arm_of(arm) for arm in arms],
                 processes=args.devices, queues="1" if name in ("tp", "cp") else "8",
                 block=args.block,
                 microbatches=args.batch // (args.devices if way.shares_batch else 1),
@@ -72,23 +68,29 @@ def main() -> int:
             found[name] = lines
             if not lines:
                 failed.append(name)
-            for arm in way.arms:
+            for arm in arms:
                 mine = [line for line in lines if line[0] == arm]
                 took = [1e3 * line[2] for line in mine if line[1] >= args.untimed]
                 if took:
                     ms, most = statistics.median(took), max(line[4] for line in mine) / 1e9
-                    label = f"{name}, {bench_plugin.NAMES[arm]}" if len(way.arms) > 1 else name
+                    used = max(line[3] for line in mine) / 1e9
+                    losses = [line[5] for line in mine if line[5] is not None]
                     rows.append(
-                        (label, f"{ms:.1f} ({min(took):.1f}..{max(took):.1f}, {len(took)})",
-                         f"{tokens / ms / args.devices:.2f}", f"{most:.1f}")
+                        (f"{name}, {arm}" if len(arms) > 1 else name,
+                         f"{ms:.1f} ({min(took):.1f}..{max(took):.1f}, {len(took)})",
+                         f"{tokens / ms / args.devices:.2f}", f"{used:.1f}", f"{most:.1f}",
+                         f"{losses[-1]:.6f}")
                     )  # fmt: skip
+                    print(*rows[-1], sep=" | ", flush=True)
             harness.write_json(args.json, {"settings": vars(args), "steps": found})
     print(
         f"\n{args.layers} layers, hidden {args.hidden}, {args.batch} sequences of {args.sequence} "
         f"tokens per step, {args.devices} devices\n"
     )
     harness.print_table(
-        "way | median ms (min..max, steps) | thousand tokens/s per device | reserved GB", rows
+        "way | median ms (min..max, steps) | thousand tokens/s per device | allocated GB | "
+        "reserved GB | loss",
+        rows,
     )
     if failed:
         print(f"failed: {', '.join(failed)}")
@@ -103,7 +105,8 @@ def parse_arguments() -> argparse.Namespace:
         devices=2, ways=(",".join(WAYS), "separated by commas"), layers=28, hidden=3072, heads=24,
         groups=(8, "query groups"), ffn=(8192, "feed-forward size"), vocabulary=128255,
         sequence=4096, batch=(16, "sequences of a step"), block=(8, "steps of an arm"),
-        untimed=(4, "first ones, which are not timed"),
+        untimed=(4, "first ones, which are not timed"), rounds=(1, "turns of the arms of a way"),
+        arms=("static,static-links,megatron,dynamic", "of the pipeline, as bench_plugin.py's"),
         layout=("", "of the pipeline, as --pipeline-model-parallel-layout; even if empty"),
         chunks=(2, "model chunks per pipeline rank, without --layout"), seed=1,
         seconds=(150.0, "most seconds of a way"),
@@ -111,7 +114,7 @@ def parse_arguments() -> argparse.Namespace:
         more=("", "further flags of the script"),
     )  # fmt: skip
     args = parser.parse_args()
-    args.ways = args.ways.split(",")
+    args.ways, args.arms = args.ways.split(","), args.arms.split(",")
     for flag, given, known in (
         ("ways", args.ways, WAYS), ("layers-of", [args.layers_of], bench_plugin.LAYERS),
     ):  # fmt: skip
@@ -128,7 +131,7 @@ def flags(args: argparse.Namespace, way: Way) -> list[str]:
     """The script's flags for one way."""
     pipeline = way is WAYS["pp"]
     base = argparse.Namespace(**{**vars(args), "layout": "", "chunks": 1})
-    steps = args.block * len(way.arms)
+    steps = args.block * args.rounds * (len(args.arms) if pipeline else 1)
     words = (
         "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
         f"--untie-embeddings-and-output-weights --ffn-hidden-size {args.ffn} "

@@ -22,6 +22,7 @@ import argparse
 import json
 import math
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -54,6 +55,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 """Prefix of a dynamic arm -> what it changes: tasks are launched when their input has arrived; a
 backward is split as measured, or unless N others wait for their weight gradients; without CUDA
 graphs of ours."""
+_SLICED = re.compile(r"s([1-9][0-9]*)-")
+"""Beginning of the name of a dynamic arm that cuts sequences, and the tokens of a slice."""
 NAMES = {name.replace(", ", "-").replace(" ", "-"): name for name in arms.ARMS}
 """Name on the command line -> name of the arm."""
 _LLAMA = (
@@ -172,7 +175,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         layout=("", "as --pipeline-model-parallel-layout, for all arms"),
         rows=(",".join(ROWS), "lengths, separated by commas"),
         arms=("static,static-links,megatron,fused,dynamic",
-              f"of {', '.join(NAMES)}; before a dynamic one's name {', '.join(OTHERS)}"),
+              f"of {', '.join(NAMES)}; before a dynamic one's name {', '.join(OTHERS)}, or s4096- "
+              "for slices of so many tokens"),
         queues=("8", "numbers of hardware queues, separated by commas"),
         one_queue=("static,dynamic", "arms with one queue"),
         own_graphs=("--cuda-graph-impl transformer_engine --te-rng-tracker",
@@ -192,7 +196,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         ("layers-of", [args.layers_of], list(LAYERS)),
     ):  # fmt: skip
         for name in given:
-            if name not in names:
+            if _SLICED.sub("", name, count=1) not in names:
                 parser.error(f"--{flag} {name}: expected one of {', '.join(names)}")
     if args.layers % (args.ranks * args.chunks):
         parser.error(
@@ -266,10 +270,13 @@ def arm_of(name: str) -> tuple[str, str, dict[str, Any]]:
     """An arm for plugin_entry.py: its name, its kind and its settings."""
     import torch
 
-    prefix = next((each for each in OTHERS if name.startswith(each) and name not in NAMES), "")
-    arm = arms.ARMS[NAMES[name.removeprefix(prefix)]]
+    cut = _SLICED.match(name)
+    bare = name[cut.end() :] if cut else name
+    prefix = next((each for each in OTHERS if bare.startswith(each) and bare not in NAMES), "")
+    arm = arms.ARMS[NAMES[bare.removeprefix(prefix)]]
     if arm.policy is not None:
-        return name, "dynamic", arm.settings() | OTHERS.get(prefix, {})
+        more = {"slice_tokens": cut[1]} if cut else {}
+        return name, "dynamic", arm.settings() | OTHERS.get(prefix, {}) | more
     if NAMES[name] in (arms.LINKS, arms.GRAPHS_LINKS):
         return name, "static", {"transport": "cuda_ipc" if torch.cuda.is_available() else "shm"}
     return name, "own", {}
@@ -364,8 +371,13 @@ def report(
     others = [one for one in measured if one.arm not in arms.ARMS]
     if others:
         print("\nWith other settings:\n")
-        harness.print_table("row | arm | queues | median ms (min..max, turns) | reserved GB",
-                            (one.cells() for one in others))  # fmt: skip
+        own = [one.ms for one in measured if one.arm in (arms.STATIC, arms.GRAPHS)]
+        best = min(own, default=math.nan)
+        harness.print_table(
+            "row | arm | queues | median ms (min..max, turns) | reserved GB | / best static | "
+            "losses equal",
+            ([*one.cells(), f"{one.ms / best:.3f}", one.equal] for one in others),
+        )
     graphs = any(one.arm in _OWN_GRAPHS for one in measured)
     arms.print_gains([one for one in measured if one.arm in arms.ARMS], graphs=graphs)
 

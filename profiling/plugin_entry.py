@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import gc
 import inspect
-import itertools
 import json
 import logging
 import os
 import runpy
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,37 +39,54 @@ ARMS: list[tuple[str, str, dict[str, Any]]] = json.loads(os.environ["BENCH_ARMS"
 ON_GPU = torch.cuda.is_available()
 
 
-def repeat_batches(lengths: Sequence[int], number: int) -> None:
-    """Let the script read the same ``number`` batches in each step, cut to these lengths."""
-    from megatron.core import utils
+def vary_lengths() -> None:
+    """Let the script's model exchange tensors of unlike length."""
     from megatron.core.transformer import TransformerConfig
-    from megatron.training import utils as training_utils  # type: ignore[import-not-found]
 
-    original, checked = utils.get_batch_on_this_cp_rank, TransformerConfig.__post_init__
-    kept: list[Any] = []
-    turn = itertools.count()
-
-    def cut(batch: dict[str, Any], *args: Any, **options: Any) -> Any:
-        place = next(turn) % number
-        batch = original(batch, *args, **options)
-        if place == len(kept):
-            kept.append(dict(batch))
-        batch.update(kept[place])
-        for key, tensor in batch.items() if lengths else ():
-            if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2:
-                length = lengths[place % len(lengths)]
-                square = key == "attention_mask"
-                batch[key] = (
-                    tensor[..., :length, :length] if square else tensor[:, :length]
-                ).contiguous()
-        return batch
+    checked = TransformerConfig.__post_init__
 
     def with_shapes(config: Any) -> None:
         checked(config)
-        config.variable_seq_lengths = bool(lengths)
+        config.variable_seq_lengths = True
 
-    utils.get_batch_on_this_cp_rank = training_utils.get_batch_on_this_cp_rank = cut
     TransformerConfig.__post_init__ = with_shapes  # type: ignore[method-assign]
+
+
+class Batches:
+    """The same ``number`` batches for each step, the first that the script reads, cut to these
+    lengths."""
+
+    def __init__(self, number: int, lengths: Sequence[int]) -> None:
+        self._number, self._lengths = number, lengths
+        self._kept: dict[int, list[Any]] = defaultdict(list)
+
+    def again(self, iterators: Any) -> Any:
+        """Iterators of these batches, in the form of the given: one, one of each chunk, or None."""
+        if isinstance(iterators, list):
+            return [self._iterator(number, each) for number, each in enumerate(iterators)]
+        return self._iterator(0, iterators)
+
+    def _iterator(self, chunk: int, iterator: Any) -> Any:
+        from megatron.core.rerun_state_machine import RerunDataIterator
+
+        if iterator is None:
+            return None
+        kept = self._kept[chunk]
+        while len(kept) < self._number:
+            kept.append(self._cut(next(iterator), len(kept)))
+        return RerunDataIterator(iter(kept))  # type: ignore[no-untyped-call]
+
+    def _cut(self, batch: dict[str, Any], place: int) -> dict[str, Any]:
+        if not self._lengths:
+            return batch
+        length = self._lengths[place % len(self._lengths)]
+        found = dict(batch)
+        for key, tensor in batch.items():
+            if isinstance(tensor, torch.Tensor) and tensor.dim() >= 2:
+                square = key == "attention_mask"
+                part = tensor[..., :length, :length] if square else tensor[:, :length]
+                found[key] = part.contiguous().pin_memory() if ON_GPU else part.contiguous()
+        return found
 
 
 class Turn:
@@ -108,12 +125,13 @@ def peaks() -> tuple[int, int]:
     return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
 
 
-def take_turns() -> None:
+def take_turns(batches: Batches) -> None:
     """Let each step of the training loop run the schedule whose turn it is."""
     from megatron.training import training  # type: ignore[import-not-found]
 
     original = training.train_step
-    place = list(inspect.signature(original).parameters).index("forward_backward_func")
+    names = list(inspect.signature(original).parameters)
+    place, data = names.index("forward_backward_func"), names.index("data_iterator")
     done, turn = 0, Turn("own", {})
 
     def step(*args: Any, **options: Any) -> Any:
@@ -128,6 +146,7 @@ def take_turns() -> None:
                 torch.cuda.reset_peak_memory_stats()
             turn = Turn(kind, settings)
         given = list(args)
+        given[data] = batches.again(given[data])
         if turn.schedule is not None:
             given[place] = turn.schedule
         synchronize()
@@ -148,10 +167,9 @@ def take_turns() -> None:
 if os.environ["RANK"] == "0":
     logging.getLogger("megatron.dpp").addHandler(logging.StreamHandler(sys.stdout))
     logging.getLogger("megatron.dpp").setLevel(logging.INFO)
-repeat_batches(
-    [int(length) for length in os.environ["BENCH_LENGTHS"].split(",") if length],
-    int(os.environ["BENCH_MICROBATCHES"]),
-)
-take_turns()
+LENGTHS = [int(length) for length in os.environ["BENCH_LENGTHS"].split(",") if length]
+if LENGTHS:
+    vary_lengths()
+take_turns(Batches(int(os.environ["BENCH_MICROBATCHES"]), LENGTHS))
 sys.argv[0] = SCRIPT
 runpy.run_path(SCRIPT, run_name="__main__")

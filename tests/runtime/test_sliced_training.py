@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, TENSOR, UNLIKE, case
-from tests.runtime.launcher import run_ranks
+from tests.runtime.launcher import run_ranks, shared_gpus
 
 WORKER = Path(__file__).with_name("slices_worker.py")
 RANDOM = {"policy": "tests.runtime.slices_worker:AtRandom"}
@@ -38,6 +38,19 @@ def test_two_ranks_in_slices() -> None:
         case("selective, own", 2, 3, LATE_RUN, slices=4, recompute="selective", untied=True,
              spec="megatron"),
     )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_two_ranks_in_slices_on_gpus() -> None:
+    cases = [
+        case("rotary, groups", 2, 3, LATE_RUN, FUSED, RANDOM, slices=4, **ROTARY),
+        case("v2, learned", 2, 4, LATE_RUN, slices=6, v=2, layers=4, per_token=True),
+        case("full", 2, 2, LATE_RUN, slices=8, recompute="full", **ROTARY),
+    ]
+    told = [json.dumps(cases)]
+    output = run_ranks(WORKER, 2, told, timeout=300, place=shared_gpus, fresh=True)
+    for each in cases:
+        assert f"CASE {each['name']} ok" in output
 
 
 @pytest.mark.slow

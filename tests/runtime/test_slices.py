@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.core.prefix_attention import attend
+from megatron.dpp.core.prefix_attention import Span, attend
 from megatron.dpp.core.slices import Keys, Unit, attend_in_slice, units_of
+from megatron.dpp.core.varlen import kernels_for
 from megatron.dpp.errors import ConfigError
 
 HEADS, SIZE, TOKENS = 4, 8, 30
@@ -198,3 +199,28 @@ def test_a_unit_outside_of_its_row_is_refused(unit: tuple[int, int, tuple[int, .
     begin, end, starts = unit
     with pytest.raises(ConfigError, match=f"slice {begin} to {end} of 10 tokens"):
         Unit(0, begin, end, 10, starts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "spans", [[(0, 64, 0, 192)], [(0, 64, 0, 64)], [(0, 20, 0, 100), (20, 64, 100, 144)]]
+)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+def test_kernels_of_a_gpu_attend_to_earlier_keys(
+    spans: list[tuple[int, ...]], dtype: torch.dtype, bound: float
+) -> None:
+    found = [Span(*span) for span in spans]
+    num_keys, drawn = found[-1].last_key, torch.Generator().manual_seed(3)
+    exact = [
+        torch.randn(n, 1, h, 64, generator=drawn).to(dtype).float().requires_grad_()
+        for n, h in ((64, 4), (num_keys, 2), (num_keys, 2))
+    ]
+    expected = attend(*exact, found, scale=0.125)
+    probe = torch.randn(expected.shape, generator=drawn)
+    wanted = [expected, *torch.autograd.grad(expected, exact, probe)]
+    inputs = [each.detach().cuda().to(dtype).requires_grad_() for each in exact]
+    for name in ("sdpa", *kernels_for(inputs[0])):
+        output = attend(*inputs, found, scale=0.125, kernel=name)
+        got = [output, *torch.autograd.grad(output, inputs, probe.cuda().to(dtype))]
+        for one, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one.float().cpu(), other, rtol=2 * bound, atol=2 * bound)
