@@ -113,8 +113,10 @@ class Hosts:
         """
         root, on_gpu = self.unpacked(version), ENGINE in flags
         own = {
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1", "HOST": str(root / script), "RECORD": str(record)
-        }  # fmt: skip
+            "CUDA_DEVICE_MAX_CONNECTIONS": "8" if "fsdp" in flags else "1",
+            "HOST": str(root / script),
+            "RECORD": str(record),
+        }
         processes = megatron_sources.start(
             root, Path(__file__).with_name("entry.py"),
             f"{model} {'' if on_gpu else ON_CPU} {flags}".split(), port=free_port(),
