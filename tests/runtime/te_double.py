@@ -4,8 +4,9 @@ It has the interface that megatron-core's wrappers expect of ``Linear`` and ``La
 and delays weight gradients as Transformer Engine 2.8 does: a queue per module, ``backward_dw``
 that takes the oldest entry and overwrites ``grad``, hooks handed over by
 DistributedDataParallel, ``is_first_microbatch`` captured with an entry, and a meaningless gradient
-where the weight's own is added to ``main_grad`` directly (NaN here, so that nobody reads it). One
-tensor-parallel rank only. Its optimizers and kernels want a GPU, as the package's.
+where the weight's own is added to ``main_grad`` directly (NaN here, so that nobody reads it), in
+whose dtype the bias's is. One tensor-parallel rank only. Its optimizers and kernels want a GPU, as
+the package's.
 ``install()`` goes before the first import of megatron-core.
 """
 
@@ -62,7 +63,8 @@ class _LinearFunction(torch.autograd.Function):
 
         def wgrad_gemm(x: torch.Tensor, dy: torch.Tensor) -> tuple[Any, Any]:
             dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
-            dw, db = dy.t().matmul(x), dy.sum(dim=0) if has_bias else None
+            dtype = param.main_grad.dtype if module.fuse_wgrad_accumulation else None
+            dw, db = dy.t().matmul(x), dy.sum(dim=0, dtype=dtype) if has_bias else None
             if module.fuse_wgrad_accumulation:
                 (param.main_grad.copy_ if first else param.main_grad.add_)(dw)
             return dw, db

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.dpp.core.wgrad import te_layer
+from megatron.dpp.core.wgrad.linear import gradient_accumulator
 from megatron.dpp.core.wgrad.te_layer import TELayer
 from tests.runtime import te_double
 from tests.runtime.test_te import backward, layer_of
@@ -60,6 +61,27 @@ def test_a_hosts_hooks_do_not_run_within_b(fused: bool, return_bias: bool) -> No
         found = parameter.main_grad if parameter.grad is None else parameter.grad
         assert torch.equal(found, getattr(now.fc, name).grad)
     assert "forward" not in vars(layer.fc) and layer.fc.weight.is_leaf
+
+
+def test_a_bias_gradient_in_the_dtype_of_main_grad_is_cast_as_by_autograd() -> None:
+    """A product that adds to fp32 gives the gradient of a bf16 bias in fp32, too."""
+    layer = layer_of(te_double, return_bias=False, delay=False).to(torch.bfloat16)
+    layer.fc.fuse_wgrad_accumulation = True
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    waiting: list[Any] = []
+    taken: Any = TELayer(
+        0, "fc", layer.fc, lambda parameter: gradient_accumulator(parameter, layer),
+        lambda piece, work: waiting.append(work), waiting.append,
+    )  # fmt: skip
+    given = torch.full((2, 4), 1.5, dtype=torch.bfloat16, requires_grad=True)
+    with taken.bound():
+        layer.fc(given).square().sum().backward()
+    waiting[0].compute()
+    deferred = layer.fc.bias.grad
+    layer.zero_grad()
+    layer.fc(given).square().sum().backward()
+    assert deferred.any() and torch.equal(deferred, layer.fc.bias.grad)
 
 
 def test_a_layer_that_ran_twice_adds_both_products_as_autograd_does() -> None:

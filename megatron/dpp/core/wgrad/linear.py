@@ -316,11 +316,15 @@ class WeightGradients:
 def gradient_accumulator(
     weight: torch.nn.Parameter, chunk: torch.nn.Module
 ) -> Callable[[torch.Tensor], None]:
-    """A function that adds a gradient to ``weight``, through DDP's hook if DDP wraps the chunk."""
+    """A function that adds a gradient to ``weight``, through DDP's hook if DDP wraps the chunk.
+
+    As autograd does, it casts the gradient to the weight's dtype.
+    """
     ddp = _ddp_of(chunk, weight)
     hook = None if ddp is None else ddp._make_backward_post_hook(weight)
 
     def accumulate(gradient: torch.Tensor) -> None:
+        gradient = gradient.to(weight.dtype)
         weight.grad = gradient if weight.grad is None else weight.grad + gradient
         if hook is not None:
             hook()

@@ -299,9 +299,9 @@ class _Deferred(LayerWork["TELayer", _Product]):
                 weight.grad_added_to_main_grad = True
                 add(stand_in)
         else:
-            for weight, add, gradient in zip(layer.weights, layer.add_weight, weights, strict=True):
+            for add, gradient in zip(layer.add_weight, weights, strict=True):
                 if gradient is not None:
-                    add(gradient.to(weight.dtype))
+                    add(gradient)
         for add, gradient in zip(layer.add_bias, biases, strict=False):
             if gradient is not None:
                 add(gradient)
