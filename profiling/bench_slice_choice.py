@@ -6,6 +6,7 @@ Batches of 64 sequences; a step's time is over a rank's own work without overhea
 as ``--dpp-slice-tokens off``, ``rule`` in slices of some six units per rank, ``auto`` as chosen;
 ``planned`` with ``--order planned`` as well. ``--evaluations`` compares ``rule`` with ``whole`` in
 steps without backwards. ``--rows`` weighs packed rows, as a host announces them.
+``--equal`` counts where the choice for microbatches of one length is that of simulating all.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from megatron.dpp.sim.lengths import MIXES, LengthCosts
 from megatron.dpp.sim.orders import Question, plan_batch
 from megatron.dpp.sim.pipeline_model import PipelineModel
 from megatron.dpp.sim.slices import Row, cut, groups_of, tokens_for
-from megatron.dpp.sim.weighing import weigh_rows, with_overheads
+from megatron.dpp.sim.weighing import MARGIN, weigh_fixed, weigh_rows, with_overheads
+from megatron.dpp.slice_sizes import LEAST_TOKENS, sizes_to_weigh
 
 _COSTS = LengthCosts.transformer()
 _NUM_SEQUENCES = 64
+_MOST_EQUAL = 60_000 * 2048
+"""Tasks of slices of 2,048 tokens of a run of one length that is simulated as a whole."""
 _ARMS = ("whole", "rule", "auto", "whole, planned", "rule, planned", "auto, planned")
 
 
@@ -136,11 +140,38 @@ def print_rows(ranks: list[int]) -> None:
         print(f"| {p} | {v} | {number} | {length} | {way} | {ratio} | {took * 1e3:.0f} |")
 
 
+def print_equal(ranks: list[int]) -> None:
+    """Runs of 5, 8, 12 and 16 microbatches per rank, of which fewer are simulated: in how many is
+    the choice to cut that of simulating all, and the most time lost by another one.
+    """
+    print("| p | runs | as with all | most time lost |", "|---|---|---|---|", sep="\n")
+    cases = list(itertools.product((1, 2), (1024, 4096), (8192, 16384, 65536), (5, 8, 12, 16)))
+    for p in ranks:
+        right, lost = 0, []
+        for v, hidden, length, each in cases:
+            model = PipelineModel(
+                num_ranks=p, num_chunks=v, longest=length, policy="auto",
+                costs=LengthCosts.transformer(hidden),
+            )  # fmt: skip
+            number, exact = each * p, with_overheads(model)
+            if exact.num_tasks([[length]]) * number * length > _MOST_EQUAL:
+                continue
+            sizes = sizes_to_weigh(length * number, p, least=LEAST_TOKENS)
+            ways = {n: cut([length], n, model.costs) * number for n in (1 << 20, *sizes)}
+            times = {n % (1 << 20): exact.seconds(rows) for n, rows in ways.items()}
+            best = min(times[n] for n in sizes)
+            found = weigh_fixed(model, length, number).tokens
+            right += (found > 0) == (best <= (1 - MARGIN) * times[0])
+            lost.append(times[found] / min(times.values()) - 1)
+        print(f"| {p} | {len(lost)} | {right} | {max(lost):.1%} |", flush=True)
+
+
 def main() -> int:
     parser = harness.new_parser(
         __doc__, seeds=(4, "batches, of which rows are means"), ranks=("2,4,8", "pipeline sizes")
     )
     parser.add_argument("--evaluations", action="store_true", help="steps without backwards")
+    parser.add_argument("--equal", action="store_true", help="microbatches of one length")
     parser.add_argument("--rows", action="store_true", help="packed rows of hosts")
     args = parser.parse_args()
     words = args.ranks.split(",")
@@ -148,6 +179,9 @@ def main() -> int:
         parser.error("--seeds must be at least 1, --ranks sizes of 2 or more, like 2,4,8")
     if args.rows:
         print_rows([int(word) for word in words])
+        return 0
+    if args.equal:
+        print_equal([int(word) for word in words])
         return 0
     if args.evaluations:
         print_evaluations([int(word) for word in words], args.seeds)
