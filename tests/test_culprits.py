@@ -10,6 +10,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from torch.distributed import DistStoreError, HashStore
+from torch.distributed import DistStoreError, HashStore, TCPStore
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.processes import stopped
@@ -76,6 +77,47 @@ def test_a_store_that_does_not_answer_is_no_wait_without_end() -> None:
             raise DistStoreError("gone")
 
     assert culprits.of_ranks(Lost(), 1, 2) == ": the store of rank 0 does not answer"
+
+
+@pytest.fixture
+def job_store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
+    """The store of a torchrun on two nodes, of which this is local rank 0 of one."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    return store
+
+
+def test_a_rank_that_ended_on_another_node_is_named(job_store: TCPStore) -> None:
+    """No rank sees processes of other hosts, and gloo names an address."""
+    store = HashStore()
+    for rank in range(2):
+        store.set(f"dpp/process/{rank}", "1 another host")
+    assert culprits.told_end() == culprits.of_ranks(store, 0, 2) == ""
+    culprits.tell_end("127.0.0.1", job_store.port, "rank 1 (process 5 on b) ended by SIGKILL")
+    culprits.tell_end("127.0.0.1", job_store.port, "rank 0 (process 7 on a) ended with code 1")
+    assert culprits.of_ranks(store, 0, 2) == ": rank 1 (process 5 on b) ended by SIGKILL"
+
+
+def test_a_rank_that_waits_for_one_that_ended_gives_up(job_store: TCPStore) -> None:
+    """It waited for ten minutes for one that was killed before it had joined."""
+    told, came = [], threading.Event()
+
+    def end(text: str) -> None:
+        told.append(text)
+        came.set()
+
+    with culprits.watching_ends(end, between=0.01, grace=0.01):
+        culprits.tell_end("127.0.0.1", job_store.port, "rank 1 ended")
+        assert came.wait(PATIENCE)
+    assert set(told) == {"rank 1 ended"}
+    with culprits.watching_ends(end, between=0.01, grace=PATIENCE):
+        number = len(told)
+    time.sleep(0.05)
+    assert len(told) == number, "its own error came in time"
 
 
 def test_a_stall_names_the_stopped_process_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:

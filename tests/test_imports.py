@@ -117,7 +117,8 @@ TRAINER_ROOMS = {
         *("state", "text_files", "tokenizers"),
     },
     "launch": {
-        *("checkpoint", "cost", "data", "hf", "options", "preflight", "text_files", "tokenizers"),
+        *("checkpoint", "cost", "culprits", "data", "hf", "options", "preflight"),
+        *("text_files", "tokenizers"),
     },
     "loop": {
         *(

@@ -16,16 +16,18 @@ import re
 import resource
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from megatron.dpp.errors import one_line
 from megatron.dpp.processes import how_ended, stopped
 
-_KEY = "dpp/process"
+_KEY, _ENDED = "dpp/process", "dpp/ended"
 _SHARED_MEMORY = "/dev/shm"
 _ASK_SECONDS = 2.0
 """Short, as the store may be lost, too."""
@@ -35,6 +37,70 @@ _LONGEST = 300
 _WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", re.DOTALL)
 _NO_ROOM = re.compile(r"unable to \w+ .*(?:shared memory|file </torch_).*|.*\(shm\).*", re.DOTALL)
 _NO_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|std::bad_alloc")
+
+
+def tell_end(host: str, port: int, text: str) -> None:
+    """Tell the ranks of all nodes how one has ended, by the store of a torchrun on several; the
+    first word stays."""
+    _within(_ASK_SECONDS, lambda: _store_at(host, port).compare_set(_ENDED, "", text))
+
+
+def told_end() -> str:
+    """The text that :func:`tell_end` left; empty without one, or on a single node."""
+    found: list[str] = []
+    if _has_several_nodes():
+        _within(_ASK_SECONDS, lambda: found.append(_told(_job_store())))
+    return "".join(found)
+
+
+@contextlib.contextmanager
+def watching_ends(
+    end: Callable[[str], object], *, between: float = 2.0, grace: float = 10.0
+) -> Iterator[None]:
+    """Around work of a rank that may wait long for one on another node. PyTorch waits in C++, so
+    ``end`` is called in a thread. One rank of a node watches.
+
+    Args:
+        end: gets the text of :func:`told_end` if the block goes on ``grace`` seconds after it came;
+            this rank's own error says more.
+        between: seconds between two looks.
+    """
+    over = threading.Event()
+    if not _has_several_nodes() or os.environ.get("LOCAL_RANK") != "0":
+        yield
+        return
+
+    def watch() -> None:
+        try:
+            store = _job_store()
+            while not over.wait(between):
+                if (told := _told(store)) and not over.wait(grace):
+                    end(told)
+        except RuntimeError:  # the store is gone, which PyTorch notices itself
+            return
+
+    threading.Thread(target=watch, name="dpp-ends", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _has_several_nodes() -> bool:
+    here, ranks = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and here != ranks
+
+
+def _store_at(host: str, port: int) -> Any:
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=_ASK_SECONDS))
+
+
+def _job_store() -> Any:
+    return _store_at(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+
+
+def _told(store: Any) -> str:
+    return store.get(_ENDED).decode(errors="replace") if store.check([_ENDED]) else ""
 
 
 def announce(store: Any, rank: int) -> None:
@@ -152,6 +218,8 @@ def of_ranks(store: Any = None, rank: int = -1, world_size: int = 0) -> str:
     def look() -> None:
         while others and not found:
             found.extend(filter(None, (_state(store, other) for other in others)))
+            if not found and (told := told_end()):
+                found.append(told)
             if time.monotonic() > end:
                 return
             time.sleep(0.0 if found else _NAP_SECONDS)

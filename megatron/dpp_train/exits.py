@@ -13,10 +13,11 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import resource_sharer, resource_tracker
 from pathlib import Path
 from types import FrameType
@@ -85,11 +86,28 @@ def prepare_worker(worker: int, *, outlives_sigterm: bool) -> None:
     """
     gc.freeze()
     end_with_parent()
+    sys.excepthook = _said_of_rank(sys.excepthook)
     _serve_without_a_name()
     if not outlives_sigterm:
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_by_parent, daemon=True).start()
+
+
+def _said_of_rank(report: Callable[..., object]) -> Callable[..., None]:
+    """``report`` for uncaught errors, without the tracebacks of a thread that hands tensors over to
+    a rank which is killed meanwhile: its sockets close a moment before its workers end, too."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if isinstance(error, ConnectionError | EOFError) and _is_other_thread():
+            return
+        report(kind, error, trace)
+
+    return hook
+
+
+def _is_other_thread() -> bool:
+    return threading.current_thread() is not threading.main_thread()
 
 
 def _serve_without_a_name() -> None:

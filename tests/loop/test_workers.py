@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import multiprocessing.util
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 from functools import partial
+from multiprocessing import resource_sharer
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,25 @@ def test_a_worker_that_needs_a_folder_gets_a_new_one_and_ends_in_silence(
     )
     assert [int(item) for item in loader] == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["rank's"] * inherits
+    assert capfd.readouterr().err == ""
+
+
+class Hangups(Collecting):
+    """A set whose reader loses one who came for a tensor, as where the rank is killed just then."""
+
+    def __getitem__(self, index: int) -> Any:
+        ((address, _),) = vars(resource_sharer.DupFd(0)).values()  # as a tensor's
+        with socket.socket(socket.AF_UNIX) as rank:
+            rank.connect(address)
+        return torch.ones(1 << 16)  # which the same thread hands over
+
+
+def test_a_worker_says_nothing_of_a_rank_that_is_killed_as_it_fetches_a_tensor(capfd: Any) -> None:
+    """Its thread printed a ConnectionResetError, or an EOFError, with a traceback."""
+    loader = torch.utils.data.DataLoader(
+        Hangups(), num_workers=1, worker_init_fn=partial(prepare_worker, outlives_sigterm=False)
+    )
+    assert [float(item.sum()) for item in loader] == [1 << 16]
     assert capfd.readouterr().err == ""
 
 

@@ -8,8 +8,10 @@ processes that are stopped.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
+import platform
 import shlex
 import signal
 import socket
@@ -23,6 +25,7 @@ from typing import Any
 from megatron.dpp.errors import FAILED, INTERRUPTED, DataError, print_error
 from megatron.dpp.hosts import LOOPBACK
 from megatron.dpp.locks import scratch_directory
+from megatron.dpp_train import culprits
 from megatron.dpp_train.checkpoint.files import find
 from megatron.dpp_train.launch.log_copy import LogWatch
 from megatron.dpp_train.launch.stopped import StoppedWatch
@@ -134,16 +137,7 @@ def run() -> int:
             remedy = "another run has this port; name another MASTER_PORT, or on one node none"
         return print_error(f"the processes cannot meet ({why}): {remedy}")
     except ChildFailedError as error:
-        rank, failure = first_failure(error)
-        how = f"with exit code {failure.exitcode}"
-        if failure.exitcode < 0:
-            how = f"by {failure.signal_name()}"
-        if failure.exitcode == -signal.SIGBUS:
-            how += " (a file that it had mapped was cut short, or a disk or /dev/shm is full)"
-        told: Any = failure.message  # what the rank gave ``tell_torchrun``, in a dictionary
-        if isinstance(told, dict) and told["extraInfo"].get("printed") is False:
-            print(told["message"], file=sys.stderr, flush=True)
-        return print_error(f"rank {rank} (process {failure.pid}) ended first, {how}: see above why")
+        return _end_of_rank(error)
     except SignalException as error:
         gone = f"ended by {error.sigval.name}; its processes are gone"
         return _say(gone + how_to_go_on(), 128 + error.sigval)
@@ -154,6 +148,29 @@ def run() -> int:
             raise
         return _say("ended by SIGINT" + how_to_go_on(), INTERRUPTED)
     return 0
+
+
+def _master(words: list[str]) -> tuple[str, int]:
+    """Host and port of the store, which torchrun's arguments name."""
+    values = dict(itertools.pairwise(words))
+    return values["--master_addr"], int(values["--master_port"])
+
+
+def _end_of_rank(error: ChildFailedError) -> int:
+    """Says which rank of this node ended first, also to those of other nodes."""
+    rank, failure = first_failure(error)
+    how = f"with exit code {failure.exitcode}"
+    if failure.exitcode < 0:
+        how = f"by {failure.signal_name()}"
+    if failure.exitcode == -signal.SIGBUS:
+        how += " (a file that it had mapped was cut short, or a disk or /dev/shm is full)"
+    told: Any = failure.message  # what the rank gave ``tell_torchrun``, in a dictionary
+    if isinstance(told, dict) and told["extraInfo"].get("printed") is False:
+        print(told["message"], file=sys.stderr, flush=True)
+    if "--master_addr" in sys.argv:
+        ended = f"rank {rank} (process {failure.pid} on {platform.node()}) ended {how}"
+        culprits.tell_end(*_master(sys.argv), ended)
+    return print_error(f"rank {rank} (process {failure.pid}) ended first, {how}: see above why")
 
 
 def first_failure(error: ChildFailedError) -> tuple[int, ProcessFailure]:

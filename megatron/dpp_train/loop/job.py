@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from megatron.core import parallel_state as mpu
 
 from megatron.dpp import DppSchedule, StaticSchedule
 from megatron.dpp.core.slices import Unit
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import FAILED, DataError, error_line, print_error, tell_torchrun
 from megatron.dpp.trace import NullRecorder, TraceLayout, open_recorder, parse_iterations
+from megatron.dpp_train import culprits
 from megatron.dpp_train.checkpoint.checkpointing import Checkpointer
 from megatron.dpp_train.checkpoint.saved_args import slices_text
 from megatron.dpp_train.cost import planned
@@ -45,6 +47,27 @@ def run_job(args: RunConfig, task_name: str, rank: int, tokenizer: Any) -> None:
     Raises:
         DppError: the run cannot start or go on.
     """
+    with culprits.watching_ends(partial(_give_up, rank)):
+        run, trace_folder = _run_to_its_end(args, task_name, rank, tokenizer)
+    _leave(run)  # not after an error: the other ranks may be in the middle of a collective
+    args = run.args
+    if args.save_hf and run.is_first:
+        export(run)  # may take longer than a collective's deadline: no rank waits
+    if args.trace:
+        run.say(f"trace: {trace_folder}")
+        run.say(f"look at it: megatron-dpp report --benchmark_dir {trace_folder}")
+
+
+def _give_up(rank: int, told: str) -> None:
+    """End this rank, which waits for one that has ended."""
+    said = f"rank {rank}: {told}; this rank has waited for it since"
+    tell_torchrun(error_line(said), printed=True)
+    print_error(said)
+    os._exit(FAILED)
+
+
+def _run_to_its_end(args: RunConfig, task_name: str, rank: int, tokenizer: Any) -> tuple[Run, Path]:
+    """The run after its last iteration, and the folder of its trace."""
     run = initialize(args, rank)
     run.tokenizer = tokenizer
     run.say(settings.summary(args, task_name))
@@ -64,12 +87,7 @@ def run_job(args: RunConfig, task_name: str, rank: int, tokenizer: Any) -> None:
     note_progress(run, "Starting job")
     with _recorder(run, layout) as run.recorder, contextlib.ExitStack() as stack:
         _train(run, task_name, stack)
-    _leave(run)  # not after an error: the other ranks may be in the middle of a collective
-    if args.save_hf and run.is_first:
-        export(run)  # may take longer than a collective's deadline: no rank waits
-    if args.trace:
-        run.say(f"trace: {trace_folder}")
-        run.say(f"look at it: megatron-dpp report --benchmark_dir {trace_folder}")
+    return run, trace_folder
 
 
 def _save_settings(run: Run, trace_folder: Path) -> None:
