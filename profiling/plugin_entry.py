@@ -74,7 +74,8 @@ class Batches:
         kept = self._kept[chunk]
         while len(kept) < self._number:
             kept.append(self._cut(next(iterator), len(kept)))
-        return RerunDataIterator(iter(kept))  # type: ignore[no-untyped-call]
+        copies = [dict(batch) for batch in kept]  # context parallelism cuts them in place
+        return RerunDataIterator(iter(copies))  # type: ignore[no-untyped-call]
 
     def _cut(self, batch: dict[str, Any], place: int) -> dict[str, Any]:
         if not self._lengths:
