@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from megatron.dpp_train.cost.estimate import estimate, fitting, least_seconds, traffic
+from megatron.dpp_train.cost.estimate import (
+    estimate,
+    first_peak_bytes,
+    fitting,
+    least_seconds,
+    traffic,
+)
 from megatron.dpp_train.cost.memory import key_bytes, least_bytes, rank_memory, stage_bytes
 from megatron.dpp_train.cost.shape import RunSchedule
 from megatron.dpp_train.cost.text import lines
@@ -78,6 +84,29 @@ def test_a_cap_in_bytes_bounds_activations_and_keys_of_slices() -> None:
     bounded = estimate(dataclasses.replace(cut, schedule=schedule), H200)
     held = max(one.activations + one.keys for one in bounded.ranks)
     assert 0.5 * most < held <= 1.05 * most
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("p", [2, 4])
+@pytest.mark.parametrize("v", [1, 2])
+def test_the_first_microbatches_of_a_run_hold_no_more_than_all(
+    p: int, v: int, recompute: str
+) -> None:
+    """So ``train --mode auto`` leaves out what they do not fit."""
+    for tokens, number in (("128", 8), ("256", 24)):
+        schedule = RunSchedule(
+            dynamic=True, policy="auto", cap="auto", split_backward=True, slice_tokens=tokens,
+            head_in_forward=True,
+        )  # fmt: skip
+        layers, model = (2,) * (p * v), {"seq_length": 1024}
+        run = shape(
+            layers, model, pipeline=p, num_microbatches=number, recompute=recompute,
+            schedule=schedule,
+        )  # fmt: skip
+        first, whole = first_peak_bytes(run, H200), estimate(run, H200).peak_bytes
+        assert least_bytes(run) <= first <= whole
+        few = dataclasses.replace(run, num_microbatches=p + 1)
+        assert first == estimate(few, H200).peak_bytes
 
 
 def test_auto_cuts_what_would_not_fit_whole() -> None:

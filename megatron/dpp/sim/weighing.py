@@ -157,8 +157,8 @@ def weigh_fixed(
 ) -> Choice:
     """The choice for microbatches that all have the same length.
 
-    ``4 p`` of them are simulated, or as many as the bound on tasks allows, but ``p + 1`` at least;
-    each further one takes as long as one of their second half.
+    So many are simulated that they have ``4 p`` units, or as many as the bound on tasks allows, but
+    ``p + 1`` at least; each further one takes as long as one of their second half.
 
     Args:
         model: without overheads.
@@ -183,21 +183,23 @@ def weigh_fixed(
         return Choice(WHOLE, {}, _SHORT)
 
     tasks = sum(map(model.num_tasks, rows_of.values()))
-    number = max(model.num_ranks + 1, min(4 * model.num_ranks, MOST_TASKS // tasks))
-    number = min(num_microbatches, number)
-    ways = {tokens: own * number for tokens, own in rows_of.items()}
-
-    further = num_microbatches - number
+    most = min(4 * model.num_ranks, MOST_TASKS // tasks)
+    ways = {
+        tokens: [row] * min(num_microbatches, max(model.num_ranks + 1, most // len(row.ends)))
+        for tokens, (row,) in rows_of.items()
+    }
 
     def time(microbatches: Rows) -> float:
-        row = as_row(microbatches[0])
-        took, half = _simulated(model, row, number), number - number // 2
+        row, number = as_row(microbatches[0]), len(microbatches)
+        took, further = _simulated(model, row, number), num_microbatches - number
         if not further:
             return took
+        half = number - number // 2
         later = (took - _simulated(model, row, half)) / (number - half)
         return took + further * max(later, model.busy_seconds([row]))
 
     def least(microbatches: Rows) -> float:
+        further = num_microbatches - len(microbatches)
         return model.least_seconds(microbatches) + further * model.busy_seconds(microbatches[:1])
 
     found = weigh(ways, model, time, least)

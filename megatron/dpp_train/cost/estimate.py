@@ -158,6 +158,15 @@ def _predicted(shape: RunShape, device: Device) -> Prediction:
     return predict(shape, model_costs(shape, device))
 
 
+def first_peak_bytes(shape: RunShape, device: Device) -> float:
+    """Peak memory of the fullest rank of a run in slices, in a step of ``p + 1`` microbatches.
+    Further ones only add to it, and take longer to simulate.
+    """
+    few = min(shape.num_microbatches, shape.pipeline + 1)
+    first = dataclasses.replace(shape, num_microbatches=few)
+    return max(rank.total for rank in _memory(shape, predict(first, model_costs(shape, device))))
+
+
 def predict(shape: RunShape, costs: ModelCosts) -> Prediction:
     """The pipeline's part of an iteration, and each rank's peak of activations."""
     schedule = shape.schedule

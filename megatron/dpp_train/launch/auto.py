@@ -17,7 +17,13 @@ from itertools import product
 
 from megatron.dpp.errors import DppError
 from megatron.dpp.slice_sizes import auto_tokens
-from megatron.dpp_train.cost.estimate import Estimate, estimate, fitting, least_seconds
+from megatron.dpp_train.cost.estimate import (
+    Estimate,
+    estimate,
+    first_peak_bytes,
+    fitting,
+    least_seconds,
+)
 from megatron.dpp_train.cost.memory import least_bytes
 from megatron.dpp_train.cost.shape import RunSchedule, RunShape
 from megatron.dpp_train.cost.text import size
@@ -222,7 +228,9 @@ class _Search:
             shape = fitting(shape_from(resolved, setting), setting.device)
             seconds = least_seconds(shape, setting.device)
             exact = dataclasses.replace(way, least_seconds=seconds)
-            if least_bytes(shape) > self._usable or exact.least_cost >= limit:
+            if exact.least_cost >= limit or least_bytes(shape) > self._usable:
+                return None
+            if shape.num_slices > 1 and first_peak_bytes(shape, setting.device) > self._usable:
                 return None
             guess = estimate(shape, setting.device)
         except DppError as problem:
