@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from megatron.dpp_train.launch.checked import checked
 from megatron.dpp_train.launch.layers import default_layers
 from megatron.dpp_train.launch.main import main, plan
 from megatron.dpp_train.launch.resolve import Setting, asked_layout, base_flags, resolve
-from megatron.dpp_train.launch.scripts import RECIPES
+from megatron.dpp_train.launch.scripts import RECIPES, start
 from megatron.dpp_train.options.arguments import parse_args
 from tests.conftest import REPOSITORY
 
@@ -147,6 +148,29 @@ def test_a_run_goes_on_with_the_layers_of_its_checkpoint(
     args = parse_args(f"--bf16 --load {tmp_path}".split())
     found = default_layers(args, "gpt", on_gpu=True, is_ampere=True)
     assert found is not None and found.name == saved
+
+
+def test_a_dry_run_names_the_layers_of_the_python_that_would_train(
+    gpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It named those of the Python that it ran in."""
+    package = tmp_path / "site" / ENGINE
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "transformer_engine_torch.so").touch()
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={package.parent} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr("megatron.dpp_train.launch.scripts.set_up", lambda _: str(python))
+    monkeypatch.setenv("DRY_RUN", "1")
+    monkeypatch.setenv("PRECISION", "bf16")
+    start(["gpt-sample", "node"])
+    said = capsys.readouterr().out
+    assert "layers: transformer_engine (Transformer Engine is installed)" in said
+    assert f"--transformer-impl {ENGINE}" in said
+    python.unlink()
+    start(["gpt-sample", "node"])
+    assert "layers: local (Transformer Engine is not installed)" in capsys.readouterr().out
 
 
 MODELS = sorted(path.stem for path in (REPOSITORY / "configs" / "models").glob("*.yaml"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 
 from megatron.dpp.errors import DppError
@@ -13,12 +14,14 @@ from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.text_files import read_mapping
 
 
-def default_layers(args: Settings, arch: str, *, on_gpu: bool, is_ampere: bool) -> Layers | None:
+def default_layers(
+    args: Settings, arch: str, *, on_gpu: bool, is_ampere: bool, python: str = sys.executable
+) -> Layers | None:
     """The layers of a run; None where a flag or its file names them.
 
     Args:
         args: all parsed flags of the run.
-        is_ampere: see :func:`choose_layers`.
+        is_ampere, python: see :func:`choose_layers`.
     """
     if {"transformer_impl", "spec"} & set(args.given) or (
         args.yaml_cfg and _are_named(args.yaml_cfg)
@@ -26,7 +29,7 @@ def default_layers(args: Settings, arch: str, *, on_gpu: bool, is_ampere: bool) 
         return None
     starts = args.load, args.pretrained_checkpoint, args.ckpt_step
     saved = _saved_layers(*starts) if any(starts[:2]) else None
-    return choose_layers(args, arch, on_gpu=on_gpu, is_ampere=is_ampere, saved=saved)
+    return choose_layers(args, arch, on_gpu=on_gpu, is_ampere=is_ampere, saved=saved, python=python)
 
 
 def _are_named(file: str) -> bool:

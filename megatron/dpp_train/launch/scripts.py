@@ -189,7 +189,7 @@ def run_recipe(recipe: str, role: str, words: Sequence[str]) -> None:
         refuse_taken(job, parsed)  # before minutes of set-up
         environment.check_visible_gpus(os.environ)
     python = _find_python([recipe, role, *words])
-    settings = _with_layers(model, settings, parsed)
+    settings = _with_layers(model, settings, parsed, python)
     data = settings["DATA_PATH"].split() or sample_tokens(model, settings, python)
     if parsed.data_path == []:  # no flag names other data
         give(parsed, {"--data-path": data})
@@ -342,14 +342,18 @@ def check_settings(
     return job, parsed
 
 
-def _with_layers(model: str, settings: Variables, parsed: Settings) -> Variables:
-    """``settings`` with the run's layers in the place of ``auto``; prints a line about them."""
+def _with_layers(model: str, settings: Variables, parsed: Settings, python: str) -> Variables:
+    """``settings`` with the run's layers in the place of ``auto``; prints a line about them.
+
+    Args:
+        python: the interpreter that training runs with, which a dry run has not become.
+    """
     if settings["TRANSFORMER_IMPL"] != AUTO:
         return settings
     on_gpu = environment.count_gpus(os.environ) > 0
     gpus = find_gpus() if on_gpu else None
     is_ampere = gpus is not None and gpus.device.bf16
-    layers = default_layers(parsed, model, on_gpu=on_gpu, is_ampere=is_ampere)
+    layers = default_layers(parsed, model, on_gpu=on_gpu, is_ampere=is_ampere, python=python)
     if layers is None:  # a flag behind those of the recipe
         return settings | {"TRANSFORMER_IMPL": parsed.transformer_impl}
     if on_gpu:

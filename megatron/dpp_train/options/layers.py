@@ -7,12 +7,12 @@ ones.
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from pathlib import Path
+import sys
 from typing import NamedTuple
 
 from megatron.dpp.config import ENGINE_ROWS
+from megatron.dpp_train.options.engine import has_engine
 from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.options.validate_forms import forms_asked
 
@@ -42,7 +42,13 @@ class Layers(NamedTuple):
 
 
 def choose_layers(
-    args: Settings, arch: str, *, on_gpu: bool, is_ampere: bool, saved: str | None = None
+    args: Settings,
+    arch: str,
+    *,
+    on_gpu: bool,
+    is_ampere: bool,
+    saved: str | None = None,
+    python: str = sys.executable,
 ) -> Layers:
     """Transformer Engine's layers where they are installed, the GPU runs them and nothing that the
     run asks for is known to need the local ones.
@@ -52,15 +58,14 @@ def choose_layers(
         arch: ``gpt`` or ``bert``.
         is_ampere: the GPUs are of that architecture or a newer one.
         saved: the layers of the checkpoint that the run starts from; None without one.
+        python: the Python that will train.
     """
-    missing = {
-        "Transformer Engine's kernels run on GPUs alone": not on_gpu,
-        "Transformer Engine needs a GPU from Ampere on": not is_ampere,
-        "Transformer Engine is not installed": not _is_installed(),
-    }
-    reason = next((text for text, given in missing.items() if given), None)
-    if reason is not None:
-        return Layers(LOCAL, reason)
+    if not on_gpu:
+        return Layers(LOCAL, "Transformer Engine's kernels run on GPUs alone")
+    if not is_ampere:
+        return Layers(LOCAL, "Transformer Engine needs a GPU from Ampere on")
+    if not has_engine(python):
+        return Layers(LOCAL, "Transformer Engine is not installed")
     needed = next((flag for name, flag in NEEDS_ENGINE.items() if getattr(args, name)), None)
     if needed is not None:
         return Layers(ENGINE, f"{needed} needs them")
@@ -109,14 +114,3 @@ def _of_local(args: Settings, arch: str) -> dict[str, bool]:
     }
     reasons |= {f"{what}: not run here with Transformer Engine": g for what, g in not_run.items()}
     return reasons
-
-
-def _is_installed() -> bool:
-    """True if Transformer Engine is installed with its extension for PyTorch."""
-    found = importlib.util.find_spec("transformer_engine")
-    for place in (found and found.submodule_search_locations) or ():
-        own = Path(place)
-        for folder in (own.parent, own, own / "wheel_lib"):
-            if next(folder.glob("transformer_engine_torch*.so"), None):
-                return True
-    return False
