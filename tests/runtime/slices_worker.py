@@ -134,7 +134,16 @@ class HostStep:
         return output, partial(token_loss, labels % 3 > 0)
 
 
-def train_host(case: dict[str, Any], schedule: Any, *, tells: bool) -> dict[str, Any]:
+LONG_ROWS = (
+    ((3000, 2500, 1000), (4000, 700), (500,), (6000,)),
+    ((300,), (200, 150), (400,), (100,)),
+)
+"""As many as ``auto`` cuts in slices of 2,048 tokens, and rows of which it cuts none."""
+
+
+def train_host(
+    case: dict[str, Any], schedule: Any, *, tells: bool, steps: Any = HOST_ROWS
+) -> dict[str, Any]:
     """Two steps of a host that knows nothing of slices, and an evaluation."""
     v = case.get("v", 1)
     parallel_state.set_virtual_pipeline_model_parallel_world_size(v if v > 1 else None)
@@ -142,7 +151,7 @@ def train_host(case: dict[str, Any], schedule: Any, *, tells: bool) -> dict[str,
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     chunks, _ = build(case)
     found: dict[str, Any] = {"losses": [], "gradients": [], "calls": []}
-    for number, rows in enumerate((*HOST_ROWS, HOST_ROWS[0])):
+    for number, rows in enumerate((*steps, steps[0])):
         drawn = torch.Generator().manual_seed(number)
         batch = [
             (torch.randint(0, VOCABULARY, (1, sum(row) + 1), generator=drawn), row) for row in rows
@@ -155,7 +164,7 @@ def train_host(case: dict[str, Any], schedule: Any, *, tells: bool) -> dict[str,
         out = schedule(
             forward_step_func=forward_step, model=chunks, num_microbatches=len(rows),
             data_iterator=[iter(batch) for _ in chunks], seq_length=SEQUENCE, micro_batch_size=1,
-            forward_only=number == len(HOST_ROWS),
+            forward_only=number == len(steps),
         )  # fmt: skip
         found["losses"] += [each["sum"].item() for each in out]
         found["gradients"] += [b.grad_data.clone() for chunk in chunks for b in chunk.buffers]
@@ -181,6 +190,21 @@ def run_host(case: dict[str, Any]) -> None:
     v = case.get("v", 1)
     assert [each // v for each in found[0]["calls"]] == [13, 12, 13]
     close(uncut, found[0], {"m": len(uncut["losses"])}, case["name"])
+    finish(case, "")
+
+
+def run_auto(case: dict[str, Any]) -> None:
+    """Slices that ``auto`` chooses are bitwise those of the number that it chooses."""
+    initialize(case)
+    found = []
+    for tokens in ("auto", "2048"):
+        with hosted(DppConfig(slice_tokens=tokens, max_tokens=6500, **case["runs"][0])) as schedule:
+            found.append(train_host(case, schedule, tells=True, steps=LONG_ROWS))
+    chosen, number = found
+    assert chosen["calls"] == number["calls"] == [11, 4, 11]
+    assert chosen["losses"] == number["losses"]
+    pairs = zip(chosen["gradients"], number["gradients"], strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
     finish(case, "")
 
 
@@ -235,7 +259,9 @@ def run_case(case: dict[str, Any]) -> None:
 def main() -> None:
     start()
     for case in json.loads(sys.argv[1]):
-        run = {True: run_packed, "host": run_host}.get(case.get("rows", False), run_case)
+        run = {True: run_packed, "host": run_host, "auto": run_auto}.get(
+            case.get("rows", False), run_case
+        )
         run(copy.deepcopy(case))
     dist.destroy_process_group()
 
