@@ -170,6 +170,9 @@ class Step:
     chosen = Backward()
     replays = False
 
+    def can_replay(self, call: Any) -> bool:
+        return True
+
     def begin(self, call: Any) -> Backward:
         assert not call.forward_only, "an evaluation is no step that is measured"
         return self.chosen

@@ -202,6 +202,7 @@ def test_a_unit_outside_of_its_row_is_refused(unit: tuple[int, int, tuple[int, .
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # autograd's thread is the first
 @pytest.mark.parametrize(
     "spans", [[(0, 64, 0, 192)], [(0, 64, 0, 64)], [(0, 20, 0, 100), (20, 64, 100, 144)]]
 )

@@ -32,6 +32,15 @@ def saved_bytes(
     return total
 
 
+def allocator_retries() -> int:
+    """Times that PyTorch's allocator of the current device gave cached memory back as an allocation
+    failed; 0 without a GPU.
+    """
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+
+
 def is_readable(config: Any) -> bool:
     """True if reading saved tensors is free of side effects: offloaded ones would be fetched."""
     return not (config.cpu_offloading or config.fine_grained_activation_offloading)

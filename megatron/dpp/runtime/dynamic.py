@@ -24,13 +24,14 @@ import torch
 
 from megatron.dpp.config import Backward
 from megatron.dpp.core.head import Head, why_not
+from megatron.dpp.core.memory import allocator_retries
 from megatron.dpp.core.slices import Unit
 from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.executor import Executor
-from megatron.dpp.runtime.host_time import TOLD_AFTER, host_lines
+from megatron.dpp.runtime.host_time import TOLD_AFTER, allocator_lines, host_lines
 from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.runtime.session import Session, Sessions, check_chunks
 from megatron.dpp.runtime.slicing import Slicing
@@ -53,6 +54,7 @@ class DppSchedule(PipelineSchedule):
     num_out_of_order = 0
     """Forwards and backwards of the last call that deviated from Megatron's order."""
     _num_trained = 0
+    _retries = 0
     host_us_per_task = 0.0
     """Host microseconds per task of the last call, without PyTorch's launches."""
     policy: str | None = None
@@ -258,15 +260,19 @@ class DppSchedule(PipelineSchedule):
         self.peak_held = max(self.peak_held, decisions.peak_held)
         self.num_out_of_order = scheduler.num_out_of_order
         self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
-        self._tell_host_time(session, geometry)
+        self._tell_limits(session, geometry, stage.call)
         slices = self._slicing.slices_of(stage.call)
         if slices is not None:
             self.recorder.counter("keys", slices.keys.peak_bytes)
         return largest / (executor.first_size or largest)
 
-    def _tell_host_time(self, session: Session, geometry: Geometry) -> None:
-        """Record the host's time per task and the share of launching; log them once."""
+    def _tell_limits(self, session: Session, geometry: Geometry, call: StepCall) -> None:
+        """Record the host's time per task and the share of launching; log once what limits steps
+        after the first.
+        """
         self._num_trained += not geometry.forward_only
+        if self._num_trained == 1:
+            self._retries = allocator_retries()
         tells = self._num_trained == TOLD_AFTER and not geometry.forward_only
         if not (tells or self.recorder.enabled):
             return
@@ -274,8 +280,13 @@ class DppSchedule(PipelineSchedule):
         self.recorder.counter("host", self.host_us_per_task)
         self.recorder.counter("launching", launching)
         if tells:
-            replayed = self._prepared.replays
-            for line in host_lines(self.host_us_per_task, launching, replayed=replayed):
+            replayed, can_replay = self._prepared.replays, self._prepared.can_replay(call)
+            us = self.host_us_per_task
+            retries = allocator_retries() - self._retries
+            for line in (
+                *host_lines(us, launching, replayed=replayed, can_replay=can_replay),
+                *allocator_lines(retries, TOLD_AFTER - 1),
+            ):
                 self._log(line)
 
     def _policy_of(self, call: StepCall) -> str | None:

@@ -1,4 +1,4 @@
-"""Lines about the host's time per task, and about what helps where launching is the limit."""
+"""Lines about what limits a run: the host's time per task, launching, the allocator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ TOLD_AFTER = 5
 """Training steps after which the lines are logged, once."""
 
 
-def host_lines(us_per_task: float, launching: float, *, replayed: bool) -> Sequence[str]:
+def host_lines(
+    us_per_task: float, launching: float, *, replayed: bool, can_replay: bool = True
+) -> Sequence[str]:
     """The lines of a rank.
 
     The device works at least for the rest of the tasks' time, hence the bounds.
@@ -20,6 +22,7 @@ def host_lines(us_per_task: float, launching: float, *, replayed: bool) -> Seque
         us_per_task: microseconds of the host per task, without PyTorch's launches.
         launching: share of launching in the tasks' time; 0 on a CPU.
         replayed: CUDA graphs are replayed.
+        can_replay: they could be.
     """
     text = f"dynamic pipeline: the host takes {us_per_task:.0f} us per task"
     if not launching or replayed:
@@ -27,9 +30,27 @@ def host_lines(us_per_task: float, launching: float, *, replayed: bool) -> Seque
     share = f"{text} beside launching, which takes {launching:.0%} of the tasks' time"
     if launching < GRAPHS_PAY_FROM:
         return [share]
+    graphs = (
+        f"CUDA graphs ({setting('cuda_graphs', 'on')}) would save up to {launching:.0%} of the "
+        "tasks' time, "
+    )
     return [
         share,
-        f"dynamic pipeline: launch-bound: CUDA graphs ({setting('cuda_graphs', 'on')}) would save "
-        f"up to {launching:.0%} of the tasks' time, a {core_setting('micro_batch_size')} twice as "
-        f"large up to {launching / 2:.0%} per sample",
+        f"dynamic pipeline: launch-bound: {graphs if can_replay else ''}a "
+        f"{core_setting('micro_batch_size')} twice as large would save up to {launching / 2:.0%} "
+        "per sample",
+    ]
+
+
+def allocator_lines(retries: int, steps: int) -> Sequence[str]:
+    """The line of a rank whose allocator ran out of memory ``retries`` times in so many steps, gave
+    its cached memory back and asked for it again.
+    """
+    if not retries:
+        return []
+    return [
+        f"dynamic pipeline: the device's memory is full: PyTorch gave memory back and asked for it "
+        f"again {retries} times in {steps} steps, which waits for all work; less memory: "
+        f"{setting('activation_cap', 'static')} or less, {setting('slice_tokens', 'N')}, "
+        f"{setting('cuda_graphs', 'off')}"
     ]

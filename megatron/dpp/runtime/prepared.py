@@ -11,7 +11,7 @@ import torch
 from megatron.dpp.config import GRAPHS_PAY_FROM, POOL_GROWTH, Backward, DppConfig
 from megatron.dpp.core.expert_trace import traced_experts
 from megatron.dpp.core.graphs.capture import Capture
-from megatron.dpp.core.graphs.slots import ChunkGraphs
+from megatron.dpp.core.graphs.slots import ChunkGraphs, why_not
 from megatron.dpp.core.memory import room
 from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.core.wgrad.linear import WeightGradients
@@ -155,6 +155,10 @@ class Prepared:
     def replays(self) -> bool:
         """CUDA graphs of the model are replayed."""
         return self.graphs is not None and self.graphs.replays
+
+    def can_replay(self, call: StepCall) -> bool:
+        """Some chunk's graphs could be captured for steps like this."""
+        return call.cut is None and any(why_not(chunk) is None for chunk in call.model)
 
     def forget(self) -> None:
         """Free what was prepared, with the graphs. May be called twice."""
