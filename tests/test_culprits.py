@@ -154,6 +154,13 @@ def test_errors_of_pytorch_are_told_in_this_projects_words(text: str, said: str)
     assert said in found if said else found == ""
 
 
+def test_a_limit_of_open_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One was a traceback, the other a failed collective."""
+    monkeypatch.setattr(culprits.resource, "getrlimit", lambda _: (64, 64))
+    for error in (OSError(24, "Too many open files"), RuntimeError("[gloo] Too many open files")):
+        assert "; this process may open 64 files (ulimit -n)" in culprits.find(error)
+
+
 def test_a_bus_error_names_a_mapped_file_that_was_cut_short(tmp_path: Path) -> None:
     """It spoke of a full /dev/shm, with all of it free."""
     path, page = tmp_path / "tokens.bin", mmap.PAGESIZE

@@ -113,6 +113,9 @@ def find(error: BaseException) -> str:
     said = one_line(error, _LONGEST)
     if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) or _errno(error):
         return f"out of memory: {said}{_limit()}"
+    if "Too many open files" in str(error):
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"{said}; this process may open {files} files (ulimit -n)"
     if text := of_worker(error):
         return text
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in said):

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import struct
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron.dpp_train.checkpoint import checksums
 from megatron.dpp_train.checkpoint import files as files
 from megatron.dpp_train.options.arguments import parse_args
 from megatron.dpp_train.preflight.files import (
+    check_data,
     check_files,
     check_split,
     check_start,
@@ -60,6 +62,31 @@ def test_a_broken_index_is_refused_with_what_is_wrong(tmp_path: Path) -> None:
     prefix.with_suffix(".idx").write_bytes(b"no index" + whole)
     with pytest.raises(DataError, match="bad header"):
         check_index(str(prefix))
+
+
+def test_indices_of_samples_that_cannot_be_kept_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A corpus in a directory that a user may only read ended a run with megatron-core's Exception,
+    whose advice named a field of its configuration."""
+    _write_index(tmp_path / "data", [3] * 2000)
+    words = f"--data-path {tmp_path}/data --split 1,0,0 --seq-length 2"
+    probe = tempfile.TemporaryFile
+
+    def read_only(dir: Path) -> Any:
+        if dir == tmp_path:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return probe(dir=dir)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
+    why = r"/data/cache, and .* is not writable \(Read-only file system\): .*--data-cache-path"
+    with pytest.raises(DataError, match=why):
+        check_data(parse_args(words.split()), "gpt")
+    (tmp_path / "elsewhere").mkdir()
+    check_data(parse_args(f"{words} --data-cache-path {tmp_path}/elsewhere/x".split()), "gpt")
+    (tmp_path / "data" / "cache" / "GPTDataset_indices").mkdir(parents=True)
+    (tmp_path / "data" / "cache" / "GPTDataset_indices" / "x-description.txt").touch()
+    check_data(parse_args(words.split()), "gpt")
 
 
 def test_berts_prefixes_need_weights(tmp_path: Path) -> None:

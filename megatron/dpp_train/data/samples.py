@@ -234,8 +234,13 @@ def _chunk_loaders(run: Run, task: Task, vp_stage: int | None) -> list[Any]:
             ).build()
         if getattr(config, "defer_npy_index_mmap", False):
             _check_deferred([train, valid, test])
-    except (OSError, AssertionError, ValueError) as error:
-        raise DataError(f"data {_sources(args)}: {one_line(error)}") from error
+    except Exception as error:
+        # megatron-core makes a plain Exception of an OSError on the rank that builds.
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        if not isinstance(cause, (OSError, AssertionError, ValueError)):
+            raise
+        advice = "" if cause is error else " (indices of samples are kept in --data-cache-path)"
+        raise DataError(f"data {_sources(args)}: {one_line(cause)}{advice}") from error
     from_start = args.skip_train or args.full_validation
     loader: Callable[[Any, int], Any] = partial(_loader, args)
     judge = loader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -55,7 +56,8 @@ def run_job(args: RunConfig, task_name: str, rank: int, tokenizer: Any) -> None:
         export(run)  # may take longer than a collective's deadline: no rank waits
     if args.trace:
         run.say(f"trace: {trace_folder}")
-        run.say(f"look at it: megatron-dpp report --benchmark_dir {trace_folder}")
+        folder = shlex.quote(str(trace_folder))
+        run.say(f"look at it: megatron-dpp report --benchmark_dir {folder}")
 
 
 def _give_up(rank: int, told: str) -> None:

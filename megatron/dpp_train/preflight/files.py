@@ -103,6 +103,8 @@ def check_data(args: Settings, task_name: str) -> None:
                 sequences, documents = check_index(prefix)
                 if args.sft or args.variable_length:
                     _check_sequences(prefix, args)
+                else:
+                    _check_cache(prefix, args)
                 if words:  # GPT's data sets divide sequences, BERT's documents
                     check_split(
                         prefix, args.split or "", sequences if task_name == "gpt" else documents
@@ -155,15 +157,31 @@ def check_outputs(args: Settings) -> None:
             if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
                 raise DataError(f"{flag} {given}: not a file that can be written to")
             path = path.parent
-        there = next(each for each in (path, *path.parents) if each.exists())
-        if not there.is_dir():
-            raise DataError(f"{flag} {given}: {there} is a file, a directory is expected")
-        try:  # permissions alone do not tell: root, NFS
-            tempfile.TemporaryFile(dir=there).close()
-        except OSError as error:
-            raise DataError(
-                f"{flag} {given}: {there} is not writable ({error.strerror})"
-            ) from error
+        if fault := _fault_of(path):
+            raise DataError(f"{flag} {given}: {fault}")
+
+
+def _check_cache(prefix: str, args: Settings) -> None:
+    """Refuse indices of samples that can neither be there nor be written."""
+    folder = Path(args.data_cache_path or f"{prefix}/cache").absolute()
+    is_there = next(folder.rglob("*-description.txt"), None) is not None
+    if not is_there and (fault := _fault_of(folder)):
+        raise DataError(
+            f"data {prefix}: indices of its samples are kept in {folder}, and {fault}: name "
+            "another directory with --data-cache-path"
+        )
+
+
+def _fault_of(folder: Path) -> str:
+    """The reason why a directory cannot be made or written; empty where it can."""
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    if not there.is_dir():
+        return f"{there} is a file, a directory is expected"
+    try:  # permissions alone do not tell: root, NFS
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        return f"{there} is not writable ({error.strerror})"
+    return ""
 
 
 def written_directories(args: Settings) -> list[tuple[str, Path]]:
