@@ -44,6 +44,7 @@ ENGINE_ROOMS = {
         *("config", "direction", "errors", "safe_files", "schedule", "slice_sizes"),
         *("strict_json", "trace"),
     },
+    "sim_flags": {"command_line", "config", "errors", "schedule", "sim"},
     "transport": {"config", "direction", "errors", "hosts", "processes"},
     "core": {"config", "direction", "errors", "processes", "trace", "transport"},
     "runtime": {

@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from megatron.dpp.command_line import guarded, new_parser
+from megatron.dpp.command_line import guarded
 from megatron.dpp.config import Backward
 from megatron.dpp.errors import ConfigError, require_value
 from megatron.dpp.index_files import check_index, read_lengths
@@ -29,9 +28,8 @@ from megatron.dpp.naming import renamed
 from megatron.dpp.report.pictures.schedules import draw
 from megatron.dpp.safe_files import read_bytes
 from megatron.dpp.schedule import Geometry, parse_cap
-from megatron.dpp.schedule.policies import BUILT_IN
 from megatron.dpp.sim import arms, conditions
-from megatron.dpp.sim.conditions import CONDITIONS, Change, chain, condition_costs, uniform
+from megatron.dpp.sim.conditions import Change, chain, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Shape
 from megatron.dpp.sim.lengths import MIXES, LengthCosts, histogram, parse_lengths
 from megatron.dpp.sim.measured import MeasuredCosts, load_costs
@@ -41,6 +39,13 @@ from megatron.dpp.sim.schedules import STATIC, find_schedule, run_static
 from megatron.dpp.sim.slice_arms import Comparison, table
 from megatron.dpp.sim.slices import check_slice_tokens
 from megatron.dpp.sim.tables import print_parts, print_results
+from megatron.dpp.sim_flags import (
+    MOST_SIGMA,
+    check_numbers,
+    check_used,
+    check_with_slices,
+    read_flags,
+)
 from megatron.dpp.slice_sizes import MOST_TOKENS
 
 _GRID_COLUMNS = 260
@@ -49,13 +54,8 @@ _GRID_COLUMNS = 260
 _LEAST_SHOWN = 16
 """Lengths from which a histogram is printed."""
 
-_MOST_SIGMA = 5.0
-_MOST = {"lead": 1e6, "hop": 1e6, "overhead": 1e6, "head": 1e6, "jitter": _MOST_SIGMA}
-"""Largest values; with a larger sigma a single task dominates a run."""
-
 _BATCH = 64
 """Sequences of a batch with --slices, unless there are fewer or --microbatches says otherwise."""
-_NOT_WITH_SLICES = ("compare", "policy", "costs", "condition", "svg", "jitter")
 
 _Run = Callable[[Shape, Costs], Result]
 
@@ -69,70 +69,8 @@ _NAMES = {
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp sim") -> int:
     """Run the command; returns 2 for options that cannot be, 1 after another error."""
-    args = _parser(prog).parse_args(argv)
+    args = read_flags(argv, prog)
     return guarded(prog, lambda: _simulate(args), names=renamed(_NAMES))
-
-
-def _parser(prog: str) -> argparse.ArgumentParser:
-    text = "Simulate pipeline schedules. Unit of time: a rank's F; s with --costs."
-    parser = new_parser(prog, text)
-    add = parser.add_argument
-    add("--pp", type=int, default=4, metavar="P", help="pipeline ranks (default 4)")
-    add("--chunks", type=int, default=2, metavar="V", help="model chunks per rank (default 2)")
-    add("--microbatches", type=int, metavar="M", help="default 8, or a list's")
-    add("--group", type=int, metavar="N", help="microbatch group size (default: P)")
-    add("--grid", action=argparse.BooleanOptionalAction, help="print the grid (default: if narrow)")
-    add("--svg", metavar="FILE", help="draw the first seed as SVG")
-    _add_schedule_flags(parser)
-    _add_cost_flags(parser)
-    return parser
-
-
-def _add_schedule_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("schedule").add_argument
-    policies = (*BUILT_IN, "earlier-dpp")
-    add(
-        "--policy",
-        action="append",
-        metavar="NAME",
-        help=f"{', '.join((*policies, *STATIC))}, or module:function; repeatable; default dynamic",
-    )
-    add("--compare", action="store_true", help="add other schedules, and what comes from what")
-    add("--cap", default="auto", metavar="C", help="as --dpp-activation-cap (default auto)")
-    off: dict[str, Any] = {"action": "store_const", "const": "off", "default": "auto"}
-    add("--no-split-backward", dest="split_backward", help=argparse.SUPPRESS, **off)
-    add(
-        "--split-backward",
-        type=_word,
-        default="auto",
-        metavar="WORD",
-        help="W apart from B: auto, on, off, stock:N",
-    )
-    add("--w-pieces", type=int, default=1, metavar="N", help="pieces of a chunk's W (default 1)")
-    add("--beta", type=float, default=0.0, metavar="X", help="share that a B frees (default 0)")
-    add("--lead", type=float, default=0.0, metavar="T", help="choose T before a task ends (0)")
-
-
-def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("costs and what varies, applied in this order").add_argument
-    add("--costs", metavar="FILE", help="measured costs; they set --pp and --chunks")
-    add("--condition", choices=list(CONDITIONS), metavar="NAME", help=", ".join(CONDITIONS))
-    add("--overhead", type=float, metavar="T", help="host time after a task (0 chunk forwards)")
-    add("--hop", type=float, default=0.01, metavar="T", help="time of a hop (0.01 chunk forwards)")
-    add("--head", type=float, metavar="T", help="add T to the last stage's F, B and W")
-    add("--jitter", type=float, metavar="SIGMA", help="lognormal factor per task")
-    add(
-        "--lengths",
-        metavar="WHAT",
-        help="sft, long, LIST, FILE, or SIGMA of times",
-    )
-    add("--longest", type=int, metavar="TOKENS", help="unit of --cap (default: of --lengths)")
-    add("--slices", metavar="N", help="cut sequences into N tokens, or auto")
-    add("--slow-rank", metavar="RANK:FACTOR", help="as in 1:1.5")
-    add("--slow-link", metavar="A-B:TIME", help="as in 0-1:2, in chunk forwards")
-    add("--transient", metavar="FACTORx:SHARE%", help="slow ranks now and then, as 2x:20%%")
-    add("--seed", type=int, default=0, metavar="N", help="first seed (default 0)")
-    add("--seeds", type=int, default=1, metavar="N", help="seeds to average over (default 1)")
 
 
 def _simulate(args: argparse.Namespace) -> int:
@@ -153,7 +91,11 @@ def _run(args: argparse.Namespace) -> None:
     else:
         shape = measured.shape(args.microbatches)
     _check(args, shape, measured)
-    args.backward = _backward(args, measured, unlike=lengths.source is not None)
+    unlike = lengths.source is not None
+    args.backward = _backward(args, measured, unlike=unlike)
+    check_used(
+        args, measured, unlike=unlike, split=args.backward.split, num_chunks=shape.num_chunks
+    )
     if lengths.source and (measured or args.condition):
         raise ConfigError(
             f"--lengths {args.lengths}: --costs and --condition have costs of their own; give "
@@ -174,7 +116,7 @@ def _run(args: argparse.Namespace) -> None:
     for seed in range(args.seed, args.seed + args.seeds):
         drawn = lengths.shape(shape, seed)
         base = _base(args, drawn, measured, seed)
-        costs = change(base, shape, random.Random(f"change {seed}"))
+        costs = change(base, drawn, random.Random(f"change {seed}"))
         for name, run in runs.items():
             results[name].append(run(drawn, costs))
     print_results(dataclasses.replace(shape, largest=lengths.longest), results, unit)
@@ -185,15 +127,14 @@ def _run(args: argparse.Namespace) -> None:
 
 def _compare_slices(args: argparse.Namespace, lengths: _Lengths) -> None:
     """Print the arms of cut and uncut batches."""
-    others = [name for name in _NOT_WITH_SLICES if getattr(args, name)]
-    if others or lengths.source is None:
-        what = (
-            f"leave out --{others[0]}" if others else "it needs --lengths sft, long, LIST or FILE"
-        )
-        raise ConfigError(f"--slices {args.slices}: it compares schedules of its own; {what}")
+    check_with_slices(args, unlike=lengths.source is not None, drawn=lengths.drawn)
+    assert lengths.source is not None
     tokens = None if args.slices == "auto" else _positive("--slices", args.slices)
     check_slice_tokens(tokens or MOST_TOKENS)
-    comparison = Comparison(num_ranks=args.pp, num_chunks=args.chunks, tokens=tokens)
+    comparison = Comparison(
+        num_ranks=args.pp, num_chunks=args.chunks, tokens=tokens, overhead=args.overhead,
+        hop=args.hop if "hop" in args.given else None, head=args.head or 0.0,
+    )  # fmt: skip
     number = args.microbatches or min(lengths.count or _BATCH, _BATCH)
     seeds = range(args.seed, args.seed + args.seeds)
     if min(args.pp, args.chunks, number, args.seeds) < 1:
@@ -216,12 +157,14 @@ class _Lengths:
         sigma: of a lognormal factor on each microbatch's times; sizes stay equal.
         longest: tokens of the longest sequence, in whose activations the cap is given.
         count: of a list; 0 for a distribution.
+        drawn: from documents, which are cut at ``longest``.
     """
 
     sigma: float | None = None
     source: Callable[[int, int], Sequence[int]] | None = None
     longest: int = 0
     count: int = 0
+    drawn: bool = False
 
     @classmethod
     def parse(cls, text: str | None, longest: int | None) -> _Lengths:
@@ -236,9 +179,9 @@ class _Lengths:
 
             return cls(None, draw, longest or mix.longest)
         if (sigma := _number(text)) is not None:
-            if not 0 <= sigma <= _MOST_SIGMA:
+            if not 0 <= sigma <= MOST_SIGMA:
                 raise ConfigError(
-                    f"--lengths {text}: a sigma must be a number from 0 to {_MOST_SIGMA:g}"
+                    f"--lengths {text}: a sigma must be a number from 0 to {MOST_SIGMA:g}"
                 )
             return cls(sigma)
         if text.endswith((".idx", ".bin")):
@@ -265,7 +208,7 @@ class _Lengths:
             rng = random.Random(f"lengths {seed}")
             return [rng.choice(given) for _ in range(number)]
 
-        return cls(None, draw, longest or max(given))
+        return cls(None, draw, longest or max(given), drawn=True)
 
     def shape(self, shape: Shape, seed: int) -> Shape:
         """``shape`` with the sizes of one seed."""
@@ -300,10 +243,7 @@ def _check(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | Non
     if min(shape.num_ranks, shape.num_chunks, shape.num_microbatches, args.seeds) < 1:
         raise ConfigError("--pp, --chunks, --microbatches and --seeds must be at least 1")
     require_value(args, "w_pieces", args.w_pieces >= 1, "at least 1")
-    for flag, most in _MOST.items():
-        value = getattr(args, flag)
-        if value is not None and not 0 <= value <= most:
-            raise ConfigError(f"--{flag} {value:g}: must be a number from 0 to {most:g}")
+    check_numbers(args)
     first = Geometry(shape.num_ranks, 0, shape.num_chunks, shape.num_microbatches)
     if parse_cap(args.cap, first).needs_measuring:
         raise ConfigError(
@@ -317,14 +257,6 @@ def _check(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | Non
             f"--split-backward {args.split_backward}: {args.costs} has no W times (its run had a "
             "fused backward); take --split-backward off"
         )
-
-
-def _word(text: str) -> str:
-    try:
-        Backward.of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
-    return text
 
 
 def _backward(
@@ -453,6 +385,7 @@ def _arms(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None
         shape.num_chunks,
         cap=args.cap,
         split=args.backward.split,
+        stock=args.backward.stock,
         beta=args.beta,
         w_pieces=args.w_pieces,
         group=args.group,

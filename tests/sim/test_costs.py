@@ -196,6 +196,14 @@ def test_the_unit_of_time_is_a_whole_ranks_forward(chunks):
     assert condition_costs("com10", shape, 0).hops[0].latency == pytest.approx(0.05 / chunks)
 
 
+def test_unlike_microbatches_take_of_a_heavy_head_by_their_tokens():
+    """All took the mean one's."""
+    shape = Shape(2, 1, 2, (100, 300))
+    costs = Costs(([[1.0, 3.0]] * 2, [[2.0, 6.0]] * 2, [[1.0, 3.0]] * 2), [Hop(0.0, 0.0)])
+    heavy = conditions.heavy_head(0.5)(costs, shape, random.Random(0)).durations
+    assert heavy[0] == [[1.0, 3.0], [1.5, 4.5]] and heavy[2] == heavy[0]
+
+
 def test_a_heavy_head_is_a_share_of_the_time_of_a_rank():
     costs, shape = even_costs(4, 3, times=(2.0, 3.0, 5.0)), Shape(2, 2, 3)
     heavy = conditions.heavy_head(0.5)(costs, shape, random.Random(0)).durations

@@ -188,6 +188,21 @@ def test_lengths_come_from_token_files(capsys, tmp_path):
         (["--transient", "0x:20%"], "the factor must be above 0"),
         (["--costs", "nowhere.json"], "No such file"),
         (["--w-pieces", "0"], "--w-pieces 0"),
+        (["--longest", "9"], "--longest needs --lengths sft, long, LIST or FILE"),
+        (["--longest", "9", "--lengths", "0.5"], "--longest needs --lengths sft, long, LIST"),
+        (["--hop", "1", "--condition", "jit.1"], "has hops of its own; leave out --hop"),
+        (["--cap", "2p", "--policy", "1f1b"], "--cap changes nothing in 1f1b; leave it out"),
+        (
+            ["--lead", "0.1", "--beta", "0.1", "--policy", "gpipe", "--policy", "interleaved"],
+            "--beta, --lead changes nothing in gpipe, interleaved",
+        ),
+        (["--cap", "2p", "--policy", "earlier-dpp"], "--cap changes nothing in earlier-dpp"),
+        (["--group", "4", "--chunks", "1"], "--group changes nothing in dynamic of one chunk"),
+        (
+            ["--w-pieces", "2", "--compare", "--split-backward", "off"],
+            "--w-pieces changes nothing in dynamic, gpipe, 1f1b, interleaved, zb-h1, earlier-dpp "
+            "with a fused backward",
+        ),
     ],
 )
 def test_command_line_refuses(capsys, arguments, message):
@@ -201,6 +216,38 @@ def test_costs_from_a_file(capsys, tmp_path):
     assert status == 0
     assert out.startswith("2 ranks x 2 chunks, 4 microbatches")
     assert load_costs(cost_file(tmp_path)).costs(2).durations[0] == [[1.1, 1.1]] * 4
+
+
+@pytest.mark.parametrize("flags", [["--pp", "4"], ["--chunks", "1"], ["--hop", "0.5"]])
+def test_a_cost_file_has_its_own_ranks_and_hops(capsys, tmp_path, flags):
+    path = cost_file(tmp_path)
+    status, _, err = run(capsys, "--costs", path, *flags)
+    assert status == 2 and f"has its own ranks, chunks and hops; leave out {flags[0]}" in err
+    assert run(capsys, "--costs", path, "--pp", "2", "--chunks", "2")[0] == 0
+
+
+def test_flags_that_one_of_several_schedules_takes_are_taken(capsys):
+    for flags in (
+        ("--policy", "1f1b", "--policy", "dynamic", "--cap", "2p"),
+        ("--policy", "zb-h1", "--beta", "0.2"),
+        ("--policy", "interleaved", "--group", "4"),
+        ("--policy", "earlier-dpp", "--lead", "0.1"),
+        ("--compare", "--beta", "0.2", "--split-backward", "off"),
+    ):
+        assert run(capsys, *flags)[0] == 0
+
+
+def test_all_arms_of_a_comparison_fuse_backwards_alike(capsys):
+    """Those at the static schedule's memory had all W apart whatever --split-backward said."""
+
+    def row(name, *words):
+        late = ("--pp", "2", "--w-pieces", "4", "--overhead", "0.04", "--no-grid", "--compare")
+        out = run(capsys, *late, *words)[1]
+        return next(line for line in out.splitlines() if line.startswith(name + " "))
+
+    for name in ("Megatron's order + W", "dynamic, cap static"):
+        split, stock = (row(name, "--split-backward", word) for word in ("on", "stock:1"))
+        assert split != stock == row(name)
 
 
 def test_a_fused_cost_file_cannot_be_split(capsys, tmp_path):

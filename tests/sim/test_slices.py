@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.lengths import LengthCosts, sft
 from megatron.dpp.sim.schedules import ScheduleConfig
 from megatron.dpp.sim.slice_arms import SLICED, STATIC, STATIC_SLICED, Comparison
@@ -92,6 +93,24 @@ def test_uncut_rows_take_the_time_of_microbatches():
     assert work < pipeline.run(rows).makespan < 1.6 * work
 
 
+def test_a_slice_takes_of_the_head_what_its_tokens_are() -> None:
+    """On the last stage alone."""
+    rows = cut([5000, 700], 1024, COSTS)
+    plain, headed = (
+        SlicedPipeline(
+            num_ranks=2, num_chunks=2, longest=5000, costs=COSTS, schedule=ScheduleConfig(), **more
+        ).run(rows)
+        for more in ({}, {"head": (0.5, 0.25, 2.0)})
+    )  # fmt: skip
+    assert headed.own[0] == plain.own[0]
+    assert headed.own[1] == pytest.approx(plain.own[1] + 2.75 * 5700)
+    took = {str(slot.action): slot.end - slot.start for slot in headed.slots[1]}
+    for unit, piece in enumerate(piece for row in rows for piece in row.units):
+        work = COSTS.of_work(Kind.F, piece.tokens, piece.squares) / 2
+        assert took[f"0F{unit}"] == pytest.approx(work)
+        assert took[f"1F{unit}"] == pytest.approx(work + 0.5 * piece.tokens)
+
+
 def draw(mix, p, seed):
     """A batch: of fine-tuning, or a tenth of long sequences."""
     rng = random.Random(f"{mix} {seed}")
@@ -136,6 +155,35 @@ def test_the_command_compares_cut_and_uncut_batches(capsys):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("flag", ["--head", "--overhead", "--hop"])
+def test_the_comparison_takes_times_of_the_head_of_tasks_and_of_messages(capsys, flag):
+    """They were left out without a word."""
+
+    def lines(*more):
+        assert (
+            main(["--pp", "2", "--lengths", "9000,5000,8000,700", "--slices", "1024", *more]) == 0
+        )
+        return capsys.readouterr().out
+
+    assert lines() != lines(flag, "0.3") != lines(flag, "0.5")
+    assert lines(flag, "0.5") == lines(flag, "0.5", "--no-grid")
+    if flag == "--head":
+        assert lines(flag, "0") == lines()
+
+
+def test_times_of_a_comparison_are_in_forwards_of_the_mean_sequence() -> None:
+    """Of a rank for the head, of one of its chunks for a task and a message; the time is over the
+    work of the last rank."""
+    one = Comparison(num_ranks=1, num_chunks=2, tokens=1024, overhead=0.0, head=0.5)
+    assert one.figures([3000, 5000])[SLICED].time == pytest.approx(1.0)
+    late = Comparison(num_ranks=1, num_chunks=2, tokens=None, overhead=0.2)
+    found = late.figures([4000])[SLICED]
+    assert found.num_units == 2
+    waits = 3 * 2 - 1  # none follows the last task
+    more = waits * 0.1 * COSTS.time(Kind.F, [4000]) / COSTS.total([4000])
+    assert found.time == pytest.approx(1.0 + more)
+
+
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
@@ -144,12 +192,28 @@ def test_the_command_compares_cut_and_uncut_batches(capsys):
         (["--slices", "auto"], "it needs --lengths"),
         (["--lengths", "0.5", "--slices", "auto"], "it needs --lengths"),
         (["--lengths", "sft", "--slices", "auto", "--compare"], "leave out --compare"),
+        (["--lengths", "sft", "--slices", "auto", "--head", "-1"], "--head -1: must be a number"),
+        (["--lengths", "sft", "--slices", "auto", "--hop", "nan"], "--hop nan: must be a number"),
         (["--lengths", "sft", "--slices", "auto", "--pp", "0"], "must be at least 1"),
     ],
 )
 def test_a_comparison_that_cannot_be_is_refused(capsys, flags, why):
     assert main(flags) == 2
     assert why in capsys.readouterr().err
+
+
+def test_a_comparison_names_all_flags_that_it_does_not_read(capsys):
+    """It read past most of them."""
+    words = (
+        "--lengths sft --slices auto --jitter 0 --slow-rank 1:2 --svg x --transient 2x:20% --grid "
+        "--condition unif --cap auto --group 4 --w-pieces 1 --beta 0 --lead 0 --policy dynamic "
+        "--split-backward on --slow-link 0-1:2 --longest 20000"
+    )
+    assert main(words.split()) == 2
+    assert capsys.readouterr().err.endswith(
+        "leave out --group, --grid, --svg, --policy, --cap, --split-backward, --w-pieces, --beta, "
+        "--lead, --condition, --jitter, --longest, --slow-rank, --slow-link, --transient\n"
+    )
 
 
 def test_measured_costs_tell_the_smallest_slice_of_auto() -> None:

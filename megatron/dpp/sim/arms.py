@@ -6,6 +6,7 @@ the parts of an arm add up to the whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -79,6 +80,7 @@ class Arms:
         num_chunks: per rank; with one the static schedule is 1F1B.
         cap: of the arms at the cap that a run has, as ``DppConfig.activation_cap``.
         split: the costs have times of their own for ``W``.
+        stock: as in :class:`~megatron.dpp.sim.schedules.ScheduleConfig`.
         beta: share of an activation that ``B`` frees.
         w_pieces: pieces of a chunk's ``W``.
         group: microbatch group size; ``None`` is the number of ranks.
@@ -89,6 +91,7 @@ class Arms:
     num_chunks: int
     cap: str = "auto"
     split: bool = True
+    stock: float = math.inf
     beta: float = 0.0
     w_pieces: int = 1
     group: int | None = None
@@ -118,6 +121,7 @@ class Arms:
             "megatron" if name == MEGATRON_W else self.policy,
             cap=self.cap if name in (FUSED, DYNAMIC) else "static",
             split_backward=name not in (FUSED, FUSED_STATIC),
+            stock=self.stock,
             beta=self.beta,
             w_pieces=self.w_pieces,
             group=self.group,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import statistics
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -63,12 +64,17 @@ def slow_rank(factor: float, rank: int | None = None) -> Change:
 
 
 def heavy_head(extra: float) -> Change:
-    """Adds ``extra`` whole ranks' forwards to each of F, B and W of the last virtual stage."""
+    """Adds ``extra`` whole ranks' forwards to each of F, B and W of the last virtual stage. Unlike
+    microbatches take of it by their tokens.
+    """
 
     def change(costs: Costs, shape: Shape, rng: random.Random) -> Costs:
-        more = extra * rank_forward(costs, shape)
+        sizes = shape.sizes or (1,) * shape.num_microbatches
+        each = extra * rank_forward(costs, shape) / statistics.fmean(sizes)
         last = shape.num_stages - 1
-        return map_tasks(costs, lambda kind, stage, i, t: t + more if stage == last else t)
+        return map_tasks(
+            costs, lambda kind, stage, i, t: t + each * sizes[i] if stage == last else t
+        )
 
     return change
 

@@ -1,7 +1,7 @@
 """Comparison of cut and uncut batches by simulation.
 
-Unit of time: a token's share of a rank's forward without attention. A task takes longer by 1 % of
-the forward of 4,096 tokens than its work, and a message takes as much.
+Unit of time: a token's share of a rank's forward without attention. Where nothing else is given, a
+task takes longer by 1 % of the forward of 4,096 tokens than its work, and a message takes as much.
 """
 
 from __future__ import annotations
@@ -60,13 +60,19 @@ class Comparison:
     Args:
         num_chunks: of the uncut arms and of the static sliced one; the dynamic ones have one.
         tokens: of a slice; None for ``auto``.
-        overhead: see :data:`OVERHEAD`.
+        overhead: time after a task, in chunk forwards of a batch's mean sequence; None for
+            :data:`OVERHEAD`.
+        hop: time of a message, likewise.
+        head: of the LM head in each of F, B and W, in a rank's forwards of a batch's mean sequence.
+            A unit takes of it what its tokens are of the batch's.
     """
 
     num_ranks: int
     num_chunks: int
     tokens: int | None
-    overhead: float = OVERHEAD
+    overhead: float | None = None
+    hop: float | None = None
+    head: float = 0.0
     costs: LengthCosts = LengthCosts.transformer()  # noqa: RUF009 - frozen
 
     def slice_tokens(self, lengths: Sequence[int]) -> int:
@@ -75,9 +81,10 @@ class Comparison:
 
     def figures(self, lengths: Sequence[int]) -> dict[str, Figure]:
         """All arms of one batch, each in its best order."""
+        head = self._head(lengths)
         static, today = self._uncut(lengths)
         rows = cut(lengths, self.slice_tokens(lengths), self.costs)
-        work = sum(row_cost(row, self.costs) for row in rows)
+        work = sum(row_cost(row, self.costs) for row in rows) + 3 * head * sum(lengths)
         units, longest = sum(groups_of(rows)), max(lengths)
         v = self.num_chunks
 
@@ -91,18 +98,33 @@ class Comparison:
             TODAY: figure(today[1], v, len(today[0])),
         }
         order = ScheduleConfig(policy="megatron", cap="none", split_backward=False, kappa=KAPPA)
-        found[STATIC_SLICED] = figure(self._pipeline(v, longest, order).best(rows)[1], v, units)
+        found[STATIC_SLICED] = figure(self._pipeline(v, lengths, order).best(rows)[1], v, units)
         for name, share in ((SLICED, 1.0), (LESS, 0.6)):
             cap = f"{share * found[STATIC].peak / longest:.6f}seq"
             schedule = ScheduleConfig(cap=cap if len(rows) < units else "static", kappa=KAPPA)
-            found[name] = figure(self._pipeline(1, longest, schedule).best(rows)[1], 1, units)
+            found[name] = figure(self._pipeline(1, lengths, schedule).best(rows)[1], 1, units)
         return found
 
-    def _pipeline(self, num_chunks: int, longest: int, schedule: ScheduleConfig) -> SlicedPipeline:
-        more = self.overhead * self.costs.time(Kind.F, [MOST_TOKENS])
+    def _forward(self, lengths: Sequence[int]) -> float:
+        """A rank's forward of the mean sequence."""
+        return statistics.fmean(self.costs.time(Kind.F, [length]) for length in lengths)
+
+    def _head(self, lengths: Sequence[int]) -> float:
+        """Time of a token in the LM head, in each of F, B and W."""
+        return self.head * self._forward(lengths) / statistics.fmean(lengths)
+
+    def _pipeline(
+        self, num_chunks: int, lengths: Sequence[int], schedule: ScheduleConfig
+    ) -> SlicedPipeline:
+        usual = OVERHEAD * self.costs.time(Kind.F, [MOST_TOKENS])
+        chunk = self._forward(lengths) / self.num_chunks
+        overhead, hop = (
+            usual if given is None else given * chunk for given in (self.overhead, self.hop)
+        )
         return SlicedPipeline(
-            num_ranks=self.num_ranks, num_chunks=num_chunks, longest=longest, costs=self.costs,
-            schedule=schedule, overhead=more, hop=more,
+            num_ranks=self.num_ranks, num_chunks=num_chunks, longest=max(lengths),
+            costs=self.costs, schedule=schedule, overhead=overhead, hop=hop,
+            head=(self._head(lengths),) * 3,
         )  # fmt: skip
 
     def _uncut(self, lengths: Sequence[int]) -> list[tuple[list[Row], Result]]:
@@ -115,7 +137,7 @@ class Comparison:
         static = ScheduleConfig(policy="megatron", cap="megatron", split_backward=False)
         return [
             min(
-                (self._pipeline(self.num_chunks, longest, one).best(rows) for rows in packed),
+                (self._pipeline(self.num_chunks, lengths, one).best(rows) for rows in packed),
                 key=lambda found: found[1].makespan,
             )
             for one in (
@@ -161,8 +183,8 @@ def table(comparison: Comparison, batches: Sequence[Sequence[int]]) -> list[str]
             f"{memory:7.2f}"
         )
     lines += [
-        "time: makespan / a rank's own work; of static: over the first row's; memory: activations",
-        "and keys that a rank holds at most, over the first row's. Each row in its best order; the",
-        "dynamic ones at the first row's memory, or what their slices need",
+        "time: makespan / the busiest rank's own work; of static: over the first row's; memory:",
+        "activations and keys that a rank holds at most, over the first row's. Each row in its",
+        "best order; the dynamic ones at the first row's memory, or what their slices need",
     ]
     return lines

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -191,6 +192,7 @@ class SlicedPipeline:
         costs: time of a rank's tasks; a chunk's take a share of it.
         overhead: time from a task's end to the next one's start at least.
         hop: time of a message, half of it on the link.
+        head: time of a token in the LM head, which the last stage's F, B and W have besides.
         schedule: policy, cap and backward.
     """
 
@@ -201,6 +203,7 @@ class SlicedPipeline:
     schedule: ScheduleConfig
     overhead: float = 0.0
     hop: float = 0.0
+    head: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def run(self, rows: Sequence[Row]) -> Result:
         """Simulate a step with these rows in this order, in the unit of ``costs``."""
@@ -211,7 +214,11 @@ class SlicedPipeline:
             groups if max(groups) > 1 else (),
         )  # fmt: skip
         times = [[self.costs.of_work(k, u.tokens, u.squares) / v for u in units] for k in Kind]
-        forward, backward, weight = ([list(row) for _ in range(p * v)] for row in times)
+        heads = [[self.head[kind] * unit.tokens for unit in units] for kind in Kind]
+        forward, backward, weight = (
+            [*([*row] for _ in range(p * v - 1)), [*map(operator.add, row, more)]]
+            for row, more in zip(times, heads, strict=True)
+        )
         links = [Hop(self.hop / 2, self.hop / 2)] * (p * v - 1)
         each = dict.fromkeys(range(p), self.overhead) if self.overhead else {}
         return self.schedule.run(shape, Costs((forward, backward, weight), links, overhead=each))
