@@ -36,11 +36,10 @@ _OF_STATIC = {
 def read_flags(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
     """The parsed flags; ``given`` names those that the user wrote."""
     parser = _parser(prog)
-    defaults = vars(parser.parse_args([]))
-    args = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(defaults)))
-    args.given = [name for name in defaults if getattr(args, name) is not None]
-    for name in defaults.keys() - set(args.given):
-        setattr(args, name, defaults[name])
+    args = parser.parse_args(argv)
+    bare = argparse.Namespace(**dict.fromkeys(vars(args)))  # which defaults do not replace
+    found = vars(parser.parse_args(argv, bare))
+    args.given = [name for name, value in found.items() if value is not None]
     return args
 
 
