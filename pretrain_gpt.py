@@ -5,7 +5,7 @@ Started by torchrun with Megatron-LM's flags; see docs/training.md.
 
 import sys
 
-from megatron.dpp.processes import use_utf8
+from megatron.dpp.processes import begin_program
 
 try:
     from megatron.dpp_train.loop.pretrain import main
@@ -13,5 +13,5 @@ except KeyboardInterrupt:  # Ctrl-C at any time is no traceback
     sys.exit(130)
 
 if __name__ == "__main__":
-    use_utf8()
+    begin_program()
     sys.exit(main("gpt"))

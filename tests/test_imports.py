@@ -30,7 +30,7 @@ ENGINE_ROOMS = {
     "safe_files": set(),
     "strict_json": {"errors"},
     "budget": set(),
-    "processes": set(),
+    "processes": {"errors"},
     "locks": {"errors", "safe_files"},
     "index_files": {"errors", "safe_files"},
     "command_line": {"errors", "naming", "processes", "safe_files"},

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -101,7 +102,7 @@ def test_a_program_of_another_encoding_begins_again_in_utf8(
     """PyTorch's sources could not be read in ASCII, and runs ended with its traceback."""
     code = (
         f"import codecs, locale, sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
-        "from megatron.dpp.processes import use_utf8; use_utf8()\n"
+        "from megatron.dpp.processes import begin_program; begin_program()\n"
         "name = codecs.lookup(locale.getpreferredencoding(False)).name\n"
         "sys.stdout.reconfigure(encoding='utf-8', errors='surrogateescape')\n"
         "print(name, sys.argv[1:2], sys.orig_argv.count('-X'))"
@@ -118,3 +119,21 @@ def test_the_doors_use_utf8(words: tuple[str, ...]) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, timeout=60)
     assert done.returncode == 2
     assert "--łódź" in done.stderr.decode()
+
+
+@pytest.mark.parametrize("words", [("-m", "megatron.dpp", "sim"), ("train", "--help")])
+def test_a_working_directory_that_is_gone_is_one_line(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """MKL could not load its own libraries there, and others ended with a traceback."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    first, *rest = (str(REPOSITORY / word) if word == "train" else word for word in words)
+    env = os.environ | {"DPP_TRAIN_PYTHON": "set up", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", sys.executable, first, *rest],
+        cwd=gone, env=env, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "error: the working directory cannot be used (No such file or directory)" in done.stderr

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from megatron.dpp import __version__
 from megatron.dpp.errors import ConfigError, did_you_mean, exit_with, print_error
-from megatron.dpp.processes import use_utf8
+from megatron.dpp.processes import begin_program
 
 _ENGINE, _TRAINER = "megatron.dpp.", "megatron.dpp_train."
 COMMANDS = {
@@ -118,13 +118,13 @@ def _main_of(command: str) -> Callable[..., int]:
 
 def door(command: str, script: str) -> NoReturn:
     """Run a sub-command as the program of a file of its own, whose name its messages have."""
-    use_utf8()
+    begin_program()
     exit_with(lambda: _main_of(command)(prog=Path(script).name))
 
 
 def run() -> None:
     """Entry point of the console script."""
-    use_utf8()
+    begin_program()
     exit_with(main)
 
 

@@ -20,7 +20,7 @@ from megatron.dpp.command_line import new_parser
 from megatron.dpp.doctor_rdma import Finding
 from megatron.dpp.errors import TransportError, exit_with, render, use_names
 from megatron.dpp.naming import in_flags
-from megatron.dpp.processes import use_utf8
+from megatron.dpp.processes import begin_program
 
 
 def probe_extension() -> Finding:
@@ -170,5 +170,5 @@ def main(words: Sequence[str] = ()) -> int:
 
 
 if __name__ == "__main__":
-    use_utf8()
+    begin_program()
     exit_with(lambda: main(sys.argv[1:]))

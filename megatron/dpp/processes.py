@@ -20,6 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from megatron.dpp.errors import ConfigError, print_error
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _C_LIBRARY = ctypes.CDLL(None)  # opened before any fork: another thread may hold the loader's lock
 _PATIENCE_S = 5.0
@@ -134,9 +136,18 @@ def sigint_held_back() -> Iterator[None]:
         signal.raise_signal(signal.SIGINT)
 
 
-def use_utf8() -> None:
-    """Begin this program again in Python's UTF-8 mode where files are read in another encoding by
-    default: PyTorch cannot be imported in ASCII or GBK, as its sources hold other characters."""
+def begin_program() -> None:
+    """Prepare a program before PyTorch is imported, which cannot be in some places.
+
+    It ends where its working directory is gone. Where files are read in another encoding than UTF-8
+    by default, it begins again in Python's UTF-8 mode: PyTorch's sources hold other characters than
+    those of ASCII or GBK.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        why = f"the working directory cannot be used ({error.strerror}): go to another one"
+        sys.exit(print_error(ConfigError(why)))
     if codecs.lookup(locale.getpreferredencoding(False)).name == "utf-8":
         return
     os.environ["PYTHONUTF8"] = "1"  # for what this program starts

@@ -32,7 +32,7 @@ from megatron.dpp.errors import (
 )
 from megatron.dpp.flags import Parser, add_dpp_flags, dpp_config, given_flags, refuse_unknown
 from megatron.dpp.naming import flag_of, renamed
-from megatron.dpp.processes import use_utf8
+from megatron.dpp.processes import begin_program
 from megatron.dpp.schedule import find_policy
 from megatron.dpp.trace.host import HostTrace, trace_fields
 
@@ -209,5 +209,5 @@ def _run(script: str, flags: Sequence[str], settings: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    use_utf8()
+    begin_program()
     exit_with(lambda: main(sys.argv[1:]))

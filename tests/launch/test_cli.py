@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import subprocess
 from pathlib import Path
@@ -129,3 +130,18 @@ def test_an_estimate_is_printed_once(
 def test_a_zero_of_a_file_is_a_value(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("eval-iters: 0\ntrace: false\nseed:\nlr: 0.0\n")
     assert read_flags(tmp_path / "run.yaml") == {"--eval-iters": 0, "--lr": 0.0}
+
+
+def test_a_file_that_may_not_be_read_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint of another user was a traceback."""
+
+    def plan(_: list[str]) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", "/theirs/checkpoint")
+
+    monkeypatch.setattr("megatron.dpp_train.launch.main.plan", plan)
+    assert main(["--mode", "simple", "--load", "/theirs/checkpoint"]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith("error: [Errno 13] Permission denied: '/theirs/checkpoint'\n")
+    assert said.count("\n") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -184,6 +185,26 @@ def test_a_run_has_ended_with_its_last_iteration(tmp_path: Path) -> None:
     for iterations, state in ((50, "ended"), (49, "running")):
         home = metrics(tmp_path / str(iterations), iterations)
         assert find_run(str(home)).state() == state
+
+
+def test_a_run_of_another_user_is_named_and_the_others_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One directory of mode 0700 hid all runs beside it."""
+    for name in ("mine", "theirs"):
+        metrics(tmp_path / name, 5)
+    is_file = Path.is_file
+
+    def checked(path: Path) -> bool:
+        if path.parent.name == "theirs":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", checked)
+    assert runs_command.main([str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert [line.split()[0] for line in said.out.splitlines()] == ["run", "mine"]
+    assert said.err == f"warning: {tmp_path}/theirs: Permission denied\n"
 
 
 def test_runs_are_listed_with_their_state(

@@ -22,7 +22,7 @@ root = pathlib.Path(__file__).parents[1]
 print(*sys.argv[1:], file=(root / "asked").open("a"))
 print((root / "made").read_text())
 """,
-    "megatron/dpp/processes.py": "def use_utf8(): pass\n",
+    "megatron/dpp/processes.py": "def begin_program(): pass\n",
     "megatron/dpp_train/launch/main.py": """
 import os, sys
 def refused(): return 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -27,10 +28,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     home = find_run(options.directory).home
-    found = sorted(
-        (path for path in home.iterdir() if path.is_dir() and not path.is_symlink() and _is(path)),
-        key=_began,
-    )
+    found = sorted((path for path in home.iterdir() if _is_run(path)), key=_began)
     if not found:
         raise DataError(f"{home}: no run; a run has a directory with {METRICS} or traces")
     rows = [_row(RunPlace(path)) for path in found]
@@ -45,7 +43,16 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _is(path: Path) -> bool:
+def _is_run(path: Path) -> bool:
+    """True for the directory of a run; a warning names one that this user may not look into."""
+    try:
+        return path.is_dir() and not path.is_symlink() and _holds_a_run(path)
+    except PermissionError as error:
+        print(f"warning: {path}: {error.strerror}", file=sys.stderr, flush=True)
+        return False
+
+
+def _holds_a_run(path: Path) -> bool:
     return any((path / name).is_file() for name in (METRICS, SETTINGS)) or bool(
         RunPlace(path).traces()
     )

@@ -96,6 +96,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp train")
     except BrokenPipeError:  # piped into head: whoever read has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except OSError as error:  # of a file that this user may not read, say
+        print_error(error)
+        return BAD_USAGE
 
 
 @use_names(in_flags)

@@ -69,7 +69,7 @@ def _run(task_name: str, argv: Sequence[str] | None) -> int:
                 lock = held.enter_context(lock_directory(folder, flag))
                 if lock.warning:
                     print(f"warning: {lock.warning}", file=sys.stderr, flush=True)
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, OSError) as error:
         tell_torchrun(error_line(error), printed=rank == 0)
         if rank == 0:
             print_error(error)
