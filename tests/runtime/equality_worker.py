@@ -96,6 +96,7 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
         **recomputed(case), **case.get("model", {}),
     )  # fmt: skip
     ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=case.get("bf16", False),  # as Megatron-LM sets it
         overlap_grad_reduce=case.get("overlap", False),
         use_distributed_optimizer=case.get("distributed_optimizer", False),
         num_distributed_optimizer_instances=case.get("instances", 1),

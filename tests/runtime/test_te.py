@@ -70,6 +70,7 @@ def as_built() -> list[dict[str, Any]]:
     cases = [
         *common(as_built=True),
         {"name": "main_grad", "v": 2, "m": 6, "fused_wgrad": True} | built,
+        {"name": "bf16, main_grad", "m": 4, "fused_wgrad": True, "bf16": True} | built,
         {"name": "overlap, no main_grad", "v": 2, "m": 4, "overlap": True} | built,
         {"name": "recompute", "m": 4, "recompute": "full"} | built,
     ]
