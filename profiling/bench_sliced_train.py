@@ -107,6 +107,7 @@ class Arm:
         model = PipelineModel(
             num_ranks=args.ranks, num_chunks=self.chunks, longest=args.longest, costs=costs,
             policy=self.policy, cap=self.cap, split_backward=self.split,
+            head=args.hidden * args.vocabulary / (weights * args.layers / args.ranks),
         )  # fmt: skip
         weighs = slices == 0
         ways = {n: each[0] for n, each in ways_to_run(lengths, settings, weighs=weighs).items()}

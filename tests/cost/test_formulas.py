@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from megatron.dpp_train.cost.device import Device, cpu_device, gpu_device
 from megatron.dpp_train.cost.estimate import bubble_formula, estimate, least_seconds, traffic
-from megatron.dpp_train.cost.flops import flops_of_lengths, flops_per_iteration, flops_per_token
+from megatron.dpp_train.cost.flops import (
+    flops_of_lengths,
+    flops_per_iteration,
+    flops_per_token,
+    head_share,
+)
 from megatron.dpp_train.cost.from_flags import shape_of
 from megatron.dpp_train.cost.memory import (
     interleaving_factor,
@@ -110,6 +115,27 @@ def test_flops_are_those_that_training_logs() -> None:
         args = validate(parse_args((FLAGS + flags).split()), 1)
         run = shape_of(args, on_gpu=True)
         assert estimate(run, H200).flops_per_token == flops_per_iteration(args, 4) / (4 * 128)
+
+
+def test_the_head_is_a_share_of_the_layers_of_another_rank() -> None:
+    """By their products. Fewer layers on the last rank make up for it, and measured times, the
+    means of all ranks, do not tell it."""
+
+    def share(flags: str = "", pipeline: int = 4) -> float:
+        more = f"--pipeline-model-parallel-size {pipeline} "
+        return head_share(validate(parse_args((FLAGS + more + flags).split()), pipeline))
+
+    layer, head = 4 * 256 * 256 + 2 * 256 * 1024, 256 * 1024
+    assert share() == pytest.approx(head / (2 * layer))
+    assert share("--num-layers 4") == pytest.approx(head / layer) == pytest.approx(1 / 3)
+    assert share("--padded-vocab-size 2048") == pytest.approx(2 * share())
+    last = "--decoder-last-pipeline-num-layers {} --pipeline-model-parallel-size 2"
+    assert share(last.format(2)) == 0.0
+    assert share(last.format(5)) == pytest.approx((5 + 1 / 3) / 3 - 1)
+    assert share(pipeline=1) == 0.0
+    measured: Any = parse_args((FLAGS + "--pipeline-model-parallel-size 4").split())
+    measured.length_costs = "costs.json"
+    assert head_share(measured) == 0.0
 
 
 EXPERTS = (

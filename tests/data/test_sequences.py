@@ -296,6 +296,7 @@ def test_the_planner_simulates_the_pipeline_of_the_run(
 ) -> None:
     """With rows of the longest, and with a cap that counts activations, not bytes."""
     monkeypatch.setattr(sequences, "length_costs", lambda _: LengthCosts())
+    monkeypatch.setattr(sequences, "head_share", lambda _: 0.25)
     args: Any = argparse.Namespace(
         dpp_activation_cap=cap, use_dpp=dynamic, pipeline_model_parallel_size=4,
         virtual_pipeline_model_parallel_size=None, packing_budget=0, seq_length=64,
@@ -304,6 +305,7 @@ def test_the_planner_simulates_the_pipeline_of_the_run(
     made = sequences.pipeline_model(args)
     assert (made.num_ranks, made.num_chunks, made.longest, made.cap) == (4, 1, 192, told)
     assert made.policy == ("a policy" if dynamic else None) and made.split_backward
+    assert made.head == 0.25
     args.virtual_pipeline_model_parallel_size, args.dpp_split_backward = 2, "off"
     made = sequences.pipeline_model(args)
     assert made.num_chunks == 2 and not made.split_backward

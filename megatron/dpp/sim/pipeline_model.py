@@ -33,6 +33,8 @@ class PipelineModel:
         costs: time of a rank's tasks.
         overhead: time from a task's end to the next one's start at least, in the unit of ``costs``.
         hop: time of a message, in the unit of ``costs``; None for 1 % of the mean chunk forward.
+        head: what the LM head adds to the last rank's F, B and W, as a share of their time per
+            token.
     """
 
     num_ranks: int
@@ -44,6 +46,7 @@ class PipelineModel:
     costs: LengthCosts = field(default_factory=LengthCosts)
     overhead: float = 0.0
     hop: float | None = None
+    head: float = 0.0
 
     def run(self, microbatches: Rows, policy: str | None = None) -> Result:
         """Simulate a step with these microbatches in this order, in the unit of ``costs``.
@@ -64,6 +67,7 @@ class PipelineModel:
         pipeline = SlicedPipeline(
             num_ranks=self.num_ranks, num_chunks=self.num_chunks, longest=self.longest,
             costs=self.costs, schedule=schedule, overhead=self.overhead, hop=self._hop(rows),
+            head=self._head,
         )  # fmt: skip
         return pipeline.run(rows)
 
@@ -72,13 +76,14 @@ class PipelineModel:
         return self.run(microbatches, policy).makespan
 
     def busy_seconds(self, microbatches: Rows) -> float:
-        """Time of a rank's own tasks in such a step, and between them."""
+        """Time of the last rank's own tasks in such a step, and between them."""
         units = [unit for each in microbatches for unit in as_row(each).units]
         split = self.split_backward and self.policy is not None
         num_tasks = (3 if split else 2) * len(units) * self.num_chunks
-        return num_tasks * self.overhead + sum(
+        heads = sum(self._head) * sum(unit.tokens for unit in units)
+        return num_tasks * self.overhead + heads + sum(
             self.costs.of_work(kind, unit.tokens, unit.squares) for unit in units for kind in Kind
-        )
+        )  # fmt: skip
 
     def least_seconds(self, microbatches: Rows) -> float:
         """Lower bound on :meth:`seconds` in any order, without simulation: the last rank's tasks,
@@ -94,6 +99,12 @@ class PipelineModel:
         """Tasks of such a step on all ranks, which the simulation's own time follows."""
         units = sum(len(as_row(each).ends) for each in microbatches)
         return len(Kind) * units * self.num_ranks * self.num_chunks
+
+    @property
+    def _head(self) -> tuple[float, float, float]:
+        """Time of a token in the head's F, B and W."""
+        forward, backward, weight = self.costs.per_token
+        return self.head * forward, self.head * backward, self.head * weight
 
     def _hop(self, rows: Sequence[Row]) -> float:
         if self.hop is not None:

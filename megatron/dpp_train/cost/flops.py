@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 
 from megatron.dpp.sim.lengths import LengthCosts, read_costs
-from megatron.dpp_train.cost.from_flags import model_of
-from megatron.dpp_train.cost.shape import ModelShape
+from megatron.dpp_train.cost.from_flags import layers_of, model_of
+from megatron.dpp_train.cost.shape import LayerLayout, ModelShape
 from megatron.dpp_train.options.layer_patterns import layers_with_experts
 from megatron.dpp_train.options.run_config import Settings
 
@@ -78,3 +79,17 @@ def length_costs(args: Settings) -> LengthCosts:
     if args.length_costs:
         return read_costs(args.length_costs)
     return model_of(args).length_costs
+
+
+def head_share(args: Settings) -> float:
+    """Share that a token takes more on the last pipeline rank than on another, by the FLOPs of the
+    LM head and of layers without attention's core; 0 where fewer layers make up for the head, and
+    with ``--length-costs``, whose times are means of all ranks.
+    """
+    num_ranks = args.pipeline_model_parallel_size
+    if args.length_costs or num_ranks == 1:
+        return 0.0
+    model, layout = model_of(args), LayerLayout(num_ranks, layers_of(args))
+    *others, last = (layout.rank_layers(rank) for rank in range(num_ranks))
+    head = model.hidden_size * model.vocab_size / model.layer_weights()
+    return max(0.0, (last + head) / max(statistics.fmean(others), 1.0) - 1.0)

@@ -33,7 +33,7 @@ def shape_of(
     local = args.transformer_impl == "local"
     shape = RunShape(
         model=dataclasses.replace(model, flash=not local or on_gpu),
-        layers=_layers(args),
+        layers=layers_of(args),
         tensor=args.tensor_model_parallel_size,
         pipeline=args.pipeline_model_parallel_size,
         data=args.data_parallel_size,
@@ -161,7 +161,7 @@ def _schedule(args: Settings, *, on_gpu: bool) -> RunSchedule:
 def _head_in_forward(args: Settings, *, cut: bool) -> bool:
     """F runs the backward of the LM head: asked for, or as ``auto`` decides."""
     if args.dpp_head_in_forward == "auto" and (cut or args.dpp_policy in HOLDS_ALL):
-        stages = len(_layers(args))
+        stages = len(layers_of(args))
         return bool(stages > 1 or args.untie_embeddings_and_output_weights)
     return bool(args.dpp_head_in_forward == "on")
 
@@ -198,7 +198,7 @@ def _sharding(args: Settings) -> tuple[str, int]:
     return kinds[args.deepspeed_zero_stage or stage], instances
 
 
-def _layers(args: Settings) -> tuple[int, ...]:
+def layers_of(args: Settings) -> tuple[int, ...]:
     """Layers of each virtual stage, as megatron-core distributes them."""
     pipeline = args.pipeline_model_parallel_size
     chunks = args.virtual_pipeline_model_parallel_size or 1

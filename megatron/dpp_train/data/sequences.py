@@ -29,7 +29,7 @@ from megatron.dpp.sim.batches import BatchPlans, BatchSettings
 from megatron.dpp.sim.orders import OrderPlanner
 from megatron.dpp.sim.pipeline_model import PipelineModel
 from megatron.dpp.trace.step_lengths import FILE, StepLengths, write_step
-from megatron.dpp_train.cost.flops import length_costs
+from megatron.dpp_train.cost.flops import head_share, length_costs
 from megatron.dpp_train.data.sequence_files import answers_prefix, keeps_answers
 from megatron.dpp_train.data.workers import Loader
 from megatron.dpp_train.options.run_config import RunConfig
@@ -193,6 +193,7 @@ def pipeline_model(args: RunConfig) -> PipelineModel:
         cap="auto" if not args.use_dpp or in_bytes(cap) else cap,
         split_backward=args.dpp_split_backward != "off",
         costs=length_costs(args),
+        head=head_share(args),
     )
 
 
