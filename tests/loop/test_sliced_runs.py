@@ -182,7 +182,8 @@ def test_auto_takes_what_is_faster_in_each_batch_and_resumes_alike(tmp_path: Pat
     lines = (tmp_path / "order.rank0").read_text().splitlines()[1:]
     assert any("groups" in json.loads(line) for line in lines)
     said = (tmp_path / "output").read_text()
-    assert said.count("--dpp-slice-tokens auto takes slices of 64 tokens: a step in") == 5
+    assert said.count("--dpp-slice-tokens auto takes slices of 64 tokens: a step in") == 4
+    assert said.count("auto takes whole sequences: a step in") == 1, "in the best orders"
     assert "auto takes whole sequences, as no sequence has more than 1.5 slices" in said
 
 
