@@ -73,8 +73,8 @@ def megatron(view: View) -> Action | None:
 
 
 def auto(view: View) -> Action | None:
-    """:func:`megatron` on two ranks, where it is as fast or faster (docs/decisions/0024), else
-    :func:`dynamic`.
+    """:func:`megatron` on two ranks, where it is as fast or faster with equal and packed lengths
+    (docs/decisions/0024), else :func:`dynamic`.
     """
     return BUILT_IN[chosen_policy("auto", view.geometry.num_ranks)](view)
 

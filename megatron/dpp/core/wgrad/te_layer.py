@@ -87,7 +87,7 @@ def why_layer(module: Any, uses: Callable[[torch.Tensor], int]) -> str | None:
     if any(getattr(getattr(module, "config", None), name, False) for name in offloads):
         return "activations are offloaded"
     if any(getattr(getattr(module, "config", None), name, None) for name in ("fp8", "fp4")):
-        return "in 8 and 4 bit it is faster there"  # docs/benchmarks/transformer-engine.md
+        return "it is faster there in 8 bit, and was not timed in 4"  # transformer-engine.md
     if compat.te_debugs():
         return "Transformer Engine's debug mode is on"
     weights = weights_of(module)
