@@ -12,7 +12,7 @@ TOLD_AFTER = 5
 
 
 def host_lines(
-    us_per_task: float, launching: float, *, replayed: bool, can_replay: bool = True
+    us_per_task: float, launching: float, *, replayed: bool, can_replay: bool
 ) -> Sequence[str]:
     """The lines of a rank.
 
