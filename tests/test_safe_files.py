@@ -202,3 +202,12 @@ def test_only_a_regular_file_is_read(name: str, kind: str, tmp_path: Path) -> No
         path.symlink_to(kind)
     with pytest.raises((DppError, OSError)):
         READ[name](path)
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_git_lfs_leaves_in_the_place_of_a_file_is_named(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises((DppError, OSError), match=r"pointer of Git LFS.* git lfs pull") as error:
+        READ[name](path)
+    assert str(tmp_path) in str(error.value)

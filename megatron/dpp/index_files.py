@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import IO, Any
@@ -50,7 +51,9 @@ def check_index(prefix: str) -> tuple[int, int]:
         expected = 34 + sequences * (4 + 8) + documents * 8
         actual = index.stat().st_size
         if actual not in (expected, expected + sequences):  # multimodal indices have modes
-            raise DataError(f"{index}: {actual} bytes, but its header says {expected}: cut short?")
+            raise DataError(
+                f"{index}: {actual} bytes, but its header says {expected}: cut short? Copy it again"
+            )
         if not sequences:
             raise DataError(f"{index}: holds no sequence")
         file.seek(34 + (sequences - 1) * 4)
@@ -62,8 +65,13 @@ def check_index(prefix: str) -> tuple[int, int]:
         ):
             raise DataError(f"{index}: damaged: its lengths and places contradict each other")
     needed = pointer + length * TOKEN_BYTES[code]
-    if data.stat().st_size != needed:
-        raise DataError(f"{data}: {data.stat().st_size} bytes, but {index.name} says {needed}")
+    with open_to_read(data) as file:
+        actual = os.fstat(file.fileno()).st_size
+    if actual != needed:
+        raise DataError(
+            f"{data}: {actual} bytes, but {index.name} says {needed}; copy both again, or make "
+            "them with megatron-dpp preprocess"
+        )
     return sequences, documents - 1  # it holds where each begins, and the end
 
 

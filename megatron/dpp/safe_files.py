@@ -27,6 +27,8 @@ _KINDS = {
 }
 _FLAGS = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 """Without the first, ``open`` waits for the other end of a named pipe."""
+_POINTER = b"version https://git-lfs.github.com/spec/"
+"""The start of what Git LFS leaves in the place of a file that it has not fetched."""
 
 
 class FileState(NamedTuple):
@@ -42,7 +44,7 @@ class FileState(NamedTuple):
         """That of the file which has this name."""
         try:
             found = os.stat(path)
-        except OSError:
+        except (OSError, ValueError):  # a name that no file can have
             return cls()
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
@@ -52,11 +54,11 @@ class FileState(NamedTuple):
         return self[:2] == other[:2] and self != other
 
 
-def open_to_read(path: str | Path) -> IO[bytes]:
+def open_to_read(path: str | Path) -> io.BufferedReader:
     """Open a regular file for reading; links are followed.
 
     Raises:
-        OSError: it cannot be opened, or is a pipe, a device or a directory.
+        OSError: it cannot be opened, is a pipe, a device or a directory, or a pointer of Git LFS.
     """
     _check_name(path)
     return open(path, "rb", opener=_open_regular)
@@ -176,6 +178,9 @@ def _open_regular(path: str, _: int) -> int:
     if kind not in (stat.S_IFREG, stat.S_IFDIR):  # Python refuses a directory
         os.close(fd)
         raise _refusal(f"is {_KINDS.get(kind, 'no file')}, expected a regular file", path)
+    if kind == stat.S_IFREG and os.pread(fd, len(_POINTER), 0) == _POINTER:
+        os.close(fd)
+        raise _refusal("is a pointer of Git LFS: get the file with git lfs pull", path)
     return fd
 
 

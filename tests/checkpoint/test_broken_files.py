@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.checkpoint import checksums, files
@@ -90,3 +94,18 @@ def test_checksums_of_a_wrong_shape_are_refused(text: str, tmp_path: Path) -> No
     (tmp_path / checksums.NAME).write_text(text)
     with pytest.raises(DataError, match=r"checksums\.json: .*damaged"):
         checksums.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00/model_optim_rng.pt", "common.pt"])
+def test_a_file_of_tensors_that_is_cut_short_is_named(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    torch.save({"a": torch.ones(9)}, path)
+    found = files.Found(tmp_path, 1)
+    if name == "common.pt":
+        (tmp_path / "metadata.json").touch()
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, storage_data={})))
+    files.check_whole(found, tensor=1, pipeline=1)
+    os.truncate(path, 400)
+    with pytest.raises(DataError, match=rf"{name}: 400 bytes, and its end is missing; copy it"):
+        files.check_whole(found, tensor=1, pipeline=1)

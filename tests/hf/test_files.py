@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.checkpoint import saved_args as checkpoint_args
@@ -17,7 +19,7 @@ from megatron.dpp_train.hf import files as hf_files
 from megatron.dpp_train.hf import read_config
 from megatron.dpp_train.hf.fields import ORIGIN
 from megatron.dpp_train.hf.model import args_of_model
-from megatron.dpp_train.hf.weights import INDEX, WEIGHTS, find_weights
+from megatron.dpp_train.hf.weights import INDEX, WEIGHTS, WeightFile, find_weights
 from megatron.dpp_train.options.arguments import parse_args
 from megatron.dpp_train.options.validate import validate
 from tests.hf.tiny import SIZES
@@ -112,11 +114,36 @@ def test_weights_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     folder, words = make(tmp_path / "there", "llama")
     for content in (EMPTY[:-1], EMPTY + b"x", b"", b"{" * 9):
         (folder / WEIGHTS).write_bytes(content)
-        with pytest.raises(DataError, match=r"model\.safetensors: damaged or not whole"):
+        with pytest.raises(
+            DataError, match=rf"model\.safetensors: damaged or not whole .*\b{len(content)} bytes"
+        ):
             check(words, "--load-hf", folder)
     (folder / INDEX).write_text(json.dumps({"weight_map": {"a": "second.safetensors"}}))
     with pytest.raises(DataError, match=r"second\.safetensors: missing"):
         check(words, "--load-hf", folder)
+
+
+@pytest.mark.parametrize("change", ["cut", "longer", "other", "gone"])
+def test_weights_that_change_while_they_are_read_are_one_line(change: str, tmp_path: Path) -> None:
+    """A file that was cut short ended its reader by SIGBUS."""
+    path = tmp_path / WEIGHTS
+    save_file({"a": torch.ones(5000), "b": torch.arange(5000.0)}, path)
+    whole = path.stat().st_size
+    file, content = WeightFile(path), bytearray(20000)
+    file.read_into("b", memoryview(content))
+    assert torch.frombuffer(content, dtype=torch.float32).tolist() == list(range(5000))
+    if change == "gone":
+        path.unlink()
+        said = "b: No such file or directory"
+    else:
+        size = {"cut": whole // 2, "longer": whole + 1, "other": whole}[change]
+        if change == "other":
+            path.rename(tmp_path / "before")
+            path.touch()
+        os.truncate(path, size)
+        said = rf"changed while it was read \({whole} bytes at first, then {size}\)"
+    with pytest.raises(DataError, match=rf"model\.safetensors: {said}"):
+        file.read_into("b", memoryview(content))
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json"])

@@ -66,8 +66,7 @@ def test_shards_are_those_of_data_and_context_ranks_together(
 
     asked: list[str] = []
     folder = SimpleNamespace(
-        entries=list, path="folder", config=SimpleNamespace(family="llama"), dtype="bf16",
-        close=lambda: None,
+        entries=list, path="folder", config=SimpleNamespace(family="llama"), dtype="bf16"
     )  # fmt: skip
     monkeypatch.setattr(hf, "Folder", lambda *_: folder)
     monkeypatch.setattr(hf.mpu, "get_data_parallel_group", group)
@@ -89,7 +88,7 @@ def folder_of_numbers(family: str = "llama", sizes: Sizes = _SIZES) -> Any:
 
     return SimpleNamespace(
         entries=lambda: entries(FAMILIES[family], sizes), path="folder", read=read, dtype="bf16",
-        config=SimpleNamespace(family=family, sizes=sizes), close=lambda: None,
+        config=SimpleNamespace(family=family, sizes=sizes),
     )  # fmt: skip
 
 

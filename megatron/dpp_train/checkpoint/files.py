@@ -15,11 +15,12 @@ import math
 import os
 import re
 import shutil
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.dpp.errors import DataError, one_line, shown
-from megatron.dpp.safe_files import private_directory, share_directory
+from megatron.dpp.safe_files import open_to_read, private_directory, share_directory
 from megatron.dpp_train.checkpoint import checksums, durable
 from megatron.dpp_train.checkpoint.reader import read_pickle
 from megatron.dpp_train.options.run_config import Settings
@@ -30,6 +31,8 @@ _UNFINISHED, _REPLACED, _REMOVED = ".unfinished", ".replaced", ".removed"
 _MOST_TRACKER_BYTES = 1 << 12
 _HEADS = ("metadata.json", "common.pt", ".metadata")
 _ENGINE_OPTIMIZER, _ENGINE_MODEL = "_optim_states.pt", "_model_states.pt"
+_ARCHIVE = b"PK\x03\x04"
+"""The start of a file that ``torch.save`` wrote."""
 
 
 @dataclass(frozen=True)
@@ -283,6 +286,7 @@ def check_whole(
         path = found.path / name / "model_optim_rng.pt"
         if not path.is_file() or not path.stat().st_size:
             raise DataError(f"{path}: missing or empty")
+        _check_end(path)
 
 
 def check_engine(found: Found, stage: int | None, replicas: int) -> None:
@@ -317,12 +321,22 @@ def check_engine(found: Found, stage: int | None, replicas: int) -> None:
     for path in sorted(found.path.glob("*.pt")):
         if not path.stat().st_size:
             raise DataError(f"{path}: empty; the checkpoint is not whole")
+        _check_end(path)
+
+
+def _check_end(path: Path) -> None:
+    """Refuse a file of ``torch.save`` that is cut short: the list of its parts is at its end."""
+    with open_to_read(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if file.read(len(_ARCHIVE)) == _ARCHIVE and not zipfile.is_zipfile(file):
+            raise DataError(f"{path}: {size} bytes, and its end is missing; copy it again")
 
 
 def _check_distributed(path: Path) -> None:
     for name in ("common.pt", ".metadata"):
         if not (path / name).is_file():
             raise DataError(f"{path / name}: missing; the checkpoint is not whole")
+    _check_end(path / "common.pt")
     try:
         ends: dict[str, int] = {}
         for info in read_pickle(path / ".metadata").storage_data.values():

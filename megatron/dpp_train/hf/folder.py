@@ -11,12 +11,12 @@ from typing import Any, BinaryIO
 
 import torch
 
-from megatron.dpp.errors import DataError, one_line
+from megatron.dpp.errors import DataError
 from megatron.dpp_train.checkpoint import durable
 from megatron.dpp_train.hf import Entry, HfConfig, entries, read_config
 from megatron.dpp_train.hf.run_files import GENERATION, TOKENIZER_FILES, copy_file
 from megatron.dpp_train.hf.tables import IGNORED
-from megatron.dpp_train.hf.weights import INDEX, WEIGHTS, find_weights
+from megatron.dpp_train.hf.weights import INDEX, WEIGHTS, WeightFile, find_weights
 
 COPIED = (*TOKENIZER_FILES, GENERATION, "chat_template.json", "LICENSE", "USE_POLICY.md")
 """Files that go with the weights from folder to folder."""
@@ -35,7 +35,7 @@ class Folder:
         self.path = Path(path)
         self.config: HfConfig = read_config(path, family_file)
         self._files = find_weights(self.path)
-        self._open = {file: _opened(file) for file in sorted(set(self._files.values()))}
+        self._weights = {file: WeightFile(file) for file in sorted(set(self._files.values()))}
         self._prefix = self._own_prefix()
         self.dtypes = self._check()
         self.dtype = next(iter(self.dtypes.values()))
@@ -46,11 +46,7 @@ class Folder:
 
     def read(self, entry: Entry) -> list[torch.Tensor]:
         """The tensors that an entry is made of."""
-        return [self._handle(part.name).get_tensor(self._own(part.name)) for part in entry.parts]
-
-    def close(self) -> None:
-        """Close the files."""
-        self._open.clear()
+        return [self._tensor(self._own(part.name)) for part in entry.parts]
 
     # --- names ---
 
@@ -63,8 +59,12 @@ class Folder:
     def _own(self, name: str) -> str:
         return name.removeprefix(self._prefix)
 
-    def _handle(self, name: str) -> Any:
-        return self._open[self._files[self._own(name)]]
+    def _tensor(self, name: str) -> torch.Tensor:
+        file = self._weights[self._files[name]]
+        told = file.header[name]
+        tensor = torch.empty(told["shape"], dtype=_FLOATS[told["dtype"]])
+        file.read_into(name, tensor.flatten().view(torch.uint8).numpy().data)
+        return tensor
 
     # --- checks ---
 
@@ -89,25 +89,16 @@ class Folder:
         return known or self.config.family.unread(name, self.config.sizes)
 
     def _check_part(self, name: str, shape: tuple[int, ...]) -> str:
-        found = self._open[self._files[name]].get_slice(name)
-        if tuple(found.get_shape()) != shape:
+        told = self._weights[self._files[name]].header[name]
+        if told["shape"] != list(shape):
             raise DataError(
-                f"{self._files[name]}: {name} has shape {list(found.get_shape())}, config.json "
-                f"says {list(shape)}"
+                f"{self._files[name]}: {name} has shape {told['shape']}, config.json says "
+                f"{list(shape)}"
             )
-        kind = str(found.get_dtype())
+        kind = str(told["dtype"])
         if kind not in _FLOATS:
             raise DataError(f"{self._files[name]}: {name} is {kind}; expected {', '.join(_FLOATS)}")
         return kind
-
-
-def _opened(file: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{file}: damaged or not whole ({one_line(error)})") from error
 
 
 def one_dtype(found: dict[str, torch.dtype], where: Path) -> torch.dtype:

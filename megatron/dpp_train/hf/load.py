@@ -47,7 +47,6 @@ def fill(run: Run, models: Sequence[Any]) -> None:
     dist.all_gather_object(everywhere, used)
     check_all_used(folder.path, entries.values(), set().union(*everywhere))
     run.say(f"loaded {folder.path} ({folder.config.family}, {folder.dtype})")
-    folder.close()
 
 
 def check_all_used(path: Path, entries: Iterable[Entry], used: set[Any]) -> None:

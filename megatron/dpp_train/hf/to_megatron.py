@@ -71,7 +71,6 @@ def to_megatron(
         copy_files(source, origin)
         checksums.write(origin)
         (scratch / checkpoint_files.TRACKER).write_text("release", encoding="utf-8")
-    folder.close()
     return list(folder.config.notes)
 
 

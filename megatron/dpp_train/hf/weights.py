@@ -1,4 +1,4 @@
-"""Files of a Hugging Face model's weights: their names and headers, without the tensors."""
+"""Files of a Hugging Face model's weights: their names, headers and bytes, without PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from megatron.dpp.errors import DataError, shown
-from megatron.dpp.safe_files import open_to_read
+from megatron.dpp.safe_files import FileState, open_to_read
 from megatron.dpp_train.text_files import parse_json, read_json
 
 WEIGHTS = "model.safetensors"
@@ -36,7 +36,7 @@ def find_weights(folder: Path) -> dict[str, Path]:
     if not index.is_file():
         if not (folder / WEIGHTS).is_file():
             raise DataError(f"{folder}: neither {WEIGHTS} nor {INDEX} is there{_bins(folder)}")
-        return dict.fromkeys(_names(folder / WEIGHTS), folder / WEIGHTS)
+        return dict.fromkeys(WeightFile(folder / WEIGHTS).header, folder / WEIGHTS)
     content = read_json(index)
     weights = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weights, dict) or not weights:
@@ -47,11 +47,54 @@ def find_weights(folder: Path) -> dict[str, Path]:
                 f"{index}: {shown(name)} is in {shown(file)}, expected the name of a file"
             )
     files = {name: folder / file for name, file in weights.items()}
-    there = {file: set(_names(file)) for file in sorted(set(files.values()))}
+    there = {file: WeightFile(file).header for file in sorted(set(files.values()))}
     for name, file in files.items():
         if name not in there[file]:
-            raise DataError(f"{file}: lacks {name}, which {INDEX} says it holds")
+            raise DataError(
+                f"{file}: lacks {name}, which {INDEX} says it holds; download both again"
+            )
     return files
+
+
+class WeightFile:
+    """A safetensors file. It is read and not mapped: a reader of a mapped file ends by SIGBUS where
+    the file gets shorter or its disk fails.
+
+    Attributes:
+        header: tensor -> its ``dtype``, ``shape`` and ``data_offsets``.
+
+    Raises:
+        DataError: the file is missing, damaged or not whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._state = path, FileState.of(path)
+        try:
+            with open_to_read(path) as file:
+                self.header, self._begin = _read_header(file, path)
+        except FileNotFoundError as error:
+            raise DataError(f"{path}: missing; download it") from error
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from error
+
+    def read_into(self, name: str, content: memoryview) -> None:
+        """Fill ``content`` with the bytes of a tensor.
+
+        Raises:
+            DataError: the file was changed since it was opened, or cannot be read.
+        """
+        try:
+            with open_to_read(self._path) as file:
+                file.seek(self._begin + self.header[name]["data_offsets"][0])
+                got = file.readinto(content)
+        except OSError as error:
+            raise DataError(f"{self._path}: {name}: {error.strerror}") from error
+        found = FileState.of(self._path)
+        if got != content.nbytes or found != self._state:
+            raise DataError(
+                f"{self._path}: changed while it was read ({self._state.size} bytes at first, then "
+                f"{found.size}); start again when it is whole"
+            )
 
 
 def loaded_bytes(folder: Path, itemsize: int) -> int:
@@ -61,7 +104,7 @@ def loaded_bytes(folder: Path, itemsize: int) -> int:
         DataError: as :func:`find_weights`.
     """
     files = find_weights(folder)
-    headers = {file: _header(file) for file in set(files.values())}
+    headers = {file: WeightFile(file).header for file in set(files.values())}
     total = 0
     for name, file in files.items():
         told = headers[file][name]
@@ -76,24 +119,13 @@ def _bins(folder: Path) -> str:
     return f"; {old[0].name} is a pickle: save it as safetensors" if old else ""
 
 
-def _names(file: Path) -> list[str]:
-    return list(_header(file))
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """Tensor -> its dtype, shape and place, of a file whose size is what its header says."""
-    try:
-        with open_to_read(file) as opened:
-            size = os.fstat(opened.fileno()).st_size
-            length = int.from_bytes(opened.read(8), "little")
-            if length > min(size, _LONGEST_HEADER):
-                raise DataError(f"{file}: damaged or not whole (a header of {length} bytes)")
-            text = opened.read(length)
-    except FileNotFoundError as error:
-        raise DataError(f"{file}: missing") from error
-    except OSError as error:
-        raise DataError(f"{file}: {error.strerror}") from error
-    header = parse_json(text, f"{file}: damaged or not whole, header")
+def _read_header(opened: Any, file: Path) -> tuple[dict[str, Any], int]:
+    """The header of a file, and where its tensors begin."""
+    size = os.fstat(opened.fileno()).st_size
+    begin = 8 + int.from_bytes(opened.read(8), "little")
+    if begin > min(size, _LONGEST_HEADER):
+        raise _not_whole(file, size, f"its header alone has {begin}")
+    header = parse_json(opened.read(begin - 8), f"{file}: damaged or not whole, header")
     if not isinstance(header, dict):
         raise DataError(f"{file}: damaged or not whole (its header is no JSON object)")
     header.pop("__metadata__", None)
@@ -104,12 +136,16 @@ def _header(file: Path) -> dict[str, Any]:
                 "that agree"
             )
     places = sorted(told["data_offsets"] for told in header.values())
-    told_size = 8 + length + (places[-1][1] if places else 0)
+    told_size = begin + (places[-1][1] if places else 0)
     if told_size != size:
-        raise DataError(f"{file}: damaged or not whole ({size} bytes, its header says {told_size})")
+        raise _not_whole(file, size, f"its header says {told_size}")
     if any(one[1] != other[0] for one, other in itertools.pairwise([[0, 0], *places])):
         raise DataError(f"{file}: damaged (its tensors overlap, or leave gaps)")
-    return header
+    return header, begin
+
+
+def _not_whole(file: Path, size: int, but: str) -> DataError:
+    return DataError(f"{file}: damaged or not whole ({size} bytes, {but}); download it again")
 
 
 def _is_entry(told: Any) -> bool:
