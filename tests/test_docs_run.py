@@ -63,7 +63,7 @@ EXCEPTIONS = (
     ),
     Instead(
         r"^megatron-dpp (?:convert|evaluate|generate|train) .*llama.*", "",
-        "a downloaded model; tests/convert runs such commands with a small one",
+        "a downloaded model; tests/hf runs such commands with a small one",
     ),
     Instead(
         r"^megatron-dpp .*--family-file .*", "",

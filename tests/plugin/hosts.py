@@ -85,15 +85,21 @@ class Hosts:
         return root
 
     def _add_helpers(self, datasets: Path) -> None:
-        """Compile the data sets' helpers, which every version has alike, without optimisation."""
-        import pybind11
-
+        """Those of the installed megatron-core where the source is the same; else compiled without
+        optimisation, once for all versions that have them alike."""
         source = datasets / "helpers.cpp"
         name = f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}"
         if (datasets / name).is_file():
             return
-        built = self._folder / f"{hash(source.read_text())}-{name}"
+        import megatron.core.datasets
+
+        installed = Path(megatron.core.datasets.__file__).parent
+        built = installed / name
+        if not built.is_file() or (installed / source.name).read_text() != source.read_text():
+            built = self._folder / f"{hash(source.read_text())}-{name}"
         if not built.is_file():
+            import pybind11
+
             include = (sysconfig.get_path("include"), pybind11.get_include())
             subprocess.run(
                 ["c++", "-O0", "-shared", "-std=c++17", "-fPIC", *(f"-I{path}" for path in include),
