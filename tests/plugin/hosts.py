@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.launcher import REPOSITORY, free_port, shared_gpus, wait
+from tests.runtime.launcher import REPOSITORY, free_port, has_gpu, shared_gpus, start, wait
 
 sys.path.insert(0, str(REPOSITORY / "profiling"))
 
@@ -123,17 +124,25 @@ class Hosts:
             "HOST": str(root / script),
             "RECORD": str(record),
         }
-        processes = megatron_sources.start(
-            root, Path(__file__).with_name("entry.py"),
-            f"{model} {'' if on_gpu else ON_CPU} {flags}".split(), port=free_port(),
-            ranks=num_ranks, log=record, paths=self.paths,
-            more=[own | (_ON_GPU | shared_gpus(rank)[1] if on_gpu else {})
-                  for rank in range(num_ranks)],
-        )  # fmt: skip
-        finished = wait(processes, _TIMEOUT)
-        output = "\n".join(
-            Path(f"{record}.{rank}.log").read_text(errors="replace") for rank in range(num_ranks)
-        )
+        words = f"{model} {'' if on_gpu else ON_CPU} {flags}".split()
+        entry = Path(__file__).with_name("entry.py")
+        if not has_gpu():
+            path = os.pathsep.join(map(str, (root, REPOSITORY, *self.paths)))
+            words = [json.dumps(own | {"PYTHONPATH": path}), str(entry), *words]
+            script = Path(__file__).with_name("forked_run.py")
+            finished = wait(start(script, num_ranks, words, preload="libraries"), _TIMEOUT)
+            output = "\n".join(one.output for one in finished)
+        else:
+            processes = megatron_sources.start(
+                root, entry, words, port=free_port(), ranks=num_ranks, log=record, paths=self.paths,
+                more=[own | (_ON_GPU | shared_gpus(rank)[1] if on_gpu else {})
+                      for rank in range(num_ranks)],
+            )  # fmt: skip
+            finished = wait(processes, _TIMEOUT)
+            output = "\n".join(
+                Path(f"{record}.{rank}.log").read_text(errors="replace")
+                for rank in range(num_ranks)
+            )
         assert fails or all(one.returncode == 0 for one in finished), output[-20000:]
         return output
 

@@ -1,8 +1,9 @@
 """Starts ranks by forking a process that has PyTorch and megatron-core imported already.
 
 Importing them takes longer than most runs of the tests. ``launcher.py`` starts one such process per
-session of pytest. A request has a rank's script, arguments, environment and folder; with it come
-two file descriptors: the rank's output, and a socket that tells the rank's pid and its exit status.
+session of pytest, and one without megatron-core for ranks that bring a version of their own. A
+request has a rank's script, arguments, environment and folder; with it come two file descriptors:
+the rank's output, and a socket that tells the rank's pid and its exit status.
 """
 
 from __future__ import annotations
@@ -28,13 +29,27 @@ MAX_REQUEST = 1 << 20
 _CLONE_NEWNET = 0x40000000
 
 
-def preload() -> None:
-    """Imports what runs need, as they do it themselves: megatron-core after the stand-ins."""
-    from megatron.dpp.core import cpu
+LIBRARIES = (
+    "pydantic", "torch", "torch._dynamo", "torch.distributed.checkpoint",
+    "torch.distributed.tensor", "transformers.models.auto.tokenization_auto", "triton",
+    "unittest.mock",
+)  # fmt: skip
+"""What Megatron-LM imports of others that takes long, where it is installed."""
 
-    support = cpu.install()
-    importlib.import_module("megatron.dpp_train.loop.job")
-    support.close()
+
+def preload(what: str) -> None:
+    """Imports :data:`LIBRARIES`, or what a ``"job"`` needs, as it does it itself: megatron-core
+    after the stand-ins."""
+    if what == "job":
+        from megatron.dpp.core import cpu
+
+        support = cpu.install()
+        importlib.import_module("megatron.dpp_train.loop.job")
+        support.close()
+    else:
+        for name in LIBRARIES:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"a process with {len(threads)} threads must not be forked"
     gc.freeze()
@@ -154,6 +169,6 @@ def become(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[2] == "preload":
-        preload()
+    if sys.argv[2] != "nothing":
+        preload(sys.argv[2])
     become(Server(socket.socket(fileno=int(sys.argv[1]))).serve())

@@ -128,12 +128,12 @@ def has_gpu() -> bool:
 
 
 @functools.cache
-def _server(on_gpu: bool) -> tuple[socket.socket, dict[str, str] | None]:
+def _server(preload: str) -> tuple[socket.socket, dict[str, str] | None]:
     """The connection to a server of forked ranks, which ends with it, and what Python and PyTorch
     read when it started.
 
-    A process that has met CUDA cannot be forked: ``on_gpu`` the server imports nothing, nothing was
-    read, and each rank begins anew.
+    ``preload`` is what it imports, ``"job"`` or ``"libraries"``. A process that has met CUDA cannot
+    be forked: with ``"nothing"``, nothing was read either, and each rank begins anew.
     """
     control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST)
@@ -141,7 +141,7 @@ def _server(on_gpu: bool) -> tuple[socket.socket, dict[str, str] | None]:
     with other:
         server = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", str(Path(__file__).with_name("fork_server.py")),
-             str(other.fileno()), "nothing" if on_gpu else "preload"],
+             str(other.fileno()), preload],
             env=environment, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
@@ -151,7 +151,7 @@ def _server(on_gpu: bool) -> tuple[socket.socket, dict[str, str] | None]:
         server.wait(10)
 
     atexit.register(end)
-    return control, None if on_gpu else _at_start(environment)
+    return control, None if preload == "nothing" else _at_start(environment)
 
 
 def _environment(**more: str) -> dict[str, str]:
@@ -172,20 +172,21 @@ def _at_start(environment: Mapping[str, str]) -> dict[str, str]:
 
 def start(
     script: Path, num_ranks: int, arguments: Sequence[str], place: Place | None = None,
-    *, fresh: bool = False,
+    *, fresh: bool = False, preload: str = "job",
 ) -> list[Rank]:  # fmt: skip
     """Start ``num_ranks`` processes of ``script`` with torchrun's environment variables.
 
     Args:
         place: the hosts of the ranks.
-        fresh: start Python anew; otherwise PyTorch and megatron-core are imported already.
+        fresh: start Python anew; otherwise PyTorch is imported already and, with ``preload`` a
+            "job" and not only "libraries", megatron-core.
 
     Raises:
         AssertionError: variables that Python reads when it starts have changed, and ``fresh`` was
             not asked for: each rank would take seconds longer without a word.
     """
     port = str(free_port())
-    control, read = _server(has_gpu())
+    control, read = _server("nothing" if has_gpu() else preload)
     fresh = fresh or read is None
     ranks: list[Rank] = []
     for rank in range(num_ranks):
