@@ -47,14 +47,15 @@ LOGGED = ("dynamic pipeline", "static pipeline", "CUDA graphs")
 OTHERS: dict[str, dict[str, Any]] = {
     "late-": {"launch_ahead": False},
     "auto-": {"split_backward": "auto"},
+    "fused-": {"split_backward": "off"},
     "stock0-": {"split_backward": "stock:0"},
     "stock1-": {"split_backward": "stock:1"},
     "eager-": {"cuda_graphs": "off"},
     "eagerauto-": {"cuda_graphs": "off", "split_backward": "auto"},
 }
 """Prefix of a dynamic arm -> what it changes: tasks are launched when their input has arrived; a
-backward is split as measured, or unless N others wait for their weight gradients; without CUDA
-graphs of ours."""
+backward is split as measured, not at all, or unless N others wait for their weight gradients;
+without CUDA graphs of ours."""
 _SLICED = re.compile(r"s([1-9][0-9]*)-")
 """Beginning of the name of a dynamic arm that cuts sequences, and the tokens of a slice."""
 NAMES = {name.replace(", ", "-").replace(" ", "-"): name for name in arms.ARMS}
@@ -78,11 +79,13 @@ CASES: dict[str, tuple[str, ...]] = {
     ),
     "fp8": (
         *_OF_LLAMA[:-1], f"{_LLAMA} --fp8-format hybrid --fp8-recipe tensorwise", "--rows",
-        "equal,unlike", "--arms", "static,megatron,fused,dynamic",
+        "equal,unlike", "--arms",
+        "static,static-graphs,static-links,eager-megatron,megatron,fused,dynamic",
     ),
     "experts": (
         "--layers-of", "transformer_engine", "--block", "7", "--untimed", "4", "--rows", "equal",
-        "--hidden", "2048", "--heads", "16", "--arms", _SHORT, "--more",
+        "--hidden", "2048", "--heads", "16", "--arms",
+        "static,static-links,megatron,auto-megatron,fused-megatron,fused,dynamic", "--more",
         f"{_LLAMA.replace('14336', '1024')} --num-experts 64 --moe-router-topk 6 "
         "--moe-grouped-gemm --moe-token-dispatcher-type alltoall "
         "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2",

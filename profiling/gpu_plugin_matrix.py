@@ -5,7 +5,8 @@ refused.
     python profiling/gpu_plugin_matrix.py --sources DIR --parse
 
 DIR holds archives ``NAME.tar.xz`` of a whole Megatron-LM with all of its scripts, or folders. Each
-row trains a small model for three steps with evaluations, twice, and compares losses, gradient
+row trains a small model for three steps or more with evaluations, under the host's schedule and
+under the dynamic one with injected delays, and compares losses, gradient
 norms and a hash of every rank's parameters bit by bit. Ranks share GPUs where there are too few. A
 row of which the host's own run fails, as for want of a package, prints the reason.
 
@@ -36,6 +37,12 @@ EXPERTS = (
     "--disable-bias-linear"
 )
 SHARDED = "--use-distributed-optimizer"
+FP8 = (
+    "--hidden-size 256 --ffn-hidden-size 512 --seq-length 128 --max-position-embeddings 128 "
+    "--train-iters 20 --eval-interval 10 --fp8-format hybrid --fp8-recipe"
+)
+UNLIKE = "--use-dpp --dpp-policy dynamic --dpp-inject jitter:0.5"
+"""An order of tasks that is not the static schedule's."""
 
 
 class Row(NamedTuple):
@@ -101,6 +108,14 @@ ROWS = {
         "--ckpt-format torch",
         script="pretrain_vlm.py", more="add_vlm_extra_args",
     ),
+    "fp8-tensorwise": Row(f"{PP2X2} {FP8} tensorwise"),
+    "fp8-blockwise": Row(f"{PP2X2} {FP8} blockwise"),
+    "fp8-delayed": Row(f"{PP2X2} {FP8} delayed"),
+    "fp8-no-biases": Row(f"{PP2X2} {FP8} tensorwise --disable-bias-linear --swiglu"),
+    "fp8-experts": Row(
+        f"{PP2X2} {FP8} tensorwise {EXPERTS} --moe-grouped-gemm "
+        "--moe-token-dispatcher-type alltoall"
+    ),
     "hybrid": Row(f"{PP2} --hybrid-layer-pattern *-*-|*-*-", 2,
                   "pretrain_hybrid.py"),
 }  # fmt: skip
@@ -147,7 +162,7 @@ def outcome(hosts: Hosts, version: str, row: Row, layers: str, folder: Path) -> 
     except AssertionError as error:
         return "the host's own run fails", reason(str(error))
     try:
-        output = hosts.run(version, row.ranks, f"{flags} --use-dpp", record / "dynamic", **more)
+        output = hosts.run(version, row.ranks, f"{flags} {UNLIKE}", record / "dynamic", **more)
     except AssertionError as error:
         return "differs", reason(str(error))
     lines = [line for line in output.splitlines() if "dynamic pipeline: not used" in line]

@@ -46,8 +46,15 @@ def test_a_usual_chunk_is_captured() -> None:
     [
         ({"num_microbatches_with_partial_activation_checkpoints": 0}, "are recomputed and others"),
         ({"num_microbatches_with_partial_activation_checkpoints": 2}, "are recomputed and others"),
-        ({"fp8": "hybrid"}, "keep scales per step"),
-        ({"fp4": "e2m1"}, "keep scales per step"),
+        ({"fp8": "hybrid"}, "of the recipe delayed keep scales from task to task"),
+        ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, "tensorwise and blockwise can be captured"),
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, None),
+        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, None),
+        (
+            {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_dot_product_attention": True},
+            "attention in 8 bit",
+        ),
+        ({"fp4": "e2m1"}, "4-bit layers have not been tried"),
         ({"cuda_graph_impl": "local"}, "captures them already"),
         ({"cpu_offloading": True}, "activations are offloaded"),
         ({"fine_grained_activation_offloading": True}, "activations are offloaded"),

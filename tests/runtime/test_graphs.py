@@ -46,7 +46,7 @@ class Chunk(torch.nn.Module):
         super().__init__()
         self.decoder = Block()
         self.config = SimpleNamespace(
-            hidden_dropout=0.0, attention_dropout=0.0, recompute_granularity=None
+            hidden_dropout=0.0, attention_dropout=0.0, recompute_granularity=None, fp8=None
         )
 
 

@@ -18,6 +18,7 @@ import torch
 from megatron.core.utils import get_model_config
 
 from megatron.dpp.core.graphs.capture import Capture
+from megatron.dpp.core.graphs.eight_bit import CachedWeights
 from megatron.dpp.core.graphs.pools import Pools, Slot, Slots, alike
 from megatron.dpp.core.graphs.reductions import Additions, Reductions
 from megatron.dpp.core.graphs.rng import CapturedRng, RecomputedDraws
@@ -224,11 +225,19 @@ class GraphedBlock:
         self._pools: Pools | None = None
         self._signatures: dict[int, Any] = {}
         self._failed = False
+        config = get_model_config(chunk)
+        caches = config.fp8 and not config.disable_parameter_transpose_cache
+        self._weights = CachedWeights(block) if caches else None
+        self._read_at: list[int] | None = None
+        """Addresses of the 8-bit weights that graphs read."""
+        self._moved = False
         self._original = block.forward
         self._made_of = _made_of(block)
 
     def is_as_built(self) -> bool:
         """True if no host has changed the modules and parameters of the block since."""
+        if self._moved:
+            return False
         now = _made_of(self._block)
         same = len(now) == len(self._made_of) and all(
             one is other for one, other in zip(now, self._made_of, strict=True)
@@ -255,7 +264,7 @@ class GraphedBlock:
         if known is None:
             return
         for slot in slots.made:
-            if self not in slot.graphs and not self._failed:
+            if self not in slot.graphs and not (self._failed or self._moved):
                 self._capture_in(slot, slots, known.options)
 
     def addresses(self) -> list[int]:
@@ -333,6 +342,10 @@ class GraphedBlock:
         block = self._block
         if self._pools is None or args or not (block.training and torch.is_grad_enabled()):
             return self._original(*args, **kwargs)
+        if self._weights is not None and self._weights.are_stale:
+            in_place = self._read_at is not None and self._read_at == self._weights.addresses()
+            if not (in_place and self._weights.renew()):
+                return self._with_fresh_weights(self._weights, *args, **kwargs)
         options = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
         if isinstance(hidden, torch.Tensor) and not hidden.requires_grad:
@@ -346,6 +359,16 @@ class GraphedBlock:
             return self._original(**kwargs)
         return _Replay.apply(hidden, graphs, options)  # type: ignore[no-untyped-call]
 
+    def _with_fresh_weights(self, weights: CachedWeights, *args: Any, **kwargs: Any) -> Any:
+        """Run the block's own forward, which quantises its weights for this step."""
+        output, now = self._original(*args, **kwargs), weights.addresses()
+        if self._read_at is None:
+            self._read_at = now
+        elif self._read_at != now:
+            self._moved = True
+            self._say("runs without graphs in this step: its 8-bit weights have moved")
+        return output
+
     def _graphs(self, pools: Pools, hidden: Any, options: Mapping[str, Any]) -> _Graphs | None:
         """Graphs in a free slot; None if this call must run eagerly."""
         slots = pools.of(hidden)
@@ -358,7 +381,7 @@ class GraphedBlock:
         if signature is None or signature != known:
             self._say("inputs unlike the first run without graphs")
             return None
-        if self._failed:
+        if self._failed or self._moved:
             return None
         slot = slots.take(self)
         if slot is None:

@@ -26,6 +26,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_model_config
 
 from megatron.dpp.config import ENGINE_ROWS
+from megatron.dpp.core.graphs import eight_bit
 from megatron.dpp.core.graphs.block import GraphedBlock
 from megatron.dpp.core.graphs.capture import Capture, cuda_capture
 from megatron.dpp.core.graphs.pools import Pools
@@ -230,7 +231,6 @@ def why_not(chunk: torch.nn.Module) -> str | None:
         "some microbatches are recomputed and others are not": (
             config.num_microbatches_with_partial_activation_checkpoints is not None
         ),
-        "8- and 4-bit layers keep scales per step": config.fp8 or config.fp4,
         f"{core_setting('overlap_param_gather')} waits inside the layers": (
             chunk.ddp_config.overlap_param_gather
         ),
@@ -244,7 +244,8 @@ def why_not(chunk: torch.nn.Module) -> str | None:
         ),
         "context parallelism has streams of its own": config.context_parallel_size > 1,
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    return found or eight_bit.why_not(config, block)
 
 
 def reasons_of_experts(config: Any, block: torch.nn.Module) -> dict[str, bool]:
