@@ -14,16 +14,26 @@ from tests.runtime.test_graphs import SHAPE, Chunk, graphs_of, step
 
 
 class Quantised:
-    """Eighths of a weight, as whole numbers; ``renews`` by itself, as the package's tensors do."""
+    """Eighths of a weight, as whole numbers.
 
-    def __init__(self, *, renews: bool) -> None:
-        self.data = torch.full((4, 4), torch.nan)
+    Args:
+        renews: whether it can do that by itself, as the package's tensors do: ``yes``, ``no``, or
+            ``wrong`` if it makes something else.
+    """
+
+    def __init__(self, renews: str) -> None:
+        self.data = torch.zeros((4, 4), dtype=torch.uint8)
+        self.scale = torch.zeros(1)
         self._quantizer = SimpleNamespace(set_usage=lambda *, rowwise, columnwise: None)
-        if renews:
-            self.quantize_ = self.take
+        if renews != "no":
+            self.quantize_ = self.take if renews == "yes" else self.take_transposed
 
     def take(self, weight: torch.Tensor) -> None:
         self.data.copy_((weight * 8).round())
+        self.scale.fill_(1 / 8)
+
+    def take_transposed(self, weight: torch.Tensor) -> None:
+        self.take(weight.t())
 
 
 class EightBit(torch.nn.Linear):
@@ -31,45 +41,48 @@ class EightBit(torch.nn.Linear):
     do.
     """
 
-    def __init__(self, *, renews: bool) -> None:
+    def __init__(self, renews: str) -> None:
         super().__init__(4, 4, bias=False)
         self.is_first_microbatch, self.renews, self.num_first = True, renews, 0
         self._fp8_workspaces: dict[str, Quantised] = {}
+        with torch.no_grad():
+            self.weight.copy_(torch.arange(16.0).view(4, 4) / 8)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        kept = self._fp8_workspaces.setdefault("weight", Quantised(renews=self.renews))
+        kept = self._fp8_workspaces.setdefault("weight", Quantised(self.renews))
         if self.is_first_microbatch:
             self.num_first += 1
             kept.take(self.weight.detach())
         self.is_first_microbatch = False
-        return torch.nn.functional.linear(hidden, kept.data + 0 * self.weight)
+        return torch.nn.functional.linear(hidden, kept.data * kept.scale + 0 * self.weight)
 
 
-@pytest.mark.parametrize("renews", [True, False])
+@pytest.mark.parametrize(("renews", "num_first"), [("yes", 2), ("no", 4), ("wrong", 4)])
 def test_8_bit_weights_are_quantised_once_a_step_and_read_by_replays(
-    renews: bool, monkeypatch: pytest.MonkeyPatch
+    renews: str, num_first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs would read what is not theirs any more if anything else had moved them."""
+    """A forward does it, until the weights were seen to be made alike without one. Graphs would
+    read what is not theirs any more if anything else had moved them.
+    """
     monkeypatch.setattr(slots, "why_not", lambda chunk: None)
     monkeypatch.setattr(slots, "WARM_UP_STEPS", 0)
-    layer, chunk = EightBit(renews=renews), Chunk()
+    layer, chunk = EightBit(renews), Chunk()
     chunk.decoder.layers = torch.nn.ModuleList([layer])
     chunk.config.fp8, chunk.config.disable_parameter_transpose_cache = "hybrid", False
     made, said = graphs_of(chunk)
 
-    def gradients() -> list[torch.Tensor]:
-        """Of the inputs of three microbatches, after an update of the weights."""
+    def check() -> None:
+        """The gradients of three microbatches after an update are by the new weights."""
         with torch.no_grad():
             layer.weight += 1.0
         layer.is_first_microbatch = True
-        return [step(made, chunk) for _ in range(3)]
+        expected = layer.weight.detach().sum(0).expand(SHAPE)
+        assert all(torch.equal(step(made, chunk), expected) for _ in range(3))
 
-    gradients()
-    found = gradients()
+    for _ in range(4):
+        check()
     assert made.replays and made.inspect() and "moved" not in "".join(said)
-    assert layer.num_first == (1 if renews else 2)
-    expected = (layer.weight.detach() * 8).round().sum(0).expand(SHAPE)
-    assert all(torch.equal(each, expected) for each in found)
+    assert layer.num_first == num_first
     layer._fp8_workspaces.clear()
-    assert all(torch.equal(each, expected + 4 * 8.0) for each in gradients())
+    check()
     assert not made.inspect() and "8-bit weights have moved" in said[-1]

@@ -342,10 +342,9 @@ class GraphedBlock:
         block = self._block
         if self._pools is None or args or not (block.training and torch.is_grad_enabled()):
             return self._original(*args, **kwargs)
-        if self._weights is not None and self._weights.are_stale:
-            in_place = self._read_at is not None and self._read_at == self._weights.addresses()
-            if not (in_place and self._weights.renew()):
-                return self._with_fresh_weights(self._weights, *args, **kwargs)
+        weights = self._weights
+        if weights is not None and weights.are_stale and not self._renewed(weights):
+            return self._with_fresh_weights(weights, *args, **kwargs)
         options = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
         if isinstance(hidden, torch.Tensor) and not hidden.requires_grad:
@@ -359,9 +358,18 @@ class GraphedBlock:
             return self._original(**kwargs)
         return _Replay.apply(hidden, graphs, options)  # type: ignore[no-untyped-call]
 
+    def _renewed(self, weights: CachedWeights) -> bool:
+        """Quantise the weights for this step where graphs read them; False if a forward must."""
+        return self._read_at == weights.addresses() and weights.renew()
+
     def _with_fresh_weights(self, weights: CachedWeights, *args: Any, **kwargs: Any) -> Any:
         """Run the block's own forward, which quantises its weights for this step."""
+        compares = self._read_at is not None and not weights.is_compared
+        if compares:
+            weights.compare()
         output, now = self._original(*args, **kwargs), weights.addresses()
+        if compares:
+            weights.agree()
         if self._read_at is None:
             self._read_at = now
         elif self._read_at != now:

@@ -25,6 +25,13 @@ class CachedWeights:
         self._layers: list[Any] = [
             module for module in block.modules() if hasattr(module, "is_first_microbatch")
         ]
+        self._renews: bool | None = None
+        self._made: list[torch.Tensor] = []
+
+    @property
+    def is_compared(self) -> bool:
+        """True once :meth:`agree` was called."""
+        return self._renews is not None
 
     @property
     def are_stale(self) -> bool:
@@ -33,29 +40,72 @@ class CachedWeights:
 
     def addresses(self) -> list[int]:
         """Of all of their tensors."""
-        kept = [tensor for _, _, weight in self._kept() for tensor in vars(weight).values()]
-        return [tensor.data_ptr() for tensor in kept if isinstance(tensor, torch.Tensor)]
+        return [tensor.data_ptr() for _, _, weight in self._kept() for tensor in _tensors(weight)]
 
     @torch.no_grad()
     def renew(self) -> bool:
-        """Quantise them as a step's first forward does; False if a layer has another way."""
-        pairs: list[tuple[Any, Any]] = [
-            (getattr(layer, name, None), weight) for layer, name, weight in self._kept()
-        ]
-        if not all(isinstance(own, torch.Tensor) and hasattr(w, "quantize_") for own, w in pairs):
+        """Quantise them as a step's first forward does; False if that was not seen to be the same
+        (:meth:`compare`).
+        """
+        if not self._renews:
             return False
-        for own, weight in pairs:
-            weight._quantizer.set_usage(rowwise=True, columnwise=True)  # an evaluation needs less
-            weight.quantize_(own.detach())
+        for layer, name, weight in self._kept():
+            _quantise(getattr(layer, name), weight)
         for layer in self._layers:
             layer.is_first_microbatch = False
         return True
+
+    @torch.no_grad()
+    def compare(self) -> None:
+        """Quantise each from nothing and note the result, to be compared with what a first forward
+        makes of it (:meth:`agree`). They are left as they were.
+        """
+        self._made = []
+        for layer, name, weight in self._kept():
+            if not (hasattr(layer, name) and hasattr(weight, "quantize_")):
+                self._made = []
+                return
+            kept = [(tensor, tensor.clone()) for tensor in _tensors(weight)]
+            for tensor, _ in kept:
+                tensor.zero_()
+            _quantise(getattr(layer, name), weight)
+            self._made += _digests(weight)
+            for tensor, before in kept:
+                tensor.copy_(before)
+
+    def agree(self) -> None:
+        """Take :meth:`renew` from now on, if the first forward since :meth:`compare` has made the
+        same.
+        """
+        made = [digest for _, _, weight in self._kept() for digest in _digests(weight)]
+        same = len(made) == len(self._made) and all(map(torch.equal, made, self._made))
+        self._renews, self._made = bool(made) and same, []
 
     def _kept(self) -> Iterator[tuple[Any, str, Any]]:
         """Layers, the names of their weights, and these in 8 bit."""
         for layer in self._layers:
             for name, weight in getattr(layer, "_fp8_workspaces", {}).items():
                 yield layer, name, weight
+
+
+def _tensors(weight: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in vars(weight).values() if isinstance(tensor, torch.Tensor)]
+
+
+def _quantise(weight: torch.Tensor, into: Any) -> None:
+    into._quantizer.set_usage(rowwise=True, columnwise=True)  # an evaluation needs less
+    into.quantize_(weight.detach())
+
+
+def _digests(weight: Any) -> list[torch.Tensor]:
+    """Scales, and sums of the rows and columns of 8-bit numbers."""
+    found = []
+    for tensor in _tensors(weight):
+        if tensor.dtype == torch.uint8 and tensor.dim() > 1:
+            found += [tensor.sum(0, dtype=torch.int64), tensor.sum(-1, dtype=torch.int64)]
+        else:
+            found.append(tensor.clone())
+    return found
 
 
 def why_not(config: Any, block: torch.nn.Module) -> str | None:
