@@ -33,6 +33,7 @@ run() {
   local name=$1 start=$SECONDS code=0 losses
   local log=$logs/$1.log metrics=$logs/$1.jsonl
   shift
+  : >"$log" # before the run opens it: its age is asked for at once
   "$PYTHON" train "$@" --model sample --num-layers 4 --batch-size 16 --max-steps 6 \
     --eval-iters 0 --lr 5e-4 --metrics-file "$metrics" >"$log" 2>&1 &
   process=$!
