@@ -34,7 +34,7 @@ def read_by(path: Path) -> set[Path]:
     found, waiting = set(), [path]
     while waiting:
         found.add(path := waiting.pop())
-        included = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
+        included = re.findall(r'^#include "(.+)"', path.read_text(encoding="utf-8"), re.MULTILINE)
         waiting += {Path("csrc", name) for name in included} - found
     return found
 

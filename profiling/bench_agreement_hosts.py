@@ -53,7 +53,7 @@ _DEADLINE = 60.0
 
 
 def _enter(namespace: str) -> None:
-    with open(f"/run/netns/{namespace}") as place:
+    with open(f"/run/netns/{namespace}", encoding="utf-8") as place:
         if ctypes.CDLL(None, use_errno=True).setns(place.fileno(), _NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
 

@@ -56,7 +56,7 @@ def scaled(scale: float) -> HfConfig:
 def make(config: HfConfig, folder: Path, shard_bytes: int) -> None:
     """Write a folder of random weights; all values are finite."""
     folder.mkdir(parents=True)
-    (folder / CONFIG).write_text(json.dumps(config.content))
+    (folder / CONFIG).write_text(json.dumps(config.content), encoding="utf-8")
     parts = [part for each in entries(config.family, config.sizes) for part in each.parts]
     random = np.random.default_rng(1)
     shapes = {part.name: part.shape for part in parts}
@@ -85,7 +85,7 @@ def convert(*words: str | Path) -> Ran:
         status = Path(f"/proc/{process.pid}/status")
         while process.poll() is None:
             sizes = dict.fromkeys(("RssAnon", "VmHWM"), 0)
-            for line in status.read_text().splitlines():
+            for line in status.read_text(encoding="utf-8").splitlines():
                 name, _, value = line.partition(":")
                 if name in sizes:
                     sizes[name] = int(value.split()[0]) * 1024

@@ -343,7 +343,7 @@ def run(
             paths=[megatron_sources.for_old_python(Path(own))], more=[variables] * processes,
         )  # fmt: skip
         reason = megatron_sources.why_failed(started, seconds)
-        logs = [Path(f"{record}.{rank}.log").read_text(errors="replace")
+        logs = [Path(f"{record}.{rank}.log").read_text(encoding="utf-8", errors="replace")
                 for rank in range(processes)]  # fmt: skip
         told = [line for log in logs for line in log.splitlines() if line.startswith(LOGGED)]
         told += [reason, *(log[-3000:] for log in logs)] if reason else []

@@ -195,7 +195,7 @@ def write_chats(folder: Path) -> None:
         roles = ("system", "user", "assistant")
         chat = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
         lines.append(json.dumps({"messages": chat}))
-    (folder / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "chats.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 _PARSE = """

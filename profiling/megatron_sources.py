@@ -42,7 +42,7 @@ def unpacked(found: Path, folder: Path) -> Path:
 
 def for_old_python(folder: Path) -> Path:
     """``folder``, in which Python finds at its start what newer versions of Megatron-LM want."""
-    (folder / "sitecustomize.py").write_text(_FOR_OLD_PYTHON)
+    (folder / "sitecustomize.py").write_text(_FOR_OLD_PYTHON, encoding="utf-8")
     return folder
 
 
@@ -76,7 +76,7 @@ def start(
     processes = []
     for rank in range(ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(more[rank] if more else {})
-        with Path(f"{log}.{rank}.log").open("w") as file:
+        with Path(f"{log}.{rank}.log").open("w", encoding="utf-8") as file:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-X", "faulthandler", "-m", "megatron.dpp.run", str(entry),

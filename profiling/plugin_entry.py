@@ -158,7 +158,9 @@ def take_turns(batches: Batches) -> None:
         took = time.perf_counter() - begin
         loss = {key: float(value) for key, value in result[0].items()}.get("lm loss")
         line = [name, number, took, *peaks(), loss, float(result[5])]
-        with Path(f"{os.environ['BENCH_RECORD']}.{os.environ['RANK']}").open("a") as file:
+        with Path(f"{os.environ['BENCH_RECORD']}.{os.environ['RANK']}").open(
+            "a", encoding="utf-8"
+        ) as file:
             file.write(json.dumps(line) + "\n")
         return result
 

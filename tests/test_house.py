@@ -136,6 +136,32 @@ def test_files_are_short() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def lacks_encoding(call: ast.Call) -> bool:
+    """True for a text file that is read or written in the locale's encoding."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
+    if "encoding" in {each.arg for each in call.keywords}:
+        return False
+    if name == "open":
+        words = [
+            str(n.value) for a in call.args for n in ast.walk(a) if isinstance(n, ast.Constant)
+        ]
+        modes = [each for each in words if re.fullmatch("[rwxabt+]+", each)]
+        return bool(modes or isinstance(call.func, ast.Name)) and "b" not in "".join(modes)
+    most = {"read_text": 0, "write_text": 1}.get(name)
+    return isinstance(call.func, ast.Attribute) and most is not None and len(call.args) <= most
+
+
+def test_texts_are_read_and_written_in_utf8() -> None:
+    wrong = [
+        f"{name}:{node.lineno}: {ast.unparse(node.func)} without an encoding"
+        for name in tracked("*.py")
+        if not name.startswith("tests/")
+        for node in ast.walk(tree_of(name))
+        if isinstance(node, ast.Call) and lacks_encoding(node)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def public_functions(scope: ast.AST) -> Iterator[Function]:
     """Functions and methods without an underscore, and the constructors of public classes."""
     is_public = isinstance(scope, ast.ClassDef) and not scope.name.startswith("_")

@@ -92,6 +92,7 @@ def test_a_process_ends_whose_child_is_stopped() -> None:
     ("options", "env", "said"),
     [
         ((), ASCII_ONLY, "utf-8 ['Łódź'] 1"),
+        ((), {"LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "gbk"}, "utf-8 ['Łódź'] 1"),
         ((), {**ASCII_ONLY, "PYTHONUTF8": "1"}, "utf-8 ['Łódź'] 0"),
         (("-I", "-X", "utf8=0"), ASCII_ONLY, "utf-8 ['Łódź'] 2"),
     ],
@@ -110,6 +111,19 @@ def test_a_program_of_another_encoding_begins_again_in_utf8(
     command = [sys.executable, *options, "-c", code, "Łódź"]
     done = subprocess.run(command, env=os.environ | env, capture_output=True, timeout=60)
     assert done.stdout.decode().strip() == said, done.stderr.decode()
+
+
+def test_what_utf8_does_not_have_is_printed_as_an_escape() -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})\n"
+        "from megatron.dpp.processes import begin_program\n"
+        "sys.stdout.reconfigure(errors='strict')  # as outside of the locale C\n"
+        "begin_program(); print(sys.argv[1])"
+    )
+    env = os.environ | {"LC_ALL": "C.UTF-8", "PYTHONIOENCODING": ""}
+    command = [sys.executable, "-c", code, b"run\xff"]
+    done = subprocess.run(command, env=env, capture_output=True, timeout=60)
+    assert done.stdout == b"run\\udcff\n", done.stderr.decode()
 
 
 @pytest.mark.parametrize("words", [("-m", "megatron.dpp"), ("pretrain_gpt.py",), ("train",)])

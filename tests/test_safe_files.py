@@ -20,6 +20,7 @@ from megatron.dpp.errors import DataError, DppError
 from megatron.dpp.index_files import read_lengths
 from megatron.dpp.report.pictures.picture import Picture
 from megatron.dpp.report.reader import read_header
+from megatron.dpp.safe_files import open_text_to_write
 from megatron.dpp.schedule import Geometry
 from megatron.dpp.schedule.recording import DecisionRecorder, Recording
 from megatron.dpp.sim.measured import load_costs
@@ -202,6 +203,13 @@ def test_only_a_regular_file_is_read(name: str, kind: str, tmp_path: Path) -> No
         path.symlink_to(kind)
     with pytest.raises((DppError, OSError)):
         READ[name](path)
+
+
+def test_a_text_may_hold_the_bytes_of_a_name(tmp_path: Path) -> None:
+    """The report of a run whose name is no UTF-8 ended with a traceback."""
+    with open_text_to_write(tmp_path / "page") as file:
+        file.write("run\udcff \u6a21")
+    assert (tmp_path / "page").read_text(encoding="utf-8") == "run\\udcff \u6a21"
 
 
 @pytest.mark.parametrize("name", READ)

@@ -63,14 +63,14 @@ class Mutant:
 def mutants_of(module: str) -> Iterator[Mutant]:
     """All faults of a module, without their differences; annotations have none."""
     if is_cpp(module):
-        text = (REPOSITORY / module).read_text()
+        text = (REPOSITORY / module).read_text("utf-8")
         for number, (name, start, end, _) in enumerate(mutation_cpp.faults_of(text)):
             yield Mutant(module, text.count("\n", 0, start) + 1, name, number, (start, end), "")
         return
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.commands.init import _operators
 
-    source = (REPOSITORY / module).read_text()
+    source = (REPOSITORY / module).read_text("utf-8")
     unread = [
         (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
         for node in _annotations(ast.parse(source))
@@ -99,7 +99,7 @@ def _annotations(tree: ast.Module) -> Iterator[ast.expr]:
 
 def describe(mutant: Mutant) -> bool:
     """Fill in the difference; False if the text is no Python or means the same."""
-    source, changed = (REPOSITORY / mutant.module).read_text(), mutated(mutant)
+    source, changed = (REPOSITORY / mutant.module).read_text("utf-8"), mutated(mutant)
     try:
         if not is_cpp(mutant.module) and ast.dump(ast.parse(source)) == ast.dump(
             ast.parse(changed)
@@ -117,13 +117,13 @@ def describe(mutant: Mutant) -> bool:
 def mutated(mutant: Mutant) -> str:
     """The module's text with the fault in it."""
     if is_cpp(mutant.module):
-        text = (REPOSITORY / mutant.module).read_text()
+        text = (REPOSITORY / mutant.module).read_text("utf-8")
         _, start, end, instead = list(mutation_cpp.faults_of(text))[mutant.occurrence]
         return text[:start] + instead + text[end:]
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
-    source = (REPOSITORY / mutant.module).read_text()
+    source = (REPOSITORY / mutant.module).read_text("utf-8")
     text = mutate_code(source, get_operator(mutant.operator)(), mutant.occurrence)
     if text is None:
         raise SystemExit(f"mutation_test: error: {mutant.module} changed; start without --again")
@@ -187,7 +187,7 @@ class Tree:
         """Replace a module. Its new time differs from all before: cached bytecode is then stale.
         A file of C++ is newer than what was built of it.
         """
-        (self.folder / module).write_text(text)
+        (self.folder / module).write_text(text, "utf-8")
         if is_cpp(module):
             return
         self._age += 10
@@ -228,7 +228,7 @@ def _run_tests(folder: Path, tests: list[str], data: Path | None) -> None:
         os.setsid()
         os.chdir(folder)
         sys.path[:] = [p for p in sys.path if not p.startswith(str(REPOSITORY / "tools"))]
-        with open(STATE / "last_run.txt", "w") as log:
+        with open(STATE / "last_run.txt", "w", encoding="utf-8") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         import pytest
@@ -270,7 +270,7 @@ class Choice:
     def __init__(self, tree: Tree, paths: list[str], modules: list[str]) -> None:
         self._tree, self._file = tree, STATE / "measured.json"
         self._modules = {module: _digest(module) for module in modules}
-        self._known = json.loads(self._file.read_text()) if self._file.exists() else {}
+        self._known = json.loads(self._file.read_text("utf-8")) if self._file.exists() else {}
         self._tests = sorted(
             str(path.relative_to(REPOSITORY))
             for name in paths
@@ -284,7 +284,7 @@ class Choice:
         for number, test in enumerate(stale, 1):
             print(f"measuring {number}/{len(stale)}: {test}", flush=True)
             self._known[test] = self._measure(test, limit)
-            self._file.write_text(json.dumps(self._known))
+            self._file.write_text(json.dumps(self._known), "utf-8")
         for test in self._tests:
             if self._known[test]["status"] not in (0, 5):
                 print(f"left out: {test} does not pass in {limit:g} s on unchanged code")
@@ -351,7 +351,7 @@ class Choice:
             words = set(Path(mutant.module).stem.split("_"))
             return 1 + 99 * len(words & set(Path(test).stem.split("_")))
         lines = known["lines"].get(mutant.module, [])
-        wanted = statement_lines((REPOSITORY / mutant.module).read_text(), mutant.line)
+        wanted = statement_lines((REPOSITORY / mutant.module).read_text("utf-8"), mutant.line)
         return 0 if wanted.isdisjoint(lines) else len(lines)
 
 
@@ -380,7 +380,7 @@ def verdict(tree: Tree, mutant: Mutant, tests: list[str], seconds: float) -> str
     """Put a fault in, run the tests, take it out again."""
     if not tests:
         return "survived (no test executes it)"
-    original = (tree.folder / mutant.module).read_text()
+    original = (tree.folder / mutant.module).read_text("utf-8")
     tree.write(mutant.module, mutated(mutant))
     try:
         if is_cpp(mutant.module) and not mutation_cpp.build(tree.folder):
@@ -413,7 +413,7 @@ def load(again: bool, arguments: argparse.Namespace) -> list[Mutant]:
     """The mutants of this run, from the last one's record or drawn."""
     if again:
         try:
-            record = json.loads((STATE / "results.json").read_text())
+            record = json.loads((STATE / "results.json").read_text("utf-8"))
         except OSError:
             raise SystemExit("mutation_test: error: --again: there is no earlier run") from None
         if any(_digest(module) != digest for module, digest in record["digests"].items()):
@@ -437,7 +437,7 @@ def save(mutants: list[Mutant]) -> None:
     """Record the verdicts so far for ``--again``."""
     digests = {mutant.module: _digest(mutant.module) for mutant in mutants}
     record = {"digests": digests, "mutants": [asdict(mutant) for mutant in mutants]}
-    (STATE / "results.json").write_text(json.dumps(record, indent=1))
+    (STATE / "results.json").write_text(json.dumps(record, indent=1), "utf-8")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

@@ -10,6 +10,7 @@
 # build/python keeps the first Python that was set up, and each one that PYTHON named.
 # TORCH_INDEX_URL names an index of PyTorch.
 set -euo pipefail
+export PYTHONUTF8=1 PYTHONIOENCODING=utf-8:surrogateescape # paths stay as they are in any locale
 name=${DPP_PROGRAM:-$0} # of a launch script that starts this
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -71,7 +71,11 @@ def describe(requirement_files: list[str]) -> Environment:
 
 
 def _requirements(files: list[str]) -> list[str]:
-    lines = [line.strip() for file in files for line in (ROOT / file).read_text().splitlines()]
+    lines = [
+        line.strip()
+        for file in files
+        for line in (ROOT / file).read_text(encoding="utf-8").splitlines()
+    ]
     return [line for line in lines if line and not line.startswith("#")]
 
 
@@ -110,7 +114,7 @@ def existing_environment(
     be used first; None if none can."""
     if at_hand.torch and (at_hand.is_writable or not at_hand.missing):
         return at_hand
-    kept = [ROOT / KEPT.read_text().strip()] if has_kept() and not anew else []
+    kept = [ROOT / _kept()] if has_kept() and not anew else []
     there = [python for python in (*kept, VENV_PYTHON) if can_run(python)]
     return inspect(str(there[0]), requirement_files) if there else None
 
@@ -171,7 +175,7 @@ def _write_constraints(environment: Environment) -> Path:
         if package["name"].lower() in _KEPT_PACKAGES or package["name"].startswith("nvidia-")
     ]
     path = BUILD / "constraints.txt"
-    path.write_text("".join(kept))
+    path.write_text("".join(kept), encoding="utf-8")
     return path
 
 
@@ -192,7 +196,7 @@ def extension_is_stale(environment: Environment) -> bool:
     if not (ROOT / "setup.py").is_file():
         return False
     try:
-        stamp = json.loads(_stamp_path(environment).read_text())
+        stamp = json.loads(_stamp_path(environment).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return True
     is_same = stamp.get("digest") == source_digest(environment)
@@ -231,17 +235,17 @@ def build_extension(environment: Environment) -> list[str]:
     files = sorted(str(path.relative_to(ROOT)) for path in built)
     if not files:
         raise SetupFailed(f"setup.py built no *{environment.extension_suffix}; see {LOG}")
-    stamp_path.write_text(json.dumps({"digest": digest, "files": files}))
+    stamp_path.write_text(json.dumps({"digest": digest, "files": files}), encoding="utf-8")
     return [f"built the extension in {time.monotonic() - start:.0f} s"]
 
 
 def run_logged(command: list[str], complaint: str) -> None:
-    with LOG.open("a") as log:
+    with LOG.open("a", encoding="utf-8", errors="backslashreplace") as log:
         log.write(f"$ {' '.join(command)}\n")
         log.flush()
         result = subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     if result.returncode != 0:
-        tail = "\n".join(LOG.read_text(errors="replace").splitlines()[-12:])
+        tail = "\n".join(LOG.read_text(encoding="utf-8", errors="replace").splitlines()[-12:])
         raise SetupFailed(f"{complaint}; the end of {LOG}:\n{tail}")
 
 
@@ -259,7 +263,7 @@ def take_lock() -> IO[str]:
         OSError: the clone cannot be written to.
     """
     BUILD.mkdir(exist_ok=True)
-    lock = (BUILD / "setup.lock").open("w")
+    lock = (BUILD / "setup.lock").open("w", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -283,7 +287,7 @@ def check_ready(requirement_files: list[str], why: OSError, *, anew: bool) -> En
         SetupFailed: there is something to do.
     """
     environment = existing_environment(describe(requirement_files), requirement_files, anew=anew)
-    kept = KEPT.read_text().strip() if KEPT.is_file() else ""
+    kept = _kept() if KEPT.is_file() else ""
     if environment is None and kept and not can_run(ROOT / kept):
         raise SetupFailed(
             f"this user may not run {kept}, which {KEPT} keeps: name a Python that has everything "
@@ -308,9 +312,13 @@ def can_run(python: Path) -> bool:
     return os.path.isfile(python) and os.access(python, os.X_OK)
 
 
+def _kept() -> str:
+    return os.fsdecode(KEPT.read_bytes()).strip()
+
+
 def has_kept() -> bool:
     """True if ``build/python`` names an interpreter that is still there, and can be run."""
-    return KEPT.is_file() and can_run(ROOT / KEPT.read_text().strip())
+    return KEPT.is_file() and can_run(ROOT / _kept())
 
 
 def keep(environment: Environment) -> None:
@@ -322,11 +330,11 @@ def keep(environment: Environment) -> None:
         SetupFailed: it cannot be written.
     """
     path, scratch = Path(environment.python), KEPT.with_name(f".python-{os.getpid()}")
-    line = f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}\n"
+    line = os.fsencode(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path) + b"\n"
     try:
-        if KEPT.is_file() and KEPT.read_text() == line:
+        if KEPT.is_file() and KEPT.read_bytes() == line:
             return
-        scratch.write_text(line)
+        scratch.write_bytes(line)
         scratch.replace(KEPT)
     except OSError as error:
         scratch.unlink(missing_ok=True)

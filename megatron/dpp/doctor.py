@@ -49,7 +49,7 @@ def probe_memory() -> Finding:
     except OSError as error:
         advice = "allow memfd_create in the container's seccomp profile"
         return Finding("shared memory", "missing", f"memfd_create: {error.strerror}", advice)
-    lines = map(str.split, Path("/proc/meminfo").read_text().splitlines())
+    lines = map(str.split, Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
     available = next((int(line[1]) for line in lines if line[0] == "MemAvailable:"), 0)
     return Finding("shared memory", "ok", f"memfd works, {available >> 20} GiB available")
 
@@ -112,7 +112,7 @@ def probe_rdma() -> Finding:
         advice = "docker: --device=/dev/infiniband --cap-add=IPC_LOCK"
         return Finding("RDMA", "note", f"{', '.join(devices)}, but no /dev/infiniband", advice)
     ports = [
-        f"{device} port {port.name}: {(port / 'state').read_text().strip()}"
+        f"{device} port {port.name}: {(port / 'state').read_text('utf-8').strip()}"
         for device in devices
         for port in sorted((root / device / "ports").iterdir())
     ]

@@ -360,7 +360,7 @@ def _open_standard_files() -> None:
             os.fstat(number)
         except OSError:
             if os.open(os.devnull, os.O_RDWR) == number:  # the lowest that is free
-                setattr(sys, name, open(number, mode))  # noqa: SIM115 - to the end
+                setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: SIM115 - to the end
 
 
 def _output_fails() -> bool:

@@ -36,7 +36,7 @@ def addresses() -> dict[str, str]:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
                 found[socket.inet_ntoa(answer[20:24])] = name
     with contextlib.suppress(OSError):  # a kernel without IPv6
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        for line in Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines():
             digits, _, _, scope, _, name = line.split()
             if int(scope, 16) != _LINK_LOCAL:
                 found[str(ipaddress.IPv6Address(bytes.fromhex(digits)))] = name

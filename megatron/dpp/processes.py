@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import ctypes
 import functools
+import io
 import locale
 import multiprocessing
 import multiprocessing.connection
@@ -54,7 +55,7 @@ def stopped_below(pid: int) -> dict[int, str]:
     states, children = {}, defaultdict(list)
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
-            head, _, rest = path.read_text(errors="replace").rpartition(")")
+            head, _, rest = path.read_text(encoding="utf-8", errors="replace").rpartition(")")
             number, _, name = head.partition(" (")
             state, parent = rest.split()[:2]
             states[int(number)] = (state, name)
@@ -139,17 +140,23 @@ def sigint_held_back() -> Iterator[None]:
 def begin_program() -> None:
     """Prepare a program before PyTorch is imported, which cannot be in some places.
 
-    It ends where its working directory is gone. Where files are read in another encoding than UTF-8
-    by default, it begins again in Python's UTF-8 mode: PyTorch's sources hold other characters than
-    those of ASCII or GBK.
+    It ends where its working directory is gone. Where files are read, or texts printed, in another
+    encoding than UTF-8 by default, it begins again in Python's UTF-8 mode: PyTorch's sources and
+    the answers of models hold other characters than those of ASCII or GBK. What UTF-8 does not
+    have, as some bytes of a file's name, is printed as an escape.
     """
     try:
         os.getcwd()
     except OSError as error:
         why = f"the working directory cannot be used ({error.strerror}): go to another one"
         sys.exit(print_error(ConfigError(why)))
-    if codecs.lookup(locale.getpreferredencoding(False)).name == "utf-8":
+    printed = os.environ.get("PYTHONIOENCODING", "").partition(":")[0] or "utf-8"
+    used = (locale.getpreferredencoding(False), printed)
+    if {codecs.lookup(each).name for each in used} == {"utf-8"}:
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="backslashreplace")
         return
+    os.environ.pop("PYTHONIOENCODING", None)
     os.environ["PYTHONUTF8"] = "1"  # for what this program starts
     sys.stdout.flush()
     # Python heeds the first of several -X utf8, and -I hides the variable.

@@ -118,8 +118,10 @@ def replacing(path: str) -> Iterator[IO[bytes]]:
 
 
 def open_text_to_write(path: str | Path, *, append: bool = False) -> TextIO:
-    """:func:`open_to_write` for UTF-8 text."""
-    return io.TextIOWrapper(open_to_write(path, append=append), encoding="utf-8")
+    """:func:`open_to_write` for UTF-8 text. What UTF-8 does not have, as some bytes of a file's
+    name, is written as an escape."""
+    file = open_to_write(path, append=append)
+    return io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace")
 
 
 def private_directory(path: Path) -> None:

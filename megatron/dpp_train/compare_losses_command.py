@@ -85,12 +85,10 @@ def _commands(arguments: argparse.Namespace, precision: str, *, use_dpp: bool) -
     flags = shlex.split(arguments.flags)
     if not arguments.free:
         flags.append("--deterministic-mode")
-    done = subprocess.run(
-        ["bash", script, *flags], env=environment, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["bash", script, *flags], env=environment, capture_output=True)
     if done.returncode:
-        sys.exit(done.stderr.strip())
-    return [shlex.split(line) for line in done.stdout.splitlines()]
+        sys.exit(os.fsdecode(done.stderr).strip())
+    return [shlex.split(line) for line in os.fsdecode(done.stdout).splitlines()]
 
 
 def _train(arguments: argparse.Namespace, precision: str, *, use_dpp: bool) -> _Training:

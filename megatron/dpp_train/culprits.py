@@ -156,7 +156,7 @@ def cut_short() -> list[str]:
     """The files that this process has mapped and that have got shorter since: who reads what is
     gone of them ends by SIGBUS."""
     found: dict[str, None] = {}
-    for line in Path("/proc/self/maps").read_text(errors="surrogateescape").splitlines():
+    for line in Path("/proc/self/maps").read_text("utf-8", "surrogateescape").splitlines():
         place, mode, offset, _, inode, *path = line.split(maxsplit=5)
         if not (path and path[0].startswith("/") and "r" in mode):
             continue
@@ -250,7 +250,7 @@ def _state(store: Any, rank: int) -> str:
 
 def _runs(pid: str) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2]
+        state = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2]
     except OSError:
         return False
     return state.split()[0] not in "ZX"

@@ -131,6 +131,14 @@ def test_an_output_is_tried_and_not_only_looked_at(
         check_outputs(args)
 
 
+def test_a_name_that_tensorboard_cannot_write_is_found_before_the_start(tmp_path: Path) -> None:
+    args = parse_args(["--tensorboard-dir", os.fsdecode(os.fsencode(tmp_path) + b"/\xff")])
+    with pytest.raises(
+        DataError, match=r"--tensorboard-dir .*: TensorBoard writes to names in UTF"
+    ):
+        check_outputs(args)
+
+
 @pytest.mark.parametrize(
     "words", [["tools/preprocess_data.py"], ["-m", "megatron.dpp", "preprocess"]]
 )

@@ -140,6 +140,24 @@ def test_an_interpreter_that_was_named_once_is_kept(repository: Path) -> None:
     assert "too old" in later().stderr
 
 
+@pytest.mark.parametrize("printed", ["ascii", "gbk"])
+def test_an_interpreter_is_kept_under_any_name_and_locale(repository: Path, printed: str) -> None:
+    """Python cannot print or write the bytes of some names in some encodings."""
+    if sys.prefix == sys.base_prefix:
+        pytest.skip("these tests run outside of a virtual environment")
+    link = Path(os.fsdecode(os.fsencode(repository) + "/\u6a21".encode() + b"\xff"))
+    link.symlink_to(sys.prefix)
+    named = os.fsencode(link / "bin" / "python")
+    command = ["bash", str(repository / "tools" / "setup.sh")]
+    env = os.environb | {b"PYTHON": named, b"PYTHONIOENCODING": printed.encode()}
+    env |= {b"LC_ALL": b"C", b"PYTHONUTF8": b"0", b"PYTHONCOERCECLOCALE": b"0"}
+    for words in (["--which"], []):
+        ran = subprocess.run([*command, *words], env=env, capture_output=True, timeout=150)
+        assert ran.stdout.strip() == named, ran.stderr
+    kept = (repository / "build" / "python").read_bytes().strip()
+    assert kept == named.removeprefix(os.fsencode(repository) + b"/")
+
+
 def plain_python(folder: Path) -> str:
     """An interpreter that is no virtual environment and has no PyTorch."""
     base = Path(sys.base_prefix) / "bin" / "python3"

@@ -72,7 +72,7 @@ def _gpus() -> list[Path]:
 
 def _is_gpu(entry: Path) -> bool:
     try:
-        vendor, kind = ((entry / name).read_text() for name in ("vendor", "class"))
+        vendor, kind = ((entry / name).read_text(encoding="utf-8") for name in ("vendor", "class"))
     except OSError:
         return False
     return vendor.startswith(_NVIDIA) and kind.startswith(_DISPLAY)

@@ -293,7 +293,7 @@ def _infiniband_interfaces(interface: str) -> list[tuple[str, int]]:
     if not interface or not devices.is_dir():
         return []
     try:
-        port = int((network / "dev_port").read_text()) + 1
+        port = int((network / "dev_port").read_text(encoding="utf-8")) + 1
     except (OSError, ValueError):
         port = 1
     return [(device.name, port) for device in devices.iterdir()]

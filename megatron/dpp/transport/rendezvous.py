@@ -43,7 +43,7 @@ _RETRY_SECONDS = 0.02
 
 def host_identity() -> str:
     """Equal for two processes if they can pass shared memory over an abstract socket."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 

@@ -327,10 +327,10 @@ def set_up(command: Sequence[str]) -> str:
     """Install and build what is missing; the Python to use, which the command prints. Where that
     fails, the program ends."""
     sys.stdout.flush()
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    result = subprocess.run(command, stdout=subprocess.PIPE)
     if result.returncode:
         sys.exit(result.returncode)
-    return result.stdout.strip()
+    return os.fsdecode(result.stdout).strip()
 
 
 def run_preparation(command: list[str]) -> None:

@@ -91,6 +91,6 @@ def _place(pid: int) -> tuple[str, str]:
 
 def _parent(pid: int) -> int:
     with contextlib.suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         return int(stat.rpartition(")")[2].split()[1])
     return 0

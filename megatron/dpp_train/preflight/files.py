@@ -157,8 +157,17 @@ def check_outputs(args: Settings) -> None:
             if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
                 raise DataError(f"{flag} {given}: not a file that can be written to")
             path = path.parent
+        if flag == "--tensorboard-dir" and not _is_utf8(path):
+            raise DataError(f"{flag} {path}: TensorBoard writes to names in UTF-8 only")
         if fault := _fault_of(path):
             raise DataError(f"{flag} {given}: {fault}")
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        return bool(str(path).encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _check_cache(prefix: str, args: Settings) -> None:
