@@ -88,22 +88,24 @@ class Saves:
         sums = checksums.read(found.path)
         assert sums is not None
         checksums.check(found.path, sums, list(sums))
-        if found.is_distributed:
-            held = self._held(found.path, tuple(sums.items()))
-        else:
+        if not found.is_distributed:
             files.check_whole(found, 1, 1)
+        assert self._held(found, tuple(sums.items())) == {found.iteration}
+        return found.iteration
+
+    def _held(self, found: files.Found, sums: tuple[Any, ...]) -> set[int]:
+        """The iteration in the files of these checksums; reading them takes longer than a save."""
+        if sums in self._known:
+            return self._known[sums]
+        if found.is_distributed:
+            held = shards.held(found.path, "weight", "moment")
+        else:
             rank = found.path / "mp_rank_00"
             state = torch.load(rank / "model_optim_rng.pt", weights_only=False)
             held = {state["iteration"], int(state["model"]["weight"][0])}
             held.add(torch.load(rank / "distrib_optim.pt"))
-        assert held == {found.iteration}
-        return found.iteration
-
-    def _held(self, folder: Path, sums: tuple[Any, ...]) -> set[int]:
-        """The iteration in the files of these checksums; reading one takes longer than a save."""
-        if sums not in self._known:
-            self._known[sums] = shards.held(folder, "weight", "moment")
-        return self._known[sums]
+        self._known[sums] = held
+        return held
 
     def all_whole(self) -> None:
         """Whatever has the name of a checkpoint is one, or is refused."""
