@@ -43,7 +43,7 @@ class Instead(NamedTuple):
 EXCEPTIONS = (
     Instead(r"^bash tools/test\.sh.*", r"bash tools/test.sh --help", "the suite holds this test"),
     Instead(
-        r"^(?:nice )?(?:\w+=\S+ )*(megatron-dpp bench \w+).*", r"\1 --help",
+        r"^(?:nice )?(?:\w+=\S+ )*(megatron-dpp bench [\w-]+).*", r"\1 --help",
         "minutes to hours, and GPUs",
     ),
     Instead(r"^(NUM_NODES=2 .*)$", r"\1 --gpu H100 --dry-run", "two nodes of eight GPUs"),
@@ -145,6 +145,15 @@ def test_every_exception_is_needed() -> None:
         if not any(re.search(each.command, line) for line in lines)
     ]
     assert not unused
+
+
+def test_benchmarks_that_are_asked_for_help_exist() -> None:
+    """``bench sliced`` was asked in the place of ``bench sliced-train``."""
+    lines = [line for page in PAGES for line in to_run(page)]
+    names = {line.split()[2] for line in lines if line.startswith("megatron-dpp bench ")}
+    script = "profiling/bench_{}.py"
+    assert names
+    assert not [n for n in names if not (REPOSITORY / script.format(n.replace("-", "_"))).exists()]
 
 
 def fresh_clone(folder: Path) -> dict[str, str]:
