@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.plugin.real import kit
+from tests.plugin.real.kit import SIZE
 
 kit.begin(  # writers of checkpoints import this module, too
     available="megatron.bridge", counted="megatron.bridge", connect=__name__ == "__main__"
@@ -50,31 +51,31 @@ from megatron.bridge.training.finetune import finetune  # type: ignore[import-no
 from megatron.bridge.training.gpt_step import forward_step  # type: ignore[import-not-found]  # noqa: E402
 from megatron.bridge.training.pretrain import pretrain  # type: ignore[import-not-found]  # noqa: E402
 
-ITERATIONS, LENGTH, VOCABULARY = 3, 64, 128
+ITERATIONS = max(2 * SIZE.rollouts, 3)
 FOLDER = Path(os.environ["RECORD"]).parent
 
 
-def config(folder: Path, dataset: Any, spec: Any, **checkpoint: Any) -> Any:
+def config(folder: Path, dataset: Any, **checkpoint: Any) -> Any:
     """A run of a small Llama on a pipeline of all ranks."""
     virtual = int(os.environ.get("CHUNKS", "1"))
     model = GPTModelProvider(
-        num_layers=4, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4,
-        num_query_groups=2, normalization="RMSNorm", activation_func=F.silu,
-        gated_linear_unit=True, add_bias_linear=False, position_embedding_type="rope",
-        attention_dropout=0.0, hidden_dropout=0.0, seq_length=LENGTH, vocab_size=VOCABULARY,
+        num_layers=SIZE.layers, hidden_size=SIZE.hidden, ffn_hidden_size=SIZE.ffn,
+        num_attention_heads=SIZE.heads, num_query_groups=SIZE.groups, normalization="RMSNorm",
+        activation_func=F.silu, gated_linear_unit=True, add_bias_linear=False,
+        position_embedding_type="rope", attention_dropout=0.0, hidden_dropout=0.0,
+        seq_length=SIZE.longest, vocab_size=SIZE.vocabulary,
         share_embeddings_and_output_weights=False, bf16=True, pipeline_dtype=torch.bfloat16,
         pipeline_model_parallel_size=int(os.environ["WORLD_SIZE"]),
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         # Megatron's condition for chunks on two ranks, between which a batch would mix messages
         overlap_p2p_comm=virtual > 1, batch_p2p_comm=virtual == 1,
-        moe_token_dispatcher_type="alltoall", transformer_layer_spec=spec,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False, persist_layer_norm=False, apply_rope_fusion=False,
-        bias_activation_fusion=False, bias_dropout_fusion=False, cross_entropy_loss_fusion=False,
+        moe_token_dispatcher_type="alltoall", **kit.LAYERS, **kit.SPEC,
     )  # fmt: skip
     return ConfigContainer(
         model=model,
-        train=TrainingConfig(train_iters=ITERATIONS, global_batch_size=8, micro_batch_size=1),
+        train=TrainingConfig(
+            train_iters=ITERATIONS, global_batch_size=SIZE.samples // 2, micro_batch_size=1
+        ),
         validation=ValidationConfig(eval_interval=2, eval_iters=1),
         optimizer=OptimizerConfig(
             optimizer="adam", bf16=True, lr=3e-3, min_lr=1e-6, clip_grad=1.0,
@@ -89,11 +90,13 @@ def config(folder: Path, dataset: Any, spec: Any, **checkpoint: Any) -> Any:
             grad_reduce_in_fp32=True, overlap_grad_reduce=True, overlap_param_gather=True,
             use_distributed_optimizer=True,
         ),
-        dist=DistributedInitConfig(distributed_backend="gloo"),
+        dist=DistributedInitConfig(distributed_backend="nccl" if kit.ON_GPU else "gloo"),
         dataset=dataset,
         logger=LoggerConfig(log_interval=1),
-        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=VOCABULARY),
-        checkpoint=CheckpointConfig(save=str(folder), save_interval=ITERATIONS, **checkpoint),
+        tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=SIZE.vocabulary),
+        checkpoint=CheckpointConfig(
+            save=str(folder), save_interval=ITERATIONS, save_optim=not kit.TIMED, **checkpoint
+        ),
         rng=RNGConfig(seed=1234),
     )  # fmt: skip
 
@@ -121,11 +124,12 @@ def documents() -> str:
     draw = torch.Generator().manual_seed(3)
     path = FOLDER / f"documents.{os.environ['RANK']}.jsonl"
     with path.open("w") as file:
-        for _ in range(64):
-            long, short = torch.randint(1, 28, (2,), generator=draw).tolist()
-            ids = torch.randint(1, VOCABULARY, (long + short,), generator=draw).tolist()
-            texts = [" ".join(map(str, part)) for part in (ids[:long], ids[long:])]
-            file.write(json.dumps(dict(zip(("input", "output"), texts, strict=True))) + "\n")
+        for seed in range(ITERATIONS // 2 + 1):
+            for prompt, answer in zip(*SIZE.lengths(seed), strict=True):
+                ids = torch.randint(1, SIZE.vocabulary, (prompt + answer,), generator=draw).tolist()
+                texts = [" ".join(map(str, part)) for part in (ids[:prompt], ids[prompt:])]
+                line = dict(zip(("input", "output"), texts, strict=True))
+                file.write(json.dumps(line) + "\n")
     return str(path)
 
 
@@ -134,14 +138,15 @@ def main() -> None:
     for module in (training, evaluation):
         kit.replace(module, name, lambda *given, **_: None)
     record, saved = kit.Record(), FOLDER / "pretrained"
+    record.timed(training, "train_step", "update")
     mock = MockGPTDatasetConfig(
         random_seed=1234, reset_attention_mask=False, reset_position_ids=False,
-        eod_mask_loss=False, seq_length=LENGTH, num_dataset_builder_threads=1,
+        eod_mask_loss=False, seq_length=SIZE.longest, num_dataset_builder_threads=1,
         data_sharding=True, dataloader_type="single", num_workers=0, persistent_workers=False,
     )  # fmt: skip
-    pretrain(config(saved, mock, kit.packed_spec), forward_step, recorded(record, "pretrain"))
+    pretrain(config(saved, mock), forward_step, recorded(record, "pretrain"))
     packed = DirectHFSFTDatasetConfig(
-        seq_length=LENGTH,
+        seq_length=SIZE.longest,
         source=HFDatasetSourceConfig(
             path_or_dataset="json", load_kwargs={"data_files": {"train": documents()}}
         ),
@@ -151,9 +156,7 @@ def main() -> None:
         do_validation=False, do_test=False, enable_in_batch_packing=True, pad_to_multiple_of=1,
         num_workers=0, persistent_workers=False,
     )  # fmt: skip
-    more = config(
-        FOLDER / "finetuned", packed, kit.packed_spec, pretrained_checkpoint=str(saved)
-    )  # fmt: skip
+    more = config(FOLDER / "finetuned", packed, pretrained_checkpoint=str(saved))
     more.train.micro_batch_size, more.validation.eval_iters = 2, 0
     finetune(more, forward_step, recorded(record, "finetune"))
     record.write()

@@ -1,7 +1,7 @@
-"""Parts that the runs of other projects' training code on a CPU share.
+"""Parts that the runs of other projects' training code share.
 
 A run prints what must be bitwise equal under every schedule, by :class:`Record`, and the names that
-it replaced, by :data:`STUBBED`.
+it replaced, by :data:`STUBBED`. ``DEVICE=cuda`` runs on GPUs with Transformer Engine's layers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 import types
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -20,6 +21,13 @@ from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
 import torch
+
+from tests.plugin.real.size import Size
+
+SIZE = Size.of_environment()
+ON_GPU = os.environ.get("DEVICE") == "cuda"
+TIMED = os.environ.get("TIMED") == "1"
+"""Steps are timed, so that nothing is compared and nothing need be deterministic."""
 
 STUBBED: set[str] = set()
 """Packages and functions that stand for something which is missing here."""
@@ -131,13 +139,31 @@ class PackedAttention(torch.nn.Module):
 
 
 def packed_spec(*given: Any, **more: Any) -> Any:
-    """megatron-core's local layers with :class:`PackedAttention`."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    """Transformer Engine's layers; on a CPU megatron-core's local ones with
+    :class:`PackedAttention`.
+    """
+    from megatron.core.models.gpt import gpt_layer_specs
 
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    if ON_GPU:
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+    spec = gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = PackedAttention
     STUBBED.add("Transformer Engine's layers (local ones instead)")
     return spec
+
+
+_NO_APEX = {"gradient_accumulation_fusion": False, "masked_softmax_fusion": False}
+_LOCAL = {
+    "persist_layer_norm": False, "apply_rope_fusion": False, "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+}  # fmt: skip
+LAYERS: dict[str, Any] = (
+    _NO_APEX | {"cross_entropy_loss_fusion": False} | ({} if ON_GPU else _LOCAL)
+)
+"""Settings of a TransformerConfig for the layers of this machine; the fused loss is not
+deterministic."""
+SPEC: dict[str, Any] = {} if ON_GPU else {"transformer_layer_spec": packed_spec}
+"""Those of a model provider, which otherwise takes Transformer Engine's layers."""
 
 
 class Record:
@@ -162,10 +188,23 @@ class Record:
 
         setattr(owner, name, call)
 
+    def timed(self, owner: Any, name: str, what: str) -> None:
+        """Note the milliseconds of each call of a host's function, in which all ranks take part."""
+        own = getattr(owner, name)
+
+        def call(*given: Any, **more: Any) -> Any:
+            start = _moment()
+            found = own(*given, **more)
+            self._lines.append(f"time {what}: {1e3 * (_moment() - start):.1f}")
+            return found
+
+        setattr(owner, name, call)
+
     def weights(self, what: str, chunks: Sequence[torch.nn.Module]) -> None:
         """Add digests of the weights and of the gradients."""
-        own = [p for chunk in chunks for p in chunk.parameters()]
-        self.add(f"{what} weights", [p.detach() for p in own])
+        if not TIMED:
+            own = [p for chunk in chunks for p in chunk.parameters()]
+            self.add(f"{what} weights", [p.detach() for p in own])
 
     def watch(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Add a digest of these chunks' gradients before each step of the optimizer, and the number
@@ -183,8 +222,9 @@ class Record:
             assert filled > len(own) // 2, f"{filled} gradients of {len(own)} are not zero"
             self.add(f"gradients, {filled} of {len(own)} not zero:", own)
 
-        for kind in (optimizer.MixedPrecisionOptimizer, optimizer.FP32Optimizer):
-            self._watch(kind, gradients)
+        if not TIMED:
+            for kind in (optimizer.MixedPrecisionOptimizer, optimizer.FP32Optimizer):
+                self._watch(kind, gradients)
 
     @staticmethod
     def _watch(kind: Any, look: Callable[[], None]) -> None:
@@ -204,21 +244,33 @@ class Record:
         Path(path).write_text("\n".join(lines) + "\n")
 
 
+def _moment() -> float:
+    """The time, in seconds, when all ranks have come here and their GPUs are done."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+    torch.distributed.barrier()
+    return time.perf_counter()
+
+
 def _text(value: Any) -> str:
+    """A digest in the place of each tensor, and of a list of tensors."""
     if isinstance(value, torch.Tensor):
         value = [value]
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {_text(one)}" for key, one in sorted(value.items()))
     if isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value):
         digest = hashlib.sha256()
         for one in value:
             values = one.values() if one.is_nested else one
-            digest.update(values.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            whole = values.detach().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(whole.cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
     return f"{value!r}"
 
 
 def tiny_model(folder: Path) -> None:
-    """Write a Llama of four layers with random weights and a tokenizer of numbers, as
-    ``transformers`` keeps them.
+    """Write a Llama with random weights and a tokenizer of numbers, as ``transformers`` keeps
+    them.
     """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -226,25 +278,38 @@ def tiny_model(folder: Path) -> None:
 
     torch.manual_seed(7)
     config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        vocab_size=SIZE.vocabulary, hidden_size=SIZE.hidden, intermediate_size=SIZE.ffn,
+        num_hidden_layers=SIZE.layers, num_attention_heads=SIZE.heads,
+        num_key_value_heads=SIZE.groups, max_position_embeddings=4 * SIZE.longest,
         tie_word_embeddings=False, torch_dtype="bfloat16",
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    words = Tokenizer(WordLevel({str(number): number for number in range(128)}, unk_token="0"))
+    numbers = {str(number): number for number in range(SIZE.vocabulary)}
+    words = Tokenizer(WordLevel(numbers, unk_token="0"))
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1").save_pretrained(
         folder
     )
 
 
 def begin(available: str = "", counted: str = "", *, connect: bool = True) -> None:
-    """Let megatron-core run on this CPU.
+    """Prepare this rank's GPU, or let megatron-core run on the CPU.
 
     Args:
         available: the package that is told that CUDA is available, since it asks for it.
         counted: the package that is told how many GPUs there are.
-        connect: connect the ranks by gloo; otherwise the host does it.
+        connect: connect the ranks; otherwise the host does it.
     """
+    if ON_GPU:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.use_deterministic_algorithms(not TIMED, warn_only=True)
+    else:
+        _use_cpu(available, counted)
+    _note_announced()
+    if connect:
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo")
+
+
+def _use_cpu(available: str, counted: str) -> None:
     import typing
 
     import typing_extensions
@@ -263,9 +328,6 @@ def begin(available: str = "", counted: str = "", *, connect: bool = True) -> No
         replace(torch.cuda, "is_available", lambda: _asked_by(available) or is_available())
     if counted:
         replace(torch.cuda, "device_count", lambda: count * _asked_by(counted))
-    _note_announced()
-    if connect:
-        torch.distributed.init_process_group("gloo")
 
 
 def _note_announced() -> None:

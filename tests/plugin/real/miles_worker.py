@@ -14,7 +14,8 @@ from tests.plugin.real.rollout import FLAGS, logged, parsed, samples
 
 kit.begin(available="miles", counted="miles", connect=False)
 kit.stub("transformer_engine", "sglang", "sglang_router", "sgl_kernel", "torch_memory_saver",
-         "nvidia_resiliency_ext", "memray", "openai", "qwen_vl_utils", "mooncake")  # fmt: skip
+         "nvidia_resiliency_ext", "memray", "openai", "qwen_vl_utils", "mooncake",
+         "polars")  # fmt: skip
 
 import ray  # type: ignore[import-not-found]  # noqa: E402
 from miles.backends.megatron_utils import (  # type: ignore[import-not-found]  # noqa: E402
@@ -34,6 +35,9 @@ from sglang.srt.debug_utils.dumper import (  # type: ignore[import-not-found]  #
     DumperConfig,
 )
 from sglang.srt.server_args import ServerArgs  # type: ignore[import-not-found]  # noqa: E402
+from sglang_router.launch_router import (  # type: ignore[import-not-found]  # noqa: E402
+    RouterArgs,
+)
 
 
 def server_flags(parser: Any) -> None:
@@ -43,6 +47,7 @@ def server_flags(parser: Any) -> None:
 
 
 kit.replace(ServerArgs, "add_cli_args", server_flags)
+kit.replace(RouterArgs, "add_cli_args", lambda *given, **_: None)
 kit.replace(DumperConfig, "_kv_pairs_to_dict", lambda pairs: {})
 
 
@@ -50,7 +55,7 @@ def main() -> None:
     record, args = kit.Record(), parsed(parse_args, FLAGS)
     kit.replace(ray, "put", lambda value, **_: value)
     kit.replace(ray, "get", lambda value, **_: value)
-    kit.replace(train_actor, "get_local_gpu_id", lambda: int(os.environ["RANK"]))
+    kit.replace(train_actor, "get_local_gpu_id", lambda: int(os.environ["LOCAL_RANK"]))
     kit.replace(models, "load_checkpoint", lambda *given, **_: (0, 0))
     kit.replace(actors, "init_tracking", lambda *given, **_: None)
     kit.replace(tracking, "log", partial(logged, record))
@@ -61,6 +66,8 @@ def main() -> None:
     args.num_gpus_per_node = size
     actor.init(args, "actor", indep_dp_info=IndepDPInfo.create_trivial())
     record.watch(actor.model)
+    record.timed(actors, "train", "update")
+    record.timed(actor, "compute_log_prob", "log-probabilities")
     record.returned(actor, "compute_log_prob")
     for number in range(args.num_rollout):
         refs = split_train_data_by_dp(args, samples(args, number), actor.train_parallel_config)

@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 
 from tests.plugin.real import kit
+from tests.plugin.real.kit import SIZE
 
 kit.begin(available="nemo_rl", counted="nemo_rl")
 kit.stub("megatron.energon", "transformer_engine", "modelopt", "nvidia_resiliency_ext", "vllm",
          "sglang", "nixl", "awscrt", "swanlab", "math_verify", "decord", "nccl", "cuda",
          "mamba_ssm", "causal_conv1d", "fla", "nvdlfw_inspect", "num2words", "plotly", "timm",
          "open_clip", "debugpy", "pynvml", "fastokens", "tensordict_kv", "transfer_queue",
-         "soundfile")  # fmt: skip
+         "soundfile", "mlflow")  # fmt: skip
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
@@ -45,8 +46,6 @@ from nemo_rl.models.policy.workers import (  # type: ignore[import-not-found]  #
     megatron_policy_worker,
 )
 
-SAMPLES, LENGTH, MOST = 16, 64, 96
-
 
 def model() -> tuple[Any, Any]:
     """A small Llama on a pipeline of all ranks, and its optimizer, as NeMo-RL sets them."""
@@ -55,23 +54,24 @@ def model() -> tuple[Any, Any]:
     torch.manual_seed(1234 + int(os.environ["RANK"]))
     model_parallel_cuda_manual_seed(1234)
     config = TransformerConfig(
-        num_layers=4, hidden_size=64, ffn_hidden_size=96, num_attention_heads=4,
-        num_query_groups=2, normalization="RMSNorm", activation_func=F.silu,
-        gated_linear_unit=True, add_bias_linear=False, attention_dropout=0.0, hidden_dropout=0.0,
-        bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
+        num_layers=SIZE.layers, hidden_size=SIZE.hidden, ffn_hidden_size=SIZE.ffn,
+        num_attention_heads=SIZE.heads, num_query_groups=SIZE.groups, normalization="RMSNorm",
+        activation_func=F.silu, gated_linear_unit=True, add_bias_linear=False,
+        attention_dropout=0.0, hidden_dropout=0.0, bf16=True,
+        params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
         moe_token_dispatcher_type="alltoall",
         pipeline_model_parallel_size=size, variable_seq_lengths=True,
-        gradient_accumulation_fusion=False, masked_softmax_fusion=False,
-        persist_layer_norm=False, apply_rope_fusion=False, bias_activation_fusion=False,
-        bias_dropout_fusion=False, finalize_model_grads_func=finalize_model_grads,
-        calculate_per_token_loss=True,
+        finalize_model_grads_func=finalize_model_grads, calculate_per_token_loss=True,
+        **kit.LAYERS,
     )  # fmt: skip
     chunk = GPTModel(
-        config, kit.packed_spec(), vocab_size=128, max_sequence_length=256,
+        config, kit.packed_spec(), vocab_size=SIZE.vocabulary,
+        max_sequence_length=4 * SIZE.longest,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(), parallel_output=True,
         share_embeddings_and_output_weights=False, position_embedding_type="rope",
     )  # fmt: skip
+    chunk = chunk.cuda() if kit.ON_GPU else chunk
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=True
     )
@@ -88,11 +88,11 @@ def model() -> tuple[Any, Any]:
 
 
 CFG: dict[str, Any] = {
-    "train_global_batch_size": SAMPLES // 2, "train_micro_batch_size": 1,
+    "train_global_batch_size": SIZE.samples // 2, "train_micro_batch_size": 1,
     "logprob_batch_size": 1, "make_sequence_length_divisible_by": 1,
     "sequence_packing": {
-        "enabled": True, "algorithm": "modified_first_fit_decreasing", "train_mb_tokens": MOST,
-        "logprob_mb_tokens": MOST, "fuse_loss": False,
+        "enabled": True, "algorithm": "modified_first_fit_decreasing", "train_mb_tokens": SIZE.most,
+        "logprob_mb_tokens": SIZE.most, "fuse_loss": False,
     },
     "dynamic_batching": {"enabled": False}, "draft": {"enabled": False},
     "megatron_cfg": {
@@ -123,22 +123,22 @@ def worker() -> Any:
     for name, value in own.items():
         object.__setattr__(found, name, value)
     kit.STUBBED.add("MegatronPolicyWorkerImpl.__init__")
-    kit.replace(torch.cuda, "get_device_name", lambda *device: "cpu")
+    if not kit.ON_GPU:
+        kit.replace(torch.cuda, "get_device_name", lambda *device: "cpu")
     return found
 
 
 def batch(seed: int) -> Any:
     """Samples of unlike lengths, padded on the right as NeMo-RL's rollout gives them."""
     draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1, 128, (SAMPLES, LENGTH), generator=draw)
-    prompts = torch.randint(2, 17, (SAMPLES, 1), generator=draw)
-    lengths = prompts + torch.randint(2, LENGTH - 16, (SAMPLES, 1), generator=draw)
-    place = torch.arange(LENGTH)
+    ids = torch.randint(1, SIZE.vocabulary, (SIZE.samples, SIZE.longest), generator=draw)
+    prompts, responses = (torch.tensor(one).unsqueeze(1) for one in SIZE.lengths(seed))
+    lengths, place = prompts + responses, torch.arange(SIZE.longest)
     mask = ((place >= prompts) & (place < lengths)).float()
     return BatchedDataDict(
         input_ids=ids * (place < lengths), input_lengths=lengths.squeeze(1), token_mask=mask,
-        sample_mask=torch.ones(SAMPLES),
-        advantages=torch.randn(SAMPLES, 1, generator=draw).expand(-1, LENGTH).clone(),
+        sample_mask=torch.ones(SIZE.samples),
+        advantages=torch.randn(SIZE.samples, 1, generator=draw).expand(-1, SIZE.longest).clone(),
     )  # fmt: skip
 
 
@@ -155,17 +155,19 @@ def packed(data: Any, batch_size: int | None, most: int) -> Any:
 def main() -> None:
     record, policy = kit.Record(), worker()
     record.watch([policy.model])
+    record.timed(policy, "get_logprobs", "log-probabilities")
+    record.timed(policy, "train", "update")
     loss = ClippedPGLossFn(ClippedPGLossConfig(reference_policy_kl_penalty=0.0))
-    for step in range(2):
+    for step in range(SIZE.rollouts):
         data = batch(step)
-        (sharded,), order = packed(data, None, MOST)
+        (sharded,), order = packed(data, None, SIZE.most)
         found = policy.get_logprobs(data=sharded)["logprobs"]
         record.add(f"{step} log-probabilities", found)
         restored = torch.empty_like(found)
         restored[torch.tensor(order)] = found
         for name in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs"):
             data[name] = restored.clone()
-        (sharded,), _ = packed(data, CFG["train_global_batch_size"], MOST)
+        (sharded,), _ = packed(data, CFG["train_global_batch_size"], SIZE.most)
         metrics = policy.train(sharded, loss)
         record.add(f"{step} loss", metrics["global_loss"])
         record.add(f"{step} norm", metrics["grad_norm"])

@@ -35,11 +35,12 @@ from slime.utils.arguments import parse_args  # type: ignore[import-not-found]  
 
 def main() -> None:
     record, args = kit.Record(), parsed(parse_args, FLAGS)
-    kit.replace(CUDAAccelerator, "current_device", lambda _: torch.device("cpu"))
-    kit.replace(CUDAAccelerator, "device_name", lambda *given: "cpu")
+    if not kit.ON_GPU:
+        kit.replace(CUDAAccelerator, "current_device", lambda _: torch.device("cpu"))
+        kit.replace(CUDAAccelerator, "device_name", lambda *given: "cpu")
     kit.replace(ray, "put", lambda value, **_: value)
     kit.replace(ray, "get", lambda value, **_: value)
-    kit.replace(train_actor, "get_local_gpu_id", lambda: int(os.environ["RANK"]))
+    kit.replace(train_actor, "get_local_gpu_id", lambda: int(os.environ["LOCAL_RANK"]))
     kit.replace(models, "load_checkpoint", lambda *given, **_: (0, 0))
     kit.replace(actors, "init_tracking", lambda *given, **_: None)
     kit.replace(models.logging_utils, "log", partial(logged, record))
@@ -50,6 +51,8 @@ def main() -> None:
     args.num_gpus_per_node = size
     actor.init(args, "actor")
     record.watch(actor.model)
+    record.timed(actors, "train", "update")
+    record.timed(actor, "compute_log_prob", "log-probabilities")
     record.returned(actor, "compute_log_prob")
     manager = SimpleNamespace(args=args, train_parallel_config=actor.train_parallel_config)
     split = getattr(rollout.RolloutManager, "__ray_actor_class__", rollout.RolloutManager)

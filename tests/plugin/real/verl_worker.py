@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tests.plugin.real import kit
+from tests.plugin.real.kit import SIZE
 
 kit.begin(counted="verl")
 kit.stub(
@@ -36,24 +37,23 @@ from verl.workers.utils.padding import (  # type: ignore[import-not-found]  # no
     no_padding_2_padding,
 )
 
-PROMPT, RESPONSE, SAMPLES, MOST = 16, 48, 16, 80
+PROMPT, RESPONSE = SIZE.longest_prompt, SIZE.longest
 
 
 def batch(seed: int) -> TensorDict:
     """Prompts padded on the left and responses on the right, as verl's rollout gives them."""
     draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1, 128, (SAMPLES, PROMPT + RESPONSE), generator=draw)
-    prompts = torch.randint(2, PROMPT + 1, (SAMPLES, 1), generator=draw)
-    responses = torch.randint(2, RESPONSE + 1, (SAMPLES, 1), generator=draw)
+    ids = torch.randint(1, SIZE.vocabulary, (SIZE.samples, PROMPT + RESPONSE), generator=draw)
+    prompts, responses = (torch.tensor(one).unsqueeze(1) for one in SIZE.lengths(seed))
     place = torch.arange(PROMPT + RESPONSE)
     mask = ((place >= PROMPT - prompts) & (place < PROMPT + responses)).long()
     data = {
         "prompts": ids[:, :PROMPT], "responses": ids[:, PROMPT:], "input_ids": ids * mask,
         "attention_mask": mask, "response_mask": mask[:, PROMPT:],
         "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
-        "advantages": torch.randn(SAMPLES, RESPONSE, generator=draw),
+        "advantages": torch.randn(SIZE.samples, RESPONSE, generator=draw),
     }  # fmt: skip
-    found = left_right_2_no_padding(TensorDict(data, batch_size=SAMPLES))
+    found = left_right_2_no_padding(TensorDict(data, batch_size=SIZE.samples))
     lengths = found["input_ids"].offsets().diff().tolist()
     tu.assign_non_tensor(found, temperature=1.0, global_token_num=lengths)
     return found
@@ -70,14 +70,9 @@ def worker() -> TrainingWorker:
     engine = McoreEngineConfig(
         pipeline_model_parallel_size=int(os.environ["WORLD_SIZE"]),
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-        use_dynamic_bsz=True, max_token_len_per_gpu=MOST, infer_max_token_len_per_gpu=MOST,
-        override_transformer_config={
-            "transformer_layer_spec": kit.packed_spec, "attention_backend": "auto",
-            "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
-            "persist_layer_norm": False, "apply_rope_fusion": False,
-            "bias_activation_fusion": False, "bias_dropout_fusion": False,
-            "cross_entropy_loss_fusion": False,
-        },
+        use_dynamic_bsz=True, max_token_len_per_gpu=SIZE.most,
+        infer_max_token_len_per_gpu=SIZE.most,
+        override_transformer_config=kit.LAYERS | {"attention_backend": "auto"} | kit.SPEC,
     )  # fmt: skip
     found = TrainingWorker(
         TrainingWorkerConfig(
@@ -98,13 +93,15 @@ def main() -> None:
         strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True
     )
     record.watch(actor.engine.module)
+    record.timed(actor, "infer_batch", "log-probabilities")
+    record.timed(actor, "train_mini_batch", "update")
     actor.set_loss_fn(partial(ppo_loss, config=config))
-    for step in range(2):
+    for step in range(SIZE.rollouts):
         data = batch(step)
         asked = data.copy()
         tu.assign_non_tensor(asked, calculate_entropy=True, compute_loss=False)
         found: Any = actor.infer_batch(asked)
-        old = torch.zeros(SAMPLES, RESPONSE)
+        old = torch.zeros(SIZE.samples, RESPONSE)
         if found is not None:
             record.add(f"{step} log-probabilities", found["log_probs"])
             record.add(f"{step} entropies", found["entropy"])
@@ -112,9 +109,9 @@ def main() -> None:
         torch.distributed.broadcast(old, torch.distributed.get_world_size() - 1)
         data["old_log_probs"] = old
         tu.assign_non_tensor(
-            data, calculate_entropy=False, global_batch_size=SAMPLES // 2,
-            mini_batch_size=SAMPLES // 2, epochs=1, seed=1, dataloader_kwargs={"shuffle": False},
-            compute_loss=True,
+            data, calculate_entropy=False, global_batch_size=SIZE.samples // 2,
+            mini_batch_size=SIZE.samples // 2, epochs=1, seed=1, compute_loss=True,
+            dataloader_kwargs={"shuffle": False},
         )  # fmt: skip
         metrics = actor.train_mini_batch(data)
         if metrics is not None:
