@@ -60,10 +60,12 @@ STATIC = ["[] forward_backward_no_pipelining", "False"]
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a host, without the test's own settings."""
+    """The environment of a host, without the test's own settings and without PyTorch's compiler,
+    whose import takes a second."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("DPP_")}
     path = os.pathsep.join([str(REPOSITORY), *sys.path])
-    return {**own, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", **more}
+    quick = {"TORCHDYNAMO_DISABLE": "1", "PYTHONWARNINGS": "ignore"}
+    return {**own, "PYTHONPATH": path, **quick, **more}
 
 
 def fresh(code: str, python: str = sys.executable, **more: str) -> str:

@@ -132,7 +132,8 @@ def test_a_script_runs_as_it_would_by_itself(tmp_path: Path, words: list[str]) -
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-m", "megatron.dpp.run", str(tmp_path / "script.py"), "--own", *words],
-        env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
+        env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore",
+             "TORCHDYNAMO_DISABLE": "1"},  # the import of PyTorch's compiler takes a second
         capture_output=True, text=True,
     )  # fmt: skip
     name = "Plugin.get" if words else "get_forward_backward_func"
