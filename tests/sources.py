@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from functools import cache
 from pathlib import Path
 
@@ -17,5 +18,11 @@ def text_of(name: str) -> str:
 
 @cache
 def tree_of(name: str) -> ast.Module:
-    """The syntax tree of a Python file."""
-    return ast.parse(text_of(name))
+    """The syntax tree of a Python file. Garbage collection passes over its nodes: it takes twice as
+    long as reading them."""
+    gc.disable()
+    try:
+        return ast.parse(text_of(name))
+    finally:
+        gc.freeze()
+        gc.enable()
