@@ -39,9 +39,7 @@ def tasks(folder: Path, iteration: int) -> list[list[str]]:
     ]
 
 
-def read_by_all_commands(
-    folder: Path, capsys: pytest.CaptureFixture[str], *, simulated: str
-) -> None:
+def read_by_all_commands(folder: Path, capsys: pytest.CaptureFixture[str], *, split: str) -> None:
     """Run the commands on a trace; each must find two whole iterations of two ranks."""
     where = ["--benchmark_dir", str(folder)]
     capsys.readouterr()
@@ -53,7 +51,7 @@ def read_by_all_commands(
     assert (folder / "report.html").is_file()
     assert monitor.main([*where, "--once"]) == 0
     assert capsys.readouterr().out.count("ended") == 2
-    words = ["--costs", str(costs), "--microbatches", "8", "--no-grid", simulated]
+    words = ["--costs", str(costs), "--microbatches", "8", "--no-grid", "--split-backward", split]
     assert sim.main(words) == 0
     assert "dynamic" in capsys.readouterr().out
     assert plots.main(where) == 0 and list((folder / "plots").glob("*.svg"))
@@ -73,7 +71,7 @@ def test_the_static_schedule_is_recorded_and_stays(
         geometry = Geometry(num_ranks=2, rank=rank, num_chunks=2, num_microbatches=8)
         assert names == [str(action) for action in reference_order(geometry)]
     assert tasks(folder, 0) == [[], []]
-    read_by_all_commands(folder, capsys, simulated="--no-split-backward")
+    read_by_all_commands(folder, capsys, split="off")
 
 
 @pytest.mark.slow
@@ -92,4 +90,4 @@ def test_the_dynamic_schedule_is_recorded_and_run_again(
     name = "data-1-pipeline-2-tensor-1-dpp"
     assert tasks(tmp_path / name, 2) == tasks(again / name, 2)
     assert all(len(set(names)) == 32 for names in tasks(again / name, 2))
-    read_by_all_commands(tmp_path / name, capsys, simulated="--split-backward")
+    read_by_all_commands(tmp_path / name, capsys, split="on")

@@ -292,7 +292,7 @@ def test_random_states_are_exchanged_around_replays_of_layers_that_draw(
     chunk = Chunk()
     chunk.config = SimpleNamespace(
         hidden_dropout=dropout, attention_dropout=0.0, recompute_granularity=None,
-        moe_input_jitter_eps=None, moe_router_force_load_balancing=False,
+        moe_input_jitter_eps=None, moe_router_force_load_balancing=False, fp8=None,
     )  # fmt: skip
     made = slots.ChunkGraphs([chunk], None, print, lambda chunks: True)
     with made.bound(torch.empty(SHAPE)):
