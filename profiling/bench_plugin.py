@@ -47,6 +47,7 @@ LOGGED = ("dynamic pipeline", "static pipeline", "CUDA graphs")
 OTHERS: dict[str, dict[str, Any]] = {
     "late-": {"launch_ahead": False},
     "auto-": {"split_backward": "auto"},
+    "default-": {"policy": "auto", "split_backward": "auto", "activation_cap": "auto"},
     "fused-": {"split_backward": "off"},
     "stock0-": {"split_backward": "stock:0"},
     "stock1-": {"split_backward": "stock:1"},
@@ -54,8 +55,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "eagerauto-": {"cuda_graphs": "off", "split_backward": "auto"},
 }
 """Prefix of a dynamic arm -> what it changes: tasks are launched when their input has arrived; a
-backward is split as measured, not at all, or unless N others wait for their weight gradients;
-without CUDA graphs of ours."""
+backward is split as measured, not at all, or unless N others wait for their weight gradients; all
+is as by default; without CUDA graphs of ours."""
 _SLICED = re.compile(r"s([1-9][0-9]*)-")
 """Beginning of the name of a dynamic arm that cuts sequences, and the tokens of a slice."""
 NAMES = {name.replace(", ", "-").replace(" ", "-"): name for name in arms.ARMS}

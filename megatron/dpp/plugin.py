@@ -116,6 +116,7 @@ class Plugin:
                 return self._run_own(own, **keywords)
             return self._run_instead(own, keywords)
 
+        setattr(schedule, compat.ORIGINAL, own)
         return own, schedule
 
     def _run_instead(self, own: Callable[..., Any] | None, keywords: dict[str, Any]) -> list[Any]:
@@ -174,8 +175,7 @@ class Plugin:
 
     def _run_own(self, schedule: Callable[..., Any], **keywords: Any) -> list[Any]:
         """Run one step with megatron-core's own schedule, also where ours has its name."""
-        for own, ours in self._replaced.values():
-            schedule = own if schedule is ours else schedule
+        schedule = getattr(schedule, compat.ORIGINAL, schedule)
         self._rows = None
         if not keywords.get("forward_only"):
             self._sizes = None

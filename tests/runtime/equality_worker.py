@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,7 @@ from tests.runtime.losses import OwnLoss, loss_func, token_loss  # noqa: E402
 from tests.runtime.rerun import Rerun  # noqa: E402
 
 VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
+LAUNCHING = "megatron.dpp.runtime.timer.HostTimer.launch_share"
 DOCUMENTS = 3
 """Documents of a packed microbatch, of at most SEQUENCE * MICRO_BATCH tokens together."""
 
@@ -405,9 +407,7 @@ def run_case(case: dict[str, Any]) -> None:
     deviated = 0
     for settings in case["runs"]:
         static = settings.pop("static", False)
-        settings.setdefault(
-            "policy", "dynamic"
-        )  # the usual one keeps Megatron's order on two ranks
+        settings.setdefault("policy", "dynamic")  # auto keeps Megatron's order on two ranks
         kind: Any = StaticSchedule if static else DppSchedule
         trace = recorder_of(case, settings.pop("trace", None), "pp" if static else "dpp")
         grouped = settings.pop("grouped", case.get("grouped", False))
@@ -435,6 +435,7 @@ def run_case(case: dict[str, Any]) -> None:
             captured = any("CUDA graphs: memory for" in line for line in said)
             assert replays or captured, f"{case['name']} with {settings}: nothing was replayed"
         compare(expected, got, f"{case['name']} with {settings}")
+        assert host or ("own schedule runs from now on" in "".join(said)) == ("launching" in case)
         if most_logits is not None and parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             assert got["logits"] == most_logits, (
                 f"{case['name']} with {settings}: logits of {got['logits']} kept"
@@ -448,10 +449,8 @@ def run_case(case: dict[str, Any]) -> None:
     dist.barrier()
     parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
-        total = len(case["runs"])
-        print(
-            f"CASE {case['name']} ok: {total} runs, {deviated} not in Megatron's order", flush=True
-        )
+        order = f"{deviated} not in Megatron's order"
+        print(f"CASE {case['name']} ok: {len(case['runs'])} runs, {order}", flush=True)
 
 
 @contextlib.contextmanager
@@ -491,7 +490,8 @@ def start() -> None:
 def main() -> None:
     start()
     for case in json.loads(sys.argv[1]):
-        run_case(copy.deepcopy(case))
+        with mock.patch(LAUNCHING, return_value=case.get("launching", 0.0)):
+            run_case(copy.deepcopy(case))
     dist.destroy_process_group()
 
 

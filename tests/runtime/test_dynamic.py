@@ -133,6 +133,8 @@ class Step:
         monkeypatch.setattr(dynamic, "Executor", FakeExecutor)
         decider = SimpleNamespace(start=self.started.append)
         monkeypatch.setattr(dynamic, "decider_for", lambda scheduler, channels, board: decider)
+        ours = SimpleNamespace(runs=lambda call: False, choose=lambda *_: None)
+        monkeypatch.setattr(dynamic, "OwnSchedule", lambda *_: ours)
         monkeypatch.setattr(dynamic, "Sessions", lambda *_: self)
         monkeypatch.setattr(dynamic, "Prepared", lambda *_: self)
         monkeypatch.setattr(dynamic, "Stage", self._stage)
@@ -168,7 +170,7 @@ class Step:
         return self.weights if self.schedule.config.split_backward != "off" else None
 
     chosen = Backward()
-    replays = False
+    replays = unlike = False
 
     def can_replay(self, call: Any) -> bool:
         return True

@@ -13,6 +13,7 @@ from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, UNLIKE, case, check
 
 def test_two_ranks_any_number_of_chunks() -> None:
     fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
+    auto = {"policy": "auto"}
     check(
         2,
         case("v1", 2, 5, fused, late, {"static": True, "transport": "shm"}, dropout=0.1),
@@ -21,6 +22,9 @@ def test_two_ranks_any_number_of_chunks() -> None:
         case("one stage", 1, 3, fused, {"inject": "delay:4ms"}, dropout=0.1),
         case("selective", 2, 4, late, v=2, recompute="selective", spec="megatron", dropout=0.1),
         case("fused wgrad", 2, 4, fused, late, v=2, fusion=True, overlap=True),
+        case("launch-bound", 2, 4, auto, v=2, layers=4, iterations=8, dropout=0.1, launching=1.0),
+        case("launch-bound host", 2, 5, auto | {"host": "silent"}, layers=2, iterations=8,
+             launching=1.0),
         case("kinds", 2, 4, {"transport": "dist"}, {"transport": "shm", "checksum": True}, v=2),
         case("part of the microbatches v2", 2, 4, late, v=2, layers=4, partial=2),
         case("per token", 2, 4, fused, late, v=2, layers=4, per_token=True),

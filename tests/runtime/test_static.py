@@ -45,7 +45,7 @@ class Around:
         patch(static, "pipeline_of", lambda *_: self.topology)
         patch(static, "around_steps", lambda _, after: nullcontext(self._after.append(after)))
         patch(static, "get_model_config", lambda _: self.config)
-        patch(static, "get_forward_backward_func", lambda: self._run)
+        patch(static, "static_schedule", lambda original, keywords: self._run)
         patch(static, "refuse_delayed", lambda chunks, why: self.told.append(why))
         patch(static, "TaskRng", self._rng)
         patch("megatron.dpp.runtime.base.needs_task_rng", lambda *_, **__: False)

@@ -455,6 +455,10 @@ def pipeline_size(groups: Any = None) -> int:
     return int(group.size())
 
 
+ORIGINAL = "dpp_original"
+"""Attribute of a function in the place of one of megatron-core's schedules: that schedule."""
+
+
 def static_schedule(original: Callable[..., Any], keywords: dict[str, Any]) -> Callable[..., Any]:
     """megatron-core's own schedule for one call, by its ``get_forward_backward_func``."""
     from megatron.core.pipeline_parallel import schedules
@@ -465,7 +469,7 @@ def static_schedule(original: Callable[..., Any], keywords: dict[str, Any]) -> C
     if not has_multimodule(keywords):
         config = get_model_config(model[0] if isinstance(model, list) else model)
         own = original(pipeline_size(groups), config.virtual_pipeline_model_parallel_size)
-    return own
+    return getattr(own, ORIGINAL, own)
 
 
 def host_argument(name: str) -> Any:

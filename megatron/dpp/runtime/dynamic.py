@@ -32,9 +32,11 @@ from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.executor import Executor
 from megatron.dpp.runtime.host_time import TOLD_AFTER, allocator_lines, host_lines
+from megatron.dpp.runtime.own_schedule import OwnSchedule
 from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.runtime.session import Session, Sessions, check_chunks
 from megatron.dpp.runtime.slicing import Slicing
+from megatron.dpp.runtime.static import StaticSchedule
 from megatron.dpp.schedule import HOLDS_ALL, Geometry
 from megatron.dpp.schedule.reference import num_warmup
 from megatron.dpp.transport.base import Transport
@@ -60,11 +62,14 @@ class DppSchedule(PipelineSchedule):
     policy: str | None = None
     """Policy of the next call, in the place of the configuration's."""
     _announced: Sequence[int] | None = None
+    _static: StaticSchedule | None
+    """megatron-core's own schedule, once a step has run in it."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         self._sessions = Sessions(self.config, self._seed, self._log, self._warn)
         self._slicing = Slicing(self.config, self._say_once)
+        self._own, self._static = OwnSchedule(self.config, self._log), None
         self._prepared = Prepared(
             self.config, self._sessions, self._log, self._say_once, self._capture
         )
@@ -81,6 +86,8 @@ class DppSchedule(PipelineSchedule):
             TransportError: a peer died, or a message did not arrive in time.
         """
         call = self._checked(take=True, **keywords)
+        if self.policy is None and self._own.runs(call):
+            return self._run_own(keywords)
         session = self._sessions.open(call)
         weights = None if call.forward_only else self._prepared.prepare(call)
         backward = self._prepared.begin(call) if weights is not None else _FUSED
@@ -111,6 +118,16 @@ class DppSchedule(PipelineSchedule):
                 self._prepared.account(call, longest, stage if measures else None)
             with self.recorder.span("grad-sync"):
                 return stage.finish()
+
+    def _run_own(self, keywords: dict[str, Any]) -> list[Any]:
+        """Run a step in megatron-core's own schedule, with this one's number and random states."""
+        own = self._static = self._static or StaticSchedule(
+            self.config, seed=self._seed, log=self._log, capture=self._capture
+        )
+        own.iteration, own.recorder = self.iteration, self.recorder
+        self.iteration += 1
+        self._announced = None
+        return own(**keywords)
 
     def check(self, **keywords: Any) -> None:
         """Check that a call with these keywords can run; no collective.
@@ -288,6 +305,8 @@ class DppSchedule(PipelineSchedule):
                 *allocator_lines(retries, TOLD_AFTER - 1),
             ):
                 self._log(line)
+            gains = replayed or self._prepared.unlike
+            self._own.choose(call, session, 0.0 if gains else launching)
 
     def _policy_of(self, call: StepCall) -> str | None:
         """The policy of a call in the place of the configuration's, if there is one."""
@@ -298,6 +317,8 @@ class DppSchedule(PipelineSchedule):
         return "megatron" if keeps else "depth-first"
 
     def close(self) -> None:
+        if self._static is not None:
+            self._static.close()
         self._sessions.close()
         self._prepared.forget()
         self._slicing.forget()

@@ -118,6 +118,11 @@ class Prepared:
         )
         return self._backward
 
+    @property
+    def unlike(self) -> bool:
+        """Microbatches of a call so far differed in length."""
+        return self._backwards.unlike
+
     def ran(self, *, unlike: bool) -> None:
         """End a call; ``unlike``: its microbatches differed in length."""
         self._backwards.unlike |= unlike

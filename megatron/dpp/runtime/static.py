@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
+from megatron.dpp.core.compat import static_schedule
 from megatron.dpp.core.graphs.slots import ChunkGraphs
 from megatron.dpp.core.rng import TaskRng
 from megatron.dpp.core.static import (
@@ -48,6 +49,8 @@ class StaticSchedule(PipelineSchedule):
     late with a transport of ours only), and ``task_rng``.
     """
 
+    get_schedule: ClassVar[Callable[..., Any]] = staticmethod(get_forward_backward_func)
+    """megatron-core's, also where a plug-in stands in its place."""
     _transport: Transport | None = None
     _exchange: ChannelExchange | None = None
     _slot_bytes = 0
@@ -74,7 +77,7 @@ class StaticSchedule(PipelineSchedule):
         with contextlib.ExitStack() as around:
             self._enter(around, keywords, topology, iteration)
             around.enter_context(traced(self.recorder, chunks))
-            function = get_forward_backward_func()
+            function = static_schedule(self.get_schedule, keywords)
             return function(**keywords)  # type: ignore[no-any-return]
 
     @property

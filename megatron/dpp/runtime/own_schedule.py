@@ -1,0 +1,82 @@
+"""megatron-core's own schedule, for training steps in which ours would only cost time.
+
+On two ranks ``policy="auto"`` keeps Megatron's order. Where launching limits a step, microbatches
+have one length and no CUDA graph is replayed, nothing is left to gain from it, and a host of ours
+launches a task only when its neighbour has launched what comes before it. So megatron-core's own
+schedule runs from then on (docs/decisions/0024-default-policy.md). It gives the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron.dpp.config import GRAPHS_PAY_FROM, DppConfig
+from megatron.dpp.core.steps import StepCall
+from megatron.dpp.errors import setting
+from megatron.dpp.runtime.session import Session
+from megatron.dpp.schedule.policies import chosen_policy
+
+
+class OwnSchedule:
+    """Chooses, once, whether training steps run in megatron-core's own schedule.
+
+    Args:
+        config: leaves the choice open with ``auto`` for policy, memory cap, split backwards and
+            transport, and without recordings and injected delays.
+        log: called with the line of the choice.
+    """
+
+    def __init__(self, config: DppConfig, log: Callable[[str], None]) -> None:
+        open_ones = (config.policy, config.split_backward, config.transport, config.activation_cap)
+        self._is_open = set(open_ones) == {"auto"} and not (
+            config.inject or config.record or config.replay or config.cuda_graphs == "on"
+        )
+        self._log = log
+        self._chosen = False
+
+    def choose(self, call: StepCall, session: Session, launching: float) -> None:
+        """Choose after some training steps; a collective of all ranks that train the model.
+
+        Args:
+            launching: share of launching in this rank's task time; 0 if its microbatches differ in
+                length or CUDA graphs are replayed.
+        """
+        if not self._is_open:
+            return
+        groups, device = call.pg_collection, call.boundary_example().device
+        least = torch.tensor(launching, dtype=torch.float64, device=device)
+        for group in (groups.tp, groups.pp, groups.dp_cp):
+            if group.size() > 1:
+                torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
+        self._chosen = float(least) >= GRAPHS_PAY_FROM and self._can_run(call)
+        if self._chosen:
+            kept = setting("policy", chosen_policy("auto", session.topology.num_ranks))
+            self._log(
+                "dynamic pipeline: megatron-core's own schedule runs from now on: launching takes "
+                f"{float(least):.0%} of the time that tasks run or more, microbatches have one "
+                f"length, and no CUDA graph is replayed; {kept} keeps ours"
+            )
+
+    def runs(self, call: StepCall) -> bool:
+        """True if it runs this call."""
+        return self._chosen and not call.forward_only and self._can_run(call)
+
+    @staticmethod
+    def _can_run(call: StepCall) -> bool:
+        """True if it can run this call, and as well as ours: of unlike lengths it exchanges each
+        shape before a tensor.
+        """
+        config, num_ranks = call.config, call.pg_collection.pp.size()
+        alike = chosen_policy("auto", num_ranks) == "megatron"
+        fixed = call.cut is None and not (
+            config.variable_seq_lengths
+            or config.delay_wgrad_compute
+            or call.adjust_tensor_shapes_fn
+        )
+        if len(call.model) == 1:
+            return alike and fixed
+        grouped = config.microbatch_group_size_per_vp_stage in (None, num_ranks)
+        apart = config.overlap_p2p_comm and not config.batch_p2p_comm
+        return alike and fixed and grouped and apart and call.num_microbatches % num_ranks == 0

@@ -1,0 +1,95 @@
+"""The choice of megatron-core's own schedule. test_equality.py runs it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.dpp.config import GRAPHS_PAY_FROM, DppConfig
+from megatron.dpp.errors import render
+from megatron.dpp.runtime.own_schedule import OwnSchedule
+
+ALONE = SimpleNamespace(size=lambda: 1)
+
+
+def call_of(chunks: int = 2, **more: Any) -> Any:
+    """A training step of two pipeline ranks."""
+    config = {
+        "variable_seq_lengths": False, "delay_wgrad_compute": False,
+        "microbatch_group_size_per_vp_stage": None, "overlap_p2p_comm": True,
+        "batch_p2p_comm": False,
+    }  # fmt: skip
+    config |= {name: more.pop(name) for name in config if name in more}
+    groups = SimpleNamespace(
+        tp=ALONE, pp=SimpleNamespace(size=lambda: more.get("ranks", 2)), dp_cp=ALONE
+    )
+    usual = {
+        "model": [None] * chunks, "config": SimpleNamespace(**config), "pg_collection": groups,
+        "num_microbatches": 8, "forward_only": False, "cut": None, "adjust_tensor_shapes_fn": None,
+        "boundary_example": lambda: torch.zeros(1),
+    }  # fmt: skip
+    return SimpleNamespace(**usual | more)
+
+
+def chosen(
+    monkeypatch: pytest.MonkeyPatch, launching: float = 1.0, other: float = 1.0, **config: Any
+) -> tuple[OwnSchedule, list[str]]:
+    """After the choice of a rank beside one whose share of launching is ``other``."""
+    said: list[str] = []
+    own = OwnSchedule(DppConfig(**config), lambda line: said.append(render(line)))
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda least, op, group: least.clamp_(max=other)
+    )
+    session: Any = SimpleNamespace(topology=SimpleNamespace(num_ranks=2))
+    own.choose(call_of(), session, launching)
+    return own, said
+
+
+def test_equal_lengths_that_launching_limits_on_all_ranks_are_given_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own, said = chosen(monkeypatch, 0.9, 0.8)
+    assert own.runs(call_of()) and not own.runs(call_of(forward_only=True))
+    assert len(said) == 1 and "launching takes 80%" in said[0] and "keeps ours" in said[0]
+    for launching, other in ((0.9, 0.7), (0.0, 1.0)):
+        own, said = chosen(monkeypatch, launching, other)
+        assert not own.runs(call_of()) and not said
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"policy": "megatron"}, {"split_backward": "on"}, {"transport": "shm"},
+        {"activation_cap": "static"}, {"cuda_graphs": "on"}, {"inject": "jitter:0.3"},
+        {"record": "decisions"},
+    ],
+)  # fmt: skip
+def test_what_is_asked_for_stays(monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]) -> None:
+    own, said = chosen(monkeypatch, **asked)
+    assert not own.runs(call_of()) and not said
+
+
+@pytest.mark.parametrize(
+    ("call", "runs"),
+    [
+        ({"chunks": 1, "num_microbatches": 5, "overlap_p2p_comm": False}, True),
+        ({"num_microbatches": 5}, False),
+        ({"overlap_p2p_comm": False}, False),
+        ({"batch_p2p_comm": True}, False),
+        ({"microbatch_group_size_per_vp_stage": 4}, False),
+        ({"microbatch_group_size_per_vp_stage": 2}, True),
+        ({"variable_seq_lengths": True}, False),
+        ({"delay_wgrad_compute": True}, False),
+        ({"adjust_tensor_shapes_fn": len}, False),
+        ({"cut": object()}, False),
+        ({"ranks": 4}, False),
+    ],
+)
+def test_a_step_that_it_cannot_run_as_well_stays_ours(
+    monkeypatch: pytest.MonkeyPatch, call: dict[str, Any], runs: bool
+) -> None:
+    own, _ = chosen(monkeypatch, GRAPHS_PAY_FROM)
+    assert own.runs(call_of(**call)) is runs
