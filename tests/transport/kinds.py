@@ -251,16 +251,20 @@ def take_next(transport: Transport, channel: int, already: int) -> Any:
     return transport.take(channel)
 
 
+_KEPT: list[bool] = []
+os.register_at_fork(after_in_child=lambda: gc.freeze() if _KEPT else None)
+
+
 @contextlib.contextmanager
 def inheritance_kept() -> Iterator[None]:
     """Processes forked within never collect what they inherit. A gloo group that an earlier test
     left in a reference cycle waits in its destructor for a thread that only its own process has.
     """
-    gc.freeze()
+    _KEPT.append(True)
     try:
         yield
     finally:
-        gc.unfreeze()
+        _KEPT.pop()
 
 
 class Results:
