@@ -253,10 +253,17 @@ def least_seconds(shape: RunShape, device: Device, *, planned: bool = False) -> 
         planned: layers will be laid out anew (``--dpp-plan``): the bound is that of balanced layers
             in the best number of chunks.
     """
+    alike = "none" if shape.shard == "optimizer" else shape.shard  # in the pipeline
+    inside = _least_pipeline_seconds(dataclasses.replace(shape, shard=alike), device, planned)
+    return inside + outside_seconds(shape, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _least_pipeline_seconds(shape: RunShape, device: Device, planned: bool) -> float:
     costs = model_costs(shape, device)
     planner = Planner(costs, shape.pipeline, shape.num_microbatches)
     layouts = [shape.layout]
     if planned:
         chunks = [each for each in (1, 2, 4) if shape.num_layers >= each * shape.pipeline]
         layouts = [planner.balanced(each) for each in chunks]
-    return min(map(planner.least_seconds, layouts)) + outside_seconds(shape, device)
+    return min(map(planner.least_seconds, layouts))

@@ -209,12 +209,14 @@ class _Search:
                 shape = shape_with(plain, setting, form, static=static)
                 if shape is None:
                     continue
-                cuts = [cut for cut in bounding_cuts(shape) if least_bytes(cut) <= self._usable]
-                if cuts:
-                    seconds = min(
-                        least_seconds(cut, setting.device, planned=planned) for cut in cuts
-                    )
-                    yield Way(**vars(form), planned=planned, least_seconds=seconds)
+                times = [
+                    (least_seconds(cut, setting.device, planned=planned), cut)
+                    for cut in bounding_cuts(shape)
+                ]
+                for seconds, cut in sorted(times, key=lambda each: each[0]):
+                    if least_bytes(cut) <= self._usable:
+                        yield Way(**vars(form), planned=planned, least_seconds=seconds)
+                        break
 
     def _try(self, way: Way, limit: float) -> Candidate | None:
         """Its estimate; None where it does not fit, or costs ``limit`` at least."""
