@@ -120,11 +120,26 @@ def _failed(rank: int, said: str) -> int:
     return print_error(f"rank {rank}: {said}")
 
 
+def _import_without_compiler() -> None:
+    """Import megatron-core for a run that compiles nothing. Its decorators would import PyTorch's
+    compiler, which takes a second of each rank."""
+    import torch
+
+    compiled = torch.compile
+    torch.compile = lambda function, **_: function  # type: ignore[assignment]
+    try:
+        import megatron.core  # noqa: F401
+    finally:
+        torch.compile = compiled
+
+
 def _settled(args: RunConfig) -> RunConfig:
     """Settles the values that need PyTorch, and lets megatron-core check them."""
     if args.disable_jit_fuser:  # read when PyTorch is imported
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     with sigint_held_back():
+        if args.disable_jit_fuser or args.device == "cpu":
+            _import_without_compiler()
         from megatron.dpp_train.model.configs import check_with_core, settled
 
     args = settled(args)
