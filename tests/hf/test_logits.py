@@ -50,7 +50,7 @@ LAYOUTS = {
     "sequence": "--tensor-model-parallel-size 2 --sequence-parallel",
     "experts": "--expert-model-parallel-size 2",
     "sequence-experts": "--tensor-model-parallel-size 2 --sequence-parallel "
-    "--expert-model-parallel-size 2",
+    "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
 }
 _YARN = {
     "rope_type": "yarn",
