@@ -4,12 +4,16 @@ GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.dpp.core.graphs import slots
+from megatron.dpp.core.wgrad.own_way import STANDS_FOR
+from tests.runtime.rerun import Rerun
 from tests.runtime.test_graphs import SHAPE, Chunk, graphs_of, step
 
 
@@ -41,6 +45,9 @@ class EightBit(torch.nn.Linear):
     do.
     """
 
+    moves = False
+    """Whether a capture makes new ones, as a recomputation does, and computes nothing."""
+
     def __init__(self, renews: str) -> None:
         super().__init__(4, 4, bias=False)
         self.is_first_microbatch, self.renews, self.num_first = True, renews, 0
@@ -54,6 +61,8 @@ class EightBit(torch.nn.Linear):
             self.num_first += 1
             kept.take(self.weight.detach())
         self.is_first_microbatch = False
+        if self.moves and hasattr(self.weight, STANDS_FOR):
+            self._fp8_workspaces["weight"] = Quantised(self.renews)
         return torch.nn.functional.linear(hidden, kept.data * kept.scale + 0 * self.weight)
 
 
@@ -86,3 +95,28 @@ def test_8_bit_weights_are_quantised_once_a_step_and_read_by_replays(
     layer._fp8_workspaces.clear()
     check()
     assert not made.inspect() and "8-bit weights have moved" in said[-1]
+
+
+def test_8_bit_weights_that_a_capture_would_move_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first microbatch's backward would have read new ones, into which nothing was written."""
+    monkeypatch.setattr(slots, "why_not", lambda chunk: None)
+    monkeypatch.setattr(slots, "WARM_UP_STEPS", 0)
+    layer, chunk = EightBit("yes"), Chunk()
+    layer.moves = True
+    chunk.decoder.layers = torch.nn.ModuleList([layer])
+    chunk.config.fp8, chunk.config.disable_parameter_transpose_cache = "hybrid", False
+
+    class Captured(Rerun):
+        """Runs the function at once, too, as a capture does."""
+
+        def __init__(self, function: Callable[[], None], pool: Any) -> None:
+            super().__init__(function, pool)
+            with torch.enable_grad():
+                function()
+
+    made, said = graphs_of(chunk, Captured)
+    expected = layer.weight.detach().sum(0).expand(SHAPE)
+    step(made, chunk)
+    kept = layer._fp8_workspaces["weight"]
+    assert torch.equal(step(made, chunk), expected) and kept is layer._fp8_workspaces["weight"]
+    assert "8-bit weights would move" in said[-1]

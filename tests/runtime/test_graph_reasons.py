@@ -12,6 +12,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.dpp.core.graphs import slots
 from tests.runtime.test_graphs import Block
 
+TENSORWISE = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
+SELECTIVE = {"recompute_granularity": "selective"}
+
 
 class Wrapped(torch.nn.Module):
     """A chunk in megatron-core's DistributedDataParallel."""
@@ -54,6 +57,16 @@ def test_a_usual_chunk_is_captured() -> None:
             {"fp8": "hybrid", "fp8_recipe": "tensorwise", "fp8_dot_product_attention": True},
             "attention in 8 bit",
         ),
+        (TENSORWISE | {"recompute_granularity": "full"}, "moves their 8-bit weights"),
+        (TENSORWISE | {"recompute_modules": ["core_attn"]} | SELECTIVE, None),
+        (TENSORWISE | {"recompute_modules": ["core_attn", "mlp"]} | SELECTIVE, "of mlp moves"),
+        (
+            TENSORWISE
+            | {"recompute_granularity": "full", "disable_parameter_transpose_cache": True},
+            None,
+        ),
+        (TENSORWISE | {"quant_recipe": object()}, "recipes of their own"),
+        ({"use_kitchen": True}, "recipes of their own"),
         ({"fp4": "e2m1"}, "4-bit layers have not been tried"),
         ({"cuda_graph_impl": "local"}, "captures them already"),
         ({"cpu_offloading": True}, "activations are offloaded"),
@@ -68,6 +81,15 @@ def test_a_setting_that_graphs_cannot_follow_is_named(
 ) -> None:
     found = slots.why_not(Wrapped(config_with(**settings)))
     assert found is None if reason is None else reason in str(found)
+
+
+def test_layers_that_keep_8_bit_weights_elsewhere_are_not_captured() -> None:
+    chunk = Wrapped(config_with(**TENSORWISE))
+    layer: Any = chunk.decoder.layers[0]
+    layer.is_first_microbatch = True
+    assert "keeps 8-bit weights where" in str(slots.why_not(chunk))
+    layer._fp8_workspaces = {}
+    assert slots.why_not(chunk) is None
 
 
 @pytest.mark.parametrize("gathers", [True, False])

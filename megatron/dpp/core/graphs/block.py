@@ -412,8 +412,11 @@ class GraphedBlock:
 
     def _capture_in(self, slot: Slot, slots: Slots, options: Mapping[str, Any]) -> None:
         """Add this block's graphs to a slot; if that fails, it runs eagerly from then on."""
+        stay = self._weights.staying() if self._weights is not None else contextlib.nullcontext()
         try:
-            slot.graphs[self] = _Graphs(self, slot, slots, options)
+            with stay:
+                made = _Graphs(self, slot, slots, options)
+            slot.graphs[self] = made
         except Exception as error:  # whatever it is, this chunk can be run without
             first: BaseException = error
             while first.__context__ is not None:

@@ -5,13 +5,19 @@ A step's first forward quantises them in place; graphs read them where they were
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from megatron.dpp.errors import core_setting
+
 RECIPES = ("tensorwise", "blockwise")
 """Recipes whose scales are computed anew in each task, so that a graph computes them, too."""
+
+_WITHOUT_WEIGHTS = {"core_attn", "layernorm", "moe_act"}
+"""Modules whose recomputation runs no layer with 8-bit weights."""
 
 
 class CachedWeights:
@@ -41,6 +47,26 @@ class CachedWeights:
     def addresses(self) -> list[int]:
         """Of all of their tensors."""
         return [tensor.data_ptr() for _, _, weight in self._kept() for tensor in _tensors(weight)]
+
+    @contextlib.contextmanager
+    def staying(self) -> Iterator[None]:
+        """Put them back where they were if a capture has moved them: it computes nothing, so the
+        tasks of this step would read what was never written.
+
+        Raises:
+            RuntimeError: it has.
+        """
+        layers = [(layer, dict(layer._fp8_workspaces)) for layer in self._layers]
+        parts = [(weight, dict(vars(weight))) for _, _, weight in self._kept()]
+        before = self.addresses()
+        yield
+        if self.addresses() != before:
+            for layer, weights in layers:
+                layer._fp8_workspaces.clear()
+                layer._fp8_workspaces.update(weights)
+            for weight, attributes in parts:
+                vars(weight).update(attributes)
+            raise RuntimeError("its 8-bit weights would move in each task")
 
     @torch.no_grad()
     def renew(self) -> bool:
@@ -84,7 +110,7 @@ class CachedWeights:
     def _kept(self) -> Iterator[tuple[Any, str, Any]]:
         """Layers, the names of their weights, and these in 8 bit."""
         for layer in self._layers:
-            for name, weight in getattr(layer, "_fp8_workspaces", {}).items():
+            for name, weight in layer._fp8_workspaces.items():
                 yield layer, name, weight
 
 
@@ -112,6 +138,8 @@ def why_not(config: Any, block: torch.nn.Module) -> str | None:
     """The reason why a block in 8 or 4 bit cannot be captured; None if it can."""
     if config.fp4:
         return "4-bit layers have not been tried"
+    if any(getattr(config, name, None) for name in ("quant_recipe", "use_kitchen")):
+        return "layers with recipes of their own have not been tried"
     if not config.fp8:
         return None
     if config.fp8_recipe not in RECIPES:
@@ -123,4 +151,21 @@ def why_not(config: Any, block: torch.nn.Module) -> str | None:
         return "attention in 8 bit has not been tried"
     if any(type(p.data) is not torch.Tensor for p in block.parameters()):
         return "its weights are 8-bit parameters"
+    return None if config.disable_parameter_transpose_cache else _why_not_cached(config, block)
+
+
+def _why_not_cached(config: Any, block: torch.nn.Module) -> str | None:
+    """The reason why 8-bit weights would not stay where graphs read them; None if they do."""
+    granularity = config.recompute_granularity
+    again = set(config.recompute_modules or ()) - _WITHOUT_WEIGHTS
+    if granularity == "full" or (granularity == "selective" and again):
+        # The forward without gradients drops their transposes, and B's makes new weights.
+        modules = "" if granularity == "full" else f" of {', '.join(sorted(again))}"
+        return (
+            f"{core_setting('recompute_granularity', granularity)}{modules} moves their 8-bit "
+            "weights in each task"
+        )
+    layers = (layer for layer in block.modules() if hasattr(layer, "is_first_microbatch"))
+    if not all(isinstance(getattr(layer, "_fp8_workspaces", None), dict) for layer in layers):
+        return "this version of Transformer Engine keeps 8-bit weights where they are not known"
     return None
