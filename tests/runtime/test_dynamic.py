@@ -133,7 +133,7 @@ class Step:
         monkeypatch.setattr(dynamic, "Executor", FakeExecutor)
         decider = SimpleNamespace(start=self.started.append)
         monkeypatch.setattr(dynamic, "decider_for", lambda scheduler, channels, board: decider)
-        ours = SimpleNamespace(runs=lambda call: False, choose=lambda *_: None)
+        ours = SimpleNamespace(runs=lambda call, keywords: False, choose=lambda *_: None)
         monkeypatch.setattr(dynamic, "OwnSchedule", lambda *_: ours)
         monkeypatch.setattr(dynamic, "Sessions", lambda *_: self)
         monkeypatch.setattr(dynamic, "Prepared", lambda *_: self)

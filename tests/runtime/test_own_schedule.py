@@ -21,6 +21,7 @@ def call_of(chunks: int = 2, **more: Any) -> Any:
         "variable_seq_lengths": False, "delay_wgrad_compute": False,
         "microbatch_group_size_per_vp_stage": None, "overlap_p2p_comm": True,
         "batch_p2p_comm": False,
+        "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
     }  # fmt: skip
     config |= {name: more.pop(name) for name in config if name in more}
     groups = SimpleNamespace(
@@ -52,11 +53,11 @@ def test_equal_lengths_that_launching_limits_on_all_ranks_are_given_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own, said = chosen(monkeypatch, 0.9, 0.8)
-    assert own.runs(call_of()) and not own.runs(call_of(forward_only=True))
+    assert own.runs(call_of(), {}) and not own.runs(call_of(forward_only=True), {})
     assert len(said) == 1 and "launching takes 80%" in said[0] and "keeps ours" in said[0]
     for launching, other in ((0.9, 0.7), (0.0, 1.0)):
         own, said = chosen(monkeypatch, launching, other)
-        assert not own.runs(call_of()) and not said
+        assert not own.runs(call_of(), {}) and not said
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_equal_lengths_that_launching_limits_on_all_ranks_are_given_away(
 )  # fmt: skip
 def test_what_is_asked_for_stays(monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]) -> None:
     own, said = chosen(monkeypatch, **asked)
-    assert not own.runs(call_of()) and not said
+    assert not own.runs(call_of(), {}) and not said
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,8 @@ def test_what_is_asked_for_stays(monkeypatch: pytest.MonkeyPatch, asked: dict[st
         ({"delay_wgrad_compute": True}, False),
         ({"adjust_tensor_shapes_fn": len}, False),
         ({"cut": object()}, False),
+        ({"virtual_pipeline_model_parallel_size": None}, False),
+        ({"chunks": 1, "virtual_pipeline_model_parallel_size": 2}, False),
         ({"ranks": 4}, False),
     ],
 )
@@ -92,4 +95,12 @@ def test_a_step_that_it_cannot_run_as_well_stays_ours(
     monkeypatch: pytest.MonkeyPatch, call: dict[str, Any], runs: bool
 ) -> None:
     own, _ = chosen(monkeypatch, GRAPHS_PAY_FROM)
-    assert own.runs(call_of(**call)) is runs
+    assert own.runs(call_of(**call), {}) is runs
+
+
+def test_process_groups_without_a_communicator_stay_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron-core's schedule takes both or neither, so a host's sixth step would have failed."""
+    own, _ = chosen(monkeypatch)
+    groups, communicator = {"pg_collection": object()}, {"p2p_communicator": object()}
+    assert own.runs(call_of(), groups | communicator)
+    assert not own.runs(call_of(), groups) and not own.runs(call_of(), communicator)

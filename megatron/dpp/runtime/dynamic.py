@@ -58,7 +58,9 @@ class DppSchedule(PipelineSchedule):
     _num_trained = 0
     _retries = 0
     host_us_per_task = 0.0
-    """Host microseconds per task of the last call, without PyTorch's launches."""
+    """Host microseconds per task of the last call, without PyTorch's launches; 0 where
+    megatron-core's own schedule ran.
+    """
     policy: str | None = None
     """Policy of the next call, in the place of the configuration's."""
     _announced: Sequence[int] | None = None
@@ -86,7 +88,7 @@ class DppSchedule(PipelineSchedule):
             TransportError: a peer died, or a message did not arrive in time.
         """
         call = self._checked(take=True, **keywords)
-        if self.policy is None and self._own.runs(call):
+        if self.policy is None and self._own.runs(call, keywords):
             return self._run_own(keywords)
         session = self._sessions.open(call)
         weights = None if call.forward_only else self._prepared.prepare(call)
@@ -126,7 +128,7 @@ class DppSchedule(PipelineSchedule):
         )
         own.iteration, own.recorder = self.iteration, self.recorder
         self.iteration += 1
-        self._announced = None
+        self._announced, self.num_out_of_order, self.host_us_per_task = None, 0, 0.0
         return own(**keywords)
 
     def check(self, **keywords: Any) -> None:

@@ -8,7 +8,8 @@ schedule runs from then on (docs/decisions/0024-default-policy.md). It gives the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -59,23 +60,29 @@ class OwnSchedule:
                 f"length, and no CUDA graph is replayed; {kept} keeps ours"
             )
 
-    def runs(self, call: StepCall) -> bool:
-        """True if it runs this call."""
-        return self._chosen and not call.forward_only and self._can_run(call)
+    def runs(self, call: StepCall, keywords: Mapping[str, Any]) -> bool:
+        """True if it runs this call, of these arguments: it takes process groups only with a
+        communicator of the host's.
+        """
+        given = [keywords.get(name) is not None for name in ("pg_collection", "p2p_communicator")]
+        takes = self._chosen and given[0] == given[1]
+        return takes and not call.forward_only and self._can_run(call)
 
     @staticmethod
     def _can_run(call: StepCall) -> bool:
         """True if it can run this call, and as well as ours: of unlike lengths it exchanges each
         shape before a tensor.
         """
-        config, num_ranks = call.config, call.pg_collection.pp.size()
+        config, num_ranks, chunks = call.config, call.pg_collection.pp.size(), len(call.model)
+        if config.virtual_pipeline_model_parallel_size != (chunks if chunks > 1 else None):
+            return False  # megatron-core would take the schedule of another number of chunks
         alike = chosen_policy("auto", num_ranks) == "megatron"
         fixed = call.cut is None and not (
             config.variable_seq_lengths
             or config.delay_wgrad_compute
             or call.adjust_tensor_shapes_fn
         )
-        if len(call.model) == 1:
+        if chunks == 1:
             return alike and fixed
         grouped = config.microbatch_group_size_per_vp_stage in (None, num_ranks)
         apart = config.overlap_p2p_comm and not config.batch_p2p_comm
