@@ -463,13 +463,11 @@ def test_an_order_equals_the_static_run_in_that_order(tmp_path: Path) -> None:
         "static": ascending,
         "dynamic": f"{ascending} --use-dpp",
         "drawn": f"{EPOCH} {V2}",
-        "planned": f"{EPOCH} {V2} --order planned --use-dpp",
     }
     runs = _run(tmp_path, lines)
     assert _losses(runs["dynamic"]) == _losses(runs["static"])
     assert runs["dynamic"].hashes == runs["static"].hashes
-    orders = {runs[name].hashes["1"] for name in ("static", "drawn", "planned")}
-    assert len(orders) == 3, "the order of sums shows in the parameters"
+    assert runs["drawn"].hashes["1"] != runs["static"].hashes["1"], "the order of sums shows"
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ class Step:
         return self.weights if self.schedule.config.split_backward != "off" else None
 
     chosen = Backward()
-    replays = unlike = False
+    replays = captures = unlike = False
 
     def can_replay(self, call: Any) -> bool:
         return True

@@ -36,13 +36,20 @@ def call_of(chunks: int = 2, **more: Any) -> Any:
 
 
 def chosen(
-    monkeypatch: pytest.MonkeyPatch, launching: float = 1.0, other: float = 1.0, **config: Any
+    monkeypatch: pytest.MonkeyPatch,
+    launching: float = 1.0,
+    other: float = 1.0,
+    theirs: float = 8.0,
+    **config: Any,
 ) -> tuple[OwnSchedule, list[str]]:
-    """After the choice of a rank beside one whose share of launching is ``other``."""
+    """After the choice of a rank beside one whose share of launching is ``other``, with as many
+    microbatches as ``theirs``.
+    """
     said: list[str] = []
     own = OwnSchedule(DppConfig(**config), lambda line: said.append(render(line)))
+    others = torch.tensor([other, theirs, -theirs], dtype=torch.float64)
     monkeypatch.setattr(
-        torch.distributed, "all_reduce", lambda least, op, group: least.clamp_(max=other)
+        torch.distributed, "all_reduce", lambda own, op, group: own.copy_(own.minimum(others))
     )
     session: Any = SimpleNamespace(topology=SimpleNamespace(num_ranks=2))
     own.choose(call_of(), session, launching)
@@ -55,8 +62,8 @@ def test_equal_lengths_that_launching_limits_on_all_ranks_are_given_away(
     own, said = chosen(monkeypatch, 0.9, 0.8)
     assert own.runs(call_of(), {}) and not own.runs(call_of(forward_only=True), {})
     assert len(said) == 1 and "launching takes 80%" in said[0] and "keeps ours" in said[0]
-    for launching, other in ((0.9, 0.7), (0.0, 1.0)):
-        own, said = chosen(monkeypatch, launching, other)
+    for different in ({"other": 0.7}, {"launching": 0.0}, {"theirs": 6.0}, {"theirs": 10.0}):
+        own, said = chosen(monkeypatch, **different)
         assert not own.runs(call_of(), {}) and not said
 
 

@@ -307,7 +307,7 @@ class DppSchedule(PipelineSchedule):
                 *allocator_lines(retries, TOLD_AFTER - 1),
             ):
                 self._log(line)
-            gains = replayed or self._prepared.unlike
+            gains = self._prepared.captures or self._prepared.unlike
             self._own.choose(call, session, 0.0 if gains else launching)
 
     def _policy_of(self, call: StepCall) -> str | None:

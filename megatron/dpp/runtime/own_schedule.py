@@ -42,21 +42,24 @@ class OwnSchedule:
 
         Args:
             launching: share of launching in this rank's task time; 0 if its microbatches differ in
-                length or CUDA graphs are replayed.
+                length or CUDA graphs are or will be replayed.
         """
         if not self._is_open:
             return
         groups, device = call.pg_collection, call.boundary_example().device
-        least = torch.tensor(launching, dtype=torch.float64, device=device)
+        number = call.num_microbatches  # replicas of unlike numbers might choose unlike schedules
+        found = torch.tensor([launching, number, -number], dtype=torch.float64, device=device)
         for group in (groups.tp, groups.pp, groups.dp_cp):
             if group.size() > 1:
-                torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
-        self._chosen = float(least) >= GRAPHS_PAY_FROM and self._can_run(call)
+                torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=group)
+        least, fewest, most = map(float, found)
+        alike = fewest == -most
+        self._chosen = alike and least >= GRAPHS_PAY_FROM and self._can_run(call)
         if self._chosen:
             kept = setting("policy", chosen_policy("auto", session.topology.num_ranks))
             self._log(
                 "dynamic pipeline: megatron-core's own schedule runs from now on: launching takes "
-                f"{float(least):.0%} of the time that tasks run or more, microbatches have one "
+                f"{least:.0%} of the time that tasks run or more, microbatches have one "
                 f"length, and no CUDA graph is replayed; {kept} keeps ours"
             )
 

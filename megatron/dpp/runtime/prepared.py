@@ -119,6 +119,11 @@ class Prepared:
         return self._backward
 
     @property
+    def captures(self) -> bool:
+        """CUDA graphs of the model are captured, or may yet be."""
+        return self.graphs is not None and self.graphs.captures
+
+    @property
     def unlike(self) -> bool:
         """Microbatches of a call so far differed in length."""
         return self._backwards.unlike

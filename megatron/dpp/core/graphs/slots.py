@@ -97,6 +97,11 @@ class ChunkGraphs:
         return bool(self._blocks) and not self._slot_bytes
 
     @property
+    def captures(self) -> bool:
+        """Some chunk is captured, or may yet be."""
+        return bool(self._blocks)
+
+    @property
     def replays(self) -> bool:
         """A step has been replayed from slots."""
         return self._pools is not None and self._pools.num_made > 0
