@@ -34,7 +34,7 @@ def test_addresses_of_one_link_are_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     rows = [("0" * 31 + "1", "10", "lo"), ("fe80" + "0" * 27 + "1", "20", "eth0"),
             ("fd00" + "0" * 27 + "2", "00", "eth0")]  # fmt: skip
     lines = "".join(f"{digits} 01 40 {scope} 80 {name:>8}\n" for digits, scope, name in rows)
-    monkeypatch.setattr(hosts, "Path", lambda _: SimpleNamespace(read_text=lambda: lines))
+    monkeypatch.setattr(hosts, "Path", lambda _: SimpleNamespace(read_text=lambda encoding: lines))
     monkeypatch.setattr(socket, "if_nameindex", list)
     assert hosts.addresses() == {"::1": "lo", "fd00::2": "eth0"}
 

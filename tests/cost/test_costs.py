@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,9 +126,11 @@ def test_the_bound_of_a_planned_run_is_that_of_the_best_number_of_chunks(
     parts = ModelCosts(16, PartCosts((1.0, 1.0, 1.0)), NOTHING, NOTHING)
     monkeypatch.setattr(plan_estimate, "model_costs", lambda *_: parts)
     monkeypatch.setattr(plan_estimate, "outside_seconds", lambda *_: 100.0)
-    shape: Any = SimpleNamespace(
-        pipeline=4, num_microbatches=2, num_layers=16, layout=LayerLayout(4, (4, 4, 4, 4))
-    )
+    fields = {
+        "pipeline": 4, "num_microbatches": 2, "num_layers": 16, "shard": "none",
+        "layout": LayerLayout(4, (4, 4, 4, 4)),
+    }  # fmt: skip
+    shape: Any = dataclasses.make_dataclass("Shape", fields, frozen=True)(**fields)
     device: Any = None
     # The last rank's 2 * 4 * 3, after a first chunk of 4 layers, or of 1, on each of three ranks.
     assert plan_estimate.least_seconds(shape, device) == 100 + 24 + 12

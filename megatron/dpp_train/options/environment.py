@@ -117,6 +117,7 @@ _OTHERS = (
      "set by the launcher, CUDA"),
     ("OMP_NUM_THREADS", "1", "threads of a process on the CPU", "set by the launcher, PyTorch"),
     ("PYTHONUTF8", _UNSET, "1 where the locale has another encoding", "set by every program"),
+    ("PYTHONIOENCODING", _UNSET, "removed where it is not UTF-8", "every program"),
     ("PYTHONWARNINGS", "filters", "hides warnings about optional packages", "set by the launcher"),
     ("TOKENIZERS_PARALLELISM", "false", "threads of tokenizers", "set by the launcher"),
     ("GLOO_SOCKET_IFNAME", _FOUND, "network interface of gloo", "set between nodes, gloo"),

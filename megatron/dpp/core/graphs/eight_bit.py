@@ -88,7 +88,7 @@ class CachedWeights:
         """
         self._made = []
         for layer, name, weight in self._kept():
-            if not (hasattr(layer, name) and hasattr(weight, "quantize_")):
+            if not all(map(hasattr, (layer, weight, weight), (name, "quantize_", "_quantizer"))):
                 self._made = []
                 return
             kept = [(tensor, tensor.clone()) for tensor in _tensors(weight)]
