@@ -45,7 +45,10 @@ def chosen(rng: random.Random, chunks: list[Any]) -> Any:
 
 def held(module: Any) -> torch.Tensor:
     """The weight that a module's property is computed from."""
-    weight: torch.Tensor = {**vars(module), **module._parameters}["weight"]
+    found = {**vars(module), **module._parameters}
+    if "weight" not in found:  # between two changes
+        raise AttributeError("weight")
+    weight: torch.Tensor = found["weight"]
     return weight
 
 
