@@ -182,7 +182,7 @@ def run_host(case: dict[str, Any]) -> None:
         record = {"record": str(Path(folder) / "decisions"), "inject": "delay:4ms"}
         replay = {"replay": record["record"]}
         for settings in ({"policy": "megatron"}, *case["runs"], record, replay):
-            with hosted(DppConfig(**settings, slice_tokens="4")) as schedule:
+            with hosted(DppConfig(**settings, slice_tokens="4"), []) as schedule:
                 found.append(train_host(case, schedule, tells=True))
             assert found[-1]["losses"] == found[0]["losses"], settings
             pairs = zip(found[0]["gradients"], found[-1]["gradients"], strict=True)
@@ -198,7 +198,8 @@ def run_auto(case: dict[str, Any]) -> None:
     initialize(case)
     found = []
     for tokens in ("auto", "2048"):
-        with hosted(DppConfig(slice_tokens=tokens, max_tokens=6500, **case["runs"][0])) as schedule:
+        config = DppConfig(slice_tokens=tokens, max_tokens=6500, **case["runs"][0])
+        with hosted(config, []) as schedule:
             found.append(train_host(case, schedule, tells=True, steps=LONG_ROWS))
     chosen, number = found
     assert chosen["calls"] == number["calls"] == [11, 4, 11]
@@ -247,7 +248,7 @@ def run_case(case: dict[str, Any]) -> None:
         for settings in (*case["runs"], record, {"replay": record["record"]}):
             host = settings.pop("host", False)
             config = DppConfig(**settings, **slices)
-            with hosted(config) if host else DppSchedule(config, seed=1234) as schedule:
+            with hosted(config, []) if host else DppSchedule(config, seed=1234) as schedule:
                 got = train(case, schedule)
             compare(expected, got, f"{case['name']} with {settings}")
             moved = [0] * dist.get_world_size()

@@ -24,9 +24,7 @@ def call_of(chunks: int = 2, **more: Any) -> Any:
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
     }  # fmt: skip
     config |= {name: more.pop(name) for name in config if name in more}
-    groups = SimpleNamespace(
-        tp=ALONE, pp=SimpleNamespace(size=lambda: more.get("ranks", 2)), dp_cp=ALONE
-    )
+    groups = SimpleNamespace(tp=ALONE, pp=SimpleNamespace(size=lambda: 2), dp_cp=ALONE)
     usual = {
         "model": [None] * chunks, "config": SimpleNamespace(**config), "pg_collection": groups,
         "num_microbatches": 8, "forward_only": False, "cut": None, "adjust_tensor_shapes_fn": None,
@@ -40,6 +38,8 @@ def chosen(
     launching: float = 1.0,
     other: float = 1.0,
     theirs: float = 8.0,
+    ranks: int = 2,
+    chunks: int = 2,
     **config: Any,
 ) -> tuple[OwnSchedule, list[str]]:
     """After the choice of a rank beside one whose share of launching is ``other``, with as many
@@ -51,8 +51,8 @@ def chosen(
     monkeypatch.setattr(
         torch.distributed, "all_reduce", lambda own, op, group: own.copy_(own.minimum(others))
     )
-    session: Any = SimpleNamespace(topology=SimpleNamespace(num_ranks=2))
-    own.choose(call_of(), session, launching)
+    session: Any = SimpleNamespace(topology=SimpleNamespace(num_ranks=ranks))
+    own.choose(call_of(chunks), session, launching)
     return own, said
 
 
@@ -62,7 +62,13 @@ def test_equal_lengths_that_launching_limits_on_all_ranks_are_given_away(
     own, said = chosen(monkeypatch, 0.9, 0.8)
     assert own.runs(call_of(), {}) and not own.runs(call_of(forward_only=True), {})
     assert len(said) == 1 and "launching takes 80%" in said[0] and "keeps ours" in said[0]
-    for different in ({"other": 0.7}, {"launching": 0.0}, {"theirs": 6.0}, {"theirs": 10.0}):
+    for different in (
+        {"other": 0.7},
+        {"launching": 0.0},
+        {"theirs": 6.0},
+        {"theirs": 10.0},
+        {"ranks": 4},
+    ):
         own, said = chosen(monkeypatch, **different)
         assert not own.runs(call_of(), {}) and not said
 
@@ -95,13 +101,13 @@ def test_what_is_asked_for_stays(monkeypatch: pytest.MonkeyPatch, asked: dict[st
         ({"cut": object()}, False),
         ({"virtual_pipeline_model_parallel_size": None}, False),
         ({"chunks": 1, "virtual_pipeline_model_parallel_size": 2}, False),
-        ({"ranks": 4}, False),
+        ({"model": ["another", "model"]}, False),
     ],
 )
 def test_a_step_that_it_cannot_run_as_well_stays_ours(
     monkeypatch: pytest.MonkeyPatch, call: dict[str, Any], runs: bool
 ) -> None:
-    own, _ = chosen(monkeypatch, GRAPHS_PAY_FROM)
+    own, _ = chosen(monkeypatch, GRAPHS_PAY_FROM, chunks=call.get("chunks", 2))
     assert own.runs(call_of(**call), {}) is runs
 
 

@@ -64,14 +64,14 @@ class DppSchedule(PipelineSchedule):
     policy: str | None = None
     """Policy of the next call, in the place of the configuration's."""
     _announced: Sequence[int] | None = None
-    _static: StaticSchedule | None
+    _static: StaticSchedule | None = None
     """megatron-core's own schedule, once a step has run in it."""
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         self._sessions = Sessions(self.config, self._seed, self._log, self._warn)
         self._slicing = Slicing(self.config, self._say_once)
-        self._own, self._static = OwnSchedule(self.config, self._log), None
+        self._own = OwnSchedule(self.config, self._log)
         self._prepared = Prepared(
             self.config, self._sessions, self._log, self._say_once, self._capture
         )
@@ -124,7 +124,7 @@ class DppSchedule(PipelineSchedule):
     def _run_own(self, keywords: dict[str, Any]) -> list[Any]:
         """Run a step in megatron-core's own schedule, with this one's number and random states."""
         own = self._static = self._static or StaticSchedule(
-            self.config, seed=self._seed, log=self._log, capture=self._capture
+            self.config, seed=self._seed, log=self._log
         )
         own.iteration, own.recorder = self.iteration, self.recorder
         self.iteration += 1
@@ -319,8 +319,6 @@ class DppSchedule(PipelineSchedule):
         return "megatron" if keeps else "depth-first"
 
     def close(self) -> None:
-        if self._static is not None:
-            self._static.close()
         self._sessions.close()
         self._prepared.forget()
         self._slicing.forget()

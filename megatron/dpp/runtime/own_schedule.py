@@ -8,7 +8,7 @@ schedule runs from then on (docs/decisions/0024-default-policy.md). It gives the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from megatron.dpp.schedule.policies import chosen_policy
 
 
 class OwnSchedule:
-    """Chooses, once, whether training steps run in megatron-core's own schedule.
+    """Chooses, once, whether a model's training steps run in megatron-core's own schedule.
 
     Args:
         config: leaves the choice open with ``auto`` for policy, memory cap, split backwards and
@@ -35,7 +35,8 @@ class OwnSchedule:
             config.inject or config.record or config.replay or config.cuda_graphs == "on"
         )
         self._log = log
-        self._chosen = False
+        self._model: Sequence[torch.nn.Module] = ()
+        """The chunks whose steps it runs."""
 
     def choose(self, call: StepCall, session: Session, launching: float) -> None:
         """Choose after some training steps; a collective of all ranks that train the model.
@@ -44,7 +45,7 @@ class OwnSchedule:
             launching: share of launching in this rank's task time; 0 if its microbatches differ in
                 length or CUDA graphs are or will be replayed.
         """
-        if not self._is_open:
+        if not (self._is_open and chosen_policy("auto", session.topology.num_ranks) == "megatron"):
             return
         groups, device = call.pg_collection, call.boundary_example().device
         number = call.num_microbatches  # replicas of unlike numbers might choose unlike schedules
@@ -52,11 +53,11 @@ class OwnSchedule:
         for group in (groups.tp, groups.pp, groups.dp_cp):
             if group.size() > 1:
                 torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=group)
-        least, fewest, most = map(float, found)
-        alike = fewest == -most
-        self._chosen = alike and least >= GRAPHS_PAY_FROM and self._can_run(call)
-        if self._chosen:
-            kept = setting("policy", chosen_policy("auto", session.topology.num_ranks))
+        least, fewest, minus_most = map(float, found)
+        alike = fewest == -minus_most
+        if alike and least >= GRAPHS_PAY_FROM and self._can_run(call):
+            self._model = call.model
+            kept = setting("policy", "megatron")
             self._log(
                 "dynamic pipeline: megatron-core's own schedule runs from now on: launching takes "
                 f"{least:.0%} of the time that tasks run or more, microbatches have one "
@@ -68,7 +69,7 @@ class OwnSchedule:
         communicator of the host's.
         """
         given = [keywords.get(name) is not None for name in ("pg_collection", "p2p_communicator")]
-        takes = self._chosen and given[0] == given[1]
+        takes = self._model == call.model and given[0] == given[1]
         return takes and not call.forward_only and self._can_run(call)
 
     @staticmethod
@@ -79,14 +80,13 @@ class OwnSchedule:
         config, num_ranks, chunks = call.config, call.pg_collection.pp.size(), len(call.model)
         if config.virtual_pipeline_model_parallel_size != (chunks if chunks > 1 else None):
             return False  # megatron-core would take the schedule of another number of chunks
-        alike = chosen_policy("auto", num_ranks) == "megatron"
         fixed = call.cut is None and not (
             config.variable_seq_lengths
             or config.delay_wgrad_compute
             or call.adjust_tensor_shapes_fn
         )
         if chunks == 1:
-            return alike and fixed
+            return fixed
         grouped = config.microbatch_group_size_per_vp_stage in (None, num_ranks)
         apart = config.overlap_p2p_comm and not config.batch_p2p_comm
-        return alike and fixed and grouped and apart and call.num_microbatches % num_ranks == 0
+        return fixed and grouped and apart and call.num_microbatches % num_ranks == 0
