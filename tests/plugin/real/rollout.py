@@ -28,7 +28,8 @@ FLAGS = f"""
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion
 """
 _LAYERS = (
-    "--transformer-impl transformer_engine --distributed-backend nccl"
+    "--transformer-impl transformer_engine --distributed-backend nccl "
+    "--spec tests.plugin.real.kit packed_spec"
     if kit.ON_GPU
     else "--transformer-impl local --spec tests.plugin.real.kit packed_spec "
     "--distributed-backend gloo --no-rope-fusion --no-persist-layer-norm --no-bias-swiglu-fusion "
