@@ -4,6 +4,7 @@ GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from tests.runtime.test_graphs import SHAPE, Chunk, graphs_of, step
 
 
 class Quantised:
-    """Eighths of a weight, as whole numbers.
+    """Eighths of a weight, as whole numbers, and a scale with padding of no value.
 
     Args:
         renews: whether it can do that by itself, as the package's tensors do: ``yes``, ``no``, or
@@ -27,7 +28,8 @@ class Quantised:
 
     def __init__(self, renews: str) -> None:
         self.data = torch.zeros((4, 4), dtype=torch.uint8)
-        self.scale = torch.zeros(1)
+        self.padded = torch.tensor([0.0, math.nan])
+        self.scale = self.padded[:1]
         self._quantizer = SimpleNamespace(set_usage=lambda *, rowwise, columnwise: None)
         if renews != "no":
             self.quantize_ = self.take if renews == "yes" else self.take_transposed

@@ -84,7 +84,8 @@ class CachedWeights:
     @torch.no_grad()
     def compare(self) -> None:
         """Quantise each from nothing and note the result, to be compared with what a first forward
-        makes of it (:meth:`agree`). They are left as they were.
+        makes of it (:meth:`agree`). They are left as they were, but for padding of scales, into
+        which nothing is written: it is 0.
         """
         self._made = []
         for layer, name, weight in self._kept():
@@ -97,6 +98,8 @@ class CachedWeights:
             _quantise(getattr(layer, name), weight)
             self._made += _digests(weight)
             for tensor, before in kept:
+                if tensor.is_floating_point():
+                    before.masked_fill_(tensor == 0, 0)
                 tensor.copy_(before)
 
     def agree(self) -> None:
