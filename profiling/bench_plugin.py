@@ -145,8 +145,8 @@ def measure(args: argparse.Namespace, steps: dict[str, list[Line]]) -> bool:
                     found.append((queues, lines))
                     case = f"{args.cases} " if args.cases else ""
                     steps[f"{case}{version} {row} {queues} {names[0]}"] = lines
+                    harness.write_json(args.json, {"settings": vars(args), "steps": steps})
                 report(args, f"{version}, {row}", found)
-                harness.write_json(args.json, {"settings": vars(args), "steps": steps})
     return failed
 
 
