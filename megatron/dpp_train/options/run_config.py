@@ -1,8 +1,7 @@
 """The settings of a run: typed attributes under Megatron's names.
 
 :class:`Settings` are those of a command line, a file or a program. :func:`validate.validate` makes
-a :class:`RunConfig` of them, which is complete and frozen. ``sections`` has the attributes; a
-function that needs one section alone takes that class.
+a :class:`RunConfig` of them, which is complete and frozen. ``sections`` has the attributes.
 """
 
 from __future__ import annotations
@@ -11,19 +10,13 @@ from typing import Any, NoReturn, TypeVar
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.flags import dpp_config
-from megatron.dpp_train.options.sections.batch import Batch
-from megatron.dpp_train.options.sections.checkpoint import Checkpoint
-from megatron.dpp_train.options.sections.data import Data
-from megatron.dpp_train.options.sections.logging import Logging
-from megatron.dpp_train.options.sections.model import Model
-from megatron.dpp_train.options.sections.optimizer import Optimizer
-from megatron.dpp_train.options.sections.parallel import Parallel
-from megatron.dpp_train.options.sections.pipeline import Pipeline
+from megatron.dpp_train.options.sections.core import CoreSection
+from megatron.dpp_train.options.sections.flags import FlagsSection
 
 _Some = TypeVar("_Some", bound="Settings")
 
 
-class Settings(Model, Parallel, Batch, Optimizer, Data, Checkpoint, Logging, Pipeline):
+class Settings(FlagsSection, CoreSection):
     """Settings that may change. Without arguments each has its default."""
 
     @classmethod
