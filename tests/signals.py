@@ -34,8 +34,8 @@ DEADLINE = 150.0
 _LONGEST_WAIT = 45.0
 _TRAIN = f"{FLAGS} --train-iters 60 --save-interval 20 --log-interval 20"
 _TRACKER = f'Traceback (most recent call last):\n  File "{resource_tracker.__file__}", line'
-_OF_KILLED = ("torchrun_", "dpp-pool-")
-"""Folders of killed processes, which go when the next one starts."""
+_OF_KILLED = "torchrun_"
+"""Start of the names of folders of killed processes, which go when the next one starts."""
 _MODEL_TEXT = "Who is Ada? She bakes bread in the old town, 1234567 loaves a day."
 _TOKENIZER = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
 
@@ -301,9 +301,8 @@ class Signals:
             self.unequal += 1
             print(f"UNEQUAL {kind}: {str(found)[:500]} expected {str(expected)[:500]}", flush=True)
         partial = [*folder.glob(".*partial*"), *folder.rglob("*unfinished*")]
-        of_kind = "torchrun_*" if KINDS[kind].made is _losses else "dpp-pool-*"
-        if of_kind == "torchrun_*" or kind == "preprocess":
-            partial += self._temporary.glob(of_kind)
+        if KINDS[kind].made is _losses:
+            partial += self._temporary.glob(f"{_OF_KILLED}*")
         if partial and self.done:
             self._note(self.done[-1], f"left beside the output: {partial}")
         self._clear(kind)

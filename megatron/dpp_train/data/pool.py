@@ -7,37 +7,26 @@ import concurrent.futures
 import contextlib
 import multiprocessing
 import os
-import tempfile
+import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import forkserver
-from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.locks import scratch_directory
-from megatron.dpp.processes import (
-    end_stopped_children,
-    end_with_starter,
-    how_ended,
-    stopped,
-)
+from megatron.dpp.processes import end_stopped_children, end_with_parent, how_ended, stopped
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 _BATCHES_PER_WORKER = 4
 _LOOK_SECONDS = 5.0
-_LONGEST_PLACE = 60
-"""Bytes of a directory in which a socket's path stays below the 108 of Linux."""
-_ENDED_BY_THE_POOL = (None, 0, -15, 255)
-"""Exit codes of workers that did not break the pool, or of which the fork server knows none."""
+_ENDED_BY_THE_POOL = (None, 0, -15)
+"""Exit codes of workers that did not break the pool."""
 
 
 def in_order(
     workers: int,
-    preload: str,
     work: Callable[[Batch], Result],
     batches: Iterable[Batch],
     *,
@@ -48,14 +37,16 @@ def in_order(
     At most ``_BATCHES_PER_WORKER`` batches per worker are in flight, so memory stays bounded.
 
     Args:
-        preload: the module that workers have imported when they start.
         patience: seconds for which a process may be stopped while its result is waited for.
 
     Raises:
         DataError: the processes cannot start, or one of them died or is stopped.
     """
     started: dict[int | None, Any] = {}
-    with _pool(workers, preload) as pool:
+    with _start_named(workers):  # spawned: a fork would take over locks of this process's threads
+        context = multiprocessing.get_context("spawn")
+        begun = ProcessPoolExecutor(workers, context, end_with_parent)
+    with begun as pool:
         window: deque[tuple[Batch, Future[Result]]] = deque()
         try:
             for batch in batches:
@@ -79,35 +70,18 @@ def in_order(
 
 
 @contextlib.contextmanager
-def _pool(workers: int, preload: str) -> Iterator[ProcessPoolExecutor]:
-    # A fork server has no threads and has imported once for all its children. Its socket lies in a
-    # folder that would stay when this process is killed.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([preload])
-    own: Any = multiprocessing.current_process()
-    with contextlib.ExitStack() as stack:
-        with _start_named(workers):
-            place = Path(tempfile.gettempdir())
-            if len(os.fsencode(place)) > _LONGEST_PLACE:
-                place = Path("/tmp")
-            if "tempdir" not in own._config:
-                folder = stack.enter_context(scratch_directory(place, "dpp-pool-"))
-                own._config["tempdir"] = str(folder)
-                stack.callback(own._config.pop, "tempdir", None)
-                stack.callback(_end_fork_server)
-            pool = stack.enter_context(ProcessPoolExecutor(workers, context, end_with_starter))
-        yield pool
-
-
-@contextlib.contextmanager
 def _start_named(workers: int) -> Iterator[None]:
+    """Around the start of workers, which Ctrl-C does not reach: they end with this process."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     except OSError as error:
         raise DataError(
             f"--workers {workers}: its processes cannot start ({error}): they need room in "
-            "/dev/shm and in the temporary directory; --workers 1 does not"
+            "/dev/shm; --workers 1 does not"
         ) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _result(future: Future[Result], patience: float) -> Result:
@@ -120,11 +94,6 @@ def _result(future: Future[Result], patience: float) -> Result:
             late = late + between if names else 0.0
         if late >= patience:
             raise DataError(f"stopped for {late:g} s (SIGSTOP, a debugger): {', '.join(names)}")
-
-
-def _end_fork_server() -> None:
-    with contextlib.suppress(OSError):  # killed, and its socket is gone
-        forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 def _named(started: dict[int | None, Any]) -> str:

@@ -236,7 +236,7 @@ def encode_all(
             yield batch, encode_batch(args, batch)
         return
     work = functools.partial(encode_batch, args)
-    yield from in_order(args.workers, "megatron.dpp_train.tokenizers", work, batches)
+    yield from in_order(args.workers, work, batches)
 
 
 class Writer:
