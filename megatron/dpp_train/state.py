@@ -79,8 +79,6 @@ class Progress:
     consumed_train_samples: int = 0
     skipped_train_samples: int = 0
     consumed_valid_samples: int = 0
-    slice_tokens_taken: int = -1
-    """Most tokens of a slice in the last step, 0 for whole sequences; -1 before a step."""
 
 
 PROGRESS = {each.name: each.default for each in fields(Progress)}
@@ -105,8 +103,6 @@ class Run(Progress):
     loss_check: LossCheck = field(default_factory=LossCheck)
     iteration: int = 0
     flops_so_far: float = 0.0
-    slices_before: str = ""
-    """How the run that saved was cut, where ``auto`` may choose otherwise here."""
     started: float = field(default_factory=time.monotonic)
 
     @property

@@ -23,7 +23,6 @@ from megatron.dpp_train.checkpoint.saved_args import (
     check_optimizer,
     other_slices,
     saved_args,
-    slices_before,
     take_checkpoint_args,
 )
 from megatron.dpp_train.options.arguments import parse_args
@@ -132,24 +131,19 @@ def test_other_slices_are_told_by_both_sizes(tmp_path: Path) -> None:
     assert other_slices(here, argparse.Namespace(), tmp_path) is None
 
 
-@pytest.mark.parametrize(("taken", "word"), [(4096, "slices of 4096 tokens"), (0, "whole")])
-def test_what_auto_took_in_another_layout_is_told(taken: int, word: str, tmp_path: Path) -> None:
+def test_settings_by_which_auto_may_choose_other_slices_are_told(tmp_path: Path) -> None:
     there = {
         "use_dpp": True, "dpp_slice_tokens": "auto", "pipeline_model_parallel_size": 2,
-        "slice_tokens_taken": taken, "order": "drawn",
+        "order": "drawn",
     }  # fmt: skip
     saved = saved_args(saved_in(tmp_path, **there))
     here = argparse.Namespace(**vars(saved))
-    assert slices_before(here, saved, tmp_path) == ""
+    assert other_slices(here, saved, tmp_path) is None
     here.pipeline_model_parallel_size = 4
-    said = slices_before(here, saved, tmp_path)
-    assert said.startswith(f"{tmp_path} was saved with --pipeline-model-parallel-size 2, where")
-    assert f"auto took {word}" in said and "order" not in said
-    here.dpp_slice_tokens = "2048"
-    assert slices_before(here, saved, tmp_path) == "", "which other_slices tells"
-    saved.dpp_slice_tokens, here.dpp_slice_tokens = "auto", "auto"
-    saved.slice_tokens_taken = -1
-    assert slices_before(here, saved, tmp_path) == "", "a checkpoint that does not know"
+    said = f"{tmp_path} was saved with --pipeline-model-parallel-size 2: --dpp-slice-tokens auto "
+    assert str(other_slices(here, saved, tmp_path)).startswith(said)
+    here.dpp_slice_tokens = saved.dpp_slice_tokens = "2048"
+    assert other_slices(here, saved, tmp_path) is None
 
 
 def test_another_kind_of_optimizer_is_refused_unless_its_state_is_not_wanted(

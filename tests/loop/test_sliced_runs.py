@@ -189,7 +189,7 @@ def test_auto_takes_what_is_faster_in_each_batch_and_resumes_alike(tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_auto_tells_the_slices_of_a_run_in_another_layout(tmp_path: Path) -> None:
+def test_a_resume_tells_that_auto_may_choose_other_slices(tmp_path: Path) -> None:
     """Another policy may choose otherwise; the same settings choose alike."""
     (tmp_path / "costs").write_text(json.dumps(COSTS))
     auto = "--dpp-slice-tokens auto --length-costs DIR/costs --train-iters 6"
@@ -201,7 +201,5 @@ def test_auto_tells_the_slices_of_a_run_in_another_layout(tmp_path: Path) -> Non
             "other": f"{auto} --exit-interval 4 --load DIR/saved --dpp-policy dynamic",
         },
     )  # fmt: skip
-    said = [line for line in (tmp_path / "output").read_text().splitlines() if " where " in line]
-    (line,) = (line for line in said if "auto took" in line)
-    assert "was saved with --dpp-policy auto, where" in line
-    assert "auto took slices of 64 tokens last; this run takes " in line
+    said = (tmp_path / "output").read_text()
+    assert said.count("was saved with --dpp-policy auto: --dpp-slice-tokens auto may choose") == 1

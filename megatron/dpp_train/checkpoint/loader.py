@@ -28,12 +28,7 @@ from megatron.dpp_train.checkpoint.contents import Contents, model_layout, optim
 from megatron.dpp_train.checkpoint.first_state import add_steps
 from megatron.dpp_train.checkpoint.guards import verify
 from megatron.dpp_train.checkpoint.plain_data import only_plain_data
-from megatron.dpp_train.checkpoint.saved_args import (
-    check_model,
-    check_optimizer,
-    other_slices,
-    slices_before,
-)
+from megatron.dpp_train.checkpoint.saved_args import check_model, check_optimizer, other_slices
 from megatron.dpp_train.hf.load import fill
 from megatron.dpp_train.model.fsdp import as_shards
 from megatron.dpp_train.optimizer.optimizer import own_steps, steps_may_lack
@@ -215,7 +210,6 @@ class Loader:
                 check_model(args, saved, found.path)
                 if line := other_slices(args, saved, found.path):
                     run.say(f"warning: {line}")
-                run.slices_before = slices_before(args, saved, found.path)
                 for name, new in PROGRESS.items():
                     setattr(run, name, getattr(saved, name, new))
                 update_num_microbatches(run.consumed_train_samples)

@@ -120,20 +120,6 @@ def check_model(args: Settings, saved: Any, path: Path) -> None:
             )
 
 
-def other_slices(args: Settings, saved: Any, path: Path) -> str | None:
-    """A warning that the run which saved cut its sequences otherwise; None where it did not."""
-    there, here = (
-        getattr(each, "dpp_slice_tokens", "off") if getattr(each, "use_dpp", False) else "off"
-        for each in (saved, args)
-    )
-    if there == here:
-        return None
-    return (
-        f"{path} was saved with --dpp-slice-tokens {there}, this run has {here}: it goes on with "
-        "other slices, so its losses differ in the last bits from those of the run that saved it"
-    )
-
-
 _OF_CHOICE = (
     "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size", "data_parallel_size",
     "dpp_policy", "dpp_activation_cap", "dpp_split_backward", "length_costs", "packing", "order",
@@ -142,25 +128,27 @@ _OF_CHOICE = (
 """Settings from which the choice of ``--dpp-slice-tokens auto`` follows, beside lengths."""
 
 
-def slices_before(args: Settings, saved: Any, path: Path) -> str:
-    """A text on the slices that ``--dpp-slice-tokens auto`` took in the run that saved, where this
-    run may take others, as another setting is unlike; empty where none is, or where one of them did
-    not ask for ``auto``.
-    """
-    taken = getattr(saved, "slice_tokens_taken", -1)
-    asked = [getattr(each, "dpp_slice_tokens", "off") for each in (saved, args)]
+def other_slices(args: Settings, saved: Any, path: Path) -> str | None:
+    """A warning that this run cuts its sequences otherwise than the run that saved, or may, as
+    ``auto`` chooses by settings that are unlike; None where it does not."""
+    there, here = (
+        getattr(each, "dpp_slice_tokens", "off") if getattr(each, "use_dpp", False) else "off"
+        for each in (saved, args)
+    )
+    if there != here:
+        return (
+            f"{path} was saved with --dpp-slice-tokens {there}, this run has {here}: it goes on "
+            "with other slices, so its losses differ in the last bits from those of the run that "
+            "saved it"
+        )
     other = [name for name in _OF_CHOICE if getattr(saved, name, None) != getattr(args, name, None)]
-    if asked != ["auto", "auto"] or taken < 0 or not other:
-        return ""
+    if here != "auto" or not other:
+        return None
     was = ", ".join(f"{flag_name(name)} {getattr(saved, name, None)}" for name in other)
     return (
-        f"{path} was saved with {was}, where --dpp-slice-tokens auto took {slices_text(taken)} last"
+        f"{path} was saved with {was}: --dpp-slice-tokens auto may choose other slices in this "
+        "run, and losses that differ in the last bits. A number keeps slices as they are"
     )
-
-
-def slices_text(tokens: int) -> str:
-    """Slices of so many tokens; 0 for none."""
-    return f"slices of {tokens} tokens" if tokens else "whole sequences"
 
 
 def check_optimizer(args: Settings, saved: Any, path: Path) -> None:

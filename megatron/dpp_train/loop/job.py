@@ -20,7 +20,6 @@ from megatron.dpp.errors import FAILED, DataError, error_line, print_error, tell
 from megatron.dpp.trace import NullRecorder, TraceLayout, open_recorder, parse_iterations
 from megatron.dpp_train import culprits
 from megatron.dpp_train.checkpoint.checkpointing import Checkpointer
-from megatron.dpp_train.checkpoint.saved_args import slices_text
 from megatron.dpp_train.cost import planned
 from megatron.dpp_train.data.samples import build_iterators
 from megatron.dpp_train.exits import ExitConditions
@@ -190,32 +189,12 @@ def _schedule(run: Run) -> Iterator[Callable[..., Any]]:
                 schedule.policy = policy
         if run.args.use_dpp and sizes is not None:
             schedule.announce(sizes, *([Unit(*unit) for unit in units], longest) if units else ())
-        reports = schedule(**keywords)
-        if (
-            run.args.dpp_slice_tokens == "auto"
-            and run.args.use_dpp
-            and not keywords["forward_only"]
-        ):
-            _note_slices(run, schedule.slice_tokens)
-        return reports
+        return schedule(**keywords)
 
     with schedule:  # an error here tells the other ranks the cause
         yield call
         if run.args.use_dpp:
             print_peaks(run, schedule.peak_held)
-
-
-def _note_slices(run: Run, tokens: int) -> None:
-    """Keep for checkpoints how ``auto`` has cut a step; say after a resume that it did otherwise
-    before. Batches of unlike length differ anyway, so there another setting suffices.
-    """
-    before, run.slices_before = run.slices_before, ""
-    if before and (run.args.variable_lengths or tokens != run.slice_tokens_taken):
-        run.say(
-            f"warning: {before}; this run takes {slices_text(tokens)}: its losses differ in the "
-            "last bits from those of the run that saved it. A number keeps slices as they are"
-        )
-    run.slice_tokens_taken = tokens
 
 
 def _recorder(run: Run, layout: TraceLayout) -> Any:
