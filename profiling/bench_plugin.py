@@ -295,7 +295,7 @@ def flags(args: argparse.Namespace) -> list[str]:
         f"--num-attention-heads {args.heads} --max-position-embeddings {args.sequence} "
         f"--micro-batch-size 1 --global-batch-size {args.microbatches} --lr 0 --min-lr 0 "
         f"--seed {args.seed} --log-interval 1 "
-        "--eval-iters 1 --eval-interval 100000 "
+        "--eval-iters 0 --eval-interval 100000 "
         f"--mock-data --tokenizer-type NullTokenizer --vocab-size {args.vocabulary} "
         "--num-workers 0 --attention-dropout 0 --hidden-dropout 0 "
         f"--pipeline-model-parallel-size {args.ranks} --no-gradient-accumulation-fusion "
