@@ -170,10 +170,13 @@ EXPERT_USUAL = USUAL | {"router_aux_loss_coef": 0.001}
 # --- what several families read ---
 
 
-def window_flags(content: Config, layers: int) -> dict[str, Any]:
+def window_flags(content: Config, every: int) -> dict[str, Any]:
     """The flags of a sliding window that the layers of ``layer_types`` have; none where no layer
-    has one."""
-    kinds = content["layer_types"]
+    has one. Without that field all have it but each ``every``-th."""
+    layers = content["num_hidden_layers"]
+    kinds = content.get("layer_types") or [
+        SLIDING if (layer + 1) % every else FULL for layer in range(layers)
+    ]
     window, slides = content.get("sliding_window"), [int(kind == SLIDING) for kind in kinds]
     if len(kinds) != layers or not set(kinds) <= {SLIDING, FULL}:
         raise DataError(f"layer_types is {shown(kinds)}, expected {layers} of {SLIDING}, {FULL}")
@@ -200,13 +203,18 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 """Kinds of ``layer_types``."""
 
 
-def rope_of_kinds(content: Config) -> tuple[Config, Config]:
-    """``rope_parameters`` of a file that has them for each kind of layer: of full attention, and of
-    layers with a window; the latter is empty where the file has one for all."""
+def rope_of_kinds(content: Config, field: str, base: float) -> Config:
+    """``config.json`` with the ``rope_parameters`` of full attention alone, where it has some for
+    each kind of layer; ``field`` is then the base of layers with a window, which is ``base`` where
+    they name none."""
     rope = content.get("rope_parameters") or {}
-    if FULL not in rope:
-        return rope, {}
-    return dict(rope[FULL]), dict(rope.get(SLIDING) or {})
+    local = rope.get(SLIDING) if FULL in rope else None
+    if not local:
+        return dict(content)
+    theta = local.get("rope_theta", base)
+    if local.get("rope_type", "default") != "default" or not float(theta).is_integer():
+        raise DataError(f"rope_parameters of {SLIDING} is {shown(local)}, expected a plain one")
+    return content | {"rope_parameters": dict(rope[FULL]), field: theta}
 
 
 def partial_rotary(content: Config) -> Config:

@@ -2,28 +2,17 @@
 
 from typing import Any
 
-from megatron.dpp.errors import DataError, shown
 from megatron.dpp_train.families import parts
 from megatron.dpp_train.families.base import Config, Family, row
-from megatron.dpp_train.families.parts import FULL, HF, OURS, SLIDING
+from megatron.dpp_train.families.parts import HF, OURS
 
 
 def _prepare(content: Config) -> Config:
-    full, local = parts.rope_of_kinds(content)
-    if not local:
-        return dict(content)
-    if local.get("rope_type", "default") != "default":
-        raise DataError(f"rope_parameters of {SLIDING} is {shown(local)}, expected a plain one")
-    base = local.get("rope_theta", 10000.0)
-    return content | {"rope_parameters": full, "rope_local_base_freq": base}
+    return parts.rope_of_kinds(content, "rope_local_base_freq", 10000.0)
 
 
 def _read(content: Config) -> dict[str, Any]:
-    layers, every = content["num_hidden_layers"], content.get("sliding_window_pattern", 6)
-    kinds = content.get("layer_types") or [
-        SLIDING if (layer + 1) % every else FULL for layer in range(layers)
-    ]
-    flags = parts.window_flags(content | {"layer_types": kinds}, layers)
+    flags = parts.window_flags(content, content.get("sliding_window_pattern", 6))
     if flags:
         flags |= {"window-rotary-base": int(content["rope_local_base_freq"])}
     return flags | {

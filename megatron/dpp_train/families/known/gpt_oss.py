@@ -6,7 +6,7 @@ from typing import Any
 from megatron.dpp.errors import DataError, shown
 from megatron.dpp_train.families import parts
 from megatron.dpp_train.families.base import Config, Family, row
-from megatron.dpp_train.families.parts import FULL, HF, OURS, SLIDING
+from megatron.dpp_train.families.parts import HF, OURS
 
 _YARN = {
     "rope_type": "yarn",
@@ -25,13 +25,9 @@ def _prepare(content: Config) -> Config:
 
 
 def _read(content: Config) -> dict[str, Any]:
-    layers = content["num_hidden_layers"]
-    kinds = content.get("layer_types") or [
-        SLIDING if (layer + 1) % 2 else FULL for layer in range(layers)
-    ]
     if content["swiglu_alpha"] != 1.702:
         raise DataError(f"swiglu_alpha is {shown(content['swiglu_alpha'])}, expected 1.702")
-    return parts.window_flags(content | {"layer_types": kinds}, layers)
+    return parts.window_flags(content, 2)
 
 
 _EXPERTS = f"{OURS}mlp.experts.experts."

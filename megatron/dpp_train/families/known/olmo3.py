@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from megatron.dpp.errors import DataError, shown
 from megatron.dpp_train.families import parts
 from megatron.dpp_train.families.base import Config
 from megatron.dpp_train.families.known import olmo2
@@ -12,25 +11,13 @@ from megatron.dpp_train.families.rotary import rotary_fields
 
 
 def _prepare(content: Config) -> Config:
-    full, local = parts.rope_of_kinds(content)
-    if not local:
-        return dict(content)
-    base: Any = local.get("rope_theta", content.get("rope_theta", 500000.0))
-    if local.get("rope_type", "default") != "default" or not float(base).is_integer():
-        raise DataError(f"rope_parameters of {SLIDING} is {shown(local)}, expected a plain one")
-    return content | {"rope_parameters": full, "window_rotary_base": base}
+    return parts.rope_of_kinds(content, "window_rotary_base", content.get("rope_theta", 500000.0))
 
 
 def _read(content: Config) -> dict[str, Any]:
-    layers = content["num_hidden_layers"]
-    every = [FULL if (layer + 1) % 4 == 0 else SLIDING for layer in range(layers)]
-    flags = parts.window_flags({"layer_types": every} | _known(content), layers)
+    flags = parts.window_flags(content, 4)
     base: Any = content.get("window_rotary_base", content["rope_theta"])
     return flags | ({"window-rotary-base": int(base)} if flags else {})
-
-
-def _known(content: Config) -> Config:
-    return {key: value for key, value in content.items() if value is not None}
 
 
 def _write(args: Any) -> Config:
