@@ -8,7 +8,6 @@ from megatron.dpp_train.cost.from_flags import shape_of
 from megatron.dpp_train.cost.memory import model_parameters
 from megatron.dpp_train.families import find_families
 from megatron.dpp_train.families.page import PAGE, written
-from megatron.dpp_train.hf import num_parameters
 from megatron.dpp_train.hf.fields import parse_config
 from megatron.dpp_train.options.arguments import parse_args
 from megatron.dpp_train.options.validate import validate
@@ -33,5 +32,5 @@ def test_each_family_is_tested() -> None:
 def test_an_estimate_counts_all_parameters(family: str) -> None:
     config = parse_config(tiny.config_of(family), "config.json")
     args = validate(parse_args([*_RUN.split(), *config.words()]), 1, "gpt")
-    wanted = num_parameters(config.family, config.sizes)
+    wanted = tiny.num_parameters(config.family, config.sizes)
     assert model_parameters(shape_of(args, on_gpu=False)) == wanted

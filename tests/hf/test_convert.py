@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.checkpoint.files import find
 from megatron.dpp_train.families import find_families
-from megatron.dpp_train.hf import checkpoint, entries, num_parameters, read_config
+from megatron.dpp_train.hf import checkpoint, entries, read_config
 from megatron.dpp_train.hf.convert_command import main
 from megatron.dpp_train.hf.folder import Folder, Shards, one_dtype, some
 from megatron.dpp_train.hf.to_hf import to_hf
@@ -67,7 +67,7 @@ def test_the_round_trip_is_bitwise(
     assert (tmp_path / "back" / "chat_template.jinja").read_text() == "{{ messages }}"
     config = read_config(source)
     model = tiny.load(tmp_path / "back")
-    assert num_parameters(config.family, config.sizes) == model.num_parameters()
+    assert tiny.num_parameters(config.family, config.sizes) == model.num_parameters()
 
 
 def test_shards_and_types(made: Callable[[str], Path], tmp_path: Path) -> None:

@@ -66,9 +66,7 @@ def export(source: Path, target: Path, like: Path) -> dict[str, torch.Tensor]:
 
 
 def rewritten(family: str, folder: Path) -> dict[str, Any]:
-    return write_config(
-        find_families()[family], completed(args_of_model(read_config(folder))), "float32"
-    )
+    return write_config(find_families()[family], completed(args_of_model(read_config(folder))))
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -328,7 +326,7 @@ def test_yarn_comes_back_as_it_was(more: dict[str, Any], made: Callable[[str], P
     content = json.loads((made("llama") / "config.json").read_text())
     content["rope_parameters"] = YARN | {"rope_theta": 10000.0} | more
     config = parse_config(content, "x")
-    written = write_config(find_families()["llama"], completed(args_of_model(config)), "float32")
+    written = write_config(find_families()["llama"], completed(args_of_model(config)))
     check_same(completed(args_of_model(config)), parse_config(written, "x"), "", "", "")
     found = [ROPE_INIT_FUNCTIONS["yarn"](LlamaConfig(**each)) for each in (content, written)]
     assert torch.equal(found[0][0], found[1][0])
@@ -377,7 +375,7 @@ def test_linear_scaling_comes_back_as_it_was(made: Callable[[str], Path]) -> Non
     rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
     config = parse_config(content | {"rope_parameters": rope}, "x")
     assert config.flags["rotary-seq-len-interpolation-factor"] == 4
-    written = write_config(find_families()["llama"], completed(args_of_model(config)), "float32")
+    written = write_config(find_families()["llama"], completed(args_of_model(config)))
     check_same(completed(args_of_model(config)), parse_config(written, "x"), "", "", "")
     assert parse_config(written, "x").flags == config.flags
 

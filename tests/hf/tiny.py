@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.dpp_train.families import find_families
-from megatron.dpp_train.hf import read_config
+from megatron.dpp_train.families import Family, Sizes, find_families
+from megatron.dpp_train.hf import entries, read_config
 
 SIZES = {
     "vocab_size": 96,
@@ -216,3 +217,9 @@ def add_tokenizer(folder: Path, texts: list[str], size: int) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def num_parameters(family: Family, sizes: Sizes) -> int:
+    """Parameters of a model, by the rows of its family."""
+    every = entries(family, sizes)
+    return sum(math.prod(each.shape) for each in every if not (each.twin or each.full))

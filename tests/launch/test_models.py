@@ -10,10 +10,11 @@ import pytest
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.cost.memory import model_parameters
 from megatron.dpp_train.families import find_families
-from megatron.dpp_train.hf import Sizes, num_parameters
+from megatron.dpp_train.hf import Sizes
 from megatron.dpp_train.launch.checked import shape_from
 from megatron.dpp_train.launch.flags import MODELS, model_flags
 from megatron.dpp_train.launch.main import plan
+from tests.hf import tiny
 
 PARAMETERS = {
     "gpt2": ("gpt2", 124_439_808),
@@ -96,12 +97,12 @@ def sizes_of(name: str, family: str) -> Sizes:
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
     family, count = PARAMETERS[name]
-    assert num_parameters(find_families()[family], sizes_of(name, family)) == count
+    assert tiny.num_parameters(find_families()[family], sizes_of(name, family)) == count
 
 
 @pytest.mark.parametrize("name", GPT3)
 def test_a_size_of_gpt3_is_near_the_papers(name: str) -> None:
-    assert num_parameters(find_families()["gpt2"], sizes_of(name, "gpt2")) == pytest.approx(
+    assert tiny.num_parameters(find_families()["gpt2"], sizes_of(name, "gpt2")) == pytest.approx(
         GPT3[name], rel=0.02
     )
 
@@ -127,7 +128,7 @@ FEW = {"gpt2", "gpt3-175b", "llama3.1-8b", "mixtral-8x7b", "tiny-qwen3-moe"}
 def test_a_preset_is_planned_with_a_layout_that_fits(name: str) -> None:
     """The estimate counts all parameters of the model."""
     family = "gpt2" if name in GPT3 else PARAMETERS.get(name, (TINY.get(name, ""), 0))[0]
-    count = num_parameters(find_families()[family], sizes_of(name, family))
+    count = tiny.num_parameters(find_families()[family], sizes_of(name, family))
     sizes = {
         4e9: "--gpus 2 --pp 2",
         15e9: "--gpus 8 --tp 2 --pp 4",

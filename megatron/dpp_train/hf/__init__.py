@@ -2,7 +2,7 @@
 
 from megatron.dpp_train.families import Sizes
 from megatron.dpp_train.hf.fields import HfConfig, read_config
-from megatron.dpp_train.hf.tables import Entry, Part, entries, num_parameters
+from megatron.dpp_train.hf.tables import Entry, Part, entries
 from megatron.dpp_train.hf.write import write_config
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "Part",
     "Sizes",
     "entries",
-    "num_parameters",
     "read_config",
     "write_config",
 ]

@@ -43,15 +43,14 @@ def _apart(fused: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
     return list(torch.split_with_sizes(fused, [sizes.queries, sizes.keys, sizes.keys]))
 
 
-def _halves(pairs: torch.Tensor, axis: int) -> torch.Tensor:
-    """Gate and up projection behind each other, of those that take turns along ``axis``."""
-    whole = pairs.movedim(axis, -1)
-    return torch.cat([whole[..., 0::2], whole[..., 1::2]], -1).movedim(-1, axis)
+def _halves(pairs: torch.Tensor) -> torch.Tensor:
+    """Gate and up projection behind each other, of those that take turns along the second axis."""
+    return torch.cat([pairs[:, 0::2], pairs[:, 1::2]], 1)
 
 
-def _pairs(halves: torch.Tensor, axis: int) -> torch.Tensor:
+def _pairs(halves: torch.Tensor) -> torch.Tensor:
     """The inverse of :func:`_halves`."""
-    return torch.stack(halves.chunk(2, axis), axis + 1).flatten(axis, axis + 1)
+    return torch.stack(halves.chunk(2, 1), 2).flatten(1, 2)
 
 
 _Join = Callable[[Tensors, Sizes], torch.Tensor]
@@ -60,10 +59,10 @@ _RULES: dict[str, tuple[_Join, _Split]] = {
     "same": (lambda parts, _: parts[0], lambda whole, _: [whole]),
     "turned": (lambda parts, _: parts[0].mT, lambda whole, _: [whole.mT]),
     "turned_pairs": (
-        lambda parts, _: _halves(parts[0].mT, 1),
-        lambda whole, _: [_pairs(whole, 1).mT],
+        lambda parts, _: _halves(parts[0].mT),
+        lambda whole, _: [_pairs(whole).mT],
     ),
-    "pairs": (lambda parts, _: _halves(parts[0], 1), lambda whole, _: [_pairs(whole, 1)]),
+    "pairs": (lambda parts, _: _halves(parts[0]), lambda whole, _: [_pairs(whole)]),
     "stacked": (lambda parts, _: torch.cat(list(parts)), lambda whole, _: list(whole.chunk(2))),
     "by_group": (_by_group, _out_of_groups),
     "fused_by_group": (

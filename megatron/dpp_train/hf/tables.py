@@ -112,17 +112,3 @@ def _entry(row: Row, sizes: Sizes, layer: int | None, expert: int | None, *, twi
         by_vocab=row.shapes[0].startswith("vocab"),
         full=row.full,
     )
-
-
-def num_parameters(family: Family, sizes: Sizes) -> int:
-    """Parameters of a model.
-
-    >>> from megatron.dpp_train.families import find_families
-    >>> gpt2 = Sizes(layers=12, hidden=768, ffn=3072, heads=12, groups=12, head=64, vocab=50257,
-    ...              positions=1024)
-    >>> num_parameters(find_families()["gpt2"], gpt2)
-    124439808
-    """
-    return sum(
-        math.prod(each.shape) for each in entries(family, sizes) if not (each.twin or each.full)
-    )

@@ -114,7 +114,7 @@ def _from_args(args: Any, family: str | None, family_file: Path | None, source: 
     families = find_families(family_file)
     if family is None or family not in families:
         raise DataError(f"--family {family}: expected one of {', '.join(sorted(families))}")
-    content = write_config(families[family], completed(args), "float32")
+    content = write_config(families[family], completed(args))
     return parse_config(content, f"the arguments in {source}", family_file)
 
 

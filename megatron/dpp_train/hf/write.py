@@ -12,12 +12,9 @@ _DESTINATIONS = {"norm-epsilon": "layernorm_epsilon"}
 """Flag -> its attribute, where that has another name."""
 
 
-def write_config(family: Family, args: Any, dtype: str) -> Config:
+def write_config(family: Family, args: Any) -> Config:
     """The ``config.json`` of a model that was trained with ``args``. It says of the model what the
     family's fields can say.
-
-    Args:
-        dtype: of its tensors, as PyTorch calls it.
 
     Raises:
         DataError: the family has experts and the model has none.
@@ -38,5 +35,4 @@ def write_config(family: Family, args: Any, dtype: str) -> Config:
         content |= rotary_fields(args)
     if "norm_topk_prob" in family.usual:
         content["norm_topk_prob"] = not args.moe_router_pre_softmax
-    content["torch_dtype"] = dtype
     return content | family.write(args)
