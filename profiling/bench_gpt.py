@@ -7,7 +7,6 @@ import gc
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,17 +19,15 @@ class Sequences:
     Args:
         numbers: of its sequences; each has tokens of its own.
         lengths: in tokens.
-        width: tokens that the microbatch is padded to, without a loss; 0 for none.
     """
 
     numbers: tuple[int, ...]
     lengths: tuple[int, ...]
-    width: int = 0
 
     @property
     def tokens(self) -> int:
-        """Tokens with padding."""
-        return max(sum(self.lengths), self.width)
+        """Tokens of all sequences."""
+        return sum(self.lengths)
 
 
 class Model:
@@ -172,36 +169,29 @@ class Model:
         from megatron.dpp_train.model.packed import packed_params
 
         given, packed = next(iterator), None
-        if len(given.lengths) == 1 and not given.width:
-            (length,) = given.lengths
-            row, places, mask = self._row(given.numbers[0], length), self.positions, None
-            tokens, labels, places = row[:, :-1], row[:, 1:], places[:, :length]
+        if len(given.lengths) == 1:
+            row = self._row(given.numbers[0], given.tokens)
+            tokens, labels, places = row[:, :-1], row[:, 1:], self.positions[:, : given.tokens]
         else:
-            starts, tokens, labels, places, mask = self._several(given)
-            if len(given.lengths) > 1:
-                packed = packed_params(starts, max(given.lengths))
+            starts, tokens, labels, places = self._several(given)
+            packed = packed_params(starts, max(given.lengths))
         output = model(tokens, places, None, labels=labels, packed_seq_params=packed)
-        return output, partial(_loss, mask=mask)
+        return output, _loss
 
     def _row(self, number: int, length: int) -> torch.Tensor:
         return (self.tokens[:, : length + 1] + number) % self.args.vocabulary
 
     def _several(self, given: Sequences) -> tuple[torch.Tensor, ...]:
-        """First tokens of packed or padded sequences, then their tokens, labels, positions and the
-        mask of the loss; made once.
-        """
+        """First tokens of packed sequences, then their tokens, labels and positions; made once."""
         if given not in self._made:
             rows = [self._row(*each) for each in zip(given.numbers, given.lengths, strict=True)]
-            rest = given.tokens - sum(given.lengths)
             columns = [
                 torch.cat([row[:, part] for row in rows], 1)
                 for part in (slice(None, -1), slice(1, None))
             ]
             columns.append(torch.cat([self.positions[:, :length] for length in given.lengths], 1))
-            columns.append(torch.ones_like(columns[0]))
             starts = torch.tensor([0, *itertools.accumulate(given.lengths)], dtype=torch.int32)
-            padded = (torch.nn.functional.pad(column, (0, rest)) for column in columns)
-            self._made[given] = starts.cuda(), *padded
+            self._made[given] = starts.cuda(), *columns
         return self._made[given]
 
     def gradients(self) -> list[torch.Tensor]:
@@ -217,11 +207,8 @@ class Model:
         torch.cuda.empty_cache()
 
 
-def _loss(
-    output: torch.Tensor, mask: torch.Tensor | None = None
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    losses = output.float()
-    loss = losses.mean() if mask is None else (losses * mask).sum() / mask.sum()
+def _loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = output.float().mean()
     # megatron-core divides the loss by the number of microbatches in place.
     return loss, {"lm loss": loss.detach().clone()}
 

@@ -2,7 +2,7 @@
 
 Every arm runs the same sequences. In each turn an arm runs a batch once untimed, since new lengths
 make the allocator grow, and then timed. A microbatch that two arms share must have the same loss to
-the last bit; the mean loss of a batch differs between packed, padded and other rows by rounding.
+the last bit; the mean loss of a batch differs between packed and other rows by rounding.
 
 ``profiling/shared_gpus`` runs both ranks on one GPU: losses and memory are the same, times are not.
 """
@@ -39,13 +39,14 @@ class Arm:
     """A schedule, and the plan of its microbatches.
 
     Args:
-        plan: one of :data:`lengths_plans.PLANS`, or ``padded``: as drawn, every microbatch padded
-            to the longest.
+        plan: one of :data:`lengths_plans.PLANS`.
         kind: a name of :data:`arms.ARMS`.
+        weights_last: deferred weight gradients run where nothing else can, under any cap.
     """
 
     plan: str
     kind: str = arms.STATIC
+    weights_last: bool = False
 
     def schedule(self, args: argparse.Namespace) -> Any:
         from megatron.dpp import DppSchedule
@@ -54,7 +55,10 @@ class Arm:
         if self.static:
             transport = "cuda_ipc" if self.kind == arms.LINKS else args.static_transport
             return StaticSchedule(DppConfig(cuda_graphs="off", transport=transport))
-        return DppSchedule(arms.ARMS[self.kind].config(cuda_graphs="off"))
+        schedule = DppSchedule(arms.ARMS[self.kind].config(cuda_graphs="off"))
+        if self.weights_last:
+            schedule.policy = _weights_last
+        return schedule
 
     @property
     def static(self) -> bool:
@@ -63,14 +67,19 @@ class Arm:
 
     def microbatches(self, plans: Plans) -> list[Sequences]:
         """The sequences of each microbatch, in order."""
-        plan, width = ("drawn", plans.longest) if self.plan == "padded" else (self.plan, 0)
-        _, found = plans.planned("static" if self.static else "ours", plan)
-        lengths = plans.of(found)
-        return [Sequences(*map(tuple, each), width) for each in zip(found, lengths, strict=True)]
+        _, found = plans.planned("static" if self.static else "ours", self.plan)
+        return [Sequences(*map(tuple, each)) for each in zip(found, plans.of(found), strict=True)]
+
+
+def _weights_last(view: Any) -> Any:
+    """The policy ``dynamic`` without what it does under the cap ``static``."""
+    from megatron.dpp.schedule.policies import dynamic
+
+    view.weights_first = False
+    return dynamic(view)
 
 
 ARMS = {
-    "padded static": Arm("padded"),
     "static drawn": Arm("drawn"),
     "static sorted": Arm("sorted"),
     "static packed": Arm("packed"),
@@ -86,9 +95,14 @@ ARMS = {
             ("ours", "", "dynamic"),
         )
     },
+    **{
+        f"W last {plan}, cap static": Arm(plan, "dynamic, cap static", weights_last=True)
+        for plan in ("drawn", "sorted", "packed")
+    },
 }
 _USUAL = (
-    "static drawn", *(name for name, arm in ARMS.items() if arm.plan == "packed"),
+    "static drawn",
+    *(name for name, arm in ARMS.items() if arm.plan == "packed" and not arm.weights_last),
     "ours drawn, cap static",
 )  # fmt: skip
 """Arms that run unless ``--arms`` names some."""
@@ -208,16 +222,15 @@ def _report(args: argparse.Namespace, batches: Sequence[Plans], found: dict[str,
 
 
 def measured(found: dict[str, Found], rounds: int) -> Iterator[arms.Measured]:
-    """The arms for the table of gains: a round's time is that of all its batches. ``padded`` has no
-    arm to be compared with.
-    """
+    """The arms for the table of gains: a round's time is that of all its batches."""
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     for name, one in found.items():
         size = len(one.times) // rounds
         times = [sum(one.times[i * size : (i + 1) * size]) for i in range(rounds)]
         equal, _ = _compared(one, found)
         arm = ARMS[name]
-        yield arms.Measured(arm.kind, arm.plan, queues, times, one.reserved, equal)
+        if not arm.weights_last:  # no step of the gains leads to it
+            yield arms.Measured(arm.kind, arm.plan, queues, times, one.reserved, equal)
 
 
 def _compared(one: Found, found: dict[str, Found]) -> tuple[str, str]:

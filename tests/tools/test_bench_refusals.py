@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "profiling"))
          "--microbatches 6: must be a multiple of 4 ranks"),
         ("lengths", "--batches 0", "--batches 0: must be above 0"),
         ("lengths", "--arms static;ours",
-         "--arms: no ours, static; expected some of padded static"),
+         "--arms: no ours, static; expected some of static drawn"),
         ("schedule", "--ranks 0", "--ranks 0: must be at least 1"),
         ("schedule", "--microbatches 4 0", "--microbatches 0: must be at least 1"),
         ("schedule", "--rounds 0", "--rounds 0: must be at least 1"),
