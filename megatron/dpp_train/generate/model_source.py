@@ -18,7 +18,7 @@ from megatron.dpp_train.data.chats import ChatEncoder
 from megatron.dpp_train.data.vocabulary import tokenizer_flags
 from megatron.dpp_train.hf import HfConfig, read_config
 from megatron.dpp_train.hf.fields import CONFIG
-from megatron.dpp_train.hf.files import find_whole_origin, tokens_of
+from megatron.dpp_train.hf.files import origin_of_checkpoint, tokens_of
 from megatron.dpp_train.hf.model import check_same, completed
 from megatron.dpp_train.hf.run_files import end_ids
 from megatron.dpp_train.text_files import nearest_path
@@ -123,8 +123,7 @@ def find_source(
     saved = saved_args(found)
     if saved is None:
         raise DataError(f"{found.path}: holds no arguments, so its model is not known")
-    started = [getattr(saved, name, None) for name in ("load_hf", "pretrained_checkpoint", "load")]
-    folder = find_whole_origin(found.path.parent, started)
+    folder = origin_of_checkpoint(found, saved)
     config = _config_of(folder, saved, family_file) if folder else None
     folder = folder if config else None
     return Source(

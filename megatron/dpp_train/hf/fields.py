@@ -7,7 +7,7 @@ generate may be left, and a note names it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,20 +80,6 @@ def read_config(folder: str | Path, family_file: str | Path | None = None) -> Hf
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object")
     return parse_config(content, str(path), family_file)
-
-
-def find_origin(save: Path, started: Iterable[str | None]) -> Path | None:
-    """The folder with the ``config.json`` of a checkpoint's model: beside the checkpoint, or what
-    its run started from.
-
-    Args:
-        save: the directory of checkpoints.
-        started: folders or directories of checkpoints that the run started from.
-    """
-    places = [save / ORIGIN]
-    for each in filter(None, started):
-        places += [Path(each), Path(each) / ORIGIN]
-    return next((place for place in places if (place / CONFIG).is_file()), None)
 
 
 def parse_config(content: Config, where: str, family_file: str | Path | None = None) -> HfConfig:

@@ -12,7 +12,7 @@ from megatron.dpp_train.checkpoint import checksums
 from megatron.dpp_train.checkpoint.files import Found, find_start
 from megatron.dpp_train.checkpoint.saved_args import saved_args
 from megatron.dpp_train.hf import read_config
-from megatron.dpp_train.hf.fields import CONFIG, find_origin
+from megatron.dpp_train.hf.fields import CONFIG, ORIGIN
 from megatron.dpp_train.hf.model import check_same
 from megatron.dpp_train.hf.weights import find_weights
 from megatron.dpp_train.options.run_config import Settings
@@ -87,8 +87,7 @@ def tokens_of(found: Found, saved: Any, family_file: str | Path | None = None) -
     known = getattr(saved, "loss_vocab_size", None)
     if known is not None:
         return int(known)
-    started = [getattr(saved, name, None) for name in ("load_hf", "pretrained_checkpoint", "load")]
-    folder = find_whole_origin(found.path.parent, started)
+    folder = origin_of_checkpoint(found, saved)
     try:
         return read_config(folder, family_file).sizes.vocab if folder else None
     except DataError:  # another model's since
@@ -101,25 +100,38 @@ def _refuse_engines(args: Settings, given: str, instead: str) -> None:
             raise DataError(f"{given} does not go with {flag_name(name)}: {instead}")
 
 
-def find_whole_origin(save: Path, started: Iterable[str | None]) -> Path | None:
-    """:func:`find_origin`, whose files are those of its conversion.
+def origin_of_checkpoint(found: Found, saved: Any) -> Path | None:
+    """The folder with the ``config.json`` of a checkpoint's model.
+
+    Args:
+        saved: arguments of the run that saved it; None where they are not known.
 
     Raises:
-        DataError: a file was changed since, or is missing.
+        DataError: a file of a conversion was changed since, or is missing.
     """
-    folder = find_origin(save, started)
-    if folder is not None:
-        sums = checksums.read(folder) or {}
-        advice = f"convert again; if you changed it yourself, remove {folder / checksums.NAME}"
-        checksums.check(folder, sums, list(sums), advice)
-    return folder
+    names = ("load_hf", "pretrained_checkpoint", "load")
+    return _find_origin(found.path.parent, [getattr(saved, name, None) for name in names])
 
 
 def origin_of(args: Settings) -> Path | None:
     """The folder with the ``config.json`` of the model that a run starts from."""
     if args.load_hf:
         return Path(args.load_hf)
-    return find_whole_origin(Path(args.save or ""), (args.pretrained_checkpoint, args.load))
+    return _find_origin(Path(args.save or ""), (args.pretrained_checkpoint, args.load))
+
+
+def _find_origin(save: Path, started: Iterable[str | None]) -> Path | None:
+    """The folder beside the checkpoints in ``save``, or which a run ``started`` from, and which is
+    that of its conversion."""
+    places = [save / ORIGIN]
+    for each in filter(None, started):
+        places += [Path(each), Path(each) / ORIGIN]
+    folder = next((place for place in places if (place / CONFIG).is_file()), None)
+    if folder is not None:
+        sums = checksums.read(folder) or {}
+        advice = f"convert again; if you changed it yourself, remove {folder / checksums.NAME}"
+        checksums.check(folder, sums, list(sums), advice)
+    return folder
 
 
 def _check_model(args: Settings, folder: Path, given: str) -> None:

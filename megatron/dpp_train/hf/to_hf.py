@@ -17,7 +17,7 @@ from megatron.dpp_train.families import find_families
 from megatron.dpp_train.hf import Entry, HfConfig, Part, entries, read_config, write_config
 from megatron.dpp_train.hf.checkpoint import Stored
 from megatron.dpp_train.hf.fields import CONFIG, parse_config
-from megatron.dpp_train.hf.files import find_whole_origin
+from megatron.dpp_train.hf.files import origin_of_checkpoint
 from megatron.dpp_train.hf.folder import Shards, copy_files, one_dtype
 from megatron.dpp_train.hf.model import check_same, completed
 from megatron.dpp_train.hf.rules import split
@@ -60,8 +60,7 @@ def to_hf(
     if found is None:
         raise DataError(f"{source}: neither a Hugging Face model nor a checkpoint is there")
     args = saved_args(found)
-    started = [getattr(args, name, None) for name in ("load_hf", "pretrained_checkpoint", "load")]
-    like = like or find_whole_origin(found.path.parent, started)
+    like = like or origin_of_checkpoint(found, args)
     if like is None and family is None:
         raise DataError(
             f"{source}: its config.json is not known; name the folder of the model that training "

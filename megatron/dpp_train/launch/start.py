@@ -118,13 +118,14 @@ def describe_tokens(flags: Flags) -> str:
     """The number of tokens and unknown ones in token files, and the vocabulary's size."""
     import numpy
 
+    from megatron.dpp_train.data.token_files import token_type
+
     usual = TOKENIZERS["gpt" if "--merge-file" in flags else "bert"]
     values = {name[2:].replace("-", "_"): value for name, value in flags.items()}
     values |= {n: int(values[n]) for n in ("vocab_size", "vocab_extra_ids") if n in values}
     tokenizer = tokenizer_for(Namespace(**{"tokenizer_type": usual, **values}))
-    kind = "u2" if tokenizer.vocab_size < 65500 else "i4"  # as megatron-core chooses it
     path = Path(f"{flags['--data-path']}.bin")
-    tokens = numpy.memmap(path, dtype=kind, mode="r")
+    tokens = numpy.memmap(path, dtype=token_type(tokenizer.vocab_size), mode="r")
     unknown = tokenizer.__dict__.get("vocab", {}).get("[UNK]")
     count = 0 if unknown is None else int((tokens == unknown).sum())
     text = (
