@@ -31,17 +31,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import harness
-from bench_sleeping import Naps, SleepingRunner
+from bench_sleeping import Naps, SleepingRunner, run_step
 from torch.distributed import TCPStore
 
 from megatron.dpp.errors import exit_with
-from megatron.dpp.runtime.agreement import decider_for
-from megatron.dpp.runtime.executor import Executor
 from megatron.dpp.runtime.links import Links
-from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Scheduler, parse_cap
-from megatron.dpp.trace import NullRecorder
 from megatron.dpp.transport import TransportOptions, open_transport
 
 _ADDRESSES = ("10.213.72.1", "10.213.72.2")
@@ -145,14 +141,8 @@ def _step(args: Namespace, links: Links, board: Any, number: int, topology: Topo
     v = args.chunks
     geometry = Geometry(_STAGES, topology.rank, v, args.microbatches, w_pieces=(1,) * v)
     scheduler = Scheduler(geometry, cap=parse_cap("auto", geometry).chunks, split_backward=True)
-    decider = decider_for(scheduler, links.channels.receiving, board)
-    decider.start(links.consumed)
-    Executor(
-        runner=SleepingRunner(Naps(args, v, number, fused=False)), decider=decider, links=links,
-        recorder=NullRecorder(), timer=HostTimer(), injector=None, split_backward=True,
-        iteration=number, timeout=_DEADLINE,
-    ).run()  # fmt: skip
-    links.consume(geometry)
+    runner = SleepingRunner(Naps(args, v, number, fused=False))
+    run_step(links, scheduler, runner, number, board=board)
 
 
 def main() -> int:

@@ -31,23 +31,23 @@ import harness
 import torch
 import torch.distributed as dist
 from bench_sleeping import (
+    HIDDEN,
+    ListedNaps,
     SleepingChunk,
     SleepingRunner,
-    _sleep_exactly,
-    _SleepForward,
     cpu_rank,
     megatron_step,
+    open_exchange,
+    open_pipeline,
+    run_step,
 )
 from lengths_plans import LENGTHS, PACKED_ROW, Microbatches, Plans, longest_of, mean_tokens
 
-from megatron.dpp.config import DppConfig
-from megatron.dpp.core.static import ChannelExchange, over_channels, ring_channels
+from megatron.dpp.core.static import over_channels
 from megatron.dpp.errors import exit_with
 from megatron.dpp.schedule import Geometry, Kind, Scheduler, parse_cap
 from megatron.dpp.sim.lengths import LengthCosts
-from megatron.dpp.trace import NullRecorder
 
-_HIDDEN = 8
 _COSTS = LengthCosts.transformer()
 _ARMS = (
     ("static, gloo", "drawn"),
@@ -71,50 +71,6 @@ class Batch:
         self.seconds = {kind: [unit * _COSTS.time(kind, n) for n in lengths] for kind in Kind}
 
 
-class Naps:
-    """Sleeps as long as a task of this rank is to take."""
-
-    def __init__(self, batch: Batch, *, fused: bool) -> None:
-        self._batch, self._fused = batch, fused
-
-    def __call__(self, kind: str, chunk: int, microbatch: int) -> None:
-        times = self._batch.seconds
-        seconds = times[Kind[kind]][microbatch]
-        if kind == "B" and self._fused:
-            seconds += times[Kind.W][microbatch]
-        _sleep_exactly(seconds)
-
-
-class Chunk(SleepingChunk):
-    """A chunk of megatron-core's schedule whose tensors have their microbatch's length."""
-
-    def __init__(self, config: Any, naps: Any, chunk: int, lengths: Sequence[int]) -> None:
-        super().__init__(config, naps, chunk)
-        self._lengths = lengths
-
-    def forward(self) -> torch.Tensor:
-        given = self._given
-        if given is None:
-            given = self.start[:1].expand(self._lengths[self._counts["F"]], 1, _HIDDEN)
-        return _SleepForward.apply(given, self._nap)  # type: ignore[no-any-return]
-
-
-class Runner(SleepingRunner):
-    """The executor's runner; its tensors have their microbatch's length."""
-
-    def __init__(self, batch: Batch) -> None:
-        super().__init__(Naps(batch, fused=False))  # type: ignore[arg-type]
-        self._lengths = batch.sizes
-
-    def forward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
-        super().forward(chunk, microbatch, received)
-        return torch.zeros(self._lengths[microbatch], 1, _HIDDEN)
-
-    def backward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
-        super().backward(chunk, microbatch, received)
-        return torch.zeros(self._lengths[microbatch], 1, _HIDDEN)
-
-
 class Static:
     """megatron-core's own schedule.
 
@@ -122,25 +78,16 @@ class Static:
         exchange: takes its messages; None for its own exchange over gloo, with shapes ahead.
     """
 
-    def __init__(self, exchange: ChannelExchange | None) -> None:
+    def __init__(self, exchange: Any) -> None:
         self._exchange = exchange
-
-    @classmethod
-    def over_channels(cls, args: argparse.Namespace, longest: int) -> Static:
-        """Over channels whose slots hold the longest microbatch."""
-        from megatron.dpp.runtime.links import open_links
-
-        specs = ring_channels(tuple(range(args.ranks)), dist.get_rank(), longest * _HIDDEN * 4, 2)
-        transport = open_links(specs, DppConfig(transport=args.transport))
-        return cls(ChannelExchange(transport, 60.0))
 
     def step(self, args: argparse.Namespace, batch: Batch) -> None:
         """Run one iteration."""
-        naps, exchange = Naps(batch, fused=True), self._exchange
+        naps, exchange = ListedNaps(batch.seconds, fused=True), self._exchange
         with over_channels(exchange) if exchange else contextlib.nullcontext():
             megatron_step(
                 args.ranks, args.chunks, len(batch.sizes), batch.longest,
-                lambda config, chunk: Chunk(config, naps, chunk, batch.sizes),
+                lambda config, chunk: SleepingChunk(config, naps, chunk, batch.sizes),
                 variable_seq_lengths=exchange is None, moe_token_dispatcher_type="alltoall",
             )  # fmt: skip
 
@@ -152,41 +99,18 @@ class Static:
 class Ours:
     """The executor over channels whose slots hold the longest microbatch."""
 
-    def __init__(self, args: argparse.Namespace, longest: int) -> None:
-        from megatron.dpp.runtime.links import Links, open_links
-        from megatron.dpp.runtime.topology import Topology
-
-        topology = Topology(tuple(range(args.ranks)), dist.get_rank(), args.chunks)
-        slot = longest * _HIDDEN * 4
-        channels = topology.channels([slot], [slot], 2)
-        config = DppConfig(transport=args.transport)
-        self._links, self._iteration = Links(open_links(channels.specs, config), channels), 0
+    def __init__(self, links: Any) -> None:
+        self._links, self._iteration = links, 0
 
     def step(self, args: argparse.Namespace, batch: Batch) -> None:
         """Run one iteration."""
-        from megatron.dpp.runtime.agreement import decider_for
-        from megatron.dpp.runtime.executor import Executor
-        from megatron.dpp.runtime.timer import HostTimer
-
-        links = self._links
         geometry = Geometry(args.ranks, dist.get_rank(), args.chunks, len(batch.sizes))
         cap = parse_cap("auto", geometry).chunks
-        scheduler = Scheduler(geometry, cap=cap, largest=batch.longest)
-        decider = decider_for(scheduler, links.channels.receiving, None)
-        decider.start(links.consumed)
-        Executor(
-            runner=Runner(batch),
-            decider=decider,
-            links=links,
-            recorder=NullRecorder(),
-            timer=HostTimer(),
-            injector=None,
-            split_backward=True,
-            iteration=self._iteration,
-            timeout=60.0,
-            count_tokens=lambda tensors: tensors.numel() // _HIDDEN,
-        ).run()
-        links.consume(geometry)
+        run_step(
+            self._links, Scheduler(geometry, cap=cap, largest=batch.longest),
+            SleepingRunner(ListedNaps(batch.seconds, fused=False), batch.sizes), self._iteration,
+            count_tokens=lambda tensors: tensors.numel() // HIDDEN,
+        )  # fmt: skip
         self._iteration += 1
 
     def close(self) -> None:
@@ -213,8 +137,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     )
     schedules = {
         "static, gloo": Static(None),
-        "static": Static.over_channels(args, longest),
-        "ours": Ours(args, longest),
+        "static": Static(open_exchange(args.ranks, longest, args.transport)),
+        "ours": Ours(open_pipeline(args.ranks, v, longest, args.transport)),
     }
     rows = [
         {"ranks": args.ranks, "tokens": mean_tokens(batches), "schedule": name, "plan": plan,

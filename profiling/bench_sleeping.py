@@ -13,7 +13,7 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import arms
@@ -23,11 +23,12 @@ import torch.distributed as dist
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.inject import Injector, Task
-from megatron.dpp.schedule import Geometry, Scheduler, parse_cap
+from megatron.dpp.schedule import Geometry, Kind, Scheduler, parse_cap
 from megatron.dpp.trace import NullRecorder
 
-_HIDDEN, _SEQUENCE = 8, 4
-_BYTES = _SEQUENCE * _HIDDEN * 4
+HIDDEN, _SEQUENCE = 8, 4
+TOKEN_BYTES = 4 * HIDDEN
+"""Bytes of a token in a message."""
 
 
 class _SleepForward(torch.autograd.Function):
@@ -46,16 +47,21 @@ class _SleepForward(torch.autograd.Function):
 
 
 class SleepingChunk(torch.nn.Module):
-    """The parts of a model chunk that megatron-core's schedules use."""
+    """The parts of a model chunk that megatron-core's schedules use.
 
-    def __init__(self, config: Any, naps: Naps, chunk: int) -> None:
+    Args:
+        naps: sleeps as long as the task (kind, chunk, microbatch) is to take.
+        sizes: tokens of each microbatch; all are alike where it is empty.
+    """
+
+    def __init__(self, config: Any, naps: Any, chunk: int, sizes: Sequence[int] = ()) -> None:
         super().__init__()
         self.config, self.vp_stage = config, chunk
         self.model_type = 1
-        self._naps, self._chunk = naps, chunk
+        self._naps, self._chunk, self._sizes = naps, chunk, sizes
         self._counts = {"F": 0, "B": 0}
         self._given: torch.Tensor | None = None
-        self.start = torch.nn.Parameter(torch.zeros(_SEQUENCE, 1, _HIDDEN))
+        self.start = torch.nn.Parameter(torch.zeros(_SEQUENCE, 1, HIDDEN))
 
     def set_input_tensor(self, given: list[torch.Tensor | None]) -> None:
         self._given = given[0]
@@ -66,31 +72,46 @@ class SleepingChunk(torch.nn.Module):
 
     def forward(self) -> torch.Tensor:
         given = self.start if self._given is None else self._given
+        if self._given is None and self._sizes:
+            given = given[:1].expand(self._sizes[self._counts["F"]], 1, HIDDEN)
         return _SleepForward.apply(given, self._nap)
 
 
 class SleepingRunner:
-    """The executor's TaskRunner, asleep."""
+    """The executor's TaskRunner, asleep; arguments as for :class:`SleepingChunk`."""
 
-    def __init__(self, naps: Naps) -> None:
-        self._naps = naps
+    def __init__(self, naps: Any, sizes: Sequence[int] = ()) -> None:
+        self._naps, self._sizes = naps, sizes
 
     def forward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
-        self._naps("F", chunk, microbatch)
-        return torch.zeros(_SEQUENCE, 1, _HIDDEN)
+        return self._slept("F", chunk, microbatch)
 
     def free_output(self, chunk: int, microbatch: int) -> None:
         pass
 
     def backward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
-        self._naps("B", chunk, microbatch)
-        return torch.zeros(_SEQUENCE, 1, _HIDDEN)
+        return self._slept("B", chunk, microbatch)
 
     def weight(self, chunk: int, microbatch: int, piece: int) -> None:
         self._naps("W", chunk, microbatch)
 
     def chunk_complete(self, chunk: int) -> None:
         pass
+
+    def _slept(self, kind: str, chunk: int, microbatch: int) -> torch.Tensor:
+        self._naps(kind, chunk, microbatch)
+        return torch.zeros(self._sizes[microbatch] if self._sizes else _SEQUENCE, 1, HIDDEN)
+
+
+class ListedNaps:
+    """Sleeps for the seconds that are listed by kind and microbatch."""
+
+    def __init__(self, seconds: Mapping[Kind, Sequence[float]], *, fused: bool) -> None:
+        self._seconds, self._fused = seconds, fused
+
+    def __call__(self, kind: str, chunk: int, microbatch: int) -> None:
+        more = self._seconds[Kind.W][microbatch] if self._fused and kind == "B" else 0.0
+        _sleep_exactly(self._seconds[Kind[kind]][microbatch] + more)
 
 
 class Naps:
@@ -150,7 +171,7 @@ def megatron_step(
 
     config = TransformerConfig(
         num_layers=num_ranks * v,
-        hidden_size=_HIDDEN,
+        hidden_size=HIDDEN,
         num_attention_heads=1,
         pipeline_model_parallel_size=num_ranks,
         virtual_pipeline_model_parallel_size=v if v > 1 else None,
@@ -173,6 +194,58 @@ def megatron_step(
         seq_length=sequence,
         micro_batch_size=1,
     )
+
+
+def open_pipeline(
+    num_ranks: int, v: int, tokens: int, transport: str, *, slots: int = 2, injector: Any = None
+) -> Any:
+    """Our links of a pipeline, whose slots hold ``tokens``; ``injector`` may slow them down."""
+    from megatron.dpp.runtime.links import Links, open_links
+    from megatron.dpp.runtime.topology import Topology
+
+    topology = Topology(tuple(range(num_ranks)), dist.get_rank(), v)
+    num_bytes = tokens * TOKEN_BYTES
+    channels = topology.channels([num_bytes], [num_bytes], slots)
+    opened = open_links(channels.specs, DppConfig(transport=transport))
+    return Links(_delayed(opened, injector, topology.ranks), channels)
+
+
+def open_exchange(
+    num_ranks: int, tokens: int, transport: str, *, slots: int = 2, injector: Any = None
+) -> Any:
+    """Our channels for a static schedule, whose slots hold ``tokens``."""
+    from megatron.dpp.core.static import ChannelExchange, ring_channels
+    from megatron.dpp.runtime.links import open_links
+
+    ranks = tuple(range(num_ranks))
+    specs = ring_channels(ranks, dist.get_rank(), tokens * TOKEN_BYTES, slots)
+    opened = open_links(specs, DppConfig(transport=transport))
+    return ChannelExchange(_delayed(opened, injector, ranks), 60.0)
+
+
+def run_step(
+    links: Any, scheduler: Scheduler, runner: Any, iteration: int, *, split: bool = True,
+    recorder: Any = None, board: Any = None, **more: Any,
+) -> None:  # fmt: skip
+    """Run one iteration of the executor.
+
+    Args:
+        split: whether W runs apart from B.
+        board: of the ranks that agree on each decision; None for a rank that decides alone.
+        more: further arguments of the executor.
+    """
+    from megatron.dpp.runtime.agreement import decider_for
+    from megatron.dpp.runtime.executor import Executor
+    from megatron.dpp.runtime.timer import HostTimer
+
+    decider = decider_for(scheduler, links.channels.receiving, board)
+    decider.start(links.consumed)
+    Executor(
+        runner=runner, decider=decider, links=links, recorder=recorder or NullRecorder(),
+        timer=HostTimer(), injector=None, split_backward=split, iteration=iteration, timeout=60.0,
+        **more,
+    ).run()  # fmt: skip
+    links.consume(scheduler.geometry)
 
 
 class DynamicPipeline:
@@ -200,46 +273,28 @@ class DynamicPipeline:
         traced: bool = False,
         pieces: int = 1,
     ) -> None:
-        from megatron.dpp.runtime.links import Links, open_links
-        from megatron.dpp.runtime.topology import Topology
-
         self.num_chunks, self.split, self.pieces = v, split, pieces
         self._policy, self._cap = policy, cap or args.cap
-        topology = Topology(tuple(range(args.ranks)), dist.get_rank(), v)
-        channels = topology.channels([_BYTES], [_BYTES], args.slots)
-        transport = open_links(channels.specs, DppConfig(transport=args.transport))
-        delays = injector or _injector(args, v)
-        self.links = Links(_delayed(transport, delays, topology.ranks), channels)
+        self.links = open_pipeline(
+            args.ranks, v, _SEQUENCE, args.transport, slots=args.slots,
+            injector=injector or _injector(args, v),
+        )  # fmt: skip
         self.recorder = harness.open_trace(args, v, args.trace_dir) if traced else NullRecorder()
 
     def step(self, args: argparse.Namespace, m: int, iteration: int, runner: Any = None) -> float:
         """Run ``m`` microbatches; seconds this rank's tasks slept. ``runner`` does not sleep."""
-        from megatron.dpp.runtime.agreement import decider_for
-        from megatron.dpp.runtime.executor import Executor
-        from megatron.dpp.runtime.timer import HostTimer
-
         v, split = self.num_chunks, self.split
         pieces = (self.pieces,) * v if split else None
         geometry = Geometry(args.ranks, dist.get_rank(), v, m, w_pieces=pieces)
         cap = parse_cap(self._cap, geometry).chunks
         scheduler = Scheduler(geometry, policy=self._policy, cap=cap, split_backward=split)
         naps = Naps(args, v, iteration, fused=not split)
-        decider = decider_for(scheduler, self.links.channels.receiving, None)
-        decider.start(self.links.consumed)
         self.recorder.begin_iteration(iteration)
-        Executor(
-            runner=runner or SleepingRunner(naps),
-            decider=decider,
-            links=self.links,
+        run_step(
+            self.links, scheduler, runner or SleepingRunner(naps), iteration, split=split,
             recorder=self.recorder,
-            timer=HostTimer(),
-            injector=None,
-            split_backward=split,
-            iteration=iteration,
-            timeout=60.0,
-        ).run()
+        )  # fmt: skip
         self.recorder.end_iteration()
-        self.links.consume(geometry)
         return naps.total
 
     def close(self) -> None:
@@ -259,15 +314,10 @@ def open_static(args: argparse.Namespace, v: int, *, links: bool) -> Any:
     """Our channels under a static schedule that asks for them, or where links are to be slow; None
     keeps gloo.
     """
-    from megatron.dpp.core.static import ChannelExchange, ring_channels
-    from megatron.dpp.runtime.links import open_links
-
-    ranks, injector = tuple(range(args.ranks)), _injector(args, v)
+    injector = _injector(args, v)
     if not links and (injector is None or not injector.delays_messages):
         return None
-    specs = ring_channels(ranks, dist.get_rank(), _BYTES, args.slots)
-    transport = open_links(specs, DppConfig(transport=args.transport))
-    return ChannelExchange(_delayed(transport, injector, ranks), 60.0)
+    return open_exchange(args.ranks, _SEQUENCE, args.transport, slots=args.slots, injector=injector)
 
 
 def measure(args: argparse.Namespace, name: Any, m: int) -> dict[str, Any]:

@@ -18,12 +18,10 @@ import time
 from typing import Any
 
 import harness
-import torch
 import torch.distributed as dist
-from bench_sleeping import SleepingRunner, _sleep_exactly, cpu_rank
+from bench_sleeping import HIDDEN, ListedNaps, SleepingRunner, cpu_rank, open_pipeline, run_step
 
-from megatron.dpp.config import DppConfig
-from megatron.dpp.schedule import Geometry, Kind
+from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.lengths import LengthCosts, sft
 from megatron.dpp.sim.packing import pack
@@ -31,9 +29,7 @@ from megatron.dpp.sim.schedules import ScheduleConfig
 from megatron.dpp.sim.slice_arms import KAPPA
 from megatron.dpp.sim.slices import Row, SlicedPipeline, cut, groups_of, row_cost
 from megatron.dpp.slice_sizes import auto_tokens
-from megatron.dpp.trace import NullRecorder
 
-_HIDDEN = 8
 _COSTS = LengthCosts.transformer()
 _WARM_UP = 0.02
 """Share of a task's time in the untimed step of each arm."""
@@ -62,7 +58,7 @@ def arms(args: Any, lengths: list[int]) -> list[Arm]:
         found.append(static.best([Row(tuple(each), of, (sum(of),)) for each, of in own]))
     packed = min(found, key=lambda one: one[1].makespan)[0]
     rows = cut(lengths, auto_tokens(sum(lengths), p), _COSTS)
-    held = max(static.run(packed).peak_held) / 2
+    held = max(*static.run(packed).peak_held, 4) / 2  # few sequences need two in any order
     arms: list[Arm] = [("static, packed", static, packed)]
     for name, chunks, more in (
         ("static, sliced", 1, {"cap": "none", "kappa": KAPPA, **order}),
@@ -73,53 +69,21 @@ def arms(args: Any, lengths: list[int]) -> list[Arm]:
     return arms
 
 
-class Runner(SleepingRunner):
-    """The executor's runner; its tensors have their unit's tokens."""
-
-    def __init__(self, seconds: dict[Kind, list[float]], sizes: list[int], *, fused: bool) -> None:
-        self._seconds, self._sizes, self._fused = seconds, sizes, fused
-        super().__init__(self._nap)  # type: ignore[arg-type]
-
-    def _nap(self, kind: str, chunk: int, unit: int) -> None:
-        more = self._seconds[Kind.W][unit] if self._fused and kind == "B" else 0.0
-        _sleep_exactly(self._seconds[Kind[kind]][unit] + more)
-
-    def forward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
-        super().forward(chunk, microbatch, received)
-        return torch.zeros(self._sizes[microbatch], 1, _HIDDEN)
-
-    def backward(self, chunk: int, microbatch: int, received: Any) -> torch.Tensor:
-        super().backward(chunk, microbatch, received)
-        return torch.zeros(self._sizes[microbatch], 1, _HIDDEN)
-
-
 class Step:
     """The executor over channels whose slots hold the longest unit of an arm."""
 
     def __init__(self, pipeline: SlicedPipeline, rows: list[Row]) -> None:
-        from megatron.dpp.runtime.links import Links, open_links
-        from megatron.dpp.runtime.topology import Topology
-
         self.pipeline, self.units = pipeline, [unit for row in rows for unit in row.units]
         self.sizes, groups = [unit.tokens for unit in self.units], groups_of(rows)
         self.groups = groups if max(groups) > 1 else ()
         p, v = pipeline.num_ranks, pipeline.num_chunks
-        self.geometry = Geometry(p, dist.get_rank(), v, len(self.units), groups=self.groups)
-        topology = Topology(tuple(range(p)), dist.get_rank(), v)
-        slot = max(self.sizes) * _HIDDEN * 4
-        channels = topology.channels([slot], [slot], 2)
-        self.links = Links(open_links(channels.specs, DppConfig(transport="shm")), channels)
+        self.shape = Shape(p, v, len(self.units), tuple(self.sizes), pipeline.longest, self.groups)
+        self.links = open_pipeline(p, v, max(self.sizes), "shm")
         self.iteration = 0
 
     def run(self, unit_seconds: float) -> float:
         """Seconds of one step, of the slowest rank."""
-        from megatron.dpp.runtime.agreement import decider_for
-        from megatron.dpp.runtime.executor import Executor
-        from megatron.dpp.runtime.timer import HostTimer
-
-        pipeline, split = self.pipeline, self.pipeline.schedule.split_backward
-        p, v = pipeline.num_ranks, pipeline.num_chunks
-        shape = Shape(p, v, len(self.units), tuple(self.sizes), pipeline.longest, self.groups)
+        schedule, v = self.pipeline.schedule, self.pipeline.num_chunks
         seconds = {
             kind: [
                 unit_seconds * _COSTS.of_work(kind, each.tokens, each.squares) / v
@@ -127,18 +91,14 @@ class Step:
             ]
             for kind in Kind
         }
-        scheduler = pipeline.schedule.lanes(shape)[dist.get_rank()]
-        decider = decider_for(scheduler, self.links.channels.receiving, None)
-        decider.start(self.links.consumed)
+        split, scheduler = schedule.split_backward, schedule.lanes(self.shape)[dist.get_rank()]
         dist.barrier()
         start = time.perf_counter()
-        Executor(
-            runner=Runner(seconds, self.sizes, fused=not split), decider=decider,
-            links=self.links, recorder=NullRecorder(), timer=HostTimer(), injector=None,
-            split_backward=split, iteration=self.iteration, timeout=60.0,
-            count_tokens=lambda tensor: tensor.numel() // _HIDDEN, sizes_agree=bool(self.groups),
-        ).run()  # fmt: skip
-        self.links.consume(self.geometry)
+        run_step(
+            self.links, scheduler, SleepingRunner(ListedNaps(seconds, fused=not split), self.sizes),
+            self.iteration, split=split, sizes_agree=bool(self.groups),
+            count_tokens=lambda tensor: tensor.numel() // HIDDEN,
+        )  # fmt: skip
         self.iteration += 1
         (took,) = harness.over_ranks(time.perf_counter() - start)
         return float(took)
