@@ -8,7 +8,6 @@ error, and the output gets its names only when all of it is written.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import glob
 import os
@@ -16,9 +15,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -43,20 +42,8 @@ _MOST_NOTES_SHOWN = 40
 _CHAT_TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", *PIECE_TYPES)
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """One document of one key: its token ids, and the length of each sentence."""
-
-    ids: list[int]
-    lengths: list[int]
-
-
-@dataclass(frozen=True)
-class Line:
-    """The documents of a line, by key, and what a user should know about them."""
-
-    documents: list[dict[str, Encoded]]
-    notes: tuple[str, ...] = ()
+_Document = dict[str, tuple[list[int], list[int]]]
+"""Key -> its token ids, and the length of each sentence."""
 
 
 @dataclass(frozen=True)
@@ -130,32 +117,31 @@ class Encoder:
         notes, bad_lines = Counter[str](), []
         for number, line in enumerate(lines):
             try:
-                found = self._encode_line(line)
+                documents, more = self._encode_line(line)
             except BadLine as error:
                 bad_lines.append((number, str(error)))
                 continue
-            notes.update(found.notes)
-            for documents in found.documents:
+            notes.update(more)
+            for document in documents:
                 for key, (ids, lengths, counts) in parts.items():
-                    ids += documents[key].ids
-                    lengths += documents[key].lengths
-                    counts.append(len(documents[key].lengths))
+                    ids += document[key][0]
+                    lengths += document[key][1]
+                    counts.append(len(document[key][1]))
         documents_of = {key: Documents.of(*part, self.token_type) for key, part in parts.items()}
         return EncodedBatch(documents_of, notes, bad_lines)
 
-    def _encode_line(self, line: bytes) -> Line:
+    def _encode_line(self, line: bytes) -> tuple[list[_Document], tuple[str, ...]]:
+        """The documents of a line, and what a user should know about them."""
         document = parse_line(line)
         if self._chats is None:
-            return Line([{key: self._encode(text_of(document, key)) for key in self._keys}])
+            return [{key: self._encode(text_of(document, key)) for key in self._keys}], ()
         samples, notes = self._chats.encode(document)
-        documents = []
         for sample in samples:
             self._check(sample.ids)
-            found = {CHAT_KEY: sample.ids, ANSWERS_KEY: sample.marks}
-            documents.append({key: Encoded(v, [len(v)]) for key, v in found.items()})
-        return Line(documents, notes)
+        pairs = [{CHAT_KEY: sample.ids, ANSWERS_KEY: sample.marks} for sample in samples]
+        return [{key: (ids, [len(ids)]) for key, ids in pair.items()} for pair in pairs], notes
 
-    def _encode(self, text: str | list[str]) -> Encoded:
+    def _encode(self, text: str | list[str]) -> tuple[list[int], list[int]]:
         ids: list[int] = []
         lengths: list[int] = []
         for sentence in self._sentences(text):
@@ -173,7 +159,7 @@ class Encoder:
             ids.append(self._tokenizer.eod)
             lengths[-1] += 1
         self._check(ids)
-        return Encoded(ids, lengths)
+        return ids, lengths
 
     def _check(self, ids: list[int]) -> None:
         size = min(self._tokenizer.vocab_size, 1 << 31)  # ids are stored in 32 bits
@@ -243,29 +229,21 @@ class Writer:
     """The ``.bin`` and ``.idx`` files of all keys, under temporary names until :meth:`publish`.
 
     The temporary folder lies beside the output (renaming stays within one file system) and goes
-    away on leaving the ``with`` block, whatever happened.
+    away with ``stack``, whatever happened.
     """
 
-    def __init__(self, prefix: str, keys: tuple[str, ...], level: str, dtype: np.dtype) -> None:
+    def __init__(
+        self, prefix: str, keys: tuple[str, ...], level: str, dtype: np.dtype, stack: ExitStack
+    ) -> None:
         self._targets = {key: Path(f"{prefix}_{key}_{level}") for key in keys}
-        self._dtype = dtype
-        self._files: dict[str, TokenFile] = {}
-
-    def __enter__(self) -> Writer:
-        first = next(iter(self._targets.values()))
+        first = self._targets[keys[0]]
         first.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.ExitStack() as stack:
-            scratch = scratch_directory(first.parent, f".{first.name}.partial-")
-            self._folder = stack.enter_context(scratch)
-            for key, target in self._targets.items():
-                file = TokenFile(self._partial(target, ".bin"), self._dtype)
-                stack.callback(file.close)
-                self._files[key] = file
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+        scratch = scratch_directory(first.parent, f".{first.name}.partial-")
+        self._folder = stack.enter_context(scratch)
+        self._files: dict[str, TokenFile] = {}
+        for key, target in self._targets.items():
+            self._files[key] = TokenFile(self._partial(target, ".bin"), dtype)
+            stack.callback(self._files[key].close)
 
     def add(self, documents: dict[str, Documents]) -> None:
         for key, each in documents.items():
@@ -313,7 +291,8 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
         disable=False,
         leave=True,
     )
-    with bar, Writer(args.output_prefix, _keys(args), level, dtype) as writer:
+    with bar, ExitStack() as stack:
+        writer = Writer(args.output_prefix, _keys(args), level, dtype, stack)
         for batch, encoded in encode_all(args, read_batches(paths)):
             _take_batch(batch, encoded, writer, totals, skip_bad_lines=args.skip_bad_lines)
             totals.formats[batch.path] = batch.name
