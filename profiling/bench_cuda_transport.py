@@ -1,20 +1,18 @@
 #!/usr/bin/env python
 """Time the GPU transports beside NCCL's send and receive and plain copies.
 
-    python profiling/bench_cuda_transport.py [--out FILE] [--quick] [--kinds cuda_ipc staged]
+    python profiling/bench_cuda_transport.py [--out FILE] [--quick]
 
 Two processes, one GPU each. One way = half a ping-pong, medians, microseconds, random bytes:
 
 - ``arrive``: put() until the receiver's poll() shows it; beside ``peer copy`` (and synchronise).
 - ``taken``: until take()'s tensor is there (synchronised); beside NCCL's receive (synchronised).
 
-A GEMM loop beside 16 MiB per GEMM in both directions shows what compute pays. Exits with 1 when a
-gate fails.
+A GEMM loop beside 16 MiB per GEMM in both directions shows what compute pays.
 """
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import os
 import statistics
@@ -31,6 +29,9 @@ from megatron.dpp.errors import exit_with
 from megatron.dpp.transport import ChannelSpec, Direction, TransportOptions, open_transport
 
 SIZES = [4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
+KINDS = ("cuda_ipc", "staged")
+DEADLINE = 300.0
+"""Seconds after which stacks are printed."""
 WARM_UP = 10
 GEMM = 8192
 GEMMS = 150
@@ -199,7 +200,7 @@ def beside_ours(kind: str, rank: int, payload: torch.Tensor) -> float:
     return found
 
 
-def gemm_rows(rank: int, kinds: list[str]) -> dict[str, float]:
+def gemm_rows(rank: int) -> dict[str, float]:
     payload = random_bytes(BESIDE_BYTES)
     other = torch.empty_like(payload)
 
@@ -212,15 +213,15 @@ def gemm_rows(rank: int, kinds: list[str]) -> dict[str, float]:
             work.wait()
 
     rows = {"alone": gemm_loop(lambda: None)}
-    rows |= {kind: beside_ours(kind, rank, payload) for kind in kinds}
+    rows |= {kind: beside_ours(kind, rank, payload) for kind in KINDS}
     rows["nccl"] = gemm_loop(nccl)
     rows["alone again"] = gemm_loop(lambda: None)
     return rows
 
 
-def measure(rank: int, arguments: argparse.Namespace, meeting: str) -> dict[str, Any]:
+def measure(rank: int, quick: bool, meeting: str) -> dict[str, Any]:
     """All numbers, as the JSON file has them."""
-    faulthandler.dump_traceback_later(arguments.deadline, exit=True)
+    faulthandler.dump_traceback_later(DEADLINE, exit=True)
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl",
@@ -229,11 +230,11 @@ def measure(rank: int, arguments: argparse.Namespace, meeting: str) -> dict[str,
         world_size=2,
         device_id=torch.device("cuda", rank),
     )
-    sizes = SIZES[:-1] if arguments.quick else SIZES
+    sizes = SIZES[:-1] if quick else SIZES
     table = floors(rank, sizes)
     table["nccl"] = [nccl_ping_pong(random_bytes(size), rank) for size in sizes]
     costs = {}
-    for kind in arguments.kinds:
+    for kind in KINDS:
         ours = Ours(kind, rank, sizes[-1])
         for mode in ("arrive", "taken"):
             table[f"{kind} {mode}"] = [
@@ -243,32 +244,9 @@ def measure(rank: int, arguments: argparse.Namespace, meeting: str) -> dict[str,
         costs[kind] = [statistics.median(seconds[WARM_UP:]) * 1e6 for seconds in calls]
         dist.barrier()
         ours.transport.close()
-    gemm = gemm_rows(rank, arguments.kinds)
+    gemm = gemm_rows(rank)
     dist.destroy_process_group()
     return {"sizes": sizes, "one_way_us": table, "host_us": costs, "gemm_us": gemm}
-
-
-def failed_gates(facts: dict[str, Any], kinds: list[str]) -> list[str]:
-    failed = []
-    table, gemm = facts["one_way_us"], facts["gemm_us"]
-    for i, size in enumerate(facts["sizes"]):
-        row = {name: values[i] for name, values in table.items()}
-        copy, nccl = row["peer copy"], row["nccl"]
-        if "cuda_ipc" in kinds:
-            arrive, taken = row["cuda_ipc arrive"], row["cuda_ipc taken"]
-            if size >= 64 << 10 and taken > nccl:
-                failed.append(f"GATE {size}: cuda_ipc {taken:.0f} us, NCCL {nccl:.0f}")
-            if arrive > max(1.05 * copy, copy + 5):
-                failed.append(
-                    f"GATE {size}: cuda_ipc arrives in {arrive:.0f} us, peer copy {copy:.0f}"
-                )
-        slowest = max(row["D2H"], row["H2D"])
-        if "staged" in kinds and size >= 16 << 20 and row["staged arrive"] * 0.85 > slowest:
-            failed.append(f"GATE {size}: staged {row['staged arrive']:.0f} us, copy {slowest:.0f}")
-    alone = (gemm["alone"] + gemm["alone again"]) / 2
-    if "cuda_ipc" in kinds and gemm["cuda_ipc"] > 1.01 * alone:
-        failed.append(f"GATE GEMM: {gemm['cuda_ipc']:.1f} us beside cuda_ipc, {alone:.1f} alone")
-    return failed
 
 
 def report(facts: dict[str, Any]) -> None:
@@ -289,23 +267,19 @@ def main() -> int:
     parser = harness.new_parser(
         __doc__,
         quick=(False, "up to 64 MiB only"),
-        deadline=(300.0, "seconds, then stacks are printed"),
+        out=("", "file for all numbers, as JSON"),
     )
-    parser.add_argument("--out", metavar="FILE", help="for all numbers, as JSON")
-    parser.add_argument("--kinds", nargs="*", default=["cuda_ipc", "staged"])
     arguments = parser.parse_args()
     if torch.cuda.device_count() < 2:
         print("needs 2 CUDA devices")
         return 2
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"{folder}/meeting"
-        most = arguments.deadline + 30
-        facts = harness.run_members(measure, 2, arguments, meeting, timeout=most)[0]
+        most = DEADLINE + 30
+        facts = harness.run_members(measure, 2, arguments.quick, meeting, timeout=most)[0]
     report(facts)
     harness.write_json(arguments.out, facts)
-    failed = failed_gates(facts, arguments.kinds)
-    print("\n" + ("\n".join(failed) or "every gate holds"))
-    return 1 if failed else 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -2,13 +2,10 @@
 """Compare estimates with measurements: memory of six layouts, time, and pipeline bubbles.
 
     python profiling/bench_memory.py                # four GPUs, GPT-2 345M
-    python profiling/bench_memory.py --only tp2 --only pp-v2
     python profiling/bench_memory.py --tiny         # the same runs on a CPU; memory is not measured
 
 Every layout is a run of pretrain_gpt.py with ``--estimate``, which writes its estimates and
-measurements to the metrics file; pipelines are traced for the bubble. Prints a table per quantity
-and exits with 1 when the activations of a fullest stage are off by more than 10 %, or a bubble by
-more than 3 points.
+measurements to the metrics file; pipelines are traced for the bubble. Prints a table per quantity.
 """
 
 from __future__ import annotations
@@ -26,10 +23,12 @@ import harness
 
 from megatron.dpp.errors import exit_with
 
-_MOST_MEMORY_ERROR = 0.10
-_MOST_BUBBLE_ERROR = 0.03
 _TRACED = (5, 8)
-_TINY = {"num_layers": 8, "hidden_size": 64, "heads": 4, "seq_length": 64, "micro_batch_size": 2}
+_ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+_NAMES = ("num_layers", "hidden_size", "heads", "seq_length", "micro_batch_size")
+_MEDIUM, _TINY = (
+    dict(zip(_NAMES, sizes, strict=True)) for sizes in ((24, 1024, 16, 1024, 8), (8, 64, 4, 64, 2))
+)
 
 _TP2 = "--tensor-model-parallel-size 2"
 _PP = "--pipeline-model-parallel-size {procs}"
@@ -43,16 +42,8 @@ LAYOUTS = {
     "pp-v2": f"{_PP_V2} --use-dpp --dpp-cuda-graphs off",
 }
 """Run by default; ``{procs}`` is all ranks."""
-EXTRA = {
-    "pp-v1-graphs": f"{_PP} --use-dpp --dpp-cuda-graphs on",
-    "tp1-selective": "--recompute-activations",
-    "tp1-full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-    "pp-v1-static": _PP,
-    "pp-v2-static": _PP_V2,
-    "zero1": "--use-distributed-optimizer",
-    "zero2": "--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward",
-    "zero3": "--use-torch-fsdp2",
-}
+EXTRA = {"pp-v1-graphs": f"{_PP} --use-dpp --dpp-cuda-graphs on", "pp-v1-static": _PP}
+"""Run if ``--only`` names them."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,7 @@ class Measured:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 when an estimate is off by more than it may be."""
+    """Run the layouts and print the tables."""
     args = _parse(argv)
     results = []
     for name in args.only or LAYOUTS:
@@ -77,10 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{args.micro_batch_size}, {args.microbatches} microbatches, {args.procs} ranks\n"
     )
     _print_tables(results)
-    wrong = [text for each in results for text in (*_worst_stage(each), *_wrong_bubble(each))]
-    for line in wrong:
-        print(f"off: {line}")
-    return 1 if wrong else 0
+    return 0
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -88,11 +76,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         __doc__,
         procs=(4, "GPUs, or processes with --tiny"),
         tiny=(False, "a small model on the CPU"),
-        num_layers=24,
-        hidden_size=1024,
-        heads=16,
-        seq_length=1024,
-        micro_batch_size=8,
         microbatches=8,
     )
     choices = [*LAYOUTS, *EXTRA]
@@ -100,20 +83,18 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", action="append", choices=choices, metavar="NAME", help=names)
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     args = parser.parse_args(argv)
-    if args.tiny:
-        vars(args).update(_TINY)
+    vars(args).update(_TINY if args.tiny else _MEDIUM)
     return args
 
 
 def _run(args: argparse.Namespace, name: str, layout: str) -> Measured:
     flags, traced = _flags(args, layout), "pipeline" in layout
-    one_queue = {} if "--use-torch-fsdp2" in flags else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         if traced:
             flags += ["--trace", "--trace-dir", folder]
             flags += ["--trace-iterations", f"{_TRACED[0]}-{_TRACED[1]}"]
         try:
-            rows = harness.train("pretrain_gpt.py", args.procs, flags, one_queue)
+            rows = harness.train("pretrain_gpt.py", args.procs, flags, _ONE_QUEUE)
         except harness.RunFailed as error:
             sys.exit(str(error))
         row = next(row for row in rows if "estimate" in row)
@@ -167,24 +148,6 @@ def _print_tables(results: list[Measured]) -> None:
     if bubbles:
         print()
         harness.print_table("layout | estimated bubble | traced bubble", bubbles)
-
-
-def _worst_stage(result: Measured) -> list[str]:
-    """The complaint about the stage with the highest peak, which decides whether a model fits."""
-    pairs = [pair for name, pair in result.rows.items() if name.endswith("activations")]
-    if any(real is None for _, real in pairs):
-        return []
-    guess, real = (max(pair[i] or 0.0 for pair in pairs) for i in (0, 1))
-    if abs(guess / real - 1) <= _MOST_MEMORY_ERROR:
-        return []
-    return [f"{result.name}: activations of the fullest stage by {guess / real - 1:+.1%}"]
-
-
-def _wrong_bubble(result: Measured) -> list[str]:
-    guess, real = result.bubble or (0.0, 0.0)
-    if abs(guess - real) <= _MOST_BUBBLE_ERROR:
-        return []
-    return [f"{result.name}: bubble by {(guess - real) * 100:+.1f} points"]
 
 
 if __name__ == "__main__":

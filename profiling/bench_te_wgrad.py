@@ -6,18 +6,14 @@
 One GPU and one process, with layers so small that the host is the limit. Rows: the host's CPU time
 of a chunk's F, B and W per layer; with a fused backward, with W apart in layers as a host builds
 them, and in layers that were built with ``delay_wgrad_compute``. Autograd runs in the thread that
-is timed, and the device is waited for outside of the times. ``--profile N`` prints the N functions
-that a W spends its time in.
+is timed, and the device is waited for outside of the times.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import cProfile
 import importlib.util
-import io
-import pstats
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -135,28 +131,8 @@ def _measure(args: argparse.Namespace, chunk: _Chunk, *, apart: bool) -> list[fl
     ]
 
 
-def _print_profile(args: argparse.Namespace, title: str, chunk: _Chunk) -> None:
-    """The functions in which the B and W of some microbatches spend their time."""
-    for name in ("B", "W"):
-        profile = cProfile.Profile()
-        with chunk.step(apart=True):
-            for number in range(args.microbatches):
-                chunk.forward()
-                if name == "B":
-                    profile.runcall(chunk.backward_apart, number)
-                    chunk.weight(number)
-                else:
-                    chunk.backward_apart(number)
-                    profile.runcall(chunk.weight, number)
-        text = io.StringIO()
-        pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(args.profile)
-        lines = [line for line in text.getvalue().splitlines() if line.strip()]
-        print(f"\n{name} apart, {title}, {args.microbatches} x {args.layers} layers")
-        print("\n".join(lines[2:]))
-
-
 def _run(args: argparse.Namespace) -> None:
-    rows, profiled = [], []
+    rows = []
     end = time.monotonic() + args.seconds
     engine = importlib.util.find_spec("transformer_engine") is not None
     for build in _BUILDS if engine else _BUILDS[:1]:
@@ -176,13 +152,9 @@ def _run(args: argparse.Namespace) -> None:
                 cells = [f"{value:.1f}" for value in (*found[:3], whole, found[3])]
                 rows.append((title, name, *cells, against))
             print("\n".join(dict.fromkeys(chunk.said)))
-            if args.profile:
-                profiled.append((title, chunk))
     harness.print_table(
         "layers | backward | F us | B us | W us | B + W us | median F + B + W us | / fused", rows
     )
-    for title, chunk in profiled:
-        _print_profile(args, title, chunk)
 
 
 def main() -> int:
@@ -191,7 +163,6 @@ def main() -> int:
         __doc__, layers=12, hidden=512, heads=8, sequence=128, vocabulary=512, microbatches=8,
         rounds=(4, "steps that are timed, after one that is not"),
         seconds=(70.0, "after which no further layers are begun"),
-        profile=(0, "functions of a W and of a B that are printed"),
     )  # fmt: skip
     args = parser.parse_args()
     with harness.alone(seed=1), torch.autograd.set_multithreading_enabled(False):
