@@ -10,11 +10,9 @@ import json
 import math
 import platform
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import harness
 import numpy as np
@@ -69,32 +67,10 @@ def make(config: HfConfig, folder: Path, shard_bytes: int) -> None:
         shards.finish()
 
 
-class Ran(NamedTuple):
-    """One conversion: its time and its peaks of anonymous and of all resident memory."""
-
-    seconds: float
-    anonymous: int
-    resident: int
-
-
-def convert(*words: str | Path) -> Ran:
+def convert(*words: str | Path) -> harness.Ran:
     """Run ``megatron-dpp convert`` and sample its memory."""
     command = [sys.executable, "-m", "megatron.dpp", "convert", *map(str, words)]
-    start, anonymous, resident = time.monotonic(), 0, 0
-    with subprocess.Popen(command, cwd=harness.ROOT, stdout=subprocess.DEVNULL) as process:
-        status = Path(f"/proc/{process.pid}/status")
-        while process.poll() is None:
-            sizes = dict.fromkeys(("RssAnon", "VmHWM"), 0)
-            for line in status.read_text(encoding="utf-8").splitlines():
-                name, _, value = line.partition(":")
-                if name in sizes:
-                    sizes[name] = int(value.split()[0]) * 1024
-            anonymous = max(anonymous, sizes["RssAnon"])
-            resident = max(resident, sizes["VmHWM"])
-            time.sleep(SAMPLE_SECONDS)
-    if process.returncode:
-        raise SystemExit(process.returncode)
-    return Ran(time.monotonic() - start, anonymous, resident)
+    return harness.run_sampled(command, SAMPLE_SECONDS)
 
 
 def compare(one: Path, other: Path) -> int:

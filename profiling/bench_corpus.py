@@ -7,17 +7,14 @@ any case. The second start finds the indices that the first one kept.
 
 from __future__ import annotations
 
+import os
 import shutil
-import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
-from typing import NamedTuple
 
 import harness
-import psutil
+from harness import Ran
 
 GIGA = 10**9
 SAMPLE = harness.ROOT / "datasets_gpt" / "dataset.json"
@@ -31,49 +28,9 @@ MODEL = (
 )
 
 
-class Ran(NamedTuple):
-    """A command: its seconds, and the most bytes of its main process and of all its processes."""
-
-    seconds: float
-    main: int
-    together: int
-
-
 def measured(command: list[str]) -> Ran:
     """Run a command and sample the resident memory of its processes."""
-    start, most, together = time.monotonic(), 0, 0
-    with subprocess.Popen(command, cwd=harness.ROOT, stdout=sys.stderr) as process:
-        main, ended = psutil.Process(process.pid), threading.Event()
-
-        def watch() -> None:
-            nonlocal most, together
-            while not ended.wait(SAMPLE_SECONDS):
-                sizes = [size_of(each) for each in (main, *children_of(main))]
-                most, together = max(most, sizes[0]), max(together, sum(sizes))
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        process.wait()
-        seconds = time.monotonic() - start
-        ended.set()
-        watcher.join()
-    if process.returncode:
-        raise SystemExit(process.returncode)
-    return Ran(seconds, most, together)
-
-
-def size_of(process: psutil.Process) -> int:
-    try:
-        return int(process.memory_info().rss)
-    except psutil.Error:
-        return 0
-
-
-def children_of(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return list(process.children(recursive=True))
-    except psutil.Error:
-        return []
+    return harness.run_sampled(command, SAMPLE_SECONDS, children=True)
 
 
 def write_corpus(path: Path, size: int) -> int:
@@ -142,18 +99,22 @@ def measure(folder: Path, size: int, vocabulary: int, workers: int, device: str)
         f"\n{corpus.stat().st_size / GIGA:.2f} GB, {documents:,} documents, {workers} workers, "
         f"device {device}; token files {stored / GIGA:.2f} GB\n"
     )
-    print("| step | s | MB/s | GB of the main process | GB together |\n|---|---|---|---|---|")
-    for name, ran in rows:
-        speed = f"{corpus.stat().st_size / ran.seconds / 1e6:.1f}" if "start" not in name else ""
-        memory = f"{ran.main / GIGA:.2f} | {ran.together / GIGA:.2f}"
-        print(f"| {name} | {ran.seconds:.1f} | {speed} | {memory} |", flush=True)
+    harness.print_table(
+        "step | s | MB/s | GB of the main process | GB together",
+        (
+            (name, f"{ran.seconds:.1f}",
+             "" if "start" in name else f"{corpus.stat().st_size / ran.seconds / 1e6:.1f}",
+             f"{ran.resident / GIGA:.2f}", f"{ran.together / GIGA:.2f}")
+            for name, ran in rows
+        ),
+    )  # fmt: skip
 
 
 def main() -> None:
     parser = harness.new_parser(
         __doc__,
         gigabytes=(10.0, "size of the corpus"),
-        workers=(psutil.cpu_count() or 1, "processes of preprocess"),
+        workers=(os.cpu_count() or 1, "processes of preprocess"),
         vocabulary=(32000, "tokens of the tokenizer"),
         folder=("", "where the corpus lies for the time; the temporary folder"),
         device=("cpu", "cpu or cuda, of the starts"),

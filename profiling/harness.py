@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -303,6 +303,47 @@ def open_trace(args: argparse.Namespace, num_chunks: int, folder: Path, device: 
         pipeline_size=args.ranks, tensor_size=tensor, num_chunks=num_chunks,
     )  # fmt: skip
     return open_recorder(folder, rank=rank, layout=layout, device=device)
+
+
+class Ran(NamedTuple):
+    """A command: its seconds, and its peaks in bytes: anonymous and resident memory of its main
+    process, and resident memory of all that were looked at.
+    """
+
+    seconds: float
+    anonymous: int
+    resident: int
+    together: int
+
+
+def run_sampled(command: Sequence[str], seconds: float, *, children: bool = False) -> Ran:
+    """Run a command, and look at its memory every so many seconds.
+
+    Args:
+        children: look at its children's memory, too, which takes some milliseconds.
+
+    Raises:
+        SystemExit: the command failed; with its status.
+    """
+    import psutil
+
+    start, peaks = time.monotonic(), (0, 0, 0)
+    with subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr) as process:
+        while process.returncode is None:
+            with contextlib.suppress(psutil.Error):  # it has ended
+                main = psutil.Process(process.pid)
+                own, together = main.memory_info(), 0
+                for each in main.children(recursive=True) if children else ():
+                    with contextlib.suppress(psutil.Error):
+                        together += each.memory_info().rss
+                now = own.rss - own.shared, own.rss, own.rss + together
+                peaks = tuple(map(max, peaks, now))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+        took = time.monotonic() - start
+    if process.returncode:
+        raise SystemExit(process.returncode)
+    return Ran(took, *peaks)
 
 
 class RunFailed(Exception):
