@@ -6,6 +6,7 @@ tenth of a second. Nothing here imports PyTorch.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import re
@@ -51,6 +52,19 @@ class Device:
     bf16: bool
     queues: bool
     source: str
+
+    def with_figures(
+        self, tflops: float | None, memory: float | None, bandwidth: float | None = None
+    ) -> Device:
+        """The same with the figures that are given: TFLOP/s, GiB, and GB/s of memory."""
+        found = self
+        if tflops is not None:
+            found = dataclasses.replace(found, flops=tflops * 1e12, source="given")
+        if memory is not None:
+            found = dataclasses.replace(found, memory_bytes=memory * 2**30)
+        if bandwidth is not None:
+            found = dataclasses.replace(found, bytes_per_second=bandwidth * 1e9)
+        return found
 
     def group_link(self, members: int, per_node: int) -> float:
         """Bytes/s of each of ``members`` devices in a ring, ``per_node`` of them on a node. Between

@@ -13,6 +13,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.schedule import Kind
@@ -108,6 +109,16 @@ class ModelCosts:
         room = max(layers) + self.slot_layers if any(layers) else 0.0
         return room * self.layer.activation_bytes
 
+    def _changed(
+        self, change: Callable[..., PartCosts], *others: ModelCosts, **more: Any
+    ) -> ModelCosts:
+        """Each part as ``change`` gives it, from it and those of ``others``; ``more`` fields."""
+        parts: dict[str, Any] = {
+            name: change(*(getattr(each, name) for each in (self, *others)))
+            for name in ("layer", "embedding", "head")
+        }
+        return dataclasses.replace(self, **parts, **more)
+
     def lengthened(self, factor: float) -> ModelCosts:
         """All times ``factor`` as long."""
 
@@ -115,14 +126,7 @@ class ModelCosts:
             forward, backward, weight = (factor * seconds for seconds in part.times)
             return dataclasses.replace(part, times=(forward, backward, weight))
 
-        return dataclasses.replace(
-            self,
-            layer=longer(self.layer),
-            embedding=longer(self.embedding),
-            head=longer(self.head),
-            hop=factor * self.hop,
-            between=factor * self.between,
-        )
+        return self._changed(longer, hop=factor * self.hop, between=factor * self.between)
 
     def without_layers(self) -> ModelCosts:
         """The same times, with the activations that lie outside of slots."""
@@ -149,12 +153,7 @@ class ModelCosts:
             activation = mine.activation_bytes or theirs.activation_bytes
             return PartCosts(mine.times, activation, theirs.state_bytes, mine.deferred_bytes)
 
-        return dataclasses.replace(
-            self,
-            layer=joined(self.layer, other.layer),
-            embedding=joined(self.embedding, other.embedding),
-            head=joined(self.head, other.head),
-        )
+        return self._changed(joined, other)
 
     def in_slices(self, whole: ModelCosts, sliced: ModelCosts) -> ModelCosts:
         """These costs of whole microbatches for microbatches in slices.
@@ -178,14 +177,8 @@ class ModelCosts:
 
         longer = sum(self.layer.times) / sum(whole.layer.times)
         more = tuple((longer * f, longer * b, longer * w) for f, b, w in sliced.slices.more)
-        return dataclasses.replace(
-            self,
-            layer=scaled(self.layer, whole.layer, sliced.layer),
-            embedding=scaled(self.embedding, whole.embedding, sliced.embedding),
-            head=scaled(self.head, whole.head, sliced.head),
-            hop=share * self.hop,
-            slices=dataclasses.replace(sliced.slices, more=more),
-        )
+        slices = dataclasses.replace(sliced.slices, more=more)
+        return self._changed(scaled, whole, sliced, hop=share * self.hop, slices=slices)
 
     def costs(self, shape: Shape, layers: Sequence[int], seed: int | None = None) -> Costs:
         """Costs of an iteration; with the spread of task times when ``seed`` is given."""

@@ -198,7 +198,7 @@ def _in_slices(
 
 
 def _device(args: argparse.Namespace) -> Device:
-    return dataclasses.replace(known_gpu("H200"), flops=args.tflops * 1e12)
+    return known_gpu("H200").with_figures(args.tflops, None)
 
 
 def _shapes(args: argparse.Namespace, sigma: float = 0.0) -> ModelCosts | None:

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -59,11 +58,7 @@ def device_of(
         on_gpu, device = machine.num_gpus > 0, machine.device
     else:
         on_gpu, device = True, known_gpu(gpu)
-    if memory is not None:
-        device = dataclasses.replace(device, memory_bytes=memory * 2**30)
-    if tflops is not None:
-        device = dataclasses.replace(device, flops=tflops * 1e12, source="given")
-    return on_gpu, device
+    return on_gpu, device.with_figures(tflops, memory)
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp estimate") -> int:

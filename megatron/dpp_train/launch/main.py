@@ -323,14 +323,8 @@ def _imagined(options: argparse.Namespace, nodes: Nodes) -> Setting:
 
 def _setting(options: argparse.Namespace, nodes: Nodes, **found: object) -> Setting:
     setting = Setting(num_nodes=nodes.count, **found)  # type: ignore[arg-type]
-    device = setting.device
-    if options.tflops is not None:
-        device = dataclasses.replace(device, flops=options.tflops * 1e12, source="given")
-    if options.bandwidth is not None:
-        device = dataclasses.replace(device, bytes_per_second=options.bandwidth * 1e9)
-    if options.memory is not None:
-        device = dataclasses.replace(device, memory_bytes=options.memory * 2**30)
-    return dataclasses.replace(setting, device=device)
+    figures = options.tflops, options.memory, options.bandwidth
+    return dataclasses.replace(setting, device=setting.device.with_figures(*figures))
 
 
 def _check_files(resolved: Resolved, setting: Setting, *, tokens_exist: bool) -> None:
