@@ -2,5 +2,5 @@
 
 Pure Python, no PyTorch. ``shape.py`` holds the data types, ``constants.py`` the fitted figures,
 ``memory.py`` and ``times.py`` the formulas. ``estimate.py`` and ``planner.py`` combine them with
-the simulator; ``whatif.py`` predicts changes of a traced run.
+the simulator.
 """

@@ -1,7 +1,7 @@
 """The estimate of a run before it starts: memory, traffic, bubble and time.
 
 ``launch`` calls :func:`estimate` for the layouts that it considers, ``megatron-dpp estimate``
-prints it, and ``train.measure`` compares it with the run.
+prints it, and ``loop.measure`` compares it with the run.
 """
 
 from __future__ import annotations

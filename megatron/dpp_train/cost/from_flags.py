@@ -16,7 +16,7 @@ from megatron.dpp_train.options.run_config import Settings
 def shape_of(
     args: Settings, *, on_gpu: bool, arch: str = "gpt", per_node: int | None = None
 ) -> RunShape:
-    """The shape of a run from flags that ``cli.preflight`` has checked.
+    """The shape of a run from flags that ``preflight`` has checked.
 
     Args:
         per_node: ranks of each node; all of them by default.

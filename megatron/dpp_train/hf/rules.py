@@ -1,4 +1,4 @@
-"""Joins the tensors of a row of ``models.tables`` into Megatron's, and splits them again.
+"""Joins the tensors of a row of ``hf.tables`` into Megatron's, and splits them again.
 
 Megatron fuses queries, keys and values by group: the queries of a group, its key, its value, then
 the next group. Hugging Face keeps them apart, or fuses all queries, all keys, all values (GPT-2).

@@ -59,7 +59,7 @@ RECIPES: dict[str, Variables] = {
         "MIN_LR": "1.0e-5", "VOCAB_FILE": f"{ROOT}/datasets_bert/vocab.txt",
     },
 }  # fmt: skip
-"""Published recipes; ``cli.environment`` has the defaults that both models share."""
+"""Published recipes; ``options.environment`` has the defaults that both models share."""
 SAMPLES: dict[tuple[str, bool], Variables] = {
     ("gpt", False): {
         "HIDDEN_SIZE": "128", "NUM_ATTENTION_HEADS": "4", "SEQ_LENGTH": "128",

@@ -1,7 +1,7 @@
 """PyTorch's FSDP2 around a model chunk, through megatron-core's wrapper.
 
 Parameters, gradients and optimizer state are sharded over the data-parallel ranks (stages 2 and 3
-of ZeRO). ``train.model`` calls this with ``--use-torch-fsdp2``.
+of ZeRO). ``model.build`` calls this with ``--use-torch-fsdp2``.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _DATACLASSES = (
 
 
 def read_dataclasses() -> dict[str, list[Row]]:
-    """The table of ``cli.fields.core_fields``, from the installed megatron-core."""
+    """The table of ``fields.core_fields``, from the installed megatron-core."""
     fields = {}
     for module, name in _DATACLASSES:
         kind = getattr(importlib.import_module(module), name)

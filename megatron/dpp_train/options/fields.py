@@ -3,7 +3,7 @@
 A field ``some_name`` becomes ``--some-name``; a boolean that is on by default becomes
 ``--no-some-name`` (and ``--disable-some-name``). ``flags`` lists what Megatron-LM spells
 differently. ``core_flags.json`` beside this file holds the fields of the pinned megatron-core
-(``train.core_fields`` writes it), so that checking a command line imports neither torch nor
+(``core_fields`` writes it), so that checking a command line imports neither torch nor
 megatron-core.
 """
 
