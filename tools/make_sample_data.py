@@ -282,7 +282,7 @@ def train_bert_vocabulary(texts: list[str], output_dir: Path, vocab_size: int) -
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("model", choices=("gpt", "bert", "chat"), help="whose sample to write")
     parser.add_argument(
         "--output-dir", type=Path, required=True, help="folder for corpus and vocabulary"

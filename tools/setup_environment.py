@@ -375,7 +375,7 @@ def set_up_alone(requirement_files: list[str], *, anew: bool) -> tuple[Environme
 
 def main() -> int:
     start = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--dev", action="store_true", help="install what the tests need too")
     parser.add_argument("--quiet", action="store_true", help="say nothing if nothing was to do")
     parser.add_argument("--keep", action="store_true", help="use this Python from now on")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from megatron.dpp_train.launch.home import check_home, make_home, with_home
 from megatron.dpp_train.options.arguments import parse_args
 from megatron.dpp_train.options.run_config import RunConfig
 from tests.conftest import REPOSITORY
+from tests.test_culprits import COPIES
 
 ARGV = ["--num-layers", "4", "--hidden-size", "64", "--pipeline-model-parallel-size", "2"]
 
@@ -70,6 +72,48 @@ def test_the_log_holds_what_is_printed_and_streams_stay_apart(tmp_path: Path) ->
     assert sorted(log.read_text().split()) == sorted([*ran.stdout.split(), "wrong"])
 
 
+_RUN = """
+import os, signal, sys
+from megatron.dpp_train.launch.log_copy import LogWatch
+signal.signal(signal.SIGTERM, lambda *_: os.environ.update(ENDED="by SIGTERM"))
+with LogWatch():
+    for number in range(100 if os.environ["ROUNDS"] == "1" else 10**9):
+        print(number, flush=True)
+        if "ENDED" in os.environ:
+            break
+    print("ended", os.environ.get("ENDED", ""), file=sys.stderr)
+"""
+
+
+def copied(log: Path, output: str, rounds: str) -> str:
+    """The errors of :data:`_RUN` where its standard output goes to ``output``."""
+    code = f"{shlex.join([sys.executable, '-c', COPIES, str(log), _RUN])} {output}"
+    ran = subprocess.run(
+        ["bash", "-c", f"{code}; exit ${{PIPESTATUS[0]}}"],
+        stderr=subprocess.PIPE, text=True, timeout=150, cwd=REPOSITORY,
+        env={**os.environ, "ROUNDS": rounds},
+    )  # fmt: skip
+    assert ran.returncode == 0
+    return ran.stderr
+
+
+def test_a_run_whose_reader_leaves_is_ended_with_words(tmp_path: Path) -> None:
+    """``| head -1``: each rank, and torchrun after it, ended by a traceback of its next line."""
+    said = copied(tmp_path / "log", "| head -1", "many")
+    first = "the reader of standard output has left: the run ends"
+    assert said.strip().splitlines() == [first, "ended by SIGTERM"]
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert first in lines and lines[0] == "0" and lines[-1] == "ended by SIGTERM"
+
+
+def test_a_run_goes_on_where_its_output_cannot_be_written(tmp_path: Path) -> None:
+    """``> run.txt`` on a full disk, or a terminal that is gone, ended it by tracebacks."""
+    said = copied(tmp_path / "log", ">/dev/full", "1")
+    first = "warning: standard output cannot be written (No space left on device): read "
+    assert said.strip().splitlines() == [f"{first}{tmp_path / 'log'}", "ended"]
+    assert {*map(str, range(100))} <= set((tmp_path / "log").read_text().splitlines())
+
+
 def test_a_reader_that_takes_little_at_a_time_gets_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +128,7 @@ def test_a_reader_that_takes_little_at_a_time_gets_all(
 
     with monkeypatch.context() as patch:
         patch.setattr(log_copy, "os", SimpleNamespace(read=os.read, write=write))
-        log_copy._copy({read_end: 1}, (tmp_path / "log").open("ab", buffering=0))
+        log_copy._copy({read_end: 1}, (tmp_path / "log").open("ab", buffering=0), "log", 0)
     os.close(read_end)
     assert b"".join(taken) == (tmp_path / "log").read_bytes() == b"a long line\n"
 

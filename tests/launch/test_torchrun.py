@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +20,7 @@ from torch.distributed.run import config_from_args, parse_args
 from megatron.dpp.errors import tell_torchrun
 from megatron.dpp_train.checkpoint.files import TRACKER
 from megatron.dpp_train.launch import torchrun as launch
+from tests.conftest import REPOSITORY
 from tests.runtime.launcher import start, wait
 
 
@@ -213,3 +216,21 @@ def test_a_port_of_another_program_ends_the_wait(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert f"error: 127.0.0.1:{port} accepts connections and does not answer" in result.output
     assert "WAIT_SECONDS=1: another program listens there" in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ["trap '' HUP;", ""])
+def test_nohup_keeps_a_run_when_its_terminal_closes(tmp_path: Path, before: str) -> None:
+    """torchrun takes SIGHUP for itself, whatever it was started with, and ended the ranks."""
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, signal\nos.kill(os.getppid(), signal.SIGHUP)\n"
+        "os.kill(os.getpid(), signal.SIGHUP)\nprint('to the end')\n"
+    )
+    words = [sys.executable, "-m", launch.__name__, "--standalone", str(script)]
+    code = f"{before} exec {shlex.join(words)}"
+    done = subprocess.run(
+        ["bash", "-c", code], capture_output=True, text=True, timeout=150, cwd=REPOSITORY
+    )
+    assert (done.returncode == 0) == bool(before), done.stderr
+    assert ("to the end" in done.stdout) == bool(before)

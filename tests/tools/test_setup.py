@@ -405,3 +405,11 @@ def test_the_suite_loads_no_plug_in_of_the_environment(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("name", ["setup_environment.py", "make_sample_data.py"])
+def test_tools_run_without_docstrings(name: str) -> None:
+    """``PYTHONOPTIMIZE=2`` ended the first command of a clone by a traceback."""
+    script = Path(setup_environment.__file__).with_name(name)
+    done = subprocess.run([sys.executable, "-OO", str(script), "--help"], capture_output=True)
+    assert done.returncode == 0, done.stderr

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import selectors
 import signal
 import sys
@@ -27,14 +28,16 @@ _READ_BYTES = 1 << 16
 _WATCH = "DPP_LOG_COPY"
 """Variable by which torchrun gets what :class:`LogWatch` needs."""
 _LAST_SECONDS = 5.0
+_NAMES = ("standard output", "standard error")
 
 
 def copy_output(log: Path, lock: Lock | None = None) -> dict[str, str]:
     """Copy what this process and its children print from now on into ``log`` as well.
 
-    A child process copies until all writers have closed. When the reader of the output has left, it
-    ends, and the next line ends the run as without it. :class:`LogWatch` in the program that
-    replaces this process goes on where the child is killed.
+    A child process copies until all writers have closed. When the reader of the output has left, as
+    ``head`` does, it says so and ends the run by SIGTERM; an output that cannot be written, as on a
+    full disk, is left out. :class:`LogWatch` in the program that replaces this process goes on
+    where the child is killed.
 
     Args:
         lock: of the run's directory; the child releases it at its end.
@@ -52,6 +55,7 @@ def copy_output(log: Path, lock: Lock | None = None) -> dict[str, str]:
     sys.stdout.flush()
     sys.stderr.flush()
     streams = {_channel(1): 1, _channel(2): 2}
+    torchrun = os.getpid()
     if pid := os.fork():
         kept = {read_end: os.dup(stream) for (read_end, _), stream in streams.items()}
         copied = os.dup(file.fileno())
@@ -65,11 +69,12 @@ def copy_output(log: Path, lock: Lock | None = None) -> dict[str, str]:
         return {_WATCH: json.dumps(watch)}
     status = 1
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the ranks' last lines are to come
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)  # the ranks' last lines are to come
         for _, write_end in streams:
             os.close(write_end)
-        _copy({read_end: stream for (read_end, _), stream in streams.items()}, file)
+        ends = {read_end: stream for (read_end, _), stream in streams.items()}
+        _copy(ends, file, str(log), torchrun)
         status = 0
     finally:
         if lock is not None:
@@ -86,7 +91,15 @@ def _channel(stream: int) -> tuple[int, int]:
     return master, slave
 
 
-def _copy(streams: dict[int, int], file: IO[bytes]) -> None:
+def _copy(streams: dict[int, int], file: IO[bytes], log: str, torchrun: int) -> None:
+    """Copy from each read end to its stream and into the log, until all writers have closed.
+
+    Args:
+        streams: standard output and standard error, in this order, by their read ends.
+        log: path of ``file``, for messages.
+        torchrun: process that gets SIGTERM when the reader of a stream has left.
+    """
+    lost: set[int] = set()
     with file, selectors.DefaultSelector() as selector:
         for read_end in streams:
             selector.register(read_end, selectors.EVENT_READ)
@@ -101,8 +114,35 @@ def _copy(streams: dict[int, int], file: IO[bytes]) -> None:
                     continue
                 with contextlib.suppress(OSError):  # a full disk ends the log, not the run
                     file.write(data)
-                while data:
-                    data = data[os.write(streams[key.fd], data) :]
+                if key.fd in lost:
+                    continue
+                try:
+                    _write(streams[key.fd], data)
+                except OSError as error:
+                    lost.add(key.fd)
+                    name = _NAMES[list(streams).index(key.fd)]
+                    said = f"warning: {name} cannot be written ({error.strerror}): read {log}\n"
+                    if isinstance(error, BrokenPipeError):
+                        said = f"the reader of {name} has left: the run ends\n"
+                        _end(torchrun)
+                    if not data.endswith(b"\n"):
+                        said = f"\n{said}"
+                    for each in (file.fileno(), *(streams[each] for each in streams.keys() - lost)):
+                        with contextlib.suppress(OSError):
+                            _write(each, os.fsencode(said))
+
+
+def _write(stream: int, data: bytes) -> None:
+    while data:
+        try:
+            data = data[os.write(stream, data) :]
+        except BlockingIOError:  # a pipe that another program has set so
+            select.select([], [stream], [])
+
+
+def _end(torchrun: int) -> None:
+    if torchrun in (os.getpid(), os.getppid()):  # else it has ended, and its number is another's
+        os.kill(torchrun, signal.SIGTERM)
 
 
 class LogWatch:
@@ -124,6 +164,9 @@ class LogWatch:
     def __exit__(self, *_: object) -> None:
         if not self._streams:
             return
+        signal.signal(
+            signal.SIGTERM, signal.SIG_IGN
+        )  # the run is over, whoever reads its last lines
         sys.stdout.flush()
         sys.stderr.flush()
         for stream, saved in zip((1, 2), self._streams.values(), strict=True):
@@ -148,4 +191,5 @@ class LogWatch:
         with contextlib.suppress(OSError):
             os.write(self._streams[max(self._streams)], said.encode())
         with contextlib.suppress(OSError):
-            _copy(self._streams, os.fdopen(self._given["file"], "ab", buffering=0))
+            file = os.fdopen(self._given["file"], "ab", buffering=0)
+            _copy(self._streams, file, self._given["log"], os.getpid())

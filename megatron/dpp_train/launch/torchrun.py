@@ -34,7 +34,7 @@ try:
     import torch.distributed
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed import DistNetworkError, DistStoreError
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
     from torch.distributed.elastic.rendezvous import (
         c10d_rendezvous_backend,
@@ -44,6 +44,7 @@ try:
 except KeyboardInterrupt:
     sys.exit(INTERRUPTED)
 
+_SIGHUP_IS_IGNORED = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 _SAID_HERE = ("api", "errors.error_handler")
 """PyTorch's loggers whose lines about a rank that failed repeat the one printed here."""
 _GRACE_S = 5.0
@@ -93,6 +94,16 @@ def _stay_on_this_host() -> None:
     sys.argv[1:1] = ["--local-addr", LOOPBACK]
 
 
+class _Ranks(SubprocessContext):
+    """The processes of the ranks. SIGHUP stays ignored here and in them where it was before, as
+    under ``nohup``: torchrun would end them by it."""
+
+    def _start(self) -> None:
+        if _SIGHUP_IS_IGNORED:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        super()._start()  # type: ignore[no-untyped-call]
+
+
 def _is_worth_a_line(record: logging.LogRecord) -> bool:
     """False for torchrun's banner that several processes of a node get one thread each."""
     return "OMP_NUM_THREADS" not in record.getMessage()
@@ -108,6 +119,7 @@ def run() -> int:
         logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}").setLevel(
             logging.CRITICAL
         )
+    torch.distributed.elastic.multiprocessing.SubprocessContext = _Ranks  # type: ignore[misc]
     try:
         with contextlib.ExitStack() as stack:
             try:
