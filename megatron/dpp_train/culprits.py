@@ -112,7 +112,7 @@ def find(error: BaseException) -> str:
     """The text of the error to show instead; empty where ``error`` may speak for itself."""
     said = one_line(error, _LONGEST)
     if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) or _errno(error):
-        return f"out of memory: {said}{_limit()}"
+        return f"out of memory: {said}{limit_of_memory()}"
     if "Too many open files" in str(error):
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"{said}; this process may open {files} files (ulimit -n)"
@@ -128,7 +128,8 @@ def _errno(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno == errno.ENOMEM
 
 
-def _limit() -> str:
+def limit_of_memory() -> str:
+    """Text about the limit on the memory that a process may map; empty without one."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return ""

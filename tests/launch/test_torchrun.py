@@ -60,6 +60,23 @@ def test_every_end_is_one_line(
     assert len(said.splitlines()) == 1
 
 
+def test_a_rank_that_c_code_ends_names_the_limit_of_its_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``ulimit -v 2000000``: all there was to read was ``terminate called``."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (2_048_000_000, 2_048_000_000))
+    error = failed(-signal.SIGABRT)
+
+    def end() -> None:
+        raise error
+
+    monkeypatch.setattr(launch, "main", end)
+    assert launch.run() == 1
+    assert (
+        "by SIGABRT; this process may map 2000000 KiB (ulimit -v): see" in capsys.readouterr().err
+    )
+
+
 def test_bad_input_is_told_where_rank_0_had_no_time_for_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

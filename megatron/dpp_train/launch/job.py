@@ -18,6 +18,7 @@ from megatron.dpp.locks import Lock, check_free, lock_directory
 from megatron.dpp_train.launch import stopped
 from megatron.dpp_train.launch.flags import ROOT, Flags
 from megatron.dpp_train.launch.home import check_home, make_home, with_home
+from megatron.dpp_train.launch.limits import allow_files, check_interface
 from megatron.dpp_train.launch.log_copy import copy_output
 from megatron.dpp_train.launch.start import import_path
 from megatron.dpp_train.options import environment, run_file
@@ -236,6 +237,8 @@ def begin(job: Job, arch: str, parsed: Settings, environ: Mapping[str, str]) -> 
             f"the ranks of a node meet at {LOOPBACK}, which cannot be reached here ({fault}): set "
             "the loopback interface up (ip link set lo up)"
         )
+    allow_files(job.world_size)
+    check_interface(environ)
     args, _ = check_parsed(arch, parsed, job.world_size, job.per_node)
     check_not_taken(args, by_launcher=True)
     home = lock = None
