@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import statistics
 import tempfile
 import time
@@ -41,7 +40,16 @@ from bench_sleeping import (
     open_pipeline,
     run_step,
 )
-from lengths_plans import LENGTHS, PACKED_ROW, Microbatches, Plans, longest_of, mean_tokens
+from lengths_plans import (
+    LENGTHS,
+    PACKED_ROW,
+    Microbatches,
+    Plans,
+    drawn_batches,
+    longest_of,
+    mean_tokens,
+    print_predictions,
+)
 
 from megatron.dpp.core.static import over_channels
 from megatron.dpp.errors import exit_with
@@ -121,14 +129,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row per arm: predicted and measured seconds of a step, of each batch."""
     from megatron.core import parallel_state
 
-    rng, v, longest = random.Random(args.seed), args.chunks, longest_of(args.lengths)
-    batches = [
-        Plans(
-            args.lengths, rng, rows=args.microbatches or 8 * args.ranks, ranks=args.ranks,
-            chunks=v, longest=longest, costs=_COSTS,
-        )
-        for _ in range(args.batches)
-    ]  # fmt: skip
+    v, longest = args.chunks, longest_of(args.lengths)
+    batches = drawn_batches(args, longest=longest, costs=_COSTS)
     lengths = [length for batch in batches for length in batch.lengths]
     unit = args.forward_ms * 1e-3 / statistics.fmean(_COSTS.time(Kind.F, [n]) for n in lengths)
     parallel_state.initialize_model_parallel(
@@ -230,6 +232,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[int]]:
     parser = harness.new_parser(
         __doc__,
         ranks=("2", "pipeline ranks; several sizes like 4,8 where stages sleep"),
+        predict=(False, "only print the simulated time of each plan, of all lengths"),
         chunks=2,
         microbatches=(0, "of a batch as drawn; 0: 8 per rank"),
         lengths=("sft", f"{', '.join(LENGTHS)}"),
@@ -265,13 +268,16 @@ def parse_arguments() -> tuple[argparse.Namespace, list[int]]:
         )
     args.ranks, args.sleeping = sizes[0], args.sleeping or not torch.cuda.is_available()
     args.rounds = args.rounds or (1 if args.sleeping else 3)
-    if len(sizes) > 1 and not args.sleeping:
+    if len(sizes) > 1 and not args.sleeping and not args.predict:
         parser.error(f"--ranks {','.join(words)}: several sizes need --sleeping")
     return args, sizes
 
 
 def main() -> int:
     args, sizes = parse_arguments()
+    if args.predict:
+        print_predictions(args, sizes)
+        return 0
     if "RANK" not in os.environ and args.sleeping:
         return run_sleeping(args, sizes)
     if "RANK" not in os.environ:

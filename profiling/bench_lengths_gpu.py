@@ -13,7 +13,6 @@ import argparse
 import gc
 import math
 import os
-import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ import harness
 import torch
 import torch.distributed as dist
 from bench_gpt import Model, Sequences
-from lengths_plans import Plans, longest_of, mean_tokens
+from lengths_plans import Plans, drawn_batches, longest_of, mean_tokens
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.sim.lengths import LengthCosts
@@ -135,14 +134,8 @@ def run(args: argparse.Namespace) -> None:
     model = Model(args, args.chunks, None)
     model.config.variable_seq_lengths = True
     model.config.moe_token_dispatcher_type = "alltoall"  # megatron-core asks for it beside that
-    rng = random.Random(args.seed)
-    batches = [
-        Plans(
-            args.lengths, rng, rows=args.microbatches or 8 * args.ranks, ranks=args.ranks,
-            chunks=args.chunks, longest=args.sequence, costs=LengthCosts.transformer(args.hidden),
-        )
-        for _ in range(args.batches)
-    ]  # fmt: skip
+    costs = LengthCosts.transformer(args.hidden)
+    batches = drawn_batches(args, longest=args.sequence, costs=costs)
     chosen = {name: ARMS[name] for name in (args.arms.split(";") if args.arms else _USUAL)}
     schedules = {name: arm.schedule(args) for name, arm in chosen.items()}
     plans = {name: [arm.microbatches(batch) for batch in batches] for name, arm in chosen.items()}

@@ -3,9 +3,15 @@ order. The planner's simulation finds the fastest."""
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
+
+import harness
 
 from megatron.dpp.sim.batches import BatchSettings, share_batch
 from megatron.dpp.sim.lengths import MIXES, LengthCosts, sft
@@ -118,6 +124,38 @@ def _full_row(rng: random.Random) -> list[int]:
     while sum(row) < PACKED_ROW:
         row.append(min(sft(rng), PACKED_ROW - sum(row)))
     return row
+
+
+def drawn_batches(args: Any, *, longest: int, costs: LengthCosts) -> list[Plans]:
+    """Batches as the command line of bench_lengths.py asks for them."""
+    rng, rows = random.Random(args.seed), args.microbatches or 8 * args.ranks
+    return [
+        Plans(
+            args.lengths, rng, rows=rows, ranks=args.ranks, chunks=args.chunks, longest=longest,
+            costs=costs,
+        )
+        for _ in range(args.batches)
+    ]  # fmt: skip
+
+
+def print_predictions(args: Any, sizes: Sequence[int]) -> None:
+    """Print the simulated time of each plan over that of the static schedule as drawn."""
+    shown = []
+    for size, mix in itertools.product(sizes, LENGTHS):
+        own = argparse.Namespace(**{**vars(args), "ranks": size, "lengths": mix})
+        costs = LengthCosts.transformer(args.hidden)
+        batches = drawn_batches(own, longest=longest_of(mix), costs=costs)
+        drawn = [each.seconds("static", each.planned("static", "drawn")[1]) for each in batches]
+        for schedule in ("static", "ours"):
+            means = [
+                statistics.fmean(
+                    each.seconds(schedule, each.planned(schedule, plan)[1]) / base
+                    for each, base in zip(batches, drawn, strict=True)
+                )
+                for plan in PLANS
+            ]
+            shown.append((size, mix, schedule, *(f"{mean:.3f}" for mean in means)))
+    harness.print_table(f"ranks | lengths | schedule | {' | '.join(PLANS)}", shown)
 
 
 def mean_tokens(batches: Sequence[Plans]) -> float:
