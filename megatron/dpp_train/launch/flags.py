@@ -13,8 +13,7 @@ from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp_train.checkpoint.files import TRACKER
 from megatron.dpp_train.hf import read_config
 from megatron.dpp_train.hf.fields import CONFIG
-from megatron.dpp_train.options.arguments import build_parser, give, parse_args
-from megatron.dpp_train.options.run_config import Settings
+from megatron.dpp_train.options.arguments import build_parser
 from megatron.dpp_train.text_files import read_mapping
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -189,46 +188,6 @@ def from_argv(words: Sequence[str]) -> Flags:
             several = before if isinstance(before, list) else []
             flags[last] = word if before is True else [*(several or [before]), word]
     return flags
-
-
-_first: tuple[Flags, Settings] | None = None
-"""The flags of the first call of :func:`parsed_flags`, and what they were parsed to."""
-
-
-def parsed_flags(flags: Flags) -> Settings:
-    """The same as ``parse_args(to_argv(flags))``.
-
-    Layouts of one run differ in few flags: the first call parses, later ones set what differs.
-    """
-    global _first
-    if _first is not None:
-        before, parsed = _first
-        changed = {name: v for name, v in flags.items() if before.get(name, ...) != v}
-        if _is_plain([*before, *changed], changed):
-            found, default = parsed.draft(), vars(Settings())
-            for dest, name in parsed.given.items():
-                if name not in flags:
-                    setattr(found, dest, default[dest])
-                    del found.given[dest]
-                    found.parsed[dest] = default[dest]
-            give(found, changed)
-            return found
-    found = parse_args(to_argv(flags))
-    _first = dict(flags), found.draft()
-    return found
-
-
-def _is_plain(names: Sequence[str], changed: Flags) -> bool:
-    """True where each flag sets a value of its own, and ``changed`` has them with their types."""
-    actions = build_parser()._option_string_actions
-    known = {name for name in names if name in actions}
-    dests = {actions[name].dest for name in known}
-    if set(names) != known or len(dests) != len(known) or "--yaml-cfg" in known:
-        return False
-    return all(
-        actions[name].type in (None, str) or isinstance(value, bool | int | float)
-        for name, value in changed.items()
-    )
 
 
 _STEP = re.compile(r"(?:iter_|checkpoint-)(\d+)")

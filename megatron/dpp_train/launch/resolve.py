@@ -23,7 +23,6 @@ from megatron.dpp_train.launch.flags import (
     from_argv,
     heads,
     model_flags,
-    parsed_flags,
     read_flags,
     resume_flags,
     to_argv,
@@ -84,7 +83,7 @@ class Resolved:
     @functools.cached_property
     def parsed(self) -> Settings:
         """The flags as the training script's parser reads them."""
-        return parsed_flags(self.flags)
+        return parse_args(self.argv)
 
     def give(self, flags: Flags) -> None:
         """Add flags that were found late."""
