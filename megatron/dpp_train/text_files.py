@@ -6,6 +6,7 @@ A file's size, the depth of its structures and the digits of its numbers are bou
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,9 @@ def parse_json(text: str | bytes, where: object) -> Any:
         raise DataError(f"{where}: nested more than {_DEEPEST} deep") from error
     except ValueError as error:
         raise DataError(f"{where}: not JSON ({one_line(error, 200)})") from error
-    level = [value] if isinstance(value, _STRUCTURES) else []
-    for _ in range(_DEEPEST + 1):
-        if not level:
-            return value
-        level = [each for outer in level for each in _inner(outer)]
-    raise DataError(f"{where}: nested more than {_DEEPEST} deep")
+    if any(depth > _DEEPEST for depth, _ in enumerate(_levels(value))):
+        raise DataError(f"{where}: nested more than {_DEEPEST} deep")
+    return value
 
 
 def read_mapping(path: str | Path, flag: str = "") -> dict[str, Any]:
@@ -115,9 +113,8 @@ def read_mapping(path: str | Path, flag: str = "") -> dict[str, Any]:
         raise DataError(f"{named}: not YAML ({one_line(error, 300)})") from error
     if not isinstance(loaded, dict):
         raise DataError(f"{named}: expected a mapping of settings, as in lr: 1.0e-4")
-    level, count = [loaded], 0
-    while level:
-        level = [each for outer in level for each in _inner(outer)]
+    count = 0
+    for level in _levels(loaded):
         count += sum(map(len, level))
         if count > _MOST_SETTINGS:
             raise DataError(f"{named}: has more than {_MOST_SETTINGS} entries, aliases counted")
@@ -159,7 +156,10 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
-def _inner(value: Any) -> list[Any]:
-    """The structures directly inside a structure."""
-    values = value.values() if isinstance(value, dict) else value
-    return [each for each in values if isinstance(each, _STRUCTURES)]
+def _levels(value: Any) -> Iterator[list[Any]]:
+    """The structures of a value: itself, those directly inside, and so on."""
+    level = [value] if isinstance(value, _STRUCTURES) else []
+    while level:
+        yield level
+        values = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [each for inner in values for each in inner if isinstance(each, _STRUCTURES)]

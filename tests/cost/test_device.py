@@ -30,7 +30,8 @@ def test_a_gpu_without_a_size_is_no_traceback(
     script.write_text(f"#!/bin/sh\necho 'warning: a line, of nothing'\necho '{line}'\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    machine = find_machine(env={})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    machine = find_machine()
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert machine.num_gpus == 1
     assert machine.device.name.endswith(name)
@@ -47,9 +48,11 @@ def test_gpus_that_are_hidden_do_not_count(
     script.write_text("#!/bin/sh\n" + "echo NVIDIA H200, 143771\n" * 4)
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    env = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
-    assert find_machine(env=env).num_gpus == number
-    assert (find_gpus(env) is not None) == (number > 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if shown is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    assert find_machine().num_gpus == number
+    assert (find_gpus() is not None) == (number > 0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError
@@ -86,18 +85,17 @@ class Machine:
     device: Device
 
 
-def find_machine(processes: int = 1, env: Mapping[str, str] | None = None) -> Machine:
+def find_machine(processes: int = 1) -> Machine:
     """This node's GPUs that ``CUDA_VISIBLE_DEVICES`` shows; without any, the share of its CPU that
     each of ``processes`` gets.
     """
-    return find_gpus(env) or Machine(num_gpus=0, device=cpu_device(processes))
+    return find_gpus() or Machine(num_gpus=0, device=cpu_device(processes))
 
 
-def find_gpus(env: Mapping[str, str] | None = None) -> Machine | None:
+def find_gpus() -> Machine | None:
     """This node's GPUs that ``CUDA_VISIBLE_DEVICES`` shows; None without any."""
-    environment = os.environ if env is None else env
     gpus = _gpus()
-    shown = environment.get("CUDA_VISIBLE_DEVICES")
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None:
         gpus = gpus[: len([word for word in shown.split(",") if word.strip() not in ("", "-1")])]
     if not gpus:

@@ -9,7 +9,6 @@ switches kernels off that are missing.
 from __future__ import annotations
 
 import importlib.util
-import math
 
 from megatron.dpp.errors import ConfigError, core_setting, require, require_multiple, require_value
 from megatron.dpp.naming import flag_name
@@ -409,7 +408,6 @@ def _evaluation(args: Args) -> None:
         "--eval-interval is required (or --eval-iters 0)",
     )
     require_value(args, "log_interval", args.log_interval > 0, "at least 1")
-    require_value(args, "clip_grad", math.isfinite(args.clip_grad), "finite")
 
 
 def _writers(args: Args) -> None:
