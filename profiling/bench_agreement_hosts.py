@@ -14,7 +14,6 @@ others that want the same cores lengthen the steps, unless ``chrt`` puts these a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import multiprocessing
 import os
@@ -39,26 +38,21 @@ from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Scheduler, parse_cap
 from megatron.dpp.transport import TransportOptions, open_transport
+from tests.runtime.fork_server import enter_network
 
 _ADDRESSES = ("10.213.72.1", "10.213.72.2")
 _BYTES = 128
 _STAGES, _REPLICAS = 2, 2
 _RANKS = _STAGES * _REPLICAS
-_NEWNET, _TUNSETIFF, _TUN_NO_PI = 0x40000000, 0x400454CA, 0x1001
+_TUNSETIFF, _TUN_NO_PI = 0x400454CA, 0x1001
 _DEADLINE = 60.0
-
-
-def _enter(namespace: str) -> None:
-    with open(f"/run/netns/{namespace}", encoding="utf-8") as place:
-        if ctypes.CDLL(None, use_errno=True).setns(place.fileno(), _NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
 
 
 def _relay(names: tuple[str, str], delay: float, ready: Any) -> None:
     """Carry packets between the namespaces until the process is ended; each waits ``delay`` s."""
     ends = []
     for name in names:
-        _enter(name)
+        enter_network(name)
         end = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH", b"dpp0", _TUN_NO_PI))
         ends.append(end)
@@ -111,7 +105,7 @@ def _member(
     alone.
     """
     replica = rank % _REPLICAS
-    _enter(names[replica])
+    enter_network(names[replica])
     os.environ["GLOO_SOCKET_IFNAME"] = "dpp0"
     store = TCPStore(_ADDRESSES[0], port, is_master=rank == 0)
     topology = Topology(tuple(range(replica, _RANKS, _REPLICAS)), rank // _REPLICAS, args.chunks)

@@ -12,7 +12,7 @@ from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.schedule.reference import padded_microbatches
 
 _COUNTS = ("ranks", "tensor", "layers", "hidden", "heads", "sequence", "vocabulary", "micro_batch",
-           "rounds", "iterations", "slots", "topk", "expert_parallel", "runs")  # fmt: skip
+           "rounds", "topk", "expert_parallel", "runs")  # fmt: skip
 
 
 def check(args: argparse.Namespace) -> None:

@@ -29,6 +29,8 @@ from megatron.dpp import DppConfig, DppSchedule
 from megatron.dpp.errors import exit_with
 
 _RANKS, _SEQUENCE, _VOCABULARY, _HIDDEN = 2, 8, 32, 16
+_PIECES = 6
+"""Of each W of an empty stage."""
 _SCHEDULES = ("static", "fused", "split")
 
 
@@ -86,7 +88,7 @@ def _measure_empty(args: argparse.Namespace, name: str) -> list[float]:
         return _least(
             args, lambda _: megatron_step(args.ranks, v, m, 4, lambda c, i: _Empty(c, i)), m * v
         )
-    pipeline = DynamicPipeline(args, v, split=name == "split", pieces=args.pieces)
+    pipeline = DynamicPipeline(args, v, split=name == "split", pieces=_PIECES)
     found = _least(args, lambda n: pipeline.step(args, m, n, _EmptyRunner()), m * v)
     pipeline.close()
     return found
@@ -201,13 +203,12 @@ def main() -> int:
         __doc__,
         chunks=(1, "per rank"),
         microbatches=(32, "per step"),
-        pieces=(6, "of each W of an empty stage"),
         rounds=(10, "steps of each, after one that is not counted"),
-        transport=("auto", "as --dpp-transport"),
         json=("", "also write the results here"),
     )
     args = parser.parse_args()
-    args.ranks, args.slots, args.cap, args.inject, args.sleep_ms = _RANKS, 2, "auto", "", 0.0
+    args.ranks, args.inject, args.sleep_ms = _RANKS, "", 0.0
+    args.cap = args.transport = "auto"
     if "RANK" not in os.environ:
         return harness.start_ranks(args.ranks, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
     return _run(args)

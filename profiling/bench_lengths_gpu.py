@@ -265,9 +265,7 @@ MODEL = {
     "sequence_parallel": False,
     "micro_batch": 1,
     "dropout": 0.0,
-    "recompute": None,
     "no_gradient_accumulation_fusion": False,
-    "cross_entropy_loss_fusion": False,
     "experts": 0,
     "expert_parallel": 1,
 }

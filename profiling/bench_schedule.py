@@ -40,6 +40,8 @@ from megatron.dpp.errors import ConfigError, exit_with
 
 _WARM_UP_STEPS = 8
 """Two eager steps, two that capture graphs, and some in which a dynamic one may need one more."""
+_TIMED_STEPS = 3
+"""Of a round."""
 _SCHEDULES = (
     "static, megatron (its order, split backward), fused or split, and the number of chunks per "
     "rank; with a prefix, eagersplit2 never uses CUDA graphs, graphsplit2 and graphstatic2 always "
@@ -127,12 +129,9 @@ def parse_arguments() -> argparse.Namespace:
         transport=("auto", "as --dpp-transport"),
         static_transport=("auto", "for static schedules; auto: NCCL, as they are"),
         lookahead=(-1.0, "as --dpp-lookahead, in ms"),
-        slots=(2, "as --dpp-slots"),
         no_gradient_accumulation_fusion=False,
-        cross_entropy_loss_fusion=False,
         dropout=(0.0, "hidden and attention dropout"),
         rounds=4,
-        iterations=(3, "timed steps per round"),
         runs=(1, "runs of all ranks, for each of --queues in turns"),
         queues=("", "numbers of hardware queues, as 1,8; the environment's if empty"),
         verify=(False, "compare losses and gradients"),
@@ -141,7 +140,6 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--microbatches", type=int, nargs="+", default=[8], metavar="N", help="one run of each")
     add("--layout", help="as --pipeline-model-parallel-layout, for laid... ones")
-    add("--recompute", choices=["selective", "full"])
     add("--trace-dir", type=Path, default=Path("benchmark"), metavar="DIR", help="of traced ones")
     add("--json", type=Path, metavar="FILE", help="also write the results here")
     args = parser.parse_args()
@@ -210,7 +208,6 @@ def make_schedule(model: Model, name: Name) -> Any:
         activation_cap=args.cap if arm.cap == "auto" else arm.cap,
         transport=args.transport,
         lookahead=args.lookahead if name.lookahead is None else name.lookahead,
-        slots=args.slots,
         launch_ahead=name.ahead,
         inject=inject,
         timeout=120.0,
@@ -280,7 +277,7 @@ def measure(model: Model, names: list[Name], num_microbatches: int) -> list[dict
         name: partial(timed_step, model, schedule, num_microbatches)
         for name, schedule in schedules.items()
     }
-    samples = harness.take_turns(arms, args.rounds, args.iterations)
+    samples = harness.take_turns(arms, args.rounds, _TIMED_STEPS)
     rows = []
     for name, schedule in schedules.items():
         times, prolonged = zip(*samples[name], strict=True)

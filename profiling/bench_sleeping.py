@@ -26,7 +26,7 @@ from megatron.dpp.inject import Injector, Task
 from megatron.dpp.schedule import Geometry, Kind, Scheduler, parse_cap
 from megatron.dpp.trace import NullRecorder
 
-HIDDEN, _SEQUENCE = 8, 4
+HIDDEN, _SEQUENCE, _SLOTS = 8, 4, 2
 TOKEN_BYTES = 4 * HIDDEN
 """Bytes of a token in a message."""
 
@@ -197,7 +197,7 @@ def megatron_step(
 
 
 def open_pipeline(
-    num_ranks: int, v: int, tokens: int, transport: str, *, slots: int = 2, injector: Any = None
+    num_ranks: int, v: int, tokens: int, transport: str, *, injector: Any = None
 ) -> Any:
     """Our links of a pipeline, whose slots hold ``tokens``; ``injector`` may slow them down."""
     from megatron.dpp.runtime.links import Links, open_links
@@ -205,20 +205,18 @@ def open_pipeline(
 
     topology = Topology(tuple(range(num_ranks)), dist.get_rank(), v)
     num_bytes = tokens * TOKEN_BYTES
-    channels = topology.channels([num_bytes], [num_bytes], slots)
+    channels = topology.channels([num_bytes], [num_bytes], _SLOTS)
     opened = open_links(channels.specs, DppConfig(transport=transport))
     return Links(_delayed(opened, injector, topology.ranks), channels)
 
 
-def open_exchange(
-    num_ranks: int, tokens: int, transport: str, *, slots: int = 2, injector: Any = None
-) -> Any:
+def open_exchange(num_ranks: int, tokens: int, transport: str, *, injector: Any = None) -> Any:
     """Our channels for a static schedule, whose slots hold ``tokens``."""
     from megatron.dpp.core.static import ChannelExchange, ring_channels
     from megatron.dpp.runtime.links import open_links
 
     ranks = tuple(range(num_ranks))
-    specs = ring_channels(ranks, dist.get_rank(), tokens * TOKEN_BYTES, slots)
+    specs = ring_channels(ranks, dist.get_rank(), tokens * TOKEN_BYTES, _SLOTS)
     opened = open_links(specs, DppConfig(transport=transport))
     return ChannelExchange(_delayed(opened, injector, ranks), 60.0)
 
@@ -276,7 +274,7 @@ class DynamicPipeline:
         self.num_chunks, self.split, self.pieces = v, split, pieces
         self._policy, self._cap = policy, cap or args.cap
         self.links = open_pipeline(
-            args.ranks, v, _SEQUENCE, args.transport, slots=args.slots,
+            args.ranks, v, _SEQUENCE, args.transport,
             injector=injector or _injector(args, v),
         )  # fmt: skip
         self.recorder = harness.open_trace(args, v, args.trace_dir) if traced else NullRecorder()
@@ -317,7 +315,7 @@ def open_static(args: argparse.Namespace, v: int, *, links: bool) -> Any:
     injector = _injector(args, v)
     if not links and (injector is None or not injector.delays_messages):
         return None
-    return open_exchange(args.ranks, _SEQUENCE, args.transport, slots=args.slots, injector=injector)
+    return open_exchange(args.ranks, _SEQUENCE, args.transport, injector=injector)
 
 
 def measure(args: argparse.Namespace, name: Any, m: int) -> dict[str, Any]:

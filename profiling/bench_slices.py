@@ -7,9 +7,8 @@
 A layer of RMSNorm, attention with grouped queries, RMSNorm and SwiGLU runs slices of a long row.
 Keys and values of earlier slices wait in the store of ``core.slices``, where the gradients of all
 keys are added, too. B computes input gradients; W the weight gradients of the layer's four
-products, added into fp32. Printed: the times of each task by tokens and earlier keys; their fit
-``a + b N + c N (keys + N / 2)``, and the least slice ``a / (eps b)`` whose fixed cost is 3 %;
-attention alone, by the kernels that are there.
+products, added into fp32. Printed: the times of each task by tokens and earlier keys; attention
+alone, by the kernels that are there.
 """
 
 from __future__ import annotations
@@ -29,9 +28,6 @@ from megatron.dpp.core.slices import Row, Unit, attend_in_slice
 from megatron.dpp.core.varlen import kernels_for
 from megatron.dpp.core.wgrad.fused import wgrad_gemm_accum_fp32
 from megatron.dpp.errors import ConfigError, exit_with
-
-_EPSILON = 0.03
-"""Share of a task's time that its fixed cost may take."""
 
 Sizes = tuple[int, int]
 """Tokens of a slice, and keys before it."""
@@ -200,24 +196,6 @@ def attention_times(args: Any, sizes: Sizes, kernel: str, like: torch.Tensor) ->
     return median_of(args.repeats, one_round)
 
 
-def fitted(found: dict[Sizes, list[float]], part: int) -> tuple[float, float, float]:
-    """``a`` (ms), ``b`` (ms a token) and ``c`` (ms a token and key) of one task, by relative least
-    squares.
-    """
-    rows = [
-        [1.0, float(n), n * (keys + n / 2)] if part < 2 else [1.0, float(n), 0.0]
-        for n, keys in found
-    ]
-    took = torch.tensor([each[part] for each in found.values()], dtype=torch.float64)
-    scaled = torch.tensor(rows, dtype=torch.float64) / took[:, None]
-    largest = scaled.abs().amax(dim=0).clamp(min=1e-30)
-    solved = torch.linalg.lstsq(
-        scaled / largest, torch.ones(len(took), 1, dtype=torch.float64), driver="gelsd"
-    ).solution[:, 0]
-    a, b, c = (solved / largest).tolist()
-    return a, b, c
-
-
 def measure(args: Any, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """All measurements, until the time is spent; each is printed as soon as it is there."""
     begin, layer = time.perf_counter(), Layer(args, device, dtype)
@@ -234,7 +212,6 @@ def measure(args: Any, device: str, dtype: torch.dtype) -> dict[str, Any]:
         "tokens | keys before | F | B | W | us a token | of the largest slice's rate",
         (layer_row(times, sizes) for sizes in times),
     )
-    print_fit(times)
     names = ["sdpa", *kernels_for(like.new_empty(1, 1, args.heads, args.hidden // args.heads))]
     alone: dict[str, list[float]] = {}
     for sizes in all_sizes:
@@ -258,17 +235,6 @@ def layer_row(times: dict[Sizes, list[float]], sizes: Sizes) -> Sequence[object]
     share = sum(times[largest, keys]) / largest / rate
     return (tokens, keys, *(f"{each:.3f}" for each in times[sizes]), f"{1e3 * rate:.2f}",
             f"{share:.0%}")  # fmt: skip
-
-
-def print_fit(times: dict[Sizes, list[float]]) -> None:
-    """Print the fit of each task, and the least slice."""
-    print(f"\na + b N + c N (keys + N / 2), and the slice of which a is {_EPSILON:.0%}:\n")
-    rows = []
-    for part, task in enumerate("FBW"):
-        a, b, c = fitted(times, part)
-        least = max(a, 0.0) / (_EPSILON * b) if b > 0 else float("nan")
-        rows.append((task, f"{1e3 * a:.1f}", f"{1e3 * b:.4f}", f"{1e9 * c:.3f}", f"{least:.0f}"))
-    harness.print_table("task | a, us | b, us a token | c, fs a token and key | tokens", rows)
 
 
 def main() -> int:

@@ -4,9 +4,8 @@
     python profiling/bench_te_wgrad.py
 
 One GPU and one process, with layers so small that the host is the limit. Rows: the host's CPU time
-of a chunk's F, B and W per layer; with a fused backward, with W apart in layers as a host builds
-them, and in layers that were built with ``delay_wgrad_compute``. Autograd runs in the thread that
-is timed, and the device is waited for outside of the times.
+of a chunk's F, B and W per layer, with a fused backward and with W apart. Autograd runs in the
+thread that is timed, and the device is waited for outside of the times.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ import torch
 
 from megatron.dpp.errors import exit_with
 
-_BUILDS = ("local", "te", "te delayed")
-"""Whose layers: megatron-core's own, Transformer Engine's as a host builds them, and the same with
-``delay_wgrad_compute``."""
+_BUILDS = ("local", "te")
+"""Whose layers: megatron-core's own, and Transformer Engine's as a host builds them."""
 
 
 class _Chunk:
@@ -46,7 +44,6 @@ class _Chunk:
 
         from megatron.dpp.core.wgrad import fused
         from megatron.dpp.core.wgrad.linear import WeightGradients
-        from megatron.dpp.core.wgrad.te import delay_weight_gradients
 
         if fusion:
             fused.provide()
@@ -58,9 +55,6 @@ class _Chunk:
             gradient_accumulation_fusion=fusion, persist_layer_norm=False,
             masked_softmax_fusion=False,
         )  # fmt: skip
-        delayed = build == "te delayed"
-        if delayed and (reason := delay_weight_gradients(config)):
-            raise RuntimeError(f"layers with delay_wgrad_compute: {reason}")
         spec = (
             get_gpt_layer_local_spec()
             if build == "local"
@@ -69,12 +63,10 @@ class _Chunk:
         model = GPTModel(config, spec, args.vocabulary, args.sequence)
         if half:
             model = model.cuda().bfloat16()
-        buffers = DistributedDataParallelConfig(delay_wgrad_compute=delayed)
-        self.chunk = DistributedDataParallel(config, buffers, model)
+        self.chunk = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
         self.said: list[str] = []
         self.weights = WeightGradients([self.chunk], self.said.append)
         self.pieces = self.weights.num_pieces[0]
-        self.can_fuse = not delayed
         device = "cuda" if half else "cpu"
         self.tokens = torch.arange(args.sequence, device=device)[None] % args.vocabulary
         self.loss: Any = None
@@ -142,15 +134,11 @@ def _run(args: argparse.Namespace) -> None:
                 continue
             chunk = _Chunk(args, build, fusion=fusion)
             title = f"{build}, {'added to main_grad' if fusion else 'own gradient'}"
-            fused = _measure(args, chunk, apart=False) if chunk.can_fuse else None
-            apart = _measure(args, chunk, apart=True)
+            fused, apart = (_measure(args, chunk, apart=apart) for apart in (False, True))
             for name, found in (("fused", fused), ("apart", apart)):
-                if found is None:
-                    continue
                 whole = found[1] + found[2]
-                against = f"{whole / (fused[1] + fused[2]):.3f}" if fused else "-"
                 cells = [f"{value:.1f}" for value in (*found[:3], whole, found[3])]
-                rows.append((title, name, *cells, against))
+                rows.append((title, name, *cells, f"{whole / (fused[1] + fused[2]):.3f}"))
             print("\n".join(dict.fromkeys(chunk.said)))
     harness.print_table(
         "layers | backward | F us | B us | W us | B + W us | median F + B + W us | / fused", rows

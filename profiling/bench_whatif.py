@@ -68,9 +68,8 @@ def _parse() -> argparse.Namespace:
         pairs=(10, "iterations with, and without"),
     )
     parser.add_argument("--trace-dir", metavar="DIR", help="keep the trace there")
-    for name, default in (("cap", "auto"), ("transport", "auto"), ("slots", 2)):
-        kind = type(default)
-        parser.add_argument(f"--{name}", type=kind, default=default, help=argparse.SUPPRESS)
+    for name in ("cap", "transport"):
+        parser.add_argument(f"--{name}", default="auto", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

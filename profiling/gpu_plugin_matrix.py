@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 import harness
 
-sys.path.insert(0, str(harness.ROOT))
 from tests.plugin import hosts as sources
 from tests.plugin.hosts import ENGINE, MODEL, NEWEST, ON_CPU, PP2X2, Hosts, records
 
