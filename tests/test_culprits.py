@@ -176,7 +176,7 @@ def test_a_bus_error_names_a_mapped_file_that_was_cut_short(tmp_path: Path) -> N
 def test_a_limit_of_addresses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(culprits.resource, "getrlimit", lambda _: (4 << 30, 4 << 30))
     found = culprits.find(OSError(12, "Cannot allocate memory"))
-    assert found.endswith("; this process may map 4194304 KiB (ulimit -v)")
+    assert "; this process may map 4194304 KiB (ulimit -v)" in found
     assert culprits.find(MemoryError()).startswith("out of memory: MemoryError; ")
 
 
@@ -256,6 +256,23 @@ def test_a_killed_manager_of_the_writers_is_named(
     said = f"saving failed: process {manager.pid}, which manages .* results, ended by SIGKILL; the"
     with pytest.raises(DataError, match=said), saving(tmp_path, 3):
         results.get_nowait()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Resource temporarily unavailable"),
+        RuntimeError("can't start new thread"),
+        BlockingIOError(11, "Resource temporarily unavailable"),
+    ],
+    ids=["C++", "Python", "fork"],
+)
+def test_too_many_threads_name_the_limit(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``ulimit -u`` and ``docker --pids-limit``: a traceback of megatron-core's groups."""
+    monkeypatch.setattr("resource.getrlimit", lambda _: (120, 120))
+    found = culprits.find(error)
+    assert found.startswith(f"a thread or process cannot be started: {error}; ")
+    assert "; this user may have 120 threads (ulimit -u)" in found
 
 
 PRINTS = """

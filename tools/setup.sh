@@ -10,6 +10,7 @@
 # build/python keeps the first Python that was set up, and each one that PYTHON named.
 # TORCH_INDEX_URL names an index of PyTorch.
 set -euo pipefail
+{ : >&2; } 2>/dev/null || exec 2>/dev/null # where it is closed, files would get its number
 export PYTHONUTF8=1 PYTHONIOENCODING=utf-8:surrogateescape # paths stay as they are in any locale
 name=${DPP_PROGRAM:-$0} # of a launch script that starts this
 

@@ -14,6 +14,7 @@ choice other than ``.venv``, and each with ``--keep``, is noted in ``build/pytho
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
@@ -149,7 +150,7 @@ def install(environment: Environment) -> list[str]:
             f"PyTorch {environment.torch} of {environment.python} is not {torch_lines[0]}, and "
             "set-up replaces no PyTorch: upgrade it, or name another interpreter with PYTHON="
         )
-    print(f"set-up: installing {', '.join(missing)} (log: {LOG})", file=sys.stderr, flush=True)
+    say(f"installing {', '.join(missing)} (log: {LOG})")
     if torch_lines:
         index = os.environ.get("TORCH_INDEX_URL")
         _pip_install(environment, [TORCH_WHERE_NONE_IS, *(["--index-url", index] if index else [])])
@@ -225,7 +226,7 @@ def check_compiler(environment: Environment) -> None:
 def build_extension(environment: Environment) -> list[str]:
     """Builds in place and notes what was built from what."""
     start = time.monotonic()
-    print(f"set-up: building the C++ extension (log: {LOG})", file=sys.stderr, flush=True)
+    say(f"building the C++ extension (log: {LOG})")
     stamp_path = _stamp_path(environment)
     stamp_path.unlink(missing_ok=True)
     digest = source_digest(environment)
@@ -267,7 +268,7 @@ def take_lock() -> IO[str]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        print("set-up: waiting for another set-up of this clone", file=sys.stderr, flush=True)
+        say("waiting for another set-up of this clone")
         fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
 
@@ -373,6 +374,12 @@ def set_up_alone(requirement_files: list[str], *, anew: bool) -> tuple[Environme
         return set_up(requirement_files, anew=anew)
 
 
+def say(text: str) -> None:
+    """Print a line for the user, who may have no room for it: set-up does its work all the same."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"set-up: {text}\n".encode(errors="surrogateescape"))
+
+
 def main() -> int:
     start = time.monotonic()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -394,7 +401,7 @@ def main() -> int:
     what = ", ".join(done) or "nothing to do"
     using = f"using {environment.python}, PyTorch {environment.torch}"
     if done or not args.quiet:
-        print(f"set-up: {what}; {using} ({time.monotonic() - start:.1f} s)", file=sys.stderr)
+        say(f"{what}; {using} ({time.monotonic() - start:.1f} s)")
     print(environment.python)
     return 0
 

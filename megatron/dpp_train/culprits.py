@@ -37,6 +37,10 @@ _LONGEST = 300
 _WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", re.DOTALL)
 _NO_ROOM = re.compile(r"unable to \w+ .*(?:shared memory|file </torch_).*|.*\(shm\).*", re.DOTALL)
 _NO_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|std::bad_alloc")
+_NO_THREAD = re.compile(
+    r"(\[Errno 11\] )?Resource temporarily unavailable|can't start new thread"
+)  # of C++, of fork and of Python, and no socket's
+_FEW_THREADS = 4096
 
 
 def tell_end(host: str, port: int, text: str) -> None:
@@ -112,7 +116,9 @@ def find(error: BaseException) -> str:
     """The text of the error to show instead; empty where ``error`` may speak for itself."""
     said = one_line(error, _LONGEST)
     if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)) or _errno(error):
-        return f"out of memory: {said}{limit_of_memory()}"
+        return f"out of memory: {said}{limits()}"
+    if _NO_THREAD.fullmatch(str(error)):
+        return f"a thread or process cannot be started: {said}{limits()}"
     if "Too many open files" in str(error):
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"{said}; this process may open {files} files (ulimit -n)"
@@ -128,12 +134,21 @@ def _errno(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno == errno.ENOMEM
 
 
-def limit_of_memory() -> str:
-    """Text about the limit on the memory that a process may map; empty without one."""
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if limit == resource.RLIM_INFINITY:
-        return ""
-    return f"; this process may map {limit >> 10} KiB (ulimit -v)"
+def limits() -> str:
+    """Text about the limits on the memory that a process may map, and on few threads of its user;
+    empty without one."""
+    text = ""
+    memory = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if memory != resource.RLIM_INFINITY:
+        text += f"; this process may map {memory >> 10} KiB (ulimit -v)"
+    threads = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if 0 <= threads < _FEW_THREADS:
+        text += f"; this user may have {threads} threads (ulimit -u)"
+    with contextlib.suppress(OSError):
+        most = Path("/sys/fs/cgroup/pids.max").read_text(encoding="ascii").strip()
+        if most.isdecimal() and int(most) < _FEW_THREADS:
+            text += f"; this container may have {most} threads (--pids-limit)"
+    return text
 
 
 def of_worker(error: BaseException) -> str:

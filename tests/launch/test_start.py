@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.dpp.errors import DataError
 from megatron.dpp_train.launch.flags import ROOT, Flags
 from megatron.dpp_train.launch.start import data_notes, describe_tokens, prepare
 from tests.options.test_sequences import index
@@ -37,6 +38,15 @@ def test_text_is_tokenised_with_the_tokenizer_of_the_run(text: Path) -> None:
     assert made_with("gpt", text, null)[:3] == ["NullTokenizer", "--vocab-size", "99"]
     assert made_with("gpt", text, {})[0] == "GPT2BPETokenizer"
     assert "--vocab-size" not in made_with("gpt", text, {"--vocab-size": "99"})
+
+
+def test_token_files_without_a_place_are_refused_with_both_folders(
+    text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clone and a working directory of another user: a permission of a partial file was told."""
+    monkeypatch.setattr("os.access", lambda *_: False)  # as root, who may write everywhere
+    with pytest.raises(DataError, match=r"neither .* nor .* can be written: start in another dir"):
+        prepare("gpt", str(text), {})
 
 
 def test_a_file_of_megatrons_own_names_the_tokenizer_of_its_text(

@@ -413,3 +413,12 @@ def test_tools_run_without_docstrings(name: str) -> None:
     script = Path(setup_environment.__file__).with_name(name)
     done = subprocess.run([sys.executable, "-OO", str(script), "--help"], capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_setup_works_where_nothing_can_be_said(repository: Path) -> None:
+    """A line into a closed or full standard error ended it without a word."""
+    set_up(repository)
+    for where in ("2>&-", "2>/dev/full"):
+        code = f"PYTHON={sys.executable} bash {repository}/tools/setup.sh {where}"
+        done = subprocess.run(["bash", "-c", code], stdout=subprocess.PIPE, text=True, timeout=150)
+        assert (done.returncode, done.stdout.strip()) == (0, sys.executable), where

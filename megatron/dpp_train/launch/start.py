@@ -258,8 +258,13 @@ def _output(text: Path, vocabulary: list[str], tokenizer: list[str], *, sample: 
             raise DataError(f"{name}: {error.strerror}{nearest_path(name)}") from error
     digest.update(" ".join(tokenizer).encode())
     stem = "sample" if sample else text.name.split(".")[0]
-    folder = text.parent if os.access(text.parent, os.W_OK) else Path.cwd()
-    return folder / f"{stem}-{digest.hexdigest()[:12]}"
+    folders = [each for each in (text.parent, Path.cwd()) if os.access(each, os.W_OK | os.X_OK)]
+    if not folders:
+        raise DataError(
+            f"the token files of {text} go beside it or into the working directory, and neither "
+            f"{text.parent} nor {Path.cwd()} can be written: start in another directory"
+        )
+    return folders[0] / f"{stem}-{digest.hexdigest()[:12]}"
 
 
 _SPLIT = "949,50,1"

@@ -177,7 +177,7 @@ def _end_of_rank(error: ChildFailedError) -> int:
     if failure.exitcode == -signal.SIGBUS:
         how += " (a file that it had mapped was cut short, or a disk or /dev/shm is full)"
     elif failure.exitcode in (-signal.SIGABRT, -signal.SIGSEGV):
-        how += culprits.limit_of_memory()  # C++ code may have no words for it
+        how += culprits.limits()  # C++ code may have no words for it
     told: Any = failure.message  # what the rank gave ``tell_torchrun``, in a dictionary
     if isinstance(told, dict) and told["extraInfo"].get("printed") is False:
         print(told["message"], file=sys.stderr, flush=True)
