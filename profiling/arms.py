@@ -45,25 +45,13 @@ class Arm:
         found = {
             "policy": self.policy,
             "activation_cap": self.cap,
-            "split_backward": self._word,
+            "split_backward": "on" if self.split else "off",
         }
         return found if self.graphs else found | {"cuda_graphs": "off"}
 
     def config(self, **more: Any) -> DppConfig:
         """:meth:`settings`, and further ones."""
         return DppConfig(**self.settings(), **more)
-
-    def flags(self) -> list[str]:
-        """The flags of this arm."""
-        if self.policy is None:
-            return []
-        found = ["--use-dpp", "--dpp-policy", self.policy, "--dpp-activation-cap", self.cap]
-        found += ["--dpp-split-backward", self._word]
-        return found if self.graphs else [*found, "--dpp-cuda-graphs", "off"]
-
-    @property
-    def _word(self) -> str:
-        return "on" if self.split else "off"
 
 
 ARMS = {

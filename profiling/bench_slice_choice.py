@@ -15,7 +15,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import harness
 
@@ -36,6 +36,9 @@ _NUM_SEQUENCES = 64
 _MOST_EQUAL = 60_000 * 2048
 """Tasks of slices of 2,048 tokens of a run of one length that is simulated as a whole."""
 _ARMS = ("whole", "rule", "auto", "whole, planned", "rule, planned", "auto, planned")
+
+Cells = Iterator[tuple[object, ...]]
+"""Rows of a table."""
 
 
 def times_of(lengths: list[int], model: PipelineModel, packing: str) -> dict[str, float]:
@@ -86,13 +89,10 @@ def evaluation(rows: Sequence[Row], model: PipelineModel) -> float:
     return simulate(lanes, costs, split_backward=False).makespan
 
 
-def print_evaluations(ranks: list[int], seeds: int) -> None:
+def evaluations(ranks: list[int], seeds: int) -> Cells:
     """Time of evaluations in slices of the rule over that of whole sequences: the least, the mean
     and the greatest, over equal lengths and mixes.
     """
-    print(
-        "| p | chunks | batches | least | mean | greatest |", "|---|---|---|---|---|---|", sep="\n"
-    )
     for p, v in itertools.product(ranks, (1, 2)):
         model = with_overheads(
             PipelineModel(num_ranks=p, num_chunks=v, longest=1, policy="auto", costs=_COSTS)
@@ -109,17 +109,14 @@ def print_evaluations(ranks: list[int], seeds: int) -> None:
                 [cut([length], each, _COSTS)[0] for length in lengths] for each in (tokens, 1 << 20)
             )
             ratios.append(evaluation(rule, model) / evaluation(whole, model))
-        cells = f"{min(ratios):.3f} | {statistics.fmean(ratios):.3f} | {max(ratios):.3f}"
-        print(f"| {p} | {v} | {len(ratios)} | {cells} |", flush=True)
+        shown = min(ratios), statistics.fmean(ratios), max(ratios)
+        yield p, v, len(ratios), *(f"{ratio:.3f}" for ratio in shown)
 
 
-def print_rows(ranks: list[int]) -> None:
+def choices_for_rows(ranks: list[int]) -> Cells:
     """The choice for packed rows of ``sft`` sequences: simulated time of the best slices over that
     of whole rows, or its lower bound where none can gain 3 %.
     """
-    print(
-        "| p | chunks | rows | tokens | choice | slices / whole | ms |", "|---" * 7 + "|", sep="\n"
-    )
     shapes = ((16384, 64), (32768, 64), (32768, 16), (131072, 16))
     for p, v, (length, number) in itertools.product(ranks, (1, 2), shapes):
         model = PipelineModel(
@@ -137,14 +134,13 @@ def print_rows(ranks: list[int]) -> None:
         cut = [each for tokens, each in choice.times.items() if tokens]
         ratio = f"{min(cut):.3f}" if cut else f"at least {choice.least:.3f}"
         way = f"slices of {choice.tokens}" if choice.tokens else "whole"
-        print(f"| {p} | {v} | {number} | {length} | {way} | {ratio} | {took * 1e3:.0f} |")
+        yield p, v, number, length, way, ratio, f"{took * 1e3:.0f}"
 
 
-def print_equal(ranks: list[int]) -> None:
+def choices_for_equal(ranks: list[int]) -> Cells:
     """Runs of 5, 8, 12 and 16 microbatches per rank, of which fewer are simulated: in how many is
     the choice to cut that of simulating all, and the most time lost by another one.
     """
-    print("| p | runs | as with all | most time lost |", "|---|---|---|---|", sep="\n")
     cases = list(itertools.product((1, 2), (1024, 4096), (8192, 16384, 65536), (5, 8, 12, 16)))
     for p in ranks:
         right, lost = 0, []
@@ -163,49 +159,53 @@ def print_equal(ranks: list[int]) -> None:
             found = weigh_fixed(model, length, number).tokens
             right += (found > 0) == (best <= (1 - MARGIN) * times[0])
             lost.append(times[found] / min(times.values()) - 1)
-        print(f"| {p} | {len(lost)} | {right} | {max(lost):.1%} |", flush=True)
+        yield p, len(lost), right, f"{max(lost):.1%}"
 
 
-def main() -> int:
-    parser = harness.new_parser(
-        __doc__, seeds=(4, "batches, of which rows are means"), ranks=("2,4,8", "pipeline sizes")
-    )
-    parser.add_argument("--evaluations", action="store_true", help="steps without backwards")
-    parser.add_argument("--equal", action="store_true", help="microbatches of one length")
-    parser.add_argument("--rows", action="store_true", help="packed rows of hosts")
-    args = parser.parse_args()
-    words = args.ranks.split(",")
-    if args.seeds < 1 or not all(word.isdecimal() and int(word) >= 2 for word in words):
-        parser.error("--seeds must be at least 1, --ranks sizes of 2 or more, like 2,4,8")
-    if args.rows:
-        print_rows([int(word) for word in words])
-        return 0
-    if args.equal:
-        print_equal([int(word) for word in words])
-        return 0
-    if args.evaluations:
-        print_evaluations([int(word) for word in words], args.seeds)
-        return 0
-    head = (
-        "| lengths | p | chunks | packing | "
-        + " | ".join((*_ARMS, "cut", "ms", "ms, planned"))
-        + " |"
-    )
-    print(head, "|---" * (head.count("|") - 1) + "|", sep="\n")
-    ranks = [int(word) for word in words]
+def choices(ranks: list[int], seeds: int) -> Cells:
+    """Mean times of the arms, over a rank's own work."""
     for mix, p, v, packing in itertools.product(MIXES, ranks, (1, 2), ("none", "even")):
         model = PipelineModel(
             num_ranks=p, num_chunks=v, longest=MIXES[mix].longest, policy="auto", costs=_COSTS
         )
         found = []
-        for seed in range(args.seeds):
+        for seed in range(seeds):
             rng = random.Random(seed)
             lengths = [MIXES[mix].draw(rng) for _ in range(_NUM_SEQUENCES)]
             found.append(times_of(lengths, model, packing))
         means = {name: statistics.fmean(one[name] for one in found) for name in found[0]}
         cells = [f"{means[name]:.3f}" for name in _ARMS]
         cells += [f"{means['cut']:.2f}", *(f"{means[name]:.0f}" for name in ("ms", "ms, planned"))]
-        print(f"| {mix} | {p} | {v} | {packing} | " + " | ".join(cells) + " |", flush=True)
+        yield mix, p, v, packing, *cells
+
+
+def main() -> int:
+    parser = harness.new_parser(
+        __doc__, seeds=(4, "batches, of which rows are means"), ranks=("2,4,8", "pipeline sizes"),
+        evaluations=(False, "steps without backwards"), equal=(False, "microbatches of one length"),
+        rows=(False, "packed rows of hosts"),
+    )  # fmt: skip
+    args = parser.parse_args()
+    words = args.ranks.split(",")
+    if args.seeds < 1 or not all(word.isdecimal() and int(word) >= 2 for word in words):
+        parser.error("--seeds must be at least 1, --ranks sizes of 2 or more, like 2,4,8")
+    ranks = [int(word) for word in words]
+    if args.rows:
+        heads, rows = (
+            "p | chunks | rows | tokens | choice | slices / whole | ms",
+            choices_for_rows(ranks),
+        )
+    elif args.equal:
+        heads, rows = "p | runs | as with all | most time lost", choices_for_equal(ranks)
+    elif args.evaluations:
+        heads, rows = (
+            "p | chunks | batches | least | mean | greatest",
+            evaluations(ranks, args.seeds),
+        )
+    else:
+        heads = " | ".join(("lengths | p | chunks | packing", *_ARMS, "cut", "ms", "ms, planned"))
+        rows = choices(ranks, args.seeds)
+    harness.print_table(heads, rows)
     return 0
 
 

@@ -84,9 +84,8 @@ def test_prefixes_that_mean_nothing_are_refused(text: str) -> None:
         Name.parse(text)
 
 
-def test_arms_are_flags_and_settings() -> None:
-    assert arms.ARMS[arms.STATIC].flags() == []
-    assert arms.ARMS["fused"].flags()[-2:] == ["--dpp-split-backward", "off"]
+def test_arms_are_settings() -> None:
+    assert arms.ARMS["fused"].settings()["split_backward"] == "off"
     config = arms.ARMS["megatron"].config(cuda_graphs="off")
     assert (config.policy, config.activation_cap, config.split_backward) == (
         "megatron", "static", "on",
