@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,32 @@ def array_in_a_line(folder: Path) -> Path:
     path = folder / "x.json.gz"
     path.write_bytes(gzip.compress(json.dumps(CHATS).encode()))
     return path
+
+
+def test_gzip_is_known_by_its_first_bytes(tmp_path: Path) -> None:
+    """A download without ``.gz`` in its name was a file of lines that are no UTF-8."""
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(gzip.compress(b"\xef\xbb\xbf" + json.dumps(CHATS[0]).encode()))
+    assert rows_of(path) == CHATS[:1]
+
+
+@pytest.mark.parametrize(
+    ("begin", "said"),
+    [
+        (b"\x28\xb5\x2f\xfd\x04", "x.jsonl: is packed by Zstandard, .*: zstd -d first"),
+        (lzma.compress(b"{}"), "is packed by xz, "),
+        (bz2.compress(b"{}"), "is packed by bzip2, "),
+        (b"PK\x03\x04\x14", "is packed by zip, "),
+        ("{}".encode("utf-16"), "is UTF-16, expected UTF-8: iconv -f UTF-16 "),
+    ],
+    ids=["zstd", "xz", "bzip2", "zip", "utf-16"],
+)
+def test_other_formats_are_refused_as_such(tmp_path: Path, begin: bytes, said: str) -> None:
+    """``--skip-bad-lines`` left all of their lines out."""
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(begin)
+    with pytest.raises(DataError, match=said):
+        open_rows(path)
 
 
 def parquet(folder: Path) -> Path:

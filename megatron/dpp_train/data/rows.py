@@ -25,6 +25,17 @@ LINES = "JSON lines"
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 _MARK = b"\xef\xbb\xbf"
 """What some editors put in front of UTF-8."""
+_GZIP = b"\x1f\x8b"
+_UNPACK = "is packed by {0}, and can be read unpacked or by gzip: {1} first"
+_FOREIGN = {
+    b"\x28\xb5\x2f\xfd": _UNPACK.format("Zstandard", "zstd -d"),
+    b"\xfd7zXZ": _UNPACK.format("xz", "xz -d"),
+    b"BZh": _UNPACK.format("bzip2", "bzip2 -d"),
+    b"PK\x03\x04": _UNPACK.format("zip", "unzip"),
+    b"\xff\xfe": "is UTF-16, expected UTF-8: iconv -f UTF-16 -t UTF-8 first",
+    b"\xfe\xff": "is UTF-16, expected UTF-8: iconv -f UTF-16 -t UTF-8 first",
+}
+"""The first bytes of files of other formats, and their text."""
 _ROWS = 256
 """Rows of a table that are read at a time."""
 
@@ -91,7 +102,8 @@ def open_rows(path: Path) -> Rows:
     """The rows at ``path``.
 
     Raises:
-        DataError: now or while rows are read, a file is broken, or pyarrow is not installed.
+        DataError: now or while rows are read, a file is broken or of another format, or pyarrow is
+            not installed.
     """
     if path.is_dir():
         files = files_of(path)
@@ -141,7 +153,12 @@ def _json_lines(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def _opened(raw: Any, path: Path) -> Any:
-    return gzip.GzipFile(fileobj=raw) if path.name.endswith(".gz") else raw
+    begin = raw.peek(4)
+    for mark, what in _FOREIGN.items():
+        if begin.startswith(mark):
+            raise DataError(f"{path}: {what}")
+    packed = path.name.endswith(".gz") or begin.startswith(_GZIP)
+    return gzip.GzipFile(fileobj=raw) if packed else raw
 
 
 def _array(path: Path) -> list[str] | None:
