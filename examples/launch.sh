@@ -11,6 +11,7 @@ set -euo pipefail
 export DPP_PROGRAM=${DPP_PROGRAM:-$0} # what errors begin with: the script that was called
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
+[[ -z ${PYTHONPATH:-} ]] || bash "$repository/tools/setup.sh" --path || exit
 # Settings are checked before set-up, with any Python of at least 3.10; set-up says what is wrong
 # where there is none.
 can_check() {

@@ -4,6 +4,7 @@
 #   python=$(bash tools/setup.sh)          # prints the Python to use; says on stderr what it did
 #   python=$(bash tools/setup.sh --dev)    # with what the tests need
 #   python=$(bash tools/setup.sh --which)  # prints the Python to start from; does nothing
+#   bash tools/setup.sh --path             # refuses a PYTHONPATH that hides this project
 #
 # It starts from PYTHON, else from the active virtual environment if that has PyTorch, else from the
 # Python that build/python keeps (.venv where that one is gone), else from PATH's python3.
@@ -15,6 +16,20 @@ export PYTHONUTF8=1 PYTHONIOENCODING=utf-8:surrogateescape # paths stay as they 
 name=${DPP_PROGRAM:-$0} # of a launch script that starts this
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# A package with an __init__.py comes before the parts of one without, wherever they are.
+set -f
+IFS=:
+for folder in ${PYTHONPATH:-}; do
+  if [[ -e $folder/megatron/__init__.py ]]; then
+    echo "${name##*/}: error: PYTHONPATH=$PYTHONPATH: $folder/megatron has an __init__.py, which hides" \
+      "this project and megatron-core: take $folder out" >&2
+    exit 2
+  fi
+done
+unset IFS
+set +f
+[[ ${1:-} != --path ]] || exit 0
 
 # Whether PATH's python3 belongs to a virtual or conda environment with PyTorch.
 environment_is_active() {

@@ -108,12 +108,12 @@ def test_an_interface_that_the_environment_names_is_kept(
     monkeypatch.setattr(job, "check_parsed", unchecked)
     found = {"GLOO_SOCKET_IFNAME": "found", "NCCL_SOCKET_IFNAME": "=found"}
     monkeypatch.setattr(job, "meet", lambda _: found)
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     for name in ("NCCL_SOCKET_IFNAME", "DRY_RUN", "RUN_DIR"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(Started) as started:
         job.launch(job.Job(per_node=2, num_nodes=2), "python", "pretrain_gpt.py", [])
-    assert started.value.args == ("mine", "=found")
+    assert started.value.args == ("lo", "=found")
 
 
 @pytest.mark.parametrize(

@@ -422,3 +422,19 @@ def test_setup_works_where_nothing_can_be_said(repository: Path) -> None:
         code = f"PYTHON={sys.executable} bash {repository}/tools/setup.sh {where}"
         done = subprocess.run(["bash", "-c", code], stdout=subprocess.PIPE, text=True, timeout=150)
         assert (done.returncode, done.stdout.strip()) == (0, sys.executable), where
+
+
+@pytest.mark.parametrize(
+    "command", ["bash run_single_gpt.sh", "./megatron-dpp doctor", "./train --dry-run"]
+)
+def test_a_foreign_package_of_the_same_name_is_refused(tmp_path: Path, command: str) -> None:
+    """With Megatron-DeepSpeed in PYTHONPATH there was "no module named megatron.dpp"."""
+    (tmp_path / "megatron").mkdir()
+    (tmp_path / "megatron" / "__init__.py").touch()
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "DRY_RUN": "1"}
+    done = subprocess.run(
+        command.split(), env=env, cwd=ROOT, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 2
+    said = f": {tmp_path}/megatron has an __init__.py, which hides this project and megatron-core: "
+    assert said in done.stderr and len(done.stderr.splitlines()) == 1
