@@ -291,7 +291,7 @@ def test_the_step_to_load_may_be_a_pretrained_checkpoints(tmp_path: Path) -> Non
     _save(own, 3)
     assert files.find_start(args) == files.Found(own / "iter_0000003", 3)
     args.ckpt_step = 6
-    with pytest.raises(DataError, match=r"iter_0000006: no such checkpoint; .*: iter_0000003"):
+    with pytest.raises(DataError, match=r"no such checkpoint; .*: iter_0000003 \(--ckpt-step"):
         files.find_start(args)
 
 

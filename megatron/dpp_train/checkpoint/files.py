@@ -138,7 +138,8 @@ def find(root: str | None, step: int | None = None) -> Found | None:
         replaced = path.with_suffix(_REPLACED)  # died between the two renames of commit()
         if replaced.is_dir():
             return Found(replaced, step)
-        there = ", ".join(each.name for each in _whole(Path(root))) or "none"
+        names = ", ".join(each.name for each in _whole(Path(root)))
+        there = f"{names} (--ckpt-step or --step names one)" if names else "none"
         raise DataError(f"{path}: no such checkpoint; there are: {there}")
     return Found(path, step)
 
