@@ -36,14 +36,6 @@ def end_with_parent() -> None:
     _end_with(None if parent is None else parent.pid, signal.SIGKILL)
 
 
-def end_with_starter() -> None:
-    """End this process of ``multiprocessing`` when the one that started it ends, also where a fork
-    server stands between them."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=_wait_for, args=(parent.sentinel,), daemon=True).start()
-
-
 def stopped(pid: int) -> list[str]:
     """Names the stopped ones (SIGSTOP, a debugger) among a process of this host and all that
     descend from it, as ``process 12 (name)``."""
@@ -172,8 +164,3 @@ def _end_with(parent: int | None, number: int) -> None:
     _C_LIBRARY.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), number)
-
-
-def _wait_for(sentinel: int) -> None:
-    multiprocessing.connection.wait([sentinel])
-    os._exit(1)

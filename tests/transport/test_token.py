@@ -210,7 +210,7 @@ def test_tokens_of_killed_processes_go_with_the_next_start(temporary: Path) -> N
 
 
 def test_a_token_file_with_an_impossible_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="token file a\0b: embedded null byte"):
+    with pytest.raises(ConfigError, match=r"token file a\x00b: .*embedded null"):
         read_token(Path("a\0b"))
 
 
