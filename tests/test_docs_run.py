@@ -148,7 +148,7 @@ def test_every_exception_is_needed() -> None:
 
 
 def test_benchmarks_that_are_asked_for_help_exist() -> None:
-    """A name was asked that no benchmark had."""
+    """``bench sliced`` was asked in the place of ``bench sliced-train``."""
     lines = [line for page in PAGES for line in to_run(page)]
     names = {line.split()[2] for line in lines if line.startswith("megatron-dpp bench ")}
     script = "profiling/bench_{}.py"
