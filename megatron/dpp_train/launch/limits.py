@@ -10,8 +10,8 @@ from megatron.dpp.errors import ConfigError
 
 _GLOO = "GLOO_SOCKET_IFNAME"
 _FILES_AT_MOST = 1 << 16
-_FILES, _FILES_PER_RANK, _COUNTED_RANKS = 96, 20, 8
-"""Files that a rank opens at least, with those for each of the other ranks: 176 of four."""
+_FILES, _FILES_PER_RANK, _COUNTED_RANKS = 128, 20, 8
+"""Files of a rank, with those for each of all ranks: of four it opened 176 at most."""
 
 
 def allow_files(ranks: int) -> None:
