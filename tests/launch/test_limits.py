@@ -40,7 +40,7 @@ def test_ranks_may_open_as_many_files_as_their_user() -> None:
 
 def test_too_few_files_are_refused() -> None:
     """With 32 torchrun's store answered nobody, and each rank tried again for minutes."""
-    said = "a process may open 32 files here (ulimit -n), and one of 4 ranks opens 176: allow more"
+    said = "a process may open 32 files here (ulimit -n), and one of 4 ranks needs 208: allow more"
     assert allowed(32, 32).startswith(said)
 
 

@@ -30,7 +30,7 @@ def allow_files(ranks: int) -> None:
     need = _FILES + _FILES_PER_RANK * min(ranks, _COUNTED_RANKS)
     if most < need:
         raise ConfigError(
-            f"a process may open {most} files here (ulimit -n), and one of {ranks} ranks opens "
+            f"a process may open {most} files here (ulimit -n), and one of {ranks} ranks needs "
             f"{need}: allow more (ulimit -n 4096; docker run --ulimit nofile=4096)"
         )
 
