@@ -222,6 +222,11 @@ class DppSchedule(PipelineSchedule):
         return num_microbatches * (once + weights)
 
     @property
+    def slice_tokens(self) -> int:
+        """Most tokens of a slice in the last training call; 0 where no sequence was cut."""
+        return self._slicing.tokens
+
+    @property
     def injected_seconds(self) -> float:
         return self._sessions.injected_seconds
 

@@ -44,6 +44,8 @@ class Slicing:
         self._model: Sequence[torch.nn.Module] = ()
         self._slices: Slices | None = None
         self._whole: WholeSteps | None = None
+        self.tokens = 0
+        """Most tokens of a slice in the last training call; 0 where no sequence was cut."""
 
     def announce(
         self,
@@ -83,6 +85,9 @@ class Slicing:
                 )
         if cut is None:
             cut = self._packed(call, rows) if rows else self._fixed(call)
+        if take and not call.forward_only:
+            units = [unit for unit in cut.units if unit.is_cut] if cut is not None else []
+            self.tokens = max((unit.end - unit.begin for unit in units), default=0)
         if cut is None:
             return call
         if len(cut.units) != call.num_microbatches and told:
