@@ -115,7 +115,7 @@ def evaluations(ranks: list[int], seeds: int) -> Cells:
 
 def choices_for_rows(ranks: list[int]) -> Cells:
     """The choice for packed rows of ``sft`` sequences: simulated time of the best slices over that
-    of whole rows, or its lower bound where none can gain 3 %.
+    of whole rows, or its lower bound where none can gain 10 %.
     """
     shapes = ((16384, 64), (32768, 64), (32768, 16), (131072, 16))
     for p, v, (length, number) in itertools.product(ranks, (1, 2), shapes):

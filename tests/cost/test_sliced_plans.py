@@ -65,7 +65,7 @@ def test_a_run_is_planned_for_the_slices_that_it_runs_in(monkeypatch: pytest.Mon
     assert len(slices_of(run("--dpp-slice-tokens auto"), 8)) > 1
 
 
-@pytest.mark.parametrize(("length", "batch"), [(8192, 12), (16384, 16)])
+@pytest.mark.parametrize(("length", "batch"), [(8192, 8), (16384, 12)])
 def test_layers_are_planned_for_the_cut_that_auto_takes(
     length: int, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +109,7 @@ def test_the_command_plans_slices_and_a_policy(capsys: pytest.CaptureFixture[str
     assert main([*SHAPES, "--slices", "32768", "--chunks", "1"]) == 0
     out = capsys.readouterr().out
     assert "run whole" in out and "--dpp-slice-tokens" not in out
-    short = [*SHAPES[:6], "--seq-length", "8192", *SHAPES[8:], "--microbatches", "12"]
+    short = [*SHAPES[:6], "--seq-length", "8192", *SHAPES[8:], "--microbatches", "8"]
     assert main([*short, "--slices", "auto", "--chunks", "1,4"]) == 0
     out = capsys.readouterr().out
     assert "run in 4 slices with 1 chunks" in out and "run whole with 4 chunks" in out

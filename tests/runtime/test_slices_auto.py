@@ -61,13 +61,11 @@ def shape_of(num_microbatches: int, chunks: int, **schedule: Any) -> RunShape:
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("num_microbatches", [4, 96])
 def test_a_run_is_cut_as_its_estimate_says(num_microbatches: int, chunks: int) -> None:
-    """Few long sequences are cut, many of one chunk are not. The log has the choice, the figures,
-    the reason.
-    """
+    """Few long sequences are cut, many are not. The log has the choice, the figures, the reason."""
     shape, said = shape_of(num_microbatches, chunks), list[str]()
     config = DppConfig(slice_tokens="auto", cuda_graphs="on")
     slicing, call = Slicing(config, said.append), call_of(shape)
-    if num_microbatches == 96 and chunks == 1:
+    if num_microbatches == 96:
         assert slicing.cut(call, take=True) is call and len(shape.slices) == 1
     else:
         with pytest.raises(ConfigError, match="does not go with slices"):  # so they would run
@@ -111,11 +109,11 @@ FEW, MANY, SHORT = ([[9000, 7000, 384]] * 4, [[9000, 7000, 384]] * 96, [[900, 21
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_announced_rows_are_weighed(chunks: int) -> None:
-    """Few long rows are cut, many of one chunk are not."""
+    """Few long rows are cut, many are not."""
     said = list[str]()
     assert 0 < slices_of_rows(FEW, chunks=chunks, said=said.append) <= 4096
     assert slices_of_rows(SHORT, chunks=chunks) == 0
-    assert (slices_of_rows(MANY, chunks=chunks) == 0) == (chunks == 1)
+    assert slices_of_rows(MANY, chunks=chunks) == 0
     (line,) = said
     assert "of the time of whole sequences" in line and line.endswith("weighs each step's rows")
     assert slices_of_rows(MANY, chunks=chunks, activation_cap="20GiB") > 0
@@ -137,7 +135,7 @@ def test_documents_of_a_row_count_by_their_own_squares() -> None:
     long = LengthCosts(per_square=(1e-3, 2.5e-3, 0.0))
     model = dataclasses.replace(one, costs=long)
     alone, packed = (
-        weigh_rows(model, tuple(rows)) for rows in ([(16384,)] * 8, [(128,) * 128] * 8)
+        weigh_rows(model, tuple(rows)) for rows in ([(16384,)] * 4, [(128,) * 128] * 4)
     )
     assert packed.times[4096] != alone.times[4096]
     row = Row((0, 1), (100, 60), (64, 128, 160))

@@ -40,9 +40,9 @@ WAYS = {0: [[9000]] * 2, 4096: cut([9000] * 2, 4096, COSTS), 2048: cut([9000] * 
 
 @pytest.mark.parametrize(
     ("coarse", "fine", "tokens"),
-    [(0.98, 0.975, 0), (0.98, 0.96, 2048), (0.9, 0.95, 4096), (1.1, 1.2, 0), (0.9, 0.9, 4096)],
+    [(0.95, 0.91, 0), (0.95, 0.89, 2048), (0.8, 0.85, 4096), (1.1, 1.2, 0), (0.8, 0.8, 4096)],
 )
-def test_slices_must_gain_three_per_cent(coarse: float, fine: float, tokens: int) -> None:
+def test_slices_must_gain_ten_per_cent(coarse: float, fine: float, tokens: int) -> None:
     times = {1: 2.0, 3: 2.0 * coarse, 5: 2.0 * fine}  # by the units of a row
 
     def time(rows: Any) -> float:
@@ -138,7 +138,7 @@ def test_further_microbatches_wait_as_those_that_are_simulated(
 
 def test_a_choice_changes_as_the_head_grows() -> None:
     """The last rank's own work grows, of which slices save nothing."""
-    found = [weigh_fixed(model(2, head=head), 65536, 8) for head in (0.0, 0.25, 1.0)]
+    found = [weigh_fixed(model(2, head=head), 65536, 3) for head in (0.0, 0.25, 1.0)]
     assert [each.tokens for each in found] == [2048, 4096, 0]
     best = [min(each.times.values()) for each in found]
     assert best == sorted(best)
@@ -152,14 +152,14 @@ def test_without_a_head_times_and_choices_are_those_of_equal_ranks() -> None:
         assert one.least_seconds([[9000], [700], [16384]]) == 103579.70398708768
         assert with_overheads(one).seconds(rows) == 112663.25902994807
         assert with_overheads(one).busy_seconds(rows) == 105299.30069661456
-        assert weigh_fixed(model(2, **head), 65536, 8).times == {
-            0: 1.0, 4096: 0.9424401912743114, 2048: 0.941753405722606,
+        assert weigh_fixed(model(2, **head), 65536, 3).times == {
+            0: 1.0, 4096: 0.8571778115730335, 2048: 0.8496670456085367,
         }  # fmt: skip
 
 
 @pytest.mark.timeout(60)
 def test_the_planners_process_knows_the_head() -> None:
-    rows = {0: [[65536]] * 8, 4096: cut([65536] * 8, 4096, COSTS)}
+    rows = {0: [[65536]] * 3, 4096: cut([65536] * 3, 4096, COSTS)}
     question, chosen = Question(rows, {}, "drawn", weighs=True), []
     for head in (0.0, 1.0):
         with contextlib.closing(OrderPlanner(model(2, head=head))) as planner:
