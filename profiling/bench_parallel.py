@@ -6,6 +6,10 @@ DIR is as for bench_plugin.py. Each way is a process group of its own, which tra
 on the same number of sequences per step: data parallelism (a distributed optimizer), fully sharded
 data parallelism (PyTorch's FSDP2 and megatron-core's), context, tensor (with sequence parallelism)
 and pipeline parallelism, static and dynamic, of --devices ranks each.
+
+Not timed are the first ``--untimed`` steps of an arm's turn, and its steps up to the last in which
+a rank captured a CUDA graph. SIGTERM, SIGINT and ``--seconds`` end a process group: the steps
+recorded so far are reported and written, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -13,11 +17,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import bench_plugin
 import harness
+import plugin_group
+from plugin_group import Line
 
 
 @dataclass(frozen=True)
@@ -49,40 +56,36 @@ WAYS = {
 """Name of a way -> how."""
 
 
+Row = tuple[str, ...]
+
+
 def main() -> int:
-    """Measure and print the table; 1 if a way failed."""
+    """Measure and print the table; 1 if a way did not end by itself."""
     args = parse_arguments()
-    rows, failed, found = [], [], {}
-    tokens = args.batch * args.sequence
-    with tempfile.TemporaryDirectory() as folder:
+    rows: list[Row] = []
+    failed: dict[str, str] = {}
+    found: dict[str, list[Line]] = {}
+    with tempfile.TemporaryDirectory() as folder, harness.Stop() as stop:
         root = bench_plugin.unpacked(args, args.versions, Path(folder))
         for name in args.ways:
+            if stop.reason:
+                break
             way, arms = WAYS[name], args.arms if name == "pp" else ["static"]
-            lines = bench_plugin.run(
+            found[name], reason = plugin_group.run(
                 root, flags(args, way), [bench_plugin.arm_of(arm) for arm in arms],
                 processes=args.devices, queues="1" if name in ("tp", "cp") else "8",
-                block=args.block,
+                block=args.block, rounds=args.rounds,
                 microbatches=args.batch // (args.devices if way.shares_batch else 1),
-                seconds=args.seconds,
+                seconds=args.seconds, stop=stop,
             )  # fmt: skip
-            found[name] = lines
-            if not lines:
-                failed.append(name)
-            for arm in arms:
-                mine = [line for line in lines if line[0] == arm]
-                took = [1e3 * line[2] for line in mine if line[1] >= args.untimed]
-                if took:
-                    ms, most = statistics.median(took), max(line[4] for line in mine) / 1e9
-                    used = max(line[3] for line in mine) / 1e9
-                    losses = [line[5] for line in mine if line[5] is not None]
-                    rows.append(
-                        (f"{name}, {arm}" if len(arms) > 1 else name,
-                         f"{ms:.1f} ({min(took):.1f}..{max(took):.1f}, {len(took)})",
-                         f"{tokens / ms / args.devices:.2f}", f"{used:.1f}", f"{most:.1f}",
-                         f"{losses[-1]:.6f}")
-                    )  # fmt: skip
-                    print(*rows[-1], sep=" | ", flush=True)
-            harness.write_json(args.json, {"settings": vars(args), "steps": found})
+            if reason:
+                failed[name] = reason
+            plugin_group.print_untimed(found[name], args.untimed)
+            for row in rows_of(args, name, arms, found[name]):
+                print(*row, sep=" | ", flush=True)
+                rows.append(row)
+            facts = {"settings": vars(args), "steps": found, "failed": failed}
+            harness.write_json(args.json, facts)
     print(
         f"\n{args.layers} layers, hidden {args.hidden}, {args.batch} sequences of {args.sequence} "
         f"tokens per step, {args.devices} devices\n"
@@ -92,9 +95,29 @@ def main() -> int:
         "reserved GB | loss",
         rows,
     )
-    if failed:
-        print(f"failed: {', '.join(failed)}")
-    return int(bool(failed))
+    for name, reason in failed.items():
+        print(f"not whole: {name}: {reason}")
+    return int(bool(failed) or bool(stop.reason))
+
+
+def rows_of(
+    args: argparse.Namespace, name: str, arms: Sequence[str], lines: Sequence[Line]
+) -> Iterator[Row]:
+    """The rows of a way's arms that have timed steps, with the steps of all ranks."""
+    timed = plugin_group.timed(lines, args.untimed)
+    for arm in (arm for arm in arms if arm in timed):
+        mine = [line for line in lines if line.arm == arm]
+        took = [1e3 * line.seconds for turn in timed[arm] for line in turn]
+        ms = statistics.median(took)
+        losses = [line.loss for line in mine if line.loss is not None]
+        yield (
+            f"{name}, {arm}" if len(arms) > 1 else name,
+            f"{ms:.1f} ({min(took):.1f}..{max(took):.1f}, {len(took)})",
+            f"{args.batch * args.sequence / ms / args.devices:.2f}",
+            f"{max(line.allocated for line in mine) / 1e9:.1f}",
+            f"{max(line.reserved for line in mine) / 1e9:.1f}",
+            f"{losses[-1]:.6f}" if losses else "-",
+        )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -131,11 +154,10 @@ def flags(args: argparse.Namespace, way: Way) -> list[str]:
     """The script's flags for one way."""
     pipeline = way is WAYS["pp"]
     base = argparse.Namespace(**{**vars(args), "layout": "", "chunks": 1})
-    steps = args.block * args.rounds * (len(args.arms) if pipeline else 1)
     words = (
         "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
         f"--untie-embeddings-and-output-weights --ffn-hidden-size {args.ffn} "
-        f"--group-query-attention --num-query-groups {args.groups} --train-iters {steps} "
+        f"--group-query-attention --num-query-groups {args.groups} "
         + way.flags.format(n=args.devices)
     ).split()
     if pipeline and args.layout:

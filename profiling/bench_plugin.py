@@ -10,16 +10,19 @@ of unlike lengths, one a microbatch; and unlike lengths packed into rows of at m
 tokens (best fit; attention within a row does not end at a sequence's end).
 
 The arms of a row train the same model on the same microbatches within one process group, in turns
-of ``--block`` steps, of which the first ``--untimed`` are not timed; the learning rate is 0, so all
-steps have the same loss. Arms with the host's own CUDA graphs, and each number of hardware queues
-(``CUDA_DEVICE_MAX_CONNECTIONS``), are process groups of their own. Memory is the most that the
-worst rank reserved in an arm's turns.
+of ``--block`` steps; the learning rate is 0, so all steps have the same loss. Arms with the host's
+own CUDA graphs, and each number of hardware queues (``CUDA_DEVICE_MAX_CONNECTIONS``), are process
+groups of their own. Memory is the most that the worst rank reserved in an arm's turns.
+
+Not timed are the first ``--untimed`` steps of a turn, and its steps up to the last in which a rank
+captured a CUDA graph. SIGTERM, SIGINT and ``--seconds`` end a process group: the steps recorded so
+far are reported and written, and the exit status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import math
 import random
 import re
@@ -34,6 +37,8 @@ from typing import Any
 import arms
 import harness
 import megatron_sources
+import plugin_group
+from plugin_group import Line
 
 LAYERS = {
     "local": "--transformer-impl local --no-bias-gelu-fusion --no-bias-dropout-fusion "
@@ -42,8 +47,6 @@ LAYERS = {
 }
 """Whose layers -> their flags."""
 ROWS = ("equal", "unlike", "packed")
-LOGGED = ("dynamic pipeline", "static pipeline", "CUDA graphs")
-"""How the lines of a log begin that are printed."""
 OTHERS: dict[str, dict[str, Any]] = {
     "late-": {"launch_ahead": False},
     "auto-": {"split_backward": "auto"},
@@ -105,49 +108,60 @@ CASES: dict[str, tuple[str, ...]] = {
 """Name of a table -> its options, which those of the command line follow. ``eager-megatron`` is
 Megatron's order with a split backward without CUDA graphs: it separates W from graphs."""
 _OWN_GRAPHS = (arms.GRAPHS, arms.GRAPHS_LINKS)
-_ENTRY = Path(__file__).with_name("plugin_entry.py")
-
-Line = tuple[str, int, float, int, int, float | None, float]
-"""Arm, number in its turn, seconds, bytes allocated and reserved, loss, gradient norm."""
 
 
 def main() -> int:
-    """Measure and print the tables; 1 if a run failed."""
-    failed, steps = False, {}
-    for args in parse_cases(sys.argv[1:]):
-        if args.cases:
-            print(f"\ncase {args.cases}: {' '.join(CASES[args.cases])}")
-        failed = measure(args, steps) or failed
-    return int(failed)
+    """Measure and print the tables; 1 if a process group did not end by itself."""
+    steps: dict[str, list[Line]] = {}
+    failed: dict[str, str] = {}
+    with harness.Stop() as stop:
+        for args in parse_cases(sys.argv[1:]):
+            if args.cases and not stop.reason:
+                print(f"\ncase {args.cases}: {' '.join(CASES[args.cases])}", flush=True)
+            measure(args, steps, failed, stop)
+    for group, reason in failed.items():
+        print(f"not whole: {group}: {reason}")
+    return int(bool(failed) or bool(stop.reason))
 
 
-def measure(args: argparse.Namespace, steps: dict[str, list[Line]]) -> bool:
-    """Measure and print the tables of one command line, and add its ``steps``; True if a run
-    failed."""
-    failed = False
+def measure(
+    args: argparse.Namespace,
+    steps: dict[str, list[Line]],
+    failed: dict[str, str],
+    stop: harness.Stop,
+) -> None:
+    """Measure and print the tables of one command line, until ``stop``.
+
+    Args:
+        steps: gets the lines of each process group.
+        failed: gets the reason of each group that did not end by itself.
+    """  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        for version in args.versions:
+        for version, row in itertools.product(args.versions, args.rows):
+            if stop.reason:
+                return
             root = unpacked(args, version, Path(folder))
-            for row in args.rows:
-                found: list[tuple[str, list[Line]]] = []
-                for queues, names in process_groups(args, row):
-                    print(f"{version}, {row}, {queues} queues: {' '.join(names)}")
-                    graphs = NAMES.get(names[0]) in _OWN_GRAPHS
-                    steps_of_group = args.block * args.rounds * len(names)
-                    words = [*flags(args), "--train-iters", str(steps_of_group)]
-                    lines = run(
-                        root, [*words, *(args.own_graphs.split() if graphs else [])],
-                        [arm_of(name) for name in names], processes=args.ranks, queues=queues,
-                        block=args.block, microbatches=args.microbatches,
-                        lengths=lengths(args, row), seconds=args.seconds,
-                    )  # fmt: skip
-                    failed = failed or not lines
-                    found.append((queues, lines))
-                    case = f"{args.cases} " if args.cases else ""
-                    steps[f"{case}{version} {row} {queues} {names[0]}"] = lines
-                    harness.write_json(args.json, {"settings": vars(args), "steps": steps})
-                report(args, f"{version}, {row}", found)
-    return failed
+            found: list[tuple[str, list[Line]]] = []
+            for queues, names in process_groups(args, row):
+                if stop.reason:
+                    break
+                print(f"{version}, {row}, {queues} queues: {' '.join(names)}", flush=True)
+                graphs = NAMES.get(names[0]) in _OWN_GRAPHS
+                lines, reason = plugin_group.run(
+                    root, [*flags(args), *(args.own_graphs.split() if graphs else [])],
+                    [arm_of(name) for name in names], processes=args.ranks, queues=queues,
+                    block=args.block, rounds=args.rounds, microbatches=args.microbatches,
+                    lengths=lengths(args, row), seconds=args.seconds, stop=stop,
+                )  # fmt: skip
+                found.append((queues, lines))
+                case = f"{args.cases} " if args.cases else ""
+                group = f"{case}{version} {row} {queues} {names[0]}"
+                steps[group] = lines
+                if reason:
+                    failed[group] = reason
+                facts = {"settings": vars(args), "steps": steps, "failed": failed}
+                harness.write_json(args.json, facts)
+            report(args, f"{version}, {row}", found)
 
 
 def parse_cases(words: Sequence[str]) -> list[argparse.Namespace]:
@@ -312,52 +326,6 @@ def flags(args: argparse.Namespace) -> list[str]:
     return [*found, "--distributed-backend", "gloo", "--use-cpu-initialization"]
 
 
-def run(
-    root: Path,
-    words: Sequence[str],
-    arms_of_group: Sequence[tuple[str, str, dict[str, Any]]],
-    *,
-    processes: int,
-    queues: str,
-    block: int,
-    microbatches: int,
-    lengths: Sequence[int] = (),
-    seconds: float,
-) -> list[Line]:
-    """One process group of ``root``'s script with these flags; the lines of all ranks.
-
-    Args:
-        arms_of_group: as :func:`arm_of` gives them.
-        microbatches: of a step, on each rank.
-        seconds: the most that it may take.
-    """
-    with tempfile.TemporaryDirectory() as own:
-        record = Path(own) / "steps"
-        variables = {
-            "CUDA_DEVICE_MAX_CONNECTIONS": queues, "BENCH_SCRIPT": str(root / "pretrain_gpt.py"),
-            "BENCH_RECORD": str(record), "BENCH_BLOCK": str(block),
-            "BENCH_MICROBATCHES": str(microbatches),
-            "BENCH_LENGTHS": ",".join(map(str, lengths)), "BENCH_ARMS": json.dumps(arms_of_group),
-        }  # fmt: skip
-        started = megatron_sources.start(
-            root, _ENTRY, words, port=harness.free_port(), ranks=processes, log=record,
-            paths=[megatron_sources.for_old_python(Path(own))], more=[variables] * processes,
-        )  # fmt: skip
-        reason = megatron_sources.why_failed(started, seconds)
-        logs = [Path(f"{record}.{rank}.log").read_text(encoding="utf-8", errors="replace")
-                for rank in range(processes)]  # fmt: skip
-        told = [line for log in logs for line in log.splitlines() if line.startswith(LOGGED)]
-        told += [reason, *(log[-3000:] for log in logs)] if reason else []
-        print("\n".join(filter(None, dict.fromkeys(told))), flush=True)
-        written = [Path(f"{record}.{rank}") for rank in range(processes)]
-        return [
-            json.loads(line)
-            for file in written
-            if file.is_file()
-            for line in file.read_text(encoding="utf-8").splitlines()
-        ]
-
-
 def report(
     args: argparse.Namespace, group: str, found: Sequence[tuple[str, Sequence[Line]]]
 ) -> None:
@@ -368,9 +336,11 @@ def report(
     print(
         f"\nhidden {args.hidden}, {args.layers} layers, PP{args.ranks} x {args.chunks}, "
         f"{args.microbatches} microbatches of at most {args.sequence} tokens, vocabulary "
-        f"{args.vocabulary}, {args.block - args.untimed} timed steps of each turn, {device}, torch "
-        f"{torch.__version__}"
+        f"{args.vocabulary}, up to {args.block - args.untimed} timed steps of each turn, "
+        f"{device}, torch {torch.__version__}"
     )
+    for _, lines in found:
+        plugin_group.print_untimed(lines, args.untimed)
     measured = [*gains(args, group, found)]
     others = [one for one in measured if one.arm not in arms.ARMS]
     if others:
@@ -399,18 +369,17 @@ def gains(
     turns: dict[tuple[str, str], list[float]] = defaultdict(list)
     reserved: dict[tuple[str, str], int] = defaultdict(int)
     for queues, lines in found:
-        steps: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        turn: dict[str, int] = defaultdict(int)
-        for name, number, seconds, _, peak, loss, norm in lines:
-            reserved[name, queues] = max(reserved[name, queues], peak)
-            if loss is None:
-                continue  # the last stage's rank has the losses, and its steps are timed
-            numbers[name].add((loss, norm))
-            turn[name] += number == 0
-            if number >= args.untimed:
-                steps[name][turn[name]].append(1e3 * seconds)
-        for name, of_turn in steps.items():
-            turns[name, queues] += [statistics.median(took) for took in of_turn.values()]
+        for line in lines:
+            key = line.arm, queues
+            reserved[key] = max(reserved[key], line.reserved)
+            if line.loss is not None:
+                numbers[line.arm].add((line.loss, line.norm))
+        # The last stage's rank has the losses, and its steps are timed.
+        timed = plugin_group.timed([line for line in lines if line.loss is not None], args.untimed)
+        for name, of_arm in timed.items():
+            turns[name, queues] += [
+                1e3 * statistics.median(line.seconds for line in turn) for turn in of_arm
+            ]
     base = min(numbers.get("static") or {(math.nan, math.nan)})
     for (name, queues), times in turns.items():
         far = max(

@@ -36,6 +36,28 @@ Arm = TypeVar("Arm")
 Sample = TypeVar("Sample")
 
 
+class Stop:
+    """Notes the first SIGTERM or SIGINT of its block in :attr:`reason`. None of them ends the
+    program there, so that it can report what it has measured.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Stop:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: object) -> None:
+        self.reason = self.reason or f"stopped by {signal.Signals(number).name}"
+
+
 def new_parser(doc: str | None, **options: Any) -> argparse.ArgumentParser:
     """A parser described by a script's first line.
 

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+
+import harness
 
 ROOT = Path(__file__).resolve().parent.parent
 _FOR_OLD_PYTHON = """
@@ -82,30 +84,36 @@ def start(
                     [sys.executable, "-X", "faulthandler", "-m", "megatron.dpp.run", str(entry),
                      *words],
                     env=common | own, stdout=file, stderr=subprocess.STDOUT, text=True,
-                    start_new_session=True,
+                    start_new_session=True, preexec_fn=harness.bound_to_this(signal.SIGKILL),
                 )
             )  # fmt: skip
     return processes
 
 
-_AFTER_A_FAILURE = 20.0
+AFTER_A_FAILURE = 20.0
 """Seconds that ranks have to end after one has failed."""
 
 
-def why_failed(processes: Sequence[subprocess.Popen[str]], seconds: float) -> str:
+def why_failed(
+    processes: Sequence[subprocess.Popen[str]], seconds: float, look: Callable[[], str] = str
+) -> str:
     """Wait for the processes of :func:`start`, and end what is left; empty if all succeeded.
 
     Args:
         seconds: the most that they may take.
+        look: called many times a second; a reason that it returns ends them.
     """
     end, reason = time.monotonic() + seconds, f"no end within {seconds:g} s"
     try:
         while any(one.poll() is None for one in processes) and time.monotonic() < end:
+            if why := look():
+                reason = why
+                break
             failed = [rank for rank, one in enumerate(processes) if one.poll()]
             if failed and not reason.startswith("rank"):
                 code = processes[failed[0]].returncode
                 reason = f"rank {failed[0]} ended with exit code {code}"
-                end = min(end, time.monotonic() + _AFTER_A_FAILURE)
+                end = min(end, time.monotonic() + AFTER_A_FAILURE)
             time.sleep(0.05)
     finally:
         for one in processes:

@@ -3,8 +3,8 @@
 Variables: ``BENCH_SCRIPT``, its path; ``BENCH_ARMS``, a JSON list of [name, kind, settings], kind
 being ``own``, ``static`` or ``dynamic``, and settings those of a ``DppConfig``; ``BENCH_BLOCK``,
 steps of an arm's turn; ``BENCH_LENGTHS``, sequence lengths separated by commas, which microbatches
-take in turn; ``BENCH_RECORD``, a file to write (``.RANK`` is added). A line per step: arm, number
-within the turn, seconds, most bytes allocated and reserved in the turn, loss, gradient norm.
+take in turn; ``BENCH_RECORD``, a file to write (``.RANK`` is added), with a line per step: the
+fields of ``plugin_group.Line``.
 
 All steps read the same microbatches. Megatron-LM has no flag for unlike lengths, so these cut its
 batches and set ``variable_seq_lengths``.
@@ -119,6 +119,28 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+class Captures:
+    """Counts the CUDA graphs that this process captures, the host's own, too."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        begin = torch.cuda.CUDAGraph.capture_begin
+
+        def counted(graph: Any, *args: Any, **options: Any) -> None:
+            self._number += 1
+            begin(graph, *args, **options)
+
+        torch.cuda.CUDAGraph.capture_begin = counted  # type: ignore[method-assign]
+
+    def any(self) -> bool:
+        """True if some rank has captured one since the last call, which is a collective."""
+        device = torch.device("cuda" if ON_GPU else "cpu")
+        number = torch.tensor(self._number, device=device)
+        self._number = 0
+        torch.distributed.all_reduce(number)
+        return bool(number.item())
+
+
 def peaks() -> tuple[int, int]:
     """The most bytes that were allocated and reserved."""
     if not ON_GPU:
@@ -133,7 +155,7 @@ def take_turns(batches: Batches) -> None:
     original = training.train_step
     names = list(inspect.signature(original).parameters)
     place, data = names.index("forward_backward_func"), names.index("data_iterator")
-    done, turn = 0, Turn("own", {})
+    done, turn, captures = 0, Turn("own", {}), Captures()
 
     def step(*args: Any, **options: Any) -> Any:
         nonlocal done, turn
@@ -157,7 +179,7 @@ def take_turns(batches: Batches) -> None:
         synchronize()
         took = time.perf_counter() - begin
         loss = {key: float(value) for key, value in result[0].items()}.get("lm loss")
-        line = [name, number, took, *peaks(), loss, float(result[5])]
+        line = [name, number, took, *peaks(), loss, float(result[5]), captures.any()]
         with Path(f"{os.environ['BENCH_RECORD']}.{os.environ['RANK']}").open(
             "a", encoding="utf-8"
         ) as file:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
 from megatron.dpp.command_line import WHERE_THE_REST_IS, from_source_tree, guarded
 from megatron.dpp.errors import ConfigError, did_you_mean
-from megatron.dpp.processes import run_child
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp bench") -> int:
@@ -35,4 +35,6 @@ def _run(words: list[str]) -> int:
             f"no benchmark {words[0]!r}{did_you_mean(name, scripts)}: expected one of "
             f"{', '.join(scripts)}"
         )
-    return run_child([sys.executable, str(scripts[name]), *words[1:]])
+    sys.stdout.flush()
+    # In this process's place, so that signals meet the benchmark, which reports before it ends.
+    return os.execv(sys.executable, [sys.executable, str(scripts[name]), *words[1:]])

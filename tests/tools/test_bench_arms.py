@@ -16,6 +16,7 @@ import arms  # noqa: E402
 import bench_lengths_gpu  # noqa: E402
 import bench_plugin  # noqa: E402
 from bench_schedule import Name  # noqa: E402
+from plugin_group import Line  # noqa: E402
 
 from megatron.dpp.errors import ConfigError  # noqa: E402
 
@@ -129,13 +130,15 @@ def test_every_plan_has_every_arm() -> None:
 def test_turns_of_the_plugin_are_arms() -> None:
     args = argparse.Namespace(untimed=1)
     eight = [
-        (name, number, ms / 1e3, 0, int(3e9), loss, 2.0)
+        Line(name, number, ms / 1e3, 0, int(3e9), loss, 2.0, captured=False)
         for name, times in (("static", (99.0, 97.0)), ("dynamic", (79.0, 81.0)))
         for ms in times
         for number in range(3)
         for loss in (7.0, None)  # the first stage's rank has no loss
     ]
-    one = [("static", number, 0.11, 0, int(2e9), 7.0, 2.0) for number in range(3)]
+    one = [
+        Line("static", number, 0.11, 0, int(2e9), 7.0, 2.0, captured=False) for number in range(3)
+    ]
     found = [*bench_plugin.gains(args, "unlike", [("8", eight), ("1", one)])]
     assert [(each.arm, each.queues, len(each.times)) for each in found] == [
         (arms.STATIC, "8", 2), ("dynamic", "8", 2), (arms.STATIC, "1", 1),
@@ -147,7 +150,8 @@ def test_turns_of_the_plugin_are_arms() -> None:
 
 def test_a_loss_of_the_plugin_that_differs_is_shown() -> None:
     args = argparse.Namespace(untimed=0)
-    lines = [("static", 0, 0.1, 0, 0, 8.0, 2.0), ("fused", 0, 0.1, 0, 0, 8.0, 2.02)]
+    lines = [Line(arm, 0, 0.1, 0, 0, 8.0, norm, captured=False)
+             for arm, norm in (("static", 2.0), ("fused", 2.02))]  # fmt: skip
     assert [one.equal for one in bench_plugin.gains(args, "equal", [("8", lines)])] == [
         "bitwise", "1e-02",
     ]  # fmt: skip

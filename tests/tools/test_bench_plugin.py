@@ -1,7 +1,9 @@
-"""The command line and the lengths of the plugin's benchmark."""
+"""The command line, the lengths, the timed steps and the end of the plugin's benchmark."""
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +13,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "profiling"))
 
+import bench_parallel  # noqa: E402
 import bench_plugin  # noqa: E402
 import megatron_sources  # noqa: E402
+from plugin_group import Line, timed  # noqa: E402
 
 
 def arguments(monkeypatch: pytest.MonkeyPatch, *words: str) -> object:
@@ -84,3 +88,72 @@ def test_ranks_that_fail_or_do_not_end_are_ended(
     ranks = [rank_that_ends(code) for code in codes]
     assert megatron_sources.why_failed(ranks, seconds) == said
     assert all(one.poll() is not None for one in ranks)
+
+
+def test_steps_up_to_the_last_capture_of_a_turn_are_not_timed() -> None:
+    def turn(arm: str, *captured: int) -> list[Line]:
+        return [Line(arm, n, 1.0 + n, 0, 0, 7.0, 2.0, captured=n in captured) for n in range(5)]
+
+    found = timed([*turn("a", 2, 3), *turn("b"), *turn("a"), *turn("c", 4)], 3)
+    numbers = {arm: [[one.number for one in turn] for turn in of] for arm, of in found.items()}
+    assert numbers == {"a": [[4], [3, 4]], "b": [[3, 4]]}
+
+
+STAND_IN = """
+import contextlib, os, signal, time
+import torch
+from megatron.training import training
+rank = int(os.environ["RANK"])
+torch.distributed.init_process_group("gloo")
+for step in range(5):
+    if step == 1 and rank == 0:
+        with contextlib.suppress(Exception):  # there is no GPU that could
+            torch.cuda.CUDAGraph.capture_begin(None)
+    training.train_step(None, None)
+    if step == 4:
+        torch.distributed.barrier()
+        if rank == 0:
+            END
+        time.sleep(600)
+"""
+"""A script whose first rank captures in its second step, and which hangs after its fifth."""
+TRAINING = """
+import os
+def train_step(forward_backward_func, data_iterator):
+    return {"lm loss": 7.0} if os.environ["RANK"] == "1" else {}, 0, 0, 0, 0, 2.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "end", "said"),
+    [("plugin", "os.kill(os.getppid(), signal.SIGTERM)", "stopped by SIGTERM"),
+     ("parallel", "os.kill(os.getppid(), signal.SIGINT)", "stopped by SIGINT"),
+     ("plugin", "os.abort()", "rank 0 ended with exit code -6")],
+)  # fmt: skip
+@pytest.mark.timeout(120)
+def test_a_benchmark_that_is_stopped_reports_the_steps_so_far(
+    benchmark: str, end: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    training = tmp_path / "v" / "megatron" / "training"
+    training.mkdir(parents=True)
+    (training / "__init__.py").touch()
+    (training / "training.py").write_text(TRAINING)
+    (tmp_path / "v" / "pretrain_gpt.py").write_text(STAND_IN.replace("END", end))
+    monkeypatch.setattr(megatron_sources, "AFTER_A_FAILURE", 0.5)
+    module, kind, name, number = {
+        "plugin": (bench_plugin, "--rows=equal", "v, equal", 1),
+        "parallel": (bench_parallel, "--ways=pp", "pp", 6),
+    }[benchmark]
+    facts = tmp_path / "facts.json"
+    words = f"--versions v --arms static --block 5 --untimed 1 --rounds 9 --json {facts}".split()
+    monkeypatch.setattr(sys, "argv", ["bench", kind, "--sources", str(tmp_path), *words])
+    assert module.main() == 1
+    out = capsys.readouterr().out
+    assert f": {said}" in out.splitlines()[-1] and "not whole" in out.splitlines()[-1]
+    assert "5 of 45 steps are done, the last took 0 ms; turn 2 of 9, static, runs" in out
+    assert re.search(rf"^\| {name} \|.*\d \(\d.*, {number}\) \|", out, re.MULTILINE)
+    written = json.loads(facts.read_text())
+    (lines,), (reason,) = written["steps"].values(), written["failed"].values()
+    assert reason == said and [line[1] for line in lines] == [*range(5)] * 2
+    assert [line[-1] for line in lines] == [n == 1 for n in range(5)] * 2
