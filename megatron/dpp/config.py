@@ -49,6 +49,11 @@ ENGINE_ROWS = 128
 this; of 16 and 64 a replay accessed memory that is not its own.
 """
 
+EIGHT_BIT_RECIPES = ("tensorwise", "blockwise")
+"""Recipes of Transformer Engine whose 8-bit layers CUDA graphs capture: they compute their scales
+anew in each task.
+"""
+
 GRAPHS_PAY_FROM = 0.75
 """Share of launching in the tasks' time from which ``cuda_graphs="auto"`` captures graphs."""
 POOL_GROWTH = 2.0

@@ -52,7 +52,7 @@ def replays(
 ) -> bool:
     """True if layers of these times, whose tasks take 1 each to launch, run as graphs."""
     usual = {
-        "pipeline": 1, "tensor": 1, "shard": "none", "recompute": "none",
+        "pipeline": 1, "tensor": 1, "shard": "none", "recompute": "none", "engine": False,
         "schedule": SimpleNamespace(split_backward=True, dynamic=True),
     }  # fmt: skip
     shape: Any = SimpleNamespace(**usual | given)
@@ -182,6 +182,8 @@ def test_a_message_has_its_own_delay_where_its_receiver_waited() -> None:
         ({"dpp_slice_tokens": "auto"}, False),
         ({"tensor_model_parallel_size": 2}, True),
         ({"transformer_impl": "transformer_engine"}, True),
+        ({"fp8": "hybrid"}, False),
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, True),
         ({"transformer_impl": "transformer_engine", "tensor_model_parallel_size": 2}, False),
         ({"transformer_impl": "transformer_engine", "seq_length": ENGINE_ROWS + 1}, False),
     ],
@@ -192,6 +194,7 @@ def test_an_estimate_knows_the_runs_whose_chunks_cannot_be_captured(
     args: Any = {
         "transformer_impl": "local", "overlap_param_gather": False, "deepspeed_zero_stage": 0,
         "context_parallel_size": 1, "num_experts": None, "tensor_model_parallel_size": 1,
-        "seq_length": ENGINE_ROWS, "dpp_slice_tokens": "off",
+        "seq_length": ENGINE_ROWS, "dpp_slice_tokens": "off", "fp8": None,
+        "fp8_recipe": "delayed", "fp8_param_gather": False,
     }  # fmt: skip
     assert is_captured(argparse.Namespace(**args | changes)) == captured

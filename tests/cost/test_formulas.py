@@ -362,8 +362,8 @@ def test_the_command_line_estimates_what_training_would_run(
     pipeline = "--seq-length 1024 --ranks 2 --pipeline-model-parallel-size 2 --use-dpp "
     assert "layers  " not in out(pipeline)
     planned = out(pipeline + "--dpp-plan shapes --global-batch-size 16").splitlines()
-    counts = planned[1].partition(": ")[2].replace(", then", "").split()
-    assert planned[1].startswith("layers  ")
+    counts = planned[2].partition(": ")[2].replace(", then", "").split()
+    assert planned[2].startswith("layers  ")
     assert sum(map(int, counts)) == 24
     assert sum(map(int, counts[::2])) > 12  # the head is on the last rank
     assert "expected one of" in out(pipeline + "--dpp-policy none", 2)

@@ -164,6 +164,19 @@ def test_plans_from_shapes_and_estimates_say_the_same(tensor: int) -> None:
     assert (planned.between, planned.hop) == (estimated.between, estimated.hop)
 
 
+@pytest.mark.parametrize(
+    ("flags", "measured_ms"),
+    [(V2, (758.7, 813.9)), (OFF + V2, (862.4, 947.3))],
+)
+def test_time_of_transformer_engines_layers(flags: str, measured_ms: tuple[float, float]) -> None:
+    """Without graphs they are launch-bound: estimates were those of the local layers."""
+    args = parse_args(f"{MODEL}{PP2}{flags} --transformer-impl transformer_engine".split())
+    args.global_batch_size = 128
+    run = shape_of(validate(args, 2, elsewhere=True), on_gpu=True)
+    milliseconds = estimate(run, H200).seconds * 1e3
+    assert 0.9 * measured_ms[0] <= milliseconds <= 1.1 * measured_ms[1]
+
+
 def test_time_of_replicas_without_graphs() -> None:
     found = estimate(gpt_345m("--global-batch-size 128"), H200).seconds * 1e3
     assert found == pytest.approx(541.7, rel=0.1)

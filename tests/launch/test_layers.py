@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.cost.device import known_gpu
 from megatron.dpp_train.launch import cli
 from megatron.dpp_train.launch.checked import checked
+from megatron.dpp_train.launch.estimate_command import main as estimate
 from megatron.dpp_train.launch.layers import default_layers
 from megatron.dpp_train.launch.main import main, plan
 from megatron.dpp_train.launch.resolve import Setting, asked_layout, base_flags, resolve
@@ -89,8 +91,66 @@ def test_the_layers_of_a_run_that_names_none(
     assert re.search(why, line), line
 
 
-def test_without_transformer_engine_layers_are_local() -> None:
-    assert layers("--mode 3d --pp 2")[0] == "local"
+def test_a_plan_for_named_gpus_takes_transformer_engine_to_be_installed_there() -> None:
+    """It named the local layers of this machine, and refused the ones that it said to ask for."""
+    name, line = layers("--mode 3d --pp 2")
+    assert name == ENGINE and "taken to be installed on the machine of the plan" in line
+    assert layers(f"--mode 3d --pp 2 --transformer-impl {ENGINE}") == (ENGINE, "")
+    assert layers("--mode 3d --pp 2 --fp8-format hybrid")[0] == ENGINE
+    given = "--tflops 300 --memory 80 --bandwidth 2000 --gpus 4"
+    found = plan(f"--mode 3d --pp 2 --dry-run {given} --use-precision-aware-optimizer "
+                 f"{ARTIFICIAL} --use-distributed-optimizer".split())  # fmt: skip
+    assert found.resolved.flags["--transformer-impl"] == ENGINE
+
+
+def test_a_plan_for_named_gpus_needs_no_package_of_the_run() -> None:
+    found = plan(f"--mode zero --zero-stage 2 --engine deepspeed {H100S}".split())
+    assert found.resolved.flags["--deepspeed-zero-stage"] == 2
+
+
+def test_a_run_on_this_machine_needs_the_package(
+    gpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(f"--mode 3d --pp 2 --transformer-impl {ENGINE} {ARTIFICIAL}".split()) == 2
+    assert "Transformer Engine, which is not installed; pip install" in capsys.readouterr().err
+    found = plan(f"--mode 3d --pp 2 --dry-run {ARTIFICIAL}".split())
+    assert found.resolved.layers is not None and "local (Trans" in found.resolved.layers
+
+
+def test_an_estimate_for_named_gpus_needs_no_package_here(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It refused Transformer Engine's layers, and FP8 with them."""
+
+    def out(words: str, status: int = 0) -> str:
+        model = "--model llama3-8b --seq-length 2048 --bf16 --ranks 4 "
+        assert estimate((model + words).split()) == status
+        text = capsys.readouterr()
+        return text.err if status else text.out
+
+    def weights(text: str) -> float:
+        return float(text.partition("stage 0")[2].split()[0])
+
+    assumed = "layers: transformer_engine (Transformer Engine is taken to be installed on"
+    by_name = out("--gpu H100")
+    assert by_name.startswith(assumed)
+    engine = "--transformer-impl transformer_engine "
+    assert out(f"--gpu H100 {engine}") == by_name.partition("\n")[2]
+    assert out("--tflops 300 --memory 80 --bandwidth 2000").startswith(assumed)
+    assert "this machine has no GPU; name those" in out(f"{engine}--memory 80 --tflops 300", 2)
+    assert out("--gpu V100").startswith("layers: local (Transformer Engine needs a GPU from Amp")
+    assert "layers:" not in out("--memory 80")
+    narrow = out("--gpu H100 --fp8-format hybrid")
+    assert "copies of the layers' weights are counted" in narrow
+    in_layers = 32 * (4096 * 4096 * 2.5 + 3 * 4096 * 14336 + 2 * 4096) * 2  # two bytes each
+    assert weights(narrow) - weights(by_name) == pytest.approx(in_layers / 2**30, abs=0.02)
+    assert "A100 has no 8-bit matrix units" in out("--gpu A100 --fp8-format hybrid", 2)
+
+
+@pytest.mark.parametrize("gpu", ["A100", "V100"])
+def test_a_gpu_without_8_bit_units_is_told(gpu: str) -> None:
+    with pytest.raises(ConfigError, match=f"--fp8-format hybrid: {gpu} has no 8-bit matrix units"):
+        plan(f"--mode 3d --pp 2 --fp8-format hybrid --dry-run --gpu {gpu} {ARTIFICIAL}".split())
 
 
 @pytest.mark.parametrize(
@@ -108,11 +168,11 @@ def test_a_device_that_cannot_run_the_kernels_has_local_layers(
 def test_a_package_without_its_extension_for_pytorch_is_not_installed(engine: Path) -> None:
     (extension,) = engine.parent.glob("*.so")
     extension.unlink()
-    assert layers("--mode 3d --pp 2")[0] == "local"
+    assert "taken to be installed" in layers("--mode 3d --pp 2")[1]
     (engine / "wheel_lib").mkdir()
     extension = engine / "wheel_lib" / extension.name
     extension.touch()
-    assert layers("--mode 3d --pp 2")[0] == ENGINE
+    assert "Transformer Engine is installed" in layers("--mode 3d --pp 2")[1]
 
 
 @pytest.mark.parametrize("named", ["flag", "spec", "file", "own file"])

@@ -52,6 +52,8 @@ UNKNOWN_GPU = Gpu(3e13, 5e11, 1e10, 0)
 """A guess for a GPU that the table lacks. Its memory is asked from the driver."""
 BEFORE_BF16 = ("P100", "V100", "T4", "TITAN", "GTX", "GeForce RTX 20", "Quadro RTX")
 """Parts of the names of GPUs without bf16 (older than Ampere)."""
+BEFORE_FP8 = ("A100", "A800", "A40", "A30", "A10", "A6000", "RTX A", "RTX 30")
+"""Parts of the names of GPUs with bf16 and without 8-bit matrix units (Ampere)."""
 NETWORK = 4e10
 """Bytes/s of a GPU's network adapter, one way: 400 Gbit/s at 80 %."""
 
@@ -86,6 +88,11 @@ LINK_SHARE = 0.95
 LOSS_COLLECTIVES = 3
 """Collectives of the loss over a vocabulary that is sharded: a few bytes for each token."""
 
+ENGINE_LAUNCH = 1.3
+"""Launching a layer of Transformer Engine, in launches of a local one's. Launch-bound steps of 345M
+take 1.18 (interleaved) and 1.32 (dynamic) of the local layers' time on H200s
+(docs/benchmarks/scaling-h200.md), host time of F and B is 1.35 and 1.22 of theirs on an H100
+(transformer-engine.md)."""
 COLLECTIVE_LAUNCH = 0.2
 """Launching one tensor-parallel collective, in launches of a layer's forward. H200 runs."""
 WEIGHTS_LAUNCH = 0.5

@@ -35,6 +35,7 @@ class Device:
         launch: seconds in which the host launches a layer's forward, whatever the layer's size.
         between: seconds from the end of one task to the next.
         bf16: its matrix units take bf16; otherwise bf16 is emulated, slower than fp16.
+        fp8: its matrix units take 8 bit.
         queues: the host launches ahead of the device (a GPU), and launches can be replayed.
         source: origin of ``flops``, for the reader.
     """
@@ -49,6 +50,7 @@ class Device:
     launch: float
     between: float
     bf16: bool
+    fp8: bool
     queues: bool
     source: str
 
@@ -124,6 +126,7 @@ def gpu_device(name: str, memory_bytes: float) -> Device:
         launch=constants.GPU_LAUNCH,
         between=constants.GPU_BETWEEN,
         bf16=not any(each in name for each in constants.BEFORE_BF16),
+        fp8=not any(each in name for each in constants.BEFORE_BF16 + constants.BEFORE_FP8),
         queues=True,
         source=source,
     )
@@ -147,6 +150,22 @@ def known_gpu(name: str) -> Device:
     return gpu_device(known, constants.GPUS[known].memory_gib * 2**30)
 
 
+def named_gpu(
+    name: str | None, tflops: float | None, memory: float | None, bandwidth: float | None
+) -> Device | None:
+    """The GPU of another machine, with the figures that are given; None where this machine's
+    device is meant: without a name, and without one of the figures.
+
+    Raises:
+        ConfigError: a name that is not in the table.
+    """
+    figures = tflops, memory, bandwidth
+    if name is None and None in figures:
+        return None
+    found = gpu_device("GPU of given figures", 0) if name is None else known_gpu(name)
+    return found.with_figures(*figures)
+
+
 def cpu_device(processes: int = 1) -> Device:
     """The share of this CPU that one of ``processes`` gets: at most a core, whose fp32 rate this
     process measures once.
@@ -166,6 +185,7 @@ def cpu_device(processes: int = 1) -> Device:
         launch=constants.CPU_LAUNCH / share,
         between=constants.CPU_BETWEEN / share,
         bf16=True,
+        fp8=False,
         queues=False,
         source=f"a matrix product of {library}'s, measured now",
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.dpp.config import ENGINE_ROWS
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.config import EIGHT_BIT_RECIPES, ENGINE_ROWS
+from megatron.dpp.errors import ConfigError, require
 from megatron.dpp.naming import flag_name
 from megatron.dpp.schedule import HOLDS_ALL
+from megatron.dpp_train.cost.device import Device
 from megatron.dpp_train.cost.shape import ExpertShape, ModelShape, Precision, RunSchedule, RunShape
 from megatron.dpp_train.options.layer_patterns import layers_with_experts, layout_stages
 from megatron.dpp_train.options.run_config import Settings
@@ -38,6 +39,7 @@ def shape_of(
         pipeline=args.pipeline_model_parallel_size,
         data=args.data_parallel_size,
         context=args.context_parallel_size,
+        engine=not local,
         gathers_keys=local,
         sequence_parallel=args.sequence_parallel,
         per_node=per_node or args.world_size,
@@ -60,6 +62,15 @@ def shape_of(
         head_when_cut=cut,
     )
     return dataclasses.replace(shape, schedule=schedule)
+
+
+def check_format(args: Settings, device: Device) -> None:
+    """Refuse 8-bit layers on a device without matrix units for them (ConfigError)."""
+    require(
+        not args.fp8 or device.fp8,
+        f"--fp8-format {args.fp8}: {device.name} has no 8-bit matrix units, which GPUs have from "
+        "Ada and Hopper on (--gpu H100 plans for one); leave it out",
+    )
 
 
 def stage_shape_of(args: Settings) -> RunShape:
@@ -152,7 +163,7 @@ def _schedule(args: Settings, *, on_gpu: bool) -> RunSchedule:
         dynamic=True,
         policy=args.dpp_policy,
         cap=args.dpp_activation_cap,
-        split_backward=args.dpp_split_backward != "off",
+        split_backward=args.dpp_split_backward != "off" and not args.fp8,
         cuda_graphs=graphs,
         slice_tokens=args.dpp_slice_tokens,
     )
@@ -176,6 +187,7 @@ def is_captured(args: Settings) -> bool:
         args.num_experts,
         args.dpp_slice_tokens != "off",
         engine and (args.tensor_model_parallel_size > 1 or args.seq_length % ENGINE_ROWS),
+        args.fp8 and (args.fp8_recipe not in EIGHT_BIT_RECIPES or args.fp8_param_gather),
     )
     return not any(obstacles)
 
@@ -185,7 +197,13 @@ def _precision(args: Settings) -> Precision:
     wide = not half or (args.accumulate_allreduce_grads_in_fp32 and not args.deepspeed_zero_stage)
     momentum = 4 if args.sgd_momentum else 0
     moments = 8 if args.optimizer == "adam" else momentum  # each moment in fp32
-    return Precision(element=2 if half else 4, gradient=4 if wide else 2, moments=moments)
+    return Precision(
+        element=2 if half else 4,
+        gradient=4 if wide else 2,
+        moments=moments,
+        copies=2 if args.fp8 and not args.fp8_param_gather else 0,  # by rows and by columns
+        eight_bit=bool(args.fp8),
+    )
 
 
 def _sharding(args: Settings) -> tuple[str, int]:

@@ -328,13 +328,20 @@ def rank_memory(shape: RunShape, rank: int, activations: float, keys: float = 0.
         gathered, held = _gathered_bytes(shape, count), own
     return RankMemory(
         parameters=count,
-        weights=held * shape.element_bytes,
+        weights=held * shape.element_bytes + _copied_bytes(shape, rank),
         gradients=held * shape.gradient_bytes,
         optimizer=own * optimizer_bytes(shape),
         activations=activations,
         workspace=_workspace_bytes(shape.slice(0), rank) + gathered,
         keys=keys,
     )
+
+
+def _copied_bytes(shape: RunShape, rank: int) -> float:
+    """8-bit copies of the weights of a rank's layers."""
+    stages = range(rank, len(shape.layers), shape.pipeline)
+    layers = sum(_of_layers(shape, stage, _layer_parameters) for stage in stages)
+    return shape.precision.copies * layers
 
 
 def optimizer_bytes(shape: RunShape) -> int:

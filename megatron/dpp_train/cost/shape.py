@@ -183,14 +183,21 @@ class RunSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Bytes of each number that a run keeps: a parameter and an activation (4 in fp32, else 2), an
-    element of the gradient buffer, and what the optimizer keeps of a parameter beside its fp32
-    copy.
+    """Bytes of each number that a run keeps.
+
+    Args:
+        element: of a parameter and of an activation, 4 in fp32, else 2.
+        gradient: of an element of the gradient buffer.
+        moments: that the optimizer keeps of a parameter beside its fp32 copy.
+        copies: of a layer's parameter, in 8 bit beside the parameter.
+        eight_bit: the matrix products of layers are in 8 bit.
     """
 
     element: int = 2
     gradient: int = 4
     moments: int = 8
+    copies: int = 0
+    eight_bit: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +206,7 @@ class RunShape:
 
     Args:
         layers: transformer layers of each virtual stage, stage ``chunk * pipeline + rank``.
+        engine: layers of Transformer Engine, not the local ones.
         gathers_keys: each context-parallel rank keeps the keys and values of all, as the local
             layers do.
         per_node: ranks of one node.
@@ -219,6 +227,7 @@ class RunShape:
     pipeline: int = 1
     data: int = 1
     context: int = 1
+    engine: bool = False
     gathers_keys: bool = False
     sequence_parallel: bool = False
     per_node: int = 8

@@ -74,6 +74,16 @@ def _uneven(shape: RunShape) -> list[str]:
     return [f"layers        of each rank: {', then '.join(chunks)}"]
 
 
+def _eight_bit(shape: RunShape) -> list[str]:
+    """A line on what is counted of 8-bit layers, where there are any."""
+    if not shape.precision.eight_bit:
+        return []
+    return [
+        "8 bit         copies of the layers' weights are counted; matrix products and activations "
+        "count as in 16 bit"
+    ]
+
+
 def _slices(shape: RunShape) -> list[str]:
     """A line on slices, where they were asked for."""
     if shape.schedule.slice_tokens == "off":
@@ -105,6 +115,7 @@ def lines(found: Estimate) -> list[str]:
         f"{_several(shape.data, 'replica')}",
         f"parameters    {found.parameters:,} ({count(found.parameters)}), {precision}; "
         f"{count(found.flops_per_token)}FLOP per token",
+        *_eight_bit(shape),
         "",
         "per rank         weights   gradients   optimizer  activations"
         f"{'        keys' if _is_cut(shape) else ''}  backward      sum",

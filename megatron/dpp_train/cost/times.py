@@ -345,7 +345,8 @@ def _launches(shape: RunShape, device: Device) -> Times:
     """Seconds in which the host launches a layer's F, B and W."""
     around = constants.COLLECTIVE_LAUNCH * collectives(shape)[0]
     around += constants.FSDP_LAUNCH.get(shape.shard, 0.0)
-    once = device.launch * (1 + around * device.queues)
+    alone = constants.ENGINE_LAUNCH if shape.engine else 1.0
+    once = device.launch * (alone + around * device.queues)
     again = once if shape.recompute == "full" else 0.0
     weights = device.launch * constants.WEIGHTS_LAUNCH if shape.schedule.split_backward else 0.0
     return once, once + again, weights

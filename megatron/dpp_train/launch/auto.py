@@ -311,7 +311,11 @@ def shape_with(plain: RunShape, setting: Setting, form: Form, *, static: bool) -
     )
     if dynamic:
         schedule = dataclasses.replace(
-            schedule, dynamic=True, policy="auto", cap="auto", split_backward=True
+            schedule,
+            dynamic=True,
+            policy="auto",
+            cap="auto",
+            split_backward=not plain.precision.eight_bit,
         )
     return dataclasses.replace(
         plain,
@@ -329,6 +333,7 @@ def shape_with(plain: RunShape, setting: Setting, form: Form, *, static: bool) -
         recompute=form.recompute,
         schedule=schedule,
         per_node=setting.per_node,
+        engine=plain.engine and form.shard != "parameters",  # FSDP2's layers are local
     )
 
 

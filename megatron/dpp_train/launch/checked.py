@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from megatron.dpp_train.cost.from_flags import shape_of
+from megatron.dpp_train.cost.from_flags import check_format, shape_of
 from megatron.dpp_train.cost.planned import take_plan
 from megatron.dpp_train.cost.shape import RunShape
 from megatron.dpp_train.launch.flags import Flags
@@ -25,7 +25,8 @@ def checked(resolved: Resolved, setting: Setting) -> RunConfig:
     Raises:
         ConfigError: flags that are unknown or do not fit together.
     """
-    args = validate(resolved.parsed, setting.world_size, resolved.arch)
+    check_format(resolved.parsed, setting.device)
+    args = validate(resolved.parsed, setting.world_size, resolved.arch, elsewhere=setting.elsewhere)
     preflight.check_values(args)
     if args.use_dpp and not args.dpp_plan:  # else the number of chunks is not known yet
         preflight.check_schedule(args, one_node=setting.num_nodes == 1)

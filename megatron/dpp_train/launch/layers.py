@@ -15,13 +15,19 @@ from megatron.dpp_train.text_files import read_mapping
 
 
 def default_layers(
-    args: Settings, arch: str, *, on_gpu: bool, is_ampere: bool, python: str = sys.executable
+    args: Settings,
+    arch: str,
+    *,
+    on_gpu: bool,
+    is_ampere: bool,
+    python: str = sys.executable,
+    elsewhere: bool = False,
 ) -> Layers | None:
     """The layers of a run; None where a flag or its file names them.
 
     Args:
         args: all parsed flags of the run.
-        is_ampere, python: see :func:`choose_layers`.
+        is_ampere, python, elsewhere: see :func:`choose_layers`.
     """
     if {"transformer_impl", "spec"} & set(args.given) or (
         args.yaml_cfg and _are_named(args.yaml_cfg)
@@ -29,7 +35,15 @@ def default_layers(
         return None
     starts = args.load, args.pretrained_checkpoint, args.ckpt_step
     saved = _saved_layers(*starts) if any(starts[:2]) else None
-    return choose_layers(args, arch, on_gpu=on_gpu, is_ampere=is_ampere, saved=saved, python=python)
+    return choose_layers(
+        args,
+        arch,
+        on_gpu=on_gpu,
+        is_ampere=is_ampere,
+        saved=saved,
+        python=python,
+        elsewhere=elsewhere,
+    )
 
 
 def _are_named(file: str) -> bool:

@@ -25,7 +25,7 @@ from megatron.dpp.errors import (
 )
 from megatron.dpp.locks import check_free
 from megatron.dpp.naming import in_flags, renamed
-from megatron.dpp_train.cost.device import cpu_device, find_machine, gpu_device, known_gpu
+from megatron.dpp_train.cost.device import Device, cpu_device, find_machine, named_gpu
 from megatron.dpp_train.cost.estimate import Estimate, estimate
 from megatron.dpp_train.cost.memory import least_bytes
 from megatron.dpp_train.cost.planned import SHAPES
@@ -186,7 +186,11 @@ def plan(words: Sequence[str]) -> Plan:
         heading, warnings = [*auto.report(best[:3], setting), ""], []
     else:
         asked = resolve(
-            options, flags, setting, layout=asked_layout(options, flags), shard=shard_of(options)
+            options,
+            flags,
+            setting,
+            layout=asked_layout(options, flags),
+            shard=shard_of(options, setting),
         )
         asked, resolved, found = _fitting(options, asked, flags, setting)
         heading, warnings = [f"mode {options.mode}{_planned(asked)}"], _warnings(found.shape)
@@ -297,9 +301,9 @@ def find_setting(options: argparse.Namespace, nodes: Nodes) -> Setting:
     if options.procs is not None:
         device = cpu_device(options.procs)
         return _setting(options, nodes, per_node=options.procs, on_gpu=False, device=device)
-    figures = (options.tflops, options.memory, options.bandwidth)
-    if options.gpu is not None or (options.dry_run and None not in figures):
-        return _imagined(options, nodes)
+    named = named_gpu(options.gpu, options.tflops, options.memory, options.bandwidth)
+    if named is not None and (options.dry_run or options.gpu):
+        return _imagined(options, nodes, named)
     machine = find_machine(_DEFAULT_PROCS)
     asked = options.gpus
     if asked is not None and asked > machine.num_gpus:
@@ -313,12 +317,12 @@ def find_setting(options: argparse.Namespace, nodes: Nodes) -> Setting:
     return _setting(options, nodes, per_node=per_node, on_gpu=on_gpu, device=machine.device)
 
 
-def _imagined(options: argparse.Namespace, nodes: Nodes) -> Setting:
-    """GPUs that this machine need not have, for a dry run: of a known kind, or of given figures."""
+def _imagined(options: argparse.Namespace, nodes: Nodes, device: Device) -> Setting:
+    """GPUs that this machine need not have, for a dry run."""
     if not options.dry_run:
         raise ConfigError(f"--gpu {options.gpu}: only a plan can be made for it; add --dry-run")
-    device = known_gpu(options.gpu) if options.gpu else gpu_device("GPU of given figures", 0)
-    return _setting(options, nodes, per_node=options.gpus or 8, on_gpu=True, device=device)
+    per_node = options.gpus or 8
+    return _setting(options, nodes, per_node=per_node, on_gpu=True, device=device, elsewhere=True)
 
 
 def _setting(options: argparse.Namespace, nodes: Nodes, **found: object) -> Setting:

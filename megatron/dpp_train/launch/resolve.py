@@ -46,12 +46,14 @@ class Setting:
 
     Args:
         per_node: processes of a node, each with its ``device``.
+        elsewhere: the devices are those of another machine, for which a plan is made.
     """
 
     per_node: int
     num_nodes: int
     on_gpu: bool
     device: Device
+    elsewhere: bool = False
 
     @property
     def world_size(self) -> int:
@@ -306,7 +308,13 @@ def resolve(
 def _with_layers(found: Resolved, setting: Setting) -> Resolved:
     """The same run with its layers, where nothing names them."""
     on_gpu, is_ampere = setting.on_gpu, setting.device.bf16
-    layers = default_layers(found.parsed, found.arch, on_gpu=on_gpu, is_ampere=is_ampere)
+    layers = default_layers(
+        found.parsed,
+        found.arch,
+        on_gpu=on_gpu,
+        is_ampere=is_ampere,
+        elsewhere=setting.elsewhere,
+    )
     if layers is None:
         return found
     flags = found.flags | {"--transformer-impl": layers.name}
@@ -341,7 +349,7 @@ def divisible(flags: Flags, *, uneven: bool) -> Divisible:
     )
 
 
-def shard_of(options: argparse.Namespace) -> str:
+def shard_of(options: argparse.Namespace, setting: Setting) -> str:
     """The sharded state of the mode.
 
     Raises:
@@ -356,7 +364,8 @@ def shard_of(options: argparse.Namespace) -> str:
                 "--zero-stage 1, or --engine megatron"
             )
         return "none"
-    if options.engine == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
+    needed = options.engine == "deepspeed" and not setting.elsewhere
+    if needed and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             "--engine deepspeed: DeepSpeed is not installed (DS_BUILD_OPS=0 pip install "
             "deepspeed); nearest possible: --engine megatron, which shards the same state "

@@ -22,7 +22,7 @@ from megatron.dpp.errors import ConfigError, DataError, one_line
 from megatron.dpp_train.data.words import data_words
 from megatron.dpp_train.options.fields import enum_rows
 from megatron.dpp_train.options.run_config import RunConfig
-from megatron.dpp_train.options.validate_ranges import check_engine
+from megatron.dpp_train.options.validate_packages import check_engine
 from megatron.dpp_train.text_files import read_json
 
 Args = RunConfig

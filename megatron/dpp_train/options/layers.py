@@ -49,6 +49,7 @@ def choose_layers(
     is_ampere: bool,
     saved: str | None = None,
     python: str = sys.executable,
+    elsewhere: bool = False,
 ) -> Layers:
     """Transformer Engine's layers where they are installed, the GPU runs them and nothing that the
     run asks for is known to need the local ones.
@@ -59,12 +60,15 @@ def choose_layers(
         is_ampere: the GPUs are of that architecture or a newer one.
         saved: the layers of the checkpoint that the run starts from; None without one.
         python: the Python that will train.
+        elsewhere: the run is planned for another machine, where the package is taken to be
+            installed.
     """
     if not on_gpu:
         return Layers(LOCAL, "Transformer Engine's kernels run on GPUs alone")
     if not is_ampere:
         return Layers(LOCAL, "Transformer Engine needs a GPU from Ampere on")
-    if not has_engine(python):
+    installed = has_engine(python)
+    if not installed and not elsewhere:
         return Layers(LOCAL, "Transformer Engine is not installed")
     needed = next((flag for name, flag in NEEDS_ENGINE.items() if getattr(args, name)), None)
     if needed is not None:
@@ -74,7 +78,8 @@ def choose_layers(
     reason = next((text for text, given in _of_local(args, arch).items() if given), None)
     if reason is not None:
         return Layers(LOCAL, reason)
-    return Layers(ENGINE, "Transformer Engine is installed")
+    there = "installed" if installed else "taken to be installed on the machine of the plan"
+    return Layers(ENGINE, f"Transformer Engine is {there}")
 
 
 def _of_local(args: Settings, arch: str) -> dict[str, bool]:

@@ -8,8 +8,6 @@ switches kernels off that are missing.
 
 from __future__ import annotations
 
-import importlib.util
-
 from megatron.dpp.errors import ConfigError, core_setting, require, require_multiple, require_value
 from megatron.dpp.naming import flag_name
 from megatron.dpp.trace import parse_iterations
@@ -20,9 +18,9 @@ from megatron.dpp_train.options.validate_experts import check_experts, check_pre
 from megatron.dpp_train.options.validate_forms import NOT_OF_BERT, check_forms
 from megatron.dpp_train.options.validate_layout import check_cut, check_plan, virtual_stages
 from megatron.dpp_train.options.validate_numbers import check_numbers
+from megatron.dpp_train.options.validate_packages import check_packages
 from megatron.dpp_train.options.validate_ranges import (
     check_batches,
-    check_engine,
     check_heads,
     check_learning_rate,
     check_optimizer_kind,
@@ -39,12 +37,15 @@ Args = Settings
 TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
 
 
-def validate(args: Args, world_size: int, arch: str | None = None) -> RunConfig:
+def validate(
+    args: Args, world_size: int, arch: str | None = None, *, elsewhere: bool = False
+) -> RunConfig:
     """Check parsed ``args``, which stay as they are, and derive what Megatron derives.
 
     Args:
         arch: ``gpt`` or ``bert``, which differ in tokenizer and possible flags; None checks
             neither.
+        elsewhere: the run is planned for another machine: no package need be installed here.
 
     Raises:
         ConfigError: the first setting that cannot work.
@@ -56,6 +57,7 @@ def validate(args: Args, world_size: int, arch: str | None = None) -> RunConfig:
             _family(draft, arch)
         for rule in RULES:
             rule(draft)
+        check_packages(draft, elsewhere=elsewhere)
     return draft.frozen()
 
 
@@ -320,11 +322,6 @@ def _deepspeed(args: Args) -> None:
     if not args.deepspeed_zero_stage:
         return
     name = f"--deepspeed-zero-stage {args.deepspeed_zero_stage}"
-    require(
-        importlib.util.find_spec("deepspeed"),
-        f"{name}: DeepSpeed is not installed; DS_BUILD_OPS=0 pip install deepspeed, or use "
-        "--use-distributed-optimizer (stage 1) or --use-torch-fsdp2 (2 and 3)",
-    )
     _exclude(args, name, _NOT_WITH_DEEPSPEED)
     args.gradient_accumulation_fusion = False
 
@@ -411,15 +408,6 @@ def _evaluation(args: Args) -> None:
 
 
 def _writers(args: Args) -> None:
-    for flag, value, package in (
-        ("--wandb-project", args.wandb_project, "wandb"),
-        ("--mlflow-experiment", args.mlflow_experiment, "mlflow"),
-        ("--trackio-project", args.trackio_project, "trackio"),
-    ):
-        require(
-            not value or importlib.util.find_spec(package) is not None,
-            f"{flag} {value}: {package} is not installed; pip install {package}",
-        )
     for flag, value, needed, there in (
         ("--mlflow-run-name", args.mlflow_run_name, "--mlflow-experiment", args.mlflow_experiment),
         ("--mlflow-tracking-uri", args.mlflow_tracking_uri, "--mlflow-experiment",
@@ -460,8 +448,7 @@ RULES = (
     _memory,
     check_cut,  # needs the recompute granularity of _memory
     _kernels,
-    check_engine,  # needs the layers' implementation of _kernels, as the next
-    check_experts,
+    check_experts,  # needs the layers' implementation of _kernels
     check_prediction,
     check_head,
     _data,

@@ -6,7 +6,6 @@ raises ConfigError for the first setting that cannot work.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 from megatron.dpp.errors import require, require_multiple, require_value
@@ -96,11 +95,6 @@ def _router(args: Args) -> None:
 
 
 def _expert_layout(args: Args) -> None:
-    require(
-        args.moe_token_dispatcher_type != "flex" or importlib.util.find_spec("deep_ep") is not None,
-        "--moe-token-dispatcher-type flex needs DeepEP, which is not installed; use alltoall or "
-        "allgather",
-    )
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     expert, expert_tensor = args.expert_model_parallel_size, args.expert_tensor_parallel_size
     require_value(args, "expert_model_parallel_size", expert >= 1, "at least 1")

@@ -6,9 +6,6 @@ Each raises ConfigError for the first setting that cannot work.
 
 from __future__ import annotations
 
-import importlib.util
-from typing import Any
-
 from megatron.dpp.errors import core_setting, require, require_multiple, require_value
 from megatron.dpp_train.options.run_config import Settings
 
@@ -158,7 +155,7 @@ def check_batches(args: Args) -> None:
 
 
 def check_optimizer_kind(args: Args) -> None:
-    """The distributed optimizer, and flags that need a package that is missing."""
+    """The distributed optimizer, and Adam on the CPU."""
     require(
         args.optimizer == "adam" or not args.use_distributed_optimizer,
         f"--optimizer {args.optimizer} does not go with --use-distributed-optimizer: it shards "
@@ -177,46 +174,6 @@ def check_optimizer_kind(args: Args) -> None:
         f"{args.data_parallel_size} data-parallel replicas",
     )
     require(
-        instances == 1 or importlib.util.find_spec("einops") is not None,
-        f"--num-distributed-optimizer-instances {instances}: megatron-core needs einops for it; "
-        "pip install einops",
-    )
-    require(
         not args.optimizer_cpu_offload or args.use_precision_aware_optimizer,
         "--optimizer-cpu-offload needs --use-precision-aware-optimizer",
-    )
-
-
-def check_engine(args: Any) -> None:
-    """Settings that need Transformer Engine, its package and a GPU.
-
-    Args:
-        args: parsed or checked arguments; ``device`` may be ``auto``.
-    """
-    kernels = {
-        f"--transformer-impl {args.transformer_impl}": args.transformer_impl != "local",
-        "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,
-        "--cross-entropy-fusion-impl te": args.cross_entropy_loss_fusion
-        and args.cross_entropy_fusion_impl == "te",
-        "--fine-grained-activation-offloading": args.fine_grained_activation_offloading,
-        "--cuda-graph-impl local": args.cuda_graph_impl == "local" or args.enable_cuda_graph,
-    }
-    for module in ("layernorm", "moe_act", "mla_up_proj"):
-        kernels[f"--recompute-modules {module}"] = (
-            args.recompute_granularity == "selective" and module in (args.recompute_modules or ())
-        )
-    asked = next((flag for flag, given in kernels.items() if given), None)
-    if asked is None:
-        return
-    by_layers = asked.startswith("--transformer-impl")
-    instead = "use --transformer-impl local" if by_layers else f"leave {asked} out"
-    require(
-        args.device != "cpu",
-        f"{asked} needs Transformer Engine, whose kernels run on GPUs alone, and this run is on "
-        f"the CPU; {instead}",
-    )
-    require(
-        importlib.util.find_spec("transformer_engine") is not None,
-        f"{asked} needs Transformer Engine, which is not installed; "
-        f"pip install transformer_engine[pytorch], or {instead}",
     )

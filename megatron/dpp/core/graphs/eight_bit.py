@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
+from megatron.dpp.config import EIGHT_BIT_RECIPES
 from megatron.dpp.errors import core_setting
-
-RECIPES = ("tensorwise", "blockwise")
-"""Recipes whose scales are computed anew in each task, so that a graph computes them, too."""
 
 _WITHOUT_WEIGHTS = {"core_attn", "layernorm", "moe_act"}
 """Modules whose recomputation runs no layer with 8-bit weights."""
@@ -145,10 +143,10 @@ def why_not(config: Any, block: torch.nn.Module) -> str | None:
         return "layers with recipes of their own have not been tried"
     if not config.fp8:
         return None
-    if config.fp8_recipe not in RECIPES:
+    if config.fp8_recipe not in EIGHT_BIT_RECIPES:
         return (
             f"8-bit layers of the recipe {config.fp8_recipe} keep scales from task to task, or "
-            f"were not tried; {' and '.join(RECIPES)} can be captured"
+            f"were not tried; {' and '.join(EIGHT_BIT_RECIPES)} can be captured"
         )
     if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
         return "attention in 8 bit has not been tried"
