@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from megatron.dpp_train import tokenizers
 from megatron.dpp_train.cost.estimate import estimate
 from megatron.dpp_train.cost.shape import RunShape
-from megatron.dpp_train.launch import auto, cli
+from megatron.dpp_train.launch import auto, cli, resolve
 from megatron.dpp_train.launch.checked import shape_from
 from megatron.dpp_train.launch.layout import Layout
 from megatron.dpp_train.launch.main import find_setting, plain_shape, plan
@@ -217,3 +218,19 @@ def test_a_share_of_the_memory_is_left_free(
     found = best_for("--mode auto --model sample --batch-size 16")
     assert bool(found) is fits
     assert not fits or found[0].cost == pytest.approx(2.0)
+
+
+def test_all_layouts_share_one_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them built its own: seconds, with a vocabulary of 128k tokens."""
+    built: list[str] = []
+
+    def count(kind: str, *files: str, **options: Any) -> tokenizers.Tokenizer:
+        built.append(kind)
+        return tokenizers.build_tokenizer(kind, *files, **options)
+
+    monkeypatch.setattr(resolve, "build_tokenizer", count)
+    found = plan(
+        ["--mode", "auto", "--dry-run", "--gpu", "H100", "--gpus", "8", "--model", "small"]
+    )
+    assert found.resolved.parsed.transformer_impl is not None
+    assert built == ["GPT2BPETokenizer"]

@@ -114,7 +114,7 @@ def test_a_run_on_this_machine_needs_the_package(
     assert main(f"--mode 3d --pp 2 --transformer-impl {ENGINE} {ARTIFICIAL}".split()) == 2
     assert "Transformer Engine, which is not installed; pip install" in capsys.readouterr().err
     found = plan(f"--mode 3d --pp 2 --dry-run {ARTIFICIAL}".split())
-    assert found.resolved.layers is not None and "local (Trans" in found.resolved.layers
+    assert "local (Trans" in found.resolved.notes[0]
 
 
 def test_an_estimate_for_named_gpus_needs_no_package_here(

@@ -48,7 +48,7 @@ def planned(resolved: Resolved, setting: Setting) -> Resolved:
 
 def plan_flags(resolved: Resolved, setting: Setting) -> Flags:
     """The flags that ``--dpp-plan`` leads to; raises as :func:`planned`."""
-    args, _ = preflight.build_vocabulary(checked(resolved, setting))
+    args, _ = preflight.build_vocabulary(checked(resolved, setting), setting.build_tokenizer)
     args = take_plan(args)
     return {
         "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
@@ -72,7 +72,7 @@ def shape_from(resolved: Resolved, setting: Setting, *, plan: bool = True) -> Ru
         ConfigError: flags that are unknown or do not fit together.
         DataError: a vocabulary that cannot be read.
     """
-    args, _ = preflight.build_vocabulary(checked(resolved, setting))
+    args, _ = preflight.build_vocabulary(checked(resolved, setting), setting.build_tokenizer)
     if args.dpp_plan and plan:
         args = take_plan(args)
     return shape_of(args, on_gpu=setting.on_gpu, arch=resolved.arch, per_node=setting.per_node)

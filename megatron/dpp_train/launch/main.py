@@ -195,8 +195,7 @@ def plan(words: Sequence[str]) -> Plan:
         asked, resolved, found = _fitting(options, asked, flags, setting)
         heading, warnings = [f"mode {options.mode}{_planned(asked)}"], _warnings(found.shape)
     _check_files(resolved, setting, tokens_exist=data.preparation is None)
-    if resolved.layers:
-        heading.append(resolved.layers)
+    heading += resolved.notes
     if data.preparation is None:
         warnings = [*warnings, *data_notes(resolved.flags)]
     return Plan(

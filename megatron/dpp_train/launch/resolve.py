@@ -9,8 +9,8 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from megatron.dpp_train.options.arguments import give, parse_args
 from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.options.validate_layout import CUTS, NOT_PLANNED
 from megatron.dpp_train.text_files import read_text
+from megatron.dpp_train.tokenizers import Tokenizer, build_tokenizer
 
 _DEFAULT_STEPS = 50
 _STAGES = ("optimizer", "gradients", "parameters")
@@ -47,6 +48,7 @@ class Setting:
     Args:
         per_node: processes of a node, each with its ``device``.
         elsewhere: the devices are those of another machine, for which a plan is made.
+        build_tokenizer: builds the tokenizer of the layouts that are tried, once for all.
     """
 
     per_node: int
@@ -54,6 +56,11 @@ class Setting:
     on_gpu: bool
     device: Device
     elsewhere: bool = False
+    build_tokenizer: Callable[..., Tokenizer] = field(
+        default_factory=lambda: functools.lru_cache(maxsize=1)(build_tokenizer),
+        compare=False,
+        repr=False,
+    )
 
     @property
     def world_size(self) -> int:
@@ -68,14 +75,14 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A run that can be started: its flags, layout and sharded state; ``layers`` is a line about
+    """A run that can be started: its flags, layout and sharded state; ``notes`` are lines about
     layers that nobody named."""
 
     arch: str
     flags: Flags
     layout: Layout
     shard: str
-    layers: str | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def argv(self) -> list[str]:
@@ -302,23 +309,22 @@ def resolve(
     if options.resume_from:
         flags |= resume_flags(options.resume_from)
     found = Resolved(arch=options.arch or "gpt", flags=flags, layout=layout, shard=shard)
-    return _with_layers(found, setting)
+    _add_layers(found, setting)
+    return found
 
 
-def _with_layers(found: Resolved, setting: Setting) -> Resolved:
-    """The same run with its layers, where nothing names them."""
-    on_gpu, is_ampere = setting.on_gpu, setting.device.bf16
+def _add_layers(found: Resolved, setting: Setting) -> None:
+    """Give a run its layers, where nothing names them."""
     layers = default_layers(
         found.parsed,
         found.arch,
-        on_gpu=on_gpu,
-        is_ampere=is_ampere,
+        on_gpu=setting.on_gpu,
+        is_ampere=setting.device.bf16,
         elsewhere=setting.elsewhere,
     )
-    if layers is None:
-        return found
-    flags = found.flags | {"--transformer-impl": layers.name}
-    return dataclasses.replace(found, flags=flags, layers=layers.line() if on_gpu else None)
+    if layers is not None:
+        found.give({"--transformer-impl": layers.name})
+        found.notes.extend([layers.line()] if setting.on_gpu else [])
 
 
 def asked_layout(options: argparse.Namespace, flags: Flags) -> Layout:

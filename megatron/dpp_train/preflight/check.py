@@ -8,7 +8,7 @@ group or the other ranks is left to ``initialize``.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron.dpp.config import DppConfig, missing_part
@@ -31,7 +31,12 @@ from megatron.dpp_train.options.run_config import RunConfig, Settings
 from megatron.dpp_train.options.validate import validate
 from megatron.dpp_train.options.validate_experts import replicas_in_step
 from megatron.dpp_train.preflight.files import check_files, check_tokens, written_directories
-from megatron.dpp_train.tokenizers import Tokenizer, padded_vocab_size, tokenizer_for
+from megatron.dpp_train.tokenizers import (
+    Tokenizer,
+    build_tokenizer,
+    padded_vocab_size,
+    tokenizer_for,
+)
 
 _MOST_ROOM = Geometry(num_ranks=1000, rank=0, num_chunks=1, num_microbatches=1)
 """A geometry in which every possible cap passes."""
@@ -209,17 +214,22 @@ def _check_addresses(config: DppConfig, world_size: int, ranks_per_node: int) ->
             )
 
 
-def build_vocabulary(args: RunConfig) -> tuple[RunConfig, Tokenizer]:
+def build_vocabulary(
+    args: RunConfig, build: Callable[..., Tokenizer] = build_tokenizer
+) -> tuple[RunConfig, Tokenizer]:
     """``args`` with ``padded_vocab_size`` and ``loss_vocab_size``, and the tokenizer.
 
     ``loss_vocab_size`` is the number of tokens that a loaded model has: the loss does not count the
     rows behind them. It is None where it counts all rows, as Megatron's does.
 
+    Args:
+        build: as of :func:`tokenizer_for`.
+
     Raises:
         ConfigError: the tokenizer has more tokens than the model, and ``--mock-data`` draws them.
         DataError: a vocabulary's file cannot be read.
     """
-    tokenizer = tokenizer_for(args)
+    tokenizer = tokenizer_for(args, build)
     if args.padded_vocab_size is None:
         size = padded_vocab_size(
             tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size

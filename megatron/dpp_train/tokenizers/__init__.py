@@ -289,11 +289,12 @@ def build_tokenizer(
     )
 
 
-def tokenizer_for(args: object) -> Tokenizer:
+def tokenizer_for(args: object, build: Callable[..., Tokenizer] = build_tokenizer) -> Tokenizer:
     """The tokenizer that the settings of a command or a run name.
 
     Args:
         args: an object with the settings as attributes: ``tokenizer_type`` and some of the others.
+        build: :func:`build_tokenizer`, or what keeps its results.
 
     Raises:
         ConfigError, DataError: as :func:`build_tokenizer`.
@@ -302,7 +303,7 @@ def tokenizer_for(args: object) -> Tokenizer:
     values = {name: getattr(args, name, None) for name in names}
     extra = getattr(args, "vocab_extra_ids", 0)
     kind = getattr(args, "tokenizer_type")  # noqa: B009 - of any object
-    return build_tokenizer(kind, **values, vocab_extra_ids=extra)
+    return build(kind, **values, vocab_extra_ids=extra)
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tensor_parallel: int) -> int:
