@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
+from torch.torch_version import TorchVersion
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, ProtocolError, SetupError, TransportError
@@ -262,6 +264,20 @@ def test_the_store_of_one_node_listens_on_the_loopback_address() -> None:
     assert found == [f"0100007F{listening}"]
     store.set("key", "value")
     assert store.get("key") == b"value"
+
+
+@pytest.mark.parametrize(
+    ("version", "libuv"), [("2.6.0", False), ("2.7.1", False), ("2.8.0", True)]
+)
+def test_a_pytorch_whose_libuv_takes_no_socket_has_the_older_store(
+    version: str, libuv: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if libuv and torch.__version__ < version:
+        pytest.skip("this PyTorch is older")
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    store = torchrun.LocalStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store.set("key", "value")
+    assert (store.get("key"), store.libuvBackend) == (b"value", libuv)
 
 
 def test_keep_alive_follows_the_peer_timeout(monkeypatch: pytest.MonkeyPatch) -> None:

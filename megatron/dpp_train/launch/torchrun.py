@@ -61,6 +61,8 @@ class LocalStore(TCPStore):
             listener = socket.create_server((LOOPBACK, port), backlog=2048)
             port = listener.getsockname()[1]
             options["master_listen_fd"] = listener.detach()  # the store's from here on
+            # before PyTorch 2.8 only the server without libuv takes a socket
+            options.setdefault("use_libuv", torch.__version__ >= "2.8")
         super().__init__(LOOPBACK, port, *rest, **options)
 
 
