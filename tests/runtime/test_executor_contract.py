@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.dpp.core.slices import units_of
 from megatron.dpp.errors import PeerDead, ProtocolError, TransferTimeout
 from megatron.dpp.inject import Task
 from megatron.dpp.runtime.agreement import Decider, decider_for
@@ -453,3 +454,23 @@ def test_the_next_task_is_decided_early_only_behind_the_size_of_this_one(
     count = lambda _: seen.append("size")  # noqa: E731
     rank_of(network, geometry, runner, decider=decider, count_tokens=count).run()
     assert seen == expected
+
+
+def test_slices_of_one_row_are_timed_by_their_keys() -> None:
+    """The timer took a row's slices as equally long, and waited too long for the short ones."""
+    found: dict[str, list[float]] = {}
+
+    class Timer(HostTimer):
+        def launched(self, key: tuple[str, int], size: float = 1.0, number: int = 1) -> None:
+            found.setdefault(key[0], []).append(size)
+
+    geometry = Geometry(1, 0, 1, 2, groups=(2,))
+    units = units_of([64], 32)
+    shares = [1.0 + each.earlier_keys / 32 for each in units]
+    assert shares == [1.0, 2.0]
+    network = FakeNetwork([])
+    more = {"timer": Timer(), "split_backward": True, "topology": Topology((0,), 0, 1)}
+    scheduler = Scheduler(geometry, cap=8)
+    longer = {"F": shares, "B": [3 * each for each in shares]}
+    rank_of(network, geometry, scheduler=scheduler, longer=longer, **more).run()
+    assert found == {"F": [1.0, 2.0], "B": [6.0, 3.0], "W": [1.0, 1.0]}

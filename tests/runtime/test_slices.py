@@ -225,3 +225,11 @@ def test_kernels_of_a_gpu_attend_to_earlier_keys(
         got = [output, *torch.autograd.grad(output, inputs, probe.cuda().to(dtype))]
         for one, other in zip(got, wanted, strict=True):
             torch.testing.assert_close(one.float().cpu(), other, rtol=2 * bound, atol=2 * bound)
+
+
+def test_a_unit_knows_the_keys_before_it() -> None:
+    """Of its first document alone: the others have none in earlier slices."""
+    assert [unit.earlier_keys for unit in units_of([40], 16)] == [0.0, 16.0, 32.0]
+    (whole,) = units_of([16], 16)
+    assert whole.earlier_keys == 0.0
+    assert Unit(0, 16, 32, 40, (0, 6, 24)).earlier_keys == 10 * 8 / 16

@@ -94,6 +94,13 @@ class Unit:
         return tuple(found)
 
     @functools.cached_property
+    def earlier_keys(self) -> float:
+        """Keys of earlier slices to which the mean query of the unit attends."""
+        first = self.spans[0]
+        earlier = first.num_keys - first.num_queries
+        return earlier * first.num_queries / (self.end - self.begin)
+
+    @functools.cached_property
     def positions(self) -> list[int] | None:
         """The place of each token in its document; None if they are ``begin .. end - 1``."""
         if len(self.spans) == 1 and self.first_key == 0:

@@ -271,6 +271,7 @@ class DppSchedule(PipelineSchedule):
             launch_ahead=session.launch_ahead and (backward.split or stage.call.forward_only),
             count_tokens=tokens.count,
             sizes_agree=tells,
+            longer=self._slicing.longer(stage.call),
         )
         executor.run()
         links.consume(geometry)

@@ -12,7 +12,7 @@ iteration.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from megatron.dpp.direction import Direction
@@ -72,6 +72,8 @@ class Executor:
             where it cannot tell.
         sizes_agree: all ranks that run this order have microbatches of the same sizes. If not,
             each counts as the longest.
+        longer: by how much a task of each microbatch takes longer than its tokens tell, by the name
+            of the kind; kinds that are missing follow the tokens.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Executor:
         launch_ahead: bool = True,
         count_tokens: Callable[[Tensors], int | None] = lambda _: None,
         sizes_agree: bool = True,
+        longer: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
         self._runner, self._decider, self._recorder = runner, decider, recorder
         self._scheduler, self._geometry = decider.scheduler, decider.scheduler.geometry
@@ -112,6 +115,7 @@ class Executor:
         self._largest = sizes.largest
         self._shares = [1.0 if n is None else n / self._largest for n in sizes.known]
         """The size of each microbatch, in the largest."""
+        self._longer = longer or {}
         self._work = 0.0
         self._owed = [self._tasks_owed(chunk) for chunk in range(self._geometry.num_chunks)]
         self._run_kind = {Kind.F: self._forward, Kind.B: self._backward, Kind.W: self._weight}
@@ -314,7 +318,10 @@ class Executor:
             begin = time.perf_counter_ns()
             self._timer.prolong(key, self._injector.factor(task), self._injector.seconds(task))
             self._runner_ns += time.perf_counter_ns() - begin
-        self._timer.launched(key, self._shares[microbatch], number)
+        size = self._shares[microbatch]
+        if kind in self._longer:
+            size *= self._longer[kind][microbatch]
+        self._timer.launched(key, size, number)
         if self._records:
             self._recorder.end_task()
             self._recorder.counter("held", self._scheduler.held)

@@ -15,7 +15,7 @@ from megatron.dpp.core.cut import Cut, WholeSteps, fixed_cut, packed_cut
 from megatron.dpp.core.slices import Slices, Unit, why_not
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError, setting
-from megatron.dpp.schedule import in_bytes
+from megatron.dpp.schedule import Kind, in_bytes
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.pipeline_model import PipelineModel
 from megatron.dpp.sim.weighing import Choice, weigh_fixed, weigh_rows, why_needed
@@ -257,6 +257,19 @@ class Slicing:
         if not activation_bytes:
             return _KAPPA
         return slices.keys_per_token * call.cut.longest / activation_bytes
+
+    def longer(self, call: StepCall) -> dict[str, list[float]]:
+        """By how much each unit's F and B take longer than those of a row of as many tokens: by the
+        attention to keys of earlier slices. Empty where no row is cut.
+        """
+        if self.slices_of(call) is None or call.cut is None:
+            return {}
+        costs, keys = _costs(call.config), [unit.earlier_keys for unit in call.cut.units]
+        pairs = {
+            kind.name: 2 * costs.per_square[kind] / costs.per_token[kind]
+            for kind in (Kind.F, Kind.B)
+        }
+        return {kind: [1.0 + each * share for each in keys] for kind, share in pairs.items()}
 
     def forget(self) -> None:
         """Let go of the model."""

@@ -76,7 +76,7 @@ class TaskTimer(Protocol):
 
     def launched(self, key: tuple[str, int], size: float = 1.0, number: int = 1) -> None:
         """Note that all work of the task is queued, or of ``number`` tasks of one ``key``; ``size``
-        is that of their microbatch, in the largest.
+        is that of their microbatch, in the largest: tasks of a key take a time that grows with it.
         """
         ...
 
