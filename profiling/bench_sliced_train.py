@@ -8,6 +8,11 @@ Each arm is a ``train`` command of its own on ``--ranks`` devices: a layout and 
 same sequences of unlike length, in the same global batches. The arms take turns. An arm that fails
 prints the end of its log, and the others go on. The table has the simulated time of a step of these
 sequences beside the measured one.
+
+A timed step may be one in which CUDA graphs are captured, or kernels prepared for new lengths: it
+takes up to twice as long. ``ms`` is the median of all timed steps, with the least and the greatest,
+and ``/ first`` the median over iterations of the ratio to the first arm's step with the same
+sequences, so that one such step of five changes neither.
 """
 
 from __future__ import annotations
@@ -180,12 +185,14 @@ class Found:
             self.reserved = max(self.reserved, float(reserved) * 2**20)
 
     def over(self, other: Found) -> float:
-        """Time over another arm's, of the iterations that both have; NaN where there are none."""
-        shared = self.steps.keys() & other.steps.keys()
-        own, theirs = (
-            sum(statistics.median(each.steps[i]) for i in shared) for each in (self, other)
-        )
-        return own / theirs if shared else math.nan
+        """Time over another arm's: the median ratio of the iterations that both have, which
+        have the same sequences; NaN where there are none.
+        """
+        ratios = [
+            statistics.median(self.steps[i]) / statistics.median(other.steps[i])
+            for i in self.steps.keys() & other.steps.keys()
+        ]
+        return statistics.median(ratios) if ratios else math.nan
 
 
 def largest_difference(own: Mapping[int, float], other: Mapping[int, float]) -> float:
