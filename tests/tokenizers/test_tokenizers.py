@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp_train.tokenizers import Tokenizer, build_tokenizer, padded_vocab_size
 
+ROOT = Path(__file__).resolve().parents[2]
 BERT_WORDS = [
     "[PAD]",
     "[UNK]",
@@ -48,6 +51,28 @@ def test_gpt2_merges_in_order_and_returns_the_text(bpe_files: tuple[str, str]) -
     assert (tokenizer.vocab_size, tokenizer.eod) == (8, 7)
     with pytest.raises(NotImplementedError):
         _ = tokenizer.pad
+
+
+def test_a_long_text_has_the_tokens_of_its_whole() -> None:
+    """A line of 24 MB took 5 GB, and no signal ended its work."""
+    folder = ROOT / "datasets_gpt"
+    files = str(folder / "vocab.json"), str(folder / "merges.txt")
+    parts = [
+        "low",
+        " low",
+        "  ",
+        "\n",
+        " it's",
+        "中",
+        "1 x",
+        "\u00a0y",
+        "a b c ",
+        "!",
+        "<|endoftext|>",
+    ]
+    text = "".join(random.Random(0).choices(parts, k=300_000))
+    whole = tokenizers.ByteLevelBPETokenizer(*files)  # the package's own class for these files
+    assert build_tokenizer("GPT2BPETokenizer", *files).tokenize(text) == whole.encode(text).ids
 
 
 def test_bert_cleans_splits_and_folds_like_the_reference(bert_file: str) -> None:

@@ -319,3 +319,11 @@ def test_missing_punkt_data_is_named_at_once(
 def test_ids_are_stored_in_two_bytes_for_a_small_vocabulary(tmp_path: Path) -> None:
     assert run(corpus(tmp_path, {"text": "good"}), tmp_path / "out", *GPT) == 0
     assert IndexedDataset(str(tmp_path / "out_text_document"))[0].dtype == np.uint16
+
+
+def test_a_line_of_many_bytes_is_named_before_its_work(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [b"{}", bytes(9 << 20)]
+    batch = preprocess.Batch("corpus.jsonl", "JSON lines", "line", 7, lines, 9 << 20)
+    assert [*preprocess.announced(iter([batch]))] == [batch]
+    (said,) = capsys.readouterr().err.split("\n")[1:-1]
+    assert said.startswith("note: corpus.jsonl, line 8 has 9 MB: ")

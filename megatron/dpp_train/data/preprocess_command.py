@@ -37,6 +37,8 @@ from megatron.dpp_train.tokenizers.template_files import find_templates
 
 _BATCH_LINES = 256
 _BATCH_BYTES = 1 << 20
+_LONG_LINE = 8 << 20
+"""Bytes of a line of which a tokenizer has minutes of work, which no progress divides."""
 _MOST_BAD_LINES_SHOWN = 20
 _MOST_NOTES_SHOWN = 40
 _CHAT_TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", *PIECE_TYPES)
@@ -213,6 +215,20 @@ def read_batches(paths: list[str]) -> Iterator[Batch]:
             yield Batch(path, rows.name, rows.unit, number, lines, size_of(Path(path)) - before)
 
 
+def announced(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same batches; a line of many bytes is named before its work begins."""
+    for batch in batches:
+        for number, line in enumerate(batch.lines, batch.first_number):
+            if len(line) >= _LONG_LINE:
+                print(
+                    f"\nnote: {batch.path}, {batch.unit} {number} has {len(line) / 1e6:.0f} MB: a "
+                    "tokenizer may take seconds for each, and until then no progress is shown",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        yield batch
+
+
 def encode_all(
     args: argparse.Namespace, batches: Iterator[Batch]
 ) -> Iterator[tuple[Batch, EncodedBatch]]:
@@ -293,7 +309,7 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
     )
     with bar, ExitStack() as stack:
         writer = Writer(args.output_prefix, _keys(args), level, dtype, stack)
-        for batch, encoded in encode_all(args, read_batches(paths)):
+        for batch, encoded in encode_all(args, announced(read_batches(paths))):
             _take_batch(batch, encoded, writer, totals, skip_bad_lines=args.skip_bad_lines)
             totals.formats[batch.path] = batch.name
             bar.set_postfix_str(f"{totals.documents} documents", refresh=False)

@@ -9,8 +9,9 @@ A ``tokenizer.json`` is the package's own format. Nothing here imports torch.
 from __future__ import annotations
 
 import math
+import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,10 @@ __all__ = [
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>")
 """Ends of a text in a ``tokenizer.json`` without a ``tokenizer_config.json``."""
 _BERT_TOKENS = {"unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
+_PIECE = 1 << 18
+"""Characters of a long text that are tokenized at a time, at least."""
+_BETWEEN = re.compile("[a-z](?= [a-z])")
+"""A place at which GPT-2's splitting rule always splits: behind this letter."""
 _BERT_ADDED = {"bos": "[BOS]", "eos": "[EOS]"}
 
 
@@ -88,6 +93,22 @@ class GPT2BPETokenizer(_FastTokenizer):
         self._tokenizer = FastTokenizer(model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._tokenizer.decoder = decoders.ByteLevel()
+
+    def tokenize(self, text: str) -> list[int]:
+        # The package keeps 200 bytes for a character of a text, and no signal ends its call.
+        ids = []
+        for piece in _pieces(text):
+            ids += super().tokenize(piece)
+        return ids
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Parts of a text that have the tokens together that the whole has."""
+    start = 0
+    while found := _BETWEEN.search(text, start + _PIECE):
+        yield text[start : found.end()]
+        start = found.end()
+    yield text[start:]
 
 
 class HuggingFaceTokenizer(_FastTokenizer):
