@@ -23,19 +23,18 @@ check() {
 }
 check "ruff check" "$python" -m ruff check .
 check "ruff format" "$python" -m ruff format --check .
-# PyTorch's types differ from version to version: those of the lock file count.
-types() {
-  local locked here
-  locked=$(sed -n 's/^torch==//p' requirements-lock.txt)
-  here=$("$python" -W ignore -c 'import torch; print(torch.__version__.partition("+")[0])')
+# Types, and versions without a line, depend on the packages that are here: those of the lock count.
+locked=$(sed -n 's/^torch==//p' requirements-lock.txt)
+here=$("$python" -W ignore -c 'import torch; print(torch.__version__.partition("+")[0])')
+with_the_lock() {
   if [[ $here == "$locked" ]]; then
-    "$python" -m mypy
+    "$@"
   else
-    echo "check.sh: mypy is left out: it reads the types of PyTorch $locked, and $here is here"
+    echo "check.sh: $* is left out: it is for PyTorch $locked, and $here is here"
   fi
 }
-check mypy types
-check lock "$python" tools/lock.py --check
+check mypy with_the_lock "$python" -m mypy
+check lock with_the_lock "$python" tools/lock.py --check
 mapfile -t scripts < <(git ls-files '*.sh' '*.sbatch' '.ci/run')
 # SC1091: it does not follow sourced files, which are in the list themselves.
 check shellcheck "$bin/shellcheck" --exclude=SC1091 "${scripts[@]}"

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+_ADAMS = torch.optim.Adam | torch.optim.AdamW
+
 
 @contextlib.contextmanager
 def begun(optimizer: Any) -> Iterator[None]:
@@ -36,7 +38,7 @@ def _begin(inner: torch.optim.Optimizer) -> None:
     for group in inner.param_groups:
         for parameter in group["params"]:
             zeros = torch.zeros_like(parameter, requires_grad=False)
-            if isinstance(inner, torch.optim.Adam):
+            if isinstance(inner, _ADAMS):
                 moments = {"exp_avg": zeros, "exp_avg_sq": torch.zeros_like(zeros)}
                 inner.state[parameter] = {"step": _no_steps(group, parameter), **moments}
             elif group["momentum"]:
@@ -65,7 +67,7 @@ def add_steps(optimizer: Any, loaded: Any) -> None:
         parts = [loaded[index] for index in range(len(chained))]
     kept = {id(each): part for each, part in zip(chained, parts, strict=True)}
     for each, inner in _pytorchs(optimizer):
-        if isinstance(inner, torch.optim.Adam) and not isinstance(each, DistributedOptimizer):
+        if isinstance(inner, _ADAMS) and not isinstance(each, DistributedOptimizer):
             part = kept[id(each)]
             states = part.get("optimizer", part)["state"]
             if states and not any(key == "common_step" or "step" in states[key] for key in states):
@@ -73,10 +75,10 @@ def add_steps(optimizer: Any, loaded: Any) -> None:
 
 
 def _pytorchs(optimizer: Any) -> list[tuple[Any, torch.optim.Optimizer]]:
-    """Pairs of megatron-core's optimizer and PyTorch's inside of it; AdamW is an Adam."""
+    """Pairs of megatron-core's optimizer and PyTorch's inside of it."""
     pairs: list[tuple[Any, torch.optim.Optimizer]] = []
     for each in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(each, "optimizer", None)
-        if isinstance(inner, torch.optim.Adam | torch.optim.SGD):
+        if isinstance(inner, _ADAMS | torch.optim.SGD):
             pairs.append((each, inner))
     return pairs

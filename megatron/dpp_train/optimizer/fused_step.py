@@ -29,7 +29,7 @@ def fused_step(optimizer: Any) -> Iterator[None]:
     on_gpus = [inner for inner in _optimizers(optimizer) if _is_on_gpus(inner)]
     with contextlib.ExitStack() as around:
         for inner in on_gpus:
-            if isinstance(inner, torch.optim.Adam):  # AdamW is one
+            if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
                 around.enter_context(_one_kernel(inner))
         if (
             on_gpus
@@ -88,7 +88,7 @@ def clipping(inner: Sequence[Any]) -> Iterator[None]:
         # A number, where some ranks have read their norms, is divided by as on the others.
         norm = torch.as_tensor(total_norm, dtype=torch.float64, device=parameters[0].device)
         owner = owners.get(parameters[0])
-        if isinstance(owner, torch.optim.Adam):
+        if isinstance(owner, torch.optim.Adam | torch.optim.AdamW):
             owner.grad_scale = divisor(max_norm, norm)  # type: ignore[attr-defined]
         elif grads:
             torch._foreach_div_(grads, divisor(max_norm, norm))
