@@ -20,4 +20,5 @@ can_check() {
 python=${PYTHON:-python3}
 can_check "$python" || python=python3
 can_check "$python" || python=$(bash "$repository/tools/setup.sh")
+export PYTHONSAFEPATH=1 # else a random.py where it is called would be Python's
 PYTHONPATH=$repository${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m megatron.dpp train --preset "$@"

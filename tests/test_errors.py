@@ -141,3 +141,31 @@ def test_an_output_that_is_closed_or_full_is_no_traceback(
     assert done.returncode == code
     assert done.stderr == (said and f"megatron-dpp: {said}")
     assert (tmp_path / "file").read_text() == "to the file"
+
+
+@pytest.mark.parametrize("words", ["plan --pp 1 --num-layers 1", "plugin", "estimate --gpu H100"])
+def test_a_command_whose_output_is_full_says_so(words: str) -> None:
+    """It said "[Errno 28] No space left on device", of which nobody knew where."""
+    model = "--hidden-size 64 --seq-length 64"
+    more = {"plan": f"{model} --vocab-size 9", "plugin": ""}
+    name = words.partition(" ")[0]
+    words += " " + more.get(name, f"{model} --num-layers 1 --num-attention-heads 2")
+    command = f'exec "$0" -m megatron.dpp {words} >/dev/full'
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable], stderr=subprocess.PIPE, text=True, timeout=120,
+        cwd=ROOT,
+    )  # fmt: skip
+    said = "megatron-dpp: error: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_a_library_that_cannot_be_loaded_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Under ulimit -v PyTorch's library ended a command with a traceback."""
+
+    def load() -> int:
+        raise ImportError("libx.so: failed to map segment from shared object")
+
+    with pytest.raises(SystemExit) as ended:
+        exit_with(load)
+    assert ended.value.code == 2
+    assert "cannot load a library, libx.so: failed to map" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -231,3 +232,17 @@ def test_two_runs_that_save_to_one_directory(tmp_path: Path) -> None:
         assert first[0].poll() is None
     finally:
         wait(first, timeout=0)
+
+
+def test_an_attempt_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    """It left the directory and an empty lock."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (tmp_path / "old").mkdir()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        for name in ("new", "old"):
+            with pytest.raises(DataError, match=f"--save {tmp_path}/{name}: File too large"):
+                locks.lock_directory(tmp_path / name, "--save")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.rglob("*")] == ["old"]

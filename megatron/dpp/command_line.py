@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import DataError, DppError, Naming, print_error, use_names
+from megatron.dpp.errors import DataError, DppError, Naming, output_fails, print_error, use_names
 from megatron.dpp.naming import in_flags
 from megatron.dpp.processes import exits_on_sigterm
 
@@ -39,7 +39,12 @@ def guarded(prog: str, run: Callable[[], int], *, names: Naming = in_flags) -> i
     except BrokenPipeError:
         raise
     except (DppError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None and output_fails():
+            raise  # exit_with says so
         return print_error(error, prog)
+    except MemoryError:
+        short = "too little memory: raise the limit (ulimit -v), or use a larger machine"
+        return print_error(DataError(short), prog)
 
 
 def command(

@@ -339,11 +339,16 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
             raise
         remedy = "install it, or go to the environment of the clone (source tools/activate.sh)"
         status = print_error(ConfigError(f"{sys.executable} has no package {error.name}: {remedy}"))
+    except ImportError as error:
+        if "shared object" not in str(error):
+            raise
+        why = "too little memory for it (ulimit -v), or a package that is not whole"
+        status = print_error(ConfigError(f"{sys.executable} cannot load a library, {error}: {why}"))
     except BrokenPipeError:
         _drop_output()
         status = FAILED
     except OSError as error:
-        if not _output_fails():
+        if not output_fails():
             raise
         _drop_output()
         status = print_error(DataError(f"the output cannot be written: {error.strerror}"))
@@ -363,7 +368,8 @@ def _open_standard_files() -> None:
                 setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: SIM115 - to the end
 
 
-def _output_fails() -> bool:
+def output_fails() -> bool:
+    """True where standard output cannot be written, as on a full disk."""
     try:
         return os.write(sys.stdout.fileno(), b"\n") != 1
     except OSError:

@@ -76,6 +76,7 @@ def lock_directory(directory: str | Path, flag: str) -> Lock:
             user, which stays as it is then.
     """
     path = Path(directory) / LOCK_NAME
+    was_there = path.parent.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open_to_write(path, append=True, private=True, buffered=False)
@@ -95,6 +96,11 @@ def lock_directory(directory: str | Path, flag: str) -> Lock:
         file.truncate(0)
         file.write(json.dumps(owner).encode() + b"\n")
     except OSError as error:
+        if left is None:  # nothing stays of an attempt on a full disk
+            with contextlib.suppress(OSError):
+                path.unlink()
+                if not was_there:
+                    path.parent.rmdir()
         file.close()
         raise DataError(f"{flag} {directory}: {error.strerror}") from error
     return Lock(file, warning, own=True)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron.dpp.command_line import command, new_parser
-from megatron.dpp.safe_files import open_text_to_write
+from megatron.dpp.errors import DataError
+from megatron.dpp.safe_files import replacing
 
 PTH_LINE = (
     'import os; any(map(os.environ.get, ("USE_DPP", "DPP_TRACE_ONLY"))) '
@@ -35,16 +39,30 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> int:
     path = pth_file()
+    there = path.is_file()
     if args.install_pth:
-        with open_text_to_write(path) as file:
-            file.write(PTH_LINE)
+        with _changing(path, "--install-pth"), replacing(str(path)) as file:
+            file.write(PTH_LINE.encode())
         print(f"{path}: written. Processes of this environment with USE_DPP=1 load the plugin")
     elif args.remove_pth:
-        path.unlink()
-        print(f"{path}: removed")
+        with _changing(path, "--remove-pth"):
+            path.unlink(missing_ok=True)
+        print(f"{path}: {'removed' if there else 'was not installed'}")
     else:
-        print(f"{path}: {'installed' if path.is_file() else 'not installed (--install-pth)'}")
+        print(f"{path}: {'installed' if there else 'not installed (--install-pth)'}")
     return 0
+
+
+@contextlib.contextmanager
+def _changing(path: Path, flag: str) -> Iterator[None]:
+    """Name the flag in an error of the block."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"{flag}: {path} cannot be changed ({error.strerror}); where {sys.prefix} is not "
+            "yours, take an environment of your own (python -m venv DIR)"
+        ) from error
 
 
 main = command("megatron-dpp plugin", _parser, _run)

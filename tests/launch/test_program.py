@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,19 @@ def test_the_example_is_one_of_ten_lines(monkeypatch: pytest.MonkeyPatch) -> Non
     runpy.run_path(str(path))
     assert started[0][0].use_dpp and started[0][1] == 2
     assert len([line for line in path.read_text().splitlines() if line.strip()]) <= 12
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 knows no PYTHONSAFEPATH")
+def test_modules_of_the_working_directory_hide_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random.py or a folder torch there ended torchrun with a traceback."""
+    (tmp_path / "torch").mkdir()
+    for name in ("random.py", "json.py", "torch/__init__.py"):
+        (tmp_path / name).write_text("raise SystemExit('of the user')")
+    script = tmp_path / "of" / "pretrain_gpt.py"
+    script.parent.mkdir()
+    script.write_text("import json, random, torch")
+    monkeypatch.setattr(program, "ROOT", script.parent)
+    monkeypatch.chdir(tmp_path)
+    assert run(SMALL, directory=tmp_path / "run") == tmp_path / "run"

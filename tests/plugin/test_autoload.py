@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Protocol
 
 import pytest
 
+from megatron.dpp.plugin_command import main as plugin_command
 from tests.runtime.launcher import REPOSITORY
 
 FETCHES = """
@@ -158,3 +160,21 @@ def test_the_command_writes_a_file_that_python_reads_at_its_start(tmp_path: Path
     assert fresh(fetches, python, USE_DPP="1").splitlines() == DYNAMIC
     assert fresh("import sys; print('megatron.dpp' in sys.modules)", python) == "False\n"
     assert ": removed" in command("--remove-pth") and "not installed" in command()
+    assert ": was not installed" in command("--remove-pth")
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A full disk left an empty file, without which the plugin is off."""
+    monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
+    assert plugin_command(["--install-pth"]) == 0
+    (file,) = tmp_path.iterdir()
+    whole, before = file.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        assert plugin_command(["--install-pth"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "--install-pth: " in (said := capsys.readouterr().err) and "python -m venv" in said
+    assert [each.read_bytes() for each in tmp_path.iterdir()] == [whole]

@@ -23,6 +23,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.dpp.locks import scratch_directory
 from megatron.dpp_train.data import preprocess_command as preprocess
 from megatron.dpp_train.tokenizers import build_tokenizer
+from tests.conftest import REPOSITORY
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = ROOT / "datasets_gpt" / "vocab.json"
@@ -327,3 +328,20 @@ def test_a_line_of_many_bytes_is_named_before_its_work(capsys: pytest.CaptureFix
     assert [*preprocess.announced(iter([batch]))] == [batch]
     (said,) = capsys.readouterr().err.split("\n")[1:-1]
     assert said.startswith("note: corpus.jsonl, line 8 has 9 MB: ")
+
+
+def test_a_tokenizer_starts_no_thread() -> None:
+    """Its call without places of tokens, which nobody reads, starts one for each core."""
+    code = (
+        "import os, sys\nfrom megatron.dpp_train.tokenizers import GPT2BPETokenizer\n"
+        "GPT2BPETokenizer(*sys.argv[1:]).tokenize('a text')\n"
+        "print(len(os.listdir('/proc/self/task')))"
+    )
+    folder = REPOSITORY / "datasets_gpt"
+    environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
+    environment["OPENBLAS_NUM_THREADS"] = "1"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder / "vocab.json"), str(folder / "merges.txt")],
+        env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert done.stdout == "1\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -97,6 +97,10 @@ def unfinished(target: Path) -> Iterator[Path]:
                 new.rename(target)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
+    except DataError:
+        with suppress(OSError):
+            scratch.rmdir()  # where it could not be locked; that of another process is not empty
+        raise
     except OSError as error:
         name = error.filename if isinstance(error.filename, str) else ""
         where = f"{Path(name).name}: " if name.startswith(str(scratch)) else ""

@@ -254,6 +254,7 @@ def begin(job: Job, arch: str, parsed: Settings, environ: Mapping[str, str]) -> 
     }
     defaults |= stopped.setting(args.distributed_timeout_minutes)
     env = {**environ, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": import_path()}
+    env["PYTHONSAFEPATH"] = "1"  # else a random.py where the run starts would be Python's
     env |= {name: value for name, value in defaults.items() if not env.get(name)}
     if home is not None:
         env["RUN_DIR"] = str(home)

@@ -319,7 +319,7 @@ def go_on(setup: Sequence[str], words: Sequence[str]) -> str:
     own, other = Path(sys.executable), Path(python)
     if other.parent != own.parent or not (other.exists() and other.samefile(own)):
         sys.stdout.flush()
-        env = {**os.environ, _CHOSEN: "set up", "PYTHONPATH": import_path()}
+        env = {**os.environ, _CHOSEN: "set up", "PYTHONPATH": import_path(), "PYTHONSAFEPATH": "1"}
         os.execve(python, [python, "-m", *words], env)
     return sys.executable
 
