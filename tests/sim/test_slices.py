@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -94,21 +95,26 @@ def test_uncut_rows_take_the_time_of_microbatches():
 
 
 def test_a_slice_takes_of_the_head_what_its_tokens_are() -> None:
-    """On the last stage alone."""
+    """On the last stage alone. Its backward runs in F where rows are cut, else in B and W."""
     rows = cut([5000, 700], 1024, COSTS)
-    plain, headed = (
-        SlicedPipeline(
-            num_ranks=2, num_chunks=2, longest=5000, costs=COSTS, schedule=ScheduleConfig(), **more
-        ).run(rows)
-        for more in ({}, {"head": (0.5, 0.25, 2.0)})
-    )  # fmt: skip
+    head = (0.5, 0.25, 2.0)
+    pipeline = SlicedPipeline(
+        num_ranks=2, num_chunks=2, longest=5000, costs=COSTS, schedule=ScheduleConfig()
+    )
+    plain, headed = pipeline.run(rows), replace(pipeline, head=head).run(rows)
     assert headed.own[0] == plain.own[0]
     assert headed.own[1] == pytest.approx(plain.own[1] + 2.75 * 5700)
     took = {str(slot.action): slot.end - slot.start for slot in headed.slots[1]}
     for unit, piece in enumerate(piece for row in rows for piece in row.units):
         work = COSTS.of_work(Kind.F, piece.tokens, piece.squares) / 2
         assert took[f"0F{unit}"] == pytest.approx(work)
-        assert took[f"1F{unit}"] == pytest.approx(work + 0.5 * piece.tokens)
+        assert took[f"1F{unit}"] == pytest.approx(work + 2.75 * piece.tokens)
+        weight = COSTS.of_work(Kind.W, piece.tokens, piece.squares) / 2
+        assert took[f"1W{unit}"] == pytest.approx(weight)
+    whole = replace(pipeline, head=head).run(cut([700], 1024, COSTS))
+    took = {str(slot.action): slot.end - slot.start for slot in whole.slots[1]}
+    assert took["1F0"] == pytest.approx(COSTS.of_work(Kind.F, 700, 700**2) / 2 + 0.5 * 700)
+    assert took["1W0"] == pytest.approx(COSTS.of_work(Kind.W, 700, 700**2) / 2 + 2.0 * 700)
 
 
 def draw(mix, p, seed):

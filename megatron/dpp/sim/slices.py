@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.schedule import Kind
+from megatron.dpp.schedule import HOLDS_ALL, Kind
 from megatron.dpp.sim.costs import Costs, Hop, Shape
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.packing import orders, pack
@@ -192,7 +192,9 @@ class SlicedPipeline:
         costs: time of a rank's tasks; a chunk's take a share of it.
         overhead: time from a task's end to the next one's start at least.
         hop: time of a message, half of it on the link.
-        head: time of a token in the LM head, which the last stage's F, B and W have besides.
+        head: time of a token in the LM head, which the last stage's F, B and W have besides. Where
+            rows are cut, and with a policy that holds all activations, F has all of it: there a
+            run's ``head_in_forward`` is on by default.
         schedule: policy, cap and backward.
     """
 
@@ -214,7 +216,10 @@ class SlicedPipeline:
             groups if max(groups) > 1 else (),
         )  # fmt: skip
         times = [[self.costs.of_work(k, u.tokens, u.squares) / v for u in units] for k in Kind]
-        heads = [[self.head[kind] * unit.tokens for unit in units] for kind in Kind]
+        head = self.head
+        if shape.groups or self.schedule.policy in HOLDS_ALL:
+            head = (sum(head), 0.0, 0.0)
+        heads = [[head[kind] * unit.tokens for unit in units] for kind in Kind]
         forward, backward, weight = (
             [*([*row] for _ in range(p * v - 1)), [*map(operator.add, row, more)]]
             for row, more in zip(times, heads, strict=True)
