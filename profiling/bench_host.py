@@ -6,7 +6,7 @@
 Two ranks on the CPU. Printed per schedule: the least CPU time of rank 0's thread per (microbatch,
 chunk) of stages that compute nothing, megatron-core's over gloo and ours over shared memory; and
 the least number of calls, of Python and of built-in functions (cProfile), per microbatch of a GPT
-with one layer per chunk.
+with one layer per chunk. ``sliced`` is ``split`` with microbatches in four slices, per slice.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
+import math
 import os
 import statistics
 import time
@@ -31,7 +32,8 @@ from megatron.dpp.errors import exit_with
 _RANKS, _SEQUENCE, _VOCABULARY, _HIDDEN = 2, 8, 32, 16
 _PIECES = 6
 """Of each W of an empty stage."""
-_SCHEDULES = ("static", "fused", "split")
+_SCHEDULES = ("static", "fused", "split", "sliced")
+_SLICES, _SLICE_TOKENS = 4, 64
 
 
 class _Empty(torch.nn.Module):
@@ -97,7 +99,7 @@ def _measure_empty(args: argparse.Namespace, name: str) -> list[float]:
 class _Small:
     """A GPT with a layer per chunk, and a step of it."""
 
-    def __init__(self, v: int) -> None:
+    def __init__(self, v: int, sequence: int) -> None:
         from megatron.core import parallel_state
         from megatron.core.models.gpt import GPTModel
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -125,7 +127,7 @@ class _Small:
                     config,
                     get_gpt_layer_local_spec(),
                     _VOCABULARY,
-                    _SEQUENCE,
+                    sequence,
                     pre_process=parallel_state.is_pipeline_first_stage(**place),
                     post_process=parallel_state.is_pipeline_last_stage(**place),
                     share_embeddings_and_output_weights=False,
@@ -133,7 +135,7 @@ class _Small:
                 )
             )
         self.v = v
-        self.tokens = torch.arange(_SEQUENCE)[None]
+        self.tokens = torch.arange(sequence)[None] % _VOCABULARY
 
     def step(self, function: Callable[..., Any], m: int) -> None:
         def forward_step(iterator: Any, chunk: torch.nn.Module) -> Any:
@@ -145,21 +147,25 @@ class _Small:
             data_iterator=[None] * self.v if self.v > 1 else None,
             model=self.chunks if self.v > 1 else self.chunks[0],
             num_microbatches=m,
-            seq_length=_SEQUENCE,
+            seq_length=self.tokens.numel(),
             micro_batch_size=1,
         )
 
 
 def _count_calls(args: argparse.Namespace, name: str) -> list[float]:
-    """The least calls per microbatch, of a step with twice as many minus one."""
+    """The least calls per microbatch or slice, of a step with twice as many minus one."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    model, m = _Small(args.chunks), args.microbatches
+    slices = _SLICES if name == "sliced" else 1
+    sequence = _SLICES * _SLICE_TOKENS if slices > 1 else _SEQUENCE
+    model, m = _Small(args.chunks, sequence), args.microbatches
     with contextlib.ExitStack() as around:
         function: Callable[..., Any] = get_forward_backward_func()
         if name != "static":
             config = DppConfig(
-                split_backward="on" if name == "split" else "off", transport=args.transport
+                split_backward="off" if name == "fused" else "on",
+                transport=args.transport,
+                slice_tokens=str(_SLICE_TOKENS) if slices > 1 else "off",
             )
             function = around.enter_context(DppSchedule(config, log=lambda line: None))
         least = []
@@ -171,7 +177,7 @@ def _count_calls(args: argparse.Namespace, name: str) -> list[float]:
                 profile.runcall(model.step, function, number)
                 counts.append(sum(entry.callcount for entry in profile.getstats()))
             least.append(min(counts[1:]))
-    return [(least[1] - least[0]) / m]
+    return [(least[1] - least[0]) / m / slices]
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -187,15 +193,20 @@ def _run(args: argparse.Namespace) -> int:
 
         model_parallel_cuda_manual_seed(1)
         for name in _SCHEDULES:
-            rows.append((name, *_measure_empty(args, name), *_count_calls(args, name)))
+            empty = [math.nan] * 2 if name == "sliced" else _measure_empty(args, name)
+            rows.append((name, *empty, *_count_calls(args, name)))
         parallel_state.destroy_model_parallel()
         if dist.get_rank() == 0:
             harness.print_table(
-                "schedule | us per (microbatch, chunk), least | median | calls per microbatch",
-                [(name, *(f"{value:.1f}" for value in values)) for name, *values in rows],
+                "schedule | us per chunk, least | median | calls per microbatch or slice",
+                [(name, *map(_text, values)) for name, *values in rows],
             )
             harness.write_json(args.json, {"rows": rows})
     return 0
+
+
+def _text(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.1f}"
 
 
 def main() -> int:

@@ -68,8 +68,9 @@ def attend(
     Returns:
         [s, b, np * hn].
     """
-    names = kernels_for(query, dropout)
-    chosen = kernel or (names[0] if names and len(spans) > 1 else "sdpa")
+    chosen = kernel or "sdpa"
+    if kernel is None and len(spans) > 1:
+        chosen = next(iter(kernels_for(query, dropout)), "sdpa")
     if chosen != "sdpa":
         q, k, v = (tensor.squeeze(1) for tensor in (query, key, value))
         bounds = _bounds(tuple(spans), query.device)
@@ -96,7 +97,10 @@ def _bounds(spans: tuple[Span, ...], device: torch.device) -> Bounds:
     """The same tensors for all layers: each copy to a device costs a launch."""
     queries = [0, *(span.last_query for span in spans)]
     keys = [0, *(span.last_key for span in spans)]
-    first_queries, first_keys = torch.tensor([queries, keys], dtype=torch.int32).to(device)
+    firsts = torch.tensor([queries, keys], dtype=torch.int32)
+    if device.type == "cuda":  # without a wait for the device
+        firsts = firsts.pin_memory().to(device, non_blocking=True)
+    first_queries, first_keys = firsts
     return Bounds(
         first_queries,
         first_keys,

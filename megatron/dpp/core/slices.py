@@ -376,10 +376,8 @@ class _Table:
         if self._table is None or len(self._table) < unit.total:
             self._table = self._own(unit.total)
         assert self._table is not None
-        places = unit.positions
-        if places is None:
-            return self._table[unit.begin : unit.end]
-        return self._table[torch.tensor(places).to(self._table.device)]
+        parts = [self._table[at.num_keys - at.num_queries : at.num_keys] for at in unit.spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)  # nothing waits for the device
 
 
 def _kernel_of(core: Any) -> Callable[..., torch.Tensor]:
