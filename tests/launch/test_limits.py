@@ -44,6 +44,32 @@ def test_too_few_files_are_refused() -> None:
     assert allowed(32, 32).startswith(said)
 
 
+_THREADS = """
+import os, resource, sys
+from megatron.dpp.errors import ConfigError
+from megatron.dpp_train.launch.limits import allow_threads
+resource.setrlimit(resource.RLIMIT_NPROC, (int(sys.argv[1]), int(sys.argv[2])))
+os.getuid = lambda: int(sys.argv[3])
+try:
+    allow_threads(4, "cpu")
+    print(resource.getrlimit(resource.RLIMIT_NPROC)[0])
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "user", "said"),
+    [(99, 99, 123456, "this user may have 99 threads (ulimit -u) and has 0, and 4 ranks need 270 "),
+     (99, 9000, 123456, "9000"), (99, 99, 0, "99")],
+)  # fmt: skip
+def test_too_few_threads_are_refused(soft: int, hard: int, user: int, said: str) -> None:
+    """Ranks had ended by SIGABRT, which named the limit, but no way out. It does not bind root."""
+    words = [sys.executable, "-c", _THREADS, str(soft), str(hard), str(user)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert done.stdout.startswith(said), done.stderr
+
+
 def test_an_interface_that_is_not_there_is_refused() -> None:
     """Each rank had ended by an error of gloo about a time."""
     with pytest.raises(

@@ -18,7 +18,7 @@ from megatron.dpp.locks import Lock, check_free, lock_directory
 from megatron.dpp_train.launch import stopped
 from megatron.dpp_train.launch.flags import ROOT, Flags
 from megatron.dpp_train.launch.home import check_home, make_home, with_home
-from megatron.dpp_train.launch.limits import allow_files, check_interface
+from megatron.dpp_train.launch.limits import allow_files, allow_threads, check_interface
 from megatron.dpp_train.launch.log_copy import copy_output
 from megatron.dpp_train.launch.start import import_path
 from megatron.dpp_train.options import environment, run_file
@@ -240,6 +240,7 @@ def begin(job: Job, arch: str, parsed: Settings, environ: Mapping[str, str]) -> 
     allow_files(job.world_size)
     check_interface(environ)
     args, _ = check_parsed(arch, parsed, job.world_size, job.per_node)
+    allow_threads(job.per_node, args.device)
     check_not_taken(args, by_launcher=True)
     home = lock = None
     if environ.get("RUN_DIR") or job.num_nodes == 1:  # several nodes cannot agree on a date

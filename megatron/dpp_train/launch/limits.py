@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import resource
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
 from megatron.dpp.errors import ConfigError
 
@@ -12,6 +15,8 @@ _GLOO = "GLOO_SOCKET_IFNAME"
 _FILES_AT_MOST = 1 << 16
 _FILES, _FILES_PER_RANK, _COUNTED_RANKS = 128, 20, 8
 """Files of a rank, with those for each of all ranks: of four it opened 176 at most."""
+_THREADS, _ON_CPU, _ON_GPU = 6, 66, 40
+"""Threads of torchrun, and of a rank: on a CPU it had 71 at least, nearly all of them gloo's."""
 
 
 def allow_files(ranks: int) -> None:
@@ -33,6 +38,43 @@ def allow_files(ranks: int) -> None:
             f"a process may open {most} files here (ulimit -n), and one of {ranks} ranks needs "
             f"{need}: allow more (ulimit -n 4096; docker run --ulimit nofile=4096)"
         )
+
+
+def allow_threads(ranks: int, device: str | None) -> None:
+    """Let this process, and torchrun and its ranks after it, start as many threads as its user may.
+
+    Args:
+        ranks: processes of this node.
+        device: as ``--device``.
+
+    Raises:
+        ConfigError: they are too few: libraries would end the ranks, some by SIGABRT.
+    """
+    user = os.getuid()
+    soft, most = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft != most:
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+    need = _THREADS + ranks * (_ON_CPU if device == "cpu" else _ON_GPU)
+    if user == 0 or most == resource.RLIM_INFINITY:  # the kernel does not bound root
+        return
+    used = _threads_of(user)
+    if used + need > most:
+        raise ConfigError(
+            f"this user may have {most} threads (ulimit -u) and has {used}, and {ranks} ranks need "
+            f"{need} at least: allow more (ulimit -u 4096; its administrator may have to, in "
+            "/etc/security/limits.conf), or start fewer ranks"
+        )
+
+
+def _threads_of(user: int) -> int:
+    """Threads of this user's processes, as far as they can be seen."""
+    found = 0
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):  # it has ended
+            if status.stat().st_uid == user:
+                text = status.read_text(encoding="utf-8", errors="replace")
+                found += int(text.partition("\nThreads:")[2].split(maxsplit=1)[0])
+    return found
 
 
 def check_interface(environ: Mapping[str, str]) -> None:
