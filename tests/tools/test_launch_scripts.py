@@ -116,6 +116,40 @@ def test_an_interface_that_the_environment_names_is_kept(
     assert started.value.args == ("lo", "=found")
 
 
+def test_a_script_of_ones_own_finds_the_modules_beside_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of the working directory, which may have Python's names, are left out."""
+
+    def become(python: str, words: list[str], env: dict[str, str]) -> None:
+        raise Started(env["PYTHONPATH"].split(":")[:2], env["PYTHONSAFEPATH"])
+
+    monkeypatch.setattr(os, "execvpe", become)
+    monkeypatch.setattr(job, "check_parsed", unchecked)
+    monkeypatch.setattr(job, "meet", lambda _: {})
+    for name in ("DRY_RUN", "RUN_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(Started) as started:
+        job.launch(job.Job(per_node=2, num_nodes=2), "python", str(tmp_path / "my.py"), [])
+    assert started.value.args == ([str(tmp_path), str(ROOT)], "1")
+
+
+def test_a_script_with_flags_counts_the_gpus(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said GPUS_PER_NODE=found: must be a whole number."""
+    monkeypatch.setattr(scripts, "set_up", lambda _: sys.executable)
+    for name, value in {"CUDA_VISIBLE_DEVICES": "", "GPUS_PER_NODE": "", "DRY_RUN": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="no GPU was found"):
+        scripts.start(["flags", "pretrain_gpt.py"])
+    for name, value in (("NUM_GPUS", "3"), ("CUDA_VISIBLE_DEVICES", "0,1,2")):
+        monkeypatch.setenv(name, value)
+        scripts.start(["flags", "pretrain_gpt.py"])
+        assert "--nproc_per_node 3 " in capsys.readouterr().out
+        monkeypatch.delenv("NUM_GPUS", raising=False)
+
+
 @pytest.mark.parametrize(
     ("ips", "own"), [("a b c d e f", ["c", "d"]), ("a b c", ["b"]), ("", [])]
 )  # fmt: skip

@@ -201,6 +201,8 @@ def launch(
     if run.lock is not None:
         run.lock.keep_over_exec()
     env = dict(run.env)
+    folders = [str((ROOT / script).parent), *env["PYTHONPATH"].split(os.pathsep)]
+    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(folders))  # as without PYTHONSAFEPATH
     if run.home is not None:
         env |= copy_output(run.home / job.log_name(), run.lock)
         print(f"run: {run.home}", flush=True)

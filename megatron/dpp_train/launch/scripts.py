@@ -164,7 +164,8 @@ def start(words: Sequence[str]) -> None:
 
 def run_flags(script: str, argv: Sequence[str]) -> None:
     """Start a training script whose flags are all given."""
-    job = find_job(os.environ)
+    given = os.environ.get("GPUS_PER_NODE") or os.environ.get("NUM_GPUS")
+    job = find_job({**os.environ, "GPUS_PER_NODE": given or _found_gpus(os.environ)})
     words = [*argv, *to_argv(job.flags())]
     parsed = parse_args(words)
     if not is_dry_run():
@@ -236,6 +237,17 @@ def take_paths(model: str, words: Sequence[str]) -> tuple[Variables, list[str]]:
     return dict(zip(names, words[:count], strict=False)), list(words[count:])
 
 
+def _found_gpus(env: Mapping[str, str]) -> str:
+    """``GPUS_PER_NODE`` where it is not set; a ConfigError where no GPU is found."""
+    gpus = environment.count_gpus(env)
+    require(
+        gpus,
+        "no GPU was found; run_single_gpt.sh and run_single_bert.sh run without one, and here "
+        "GPUS_PER_NODE=4 starts four processes on the CPU",
+    )
+    return str(gpus)
+
+
 def settings_of(model: str, role: str, env: Mapping[str, str], *, sample: bool) -> Variables:
     """Every setting of a recipe. A variable that is empty counts as not set.
 
@@ -253,19 +265,14 @@ def settings_of(model: str, role: str, env: Mapping[str, str], *, sample: bool) 
     elif role == "master":
         own = [each for each in addresses() if not is_loopback(each)]
         roles["MASTER_ADDR"] = (own or ["localhost"])[0]
-    gpus = environment.count_gpus(env)
     given = {**roles, **given}
     if "NUM_GPUS" in given:  # the earlier scripts' name
         given.setdefault("GPUS_PER_NODE", given["NUM_GPUS"])
     if sample:
-        given = sample_settings(model, given, gpus)
-    defaults = {**environment.DEFAULTS, "GPUS_PER_NODE": str(gpus), **RECIPES[model]}
+        given = sample_settings(model, given, environment.count_gpus(env))
+    defaults = {**environment.DEFAULTS, **RECIPES[model]}
     settings = {name: given.get(name, default) for name, default in defaults.items()}
-    require(
-        settings["GPUS_PER_NODE"] != "0",
-        "no GPU was found; run_single_gpt.sh and run_single_bert.sh run without one, and here "
-        "GPUS_PER_NODE=4 starts four processes on the CPU",
-    )
+    settings["GPUS_PER_NODE"] = given.get("GPUS_PER_NODE") or _found_gpus(env)
     if not env.get("MASTER_PORT"):
         settings["MASTER_PORT"] = ""
     return settings
