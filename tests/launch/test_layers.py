@@ -258,6 +258,7 @@ def test_every_preset_says_its_layers(
     if not installed:
         next(engine.parent.glob("*.so")).unlink()
     monkeypatch.setenv("DRY_RUN", "1")
+    monkeypatch.setenv("PYTHON", sys.executable)  # else .venv is looked for
     expected = ENGINE if installed and recipe.startswith("gpt") else "local"
     for given, of in (("", expected), ("local", "local")):
         monkeypatch.setenv("TRANSFORMER_IMPL", given)
