@@ -47,10 +47,12 @@ LAYERS = {
 }
 """Whose layers -> their flags."""
 ROWS = ("equal", "unlike", "packed")
+_DEFAULT = {"policy": "auto", "split_backward": "auto", "activation_cap": "auto"}
 OTHERS: dict[str, dict[str, Any]] = {
     "late-": {"launch_ahead": False},
     "auto-": {"split_backward": "auto"},
-    "default-": {"policy": "auto", "split_backward": "auto", "activation_cap": "auto"},
+    "default-": _DEFAULT,
+    "eagerdefault-": {"cuda_graphs": "off", **_DEFAULT},
     "fused-": {"split_backward": "off"},
     "stock0-": {"split_backward": "stock:0"},
     "stock1-": {"split_backward": "stock:1"},
