@@ -222,6 +222,8 @@ class Microbatch:
         sample: its tensors by name; None on ranks that read no data.
         slice: its place in its row, in a run that cuts rows; then others know of a row's slices.
         num_units: slices of its step, likewise.
+        is_weighted: the losses of its step are weighted sums, as rows are cut or replicas have
+            unlike numbers of them.
     """
 
     lengths: tuple[int, ...]
@@ -230,6 +232,7 @@ class Microbatch:
     sample: dict[str, torch.Tensor] | None
     slice: Slice | None = None
     num_units: int = 0
+    is_weighted: bool = False
 
     def slices(self, row: int, ends: Sequence[int], num_units: int) -> list[Microbatch]:
         """Its slices; their weights are those of whole sequences.
@@ -374,8 +377,13 @@ class SequenceLoader:
             for row, each in enumerate(microbatches):
                 own = tuple(lengths[number - first] for number in each)
                 whole = Microbatch(own, settings.shape(own), share, next(loaded))
-                cut = settings.slices is not None
-                yield from whole.slices(row, ends[row], num_units) if cut else [whole]
+                if settings.slices is not None:
+                    # A step that runs whole has the bits of a run without slices.
+                    is_weighted = num_units > len(microbatches) or share != 1.0
+                    whole = replace(whole, is_weighted=is_weighted)
+                    yield from whole.slices(row, ends[row], num_units)
+                else:
+                    yield whole
 
     def _loader(self) -> Any:
         collating = partial(collate, settings=self.plans.settings)

@@ -212,7 +212,7 @@ def _sequence_batch(run: Run, microbatch: Microbatch, *, first: bool, last: bool
         layout = _gpt_layout(args, microbatch.shape, first=first, last=last)
         context = args.context_parallel_size  # megatron-core does not undo this average over ranks
         several = args.packing != "none" or args.micro_batch_size > 1 or context > 1
-        several |= microbatch.slice is not None  # their losses add up to those of sequences
+        several |= microbatch.is_weighted  # slices' losses add up to those of sequences
         if last and several and not args.calculate_per_token_loss:
             layout["loss_weights"] = layout["loss_mask"]
         batch = get_batch_on_this_cp_rank(
