@@ -50,6 +50,6 @@ def test_a_loader_of_slices_gives_each_token_once_with_the_weights_of_its_sequen
     step = sequences.next_step(iter(made))
     assert step == made
     assert all(each.is_weighted for each in made)
-    args.slice_tokens, args.packing = 400, "none"
+    args.slice_tokens, args.packing = 448, "none"
     uncut = list(sequences.SequenceLoader(args, data, 0, reads=True))
     assert not any(each.is_weighted for each in uncut), "their bits are those without slices"
