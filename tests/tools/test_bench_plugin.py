@@ -126,9 +126,16 @@ def train_step(forward_backward_func, data_iterator):
 
 @pytest.mark.parametrize(
     ("benchmark", "end", "said"),
-    [("plugin", "os.kill(os.getppid(), signal.SIGTERM)", "stopped by SIGTERM"),
-     ("parallel", "os.kill(os.getppid(), signal.SIGINT)", "stopped by SIGINT"),
-     ("plugin", "os.abort()", "rank 0 ended with exit code -6")],
+    [
+        ("plugin", "os.kill(os.getppid(), signal.SIGTERM)", "stopped by SIGTERM"),
+        pytest.param(
+            "parallel", "os.kill(os.getppid(), signal.SIGINT)", "stopped by SIGINT",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "plugin", "os.abort()", "rank 0 ended with exit code -6", marks=pytest.mark.slow
+        ),
+    ],
 )  # fmt: skip
 @pytest.mark.timeout(120)
 def test_a_benchmark_that_is_stopped_reports_the_steps_so_far(
