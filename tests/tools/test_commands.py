@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -64,6 +65,14 @@ def test_benchmarks_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFi
     assert {"agreement", "cuda-transport", "transport"} <= set(listed)
     assert bench.main(["nonsense"]) == 2
     assert "no benchmark 'nonsense': expected one of agreement, " in capsys.readouterr().err
+
+
+def test_a_benchmark_finds_the_modules_beside_it() -> None:
+    """Also where the command has hidden the script's folder from its own Python."""
+    words = [sys.executable, "-m", "megatron.dpp", "bench", "schedule", "--help"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--ranks" in done.stdout, done.stderr
 
 
 def test_benchmarks_need_the_source_tree(
