@@ -85,7 +85,7 @@ def packed_step(iterator: Any, model: Any) -> Any:
     if not unit.is_cut:
         starts = torch.tensor([*unit.starts, unit.total], dtype=torch.int32)
         params = packed_params(starts, unit.total)
-    places = torch.tensor(unit.positions or range(unit.begin, unit.end))[None]
+    places = torch.tensor([*itertools.chain(*unit.places)])[None]
     output = model(inputs, places, None, labels=labels, packed_seq_params=params)
     return output, partial(token_loss, labels >= 0)
 

@@ -178,20 +178,20 @@ def test_units_cover_rows_in_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("unit", "spans", "positions"),
+    ("unit", "spans", "places"),
     [
-        ((0, 4, (0,)), [(0, 4, 0, 4)], None),
-        ((4, 7, (0,)), [(0, 3, 0, 7)], None),
-        ((4, 7, (0, 2, 6)), [(0, 2, 0, 4), (2, 3, 4, 5)], [2, 3, 0]),
-        ((4, 7, (0, 4)), [(0, 3, 0, 3)], [0, 1, 2]),
+        ((0, 4, (0,)), [(0, 4, 0, 4)], [range(4)]),
+        ((4, 7, (0,)), [(0, 3, 0, 7)], [range(4, 7)]),
+        ((4, 7, (0, 2, 6)), [(0, 2, 0, 4), (2, 3, 4, 5)], [range(2, 4), range(1)]),
+        ((4, 7, (0, 4)), [(0, 3, 0, 3)], [range(3)]),
     ],
 )
-def test_a_units_documents_have_their_keys_and_positions(
-    unit: tuple[int, int, tuple[int, ...]], spans: list[tuple[int, ...]], positions: Any
+def test_a_units_documents_have_their_keys_and_places(
+    unit: tuple[int, int, tuple[int, ...]], spans: list[tuple[int, ...]], places: list[range]
 ) -> None:
     begin, end, starts = unit
     found = Unit(0, begin, end, 10, starts)
-    assert list(found.spans) == spans and found.positions == positions
+    assert list(found.spans) == spans and list(found.places) == places
 
 
 @pytest.mark.parametrize("unit", [(3, 3, (0,)), (0, 11, (0,)), (0, 5, (1,)), (0, 5, (0, 4, 4))])

@@ -101,15 +101,9 @@ class Unit:
         return earlier * first.num_queries / (self.end - self.begin)
 
     @functools.cached_property
-    def positions(self) -> list[int] | None:
-        """The place of each token in its document; None if they are ``begin .. end - 1``."""
-        if len(self.spans) == 1 and self.first_key == 0:
-            return None
-        return [
-            place
-            for span in self.spans
-            for place in range(span.num_keys - span.num_queries, span.num_keys)
-        ]
+    def places(self) -> tuple[range, ...]:
+        """The places of the tokens in their documents, one range for each document."""
+        return tuple(range(at.num_keys - at.num_queries, at.num_keys) for at in self.spans)
 
 
 def units_of(
@@ -376,7 +370,7 @@ class _Table:
         if self._table is None or len(self._table) < unit.total:
             self._table = self._own(unit.total)
         assert self._table is not None
-        parts = [self._table[at.num_keys - at.num_queries : at.num_keys] for at in unit.spans]
+        parts = [self._table[at.start : at.stop] for at in unit.places]
         return parts[0] if len(parts) == 1 else torch.cat(parts)  # nothing waits for the device
 
 
