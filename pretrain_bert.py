@@ -5,9 +5,8 @@ Started by torchrun with Megatron-LM's flags; see docs/training.md.
 
 import sys
 
-from megatron.dpp.processes import begin_program
-
 try:
+    from megatron.dpp.processes import begin_program
     from megatron.dpp_train.loop.pretrain import main
 except KeyboardInterrupt:  # Ctrl-C at any time is no traceback
     sys.exit(130)

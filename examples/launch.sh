@@ -8,6 +8,7 @@
 # `megatron-dpp env` (docs/environment.md) lists the settings; DRY_RUN=1 prints the command only.
 set -euo pipefail
 { : >&2; } 2>/dev/null || exec 2>/dev/null # where it is closed, files would get its number
+trap 'exit 130' INT # else bash goes on where Python takes Ctrl-C for a failure
 export DPP_PROGRAM=${DPP_PROGRAM:-$0} # what errors begin with: the script that was called
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 

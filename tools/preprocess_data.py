@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """Turns JSON lines into the token files that training reads: ``megatron-dpp preprocess``."""
 
+import os
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
 from megatron.dpp.__main__ import door
 

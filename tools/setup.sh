@@ -12,6 +12,7 @@
 # TORCH_INDEX_URL names an index of PyTorch.
 set -euo pipefail
 { : >&2; } 2>/dev/null || exec 2>/dev/null # where it is closed, files would get its number
+trap 'exit 130' INT # else bash goes on where Python takes Ctrl-C for a failure
 export PYTHONUTF8=1 PYTHONIOENCODING=utf-8:surrogateescape # paths stay as they are in any locale
 name=${DPP_PROGRAM:-$0} # of a launch script that starts this
 
@@ -55,7 +56,7 @@ if ! command -v "$python" >/dev/null; then
   echo "${name##*/}: error: '$python' is not there; install Python 3.10 or newer, or name one with PYTHON=" >&2
   exit 2
 fi
-if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
   echo "${name##*/}: error: $("$python" -V 2>&1) at $(command -v "$python") is too old:" \
     "Python 3.10 or newer is needed; name one with PYTHON=" >&2
   exit 2

@@ -13,21 +13,25 @@ choice other than ``.venv``, and each with ``--keep``, is noted in ``build/pytho
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import fcntl
-import hashlib
-import importlib.metadata
-import json
-import os
-import shutil
-import subprocess
 import sys
-import sysconfig
-import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import IO
+
+try:
+    import argparse
+    import contextlib
+    import fcntl
+    import hashlib
+    import importlib.metadata
+    import json
+    import os
+    import shutil
+    import subprocess
+    import sysconfig
+    import time
+    from dataclasses import asdict, dataclass
+    from pathlib import Path
+    from typing import IO
+except KeyboardInterrupt:  # Ctrl-C at any time is no traceback
+    sys.exit(130)
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build"
@@ -407,4 +411,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

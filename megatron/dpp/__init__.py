@@ -12,9 +12,9 @@ PyTorch.
 
 from __future__ import annotations
 
-import importlib
 import sys
-from typing import TYPE_CHECKING, Any
+
+TYPE_CHECKING = False  # that of typing, whose import takes longer than the rest of this file
 
 if sys.version_info < (3, 10):  # noqa: UP036 - started from a source tree, without pip's check
     _VERSION = ".".join(map(str, sys.version_info[:3]))
@@ -27,6 +27,8 @@ if sys.version_info < (3, 10):  # noqa: UP036 - started from a source tree, with
     sys.exit(2)
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from megatron.dpp.config import DppConfig
     from megatron.dpp.errors import ConfigError, DataError, DppError, ScheduleError, TransportError
     from megatron.dpp.runtime.dynamic import DppSchedule
@@ -75,6 +77,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import NoReturn
 
-from megatron.dpp import __version__
-from megatron.dpp.errors import ConfigError, did_you_mean, exit_with, print_error
-from megatron.dpp.processes import begin_program
+try:
+    import importlib
+    import importlib.util
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+    from typing import NoReturn
+
+    from megatron.dpp import __version__
+    from megatron.dpp.errors import ConfigError, did_you_mean, exit_with, print_error
+    from megatron.dpp.processes import begin_program
+except KeyboardInterrupt:  # Ctrl-C at any time is no traceback
+    sys.exit(130)
 
 _ENGINE, _TRAINER = "megatron.dpp.", "megatron.dpp_train."
 COMMANDS = {

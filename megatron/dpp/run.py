@@ -8,33 +8,37 @@ from variables: ``USE_DPP=1``, and ``DPP_X`` for each ``--dpp-x``. A flag wins o
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import os
-import runpy
 import sys
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
-from megatron.dpp.config import missing_part, option_fields
-from megatron.dpp.errors import (
-    BAD_USAGE,
-    ConfigError,
-    Naming,
-    error_line,
-    exit_with,
-    print_error,
-    require,
-    tell_torchrun,
-    use_names,
-)
-from megatron.dpp.flags import Parser, add_dpp_flags, dpp_config, given_flags, refuse_unknown
-from megatron.dpp.naming import flag_of, renamed
-from megatron.dpp.processes import begin_program
-from megatron.dpp.schedule import find_policy
-from megatron.dpp.trace.host import HostTrace, trace_fields
+try:
+    import argparse
+    import contextlib
+    import os
+    import runpy
+    import textwrap
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+    from typing import Any
+
+    from megatron.dpp.config import missing_part, option_fields
+    from megatron.dpp.errors import (
+        BAD_USAGE,
+        ConfigError,
+        Naming,
+        error_line,
+        exit_with,
+        print_error,
+        require,
+        tell_torchrun,
+        use_names,
+    )
+    from megatron.dpp.flags import Parser, add_dpp_flags, dpp_config, given_flags, refuse_unknown
+    from megatron.dpp.naming import flag_of, renamed
+    from megatron.dpp.processes import begin_program
+    from megatron.dpp.schedule import find_policy
+    from megatron.dpp.trace.host import HostTrace, trace_fields
+except KeyboardInterrupt:  # Ctrl-C at any time is no traceback
+    sys.exit(130)
 
 _PROGRAM = "megatron-dpp run"
 _SWITCHES = ("--use-dpp", "--dpp-strict", "--dpp-trace", "--dpp-trace-only")

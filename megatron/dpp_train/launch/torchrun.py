@@ -7,30 +7,23 @@ processes that are stopped.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import logging
-import os
-import platform
-import shlex
-import signal
-import socket
 import sys
-import tempfile
-import threading
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
-
-from megatron.dpp.errors import FAILED, INTERRUPTED, DataError, print_error
-from megatron.dpp.hosts import LOOPBACK
-from megatron.dpp.locks import scratch_directory
-from megatron.dpp_train import culprits
-from megatron.dpp_train.checkpoint.files import find
-from megatron.dpp_train.launch.log_copy import LogWatch
-from megatron.dpp_train.launch.stopped import StoppedWatch
 
 try:
+    import contextlib
+    import itertools
+    import logging
+    import os
+    import platform
+    import shlex
+    import signal
+    import socket
+    import tempfile
+    import threading
+    from datetime import timedelta
+    from pathlib import Path
+    from typing import Any
+
     import torch.distributed
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed import DistNetworkError, DistStoreError
@@ -41,8 +34,16 @@ try:
         static_tcp_rendezvous,
     )
     from torch.distributed.run import main
-except KeyboardInterrupt:
-    sys.exit(INTERRUPTED)
+
+    from megatron.dpp.errors import FAILED, INTERRUPTED, DataError, print_error
+    from megatron.dpp.hosts import LOOPBACK
+    from megatron.dpp.locks import scratch_directory
+    from megatron.dpp_train import culprits
+    from megatron.dpp_train.checkpoint.files import find
+    from megatron.dpp_train.launch.log_copy import LogWatch
+    from megatron.dpp_train.launch.stopped import StoppedWatch
+except KeyboardInterrupt:  # Ctrl-C at any time is no traceback
+    sys.exit(130)
 
 _SIGHUP_IS_IGNORED = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 _SAID_HERE = ("api", "errors.error_handler")
