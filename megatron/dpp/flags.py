@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from megatron.dpp.config import DppConfig, option_fields
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, did_you_mean
 from megatron.dpp.naming import flag_of
 from megatron.dpp.schedule import BUILT_IN
 
@@ -77,6 +76,5 @@ def refuse_unknown(
         known_elsewhere = answer(name)
         if known_elsewhere:
             raise ConfigError(known_elsewhere)
-        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        parts.append(f"{name} (did you mean {nearest[0]}?)" if nearest else name)
+        parts.append(name + did_you_mean(name, known))
     raise ConfigError("unknown flag " + ", ".join(parts or unknown))

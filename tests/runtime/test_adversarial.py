@@ -70,7 +70,7 @@ class Case:
     known: bool
     weights: tuple[float, ...]
     target: int | None
-    counted: bool
+    heads: bool
     slack: int
     beta: float
     policy: str | None
@@ -85,7 +85,7 @@ class Case:
         return replace(
             case, groups=groups, sizes=tuple(rng.randint(1, LONGEST) for _ in range(sum(groups))),
             kappa=rng.choice((0.0, 0.09, 0.35)), known=True, weights=(), target=None,
-            counted=False,
+            heads=False,
         )  # fmt: skip
 
     @classmethod
@@ -102,7 +102,7 @@ class Case:
             known=rng.random() < 0.5,
             weights=tuple(rng.choice((0.5, 1.0, 2.5)) for _ in range(v)) if weighted else (),
             target=rng.choice((None, rng.randint(0, 3 * LONGEST))),
-            counted=rng.random() < 0.3,
+            heads=rng.random() < 0.3,
             slack=rng.choice((0, 0, LONGEST // 2)),
             beta=rng.random(),
             policy=rng.choice((None, "dynamic", "depth-first", "megatron")),
@@ -115,8 +115,10 @@ class Case:
         sizes = [size + keys.get(i, 0) for i, size in enumerate(self.sizes)]
         sizes = sizes if self.known else [LONGEST] * m
         limits = []
-        if self.counted:
-            limits.append(MemoryLimit(float(peak_size(order, [1] * m)), counts=True))
+        if self.heads:
+            of_head = (*[0.0] * (geometry.num_chunks - 1), 1.0)
+            most = peak_size(order, sizes, of_head) / LONGEST
+            limits.append(MemoryLimit(most, of_head, deferred=False))
         if self.target is not None:
             most = self.target / LONGEST
             limits.append(MemoryLimit(most, self.weights, assumed=5, soft=True, unlike=True))

@@ -140,11 +140,12 @@ def test_restart_replaces_limits():
         assert drain(scheduler) == order
 
 
-@pytest.mark.parametrize(("counts", "order"), [(True, "0F0 0F1"), (False, "0F0 0F1 0F2 0F3")])
-def test_a_limit_may_count_microbatches_whatever_their_size(counts, order):
-    limit = MemoryLimit(2.0, counts=counts)
-    scheduler = Scheduler(Geometry(2, 0, 1, 4), cap=4, largest=10, sizes=[1] * 4, limits=[limit])
-    assert drain(scheduler) == order
+def test_a_limit_counts_in_sizes_of_the_largest_microbatch():
+    limit, geometry = MemoryLimit(2.0), Geometry(2, 0, 1, 4)
+    scheduler = Scheduler(geometry, cap=4, largest=10, sizes=[5] * 4, limits=[limit])
+    assert drain(scheduler) == "0F0 0F1 0F2 0F3"
+    scheduler.restart([5, 10, 5, 5])
+    assert drain(scheduler) == "0F0 0F1 0F2"
 
 
 @pytest.mark.parametrize(

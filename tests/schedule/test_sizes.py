@@ -108,18 +108,23 @@ def schedulers(p, v, lengths, caps, **more):
     ]
 
 
+def heads_of(v):
+    """Weights of chunks under which only the last one's activations count."""
+    return (*[0.0] * (v - 1), 1.0)
+
+
 class Sized(Pipeline):
     """A pipeline whose ranks learn sizes at the start, before a forward, or after it.
 
     Args:
         weights: of each chunk.
-        counted: bound the number of activations, too, as in Megatron's order.
+        heads: bound the last chunk's activations, too, as in Megatron's order.
         target: a soft limit in sizes.
     """
 
-    def __init__(self, p, v, sizes, *, know, weights=(), counted=False, target=None, **settings):
+    def __init__(self, p, v, sizes, *, know, weights=(), heads=False, target=None, **settings):
         self.sizes, self.know, self.target = sizes, know, target
-        self.weights, self.counted = tuple(weights), counted
+        self.weights, self.heads = tuple(weights), heads
         super().__init__(p, v, len(sizes), **settings)
 
     def scheduler(self, rank, **settings):
@@ -129,8 +134,10 @@ class Sized(Pipeline):
         assumed = sizes or [largest] * self.m
         settings["cap"] = peak_size(order, assumed, self.weights) / largest
         limits = []
-        if self.counted:
-            limits.append(MemoryLimit(float(peak_size(order, [1] * self.m)), counts=True))
+        if self.heads:
+            of_head = heads_of(self.v)
+            most = peak_size(order, assumed, of_head) / largest
+            limits.append(MemoryLimit(most, of_head, deferred=False))
         if self.target is not None:
             limits.append(
                 MemoryLimit(
@@ -172,7 +179,7 @@ def sized_cases(data):
         "weights": data.draw(
             st.one_of(st.just(()), st.lists(st.floats(0, 4), min_size=v, max_size=v))
         ),
-        "counted": data.draw(st.booleans()),
+        "heads": data.draw(st.booleans()),
         "target": data.draw(st.one_of(st.none(), st.integers(0, 200))),
     }
     return rng, p, v, tuple(sizes), settings
@@ -247,21 +254,21 @@ def test_every_state_of_small_pipelines():
 
 
 @pytest.mark.parametrize("weights", [(1, 4), (2.5, 1), (0, 1)])
-@pytest.mark.parametrize("counted", [False, True])
-def test_every_state_with_chunks_of_unlike_weight(weights, counted):
-    """One budget in bytes, or another by count beside it."""
+@pytest.mark.parametrize("heads", [False, True])
+def test_every_state_with_chunks_of_unlike_weight(weights, heads):
+    """One budget in bytes, or another of the LM head beside it."""
     total = 0
     for m in (2, 3):
         for sizes in itertools.product((1, 3), repeat=m):
-            total += count_states(2, 2, sizes, weights, counted=counted)
+            total += count_states(2, 2, sizes, weights, heads=heads)
     assert total > 400
 
 
-def count_states(p, v, sizes, weights=(), *, counted=False):
+def count_states(p, v, sizes, weights=(), *, heads=False):
     """Reachable states of a fused pipeline whose messages arrive at once."""
     m = len(sizes)
     references = [Reference(Geometry(p, rank, v, m)) for rank in range(p)]
-    bounds = [(sizes, weights)] + [([1] * m, ())] * counted
+    bounds = [(sizes, weights)] + [(sizes, heads_of(v))] * heads
     start = tuple((0,) * (2 * v) for _ in range(p))
     seen, todo = {start}, [start]
     while todo:
@@ -380,7 +387,7 @@ def test_a_cap_below_megatrons_order_of_these_sizes_is_refused():
 def test_a_limit_below_megatrons_order_is_refused():
     geometry = Geometry(2, 0, 2, 4)
     with pytest.raises(ConfigError, match=r"may hold 4 .* needs 5;"):
-        Scheduler(geometry, limits=[MemoryLimit(4.0, counts=True)])
+        Scheduler(geometry, limits=[MemoryLimit(4.0)])
     Scheduler(geometry, limits=[MemoryLimit(0.0, soft=True)])
     for weights in ((1.0,), (1.0, -1.0)):
         with pytest.raises(ConfigError, match="one of at least 0 is needed for each of 2 chunks"):

@@ -32,7 +32,6 @@ class MemoryLimit:
         soft: Megatron's next forward may pass the limit while no weight gradient is deferred. Such
             a limit may be as low as one likes.
         deferred: weight gradients keep their share; otherwise ``B`` frees all.
-        counts: every microbatch counts as the largest, whatever its size.
         unlike: microbatches differ in size, as far as is known.
     """
 
@@ -41,7 +40,6 @@ class MemoryLimit:
     assumed: int = 0
     soft: bool = False
     deferred: bool = True
-    counts: bool = False
     unlike: bool = False
 
 

@@ -141,10 +141,6 @@ class RankState:
         ]  # fmt: skip
         self._budgets = [self._budget, *self._further]
         self.weights_first = any(limit.soft and limit.unlike for limit in limits)
-        self._sized = [
-            self._budget,
-            *(one for one, limit in zip(self._further, limits, strict=True) if not limit.counts),
-        ]
         self._deferred: deque[tuple[int, int, list[int]]] = deque()
         self._next_piece = 0
         self._units, self._due = geometry.backward_units, geometry.due
@@ -322,7 +318,7 @@ class RankState:
                 "comes after its first backward has run"
             )
         if self.sizes.learn(microbatch, size) and not self.geometry.forward_only:
-            for budget in self._sized:
+            for budget in self._budgets:
                 budget.learn(microbatch, size + keys, self.forwards_run)
 
     def _apply_weight(self, chunk: int) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import IO, Any
@@ -114,17 +113,13 @@ def plan_order(model: PipelineModel, microbatches: Rows) -> PlannedOrder:
 
 
 class OrderPlanner:
-    """Plans in another process, so that the step goes on meanwhile.
-
-    ``waited`` counts the seconds that callers of :meth:`take` have waited.
-    """
+    """Plans in another process, so that the step goes on meanwhile."""
 
     def __init__(self, model: PipelineModel) -> None:
         self._model = model
         self._process: subprocess.Popen[str] | None = None
         self._asked: list[int] = []
         self._answers: dict[int, PlannedOrder] = {}
-        self.waited = 0.0
 
     def ask(self, key: int, question: Question) -> None:
         """Begin to plan; asked once for each key."""
@@ -136,7 +131,6 @@ class OrderPlanner:
     def take(self, key: int, question: Question) -> PlannedOrder:
         """The plan of a key; it is made now if nobody has asked for it."""
         self.ask(key, question)
-        start = time.perf_counter()
         while key not in self._answers:
             line = self._read()
             if not line:  # the process is gone: the same plan, at this process's expense
@@ -144,7 +138,6 @@ class OrderPlanner:
                 self._answers[key] = plan_batch(self._model, question)
                 break
             self._answers[self._asked.pop(0)] = _plan_of(json.loads(line))
-        self.waited += time.perf_counter() - start
         while len(self._answers) > 8:
             del self._answers[next(iter(self._answers))]
         return self._answers[key]

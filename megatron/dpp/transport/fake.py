@@ -24,7 +24,6 @@ import torch
 
 from megatron.dpp.errors import (
     PeerDead,
-    ProtocolError,
     TransferTimeout,
     TransportError,
     TransportUnavailable,
@@ -84,7 +83,6 @@ class _Channel:
     num_launched: int = 0
     last_arrival: float = 0.0
     stalled: bool = False
-    corrupt: bool = False
 
 
 @dataclass
@@ -170,11 +168,6 @@ class FakeNetwork:
         with self._changed:
             self._find(spec).stalled = stalled
             self._touch(spec.destination, spec.source)
-
-    def corrupt(self, spec: ChannelSpec) -> None:
-        """Let the next ``take`` of one channel find a broken header."""
-        with self._changed:
-            self._find(spec).corrupt = True
 
     def _find(self, spec: ChannelSpec) -> _Channel:
         return next(channel for channel in self._channels if channel.spec == spec)
@@ -309,9 +302,6 @@ class FakeTransport(Transport):
                 self._check()
             if not source.arrived:
                 raise IndexError(f"rank {self.rank}: nothing has arrived on {source.spec}")
-            if source.corrupt:
-                error = ProtocolError(f"rank {self.rank}: broken header on {source.spec}")
-                raise self._network._failures.setdefault(self.rank, error)
             parcel, tensor = source.arrived.popleft()
             self._network._launch(source)
             self._network._deliver()

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from megatron.dpp.errors import ConfigError, one_line
+from megatron.dpp.errors import ConfigError, did_you_mean, one_line
 from megatron.dpp.naming import in_flags
 from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.text_files import read_mapping
@@ -40,8 +39,7 @@ def defaults_from_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, 
         elif key in by_dest:
             dest, value = key, _typed(path, written, by_dest[key], value)
         else:
-            nearest = difflib.get_close_matches(key, [*by_dest, *by_flag], n=1, cutoff=0.5)
-            hint = f" (did you mean {nearest[0]}?)" if nearest else ""
+            hint = did_you_mean(key, [*by_dest, *by_flag])
             raise ConfigError(f"--yaml-cfg {path}: unknown setting {written}{hint}")
         if dest in values and values[dest] != value:
             raise ConfigError(
