@@ -16,9 +16,8 @@ from tests.plugin.real import kit
 from tests.plugin.real.kit import SIZE
 
 kit.begin(counted="verl")
-kit.stub(
-    "megatron.energon", "transformer_engine", "modelopt", "nvidia_resiliency_ext", "liger_kernel"
-)
+kit.stub("megatron.energon", "transformer_engine", "modelopt", "nvidia_resiliency_ext")
+kit.stub("liger_kernel", "datasets", "pandas")
 
 from tensordict import TensorDict  # type: ignore[import-not-found]  # noqa: E402
 from verl.trainer.config import CheckpointConfig  # type: ignore[import-not-found]  # noqa: E402
