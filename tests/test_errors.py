@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron.dpp import run
 from megatron.dpp.errors import (
     ConfigError,
     DppError,
@@ -110,6 +114,28 @@ def test_ctrl_c_ends_a_command_without_a_traceback() -> None:
     with pytest.raises(SystemExit) as ended:
         exit_with(interrupted)
     assert ended.value.code == 130
+
+
+def without_temporary_folders(patch: pytest.MonkeyPatch) -> None:
+    """Lets Python find none."""
+    patch.setattr(tempfile, "tempdir", None)
+    patch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/nowhere"])
+
+
+@pytest.mark.parametrize("by", ["exit_with", "run"])
+def test_libraries_without_a_temporary_folder_are_one_line(
+    by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was a traceback of PyTorch's imports."""
+    without_temporary_folders(monkeypatch)
+    monkeypatch.setattr(run, "find_policy", lambda _: tempfile.gettempdir())
+    script = tmp_path / "x.py"
+    script.touch()
+    found: Callable[[], Any] = tempfile.gettempdir
+    with pytest.raises(SystemExit) as ended:
+        exit_with(found if by == "exit_with" else lambda: run.main([str(script)]))
+    said = "error: no temporary directory can be written (['/nowhere']): make room, or name another"
+    assert ended.value.code == 2 and f"{said} as TMPDIR\n" in capsys.readouterr().err
 
 
 _PRINTS = """

@@ -289,6 +289,8 @@ def error_line(error: object, prog: str | None = None) -> str:
 
 def print_error(error: object, prog: str | None = None) -> int:
     """Print :func:`error_line` on standard error; returns :func:`status_of` the error."""
+    if isinstance(error, OSError):
+        error = no_scratch(error) or error
     sys.stdout.flush()
     print(error_line(error, prog), file=sys.stderr, flush=True)
     return status_of(error)
@@ -348,6 +350,8 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
         _drop_output()
         status = FAILED
     except OSError as error:
+        if no_scratch(error) is not None:
+            sys.exit(print_error(error))
         if not output_fails():
             raise
         _drop_output()
@@ -374,6 +378,14 @@ def output_fails() -> bool:
         return os.write(sys.stdout.fileno(), b"\n") != 1
     except OSError:
         return True
+
+
+def no_scratch(error: OSError) -> ConfigError | None:
+    """The text of the error that libraries raise at their import where they can write no
+    temporary file; None where ``error`` is another one."""
+    _, found, where = str(error.strerror).partition("No usable temporary directory found in ")
+    why = f"no temporary directory can be written ({where}): make room, or name another as TMPDIR"
+    return ConfigError(why) if found else None
 
 
 def _drop_output() -> None:

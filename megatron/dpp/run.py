@@ -27,6 +27,7 @@ try:
         Naming,
         error_line,
         exit_with,
+        no_scratch,
         print_error,
         require,
         tell_torchrun,
@@ -176,9 +177,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if given.use_dpp and (missing := missing_part(config.transport)):
                 raise ConfigError(missing)
             _run(script, rest, plugin_arguments(given))
-    except ConfigError as error:
-        tell_torchrun(error_line(error, _PROGRAM), printed=True)
-        return print_error(error, _PROGRAM)
+    except (ConfigError, OSError) as error:
+        refusal = error if isinstance(error, ConfigError) else no_scratch(error)
+        if refusal is None:
+            raise
+        tell_torchrun(error_line(refusal, _PROGRAM), printed=True)
+        return print_error(refusal, _PROGRAM)
     return 0
 
 
