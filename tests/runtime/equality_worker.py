@@ -396,8 +396,8 @@ def recorder_of(case: dict[str, Any], directory: str | None, schedule: str) -> R
 
 def run_case(case: dict[str, Any]) -> None:
     initialize(case)
-    own = DppConfig(transport=case.get("expected_over", "auto"), **case.get("config", {}))
-    with StaticSchedule(own, seed=1234) as schedule:
+    plain = DppConfig(transport=case.get("expected_over", "auto"), **case.get("config", {}))
+    with StaticSchedule(plain, seed=1234) as schedule:
         expected = train(case, schedule)
     assert all(map(torch.isfinite, map(torch.tensor, expected["losses"])))
     if "partial" in case and parallel_state.is_pipeline_first_stage(ignore_virtual=True):
@@ -410,7 +410,7 @@ def run_case(case: dict[str, Any]) -> None:
         settings = {"policy": "dynamic"} | case.get("config", {}) | settings  # auto is megatron
         kind: Any = StaticSchedule if static else DppSchedule
         trace = recorder_of(case, settings.pop("trace", None), "pp" if static else "dpp")
-        grouped = settings.pop("grouped", case.get("grouped", False))
+        own = {name: settings.pop(name, case.get(name, False)) for name in ("grouped", "as_built")}
         host = settings.pop("host", None)
         most_logits = settings.pop("most_logits", None)
         replays: list[Rerun] = []
@@ -427,7 +427,7 @@ def run_case(case: dict[str, Any]) -> None:
             ) as schedule,
         ):
             told = {"announce": plugin.announce} if host == "announces" else {}
-            got = train(case | {"grouped": grouped} | told, schedule)
+            got = train(case | own | told, schedule)
         if case.get("bucket_size"):
             assert begun, f"{case['name']} with {settings}: no replay began a reduction"
             assert SUPPORT is not None or all(begun), "a reduction waited for a replay's end"

@@ -24,7 +24,7 @@ from megatron.dpp.runtime.static import StaticSchedule
 from tests.runtime import equality_worker as models
 from tests.runtime.host_changes import CHANGES
 
-STEPS, MICROBATCHES, LATE = 3, 4, "delay:2ms,message-delay:3ms"
+STEPS, LATE = 3, "delay:2ms,message-delay:3ms"
 
 
 def train(example: dict[str, Any], schedule: Any) -> dict[str, torch.Tensor]:
@@ -48,7 +48,7 @@ def train(example: dict[str, Any], schedule: Any) -> dict[str, torch.Tensor]:
                 parameter.main_grad.zero_()
         schedule(
             forward_step_func=forward_step, data_iterator=iterators, model=chunks,
-            num_microbatches=MICROBATCHES, seq_length=models.SEQUENCE,
+            num_microbatches=example["m"], seq_length=models.SEQUENCE,
             micro_batch_size=models.MICRO_BATCH, forward_only=False,
         )  # fmt: skip
         with torch.no_grad():
@@ -107,7 +107,7 @@ def main() -> None:
     models.start()
     layout, wrong = None, 0
     for example in json.loads(sys.argv[1]):
-        example |= {"p": 2, "m": MICROBATCHES, "untied": True}
+        example |= {"p": 2, "m": 2 + example.get("v", 1), "untied": True}
         if layout != (layout := (example.get("v", 1),)):
             parallel_state.destroy_model_parallel()
             models.initialize(example)

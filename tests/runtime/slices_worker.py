@@ -172,6 +172,14 @@ def train_host(
     return found
 
 
+def replayed(runs: list[dict[str, Any]], folder: str) -> list[dict[str, Any]]:
+    """The runs, and if there are several, one that runs the decisions of the last again."""
+    if len(runs) == 1:
+        return runs
+    path = str(Path(folder) / "decisions")
+    return [*runs[:-1], runs[-1] | {"record": path}, {"replay": path}]
+
+
 def run_host(case: dict[str, Any]) -> None:
     """An unmodified host announces the sequences of its packed rows, and they run in slices."""
     initialize(case)
@@ -179,9 +187,7 @@ def run_host(case: dict[str, Any]) -> None:
         uncut = train_host(case, schedule, tells=False)
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        record = {"record": str(Path(folder) / "decisions"), "inject": "delay:4ms"}
-        replay = {"replay": record["record"]}
-        for settings in ({"policy": "megatron"}, *case["runs"], record, replay):
+        for settings in ({"policy": "megatron"}, *replayed(case["runs"], folder)):
             with hosted(DppConfig(**settings, slice_tokens="4"), []) as schedule:
                 found.append(train_host(case, schedule, tells=True))
             assert found[-1]["losses"] == found[0]["losses"], settings
@@ -244,8 +250,7 @@ def run_case(case: dict[str, Any]) -> None:
         close(uncut, expected, case, case["name"])
     deviated = 0
     with tempfile.TemporaryDirectory() as folder:
-        record = {"record": str(Path(folder) / "decisions"), "inject": "delay:4ms"}
-        for settings in (*case["runs"], record, {"replay": record["record"]}):
+        for settings in replayed(case["runs"], folder):
             host = settings.pop("host", False)
             config = DppConfig(**settings, **slices)
             with hosted(config, []) if host else DppSchedule(config, seed=1234) as schedule:

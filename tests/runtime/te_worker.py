@@ -2,13 +2,14 @@
 
 te_worker.py JSON. On GPUs with the package itself, otherwise over the stand-in. The static schedule
 runs the layers undelayed, and so does a fused dynamic one; a split one builds them with delayed
-weight gradients, or with ``as_built`` takes them as a host builds them. ``fused_wgrad`` adds
-gradients to ``main_grad`` directly.
+weight gradients. With ``as_built``, of a case or a run, it takes them as a host builds them.
+``fused_wgrad`` adds gradients to ``main_grad`` directly.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import importlib.util
 import json
 import os
@@ -156,6 +157,7 @@ def refuse(case: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    gc.freeze()  # else each collection looks at all that was imported
     equality_worker.start()
     equality_worker.TransformerConfig = config_for
     equality_worker.DistributedDataParallelConfig = ddp_config

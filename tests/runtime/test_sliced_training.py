@@ -30,7 +30,7 @@ def test_two_ranks_in_slices() -> None:
     check(
         2,
         case("rotary, groups", 2, 3, LATE_RUN, FUSED, RANDOM, slices=4, **ROTARY),
-        case("v2, learned", 2, 4, LATE_RUN, FUSED, {"host": True}, slices=6, v=2, layers=4,
+        case("v2, learned", 2, 4, FUSED, {"host": True}, LATE_RUN, slices=6, v=2, layers=4,
              per_token=True),
         case("full", 2, 2, LATE_RUN, slices=8, recompute="full", **ROTARY),
         case("packed rows", 2, 4, LATE_RUN, FUSED, RANDOM, rows=True, per_token=True, **PACKED),

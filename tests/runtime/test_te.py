@@ -39,48 +39,29 @@ def graphed(**more: Any) -> list[dict[str, Any]]:
             {"inject": LATE, **graphs}]  # fmt: skip
 
 
-def common(**more: Any) -> list[dict[str, Any]]:
-    """Cases of layers that were built to delay their weight gradients and of others."""
-    cases: list[dict[str, Any]] = [
-        {"name": "v2", "p": 2, "v": 2, "m": 6, "runs": [SPLIT, {"policy": "breadth-first",
-         "activation_cap": "8p", "inject": LATE}], "layers": 8},
-        {"name": "overlap", "p": 2, "v": 2, "m": 4, "overlap": True, "runs": [SPLIT],
-         "fused_wgrad": True, "distributed_optimizer": True},
-        {"name": "frozen", "p": 2, "m": 4, "runs": [SPLIT], "layers": 4, "untied": True,
-         "frozen": ["linear_qkv"]},
-        {"name": "graphs", "p": 2, "v": 2, "m": 4, "fused_wgrad": True,
-         "runs": graphed(), "layers": 4, "iterations": 4},
-    ]  # fmt: skip
-    return [one | more for one in cases]
-
-
-def delayed() -> list[dict[str, Any]]:
-    """Cases of layers that are built to delay. A captured W puts its module's entry back."""
-    *others, graphs = common()
-    return [
-        *others, graphs | {"overlap": True},
-        {"name": "main_grad", "p": 2, "v": 2, "m": 6, "fused_wgrad": True, "runs": [FUSED, SPLIT]},
-        {"name": "recompute", "p": 2, "m": 4, "runs": [SPLIT], "recompute": "selective"},
-    ]  # fmt: skip
-
-
-def as_built() -> list[dict[str, Any]]:
-    """Cases of layers as a host builds them."""
-    built: dict[str, Any] = {"as_built": True, "p": 2, "runs": [SPLIT]}
-    cases = [
-        *common(as_built=True),
-        {"name": "main_grad", "v": 2, "m": 6, "fused_wgrad": True} | built,
-        {"name": "bf16, main_grad", "m": 4, "fused_wgrad": True, "bf16": True} | built,
-        {"name": "overlap, no main_grad", "v": 2, "m": 4, "overlap": True} | built,
-        {"name": "recompute", "m": 4, "recompute": "full"} | built,
-    ]
-    return [one | {"name": f"as built: {one['name']}"} for one in cases]
-
-
-@pytest.fixture(scope="module")
-def output() -> str:
-    """The output of both. The ranks start once: their imports take longer than the cases."""
-    return run(delayed() + as_built())
+BOTH = [SPLIT, SPLIT | {"as_built": True}]
+"""Layers that are built to delay their weight gradients, and layers as a host builds them."""
+LAYERS: list[dict[str, Any]] = [
+    {"name": "v2", "p": 2, "v": 2, "m": 6, "layers": 8,
+     "runs": [run | {"as_built": built} for built in (False, True)
+              for run in (SPLIT, {"policy": "breadth-first", "activation_cap": "8p",
+                                  "inject": LATE})]},
+    {"name": "overlap", "p": 2, "v": 2, "m": 4, "overlap": True, "runs": BOTH,
+     "fused_wgrad": True, "distributed_optimizer": True},
+    {"name": "frozen", "p": 2, "m": 4, "runs": BOTH, "layers": 4, "untied": True,
+     "frozen": ["linear_qkv"]},
+    # A captured W puts the entry of a module that delays back.
+    {"name": "graphs", "p": 2, "v": 2, "m": 4, "fused_wgrad": True, "overlap": True,
+     "runs": [*graphed(), graphed()[-1] | {"as_built": True}], "layers": 4, "iterations": 4},
+    {"name": "main_grad", "p": 2, "v": 2, "m": 6, "fused_wgrad": True, "runs": [FUSED, *BOTH]},
+    {"name": "recompute", "p": 2, "m": 4, "runs": BOTH[:1], "recompute": "selective"},
+    {"name": "as built, bf16", "p": 2, "m": 4, "runs": BOTH[1:], "fused_wgrad": True,
+     "bf16": True},
+    {"name": "as built, no main_grad", "p": 2, "v": 2, "m": 4, "runs": BOTH[1:], "overlap": True},
+    {"name": "as built, recompute", "p": 2, "m": 4, "runs": BOTH[1:], "recompute": "full"},
+]  # fmt: skip
+"""The ranks start once: their imports take longer than the cases. Both kinds of layers share the
+static schedule's runs."""
 
 
 def run(cases: list[dict[str, Any]]) -> str:
@@ -92,15 +73,9 @@ def check(cases: list[dict[str, Any]], output: str) -> None:
         assert f"CASE {one['name']} ok" in output
 
 
-def test_equal_to_the_static_schedule_bit_by_bit(output: str) -> None:
+def test_equal_to_the_static_schedule_bit_by_bit() -> None:
     """Some B run before the W of earlier microbatches, so the queues must keep their order."""
-    check(delayed(), output)
-
-
-def test_layers_as_a_host_built_them_are_equal_to_the_static_schedule_bit_by_bit(
-    output: str,
-) -> None:
-    check(as_built(), output)
+    check(LAYERS, run(LAYERS))
 
 
 @pytest.mark.slow
