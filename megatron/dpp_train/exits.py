@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_sharer, resource_tracker
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -117,15 +116,17 @@ def _serve_without_a_name() -> None:
     would remove it. The rank, a process of the same user, reaches the socket through /proc.
     """
     process: Any = multiprocessing.current_process()
-    process._config["tempdir"] = tempfile.mkdtemp(prefix="pymp-")  # which no finalizer removes
+    folder = tempfile.mkdtemp(prefix="pymp-")  # which no finalizer removes
+    process._config["tempdir"] = folder
     sharer: Any = resource_sharer._resource_sharer  # type: ignore[attr-defined]
-    sharer._start()
-    folder = Path(sharer._address).parent
-    socket = os.open(sharer._address, os.O_PATH | os.O_CLOEXEC)
-    sharer._listener._listener._unlink.cancel()
-    sharer._address = f"/proc/{os.getpid()}/fd/{socket}"
-    shutil.rmtree(folder, ignore_errors=True)
-    process._config.pop("tempdir", None)  # whoever needs a folder later gets a new one
+    try:
+        sharer._start()
+        socket = os.open(sharer._address, os.O_PATH | os.O_CLOEXEC)
+        sharer._listener._listener._unlink.cancel()
+        sharer._address = f"/proc/{os.getpid()}/fd/{socket}"
+    finally:  # also where there can be no thread
+        shutil.rmtree(folder, ignore_errors=True)
+        process._config.pop("tempdir", None)  # whoever needs a folder later gets a new one
 
 
 def _end_by_parent() -> None:

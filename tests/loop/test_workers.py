@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from functools import partial
 from multiprocessing import resource_sharer
 from pathlib import Path
@@ -89,6 +90,30 @@ def test_a_worker_that_needs_a_folder_gets_a_new_one_and_ends_in_silence(
     assert [int(item) for item in loader] == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["rank's"] * inherits
     assert capfd.readouterr().err == ""
+
+
+def prepare_without_threads(worker: int) -> None:
+    """As under a small ``ulimit -u``."""
+
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        prepare_worker(worker, outlives_sigterm=False)
+
+
+def test_a_worker_that_can_have_no_thread_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """``pymp-*`` stayed in the temporary directory for ever."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    loader = torch.utils.data.DataLoader(
+        Folders(), num_workers=1, worker_init_fn=prepare_without_threads
+    )
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        list(loader)
+    assert not list(tmp_path.iterdir()) and capfd.readouterr().err == ""
 
 
 class Hangups(Collecting):
