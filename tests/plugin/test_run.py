@@ -125,19 +125,33 @@ def test_an_error_inside_of_a_script_names_flags(tmp_path: Path) -> None:
         main([str(script)])
 
 
-@pytest.mark.parametrize("words", [["--use-dpp"], []])
-def test_a_script_runs_as_it_would_by_itself(tmp_path: Path, words: list[str]) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    (tmp_path / "beside.py").write_text("STATUS = 7")
+def write_script(folder: Path) -> str:
+    (folder / "beside.py").write_text("STATUS = 7")
+    (folder / "script.py").write_text(SCRIPT)
+    return str(folder / "script.py")
+
+
+def test_a_script_runs_as_it_would_by_itself(tmp_path: Path) -> None:
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-m", "megatron.dpp.run", str(tmp_path / "script.py"), "--own", *words],
+        [sys.executable, "-m", "megatron.dpp.run", write_script(tmp_path), "--own", "--use-dpp"],
         env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore",
              "TORCHDYNAMO_DISABLE": "1"},  # the import of PyTorch's compiler takes a second
         capture_output=True, text=True,
     )  # fmt: skip
-    name = "Plugin.get" if words else "get_forward_backward_func"
-    assert (done.returncode, done.stdout) == (7, f"['--own'] __main__ {name}\n"), done.stderr
+    said = "['--own'] __main__ Plugin.get\n"
+    assert (done.returncode, done.stdout) == (7, said), done.stderr
+
+
+def test_a_script_without_our_flags_has_its_own_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as ended:
+        main([write_script(tmp_path), "--own"])
+    assert ended.value.code == 7 and sys.modules.pop("beside").STATUS == 7
+    assert capsys.readouterr().out == "['--own'] __main__ get_forward_backward_func\n"
 
 
 def test_a_trace_has_flags_and_variables() -> None:

@@ -205,7 +205,7 @@ def test_random_pipelines_end() -> None:
 
 def test_random_pipelines_of_slices_end() -> None:
     """Backwards of a group in reverse order, at the least cap of its slices and keys."""
-    check(range(200), Case.sliced)
+    check(range(100), Case.sliced)
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def exchange(a, b) -> None:
     choice = random.Random(1)
     sent = {channel: [] for channel in range(CHUNKS)}
     taken = [0] * CHUNKS
-    for i in range(400):
+    for i in range(200):
         channel = choice.randrange(CHUNKS)
         if choice.random() < 0.5 or len(sent[channel]) == 0:
             dtype = choice.choice((torch.float32, torch.bfloat16, torch.int64, torch.uint8))
