@@ -35,10 +35,10 @@ from megatron.dpp import __version__
 from megatron.dpp.errors import PeerDead, VersionMismatch, one_line
 from megatron.dpp_train import culprits
 from megatron.dpp_train.options.run_config import RunConfig
-from megatron.dpp_train.state import Args, Run
+from megatron.dpp_train.state import Run
 
 
-def may_expand(args: Args) -> bool:
+def may_expand(args: RunConfig) -> bool:
     """True if expandable segments suit this run: its lengths are unlike, and nothing needs memory
     of another kind. NCCL's user buffers have a pool of their own, which megatron-core refuses with
     them. The persistent checkpoint worker opens the rank's memory, which with them takes the right
@@ -66,7 +66,7 @@ def expand_segments() -> None:
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
-def initialize(args: Args, rank: int) -> Run:
+def initialize(args: RunConfig, rank: int) -> Run:
     """Joins the job."""
     cpu_support = None
     if args.device == "cpu":
@@ -120,7 +120,7 @@ def initialize(args: Args, rank: int) -> Run:
     return Run(args=args, rank=rank, device=device, timers=timers, cpu_support=cpu_support)
 
 
-def _join_process_group(args: Args, rank: int) -> torch.device:
+def _join_process_group(args: RunConfig, rank: int) -> torch.device:
     options: dict[str, Any] = {
         "backend": args.distributed_backend,
         "rank": rank,
@@ -176,7 +176,7 @@ def _await_store(rank: int, seconds: float) -> None:
         time.sleep(_NAP_SECONDS)
 
 
-def set_seeds(args: Args) -> None:
+def set_seeds(args: RunConfig) -> None:
     """Sets Megatron-LM's seeds: by pipeline rank, then the tensor-parallel generators."""
     seed = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     if args.data_parallel_random_init:

@@ -23,8 +23,6 @@ from megatron.dpp_train.optimizer.grad_checks import on_the_way
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.tokenizers import Tokenizer
 
-Args = RunConfig
-
 _LINE_BYTES = 1024
 """Room for a log line that the last rank sends to rank 0."""
 
@@ -93,7 +91,7 @@ class Run(Progress):
     since iteration 0. ``args`` never change.
     """
 
-    args: Args
+    args: RunConfig
     rank: int
     device: torch.device
     timers: Any

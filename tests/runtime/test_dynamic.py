@@ -73,7 +73,7 @@ def test_as_many_chunks_are_needed_as_the_config_says() -> None:
     check_chunks(call_of(2))
     call = call_of(2)
     call.config.virtual_pipeline_model_parallel_size = 3
-    with pytest.raises(ConfigError, match=r"2 chunks were given, but virtual.* is 3"):
+    with pytest.raises(ConfigError, match=r"2 chunks were given, but virtual.*=3 asks for 3"):
         check_chunks(call)
 
 

@@ -101,10 +101,6 @@ class PipelineSchedule(abc.ABC):
             self._said.add(line)
             self._log(line)
 
-    def _captures(self) -> bool:
-        """True if CUDA graphs, or the ``capture`` of a test, are available."""
-        return self._capture is not None or torch.cuda.is_available()
-
     def __enter__(self: _Schedule) -> _Schedule:
         return self
 

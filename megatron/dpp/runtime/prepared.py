@@ -10,7 +10,7 @@ import torch
 
 from megatron.dpp.config import GRAPHS_PAY_FROM, POOL_GROWTH, Backward, DppConfig
 from megatron.dpp.core.expert_trace import traced_experts
-from megatron.dpp.core.graphs.capture import Capture
+from megatron.dpp.core.graphs.capture import Capture, can_capture
 from megatron.dpp.core.graphs.slots import ChunkGraphs, why_not
 from megatron.dpp.core.memory import room
 from megatron.dpp.core.steps import Stage, StepCall
@@ -83,7 +83,7 @@ class Prepared:
             self.forget()
             self._weights = self._weight_gradients(call)
             self._backwards = Backwards(self._config, self._log)
-            if self._config.cuda_graphs != "off" and self._captures():
+            if self._config.cuda_graphs != "off" and can_capture(self._capture):
                 self.graphs = self._make_graphs(call)
             self._model = list(call.model)
             self._parameters = [p for chunk in call.model for p in chunk.parameters()]
@@ -179,9 +179,6 @@ class Prepared:
             graphs.close()
 
     # Graphs
-
-    def _captures(self) -> bool:
-        return self._capture is not None or torch.cuda.is_available()
 
     def _make_graphs(self, call: StepCall) -> ChunkGraphs | None:
         found = call.boundaries(call.length)

@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
 from megatron.dpp.core.compat import static_schedule
+from megatron.dpp.core.graphs.capture import can_capture
 from megatron.dpp.core.graphs.slots import ChunkGraphs
 from megatron.dpp.core.rng import TaskRng
 from megatron.dpp.core.static import (
@@ -106,7 +107,7 @@ class StaticSchedule(PipelineSchedule):
         return timer_for(self.config, follow=True)
 
     def _wants_graphs(self) -> bool:
-        return self.config.cuda_graphs == "on" and self._captures()
+        return self.config.cuda_graphs == "on" and can_capture(self._capture)
 
     def _graphs_of(self, call: StepCall) -> ChunkGraphs:
         if self._graphs is None or self._graphed != call.model:

@@ -18,7 +18,6 @@ import torch
 from megatron.dpp.errors import (
     ProtocolError,
     TransportError,
-    TransportUnavailable,
     one_line,
 )
 from megatron.dpp.transport import handshake
@@ -219,29 +218,3 @@ def undelivered(link: PeerLink, name: str, fault: str) -> str:
         f"the {name} link with rank {link.peer} does not deliver what is written: {fault}. An "
         "IOMMU or ACS redirects its traffic"
     )
-
-
-def check_links(
-    links: Sequence[PeerLink],
-    write: Callable[[PeerLink, int], object],
-    fault_of: Callable[[PeerLink, int], str],
-    *,
-    name: str,
-    instead: str,
-) -> None:
-    """Require that links deliver a pattern; arguments as for ``link_faults``.
-
-    Args:
-        name: of the links, for the error.
-        instead: the option that avoids them, for the error.
-
-    Raises:
-        TransportUnavailable: a link does not deliver the data that was written; on both sides.
-    """
-    faults = link_faults(links, write, fault_of)
-    for link in links:
-        if link.peer in faults:
-            raise TransportUnavailable(
-                f"rank {link.rank}: {undelivered(link, name, faults[link.peer])}: turn it off in "
-                f"the firmware, or use {instead}"
-            )

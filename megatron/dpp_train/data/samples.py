@@ -29,8 +29,6 @@ from megatron.dpp_train.exits import largest
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.state import Run, ends
 
-Args = RunConfig
-
 
 class Task(Protocol):
     """The part of a pre-training task that concerns its data."""
@@ -157,7 +155,7 @@ class Samples:
         self._iterator = iter(())
 
 
-def num_samples(args: Args) -> tuple[int, int | None, int]:
+def num_samples(args: RunConfig) -> tuple[int, int | None, int]:
     """Samples of training, validation and test that the run will read.
 
     At least one for each evaluation: megatron-core takes 0 for "as many as possible", which for
@@ -289,13 +287,13 @@ def _agree(run: Run, loaders: list[list[Any]]) -> tuple[list[bool], int]:
     return [bool(each) for each in there], eval_iters
 
 
-def _samples(args: Args, loader: Any, eval_iters: int | None) -> Samples | None:
+def _samples(args: RunConfig, loader: Any, eval_iters: int | None) -> Samples | None:
     if loader is None:
         return None
     return Samples(_endless(args, loader, eval_iters) if len(loader) else iter(()))
 
 
-def _sources(args: Args) -> str:
+def _sources(args: RunConfig) -> str:
     for name in ("data_path", "train_data_path", "data_args_path", "per_split_data_args_path"):
         value = getattr(args, name)
         if value:
@@ -303,7 +301,7 @@ def _sources(args: Args) -> str:
     return "--mock-data"
 
 
-def _loader(args: Args, dataset: Any, consumed: int) -> Any:
+def _loader(args: RunConfig, dataset: Any, consumed: int) -> Any:
     if dataset is None or len(dataset) == 0:  # empty: an evaluation of no iterations
         return None
     place = (mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size())
@@ -314,7 +312,7 @@ def _loader(args: Args, dataset: Any, consumed: int) -> Any:
     return Loader(args, dataset, batch_sampler=sampler, persistent_workers=args.num_workers > 0)
 
 
-def _endless(args: Args, loader: Any, eval_iters: int | None) -> Iterator[Any]:
+def _endless(args: RunConfig, loader: Any, eval_iters: int | None) -> Iterator[Any]:
     """Batches of a loader; ``eval_iters`` of an evaluation, None in training."""
     whole = args.full_validation and eval_iters is not None
     if args.dataloader_type == "single" and not whole:
@@ -329,7 +327,7 @@ def _endless(args: Args, loader: Any, eval_iters: int | None) -> Iterator[Any]:
     return epochs()
 
 
-def _batches_per_evaluation(args: Args) -> int:
+def _batches_per_evaluation(args: RunConfig) -> int:
     """Microbatches of one replica in one iteration of an evaluation."""
     return int(args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
 

@@ -15,7 +15,7 @@ from megatron.dpp.errors import DataError
 from megatron.dpp_train import culprits
 from megatron.dpp_train.data.changes import Corpora
 from megatron.dpp_train.exits import prepare_worker
-from megatron.dpp_train.state import Args
+from megatron.dpp_train.options.run_config import RunConfig
 
 _GRACE_SECONDS = 1.0
 """Between a broken connection to a worker and the news of its end."""
@@ -29,7 +29,7 @@ class Loader(torch.utils.data.DataLoader[Any]):
             ranks wait for this one, or a file of the data set was written.
     """
 
-    def __init__(self, args: Args, dataset: Any, **options: Any) -> None:
+    def __init__(self, args: RunConfig, dataset: Any, **options: Any) -> None:
         super().__init__(
             dataset,
             num_workers=args.num_workers,

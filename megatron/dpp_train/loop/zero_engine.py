@@ -31,8 +31,6 @@ from megatron.dpp_train.optimizer.optimizer import parameter_groups
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.state import Run
 
-Args = RunConfig
-
 
 def start_engine(run: Run, trainee: Trainee) -> None:
     """Hands the chunk of ``trainee`` to a new engine, and replaces chunk, optimizer and scheduler.
@@ -60,7 +58,7 @@ def start_engine(run: Run, trainee: Trainee) -> None:
     trainee.scheduler = build_scheduler(args, optimizer)
 
 
-def engine_settings(args: Args) -> dict[str, Any]:
+def engine_settings(args: RunConfig) -> dict[str, Any]:
     """DeepSpeed's configuration for these flags."""
     microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
     settings: dict[str, Any] = {
@@ -83,7 +81,7 @@ def engine_settings(args: Args) -> dict[str, Any]:
     return settings
 
 
-def _torch_optimizer(args: Args, chunk: torch.nn.Module) -> torch.optim.Optimizer:
+def _torch_optimizer(args: RunConfig, chunk: torch.nn.Module) -> torch.optim.Optimizer:
     """PyTorch's optimizer over megatron-core's parameter groups, which differ in weight decay and
     learning rate."""
     groups = parameter_groups([chunk], optimizer_config(args))

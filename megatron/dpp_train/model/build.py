@@ -26,7 +26,6 @@ from megatron.dpp_train.model.configs import ddp_config, optimizer_config
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.state import Run, ends
 
-Args = RunConfig
 ChunkBuilder = Callable[..., torch.nn.Module]
 """``(args, config, pre_process=..., post_process=..., vp_stage=...)`` to one bare model chunk."""
 
@@ -84,7 +83,7 @@ def _delay_weight_gradients(run: Run, config: TransformerConfig) -> None:
         run.say(render(f"{setting('split_backward')}: the backward is fused: {reason}"))
 
 
-def bare_chunks(args: Args, config: TransformerConfig, build_chunk: ChunkBuilder) -> list[Any]:
+def bare_chunks(args: RunConfig, config: TransformerConfig, build_chunk: ChunkBuilder) -> list[Any]:
     """Builds this rank's chunks, without gradient buffers."""
     num_chunks = args.virtual_pipeline_model_parallel_size
     chunks = []
@@ -101,7 +100,7 @@ def bare_chunks(args: Args, config: TransformerConfig, build_chunk: ChunkBuilder
 
 
 def _with_gradient_buffers(
-    args: Args, config: TransformerConfig, chunks: list[Any], count: int
+    args: RunConfig, config: TransformerConfig, chunks: list[Any], count: int
 ) -> list[Any]:
     settings = ddp_config(args, count)
     settings.delay_wgrad_compute = config.delay_wgrad_compute
@@ -132,7 +131,7 @@ def _optimizer(run: Run, chunks: list[Any]) -> Any:
     )
 
 
-def build_scheduler(args: Args, optimizer: Any) -> Any:
+def build_scheduler(args: RunConfig, optimizer: Any) -> Any:
     """Builds what sets learning rate and weight decay in the parameter groups of ``optimizer``.
 
     It counts samples; flags may count iterations.

@@ -25,9 +25,6 @@ from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.options.validate_packages import check_engine
 from megatron.dpp_train.text_files import read_json
 
-Args = RunConfig
-
-
 _DTYPES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -36,7 +33,7 @@ _DTYPES = {
 }
 
 
-def settled(args: Args) -> Args:
+def settled(args: RunConfig) -> RunConfig:
     """Checked arguments with the values that need PyTorch: the device and what depends on it,
     dtypes, megatron-core's enumerations, and the number of iterations. ``args`` stays as it is.
 
@@ -55,7 +52,7 @@ def settled(args: Args) -> Args:
     return args.with_(**values)
 
 
-def _enumerations(args: Args) -> dict[str, Any]:
+def _enumerations(args: RunConfig) -> dict[str, Any]:
     """Members of megatron-core's enumerations for the names in ``args``."""
     members: dict[str, Any] = {}
     for row in enum_rows():
@@ -66,7 +63,7 @@ def _enumerations(args: Args) -> dict[str, Any]:
     return members
 
 
-def _device_values(args: Args) -> dict[str, Any]:
+def _device_values(args: RunConfig) -> dict[str, Any]:
     """``--device auto`` resolved, and kernels and processes switched off that this device lacks:
     Megatron would stop with an error in mid-start, or hang."""
     device = args.device
@@ -98,7 +95,7 @@ def _can_fuse_weight_gradients() -> bool:
     return fused.available()
 
 
-def _iterations(args: Args, samples: int) -> int:
+def _iterations(args: RunConfig, samples: int) -> int:
     """Iterations that ``--train-samples`` makes, the ramp of the batch size included."""
     iterations = consumed = 0
     if args.rampup_batch_size is not None:
@@ -120,13 +117,13 @@ def _iterations(args: Args, samples: int) -> int:
     return int(iterations + max(0, samples - consumed) // args.global_batch_size)
 
 
-def _same_names(kind: Any, args: Args) -> dict[str, Any]:
+def _same_names(kind: Any, args: RunConfig) -> dict[str, Any]:
     return {
         f.name: getattr(args, f.name) for f in dataclasses.fields(kind) if hasattr(args, f.name)
     }
 
 
-def transformer_config(args: Args) -> TransformerConfig:
+def transformer_config(args: RunConfig) -> TransformerConfig:
     """The model's shape and execution."""
     kind = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
     values = _same_names(kind, args)
@@ -160,7 +157,7 @@ def transformer_config(args: Args) -> TransformerConfig:
     return config
 
 
-def _yarn(args: Args) -> dict[str, Any]:
+def _yarn(args: RunConfig) -> dict[str, Any]:
     """Settings of ``YarnRotaryEmbedding``."""
     return {
         "rotary_scaling_factor": args.rotary_scaling_factor,
@@ -173,7 +170,7 @@ def _yarn(args: Args) -> dict[str, Any]:
     }
 
 
-def _activation(args: Args) -> dict[str, Any]:
+def _activation(args: RunConfig) -> dict[str, Any]:
     if args.swiglu:
         return {"activation_func": F.silu, "gated_linear_unit": True}
     if args.squared_relu:
@@ -195,7 +192,7 @@ def _activation(args: Args) -> dict[str, Any]:
     return {}
 
 
-def ddp_config(args: Args, num_parameters: int) -> DistributedDataParallelConfig:
+def ddp_config(args: RunConfig, num_parameters: int) -> DistributedDataParallelConfig:
     """Buckets and reduction of gradients; ``num_parameters`` counts this rank's."""
     values = _same_names(DistributedDataParallelConfig, args)
     size = args.ddp_bucket_size
@@ -214,13 +211,13 @@ def ddp_config(args: Args, num_parameters: int) -> DistributedDataParallelConfig
     return DistributedDataParallelConfig(**values)
 
 
-def optimizer_config(args: Args) -> OptimizerConfig:
+def optimizer_config(args: RunConfig) -> OptimizerConfig:
     """Adam's or SGD's settings, loss scaling, clipping, the distributed optimizer."""
     kind = AdamOptimizerConfig if args.optimizer == "adam" else SGDOptimizerConfig
     return kind(**_same_names(kind, args))
 
 
-def check_with_core(args: Args) -> None:
+def check_with_core(args: RunConfig) -> None:
     """Lets megatron-core check the settings that its dataclasses take.
 
     Raises:
@@ -233,7 +230,7 @@ def check_with_core(args: Args) -> None:
         raise ConfigError(f"megatron-core refuses these settings: {one_line(error)}") from error
 
 
-def sequences_per_dataset(args: Args) -> dict[str, int] | None:
+def sequences_per_dataset(args: RunConfig) -> dict[str, int] | None:
     """Sequences per data set from ``--per-dataset-sequences-path``, or None without it.
 
     Raises:
@@ -249,7 +246,7 @@ def sequences_per_dataset(args: Args) -> dict[str, int] | None:
     return counts
 
 
-def dataset_values(args: Args, tokenizer: Any) -> dict[str, Any]:
+def dataset_values(args: RunConfig, tokenizer: Any) -> dict[str, Any]:
     """Settings that GPT's and BERT's data sets share.
 
     Raises:

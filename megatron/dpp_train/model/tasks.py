@@ -32,7 +32,6 @@ from megatron.dpp_train.model.packed import packed_params
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.state import Run, ends
 
-Args = RunConfig
 Batch = dict[str, Any]
 """Tensors by name; empty on chunks that read nothing."""
 
@@ -67,7 +66,7 @@ class PretrainingTask:
         return step
 
 
-def _layer_implementation(args: Args) -> str:
+def _layer_implementation(args: RunConfig) -> str:
     """The layer spec of ``--transformer-impl``.
 
     ``local`` is megatron-core's own on a CPU, for Megatron-LM's numbers to the last digits, and
@@ -78,7 +77,7 @@ def _layer_implementation(args: Args) -> str:
     return "torch" if args.device == "cuda" else "megatron"
 
 
-def _model_values(args: Args, config: TransformerConfig) -> dict[str, Any]:
+def _model_values(args: RunConfig, config: TransformerConfig) -> dict[str, Any]:
     """Settings that GPT's and BERT's models share."""
     return {
         "config": config,
@@ -92,7 +91,7 @@ def _model_values(args: Args, config: TransformerConfig) -> dict[str, Any]:
 # --- GPT ---
 
 
-def _change(args: Args, config: TransformerConfig) -> Change:
+def _change(args: RunConfig, config: TransformerConfig) -> Change:
     """The function that gives the spec of a local layer the forms that flags and ``--family`` ask
     for.
 
@@ -116,7 +115,7 @@ def _change(args: Args, config: TransformerConfig) -> Change:
 
 
 def build_gpt(
-    args: Args, config: TransformerConfig, *, vp_stage: int | None, **place: bool
+    args: RunConfig, config: TransformerConfig, *, vp_stage: int | None, **place: bool
 ) -> GPTModel:
     """Builds one chunk of a GPT model."""
     layers: dict[str, Any] = {
@@ -194,7 +193,9 @@ def _gpt_batch(run: Run, iterator: Any, vp_stage: int | None) -> Batch:
     return sliced
 
 
-def _gpt_layout(args: Args, flat: tuple[int, int], *, first: bool, last: bool) -> dict[str, Any]:
+def _gpt_layout(
+    args: RunConfig, flat: tuple[int, int], *, first: bool, last: bool
+) -> dict[str, Any]:
     layout: dict[str, Any] = {}
     if first or args.mtp_num_layers:
         layout |= {"tokens": (flat, torch.int64), "position_ids": (flat, torch.int64)}
@@ -268,7 +269,7 @@ class _BertBlock(TransformerBlockSubmodules):  # type: ignore[misc]
 
 
 def build_bert(
-    args: Args, config: TransformerConfig, *, vp_stage: int | None, **place: bool
+    args: RunConfig, config: TransformerConfig, *, vp_stage: int | None, **place: bool
 ) -> BertModel:
     """Builds one chunk of a BERT model."""
     implementation = _layer_implementation(args)

@@ -32,13 +32,11 @@ from megatron.dpp_train.options.validate_slices import check_head, check_slices
 from megatron.dpp_train.options.yaml_file import naming_keys
 from megatron.dpp_train.tokenizers import PIECE_TYPES
 
-Args = Settings
-
 TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
 
 
 def validate(
-    args: Args, world_size: int, arch: str | None = None, *, elsewhere: bool = False
+    args: Settings, world_size: int, arch: str | None = None, *, elsewhere: bool = False
 ) -> RunConfig:
     """Check parsed ``args``, which stay as they are, and derive what Megatron derives.
 
@@ -61,7 +59,7 @@ def validate(
     return draft.frozen()
 
 
-def check_sizes(args: Args, world_size: int) -> None:
+def check_sizes(args: Settings, world_size: int) -> None:
     """Apply the rules on sizes, layout and batch alone, which need no package.
 
     Raises:
@@ -74,7 +72,7 @@ def check_sizes(args: Args, world_size: int) -> None:
             rule(draft)
 
 
-def _family(args: Args, arch: str) -> None:
+def _family(args: Settings, arch: str) -> None:
     args.tokenizer_type = args.tokenizer_type or TOKENIZERS[arch]
     if arch != "bert":
         return
@@ -109,7 +107,7 @@ def _family(args: Args, arch: str) -> None:
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 
 
-def _shape(args: Args) -> None:
+def _shape(args: Settings) -> None:
     args.num_layers = args.num_layers or args.encoder_num_layers or UNSET
     for name in _SIZES:
         require(getattr(args, name), f"{core_setting(name)} is required")
@@ -153,7 +151,7 @@ def _shape(args: Args) -> None:
     )
 
 
-def _layout(args: Args) -> None:
+def _layout(args: Settings) -> None:
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     context = args.context_parallel_size
     model = tensor * pipeline * context
@@ -194,7 +192,7 @@ def _layout(args: Args) -> None:
         args.expert_tensor_parallel_size = tensor
 
 
-def _batch(args: Args) -> None:
+def _batch(args: Settings) -> None:
     require(
         args.micro_batch_size is not None and args.micro_batch_size > 0,
         f"{core_setting('micro_batch_size')} is required",
@@ -210,7 +208,7 @@ def _batch(args: Args) -> None:
     )
 
 
-def _length_of_training(args: Args) -> None:
+def _length_of_training(args: Settings) -> None:
     require(
         (args.train_iters is None) != (args.train_samples is None),
         "give exactly one of --train-iters and --train-samples",
@@ -229,7 +227,7 @@ def _length_of_training(args: Args) -> None:
         )
 
 
-def _precision(args: Args) -> None:
+def _precision(args: Settings) -> None:
     require(not (args.fp16 and args.bf16), "--fp16 and --bf16 exclude each other")
     if args.fp16 and not args.loss_scale:  # NaN is then a message to the loss scaler
         args.check_for_nan_in_loss_and_grad = False
@@ -247,7 +245,7 @@ def _precision(args: Args) -> None:
     args.attention_softmax_in_fp32 |= args.apply_query_key_layer_scaling
 
 
-def _optimizer(args: Args) -> None:
+def _optimizer(args: Settings) -> None:
     args.apply_wd_to_qk_layernorm |= args.no_weight_decay_cond_type is not None
     require(args.lr is not None or args.skip_train, "--lr is required")
     require(
@@ -302,7 +300,7 @@ _NOT_WITH_DEEPSPEED = dict.fromkeys(
 """Flags that DeepSpeed's engine excludes."""
 
 
-def _exclude(args: Args, name: str, excluded: dict[str, str]) -> None:
+def _exclude(args: Settings, name: str, excluded: dict[str, str]) -> None:
     """Refuse what does not go with the flag ``name``: ``--flag``, ``--flag value`` or ``--flag
     above 1``."""
     for text, nearest in excluded.items():
@@ -312,13 +310,13 @@ def _exclude(args: Args, name: str, excluded: dict[str, str]) -> None:
         require(not given, f"{name} does not go with {text}{nearest}")
 
 
-def _fully_sharded(args: Args) -> None:
+def _fully_sharded(args: Settings) -> None:
     if args.use_torch_fsdp2:
         _exclude(args, "--use-torch-fsdp2", _NOT_WITH_FSDP2)
         args.gradient_accumulation_fusion = False
 
 
-def _deepspeed(args: Args) -> None:
+def _deepspeed(args: Settings) -> None:
     if not args.deepspeed_zero_stage:
         return
     name = f"--deepspeed-zero-stage {args.deepspeed_zero_stage}"
@@ -326,7 +324,7 @@ def _deepspeed(args: Args) -> None:
     args.gradient_accumulation_fusion = False
 
 
-def _memory(args: Args) -> None:
+def _memory(args: Settings) -> None:
     if args.recompute_activations:
         args.recompute_granularity = "selective"
     require(
@@ -341,7 +339,7 @@ def _memory(args: Args) -> None:
         raise ConfigError("--recompute-granularity full needs --recompute-num-layers")
 
 
-def _kernels(args: Args) -> None:
+def _kernels(args: Settings) -> None:
     if args.spec is not None:
         require(
             args.spec == ["local"],
@@ -364,7 +362,7 @@ def _kernels(args: Args) -> None:
             )
 
 
-def _data(args: Args) -> None:
+def _data(args: Settings) -> None:
     separate = [args.train_data_path, args.valid_data_path, args.test_data_path]
     sources = {
         "--mock-data": args.mock_data,
@@ -381,7 +379,7 @@ def _data(args: Args) -> None:
     args.dataloader_type = args.dataloader_type or "single"
 
 
-def _checkpoints(args: Args) -> None:
+def _checkpoints(args: Settings) -> None:
     if args.save:
         require(
             args.save_interval is not None and args.save_interval > 0,
@@ -399,7 +397,7 @@ def _checkpoints(args: Args) -> None:
     )
 
 
-def _evaluation(args: Args) -> None:
+def _evaluation(args: Settings) -> None:
     require(
         args.eval_interval or not args.eval_iters or args.skip_train,
         "--eval-interval is required (or --eval-iters 0)",
@@ -407,7 +405,7 @@ def _evaluation(args: Args) -> None:
     require_value(args, "log_interval", args.log_interval > 0, "at least 1")
 
 
-def _writers(args: Args) -> None:
+def _writers(args: Settings) -> None:
     for flag, value, needed, there in (
         ("--mlflow-run-name", args.mlflow_run_name, "--mlflow-experiment", args.mlflow_experiment),
         ("--mlflow-tracking-uri", args.mlflow_tracking_uri, "--mlflow-experiment",
@@ -417,7 +415,7 @@ def _writers(args: Args) -> None:
         require(there or not value, f"{flag} {value} needs {needed}")
 
 
-def _trace(args: Args) -> None:
+def _trace(args: Settings) -> None:
     require_value(args, "trace_interval", args.trace_interval >= 1, "at least 1")
     try:
         parse_iterations(args.trace_iterations or "0")

@@ -12,10 +12,8 @@ from megatron.dpp.errors import require, require_multiple, require_value
 from megatron.dpp_train.options.layer_patterns import layers_with_experts
 from megatron.dpp_train.options.run_config import Settings
 
-Args = Settings
 
-
-def check_experts(args: Args) -> None:
+def check_experts(args: Settings) -> None:
     """Check and derive what ``--num-experts`` asks for, in place."""
     args.num_experts = args.num_experts or None
     for name in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
@@ -40,7 +38,7 @@ def check_experts(args: Args) -> None:
     _expert_layout(args)
 
 
-def _expert_layers(args: Args) -> None:
+def _expert_layers(args: Settings) -> None:
     pattern = layers_with_experts(args)
     require(
         len(pattern) == args.num_layers and set(pattern) <= {0, 1},
@@ -63,7 +61,7 @@ def _expert_layers(args: Args) -> None:
     )
 
 
-def _router(args: Args) -> None:
+def _router(args: Settings) -> None:
     kind, coefficient, topk = (
         args.moe_router_load_balancing_type,
         args.moe_aux_loss_coeff,
@@ -94,7 +92,7 @@ def _router(args: Args) -> None:
     )
 
 
-def _expert_layout(args: Args) -> None:
+def _expert_layout(args: Settings) -> None:
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     expert, expert_tensor = args.expert_model_parallel_size, args.expert_tensor_parallel_size
     require_value(args, "expert_model_parallel_size", expert >= 1, "at least 1")
@@ -125,7 +123,7 @@ def _expert_layout(args: Args) -> None:
     )
 
 
-def replicas_in_step(args: Args) -> int:
+def replicas_in_step(args: Settings) -> int:
     """Data-parallel replicas that run their tasks in one order with ``--use-dpp``, as experts or
     ``global_aux_loss`` communicate inside of tasks. Their ranks are neighbours.
     """
@@ -138,7 +136,7 @@ def replicas_in_step(args: Args) -> int:
     return math.lcm(shared, of_experts) // shared
 
 
-def check_prediction(args: Args) -> None:
+def check_prediction(args: Settings) -> None:
     """Check multi-token prediction."""
     args.mtp_num_layers = args.mtp_num_layers or None
     if args.mtp_num_layers is None:

@@ -9,9 +9,6 @@ from megatron.dpp.errors import core_setting, require
 from megatron.dpp_train.options.layer_patterns import layout_stages
 from megatron.dpp_train.options.run_config import Settings
 
-Args = Settings
-
-
 CUTS = (
     "--pipeline-model-parallel-layout",
     "--decoder-first-pipeline-num-layers",
@@ -30,7 +27,7 @@ NOT_PLANNED = (
 """Flags that settle the layout, or of models whose layers differ."""
 
 
-def check_plan(args: Args) -> None:
+def check_plan(args: Settings) -> None:
     """Check the needs of ``--dpp-plan``, and refuse flags that settle the layout beside it."""
     if args.dpp_plan is None:
         return
@@ -44,7 +41,7 @@ def check_plan(args: Args) -> None:
         require(not given, f"--dpp-plan {args.dpp_plan} does not go with {flag}")
 
 
-def virtual_stages(args: Args) -> None:
+def virtual_stages(args: Settings) -> None:
     """Derive the number of chunks; once more where ``--dpp-plan`` has settled the layout."""
     pipeline = args.pipeline_model_parallel_size
     ways = (
@@ -71,12 +68,12 @@ def virtual_stages(args: Args) -> None:
         args.overlap_p2p_comm = args.align_param_gather = False
 
 
-def _to_be_planned(args: Args) -> bool:
+def _to_be_planned(args: Settings) -> bool:
     """True until a plan exists, which needs the vocabulary's size for the output layer's cost."""
     return args.dpp_plan is not None and args.pipeline_model_parallel_layout is None
 
 
-def _num_chunks(args: Args) -> int:
+def _num_chunks(args: Settings) -> int:
     """Model chunks per pipeline rank."""
     pipeline = args.pipeline_model_parallel_size
     ranks = core_setting("pipeline_model_parallel_size", pipeline)
@@ -124,7 +121,7 @@ def _num_chunks(args: Args) -> int:
     return int(per_rank // per_chunk)
 
 
-def _chunks_of_text(args: Args) -> int:
+def _chunks_of_text(args: Settings) -> int:
     """As ``--pipeline-model-parallel-layout`` has it."""
     flag, text = "--pipeline-model-parallel-layout", args.pipeline_model_parallel_layout
     stages = layout_stages(text or "")
@@ -145,7 +142,7 @@ def _chunks_of_text(args: Args) -> int:
     return len(stages) // int(args.pipeline_model_parallel_size)
 
 
-def check_cut(args: Args) -> None:
+def check_cut(args: Settings) -> None:
     """Layers per stage, where the flags say them or the cut is even; and layers recomputed
     together.
     """
@@ -183,7 +180,7 @@ def check_cut(args: Args) -> None:
         _check_recomputed(args, layers // chunks)
 
 
-def _check_recomputed(args: Args, layers: int) -> None:
+def _check_recomputed(args: Settings, layers: int) -> None:
     together = args.recompute_num_layers
     require(
         args.recompute_method != "uniform" or (together and layers % together == 0),

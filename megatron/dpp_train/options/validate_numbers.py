@@ -10,8 +10,6 @@ from typing import Any
 from megatron.dpp.errors import require, require_value
 from megatron.dpp_train.options.run_config import Settings
 
-Args = Settings
-
 _FROM_0 = "at least 0", lambda value: value >= 0
 _FROM_1 = "at least 1", lambda value: value >= 1
 _ABOVE_0 = "above 0", lambda value: value > 0
@@ -36,7 +34,7 @@ _BOUNDS: dict[tuple[str, Callable[[Any], bool]], tuple[str, ...]] = {
 layer (``[1,0]``) is held by other rules."""
 
 
-def check_numbers(args: Args) -> None:
+def check_numbers(args: Settings) -> None:
     """Numbers that no run can mean: not finite, or out of the range of their setting."""
     for name in vars(args):
         numbers = [each for each in _numbers(getattr(args, name)) if isinstance(each, float)]

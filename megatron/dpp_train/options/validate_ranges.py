@@ -9,10 +9,8 @@ from __future__ import annotations
 from megatron.dpp.errors import core_setting, require, require_multiple, require_value
 from megatron.dpp_train.options.run_config import Settings
 
-Args = Settings
 
-
-def check_ranges(args: Args) -> None:
+def check_ranges(args: Settings) -> None:
     """Numbers out of range."""
     for name in ("hidden_dropout", "attention_dropout"):
         require_value(args, name, 0 <= getattr(args, name) <= 1, "between 0 and 1")
@@ -36,7 +34,7 @@ def check_ranges(args: Args) -> None:
         )
 
 
-def check_heads(args: Args) -> None:
+def check_heads(args: Settings) -> None:
     """Heads that do not divide into query groups, channels that do not into rotated pairs."""
     if args.group_query_attention:
         require_value(args, "num_query_groups", args.num_query_groups >= 1, "at least 1")
@@ -50,7 +48,7 @@ def check_heads(args: Args) -> None:
     )
 
 
-def check_yarn(args: Args) -> None:
+def check_yarn(args: Settings) -> None:
     """Values that YaRN cannot have, or that megatron-core would ignore with it."""
     if args.position_embedding_type != "yarn":
         return
@@ -76,7 +74,7 @@ def check_yarn(args: Args) -> None:
         require(off, f"{yarn} does not go with {given}")
 
 
-def check_learning_rate(args: Args) -> None:
+def check_learning_rate(args: Settings) -> None:
     """Learning rate and weight decay, as megatron-core's scheduler asserts."""
     unit = "iters" if args.train_iters is not None else "samples"
     total = getattr(args, f"train_{unit}")
@@ -119,7 +117,7 @@ def check_learning_rate(args: Args) -> None:
     )
 
 
-def check_batches(args: Args) -> None:
+def check_batches(args: Settings) -> None:
     """The ramp of the batch size, and the groups of microbatches of the interleaved schedule."""
     step = args.micro_batch_size * args.data_parallel_size
     if args.rampup_batch_size is not None:
@@ -154,7 +152,7 @@ def check_batches(args: Args) -> None:
     )
 
 
-def check_optimizer_kind(args: Args) -> None:
+def check_optimizer_kind(args: Settings) -> None:
     """The distributed optimizer, and Adam on the CPU."""
     require(
         args.optimizer == "adam" or not args.use_distributed_optimizer,

@@ -21,6 +21,11 @@ Capture = Callable[[Callable[[], None], Any], Replayable]
 """Captures work: (function, memory pool) -> graph. Tests without a GPU pass their own."""
 
 
+def can_capture(capture: Capture | None) -> bool:
+    """True if CUDA graphs, or the ``capture`` of a test, are available."""
+    return capture is not None or torch.cuda.is_available()
+
+
 class CudaGraph:
     """One captured function, not executed by the capture."""
 

@@ -9,8 +9,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.dpp.errors import ProtocolError, SetupError, setting
-from megatron.dpp.transport.joining import Facts, PeerLink, Setup, check_links
+from megatron.dpp.errors import ProtocolError, SetupError, TransportUnavailable, setting
+from megatron.dpp.transport.joining import Facts, PeerLink, Setup, link_faults, undelivered
 from megatron.dpp.transport.kinds import TransportKind, register, staged
 
 
@@ -52,15 +52,19 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
                 f"(docker's options ipc=host, pid=host); {setting('transport', 'staged')} does "
                 "without"
             )
-    check_links(
+    faults = link_faults(
         links,
         lambda link, seed: link.outgoing and cuda.write_pattern(link.peer, seed),
         lambda link, seed: cuda.pattern_fault(link.peer, seed) if link.incoming else "",
-        name="GPU",
-        instead=setting("transport", "staged"),
     )
-    faults = {link.peer: cuda.ahead_fault(link.peer) for link in links}
-    return {peer: f"; nothing is launched ahead: {why}" for peer, why in faults.items() if why}
+    for link in links:
+        if link.peer in faults:
+            raise TransportUnavailable(
+                f"rank {link.rank}: {undelivered(link, 'GPU', faults[link.peer])}: turn it off in "
+                f"the firmware, or use {setting('transport', 'staged')}"
+            )
+    ahead = {link.peer: cuda.ahead_fault(link.peer) for link in links}
+    return {peer: f"; nothing is launched ahead: {why}" for peer, why in ahead.items() if why}
 
 
 def _offer(cuda: Any, link: PeerLink, *, legacy: bool) -> None:
