@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron.dpp.errors import ConfigError
 from megatron.dpp_train import tokenizers
 from megatron.dpp_train.cost.estimate import estimate
 from megatron.dpp_train.cost.shape import RunShape
@@ -80,6 +81,31 @@ def test_auto_leaves_out_only_what_cannot_be_among_the_best(more: str) -> None:
     assert len(every) > 6
     assert [each.command() for each in every[:3]] == [each.command() for each in best]
     assert all(each.least_seconds <= each.estimate.seconds * (1 + 1e-12) for each in every)
+
+
+LONG = (
+    "--model llama3-8b --num-layers 4 --transformer-impl transformer_engine --seq-length 98304 "
+    "--max-position-embeddings 98304 --batch-size 4 --gpu H100 --gpus 2 --dry-run --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 128255"
+)
+"""Whole sequences fit in no layout."""
+
+
+def test_auto_cuts_sequences_where_no_layout_holds_whole_ones() -> None:
+    best = plan(["--mode", "auto", *LONG.split()])
+    assert best.resolved.flags["--dpp-slice-tokens"] == "auto"
+    assert any("whole sequences fit in no layout" in line for line in best.heading)
+    command = next(line for line in best.heading if line.startswith("1 ")).partition("--mode")
+    again = plan([*"".join(command[1:]).removesuffix(" (planned)").split(), *LONG.split()])
+    assert again.estimate == best.estimate
+    with pytest.raises(ConfigError, match="nearest that fits: .* --dpp-slice-tokens auto"):
+        plan(["--mode", "3d", "--pp", "2", "--tp", "1", *LONG.split()])
+
+
+@pytest.mark.parametrize("asked", ["--no-dpp", "--dpp-slice-tokens off", "--window-size 128,0"])
+def test_auto_cuts_no_sequences_against_other_settings(asked: str) -> None:
+    with pytest.raises(ConfigError, match="no layout fits: the least"):
+        plan(["--mode", "auto", *asked.split(), *LONG.split()])
 
 
 def test_auto_says_which_layouts_are_planned(for_medium: list[auto.Candidate]) -> None:

@@ -3,7 +3,8 @@
 All possible layouts are sorted by a lower bound on their time, and simulated in that order until no
 other can be among the best three. Each is simulated with the flags that ``--mode 3d`` would run it
 with, so a pipeline whose layers are planned is planned here too. Of those that fit, the fastest
-comes first; a more complex one must gain ``_WORTH`` for each further part.
+comes first; a more complex one must gain ``_WORTH`` for each further part. Where none holds whole
+sequences, all are tried with slices.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ _SHOWN = 3
 """Layouts to report, each with its best micro-batch size."""
 _MOST_SIMULATED = 40
 """Limit on simulated layouts, once as many fit as are asked for."""
+_SLICES = "--dpp-slice-tokens"
 _MOST_PLANNED = 4
 """Limit on pipelines whose layers are planned, which takes 0.1 to 2 s each."""
 
@@ -102,10 +104,15 @@ class Way(Form):
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate(Way):
-    """A layout with its estimate."""
+    """A layout with its estimate.
+
+    Args:
+        cut: slices were added, as whole sequences fit in no layout.
+    """
 
     estimate: Estimate
     resolved: Resolved
+    cut: bool = False
 
     @property
     def cost(self) -> float:
@@ -127,6 +134,8 @@ class Candidate(Way):
             words = "--mode simple"
         if self.recompute != "none":
             words += f" --recompute {self.recompute}"
+        if self.cut:
+            words += f" {_SLICES} auto"
         return f"{words} --micro-batch-size {self.micro_batch}"
 
 
@@ -149,9 +158,19 @@ def candidates(
     """
     search = _Search(options, flags, setting, plain, count)
     found = search.run()
+    if not found and _may_cut(options, flags, plain):
+        schedule = dataclasses.replace(plain.schedule, slice_tokens="auto")
+        cut = dataclasses.replace(plain, schedule=schedule)
+        sliced = _Search(options, flags | {_SLICES: "auto"}, setting, cut, count).run()
+        found = [dataclasses.replace(each, cut=True) for each in sliced]
     if not found and search.problem is not None:
         raise search.problem
     return found
+
+
+def _may_cut(options: argparse.Namespace, flags: Flags, plain: RunShape) -> bool:
+    """Nothing says whether sequences are cut, and a dynamic pipeline may run."""
+    return not (options.no_dpp or _SLICES in flags or plain.schedule.slice_tokens != "off")
 
 
 class _Search:
@@ -395,6 +414,8 @@ def _why(best: list[Candidate]) -> str:
                        else "sharding the parameters makes room")  # fmt: skip
     if first.recompute == "full":
         reasons.append("activations fit only when they are computed again")
+    if first.cut:
+        reasons.append(f"whole sequences fit in no layout: {_SLICES} auto cuts them")
     if len(best) > 1:
         gain = best[1].estimate.seconds / first.estimate.seconds - 1
         if gain >= 0.0005:
