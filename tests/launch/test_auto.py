@@ -98,7 +98,7 @@ def test_auto_cuts_sequences_where_no_layout_holds_whole_ones() -> None:
     command = next(line for line in best.heading if line.startswith("1 ")).partition("--mode")
     again = plan([*"".join(command[1:]).removesuffix(" (planned)").split(), *LONG.split()])
     assert again.estimate == best.estimate
-    with pytest.raises(ConfigError, match="nearest that fits: .* --dpp-slice-tokens auto"):
+    with pytest.raises(ConfigError, match=r"nearest that fits: .* --dpp-slice-tokens auto"):
         plan(["--mode", "3d", "--pp", "2", "--tp", "1", *LONG.split()])
 
 
