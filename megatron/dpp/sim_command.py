@@ -22,7 +22,7 @@ from pathlib import Path
 
 from megatron.dpp.command_line import guarded
 from megatron.dpp.config import Backward
-from megatron.dpp.errors import ConfigError, require_value
+from megatron.dpp.errors import ConfigError, require, require_value
 from megatron.dpp.index_files import check_index, read_lengths
 from megatron.dpp.naming import renamed
 from megatron.dpp.report.pictures.schedules import draw
@@ -121,7 +121,7 @@ def _run(args: argparse.Namespace) -> None:
             results[name].append(run(drawn, costs))
     print_results(dataclasses.replace(shape, largest=lengths.longest), results, unit)
     if args.compare:
-        print_parts(_arms(args, shape, measured), results, shape.num_chunks)
+        print_parts(_arms(args, shape), results, shape.num_chunks)
     _show(args, results, unit)
 
 
@@ -137,8 +137,7 @@ def _compare_slices(args: argparse.Namespace, lengths: _Lengths) -> None:
     )  # fmt: skip
     number = args.microbatches or min(lengths.count or _BATCH, _BATCH)
     seeds = range(args.seed, args.seed + args.seeds)
-    if min(args.pp, args.chunks, number, args.seeds) < 1:
-        raise ConfigError("--pp, --chunks, --microbatches and --seeds must be at least 1")
+    _check_counts(args, args.pp, args.chunks, number)
     print("\n".join(table(comparison, [lengths.source(seed, number) for seed in seeds])))
 
 
@@ -239,9 +238,15 @@ def _read(path: str) -> str:
         ) from error
 
 
+def _check_counts(args: argparse.Namespace, *sizes: int) -> None:
+    """Refuse ranks, chunks, microbatches or seeds below 1."""
+    flags = ("--pp", "--chunks", "--microbatches", "--seeds")
+    for flag, number in zip(flags, (*sizes, args.seeds), strict=True):
+        require(number >= 1, f"{flag} {number}: must be at least 1")
+
+
 def _check(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None) -> None:
-    if min(shape.num_ranks, shape.num_chunks, shape.num_microbatches, args.seeds) < 1:
-        raise ConfigError("--pp, --chunks, --microbatches and --seeds must be at least 1")
+    _check_counts(args, shape.num_ranks, shape.num_chunks, shape.num_microbatches)
     require_value(args, "w_pieces", args.w_pieces >= 1, "at least 1")
     check_numbers(args)
     first = Geometry(shape.num_ranks, 0, shape.num_chunks, shape.num_microbatches)
@@ -379,7 +384,7 @@ def _in_best_order(run: _Run) -> _Run:
     return best
 
 
-def _arms(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None) -> arms.Arms:
+def _arms(args: argparse.Namespace, shape: Shape) -> arms.Arms:
     """The arms whose parts are printed."""
     return arms.Arms(
         shape.num_chunks,
@@ -396,7 +401,7 @@ def _arms(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None
 def _comparison(
     args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None
 ) -> dict[str, _Run]:
-    chosen = _arms(args, shape, measured)
+    chosen = _arms(args, shape)
     runs: dict[str, _Run] = {name: partial(chosen.run, name) for name in chosen.names}
     names = [*STATIC, "earlier-dpp"]
     if measured and not measured.split:

@@ -160,13 +160,13 @@ def test_lengths_come_from_token_files(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--microbatches", "0"], "must be at least 1"),
+        (["--microbatches", "0"], "--microbatches 0: must be at least 1"),
         (["--lengths", "7"], "a sigma must be a number from 0 to 5"),
         (["--lengths", "nowhere"], "expected sft, long, SIGMA"),
         (["--lengths", "10,x"], "not a list of lengths in tokens"),
         (["--lengths", "10,20", "--longest", "5"], "--longest 5: a microbatch has 20 tokens"),
         (["--lengths", "sft", "--condition", "jit.3"], "--costs and --condition have costs of"),
-        (["--pp", "0"], "must be at least 1"),
+        (["--pp", "0"], "--pp 0: must be at least 1"),
         (["--policy", "fastest"], "error: --policy fastest"),
         (["--cap", "0.1p"], "error: --cap: 0.1p"),
         (["--group", "2"], "--group 2: must be at least the number"),

@@ -200,7 +200,7 @@ def test_times_of_a_comparison_are_in_forwards_of_the_mean_sequence() -> None:
         (["--lengths", "sft", "--slices", "auto", "--compare"], "leave out --compare"),
         (["--lengths", "sft", "--slices", "auto", "--head", "-1"], "--head -1: must be a number"),
         (["--lengths", "sft", "--slices", "auto", "--hop", "nan"], "--hop nan: must be a number"),
-        (["--lengths", "sft", "--slices", "auto", "--pp", "0"], "must be at least 1"),
+        (["--lengths", "sft", "--slices", "auto", "--pp", "0"], "--pp 0: must be at least 1"),
     ],
 )
 def test_a_comparison_that_cannot_be_is_refused(capsys, flags, why):

@@ -102,7 +102,7 @@ def _low_median(values: Sequence[float]) -> float:
     return statistics.median_low(values) if values else 0.0
 
 
-def cell_factors(work: Work, shape: JobShape) -> dict[Cell, float]:
+def _cell_factors(work: Work) -> dict[Cell, float]:
     """Work of each cell per microbatch, relative to the typical cell of its chunk."""
     times = {cell: work.per_microbatch(cell) for cell in work.tasks}
     chunks = {chunk for _, chunk in times}
@@ -147,7 +147,7 @@ class StragglerSearch:
         self._sizes = sizes or {}
         self._shape, self._works, self._links = shape, works, links
         self._waits, self._threshold = waits, threshold
-        self._factors = [cell_factors(work, shape) for work in works]
+        self._factors = [_cell_factors(work) for work in works]
         self._numbers = [work.number for work in works]
         self._noise = _noise(self._factors)
 
