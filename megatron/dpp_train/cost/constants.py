@@ -71,6 +71,12 @@ CPU_MEMORY_RATE, CPU_LINK, CPU_NETWORK = 1e10, 2e9, 1e9
 ATTENTION_SLOWDOWN = (1.5, 2.0)
 """Forward and backward of attention's core, over the time of matrix products with as many
 operations. H200 runs."""
+ENGINE_ATTENTION_SLOWDOWN = (1.15, 1.6)
+"""The same of Transformer Engine's, on an H100 (docs/benchmarks/slices-h100.md, "Attention by
+kernel")."""
+ENGINE_SLICES = 1.15
+"""Its time in slices, in that of a whole row: 1.07 in rows of 64k tokens, 1.25 in those of 16k (the
+same table)."""
 BETWEEN_PRODUCTS = (4.2, 7.4)
 """Passes of a layer's forward and backward over the bytes that it keeps: norms, biases, activation
 functions and residual additions are kernels of their own. H200 runs."""

@@ -264,7 +264,7 @@ def _layer_seconds(shape: RunShape, device: Device) -> Times:
     scores = (2 if model.arch == "gpt" else 4) * core_products(model, shape.begin) * shape.tokens
     core, core_backward = (
         passes * slowdown * (scores / shape.tensor / device.flops)
-        for passes, slowdown in zip((1, 2), constants.ATTENTION_SLOWDOWN, strict=True)
+        for passes, slowdown in zip((1, 2), _slowdowns(shape), strict=True)
     )
     ring, dispatch = ring_seconds(shape, device), 2 * dispatch_seconds(shape, device)
     if shape.gathers_keys:  # before attention and after it
@@ -284,6 +284,15 @@ def _layer_seconds(shape: RunShape, device: Device) -> Times:
     repeated = {"none": 0.0, "selective": core, "full": forward}[shape.recompute]
     around = sums_backward * each + dispatch
     return forward, linear + core_backward + around + after + repeated, linear
+
+
+def _slowdowns(shape: RunShape) -> tuple[float, float]:
+    """Forward and backward of attention's core, over matrix products with as many operations."""
+    if not shape.engine:
+        return constants.ATTENTION_SLOWDOWN
+    longer = constants.ENGINE_SLICES if shape.row else 1.0
+    forward, backward = constants.ENGINE_ATTENTION_SLOWDOWN
+    return longer * forward, longer * backward
 
 
 def _table(shape: RunShape) -> float:
