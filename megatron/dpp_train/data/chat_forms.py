@@ -33,9 +33,13 @@ def is_whole(chat: Chat, text: str) -> bool:
     """True where a rendered text holds every message, none as a list of parts, and no arguments as
     a text within JSON."""
     said = [plain_text(message.get("content")).strip() for message in chat.messages]
-    if not all(each in text or _inner(each) in text for each in said):
-        return False
-    if any(_PART in text and _PART not in each for each in said):
+    place = 0
+    for each in said:  # most stand in their order: no search begins at the first message again
+        found = text.find(each, place)
+        if found < 0 and not (each in text or _inner(each) in text):
+            return False
+        place = max(found, place)
+    if _PART in text and any(_PART not in each for each in said):
         return False
     return not any(
         isinstance(arguments, str)

@@ -19,6 +19,7 @@ from megatron.dpp_train.tokenizers import Tokenizer
 from megatron.dpp_train.tokenizers.template_files import TOOL_USE
 from megatron.dpp_train.tokenizers.templates import (
     ANSWER,
+    Beginning,
     ChatTemplate,
     Rendered,
     Span,
@@ -34,6 +35,8 @@ _LEFT_OUT = (
 )
 _CONTENTS = "tools", "tool_calls", "documents"
 """Fields without which a chat is another one: a template must use them."""
+FEW = 5
+"""Answers up to which each is rendered alone."""
 _USUAL_ROLES = "system", "developer", "user", "assistant", "tool"
 _DATED = "the template writes today's date into the text (strftime_now), and the data keeps it"
 
@@ -156,16 +159,12 @@ class ChatEncoder:
             BadLine: it leaves out a message whose role it may not know.
         """
         notes: dict[str, None] = {}
+        said = {role: _said_by(role, chat) for role in _USUAL_ROLES}
+        held = [role for role, found in said.items() if found and self._holds(chat, found)]
         for number, message in enumerate(chat.messages):
-            if message.get("tool_calls") or not plain_text(message.get("content")).strip():
+            if message["role"] in held or not _says(message):
                 continue
-            probe = {**message, "content": _other(message)["content"]}
-            messages = [*chat.messages[:number], probe, *chat.messages[number + 1 :]]
-            try:
-                text = self._render(replace(chat, messages=messages), len(messages), ask=False).text
-            except BadLine:
-                continue
-            if ANSWER in text:
+            if self._holds(chat, [number]) is not False:
                 continue
             if message["role"] not in _USUAL_ROLES:
                 raise BadLine(
@@ -174,6 +173,20 @@ class ChatEncoder:
                 )
             notes[f'the template leaves out messages of the role "{message["role"]}"'] = None
         return list(notes) or [_LEFT_OUT]
+
+    def _holds(self, chat: Chat, numbers: list[int]) -> bool | None:
+        """True if the template writes what is put in the place of the texts of some messages; None
+        if it refuses that."""
+        messages = list(chat.messages)
+        texts = [f"{ANSWER}{number}{ANSWER}" if numbers[1:] else ANSWER for number in numbers]
+        for number, text in zip(numbers, texts, strict=True):
+            content = _other(messages[number], text)["content"]
+            messages[number] = {**messages[number], "content": content}
+        try:
+            found = self._render(replace(chat, messages=messages), len(messages), ask=False).text
+        except BadLine:
+            return None
+        return all(text in found for text in texts)
 
     def _template_of(self, chat: Chat) -> ChatTemplate:
         tools = chat.more.get("tools") and self._templates.get(TOOL_USE)
@@ -227,32 +240,54 @@ class ChatEncoder:
     def _compared(self, chat: Chat, notes: list[str]) -> list[tuple[str, tuple[Span, ...]]]:
         """A chat whose answers are what the template adds: one text as long as earlier turns stay
         as they are, else several."""
+        numbers = [number for number, trained in enumerate(chat.trained) if trained]
+        befores, afters = self._beginnings(chat, numbers)
         texts: list[tuple[str, tuple[Span, ...]]] = []
-        done: tuple[str, tuple[Span, ...]] = "", ()
-        for number, trained in enumerate(chat.trained):
-            if not trained:
-                continue
-            text, start = self._answer(chat, number, notes)
-            if done[1] and not text[:start].startswith(done[0]):
-                texts.append(done)
-                done = "", ()
-            done = text, (*done[1], (start, len(text)))
+        done, spans = Beginning.of(""), list[Span]()
+        for number in numbers:
+            before = self._text(chat, number, befores, ask=True)
+            after = self._text(chat, number + 1, afters, ask=False)
+            start = len(before)
+            if not after.starts_with(before):
+                after, start = self._changed(chat, number, str(before), str(after), notes)
+            if spans and not (len(done) <= start and after.starts_with(done)):
+                texts.append((str(done), tuple(spans)))
+                spans = []
+            done = after
+            spans.append((start, len(after)))
         if texts:
             notes.append("made one sample per answer: the template changes earlier turns")
-        return [*texts, done]
+        return [*texts, (str(done), tuple(spans))]
 
-    def _answer(self, chat: Chat, number: int, notes: list[str]) -> tuple[str, int]:
-        """The text of a chat up to an answer's end, and where the answer begins."""
-        before = self._render(chat, number, ask=True).text
-        after = self._render(chat, number + 1, ask=False).text
-        if after.startswith(before):
-            return after, len(before)
+    def _beginnings(
+        self, chat: Chat, numbers: list[int]
+    ) -> tuple[dict[int, Beginning], dict[int, Beginning]]:
+        """Texts of the chat up to answers, and with them, by the count of messages: as many as two
+        renderings of the chat can tell."""
+        if len(numbers) < FEW:
+            return {}, {}
+        ends = {number + 1 for number in numbers}
+        template = self._template_of(chat)
+        return template.beginnings(chat.messages, set(numbers), ends, **chat.more)
+
+    def _text(self, chat: Chat, count: int, known: dict[int, Beginning], *, ask: bool) -> Beginning:
+        """The text of the first messages."""
+        if count not in known:
+            return Beginning.of(self._render(chat, count, ask=ask).text)
+        self._template_of(chat).wrote_date = known[count].dated
+        return known[count]
+
+    def _changed(
+        self, chat: Chat, number: int, before: str, after: str, notes: list[str]
+    ) -> tuple[Beginning, int]:
+        """The text of a chat up to an answer's end, and where the answer begins, where the prompt
+        of generation is not what precedes the answer."""
         base = self._render(chat, number, ask=False).text
         other = self._render(chat, number, ask=False, answer=_other(chat.messages[number])).text
         start = _shared(before, after, other)
         if start >= _shared(before, base):
             notes.append(f"trained answers as chats hold them, not behind {before[start:]!r}")
-            return after, start
+            return Beginning.of(after), start
         header = before[len(base) :] if before.startswith(base) else ""
         place = after.rfind(header, 0, _shared(after, other)) if header else -1
         if place < 0:
@@ -260,17 +295,34 @@ class ChatEncoder:
         notes.append(
             "put answers behind the prompt of generation, which the template changes later"
         )
-        return before + after[place + len(header) :], len(before)
+        return Beginning.of(before + after[place + len(header) :]), len(before)
 
 
-def _other(answer: Mapping[str, Any]) -> Message:
+def _says(message: Message) -> bool:
+    """True for a message that is a text alone."""
+    return not message.get("tool_calls") and bool(plain_text(message.get("content")).strip())
+
+
+def _said_by(role: str, chat: Chat) -> list[int]:
+    """The numbers of a role's messages that are texts."""
+    return [n for n, each in enumerate(chat.messages) if each["role"] == role and _says(each)]
+
+
+def _other(answer: Mapping[str, Any], text: str = ANSWER) -> Message:
     """An answer in the same form, with another text."""
     parts = isinstance(answer.get("content"), list)
-    content: Any = [{"type": "text", "text": ANSWER}] if parts else ANSWER
+    content: Any = [{"type": "text", "text": text}] if parts else text
     return {"role": "assistant", "content": content}
 
 
 def _shared(*texts: str) -> int:
     """Characters with which all texts begin."""
-    differ = (place for place, each in enumerate(zip(*texts, strict=False)) if len(set(each)) > 1)
-    return next(differ, min(map(len, texts)))
+    first, *others = texts
+    same, most = 0, min(map(len, texts))
+    while same < most:  # in halves, as comparing each character takes a thousand times as long
+        middle = (same + most + 1) // 2
+        if all(each[same:middle] == first[same:middle] for each in others):
+            same = middle
+        else:
+            most = middle - 1
+    return same
