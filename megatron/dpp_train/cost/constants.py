@@ -77,6 +77,10 @@ kernel")."""
 ENGINE_SLICES = 1.15
 """Its time in slices, in that of a whole row: 1.07 in rows of 64k tokens, 1.25 in those of 16k (the
 same table)."""
+ADDED_GRADIENT_BYTES = 12
+"""Bytes of memory traffic of W per weight without ``--gradient-accumulation-fusion``: its product
+is written in 16 bit, and added in fp32. 8B on four H100 and 8 layers of its form on two
+(docs/benchmarks/parallel-h200.md, transformer-engine.md)."""
 BETWEEN_PRODUCTS = (4.2, 7.4)
 """Passes of a layer's forward and backward over the bytes that it keeps: norms, biases, activation
 functions and residual additions are kernels of their own. H200 runs."""

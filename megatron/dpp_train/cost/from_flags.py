@@ -32,6 +32,7 @@ def shape_of(
     shard, instances = _sharding(args)
     model = model_of(args, arch=arch)
     local = args.transformer_impl == "local"
+    of_engine = args.use_torch_fsdp2 or args.deepspeed_zero_stage  # they keep the sums
     shape = RunShape(
         model=dataclasses.replace(model, flash=not local or on_gpu),
         layers=layers_of(args),
@@ -40,6 +41,7 @@ def shape_of(
         data=args.data_parallel_size,
         context=args.context_parallel_size,
         engine=not local,
+        adds_gradients=on_gpu and not (args.gradient_accumulation_fusion or of_engine),
         gathers_keys=local,
         sequence_parallel=args.sequence_parallel,
         per_node=per_node or args.world_size,

@@ -207,6 +207,7 @@ class RunShape:
     Args:
         layers: transformer layers of each virtual stage, stage ``chunk * pipeline + rank``.
         engine: layers of Transformer Engine, not the local ones.
+        adds_gradients: a kernel of its own adds weight gradients to those of the step.
         gathers_keys: each context-parallel rank keeps the keys and values of all, as the local
             layers do.
         per_node: ranks of one node.
@@ -228,6 +229,7 @@ class RunShape:
     data: int = 1
     context: int = 1
     engine: bool = False
+    adds_gradients: bool = False
     gathers_keys: bool = False
     sequence_parallel: bool = False
     per_node: int = 8

@@ -283,7 +283,11 @@ def _layer_seconds(shape: RunShape, device: Device) -> Times:
         forward, after = forward + gathers * device.collective, after + back * device.collective
     repeated = {"none": 0.0, "selective": core, "full": forward}[shape.recompute]
     around = sums_backward * each + dispatch
-    return forward, linear + core_backward + around + after + repeated, linear
+    weight = linear
+    if shape.adds_gradients:
+        moved = constants.ADDED_GRADIENT_BYTES * model.layer_weights() / shape.tensor
+        weight += moved / device.bytes_per_second
+    return forward, linear + core_backward + around + after + repeated, weight
 
 
 def _slowdowns(shape: RunShape) -> tuple[float, float]:
