@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.dpp import strict_json
+from megatron.dpp.budget import budget
 from megatron.dpp.errors import DataError
 from megatron.dpp.schedule.recording import Recording
 from megatron.dpp.sim.lengths import read_costs
@@ -21,6 +22,13 @@ def test_objects_are_read_as_json_reads_them() -> None:
     assert strict_json.loads('{"a": [1, {"b": null}], "c": {}}') == {"a": [1, {"b": None}], "c": {}}
     assert strict_json.loads("[7]", parse_int=lambda digits: -int(digits)) == [-7]
     assert strict_json.loads('{"a": {}}', object_hook=lambda found: [*found]) == ["a"]
+
+
+def test_a_key_that_stands_twice_is_found_among_many() -> None:
+    """The search grew with the square of their number: 200,000 took minutes."""
+    text = ", ".join(f'"{number}": 1' for number in range(200_000))
+    with budget(30.0, 1 << 30), pytest.raises(strict_json.RepeatedKey, match="key '199999' stands"):
+        strict_json.loads(f'{{{text}, "199999": 2}}')
 
 
 @pytest.mark.parametrize(

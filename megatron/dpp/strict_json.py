@@ -19,8 +19,8 @@ def distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     """The pairs as a dict; raises :class:`RepeatedKey`."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        key = next(key for number, key in enumerate(keys) if key in keys[:number])
+        left = dict(found)
+        key = next(key for key, _ in pairs if left.pop(key, pairs) is pairs)
         raise RepeatedKey(f"the key {shown(key)} stands twice in an object")
     return found
 
