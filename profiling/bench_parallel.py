@@ -134,6 +134,7 @@ def parse_arguments() -> argparse.Namespace:
         chunks=(2, "model chunks per pipeline rank, without --layout"), seed=1,
         seconds=(150.0, "most seconds of a way"),
         layers_of=("local", f"whose layers: {', '.join(bench_plugin.LAYERS)}"),
+        fused_gradients=bench_plugin.FUSED,
         more=("", "further flags of the script"),
     )  # fmt: skip
     args = parser.parse_args()

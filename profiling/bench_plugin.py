@@ -46,6 +46,7 @@ LAYERS = {
     "transformer_engine": "--transformer-impl transformer_engine",
 }
 """Whose layers -> their flags."""
+FUSED = (False, "with --gradient-accumulation-fusion, whose kernel is PyTorch's without Apex")
 ROWS = ("equal", "unlike", "packed")
 _DEFAULT = {"policy": "auto", "split_backward": "auto", "activation_cap": "auto"}
 OTHERS: dict[str, dict[str, Any]] = {
@@ -203,7 +204,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         own_graphs=("--cuda-graph-impl transformer_engine --te-rng-tracker",
                     "flags of the host's own CUDA graphs"),
         median=(600.0, "median of the unlike lengths, which are lognormal with sigma 1"),
-        layers_of=("local", f"whose layers: {', '.join(LAYERS)}"),
+        layers_of=("local", f"whose layers: {', '.join(LAYERS)}"), fused_gradients=FUSED,
         more=("", "further flags of the script"),
         cases=("", f"tables with options of their own, one after the other: {', '.join(CASES)}"),
     )  # fmt: skip
@@ -315,10 +316,12 @@ def flags(args: argparse.Namespace) -> list[str]:
         "--eval-iters 0 --eval-interval 100000 "
         f"--mock-data --tokenizer-type NullTokenizer --vocab-size {args.vocabulary} "
         "--num-workers 0 --attention-dropout 0 --hidden-dropout 0 "
-        f"--pipeline-model-parallel-size {args.ranks} --no-gradient-accumulation-fusion "
+        f"--pipeline-model-parallel-size {args.ranks} "
         f"--no-masked-softmax-fusion {LAYERS[args.layers_of]} {args.more}"
     )
     found = words.split()
+    if not args.fused_gradients:
+        found.append(plugin_group.NOT_FUSED)
     if args.layout:
         found += ["--pipeline-model-parallel-layout", args.layout]
     elif args.chunks > 1:

@@ -6,6 +6,9 @@ steps of an arm's turn; ``BENCH_LENGTHS``, sequence lengths separated by commas,
 take in turn; ``BENCH_RECORD``, a file to write (``.RANK`` is added), with a line per step: the
 fields of ``plugin_group.Line``.
 
+Without ``--no-gradient-accumulation-fusion`` the kernel that this takes of Apex is PyTorch's where
+Apex is missing, for all arms.
+
 All steps read the same microbatches. Megatron-LM has no flag for unlike lengths, so these cut its
 batches and set ``variable_seq_lengths``.
 """
@@ -31,6 +34,7 @@ sys.path[:0] = [str(Path(SCRIPT).parent)]
 import torch  # noqa: E402
 
 from megatron.dpp.config import DppConfig  # noqa: E402
+from megatron.dpp.core.wgrad import fused  # noqa: E402
 from megatron.dpp.plugin import Plugin  # noqa: E402
 from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
 
@@ -195,6 +199,8 @@ if os.environ["RANK"] == "0":
 LENGTHS = [int(length) for length in os.environ["BENCH_LENGTHS"].split(",") if length]
 if LENGTHS:
     vary_lengths()
+if "--no-gradient-accumulation-fusion" not in sys.argv:
+    fused.provide()
 take_turns(Batches(int(os.environ["BENCH_MICROBATCHES"]), LENGTHS))
 sys.argv[0] = SCRIPT
 runpy.run_path(SCRIPT, run_name="__main__")
