@@ -23,7 +23,6 @@ GPT = (
     f"--tokenizer-type GPT2BPETokenizer --vocab-file {REPOSITORY / 'datasets_gpt' / 'vocab.json'} "
     f"--merge-file {REPOSITORY / 'datasets_gpt' / 'merges.txt'} --workers 1"
 )
-CALL = {"type": "function", "function": {"name": "rain", "arguments": '{"town": "Köln"}'}}
 CHATS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ada 🙂"}]},
     *({"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": "A."}]}
