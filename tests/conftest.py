@@ -41,9 +41,6 @@ _WITH_FLAGS = (
     *("options", "preflight", "tokenizers", "tools"),
 )
 """Folders of tests of what command lines lead to, where errors name flags."""
-_COLLECTING = contextlib.ExitStack()
-"""What ends when all tests are collected."""
-_NO_COMPILER = "TORCHDYNAMO_DISABLE"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,10 +57,6 @@ def pytest_configure(config: pytest.Config) -> None:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("tests")
-    if not has_gpu() and _NO_COMPILER not in os.environ:
-        # megatron-core's decorators would import PyTorch's compiler, which takes seconds.
-        os.environ[_NO_COMPILER] = "1"
-        _COLLECTING.callback(os.environ.pop, _NO_COMPILER, None)
     gc.disable()  # until all tests are collected: next to nothing is garbage
 
 
@@ -86,7 +79,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Leaves what was imported and collected out of each later garbage collection, which takes a
     third of a second otherwise."""
-    _COLLECTING.close()
     gc.freeze()
     gc.enable()
 
