@@ -35,7 +35,7 @@ try:
     )
     from megatron.dpp.flags import Parser, add_dpp_flags, dpp_config, given_flags, refuse_unknown
     from megatron.dpp.naming import flag_of, renamed
-    from megatron.dpp.processes import begin_program
+    from megatron.dpp.processes import begin_program, sigint_held_back
     from megatron.dpp.schedule import find_policy
     from megatron.dpp.trace.host import HostTrace, trace_fields
 except KeyboardInterrupt:  # Ctrl-C at any time is no traceback
@@ -202,7 +202,8 @@ def _run(script: str, flags: Sequence[str], settings: dict[str, Any]) -> None:
     sys.argv = [script, *flags]
     # Before anything of megatron-core is imported: the script's checkout comes first.
     sys.path.insert(0, str(Path(script).resolve().parent))
-    import torch
+    with sigint_held_back():
+        import torch
 
     with contextlib.ExitStack() as around:
         if not torch.cuda.is_available():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +23,13 @@ PROGRAMS = {
 }
 _PRESSED = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
 _PRESSED += "signal.raise_signal(signal.SIGINT)\n"
+_ABORTS = """
+import os, signal
+try:
+    signal.raise_signal(signal.SIGINT)
+except BaseException:
+    os.abort()
+"""
 _PYTHON = '#!/bin/sh\necho "Traceback: KeyboardInterrupt" >&2\nkill -INT $PPID\nexit 1\n'
 
 
@@ -31,6 +40,18 @@ def test_ctrl_c_during_imports_is_silent(name: str, tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-S", *PROGRAMS[name]], cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=60,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (130, "")
+
+
+@pytest.mark.parametrize("command", ["convert . x", "generate . --prompt x", "run train"])
+def test_ctrl_c_while_pytorch_is_imported_waits_for_its_end(command: str, tmp_path: Path) -> None:
+    """Its C++ code ended the process by SIGABRT."""
+    (tmp_path / "torch.py").write_text(_ABORTS)
+    heeding = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job behind &
+    ended = subprocess.run(
+        [sys.executable, "-m", "megatron.dpp", *command.split()], cwd=ROOT, capture_output=True,
+        text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=60, preexec_fn=heeding,
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (130, "")
 

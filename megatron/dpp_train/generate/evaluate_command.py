@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.errors import ConfigError, DataError, one_line, require_value
 from megatron.dpp.index_files import check_index
+from megatron.dpp.processes import sigint_held_back
 from megatron.dpp_train.data.chats import ChatEncoder
 from megatron.dpp_train.data.json_lines import BadLine, text_of
 from megatron.dpp_train.generate.model_source import (
@@ -91,6 +92,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _perplexity(args: argparse.Namespace, source: Source) -> dict[str, Any]:
+    with sigint_held_back():
+        import torch  # noqa: F401 - before all that needs it
     from megatron.dpp_train.generate.losses import check_windows, total_loss
 
     tokenizer, place = tokenizer_of(source, args.tokenizer)

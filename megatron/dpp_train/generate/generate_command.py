@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.errors import DataError, require_value
+from megatron.dpp.processes import sigint_held_back
 from megatron.dpp.safe_files import open_text_to_write
 from megatron.dpp_train.data.chats import ChatEncoder
 from megatron.dpp_train.generate.model_source import (
@@ -53,6 +54,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
+    with sigint_held_back():
+        import torch  # noqa: F401 - before all that needs it
     from megatron.dpp_train.generate.answers import check_lengths, generate
     from megatron.dpp_train.generate.sampling import Sampling
 

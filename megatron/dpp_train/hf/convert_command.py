@@ -10,6 +10,7 @@ from pathlib import Path
 
 from megatron.dpp.command_line import command, new_parser, progress_bar
 from megatron.dpp.errors import DataError
+from megatron.dpp.processes import sigint_held_back
 from megatron.dpp_train.hf.fields import CONFIG
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -40,8 +41,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    import torch
-
+    with sigint_held_back():
+        import torch
     from megatron.dpp_train.hf.to_hf import to_hf
     from megatron.dpp_train.hf.to_megatron import to_megatron
 
