@@ -181,7 +181,8 @@ class DppConfig:
         "auto",
         "run a layer's weight gradients apart from its input gradients, to fill waiting times: on, "
         "off, stock:N (unless N backwards wait for theirs, and none of the same chunk), auto "
-        "(chosen by what the first steps measure on a GPU, else on)",
+        "(off where layers are recomputed whole, else chosen by what the first steps measure "
+        "on a GPU, and on elsewhere)",
     )
     head_in_forward: str = _option(
         "auto",

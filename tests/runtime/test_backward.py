@@ -41,6 +41,17 @@ def test_a_choice_follows_from_what_was_measured(
     assert re.search(why, said)
 
 
+def test_layers_that_are_recomputed_whole_have_fused_backwards() -> None:
+    """A deferred weight gradient kept ten times what an activation did, and counted as one."""
+    rank = Rank(*laps(1.0))
+    rank.call.config.recompute_granularity = "full"
+    assert rank.steps(2) == [FUSED, FUSED]
+    (said,) = rank.said
+    assert "asks for little memory" in said
+    assert rank.steps(1, split_backward="on") == [SPLIT]
+    assert rank.steps(1, can_fuse=False) == [SPLIT]
+
+
 class Rank:
     """A stage of one rank whose laps are given."""
 

@@ -66,7 +66,7 @@ def test_two_ranks_in_further_layouts() -> None:
     check(
         2,
         case("v4", 2, 6, fused, late, {"activation_cap": "strict"}, v=4, spec="megatron"),
-        case("one", 2, 1, late, recompute="full"),
+        case("one", 2, 1, late, {"split_backward": "auto"}, recompute="full"),
         case("some layers", 2, 3, late, {"static": True, "transport": "shm"}, recompute="some"),
         case("part of the microbatches", 2, 5, fused, late, layers=2, partial=1),
     )

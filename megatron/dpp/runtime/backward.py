@@ -1,6 +1,7 @@
 """The way of each step's backwards: split, fused, or fused while others wait for their W.
 
 With ``split_backward="auto"`` the first training steps run every W apart, and one of them none.
+Layers that are recomputed whole have fused backwards: a deferred W keeps as much as they freed.
 Later steps run as their times tell. All ranks that run the same tasks choose alike, and no choice
 changes a number: a backward is fused only where no W of its chunk is deferred.
 """
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron.dpp.config import GRAPHS_PAY_FROM, Backward, DppConfig
 from megatron.dpp.core.steps import StepCall
-from megatron.dpp.errors import setting
+from megatron.dpp.errors import core_setting, setting
 from megatron.dpp.runtime.session import Session
 from megatron.dpp.runtime.timer import Lap
 
@@ -95,6 +96,14 @@ class Backwards:
             return self._chosen
         if self._replays:
             return _recorded(call, session)
+        if can_fuse and getattr(call.config, "recompute_granularity", None) == "full":
+            self._chosen = Backward(split=False)
+            self._log(
+                f"dynamic pipeline: {setting('split_backward', 'off')} is chosen: "
+                f"{core_setting('recompute_granularity', 'full')} asks for little memory, and a "
+                "deferred weight gradient keeps what it has freed"
+            )
+            return self._chosen
         self._num_steps += 1
         lap = session.timer.lap()
         if lap is None:

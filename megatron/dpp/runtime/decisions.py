@@ -96,9 +96,11 @@ class Decisions:
         if not measured.activation_bytes:
             return
         mib = 1 << 20
+        more = measured.deferred_bytes > measured.activation_bytes
+        kept = ", and counts as one" if more else " of it"
         self._log(
             f"dynamic pipeline: an activation takes {measured.activation_bytes / mib:.1f} MiB, "
-            f"a deferred weight gradient keeps {measured.deferred_bytes / mib:.1f} MiB of it"
+            f"a deferred weight gradient keeps {measured.deferred_bytes / mib:.1f} MiB{kept}"
         )
 
     def measured_slots(self, slot_bytes: float) -> None:

@@ -165,7 +165,7 @@ def _schedule(args: Settings, *, on_gpu: bool) -> RunSchedule:
         dynamic=True,
         policy=args.dpp_policy,
         cap=args.dpp_activation_cap,
-        split_backward=args.dpp_split_backward != "off" and not args.fp8,
+        split_backward=args.splits_backward and not args.fp8,
         cuda_graphs=graphs,
         slice_tokens=args.dpp_slice_tokens,
     )

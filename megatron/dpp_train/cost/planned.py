@@ -73,7 +73,7 @@ def _planner(args: RunConfig, units: list[RunShape], num_microbatches: int) -> P
         _costs(args, units),
         ranks,
         num_microbatches,
-        split_backward=args.dpp_split_backward != "off",
+        split_backward=args.splits_backward,
         most_simulated=max(ranks + 1, _SIMULATED_PER_RANK * ranks // len(units)),
         max_tasks=_MAX_TASKS,
         policy=args.dpp_policy if args.dpp_policy in BUILT_IN else "dynamic",

@@ -191,7 +191,7 @@ def pipeline_model(args: RunConfig) -> PipelineModel:
         longest=longest_microbatch(args) * args.micro_batch_size,
         policy=args.dpp_policy if args.use_dpp else None,
         cap="auto" if not args.use_dpp or in_bytes(cap) else cap,
-        split_backward=args.dpp_split_backward != "off",
+        split_backward=args.splits_backward,
         costs=length_costs(args),
         head=head_share(args),
     )

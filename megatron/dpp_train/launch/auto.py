@@ -334,7 +334,7 @@ def shape_with(plain: RunShape, setting: Setting, form: Form, *, static: bool) -
             dynamic=True,
             policy="auto",
             cap="auto",
-            split_backward=not plain.precision.eight_bit,
+            split_backward=not plain.precision.eight_bit and form.recompute != "full",
         )
     return dataclasses.replace(
         plain,

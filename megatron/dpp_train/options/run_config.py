@@ -46,6 +46,14 @@ class Settings(FlagsSection, CoreSection):
         """Name -> value before validation."""
         return self._parsed
 
+    @property
+    def splits_backward(self) -> bool:
+        """A dynamic pipeline may run weight gradients as tasks of their own; ``auto`` does not
+        where layers are recomputed whole.
+        """
+        asked = self.dpp_split_backward
+        return asked != "off" and not (asked == "auto" and self.recompute_granularity == "full")
+
     def draft(self) -> Settings:
         """A copy that may change."""
         return Settings.of(vars(self), dict(self.given), dict(self.parsed))

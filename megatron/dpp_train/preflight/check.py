@@ -193,7 +193,7 @@ def check_schedule(args: RunConfig, *, one_node: bool) -> None:
         )
         cap = parse_cap(args.dpp_activation_cap, geometry, sized=cuts)
         if not cap.needs_measuring:
-            split = args.dpp_split_backward != "off"
+            split = args.splits_backward
             check_room(policy, geometry, cap.chunks, split_backward=split)
         if args.dpp_replay and one_node:
             for replica in range(0, args.data_parallel_size, replicas_in_step(args)):
