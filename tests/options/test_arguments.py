@@ -173,6 +173,8 @@ def test_virtual_stages_follow_from_layers_per_stage() -> None:
         ("--use-precision-aware-optimizer", 1, "needs Transformer Engine, whose kernels run on G"),
         ("--recompute-granularity selective --recompute-modules core_attn layernorm", 1,
          "--recompute-modules layernorm needs Transformer Engine"),
+        ("--recompute-granularity selective --recompute-modules core_attn mlp", 1,
+         "--recompute-modules mlp does not go with biases"),
         ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 3", 1,
          "the 8 layers of a virtual stage are no multiple of --recompute-num-layers 3"),
         ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 9", 2,

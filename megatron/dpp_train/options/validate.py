@@ -337,6 +337,12 @@ def _memory(args: Settings) -> None:
     )
     if args.recompute_granularity == "full" and args.recompute_num_layers is None:
         raise ConfigError("--recompute-granularity full needs --recompute-num-layers")
+    again = args.recompute_modules if args.recompute_granularity == "selective" else None
+    require(
+        "mlp" not in (again or ()) or not args.add_bias_linear or bool(args.fp8),
+        "--recompute-modules mlp does not go with biases: megatron-core's backward of it calls "
+        "itself for ever; add --disable-bias-linear, or leave mlp out",
+    )
 
 
 def _kernels(args: Settings) -> None:
