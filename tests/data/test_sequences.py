@@ -20,6 +20,7 @@ from megatron.dpp.sim.batches import BatchPlans, BatchSettings, share_batch
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp_train.data import sequences
 from megatron.dpp_train.data.sequences import Microbatch, SequenceDataset, collate
+from megatron.dpp_train.options.run_config import Settings
 from tests.loop.several import train_each
 from tests.parity.runs import Result
 
@@ -297,7 +298,7 @@ def test_the_planner_simulates_the_pipeline_of_the_run(
     """With rows of the longest, and with a cap that counts activations, not bytes."""
     monkeypatch.setattr(sequences, "length_costs", lambda _: LengthCosts())
     monkeypatch.setattr(sequences, "head_share", lambda _: 0.25)
-    args: Any = argparse.Namespace(
+    args: Any = Settings(
         dpp_activation_cap=cap, use_dpp=dynamic, pipeline_model_parallel_size=4,
         virtual_pipeline_model_parallel_size=None, packing_budget=0, seq_length=64,
         micro_batch_size=3, dpp_policy="a policy", dpp_split_backward="auto",
@@ -306,6 +307,9 @@ def test_the_planner_simulates_the_pipeline_of_the_run(
     assert (made.num_ranks, made.num_chunks, made.longest, made.cap) == (4, 1, 192, told)
     assert made.policy == ("a policy" if dynamic else None) and made.split_backward
     assert made.head == 0.25
+    args.recompute_granularity = "full"
+    assert not sequences.pipeline_model(args).split_backward
+    args.recompute_granularity = None
     args.virtual_pipeline_model_parallel_size, args.dpp_split_backward = 2, "off"
     made = sequences.pipeline_model(args)
     assert made.num_chunks == 2 and not made.split_backward
