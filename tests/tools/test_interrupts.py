@@ -32,6 +32,9 @@ except BaseException:
 """
 _PYTHON = '#!/bin/sh\necho "Traceback: KeyboardInterrupt" >&2\nkill -INT $PPID\nexit 1\n'
 
+_heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+"""Lets a process heed Ctrl-C, which a job behind ``&`` ignores with all that it starts."""
+
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ctrl_c_during_imports_is_silent(name: str, tmp_path: Path) -> None:
@@ -48,10 +51,9 @@ def test_ctrl_c_during_imports_is_silent(name: str, tmp_path: Path) -> None:
 def test_ctrl_c_while_pytorch_is_imported_waits_for_its_end(command: str, tmp_path: Path) -> None:
     """Its C++ code ended the process by SIGABRT."""
     (tmp_path / "torch.py").write_text(_ABORTS)
-    heeding = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a job behind &
     ended = subprocess.run(
         [sys.executable, "-m", "megatron.dpp", *command.split()], cwd=ROOT, capture_output=True,
-        text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=60, preexec_fn=heeding,
+        text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=60, preexec_fn=_heed,
     )  # fmt: skip
     assert (ended.returncode, ended.stderr) == (130, "")
 
@@ -63,6 +65,6 @@ def test_ctrl_c_during_the_search_for_python_is_no_python_that_is_too_old(tmp_pa
     for command in (["tools/setup.sh"], ["megatron-dpp", "runs"], ["run_single.sh"]):
         ended = subprocess.run(
             ["bash", *command], cwd=ROOT, capture_output=True, text=True,
-            env={**os.environ, "PYTHON": str(python)}, timeout=60,
+            env={**os.environ, "PYTHON": str(python)}, timeout=60, preexec_fn=_heed,
         )  # fmt: skip
         assert (ended.returncode, ended.stderr) == (130, "")
