@@ -321,7 +321,7 @@ def flags(args: argparse.Namespace) -> list[str]:
     )
     found = words.split()
     if not args.fused_gradients:
-        found.append(plugin_group.NOT_FUSED)
+        found.append("--no-gradient-accumulation-fusion")
     if args.layout:
         found += ["--pipeline-model-parallel-layout", args.layout]
     elif args.chunks > 1:

@@ -19,7 +19,6 @@ Arm = tuple[str, str, dict[str, Any]]
 """Name, kind and settings, as plugin_entry.py takes them."""
 LOGGED = ("dynamic pipeline", "static pipeline", "CUDA graphs")
 """How the lines of a log begin that are printed."""
-NOT_FUSED = "--no-gradient-accumulation-fusion"
 _ENTRY = Path(__file__).with_name("plugin_entry.py")
 _SAY_EVERY = 20.0
 _LOOK_EVERY = 0.5

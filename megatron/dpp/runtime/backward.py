@@ -1,7 +1,7 @@
 """The way of each step's backwards: split, fused, or fused while others wait for their W.
 
-With ``split_backward="auto"`` the first training steps run every W apart, and one of them none.
-Layers that are recomputed whole have fused backwards: a deferred W keeps as much as they freed.
+With ``split_backward="auto"`` layers that are recomputed whole have fused backwards: a deferred W
+keeps what they freed. Of others the first training steps run every W apart, and one of them none.
 Later steps run as their times tell. All ranks that run the same tasks choose alike, and no choice
 changes a number: a backward is fused only where no W of its chunk is deferred.
 """
