@@ -236,6 +236,20 @@ def test_time_without_gradient_accumulation_fusion(
     assert found.seconds * 1e3 == pytest.approx(measured_ms, rel=0.04)
 
 
+def test_gradients_of_all_experts_of_a_rank_are_added() -> None:
+    """Those that a token passes alone were counted."""
+    experts = "--num-layers 8 --micro-batch-size 1 --global-batch-size 8 --num-experts {} "
+    experts += "--moe-router-topk 2 --moe-grouped-gemm"
+    few, many = (
+        sum(part_times(shape_of(validate(args, 1, elsewhere=True), on_gpu=True), H100).layer)
+        for args in (
+            parse_args((LLAMA + SHORT + experts.format(number)).split()) for number in (8, 16)
+        )
+    )
+    more = 8 * 3 * 4096 * 14336 * 12 / H100.bytes_per_second
+    assert many - few == pytest.approx(more, rel=0.05)
+
+
 def test_time_of_replicas_without_graphs() -> None:
     found = estimate(gpt_345m("--global-batch-size 128"), H200).seconds * 1e3
     assert found == pytest.approx(541.7, rel=0.1)

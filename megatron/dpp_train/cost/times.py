@@ -285,7 +285,7 @@ def _layer_seconds(shape: RunShape, device: Device) -> Times:
     around = sums_backward * each + dispatch
     weight = linear
     if shape.adds_gradients:
-        moved = constants.ADDED_GRADIENT_BYTES * model.layer_weights() / shape.tensor
+        moved = constants.ADDED_GRADIENT_BYTES * layer_parameters(shape)
         weight += moved / device.bytes_per_second
     return forward, linear + core_backward + around + after + repeated, weight
 
