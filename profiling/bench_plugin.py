@@ -6,7 +6,8 @@
     python profiling/bench_plugin.py --sources DIR --cases lengths,long,fp8,experts,one-queue
 
 DIR holds archives ``NAME.tar.xz`` of Megatron-LM, or folders NAME. Rows: sequences of one length;
-of unlike lengths, one a microbatch; and unlike lengths packed into rows of at most --sequence
+of unlike length, one a microbatch; the same padded to geometric length buckets, for each of which
+dynamic arms may capture CUDA graphs; and unlike lengths packed into rows of at most --sequence
 tokens (best fit; attention within a row does not end at a sequence's end).
 
 The arms of a row train the same model on the same microbatches within one process group, in turns
@@ -40,6 +41,8 @@ import megatron_sources
 import plugin_group
 from plugin_group import Line
 
+from megatron.dpp.config import DppConfig
+
 LAYERS = {
     "local": "--transformer-impl local --no-bias-gelu-fusion --no-bias-dropout-fusion "
     "--no-rope-fusion --no-persist-layer-norm",
@@ -47,7 +50,7 @@ LAYERS = {
 }
 """Whose layers -> their flags."""
 FUSED = (False, "with --gradient-accumulation-fusion, whose kernel is PyTorch's without Apex")
-ROWS = ("equal", "unlike", "packed")
+ROWS = ("equal", "unlike", "bucketed", "packed")
 _DEFAULT = {"policy": "auto", "split_backward": "auto", "activation_cap": "auto"}
 OTHERS: dict[str, dict[str, Any]] = {
     "late-": {"launch_ahead": False},
@@ -74,6 +77,7 @@ _LLAMA = (
 )
 _OF_LLAMA = ("--layers-of", "transformer_engine", "--block", "7", "--untimed", "4",
              "--vocabulary", "128255", "--layout", "Ettt|tt|tt|tL", "--more", _LLAMA)  # fmt: skip
+_BUCKETS = "geometric"
 _SHORT = "static,static-links,megatron,fused,dynamic"
 CASES: dict[str, tuple[str, ...]] = {
     "lengths": (
@@ -153,7 +157,7 @@ def measure(
                 graphs = NAMES.get(names[0]) in _OWN_GRAPHS
                 lines, reason = plugin_group.run(
                     root, [*flags(args), *(args.own_graphs.split() if graphs else [])],
-                    [arm_of(name) for name in names], processes=args.ranks, queues=queues,
+                    [arm_of(name, row) for name in names], processes=args.ranks, queues=queues,
                     block=args.block, rounds=args.rounds, microbatches=args.microbatches,
                     lengths=lengths(args, row), seconds=args.seconds, stop=stop,
                 )  # fmt: skip
@@ -195,7 +199,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         sequence=(2048, "longest sequence, or row"), ranks=(2, "pipeline size"), microbatches=16,
         chunks=(2, "model chunks per rank"), vocabulary=8191, seed=1,
         layout=("", "as --pipeline-model-parallel-layout, for all arms"),
-        rows=(",".join(ROWS), "lengths, separated by commas"),
+        rows=("equal,unlike,packed", f"of {', '.join(ROWS)}, separated by commas"),
         arms=("static,static-links,megatron,fused,dynamic",
               f"of {', '.join(NAMES)}; before a dynamic one's name {', '.join(OTHERS)}, or s4096- "
               "for slices of so many tokens"),
@@ -248,8 +252,12 @@ def lengths(args: argparse.Namespace, row: str) -> list[int]:
     if row == "equal":
         return []
     longest, microbatches = args.sequence, args.microbatches
-    if row == "unlike":
-        return [_drawn(rng, args) for _ in range(microbatches)]
+    if row in ("unlike", "bucketed"):
+        drawn = [_drawn(rng, args) for _ in range(microbatches)]
+        if row == "unlike":
+            return drawn
+        buckets = DppConfig(length_buckets=_BUCKETS).buckets(longest)
+        return [min(each for each in buckets if each >= length) for length in drawn]
     sequences = [_drawn(rng, args)]
     while len(rows := _packed(sequences, longest)) <= microbatches:
         full = rows
@@ -288,8 +296,8 @@ def process_groups(args: argparse.Namespace, row: str) -> Iterator[tuple[str, li
                 yield queues, graphed
 
 
-def arm_of(name: str) -> tuple[str, str, dict[str, Any]]:
-    """An arm for plugin_entry.py: its name, its kind and its settings."""
+def arm_of(name: str, row: str = "") -> tuple[str, str, dict[str, Any]]:
+    """An arm for plugin_entry.py: its name, its kind and its settings for this row."""
     import torch
 
     cut = _SLICED.match(name)
@@ -298,6 +306,8 @@ def arm_of(name: str) -> tuple[str, str, dict[str, Any]]:
     arm = arms.ARMS[NAMES[bare.removeprefix(prefix)]]
     if arm.policy is not None:
         more = {"slice_tokens": cut[1]} if cut else {}
+        if row == "bucketed":
+            more["length_buckets"] = _BUCKETS
         return name, "dynamic", arm.settings() | OTHERS.get(prefix, {}) | more
     if NAMES[name] in (arms.LINKS, arms.GRAPHS_LINKS):
         return name, "static", {"transport": "cuda_ipc" if torch.cuda.is_available() else "shm"}

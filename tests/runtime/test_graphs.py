@@ -18,43 +18,14 @@ import torch
 
 from megatron.dpp.core.graphs import block as graphed_block
 from megatron.dpp.core.graphs import slots as graphs
-from megatron.dpp.core.graphs.pools import Pools, Slot, Slots
+from megatron.dpp.core.graphs.pools import Pools
 from megatron.dpp.core.graphs.rng import CapturedRng
 from megatron.dpp.errors import SetupError
 from megatron.dpp.runtime.prepared import why_no_graphs
+from tests.runtime.graphed import Block, Chunk, graphed_chunk  # noqa: F401  (a fixture)
 from tests.runtime.rerun import Rerun
 
 SHAPE = (3, 2, 4)
-
-
-class Block(torch.nn.Module):
-    """The part of a transformer block that its graphs use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pre_process, self.input_tensor = True, None
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
-        self.num_eager = 0
-
-    def forward(self, hidden_states: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        self.num_eager += 1
-        return self.layers[0](hidden_states) * scale
-
-
-class Chunk(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder = Block()
-        self.config = SimpleNamespace(
-            hidden_dropout=0.0, attention_dropout=0.0, recompute_granularity=None, fp8=None
-        )
-
-
-@pytest.fixture
-def chunk(monkeypatch: pytest.MonkeyPatch) -> Chunk:
-    monkeypatch.setattr(graphs, "why_not", lambda chunk: None)
-    monkeypatch.setattr(graphs, "WARM_UP_STEPS", 0)
-    return Chunk()
 
 
 def graphs_of(
@@ -131,11 +102,10 @@ def test_a_slot_is_free_after_the_weight_gradients_of_its_last_layer(chunk: Chun
     made = graphs.ChunkGraphs([chunk], store, print, lambda chunks: True, Rerun)
     step(made, chunk)
     assert made._pools is not None
-    (slots,) = made._pools.all()
-    free = [len(slots._free)]
+    free = [len(made._pools._free)]
     for work in deferred:
         work.compute()
-        free.append(len(slots._free))
+        free.append(len(made._pools._free))
     assert free == [0, 0, 1]
 
 
@@ -362,109 +332,6 @@ def test_graphs_are_left_where_memory_is_short() -> None:
     assert why_no_graphs("auto", 0.9, filled=0.8) is None
     assert "1.3 times the memory" in (why_no_graphs("auto", 0.9, filled=1.3) or "")
     assert why_no_graphs("on", 0.9, filled=1.3) is None
-
-
-def forwards(made: graphs.ChunkGraphs, chunk: Chunk, *lengths: int) -> list[torch.Tensor | None]:
-    """One step over microbatches of these lengths, all in flight at once; their gradients."""
-    inputs = [torch.ones(length, 2, 4, requires_grad=True) for length in lengths]
-    with made.bound(torch.empty(8, 2, 4)):
-        outputs = [chunk.decoder(hidden_states=hidden) for hidden in inputs]
-        for output in outputs:
-            output.sum().backward()
-    return [hidden.grad for hidden in inputs]
-
-
-def test_each_named_length_has_graphs_of_its_own(
-    chunk: Chunk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A slot takes a MiB per row here."""
-    add = Slots.add
-    monkeypatch.setattr(Slots, "add", lambda s, slot, _: add(s, slot, len(s.grad_input) << 20))
-    replays: list[Rerun] = []
-    said: list[str] = []
-    made = graphs.ChunkGraphs(
-        [chunk], None, said.append, lambda chunks: True, partial(Rerun, replays=replays),
-        rows=[2, 4, 8],
-    )  # fmt: skip
-    found = forwards(made, chunk, 2, 4, 8, 3)
-    assert len(replays) == 6, "F and B of three lengths; 3 is none of them"
-    chunk.decoder.layers[0].weight.grad = None
-    eager = torch.ones(8, 2, 4, requires_grad=True)
-    chunk.decoder(hidden_states=eager).sum().backward()
-    for grad in found:
-        assert grad is not None and torch.equal(grad, eager.grad[: len(grad)])  # type: ignore[index]
-    assert said == [
-        "CUDA graphs: chunk 0 microbatches that are not of one of the lengths 2, 4, 8 run without "
-        "graphs",
-        "CUDA graphs: memory for 3 chunk activations of 3 lengths, 14 MiB together",
-    ]
-    replays.clear()
-    forwards(made, chunk, 4, 4, 2)
-    assert len(replays) == 6
-    of_all = "CUDA graphs: memory for 4 chunk activations of 3 lengths, 18 MiB together"
-    assert said[2:] == [of_all]
-
-
-def test_the_longest_length_is_captured_only_if_it_is_named(chunk: Chunk) -> None:
-    replays: list[Rerun] = []
-    said: list[str] = []
-    made = graphs.ChunkGraphs(
-        [chunk], None, said.append, lambda chunks: True, partial(Rerun, replays=replays), rows=[4],
-    )  # fmt: skip
-    forwards(made, chunk, 4, 8)
-    assert len(replays) == 2
-    assert any("not of one of the lengths 4 run without graphs" in line for line in said)
-
-
-def test_slots_of_several_lengths_hold_no_more_than_the_cap(chunk: Chunk) -> None:
-    replays: list[Rerun] = []
-    said: list[str] = []
-    made = graphs.ChunkGraphs(
-        [chunk], None, said.append, lambda chunks: True, partial(Rerun, replays=replays),
-        rows=[4, 8], most=lambda: 1.5,
-    )  # fmt: skip
-    forwards(made, chunk, 8, 4, 4, 8)  # 12 of 12 rows are taken by the first two
-    assert len(replays) == 4
-    assert any("memory of the activation cap is spent" in line for line in said)
-    replays.clear()
-    assert all(grad is not None for grad in forwards(made, chunk, 4, 8))
-    assert len(replays) == 4, "slots that are there are used again"
-
-
-def test_a_slot_is_added_only_where_all_of_it_fits_under_the_cap() -> None:
-    """8 rows are taken of 10: another 4 would be 2 too many, 2 fit."""
-    pools = Pools(torch.zeros(8, 1, 2), [2, 4, 8], most=lambda: 1.25)
-    taken: dict[int, bool] = {}
-    for rows in (8, 4, 2):
-        slots = pools.of(torch.zeros(rows, 1, 2))
-        assert slots is not None
-        slot = slots.take("block")
-        taken[rows] = slot is not None
-        if slot is not None:
-            slots.add(slot, 1)
-    assert taken == {8: True, 4: False, 2: True}
-
-
-@pytest.mark.parametrize(
-    ("rows", "num_bytes", "eager", "expected"),
-    [
-        (16, 900, 100, 900),  # measured, whatever it is beside the activation
-        (2, 60, 400, 480),  # as bytes per row
-        (1, 60, 400, 800),  # a pool's own memory weighs too much
-        (8, 150, 400, 400),
-        (4, 60, 0, 240),
-    ],
-)
-def test_a_slot_is_estimated_from_shorter_ones_within_what_the_activation_allows(
-    rows: int, num_bytes: int, eager: float, expected: float
-) -> None:
-    pools = Pools(torch.zeros(16, 1, 2), [1, 2, 4, 8, 16])
-    assert pools.slot_bytes(eager) == 0
-    for length in (1, rows):
-        slots = pools.of(torch.zeros(length, 1, 2))
-        assert slots is not None
-        slots.add(Slot(torch.zeros(length, 1, 2)), num_bytes)
-    assert pools.slot_bytes(eager) == expected
 
 
 def test_whatever_fails_in_a_capture_leaves_the_chunk_eager_and_its_first_error_is_named(

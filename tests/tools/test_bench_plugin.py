@@ -18,6 +18,8 @@ import bench_plugin  # noqa: E402
 import megatron_sources  # noqa: E402
 from plugin_group import Line, timed  # noqa: E402
 
+from megatron.dpp.config import DppConfig  # noqa: E402
+
 
 def arguments(monkeypatch: pytest.MonkeyPatch, *words: str) -> object:
     monkeypatch.setattr(sys, "argv", ["bench_plugin.py", *words])
@@ -32,6 +34,10 @@ def test_lengths_are_unlike_and_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert drawn == bench_plugin.lengths(args, row) and len(drawn) == 16 and sum(drawn) < most
         assert len(set(drawn)) > 5 and all(16 <= one <= 2048 and one % 16 == 0 for one in drawn)
     assert sum(bench_plugin.lengths(args, "packed")) > 0.9 * 16 * 2048
+    unlike, padded = (bench_plugin.lengths(args, row) for row in ("unlike", "bucketed"))
+    assert all(one <= other < 1.5 * one + 256 for one, other in zip(unlike, padded, strict=True))
+    _, _, settings = bench_plugin.arm_of("megatron", "bucketed")
+    assert set(padded) <= set(DppConfig(**settings).buckets(2048))
 
 
 def test_own_graphs_and_queues_are_process_groups(

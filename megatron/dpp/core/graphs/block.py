@@ -1,7 +1,8 @@
 """One chunk's transformer block as CUDA graphs.
 
 F, B and one W per layer of a chunk are captured over the pool of a *slot* (``pools.py``) at the
-chunk's first forward in the slot, or at the end of the step in which the slot was made.
+chunk's first forward of that length in the slot, or at the end of the step in which the slot was
+made.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.dpp.core.graphs.capture import Capture
 from megatron.dpp.core.graphs.eight_bit import CachedWeights
-from megatron.dpp.core.graphs.pools import Pools, Slot, Slots, alike
+from megatron.dpp.core.graphs.pools import Pools, Slot, alike
 from megatron.dpp.core.graphs.reductions import Additions, Reductions
 from megatron.dpp.core.graphs.rng import CapturedRng, RecomputedDraws
 from megatron.dpp.core.wgrad.linear import WeightGradients, decoder_block, gradient_accumulator
@@ -30,18 +31,27 @@ from megatron.dpp.errors import one_line, setting
 
 
 class _Graphs:
-    """The graphs of one chunk in one slot.
+    """The graphs of one chunk in one slot, for inputs of one length.
 
     Args:
         owner: the chunk's block, its own forward and its parameters.
-        slot, slots: the memory.
+        slot, pools: the memory.
+        rows: of the input.
         options: the arguments of the block besides its input.
     """
 
     def __init__(
-        self, owner: GraphedBlock, slot: Slot, slots: Slots, options: Mapping[str, Any]
+        self,
+        owner: GraphedBlock,
+        slot: Slot,
+        pools: Pools,
+        rows: int,
+        options: Mapping[str, Any],
     ) -> None:
-        self._owner, self._slot, self._slots = owner, slot, slots
+        self._owner, self._slot, self._pools = owner, slot, pools
+        self._input = slot.input[:rows].requires_grad_()
+        self._output, self._grad_output = slot.output[:rows], slot.grad_output[:rows]
+        self._grad_input = pools.grad_input[:rows]
         self.options = {
             name: torch.empty_like(value) if isinstance(value, torch.Tensor) else value
             for name, value in options.items()
@@ -54,7 +64,7 @@ class _Graphs:
         self._waiting: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         self._added: Additions
         self._unfinished = 0
-        self._draws = owner.recomputed(partial(owner.run, slot.input, self.options), slot.input)
+        self._draws = owner.recomputed(partial(owner.run, self._input, self.options), self._input)
         self._forward = owner.capture(self._run_forward, slot.pool)
         with owner.repeating(self._draws):
             self._backward = owner.capture(self._run_backward, slot.pool)
@@ -65,8 +75,8 @@ class _Graphs:
     def _run_forward(self) -> None:
         recomputable = self._draws.handed_out() if self._draws else contextlib.nullcontext()
         with self._owner.using(self._aliases), recomputable:
-            self._live = self._owner.run(self._slot.input, self.options)
-        self._slot.output.copy_(self._live.detach())
+            self._live = self._owner.run(self._input, self.options)
+        self._output.copy_(self._live.detach())
 
     def _run_backward(self) -> None:
         assert self._live is not None
@@ -83,9 +93,9 @@ class _Graphs:
                 )
                 around.callback(hook.remove)
             # Not autograd.grad, which recomputation refuses.
-            torch.autograd.backward(self._live, self._slot.grad_output)
+            torch.autograd.backward(self._live, self._grad_output)
         self._live = None
-        self._slots.grad_input.copy_(_taken(self._slot.input))
+        self._grad_input.copy_(_taken(self._input))
         for layer, entry in owner.delayed.take(self._waiting) if owner.delayed is not None else ():
             self._deferred[layer].append(entry)
         self._waiting = {}
@@ -111,14 +121,14 @@ class _Graphs:
     @torch.no_grad()
     def forward(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
         """Replay F. The result is the slot's buffer, valid until the microbatch's backward."""
-        self._slot.input.copy_(hidden)
+        self._input.copy_(hidden)
         for name, value in options.items():
             if isinstance(value, torch.Tensor):
                 self._copy_option(name, value)
         self._begun = self._draws.states() if self._draws else {}
         with self._owner.drawing():
             self._forward.replay()
-        return self._slot.output.detach()
+        return self._output.detach()
 
     def _copy_option(self, name: str, value: torch.Tensor) -> None:
         """Copy an argument in; a constant one (rotary embeddings) is copied once."""
@@ -130,7 +140,7 @@ class _Graphs:
     @torch.no_grad()
     def backward(self, gradient: torch.Tensor) -> torch.Tensor:
         """Replay B. The result is a copy, as it may be sent after the buffer is used again."""
-        self._slot.grad_output.copy_(gradient)
+        self._grad_output.copy_(gradient)
         if self._draws:
             self._draws.rewind(self._begun)
         self._backward.replay()
@@ -140,8 +150,8 @@ class _Graphs:
             assert self._owner.store is not None
             self._owner.store.defer(layer, _WeightReplay(self, layer))
         if not self._weights:
-            self._slots.give_back(self._slot)
-        return self._slots.grad_input.clone()
+            self._pools.give_back(self._slot)
+        return self._grad_input.clone()
 
     def adds_to(self, weight: torch.Tensor) -> bool:
         """True if this is a parameter of the block."""
@@ -152,7 +162,7 @@ class _Graphs:
         self._weights[layer].replay()
         self._unfinished -= 1
         if not self._unfinished:
-            self._slots.give_back(self._slot)
+            self._pools.give_back(self._slot)
 
 
 @dataclass(frozen=True)
@@ -256,16 +266,20 @@ class GraphedBlock:
         else:
             del self._block.forward
 
-    def complete(self, slots: Slots) -> None:
-        """Capture this block in the slots where it has not run yet, between two steps: within a
-        step a capture would delay the whole pipeline.
+    def complete(self, pools: Pools) -> None:
+        """Capture this block for each length that it has run with in the slots where it has not
+        yet, between two steps: within a step a capture would delay the whole pipeline.
         """
-        known = next((slot.graphs[self] for slot in slots.made if self in slot.graphs), None)
-        if known is None:
-            return
-        for slot in slots.made:
-            if self not in slot.graphs and not (self._failed or self._moved):
-                self._capture_in(slot, slots, known.options)
+        options = {
+            rows: graphs.options
+            for slot in pools.made
+            for (block, rows), graphs in slot.graphs.items()
+            if block is self
+        }
+        for slot, rows in itertools.product(pools.made, sorted(options, reverse=True)):
+            known = rows > slot.rows or (self, rows) in slot.graphs
+            if not (known or self._failed or self._moved):
+                self._capture_in(slot, pools, rows, options[rows])
 
     def addresses(self) -> list[int]:
         """Of parameters, also frozen ones, and buffers, which graphs use."""
@@ -379,44 +393,42 @@ class GraphedBlock:
 
     def _graphs(self, pools: Pools, hidden: Any, options: Mapping[str, Any]) -> _Graphs | None:
         """Graphs in a free slot; None if this call must run eagerly."""
-        slots = pools.of(hidden)
-        if slots is None:
+        if not pools.knows(hidden):
             self._say(f"microbatches that are not of {pools.lengths} run without graphs")
             return None
-        signature = _signature(hidden, options)
-        rows = len(slots.grad_input)
+        signature, rows = _signature(hidden, options), len(hidden)
         known = self._signatures[rows] = self._signatures.get(rows) or signature
         if signature is None or signature != known:
             self._say("inputs unlike the first run without graphs")
             return None
         if self._failed or self._moved:
             return None
-        slot = slots.take(self)
+        slot = pools.take(self, rows)
         if slot is None:
             self._say(
                 "microbatches for which the memory of the activation cap is spent run without "
                 f"graphs ({setting('length_buckets')})"
             )
             return None
-        if self not in slot.graphs:
+        if (self, rows) not in slot.graphs:
             before, fresh = _reserved(hidden), not slot.graphs
-            self._capture_in(slot, slots, options)
+            self._capture_in(slot, pools, rows, options)
             if self._failed:
                 if not fresh:
-                    slots.give_back(slot)
+                    pools.give_back(slot)
                 return None
             if fresh:
-                slots.add(slot, _reserved(hidden) - before)
-        found: _Graphs = slot.graphs[self]
+                pools.add(slot, _reserved(hidden) - before)
+        found: _Graphs = slot.graphs[self, rows]
         return found
 
-    def _capture_in(self, slot: Slot, slots: Slots, options: Mapping[str, Any]) -> None:
+    def _capture_in(self, slot: Slot, pools: Pools, rows: int, options: Mapping[str, Any]) -> None:
         """Add this block's graphs to a slot; if that fails, it runs eagerly from then on."""
         stay = self._weights.staying() if self._weights is not None else contextlib.nullcontext()
         try:
             with stay:
-                made = _Graphs(self, slot, slots, options)
-            slot.graphs[self] = made
+                made = _Graphs(self, slot, pools, rows, options)
+            slot.graphs[self, rows] = made
         except Exception as error:  # whatever it is, this chunk can be run without
             first: BaseException = error
             while first.__context__ is not None:

@@ -1,4 +1,4 @@
-"""The memory of CUDA graphs: slots, for each length that is captured.
+"""The memory of CUDA graphs: slots, which microbatches of several lengths share.
 
 Every activation in flight has a *slot*, a memory pool and buffers, from its F until its last W.
 """
@@ -17,61 +17,28 @@ class Slot:
     """The memory of one chunk activation: a pool, and input and output buffers.
 
     Args:
-        example: a block's input, [s, b, h].
+        example: a block's input of the longest microbatch that it holds, [s, b, h].
     """
 
     def __init__(self, example: torch.Tensor) -> None:
+        self.rows = len(example)
         self.pool = torch.cuda.graph_pool_handle() if example.is_cuda else None
-        self.input = torch.empty_like(example, requires_grad=True)
-        self.output = torch.empty_like(example, requires_grad=False)
-        self.grad_output = torch.empty_like(example, requires_grad=False)
-        self.graphs: dict[Any, Any] = {}
-        """The graphs of each block that has been captured here."""
-
-
-class Slots:
-    """All slots of a rank for inputs of one shape. Every graph writes the input's gradient to one
-    place, ``grad_input``.
-
-    Args:
-        example: a block's input, [s, b, h].
-        may_add: True if there is memory for one slot more.
-    """
-
-    def __init__(self, example: torch.Tensor, may_add: Callable[[int], bool]) -> None:
-        self._example, self._may_add = example.detach(), may_add
-        self.grad_input = torch.empty_like(example, requires_grad=False)
-        self._free: list[Slot] = []
-        self.made: list[Slot] = []
-        """Slots that have graphs."""
-        self.slot_bytes = 0
-        """Device memory of a slot, the smallest seen: the first include libraries' workspaces."""
-
-    def take(self, block: Any) -> Slot | None:
-        """A free slot, preferably with graphs of this block; a new one if none is free; None if
-        there is no memory for that.
-        """
-        for place in range(len(self._free) - 1, -1, -1):
-            if block in self._free[place].graphs:
-                return self._free.pop(place)
-        if self._free:
-            return self._free.pop()
-        return Slot(self._example) if self._may_add(len(self._example)) else None
-
-    def add(self, slot: Slot, num_bytes: int) -> None:
-        """Count a slot that has got its first graphs."""
-        self.made.append(slot)
-        self.slot_bytes = min(num_bytes, self.slot_bytes or num_bytes)
-
-    def give_back(self, slot: Slot) -> None:
-        self._free.append(slot)
+        self.input, self.output, self.grad_output = (
+            torch.empty_like(example, requires_grad=False) for _ in range(3)
+        )
+        self.graphs: dict[tuple[Any, int], Any] = {}
+        """The graphs that have been captured here, by block and rows of its input."""
+        self.num_bytes = 0
+        """Device memory that the first of them took."""
 
 
 class Pools:
-    """The slots of a rank, for each length.
+    """The slots of a rank.
 
-    With several lengths all slots together have room for as many tokens as the activation cap
-    allows to be held; slots are never freed within a run of equal lengths.
+    A slot serves microbatches of its own length and shorter ones, one at a time. It is made as long
+    as the microbatch that finds none free. With several lengths all slots together have room for as
+    many tokens as the activation cap allows to be held. Slots are never freed within a run of equal
+    lengths. Every graph writes the input's gradient to one place, ``grad_input``.
 
     Args:
         example: a block's input of the longest microbatch, [s, b, h].
@@ -85,61 +52,76 @@ class Pools:
         rows: Sequence[int] = (),
         most: Callable[[], float] | None = None,
     ) -> None:
-        self._example, self._most = example, most
-        self._by_rows: dict[int, Slots | None] = dict.fromkeys(rows or (len(example),))
+        self._example, self._most = example.detach(), most
+        self._rows = sorted(rows) or [len(example)]
+        self.grad_input = torch.empty_like(self._example[: self._rows[-1]])
+        self._free: list[Slot] = []
+        self.made: list[Slot] = []
+        """Slots that have graphs."""
 
     @property
     def lengths(self) -> str:
         """The lengths in words."""
-        if list(self._by_rows) == [len(self._example)]:
+        if self._rows == [len(self._example)]:
             return "the longest length"
-        return "one of the lengths " + ", ".join(map(str, sorted(self._by_rows)))
-
-    def of(self, hidden: Any) -> Slots | None:
-        """The slots for an input; None where its shape is not captured."""
-        if not isinstance(hidden, torch.Tensor) or hidden.dim() != self._example.dim():
-            return None
-        rows = len(hidden)
-        if rows not in self._by_rows or not alike(hidden, self._example[:rows]):
-            return None
-        found = self._by_rows[rows]
-        if found is None:
-            found = self._by_rows[rows] = Slots(self._example[:rows], self._may_add)
-        return found
-
-    def all(self) -> list[Slots]:
-        """The slots of each length that has occurred."""
-        return [slots for slots in self._by_rows.values() if slots is not None]
+        return "one of the lengths " + ", ".join(map(str, self._rows))
 
     @property
-    def num_made(self) -> int:
-        """Slots that have graphs."""
-        return sum(len(slots.made) for slots in self.all())
+    def num_graphs(self) -> int:
+        """Pairs of a block and a length that were captured, over all slots."""
+        return sum(len(slot.graphs) for slot in self.made)
+
+    def knows(self, hidden: Any) -> bool:
+        """True for an input whose shape is captured."""
+        if not isinstance(hidden, torch.Tensor) or hidden.dim() != self._example.dim():
+            return False
+        rows = len(hidden)
+        return rows in self._rows and alike(hidden, self._example[:rows])
+
+    def take(self, block: Any, rows: int) -> Slot | None:
+        """The shortest free slot that holds so many rows, preferably with graphs of this block for
+        them; a new one if none is free; None if there is no memory for that.
+        """
+        fits = [slot for slot in self._free if slot.rows >= rows]
+        if fits:
+            found = min(fits, key=lambda slot: (slot.rows, (block, rows) not in slot.graphs))
+            self._free.remove(found)
+            return found
+        return Slot(self._example[:rows]) if self._may_add(rows) else None
+
+    def add(self, slot: Slot, num_bytes: int) -> None:
+        """Count a slot that has got its first graphs."""
+        slot.num_bytes = num_bytes
+        self.made.append(slot)
+
+    def give_back(self, slot: Slot) -> None:
+        self._free.append(slot)
 
     def slot_bytes(self, eager: float = 0.0) -> float:
         """Device memory of a slot for the longest microbatch; 0 without slots.
 
-        Until that length has a slot it is estimated by the longest that has one, as bytes per row.
-        What a pool takes beside its rows weighs more there, so the estimate is kept between
-        the memory that the activation takes without graphs and ``POOL_GROWTH`` times as much.
+        The smallest of the longest slots counts: the first include libraries' workspaces. Until the
+        longest microbatch has one it is estimated from shorter ones, as bytes per row. What a pool
+        takes beside its rows weighs more there, so the estimate is kept between the memory that the
+        activation takes without graphs and ``POOL_GROWTH`` times as much.
 
         Args:
             eager: bytes of an activation of the longest microbatch without graphs; 0 where it
                 is not known.
         """
-        made = [(len(s.grad_input), s.slot_bytes) for s in self.all() if s.made]
-        if not made:
+        if not self.made:
             return 0
-        rows, num_bytes = max(made)
+        rows = max(slot.rows for slot in self.made)
+        num_bytes = min(slot.num_bytes for slot in self.made if slot.rows == rows)
         estimate = num_bytes * len(self._example) / rows
         if rows == len(self._example) or not eager or not num_bytes:
             return estimate
         return min(max(estimate, eager), POOL_GROWTH * eager)
 
     def _may_add(self, rows: int) -> bool:
-        if len(self._by_rows) == 1 or self._most is None:
+        if len(self._rows) == 1 or self._most is None:
             return True  # the activation cap bounds their number
-        used = sum(len(s.grad_input) * len(s.made) for s in self.all())
+        used = sum(slot.rows for slot in self.made)
         return used + rows <= self._most() * len(self._example)
 
 

@@ -72,7 +72,7 @@ class ChunkGraphs:
         self._pools: Pools | None = None
         self._slot_bytes = 0.0
         self._addresses: list[list[int]] = []
-        self._num_steps = self._num_said = 0
+        self._num_steps = self._num_said = self._num_graphs = 0
         self._settled = False
         self._by_engine = any(_has_engine_layers(chunk) for chunk in chunks)
         rng = CapturedRng()
@@ -104,7 +104,7 @@ class ChunkGraphs:
     @property
     def replays(self) -> bool:
         """A step has been replayed from slots."""
-        return self._pools is not None and self._pools.num_made > 0
+        return self._pools is not None and bool(self._pools.made)
 
     def slot_bytes(self, eager: float) -> float:
         """Bytes of one chunk activation of the longest microbatch in a slot; 0 without slots.
@@ -178,20 +178,24 @@ class ChunkGraphs:
         finally:
             for block in bound:
                 block.bind(None)
-        if self._pools is not None and self._pools.num_made != self._num_said:
+        if self._pools is not None and self._pools.num_graphs != self._num_graphs:
             self._complete(self._pools)
 
     def _complete(self, pools: Pools) -> None:
-        """Capture every block in each slot that this step has made, and say how many there are."""
-        self._num_said = pools.num_made
-        for slots in pools.all():
-            for block in self._blocks:
-                block.complete(slots)
-        made = [slots for slots in pools.all() if slots.made]
-        total = sum(len(slots.made) * slots.slot_bytes for slots in made)
+        """Capture what this step has captured in one slot in all that hold it, and say how many
+        slots there are.
+        """
+        for block in self._blocks:
+            block.complete(pools)
+        self._num_graphs = pools.num_graphs
+        if len(pools.made) == self._num_said:
+            return
+        self._num_said = len(pools.made)
+        rows = {slot.rows for slot in pools.made}
         size = f"{pools.slot_bytes() / (1 << 20):.0f} MiB"
-        if len(made) > 1:
-            size = f"{len(made)} lengths, {total / (1 << 20):.0f} MiB together"
+        if len(rows) > 1:
+            total = sum(slot.num_bytes for slot in pools.made)
+            size = f"{len(rows)} lengths, {total / (1 << 20):.0f} MiB together"
         line = f"CUDA graphs: memory for {self._num_said} chunk activations of {size}"
         if torch.cuda.is_available():
             line += f"; {torch.cuda.memory_reserved() / 2**30:.1f} GiB are reserved in all"
@@ -221,7 +225,7 @@ class ChunkGraphs:
                 gc.collect()  # graphs and their slots know each other
                 torch.cuda.empty_cache()  # memory of the eager steps
             self._pools = Pools(example.detach(), self._rows, self._most)
-            self._addresses, self._num_said = addresses, 0
+            self._addresses, self._num_said, self._num_graphs = addresses, 0, 0
 
 
 def why_not(chunk: torch.nn.Module) -> str | None:
