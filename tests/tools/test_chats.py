@@ -16,6 +16,7 @@ from megatron.dpp_train.data.chats import ChatEncoder
 from megatron.dpp_train.data.json_lines import BadLine
 from megatron.dpp_train.tokenizers import GPT2BPETokenizer, Tokenizer
 from megatron.dpp_train.tokenizers.template_files import PLAIN, find_templates
+from megatron.dpp_train.tokenizers.templates import ChatTemplate
 from tests.conftest import REPOSITORY
 
 VOCAB = REPOSITORY / "datasets_gpt" / "vocab.json"
@@ -230,6 +231,24 @@ def test_a_message_of_a_role_that_the_template_drops_is_named(tokenizer: GPT2BPE
     line["messages"][1]["role"] = "tool"
     _, notes = encoder(tokenizer, template).encode(line)
     assert 'the template leaves out messages of the role "tool"' in notes
+
+
+def test_looking_for_what_is_left_out_takes_a_few_renderings(
+    tokenizer: GPT2BPETokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each message of a chat had one."""
+    template = BRACKETS.replace("m.content }}", "m.content | replace('x', '') }}")
+    whole = chat(*["Who?", "Ada."] * 20)
+    rendered: list[int] = []
+    render = ChatTemplate.render
+    monkeypatch.setattr(
+        ChatTemplate, "render", lambda *a, **more: rendered.append(1) or render(*a, **more)
+    )
+    encoder(tokenizer, template).encode(whole)
+    few = len(rendered)
+    whole["messages"][0]["content"] = "Max?"
+    _, notes = encoder(tokenizer, template).encode(whole)
+    assert any("leaves out a part" in note for note in notes) and len(rendered) < 2 * few + 6
 
 
 def test_fields_that_a_table_adds_to_tools_and_calls_are_left_out(

@@ -19,7 +19,6 @@ from megatron.dpp_train.tokenizers import Tokenizer
 from megatron.dpp_train.tokenizers.template_files import TOOL_USE
 from megatron.dpp_train.tokenizers.templates import (
     ANSWER,
-    Beginning,
     ChatTemplate,
     Rendered,
     Span,
@@ -35,8 +34,6 @@ _LEFT_OUT = (
 )
 _CONTENTS = "tools", "tool_calls", "documents"
 """Fields without which a chat is another one: a template must use them."""
-FEW = 5
-"""Answers up to which each is rendered alone."""
 _USUAL_ROLES = "system", "developer", "user", "assistant", "tool"
 _DATED = "the template writes today's date into the text (strftime_now), and the data keeps it"
 
@@ -241,45 +238,26 @@ class ChatEncoder:
         """A chat whose answers are what the template adds: one text as long as earlier turns stay
         as they are, else several."""
         numbers = [number for number, trained in enumerate(chat.trained) if trained]
-        befores, afters = self._beginnings(chat, numbers)
         texts: list[tuple[str, tuple[Span, ...]]] = []
-        done, spans = Beginning.of(""), list[Span]()
+        done, spans = "", list[Span]()
         for number in numbers:
-            before = self._text(chat, number, befores, ask=True)
-            after = self._text(chat, number + 1, afters, ask=False)
+            before = self._render(chat, number, ask=True).text
+            after = self._render(chat, number + 1, ask=False).text
             start = len(before)
-            if not after.starts_with(before):
-                after, start = self._changed(chat, number, str(before), str(after), notes)
-            if spans and not (len(done) <= start and after.starts_with(done)):
-                texts.append((str(done), tuple(spans)))
+            if not after.startswith(before):
+                after, start = self._changed(chat, number, before, after, notes)
+            if spans and not (len(done) <= start and after.startswith(done)):
+                texts.append((done, tuple(spans)))
                 spans = []
             done = after
             spans.append((start, len(after)))
         if texts:
             notes.append("made one sample per answer: the template changes earlier turns")
-        return [*texts, (str(done), tuple(spans))]
-
-    def _beginnings(
-        self, chat: Chat, numbers: list[int]
-    ) -> tuple[dict[int, Beginning], dict[int, Beginning]]:
-        """Texts of the chat up to answers, and with them, by the count of messages: as many as two
-        renderings of the chat can tell."""
-        if len(numbers) < FEW:
-            return {}, {}
-        ends = {number + 1 for number in numbers}
-        template = self._template_of(chat)
-        return template.beginnings(chat.messages, set(numbers), ends, **chat.more)
-
-    def _text(self, chat: Chat, count: int, known: dict[int, Beginning], *, ask: bool) -> Beginning:
-        """The text of the first messages."""
-        if count not in known:
-            return Beginning.of(self._render(chat, count, ask=ask).text)
-        self._template_of(chat).wrote_date = known[count].dated
-        return known[count]
+        return [*texts, (done, tuple(spans))]
 
     def _changed(
         self, chat: Chat, number: int, before: str, after: str, notes: list[str]
-    ) -> tuple[Beginning, int]:
+    ) -> tuple[str, int]:
         """The text of a chat up to an answer's end, and where the answer begins, where the prompt
         of generation is not what precedes the answer."""
         base = self._render(chat, number, ask=False).text
@@ -287,7 +265,7 @@ class ChatEncoder:
         start = _shared(before, after, other)
         if start >= _shared(before, base):
             notes.append(f"trained answers as chats hold them, not behind {before[start:]!r}")
-            return Beginning.of(after), start
+            return after, start
         header = before[len(base) :] if before.startswith(base) else ""
         place = after.rfind(header, 0, _shared(after, other)) if header else -1
         if place < 0:
@@ -295,7 +273,7 @@ class ChatEncoder:
         notes.append(
             "put answers behind the prompt of generation, which the template changes later"
         )
-        return Beginning.of(before + after[place + len(header) :]), len(before)
+        return before + after[place + len(header) :], len(before)
 
 
 def _says(message: Message) -> bool:

@@ -7,12 +7,10 @@ what else is installed.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
 from typing import Any, NoReturn
 
 from megatron.dpp.budget import OverBudget, budget
@@ -44,35 +42,6 @@ class Rendered:
     answers: tuple[Span, ...]
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """The text of a beginning: so many characters of ``whole``, and ``rest``."""
-
-    whole: str
-    shared: int
-    rest: str = ""
-    dated: bool = False
-    """It holds today's date or time, from ``strftime_now``."""
-
-    @classmethod
-    def of(cls, text: str) -> Beginning:
-        """A text that shares nothing."""
-        return cls(text, len(text))
-
-    def __len__(self) -> int:
-        return self.shared + len(self.rest)
-
-    def __str__(self) -> str:
-        return self.whole[: self.shared] + self.rest
-
-    def starts_with(self, other: Beginning) -> bool:
-        """True where ``other`` is a beginning of this text."""
-        if self.whole is not other.whole or self.shared < other.shared:
-            return str(self).startswith(str(other))
-        end = other.shared + len(other.rest)
-        return (self.whole[other.shared : min(end, self.shared)] + self.rest).startswith(other.rest)
-
-
 class ChatTemplate:
     """A compiled template.
 
@@ -89,15 +58,18 @@ class ChatTemplate:
             import jinja2  # noqa: F401 - the error for a missing package
         except ModuleNotFoundError:
             raise DataError("chats need Jinja; pip install jinja2") from None
-        self.text, self._tokens = text, tokens
+        self.text = text
         self._environment = _environment()
-        self.wrote_date = False
-        """The last text holds today's date or time, from ``strftime_now``."""
         try:
             with budget(SECONDS, MEMORY_BYTES):
                 self._template = self._environment.from_string(text, globals=tokens)
         except Exception as error:  # Jinja's own, and what Python says of the code that it makes
             raise DataError(f"the chat template is not valid: {_reason(error)}") from error
+
+    @property
+    def wrote_date(self) -> bool:
+        """The last text holds today's date or time, from ``strftime_now``."""
+        return bool(self._environment.wrote_date)
 
     @property
     def marks_answers(self) -> bool:
@@ -114,62 +86,19 @@ class ChatTemplate:
         Raises:
             TemplateRefusal: the template does not take it.
         """
+        given = {"tools": None, "documents": None, **more}
         chat = [_without_none(message) for message in messages]
         pieces: list[str] = []
+        self._environment.begin(pieces)
         try:
-            self._write(self._template, pieces, {"messages": chat}, ask=ask, **more)
+            with budget(SECONDS, MEMORY_BYTES):
+                for piece in self._template.generate(
+                    messages=chat, add_generation_prompt=ask, **given
+                ):
+                    pieces.append(piece)  # one by one: blocks look at what stands before them
         except Exception as error:  # a template computes what it wants
             raise TemplateRefusal(_reason(error)) from error
         return Rendered("".join(pieces), tuple(self._environment.answers))
-
-    def beginnings(
-        self, messages: Sequence[Mapping[str, Any]], asked: set[int], ended: set[int], **more: Any
-    ) -> tuple[dict[int, Beginning], dict[int, Beginning]]:
-        """The texts that :meth:`render` gives for the first messages, by their number: of ``asked``
-        with what precedes an answer, of ``ended`` without. Those that one rendering of each kind
-        cannot tell are left out."""
-        from megatron.dpp_train.tokenizers.beginnings import NotFollowed, Run
-
-        template = self._followed
-        if template is None:
-            return {}, {}
-        chat = [_without_none(message) for message in messages]
-        runs = [Run(chat, counts, self._environment) for counts in (asked, ended)]
-        for run, ask in zip(runs, (True, False), strict=True):
-            # An error is that of a beginning, which its own rendering will name.
-            with contextlib.suppress(Exception, NotFollowed):
-                self._write(template, run.pieces, run.variables(), ask=ask, **more)
-        texts = [run.shared for run in runs]
-        longest = max(texts, key=len)
-        texts = [longest if longest.startswith(text) else text for text in texts]
-        first, second = (
-            {count: Beginning(text, *parts) for count, parts in run.found.items()}
-            for run, text in zip(runs, texts, strict=True)
-        )
-        return first, second
-
-    def _write(
-        self, template: Any, pieces: list[str], given: dict[str, Any], *, ask: bool, **more: Any
-    ) -> None:
-        given = {"tools": None, "documents": None, **more, **given}
-        self._environment.begin(pieces)
-        with budget(SECONDS, MEMORY_BYTES):
-            for piece in template.generate(add_generation_prompt=ask, **given):
-                pieces.append(piece)  # one by one: blocks look at what stands before them
-        self.wrote_date = self._environment.wrote_date
-
-    @cached_property
-    def _followed(self) -> Any:
-        """The template as :class:`~megatron.dpp_train.tokenizers.beginnings.Run` needs it; None
-        where it cannot be followed."""
-        from megatron.dpp_train.tokenizers.beginnings import followed
-
-        try:
-            with budget(SECONDS, MEMORY_BYTES):
-                tree = followed(self._environment, self.text)
-                return tree and self._environment.from_string(tree, globals=self._tokens)
-        except Exception:  # as in __init__
-            return None
 
 
 def last_token(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
