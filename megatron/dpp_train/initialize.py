@@ -190,7 +190,10 @@ def set_seeds(args: RunConfig) -> None:
 
 
 # May differ from host to host: paths, and a rank's own number.
-_MAY_DIFFER = ("rank", "local_rank", "save", "load", "pretrained_checkpoint", "load_hf", "save_hf")
+_MAY_DIFFER = (
+    *("rank", "local_rank", "save", "load", "pretrained_checkpoint", "load_hf", "save_hf"),
+    "model_origin",
+)
 _PATHS = ("_path", "_dir", "_file", "_cfg")
 _MAX_SHOWN = 5
 _SAID = 200

@@ -267,3 +267,28 @@ def test_the_ends_of_files_are_read_from_pytorchs_metadata(tmp_path: Path) -> No
     (tmp_path / "a").write_bytes(bytes(29))
     with pytest.raises(DataError, match="/a: 29 bytes, expected at least 30"):
         files.check_whole(Found(tmp_path, 3), tensor=1, pipeline=1)
+
+
+def test_files_are_those_of_the_run_wherever_its_checkpoint_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of the same names in the reader's directory are another run's."""
+    for folder in ("there", "here"):
+        (tmp_path / folder / "llama").mkdir(parents=True)
+        for name in ("tokenizer.json", "own.jinja", "plain"):
+            (tmp_path / folder / "llama" / name).touch()
+    there = str(tmp_path / "there")
+    given = {"tokenizer_model": "llama/tokenizer.json", "load_hf": "llama", "load": "gone"}
+    given |= {"sft_tokenizer_prompt_format": "llama/own.jinja", "vocab_file": None}
+    found = saved_in(tmp_path, **given, working_directory=there)
+    monkeypatch.chdir(tmp_path / "here")
+    read = vars(saved_args(found))
+    assert read["tokenizer_model"] == f"{there}/llama/tokenizer.json"
+    assert read["sft_tokenizer_prompt_format"] == f"{there}/llama/own.jinja"
+    assert (read["load_hf"], read["vocab_file"]) == (f"{there}/llama", None)
+    assert read["load"] == "gone", "as the run named it: the tree may have moved"
+
+    plain = {"sft_tokenizer_prompt_format": "plain", "tokenizer_model": "/x"}
+    found = saved_in(tmp_path, **plain, working_directory=f"{there}/llama")
+    assert plain.items() <= vars(saved_args(found)).items()
+    assert saved_args(saved_in(tmp_path, **given)).load_hf == "llama", "of an older checkpoint"

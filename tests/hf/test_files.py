@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megatron.dpp_train.hf.model import args_of_model
 from megatron.dpp_train.hf.weights import INDEX, WEIGHTS, WeightFile, find_weights
 from megatron.dpp_train.options.arguments import parse_args
 from megatron.dpp_train.options.validate import validate
+from megatron.dpp_train.preflight.check import build_vocabulary
 from tests.hf.tiny import SIZES
 
 _LLAMA: dict[str, Any] = {
@@ -240,6 +242,24 @@ def test_an_export_needs_the_folder_that_training_started_from(tmp_path: Path) -
     check(words, *target, "--pretrained-checkpoint", converted)
     with pytest.raises(DataError, match=r"--save-hf .*--rotary-base is 7, there 500000"):
         check([*words, "--rotary-base", "7"], *target, "--pretrained-checkpoint", converted)
+
+
+def test_a_run_that_goes_on_knows_where_its_model_comes_from(tmp_path: Path) -> None:
+    """Its own checkpoints name the folder, too, which no flag of it does."""
+    folder, words = make(tmp_path / "there", "llama")
+    save = tmp_path / "save"
+    (save / "iter_0000003").mkdir(parents=True)
+    (save / "latest_checkpointed_iteration.txt").write_text("3")
+    (save / "iter_0000003" / "metadata.json").write_text("{}")
+    origins = []
+    for name in ("load_hf", "model_origin"):  # the first run's arguments, then those of the second
+        state = {"args": Namespace(**{name: str(folder)})}
+        torch.save(state, save / "iter_0000003" / "common.pt")
+        given = ("--load", save, "--save", save, "--save-hf", tmp_path / "new")
+        check(words, *given)
+        args = validate(parse_args([*words, *_RUN.split(), *map(str, given)]), 1, "gpt")
+        origins.append(build_vocabulary(args)[0].model_origin)
+    assert origins == [str(folder)] * 2
 
 
 @pytest.mark.parametrize("family", _FOLDERS)

@@ -6,6 +6,7 @@ Keys and layout are Megatron-LM core_v0.16.1's, so its checkpoints load here and
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron.core.utils import unwrap_model
 from megatron.dpp_train.checkpoint import files as files
 from megatron.dpp_train.checkpoint import random_state
 from megatron.dpp_train.checkpoint.first_state import teach_sgd
+from megatron.dpp_train.checkpoint.saved_args import WORKING_DIRECTORY
 from megatron.dpp_train.model.build import Trainee
 from megatron.dpp_train.model.fsdp import shards_keep_identity
 from megatron.dpp_train.optimizer.optimizer import fill_state
@@ -116,8 +118,17 @@ class Contents:
             "add_position_embedding": True,
             "rank": 0,
             "local_rank": 0,
+            WORKING_DIRECTORY: _working_directory(),
         }
         return argparse.Namespace(**values)
+
+
+def _working_directory() -> str | None:
+    """That of this rank; None where it is gone."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
 
 
 def rank_file(checkpoint: Path) -> Path:
@@ -142,11 +153,15 @@ def _rank_directory() -> str:
 
 def equal_on_all_ranks(common: dict[str, Any]) -> dict[str, Any]:
     """The part that must be equal on all ranks: megatron-core compares it before saving."""
-    return {
+    shared = {
         key: vars(value) if key == "args" else value
         for key, value in common.items()
         if key != "optimizer"  # the order of parameter groups differs between ranks
     }
+    if "args" in shared:
+        local = (WORKING_DIRECTORY, "model_origin")  # each node may have its own
+        shared["args"] = {key: each for key, each in shared["args"].items() if key not in local}
+    return shared
 
 
 def content_metadata(args: Settings) -> dict[str, Any]:

@@ -7,6 +7,7 @@ checkpoint's. ``files`` and ``loader`` compare.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -69,14 +70,14 @@ def take_checkpoint_args(args: Settings) -> None:
 
 
 def saved_args(found: Found) -> Any:
-    """The arguments of the run that saved ``found``; None where the file cannot be read or holds
-    none.
+    """The arguments of the run that saved ``found``, with files named from the root; None where
+    the file cannot be read or holds none.
 
     Raises:
         DataError: the file asks for a class or function that is not run.
     """
     try:
-        return read_archive(_file_of(found)).get("args")
+        return _placed(read_archive(_file_of(found)).get("args"))
     except DataError:
         raise
     except Exception:  # a broken file raises anything; loading it reports that
@@ -118,6 +119,32 @@ def check_model(args: Settings, saved: Any, path: Path) -> None:
                 f"{path} was saved with {flag} {there}, this run has {here}: give the model's "
                 "flags as they were, or --use-checkpoint-args"
             )
+
+
+WORKING_DIRECTORY = "working_directory"
+"""Name of the argument with the directory in which a run was started."""
+_PLACES = (
+    *("vocab_file", "merge_file", "tokenizer_model", "sft_tokenizer_prompt_format"),
+    *("load_hf", "pretrained_checkpoint", "load"),
+)
+"""Arguments that may name files of the run's, relative to its working directory."""
+_NO_FILES = ("auto", "default", "plain")
+"""Values of ``sft_tokenizer_prompt_format`` that name no file."""
+
+
+def _placed(saved: Any) -> Any:
+    """Arguments whose files are named from the root, as far as they are still where the run found
+    them: another working directory may hold others of the same names."""
+    folder = getattr(saved, WORKING_DIRECTORY, None)
+    if not isinstance(folder, str):
+        return saved
+    for name in _PLACES:
+        value = getattr(saved, name, None)
+        if isinstance(value, str) and value and value not in _NO_FILES:
+            place = os.path.join(folder, value)
+            if os.path.exists(place):
+                setattr(saved, name, place)
+    return saved
 
 
 _OF_CHOICE = (

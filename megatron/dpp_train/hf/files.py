@@ -109,15 +109,19 @@ def origin_of_checkpoint(found: Found, saved: Any) -> Path | None:
     Raises:
         DataError: a file of a conversion was changed since, or is missing.
     """
-    names = ("load_hf", "pretrained_checkpoint", "load")
+    names = ("load_hf", "pretrained_checkpoint", "load", "model_origin")
     return _find_origin(found.path.parent, [getattr(saved, name, None) for name in names])
 
 
 def origin_of(args: Settings) -> Path | None:
-    """The folder with the ``config.json`` of the model that a run starts from."""
+    """The folder with the ``config.json`` of the model that a run starts from, or that an earlier
+    run started from whose checkpoint it goes on from."""
     if args.load_hf:
         return Path(args.load_hf)
-    return _find_origin(Path(args.save or ""), (args.pretrained_checkpoint, args.load))
+    places = (args.pretrained_checkpoint, args.load, args.model_origin)
+    folder = _find_origin(Path(args.save or ""), places)
+    found = None if folder else find_start(args)
+    return origin_of_checkpoint(found, saved_args(found)) if found else folder
 
 
 def _find_origin(save: Path, started: Iterable[str | None]) -> Path | None:

@@ -25,7 +25,7 @@ from megatron.dpp.schedule import (
 )
 from megatron.dpp_train.checkpoint.saved_args import take_checkpoint_args
 from megatron.dpp_train.cost.planned import take_plan
-from megatron.dpp_train.hf.files import loaded_tokens
+from megatron.dpp_train.hf.files import loaded_tokens, origin_of
 from megatron.dpp_train.options import arguments
 from megatron.dpp_train.options.run_config import RunConfig, Settings
 from megatron.dpp_train.options.validate import validate
@@ -217,10 +217,12 @@ def _check_addresses(config: DppConfig, world_size: int, ranks_per_node: int) ->
 def build_vocabulary(
     args: RunConfig, build: Callable[..., Tokenizer] = build_tokenizer
 ) -> tuple[RunConfig, Tokenizer]:
-    """``args`` with ``padded_vocab_size`` and ``loss_vocab_size``, and the tokenizer.
+    """``args`` with ``padded_vocab_size``, ``loss_vocab_size`` and ``model_origin``, and the
+    tokenizer.
 
     ``loss_vocab_size`` is the number of tokens that a loaded model has: the loss does not count the
-    rows behind them. It is None where it counts all rows, as Megatron's does.
+    rows behind them. It is None where it counts all rows, as Megatron's does. ``model_origin`` is
+    the folder with that model's ``config.json``, which the run's checkpoints name.
 
     Args:
         build: as of :func:`tokenizer_for`.
@@ -240,7 +242,9 @@ def build_vocabulary(
     existing = loaded_tokens(args)
     if existing is not None:  # a token that was added to the tokenizer exists, too
         known = min(max(existing, tokenizer.vocab_size), args.padded_vocab_size)
-        args = args.with_(loss_vocab_size=known)
+        origin = origin_of(args)
+        folder = None if origin is None else os.path.abspath(origin)
+        args = args.with_(loss_vocab_size=known, model_origin=folder)
     return args, tokenizer
 
 

@@ -323,6 +323,7 @@ class FlagsSection(Section):
     variable_lengths: bool = False
     variable_seq_lengths: bool = False
     loss_vocab_size: int | None = None
+    model_origin: str | None = None
     length_multiple: int = 1
     length_buckets: tuple[int, ...] = ()
     slice_tokens: int | None = None
