@@ -66,7 +66,7 @@ def test_a_slot_serves_shorter_microbatches_and_is_captured_for_them_between_ste
         return Rerun(function, pool, replays=replays)
 
     made = graphs.ChunkGraphs(
-        [chunk], None, print, lambda chunks: True, capture, rows=[2, 4, 8], most=lambda: 2.0
+        [chunk], None, print, lambda chunks: True, capture, rows=[2, 4, 8], most=lambda: 4 / 3
     )
     forwards(made, chunk, 8, 8)
     assert len(captured) == 4
@@ -95,9 +95,9 @@ def test_slots_of_several_lengths_hold_no_more_than_the_cap(chunk: Chunk) -> Non
     said: list[str] = []
     made = graphs.ChunkGraphs(
         [chunk], None, said.append, lambda chunks: True, partial(Rerun, replays=replays),
-        rows=[4, 8], most=lambda: 1.5,
+        rows=[4, 8], most=lambda: 1.0,
     )  # fmt: skip
-    forwards(made, chunk, 8, 4, 4, 8)  # 12 of 12 rows are taken by the first two
+    forwards(made, chunk, 8, 4, 4, 8)  # 12 of 1.5 times 8 rows are taken by the first two
     assert len(replays) == 4
     assert any("memory of the activation cap is spent" in line for line in said)
     replays.clear()
@@ -107,7 +107,7 @@ def test_slots_of_several_lengths_hold_no_more_than_the_cap(chunk: Chunk) -> Non
 
 def test_a_slot_is_added_only_where_all_of_it_fits_under_the_cap() -> None:
     """8 rows are taken of 10: another 4 would be 2 too many, 2 fit."""
-    pools = Pools(torch.zeros(8, 1, 2), [2, 4, 8], most=lambda: 1.25)
+    pools = Pools(torch.zeros(8, 1, 2), [2, 4, 8], most=lambda: 5 / 6)
     taken: dict[int, bool] = {}
     for rows in (8, 4, 2):
         slot = pools.take("block", rows)

@@ -12,6 +12,10 @@ import torch
 
 from megatron.dpp.config import POOL_GROWTH
 
+SPARE = 1.5
+"""Times the tokens that may be held for which slots of several lengths have room: a microbatch may
+find only longer slots free."""
+
 
 class Slot:
     """The memory of one chunk activation: a pool, and input and output buffers.
@@ -36,9 +40,10 @@ class Pools:
     """The slots of a rank.
 
     A slot serves microbatches of its own length and shorter ones, one at a time. It is made as long
-    as the microbatch that finds none free. With several lengths all slots together have room for as
-    many tokens as the activation cap allows to be held. Slots are never freed within a run of equal
-    lengths. Every graph writes the input's gradient to one place, ``grad_input``.
+    as the microbatch that finds none free. With several lengths all slots together have room for
+    ``SPARE`` times the tokens that the activation cap allows to be held. Slots are never freed
+    within a run of equal lengths. Every graph writes the input's gradient to one place,
+    ``grad_input``.
 
     Args:
         example: a block's input of the longest microbatch, [s, b, h].
@@ -122,7 +127,7 @@ class Pools:
         if len(self._rows) == 1 or self._most is None:
             return True  # the activation cap bounds their number
         used = sum(slot.rows for slot in self.made)
-        return used + rows <= self._most() * len(self._example)
+        return used + rows <= SPARE * self._most() * len(self._example)
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
