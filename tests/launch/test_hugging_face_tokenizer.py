@@ -54,6 +54,44 @@ def test_ids_are_those_of_transformers(folder: Path) -> None:
         _ = ours.pad
 
 
+_NEW = {"content": "<|new|>", "lstrip": True, "normalized": False, "special": False}
+
+
+@pytest.mark.parametrize(
+    ("added", "files"),
+    [
+        ({"added_tokens_decoder": {"300": _NEW}}, {}),
+        ({"additional_special_tokens": ["<|new|>", "<|end|>"], "pad_token": "[PAD]"}, {}),
+        ({"extra_special_tokens": {"new_token": "<|new|>"}}, {}),
+        ({"pad_token": "year"}, {"added_tokens.json": {"<|new|>": 300}}),
+        ({"eos_token": "<|end|>"}, {"special_tokens_map.json": {"eos_token": "<|start|>"}}),
+    ],
+)
+def test_tokens_that_other_files_add_are_one_id(
+    added: dict[str, Any], files: dict[str, Any], folder: Path
+) -> None:
+    """As in transformers, which adds those that the file's vocabulary lacks behind it."""
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | added))
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    ours, reference = HuggingFaceTokenizer(str(folder)), theirs(folder)
+    text = "the year <|new|> of <|end|> and <|start|>[PAD]"
+    assert ours.tokenize(text) == reference.encode(text, add_special_tokens=False)
+    assert (ours.eos, ours.vocab_size) == (reference.eos_token_id, len(reference))
+
+
+def test_padding_alone_adds_no_token(folder: Path) -> None:
+    config = folder / "tokenizer_config.json"
+    before = HuggingFaceTokenizer(str(folder)).vocab_size
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token": "[PAD]"}))
+    assert HuggingFaceTokenizer(str(folder)).vocab_size == before
+    for wrong in ({"added_tokens_decoder": [1]}, {"extra_special_tokens": 3}):
+        config.write_text(json.dumps(json.loads(config.read_text()) | wrong))
+        with pytest.raises(DataError, match=r"config\.json: its added tokens cannot be read"):
+            HuggingFaceTokenizer(str(folder))
+
+
 def test_ids_may_have_gaps_and_documents_begin_only_as_the_file_says(folder: Path) -> None:
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())

@@ -104,6 +104,21 @@ def test_a_chat_has_tokens_of_its_template(folder: Path) -> None:
     assert plain == ours.tokenize("It is 2024.") + ours.tokenize("the old town")
 
 
+def test_tokens_of_older_files_stand_behind_the_pieces(folder: Path) -> None:
+    """``added_tokens.json`` and ``special_tokens_map.json``, and lists of special tokens."""
+    configure(folder, additional_special_tokens=["<|user|>", "[INST]"])
+    (folder / "added_tokens.json").write_text('{"<|end|>": 330}')
+    (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|end|>"}}')
+    ours = build_tokenizer("Llama2Tokenizer", tokenizer_model=str(folder))
+    assert (ours.eod, ours.vocab_size) == (330, 332)
+    ids = ours.tokenize_part("<|user|>the year<|end|>", ours.special_tokens())
+    assert (ids[0], ids[-1]) == (331, 330)
+    assert ours.detokenize(ids) == "<|user|>the year<|end|>"
+    configure(folder, added_tokens_decoder=[1])
+    with pytest.raises(DataError, match=r"config\.json: its added tokens cannot be read"):
+        build_tokenizer("Llama2Tokenizer", tokenizer_model=str(folder))
+
+
 def test_ids_behind_the_pieces_may_have_gaps(folder: Path) -> None:
     configure(folder, added_tokens_decoder={"340": {"content": "<|end|>"}}, eos_token="<|end|>")
     ours = build_tokenizer("Llama2Tokenizer", tokenizer_model=str(folder))

@@ -25,6 +25,7 @@ from megatron.dpp_train.tokenizers.base import (
     config_beside,
     named_in,
     template_tokens,
+    tokens_to_add,
 )
 from megatron.dpp_train.tokenizers.pieces import PIECES, SentencePieceTokenizer
 
@@ -145,20 +146,32 @@ class HuggingFaceTokenizer(_FastTokenizer):
             raise DataError(f"--tokenizer-model {file}: not a tokenizer ({error})") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        config = config_beside(file)
+        self._add(config, file)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self._special = {
             token.content: index
             for index, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special
         }
-        self._named = _named_tokens(file, vocab)
-        self._all_named = template_tokens(config_beside(file))
+        self._named = _named_tokens(config, file, vocab)
+        self._all_named = template_tokens(config)
         special = {name.removesuffix("_token"): vocab[token] for name, token in self._named.items()}
         super().__init__(vocab, {"eod": special["eos"], **special}, str(file))
         self.vocab_size = max(vocab.values()) + 1  # ids may have gaps
         first = self._tokenizer.encode("", add_special_tokens=True).ids[:1]
         if "bos" in special and first == [special["bos"]]:
             self.begin = (special["bos"],)
+
+    def _add(self, config: dict[str, Any], file: Path) -> None:
+        """Add what the files beside ``tokenizer.json`` add to it."""
+        from tokenizers import AddedToken
+
+        there = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        wanted = tokens_to_add(config, self._tokenizer.get_vocab(with_added_tokens=True), file)
+        new = [AddedToken(**each) for each in wanted if each["content"] not in there]
+        if new:
+            self._tokenizer.add_tokens(new)
 
     def special_tokens(self) -> dict[str, int]:
         return self._special | {token: self.vocab[token] for token in self._named.values()}
@@ -394,9 +407,9 @@ def _required(tokenizer_type: str, flag: str, value: str | None) -> str:
     return value
 
 
-def _named_tokens(file: Path, vocab: dict[str, int]) -> dict[str, str]:
+def _named_tokens(config: dict[str, Any], file: Path, vocab: dict[str, int]) -> dict[str, str]:
     """``eos_token``, and ``bos_token`` where there is one, of the tokenizer in ``file``."""
-    named = named_in(config_beside(file), vocab, file)
+    named = named_in(config, vocab, file)
     if "eos_token" not in named:
         end = next((token for token in _ENDS if token in vocab), None)
         if end is None:

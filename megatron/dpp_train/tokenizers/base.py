@@ -12,10 +12,11 @@ from megatron.dpp.errors import DataError
 from megatron.dpp_train.text_files import read_json
 
 END_OF_TEXT = "<|endoftext|>"
-CHAT_ENCODING = 3
+CHAT_ENCODING = 4
 """Version of the ids and marks that a chat becomes. Raise it with any change of them: names of
 token files depend on it, so that old ones are not taken for new."""
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+_LISTS = ("extra_special_tokens", "additional_special_tokens")
 _SPECIAL = re.compile(r"<\|[^|\s]+\|>")
 
 
@@ -109,12 +110,77 @@ class Tokenizer:
 
 
 def config_beside(file: Path) -> dict[str, Any]:
-    """The ``tokenizer_config.json`` of a tokenizer; empty where there is none."""
-    beside = file.with_name("tokenizer_config.json")
+    """The ``tokenizer_config.json`` of a tokenizer; empty where there is none. As in transformers,
+    older files beside it count where it has no ``added_tokens_decoder``.
+
+    Raises:
+        DataError: a file is broken.
+    """
+    config = _object(file.with_name("tokenizer_config.json"))
+    if "added_tokens_decoder" in config:
+        return config
+    older = _object(file.with_name("special_tokens_map.json"))
+    config |= {name: value for name, value in older.items() if name in (*_NAMED, *_LISTS)}
+    beside = file.with_name("added_tokens.json")
+    added = _object(beside)
+    if not all(type(index) is int for index in added.values()):
+        raise DataError(f"{beside}: expected numbers of tokens")
+    if added:
+        special = set(template_tokens(config).values())
+        config["added_tokens_decoder"] = {
+            str(index): {"content": token, "special": token in special}
+            for token, index in added.items()
+        }
+    return config
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is no file."""
     try:
-        return dict(read_json(beside)) if beside.is_file() else {}
+        return dict(read_json(path)) if path.is_file() else {}
     except (ValueError, TypeError) as error:
-        raise DataError(f"{beside}: not a JSON object ({error})") from error
+        raise DataError(f"{path}: not a JSON object ({error})") from error
+
+
+def tokens_to_add(
+    config: dict[str, Any], vocab: dict[str, int], file: Path
+) -> list[dict[str, Any]]:
+    """The tokens that transformers makes one id each, with their options, in the order in which it
+    adds those that ``vocab``, that of ``file``, lacks. Named ones that it lacks, such as padding,
+    are in no text: they are left out where no other is lacking.
+
+    Raises:
+        DataError: a field of the configuration is of another form.
+    """
+    try:
+        decoder = config.get("added_tokens_decoder") or {}
+        listed = [decoder[index] for index in sorted(decoder, key=int)]
+        named = [config.get(name) for name in _NAMED]
+        lists: list[Any] = []
+        for name in _LISTS:
+            found = config.get(name) or []
+            lists += found.values() if isinstance(found, dict) else found
+        every = [_options(token) for token in (*listed, *named, *lists) if token]
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        beside = file.with_name("tokenizer_config.json")
+        raise DataError(f"{beside}: its added tokens cannot be read ({error!r})") from error
+    tokens = {each["content"]: each for each in reversed(every)}  # the first of a name counts
+    order = dict.fromkeys(each["content"] for each in every)
+    quiet = {_options(token)["content"] for token in named if token}
+    lacking = {token for token in order if token not in vocab}
+    left_out = lacking if lacking <= quiet else set()
+    return [tokens[token] for token in order if token not in left_out]
+
+
+def _options(token: Any) -> dict[str, Any]:
+    """Content and options of a token in a configuration."""
+    if isinstance(token, str):
+        return {"content": token, "special": True}
+    names = ("content", "lstrip", "rstrip", "normalized", "single_word", "special")
+    options = {name: token[name] for name in names if name in token}
+    if not isinstance(options["content"], str):
+        raise TypeError(f"a token is {options['content']!r}")
+    return {"special": True, **options}
 
 
 def template_tokens(config: dict[str, Any]) -> dict[str, str]:

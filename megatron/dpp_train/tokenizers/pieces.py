@@ -10,7 +10,13 @@ from typing import Any
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.safe_files import read_bytes
-from megatron.dpp_train.tokenizers.base import Tokenizer, config_beside, named_in, template_tokens
+from megatron.dpp_train.tokenizers.base import (
+    Tokenizer,
+    config_beside,
+    named_in,
+    template_tokens,
+    tokens_to_add,
+)
 
 PIECES = "tokenizer.model"
 
@@ -34,10 +40,20 @@ class SentencePieceTokenizer(Tokenizer):
         self._pieces, self._within = _load_pieces(file)
         config = config_beside(file)
         pieces = range(self._pieces.get_piece_size())
+        names = {i: self._pieces.id_to_piece(i) for i in pieces}
+        tokens_to_add(config, {}, file)  # refuses a broken configuration
         added = {int(i): t["content"] for i, t in config.get("added_tokens_decoder", {}).items()}
-        names = {i: self._pieces.id_to_piece(i) for i in pieces} | added
+        names |= added
         vocab = {name: index for index, name in names.items()}
-        self._special = {n: i for i, n in names.items() if i in added or self._pieces.is_control(i)}
+        wanted = [each["content"] for each in tokens_to_add(config, vocab, file)]
+        names |= dict(enumerate((each for each in wanted if each not in vocab), max(names) + 1))
+        vocab = {name: index for index, name in names.items()}
+        single = {
+            *added,
+            *(vocab[each] for each in wanted),
+            *filter(self._pieces.is_control, pieces),
+        }
+        self._special = {name: index for index, name in names.items() if index in single}
         usual = {
             f"{n}_token": names.get(getattr(self._pieces, f"{n}_id")()) for n in ("bos", "eos")
         }
