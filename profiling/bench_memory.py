@@ -124,9 +124,8 @@ def _flags(args: argparse.Namespace, layout: str) -> list[str]:
 
 def _traced_bubble(folder: str) -> float:
     """Mean idle share of the traced iterations, as the report has it."""
-    command = [sys.executable, str(harness.ROOT / "profiling" / "report.py")]
-    command += ["--benchmark_dir", folder, "--json"]
-    result = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "megatron.dpp", "report", "--benchmark_dir", folder, "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=harness.ROOT)
     if result.returncode:
         sys.exit(f"{shlex.join(command)}\n{result.stderr[-3000:]}")
     return float(json.loads(result.stdout)["totals"]["bubble"])

@@ -50,11 +50,7 @@ WRAPPERS = {"nice", "sbatch", "srun"}
 """Programs that start the command behind their own arguments."""
 SCRIPT_COMMANDS = {
     "tools/preprocess_data.py": "preprocess",
-    "tools/monitor.py": "monitor",
-    **{
-        f"profiling/{name}.py": name.replace("_", "-")
-        for name in ("aggregate", "report", "plan", "compare_losses")
-    },
+    "profiling/aggregate.py": "aggregate",
 }
 STARTS = ("megatron-dpp ", "torchrun ")
 """Commands in blocks that name no language."""

@@ -24,8 +24,8 @@ SLOW = inject(Run(iterations=5), "slow-rank", 0)
 
 
 def monitor(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools/monitor.py"), "--once", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150)
+    command = [sys.executable, "-m", "megatron.dpp", "monitor", "--once", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT)
 
 
 def test_a_growing_file_is_read_once_and_cut_anywhere(tmp_path):

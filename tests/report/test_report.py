@@ -29,9 +29,11 @@ BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def report(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "profiling/report.py"), *arguments]
+    command = [sys.executable, "-m", "megatron.dpp", "report", *arguments]
     environment = {**os.environ, **variables}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT
+    )
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +290,7 @@ def test_wrong_arguments_are_errors_of_one_line(made, tmp_path):
     ):
         done = report(*arguments, "--output", str(tmp_path / "r.html"))
         assert done.returncode == (2 if message.startswith(("--", "expected")) else 1)
-        assert done.stderr.startswith("report.py: error: ")
+        assert done.stderr.startswith("megatron-dpp report: error: ")
         assert message in done.stderr
         assert done.stderr.count("\n") == 1
 

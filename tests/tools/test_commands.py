@@ -19,10 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SCREEN = 43
 DOORS = {
     "aggregate": "profiling/aggregate.py",
-    "report": "profiling/report.py",
-    "plan": "profiling/plan.py",
-    "compare-losses": "profiling/compare_losses.py",
-    "monitor": "tools/monitor.py",
     "preprocess": "tools/preprocess_data.py",
 }
 

@@ -228,9 +228,8 @@ if name.startswith("megatron"):
 runpy.run_path(name, run_name="__main__")
 """
 DOORS = (
-    *("train", "pretrain_gpt.py", "pretrain_bert.py", "tools/monitor.py"),
-    *("tools/preprocess_data.py", "profiling/aggregate.py", "profiling/report.py"),
-    *("profiling/plan.py", "profiling/compare_losses.py"),
+    *("train", "pretrain_gpt.py", "pretrain_bert.py"),
+    *("tools/preprocess_data.py", "profiling/aggregate.py"),
 )
 MODULES = ("megatron.dpp", "megatron.dpp.run", "megatron.dpp.sim")
 
