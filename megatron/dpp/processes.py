@@ -15,9 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -44,19 +42,16 @@ def stopped(pid: int) -> list[str]:
 
 def stopped_below(pid: int) -> dict[int, str]:
     """The names that :func:`stopped` gives, by number."""
-    states, children = {}, defaultdict(list)
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            head, _, rest = path.read_text(encoding="utf-8", errors="replace").rpartition(")")
-            number, _, name = head.partition(" (")
-            state, parent = rest.split()[:2]
-            states[int(number)] = (state, name)
-            children[int(parent)].append(int(number))
-    tree = [pid]
-    for each in tree:
-        tree += children[each]
-    there = [(each, *states[each]) for each in tree if each in states]
-    return {each: f"process {each} ({name})" for each, state, name in there if state in "Tt"}
+    import psutil  # type: ignore[import-untyped]
+
+    found = {}
+    with contextlib.suppress(psutil.Error):  # it has ended
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                if each.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                    found[each.pid] = f"process {each.pid} ({each.name()})"
+    return found
 
 
 def how_ended(code: int | None) -> str:

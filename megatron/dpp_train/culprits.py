@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
@@ -256,7 +257,7 @@ def _state(store: Any, rank: int) -> str:
     pid, _, host = store.get(key).decode().partition(" ")
     if host != platform.node():
         return ""
-    if not _runs(pid):
+    if not _runs(int(pid)):
         return f"rank {rank} (process {pid}) has ended"
     if names := stopped(int(pid)):
         verb = "is" if len(names) == 1 else "are"
@@ -264,12 +265,11 @@ def _state(store: Any, rank: int) -> str:
     return ""
 
 
-def _runs(pid: str) -> bool:
+def _runs(pid: int) -> bool:
     try:
-        state = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2]
-    except OSError:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return False
-    return state.split()[0] not in "ZX"
 
 
 def _within(seconds: float, look: Callable[[], None]) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import socket
 from collections.abc import Mapping
-from pathlib import Path
 
 from megatron.dpp.errors import ConfigError
 
@@ -68,13 +66,10 @@ def allow_threads(ranks: int, device: str | None) -> None:
 
 def _threads_of(user: int) -> int:
     """Threads of this user's processes, as far as they can be seen."""
-    found = 0
-    for status in Path("/proc").glob("[0-9]*/status"):
-        with contextlib.suppress(OSError):  # it has ended
-            if status.stat().st_uid == user:
-                text = status.read_text(encoding="utf-8", errors="replace")
-                found += int(text.partition("\nThreads:")[2].split(maxsplit=1)[0])
-    return found
+    import psutil  # type: ignore[import-untyped]
+
+    seen = (each.info for each in psutil.process_iter(["uids", "num_threads"]))
+    return sum(each["num_threads"] for each in seen if each["uids"] and each["uids"][1] == user)
 
 
 def check_interface(environ: Mapping[str, str]) -> None:

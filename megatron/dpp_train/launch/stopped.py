@@ -11,7 +11,8 @@ import math
 import os
 import signal
 import threading
-from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
 
 from megatron.dpp.errors import print_error
 from megatron.dpp.processes import stopped_below
@@ -55,8 +56,12 @@ class StoppedWatch:
                     self._end(pid, name)
 
     def _end(self, pid: int, name: str) -> None:
-        rank, world_size = _place(pid)
-        if rank and world_size == "1" and _parent(pid) == os.getpid():
+        environ, parent = dict[str, str](), 0
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            environ, parent = process.environ(), process.ppid()
+        rank = environ.get("RANK")
+        if rank and environ.get("WORLD_SIZE") == "1" and parent == os.getpid():
             return
         with contextlib.suppress(OSError):  # before the line, which it may copy
             os.kill(pid, signal.SIGKILL)
@@ -77,20 +82,3 @@ def _seconds(text: str) -> float:
         if 0.0 < float(text) < math.inf:
             return float(text)
     return _DEFAULT
-
-
-def _place(pid: int) -> tuple[str, str]:
-    """Rank and world size in the environment of a process; empty without."""
-    found: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        for each in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            name, _, value = each.decode(errors="replace").partition("=")
-            found[name] = value
-    return found.get("RANK", ""), found.get("WORLD_SIZE", "")
-
-
-def _parent(pid: int) -> int:
-    with contextlib.suppress(OSError):
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return int(stat.rpartition(")")[2].split()[1])
-    return 0
