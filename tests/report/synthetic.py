@@ -197,7 +197,7 @@ def play(run: Run) -> list[list[tuple[Any, ...]]]:
         end = pipeline.play()
         for rank, own in enumerate(pipeline.events):
             events[rank] += own
-            events[rank].append(("span", end, end + MS, iteration, "optimizer", "world"))
+            events[rank].append(("span", end, end + MS, iteration, "optimizer"))
             events[rank].append(("iteration", start, end + MS, iteration))
         start = end + 2 * MS
     return events

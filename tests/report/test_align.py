@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.report.align import Alignment, ClockOffset, align, group_of, solve
+from megatron.dpp.report.align import Alignment, ClockOffset, align, solve
 from megatron.dpp.report.reader import TraceFile, open_run
 from megatron.dpp.trace.schema import TraceLayout
 from tests.report.synthetic import Run, write
@@ -33,8 +33,9 @@ def test_offsets_of_seconds_are_found_within_the_stated_uncertainty(tmp_path, se
         assert found.uncertainty_ns < 1_000_000
 
 
-def test_collectives_align_ranks_that_exchange_no_messages(tmp_path):
-    run = Run(ranks=2, clocks={0: "a", 1: "b"}, offset={1: 3 * 10**9})
+def test_iterations_align_replicas_which_exchange_no_messages(tmp_path):
+    clocks, offset = dict(enumerate("abab")), {1: 3 * 10**9, 3: 3 * 10**9}
+    run = Run(ranks=2, replicas=2, clocks=clocks, offset=offset)
     directory = write(run, tmp_path)
     for path in directory.glob("*.json"):
         kept = [
@@ -44,7 +45,7 @@ def test_collectives_align_ranks_that_exchange_no_messages(tmp_path):
         ]
         path.write_text("".join(kept))
     found = align(open_run(directory)).offsets["b"]
-    assert abs(found.points[0][1] + 3 * 10**9) <= found.uncertainty_ns <= 1_000_000
+    assert abs(found.points[0][1] + 3 * 10**9) <= found.uncertainty_ns <= 10**9
 
 
 @pytest.mark.parametrize("seconds", [-200, 11, 300])
@@ -108,23 +109,20 @@ def test_of_ranks_with_one_clock_the_last_to_enter_and_the_first_to_leave_count(
 
     def events(file, only):
         enters, leaves = times[file.rank]
-        args = {"iteration": 0, "group": "world"}
-        span = {"ts": enters, "dur": leaves - enters, "cat": "span", "name": "x", "args": args}
-        return iter([span])
+        args = {"iteration": 0}
+        one = {"ts": enters, "dur": leaves - enters, "cat": "iteration", "name": "x", "args": args}
+        return iter([one])
 
     monkeypatch.setattr("megatron.dpp.report.align.read_events", events)
-    ((_, offset, uncertainty),) = align(files_on("aab")).offsets["b"].points
+    replicas = [
+        replace(file, layout=TraceLayout(
+            data=file.rank, pipeline=0, tensor=0, data_size=3, pipeline_size=1, tensor_size=1
+        ))
+        for file in files_on("aab")
+    ]  # fmt: skip
+    ((_, offset, uncertainty),) = align(replicas).offsets["b"].points
     assert abs(offset) == 450_000 and (offset > 0) == (late == "entered")
     assert uncertainty == 550_000
-
-
-def test_a_collective_is_that_of_the_ranks_that_differ_in_its_group_alone():
-    layout = TraceLayout(data=1, pipeline=2, tensor=3, data_size=2, pipeline_size=3, tensor_size=4)
-    file = SimpleNamespace(layout=layout)
-    assert group_of(file, "data") == ("data", 2, 3)
-    assert group_of(file, "pipeline") == ("pipeline", 1, 3)
-    assert group_of(file, "tensor") == ("tensor", 1, 2)
-    assert group_of(file, "world") == ("world",)
 
 
 def test_ranks_without_messages_are_refused_by_name(tmp_path):
@@ -134,7 +132,7 @@ def test_ranks_without_messages_are_refused_by_name(tmp_path):
         kept = [
             line
             for line in path.read_text().splitlines(keepends=True)
-            if '"direction":"backward"' not in line and '"group"' not in line
+            if '"direction":"backward"' not in line
         ]
         path.write_text("".join(kept))
     with pytest.raises(DataError, match=r"clocks of ranks 2 cannot be aligned"):

@@ -216,7 +216,7 @@ def record_iteration(recorder: Recorder, iteration: int) -> None:
     recorder.end_task()
     recorder.taken(CHANNEL, Taken(start - 500, start - 200), ahead=True)
     recorder.counter("held", 3)
-    with recorder.span("optimizer", group="world"):
+    with recorder.span("optimizer"):
         pass
     recorder.end_iteration()
 
@@ -253,7 +253,7 @@ def test_every_kind_of_event_is_written_and_read_back(tmp_path):
     assert events["arrival"]["args"]["ahead"] is True
     assert events["arrival"]["args"]["sent_ns"] == file.time_ns(events["arrival"]) - 300
     assert events["counter"]["args"] == {"value": 3}
-    assert events["span"]["args"]["group"] == "world"
+    assert events["span"]["name"] == "optimizer"
 
 
 def test_a_closed_file_is_one_json_array(tmp_path):

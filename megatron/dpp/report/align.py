@@ -6,10 +6,9 @@ clocks ``a`` and ``b`` with unknown offsets (true time = clock + offset) each me
 
     offset[a] - offset[b] <= arrived (on b) - sent (on a)
 
-and messages the other way bound the difference from the other side. A collective that no rank
-leaves before all have entered says the same of every pair, and so does, loosely, an iteration:
-replicas reduce their
-gradients in it. These are difference constraints:
+and messages the other way bound the difference from the other side. An iteration says the same of
+replicas, which reduce their gradients in it: none leaves before all have entered. These are
+difference constraints:
 shortest paths from a reference clock give the largest offset each clock can have, paths to it the
 smallest. Both extremes are consistent as a whole and so is their middle, which is used; half their
 distance is the uncertainty that remains. Nothing is assumed about the delays.
@@ -42,12 +41,7 @@ _LARGEST_SLACK_NS = 1_000_000
 _SAMPLED_MICROBATCHES = 8
 _WITHIN, _ACROSS = (
     (EventKind.ARRIVAL,),
-    (
-        EventKind.ARRIVAL,
-        EventKind.SEND,
-        EventKind.SPAN,
-        EventKind.ITERATION,
-    ),
+    (EventKind.ARRIVAL, EventKind.SEND, EventKind.ITERATION),
 )
 
 Bounds = dict[tuple[str, str], int]
@@ -109,8 +103,8 @@ class Alignment:
 
 
 @dataclass
-class _Collective:
-    """One collective on each clock: the latest entry and the earliest exit."""
+class _Iteration:
+    """An iteration of replicas on each clock: the latest entry and the earliest exit."""
 
     entered: dict[str, int] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
@@ -123,8 +117,8 @@ class _Evidence:
     bounds: dict[tuple[str, int], Bounds] = field(default_factory=dict)
     sends: dict[tuple[Any, ...], tuple[int, str]] = field(default_factory=dict)
     arrivals: dict[tuple[Any, ...], tuple[int, str]] = field(default_factory=dict)
-    collectives: dict[tuple[Any, ...], _Collective] = field(default_factory=dict)
-    iterations: dict[str, dict[int, int]] = field(default_factory=dict)
+    iterations: dict[tuple[int, ...], _Iteration] = field(default_factory=dict)
+    began: dict[str, dict[int, int]] = field(default_factory=dict)
     """Per clock, when each iteration began in its host's unix time."""
 
 
@@ -132,13 +126,6 @@ def message_key(event: Event) -> tuple[Any, ...] | None:
     """The key that a send and its arrival share; None for a channel known by name only."""
     message = message_of(event)
     return None if message is None else (event["args"]["iteration"], *message)
-
-
-def group_of(file: TraceFile, group: str) -> tuple[object, ...]:
-    layout = file.layout
-    held = {"data": layout.data, "pipeline": layout.pipeline, "tensor": layout.tensor}
-    held.pop(group, None)
-    return (group, *held.values()) if group != "world" else (group,)
 
 
 class _Scan:
@@ -162,7 +149,7 @@ class _Scan:
 
     def read(self, file: TraceFile) -> None:
         """Add what one file knows."""
-        spans: dict[tuple[Any, ...], int] = {}
+        seen: dict[int, int] = {}
         for event in read_events(file, _ACROSS if self._cross else _WITHIN):
             cat = event["cat"]
             if cat == EventKind.ARRIVAL:
@@ -170,7 +157,7 @@ class _Scan:
             elif cat == EventKind.SEND:
                 self._send(file, event)
             else:
-                self._span(file, event, spans)
+                self._iteration(file, event, seen)
 
     def _arrival(self, file: TraceFile, event: Event) -> None:
         args = event["args"]
@@ -199,22 +186,17 @@ class _Scan:
         if args["microbatch"] < _SAMPLED_MICROBATCHES:
             self.evidence.sends[key] = (file.time_ns(event), file.clock)
 
-    def _span(self, file: TraceFile, event: Event, seen: dict[tuple[Any, ...], int]) -> None:
-        args, name = event["args"], event["name"]
-        shared = "data" if event["cat"] == EventKind.ITERATION else args.get("group")
-        if shared is None:
-            return
-        own = (name, shared, args["iteration"])
-        occurrence = seen[own] = seen.get(own, 0) + 1
-        key = (name, group_of(file, shared), args["iteration"], occurrence)
-        collective = self.evidence.collectives.setdefault(key, _Collective())
+    def _iteration(self, file: TraceFile, event: Event, seen: dict[int, int]) -> None:
+        number, layout = event["args"]["iteration"], file.layout
+        occurrence = seen[number] = seen.get(number, 0) + 1
+        key = (layout.pipeline, layout.tensor, number, occurrence)
+        one = self.evidence.iterations.setdefault(key, _Iteration())
         start, clock = file.time_ns(event), file.clock
         end = start + file.duration_ns(event)
-        if event["cat"] == EventKind.ITERATION:
-            began = start + file.start_unix_ns - file.start_ns
-            self.evidence.iterations.setdefault(clock, {}).setdefault(args["iteration"], began)
-        collective.entered[clock] = max(start, collective.entered.get(clock, start))
-        collective.left[clock] = min(end, collective.left.get(clock, end))
+        began = start + file.start_unix_ns - file.start_ns
+        self.evidence.began.setdefault(clock, {}).setdefault(number, began)
+        one.entered[clock] = max(start, one.entered.get(clock, start))
+        one.left[clock] = min(end, one.left.get(clock, end))
 
     def finish(self) -> dict[int, Bounds]:
         """All bounds, per window of the unix time of the reference's host."""
@@ -222,9 +204,9 @@ class _Scan:
             if key in self.evidence.sends:
                 sent, sender = self.evidence.sends[key]
                 self._bound(sender, receiver, sent, arrived)
-        for collective in self.evidence.collectives.values():
-            for a, entered in collective.entered.items():
-                for b, left in collective.left.items():
+        for one in self.evidence.iterations.values():
+            for a, entered in one.entered.items():
+                for b, left in one.left.items():
                     self._bound(a, b, entered, left)
         windows: dict[int, Bounds] = {}
         for (receiver, piece), bounds in self.evidence.bounds.items():
@@ -235,8 +217,8 @@ class _Scan:
     def _ahead(self, clock: str) -> int:
         """Lead of this host's wall clock over the reference's, in ns: exact to the skew of an
         iteration's start, enough to tell windows."""
-        began = self.evidence.iterations.get(clock, {})
-        other = self.evidence.iterations.get(self.reference, {})
+        began = self.evidence.began.get(clock, {})
+        other = self.evidence.began.get(self.reference, {})
         common = next((number for number in began if number in other), None)
         return 0 if common is None else began[common] - other[common]
 
@@ -314,7 +296,7 @@ def _refuse(alignment_clocks: dict[int, str], names: Iterable[str]) -> DataError
     ranks = sorted(rank for rank, clock in alignment_clocks.items() if clock in lost)
     return DataError(
         f"the clocks of ranks {', '.join(map(str, ranks))} cannot be aligned with rank "
-        f"{min(alignment_clocks)}'s: no messages (or collectives) in both directions bound them"
+        f"{min(alignment_clocks)}'s: no messages in both directions bound them"
     )
 
 

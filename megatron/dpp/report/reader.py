@@ -221,10 +221,6 @@ def _are_times(values: Column) -> bool:
     return _are_numbers(values) and min(values) > -_LONGEST_US and max(values) < _LONGEST_US
 
 
-def _are_groups(values: Column) -> bool:
-    return all(type(value) is str or is_whole(value) for value in set(values))
-
-
 def _are_lists_of_counts(values: Column) -> bool:
     return all(isinstance(value, list) and value and _are_counts(value) for value in values)
 
@@ -245,11 +241,11 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Category -> fields that its events have."""
 _CHECKS: dict[str, Callable[[Column], bool]] = {
-    **dict.fromkeys(("iteration", "sent_ns", "bytes", "layer", "first"), _are_wholes),
+    **dict.fromkeys(("iteration", "sent_ns", "bytes", "layer"), _are_wholes),
+    **dict.fromkeys(("first", "group"), _are_wholes),
     **dict.fromkeys(("chunk", "microbatch", "piece", "part", "source", "destination"), _are_counts),
     **dict.fromkeys(("kind", "cause", "detail", "channel"), _are_texts),
     **dict.fromkeys(("value", "queued_us"), _are_numbers),
-    "group": _are_groups,
     "direction": lambda values: set(values) <= {"forward", "backward"},
     "tokens": _are_lists_of_counts,
     "ahead": lambda values: set(map(type, values)) == {bool},

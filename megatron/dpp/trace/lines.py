@@ -175,9 +175,8 @@ class EventLines:
         return self._head(f"arrival {microbatch}", "arrival", ARRIVAL_TRACK, iteration, args)
 
     def _span(self, event: tuple[Any, ...]) -> str:
-        _, _, _, iteration, name, group = event
-        args = f',"group":"{group}"' if group else ""
-        return self._head(json.dumps(name)[1:-1], "span", TASK_TRACK, iteration, args)
+        _, _, _, iteration, name = event
+        return self._head(json.dumps(name)[1:-1], "span", TASK_TRACK, iteration)
 
     def _iteration(self, event: tuple[Any, ...]) -> str:
         iteration = event[3]

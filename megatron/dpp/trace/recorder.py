@@ -103,14 +103,8 @@ class Recorder:
         mark of its arrival.
         """
 
-    def span(self, name: str, group: str = "") -> contextlib.AbstractContextManager[None]:
-        """Record other work: ``optimizer``, ``grad-sync``, ``data``, ``checkpoint``; also between
-        two iterations.
-
-        ``group`` states that no rank leaves the block before every rank of its ``data``,
-        ``tensor``, ``pipeline`` group or of the ``world`` has entered it. Such spans help to align
-        the clocks of hosts without messages.
-        """
+    def span(self, name: str) -> contextlib.AbstractContextManager[None]:
+        """Record other work, as ``optimizer`` or ``batch``; also between two iterations."""
         return _NOTHING
 
     def counter(self, name: str, value: float) -> None:
@@ -225,15 +219,15 @@ class FileRecorder(Recorder):
             self._append(_ARRIVAL, arrived, taken, message.iteration, *what, part, ahead)
 
     @contextlib.contextmanager
-    def _timed(self, name: str, group: str) -> Iterator[None]:
+    def _timed(self, name: str) -> Iterator[None]:
         start = self._clock.mark()
         try:
             yield
         finally:
-            self._append(_SPAN, start, self._clock.mark(), self.iteration, name, group)
+            self._append(_SPAN, start, self._clock.mark(), self.iteration, name)
 
-    def span(self, name: str, group: str = "") -> contextlib.AbstractContextManager[None]:
-        return self._timed(name, group) if self._spans else _NOTHING
+    def span(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return self._timed(name) if self._spans else _NOTHING
 
     def counter(self, name: str, value: float) -> None:
         if self._recording:
