@@ -224,17 +224,17 @@ QUESTIONS = (
 
 
 def make_chats(
-    num_chats: int, seed: int, *, median: int = 60, sigma: float = 1.0, most: int = 2000
+    num_chats: int, seed: int, *, median: int = 60, sigma: float = 1.0
 ) -> Iterator[dict[str, list[dict[str, str]]]]:
     """Yields chats of one to three turns, whose answers have a lognormal number of words.
 
     Args:
-        median, sigma, most: of the words of all answers of a chat.
+        median, sigma: of the words of all answers of a chat, 2,000 at most.
     """
     rng = random.Random(seed)
     people = make_people(rng)
     for _ in range(num_chats):
-        words = max(1, min(most, round(median * math.exp(rng.gauss(0.0, sigma)))))
+        words = max(1, min(2000, round(median * math.exp(rng.gauss(0.0, sigma)))))
         turns = rng.randint(1, min(3, words))
         messages = [{"role": "system", "content": "You know everybody."}] * rng.randint(0, 1)
         for turn in range(turns):

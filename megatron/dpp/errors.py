@@ -208,15 +208,15 @@ def one_line(error: BaseException, limit: int | None = None) -> str:
     return " ".join(str(error).split())[:limit] or type(error).__name__
 
 
-def shown(value: object, limit: int = 80) -> str:
-    """A value for an error: as Python writes it, on one line of at most ``limit`` characters."""
+def shown(value: object) -> str:
+    """A value for an error: as Python writes it, on one line of at most 80 characters."""
     try:
         text = " ".join(repr(value).split())
     except (ValueError, RecursionError):  # a number of too many digits, a structure too deep
         text = f"a {type(value).__name__}"
         if isinstance(value, int):
             text = f"a number of {value.bit_length()} bits"
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -40,13 +40,13 @@ def write_step(path: Path, iteration: int, step: StepLengths) -> None:
         file.write(json.dumps({"iteration": iteration, **vars(step)}) + "\n")
 
 
-def read_steps(folder: Path, replica: int = 0) -> dict[int, StepLengths]:
-    """The steps of a replica by iteration; empty where a run wrote no lengths.
+def read_steps(folder: Path) -> dict[int, StepLengths]:
+    """The steps of replica 0 by iteration; empty where a run wrote no lengths.
 
     Raises:
         DataError: a line cannot be read.
     """
-    path = folder / FILE.format(replica)
+    path = folder / FILE.format(0)
     if not path.is_file():
         return {}
     steps = {}

@@ -37,9 +37,9 @@ class Place(NamedTuple):
     around: str | None
 
 
-def places(module: torch.nn.Module, name: str = "", around: str | None = None) -> Iterator[Place]:
+def places(module: torch.nn.Module) -> Iterator[Place]:
     """A module and those in it, each at its first place."""
-    yield from _places(module, name, around or _global_hooks(), set())
+    yield from _places(module, "", _global_hooks(), set())
 
 
 def _places(
