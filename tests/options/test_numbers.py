@@ -56,6 +56,18 @@ REFUSED = {
     "--distributed-timeout-minutes 0": "at least 1",
     "--empty-unused-memory-level 9": "0, 1 or 2",
     "--recompute-num-layers -1": "at least 1",
+    "--micro-batch-size 0": "--micro-batch-size 0: must be at least 1",
+    "--hidden-size 0": "0: must be at least 1",
+    "--global-batch-size -4": "at least 1",
+    "--make-vocab-size-divisible-by 0": "at least 1",
+    "--vocab-size -1": "at least 1",
+    "--num-query-groups -1": "at least 1",
+    "--expert-model-parallel-size 0": "at least 1",
+    "--num-experts 4 --moe-router-topk -1": "at least 1",
+    "--embedding-init-method-std -1": "at least 0",
+    "--softmax-scale 0": "above 0",
+    "--logit-scale -1": "above 0",
+    "--use-rope-scaling --rope-scaling-factor 0": "above 0",
 }
 
 
