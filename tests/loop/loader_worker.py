@@ -1,10 +1,15 @@
-"""A rank with data loaders' workers, as test_workers.py kills it. Prints the number of a batch."""
+"""A rank with data loaders' workers, as test_workers.py kills it.
+
+Arguments: a file to make when some batches are read; ``own folder``.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import sys
+import time
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -22,7 +27,7 @@ class Tensors(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def main() -> None:
-    if sys.argv[1:] == ["own folder"]:
+    if sys.argv[2:] == ["own folder"]:
         multiprocessing.util.get_temp_dir()  # the workers inherit its name
     loader = torch.utils.data.DataLoader(
         Tensors(), num_workers=2, worker_init_fn=partial(prepare_worker, outlives_sigterm=False)
@@ -30,9 +35,8 @@ def main() -> None:
     batches = iter(loader)
     for index in range(6):
         assert next(batches)[0, 0] == index
-    print(index, flush=True)
-    for line in sys.stdin:
-        print(int(next(batches)[0, 0]), line, flush=True)
+    Path(sys.argv[1]).touch()
+    time.sleep(300)
 
 
 if __name__ == "__main__":

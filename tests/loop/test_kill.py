@@ -14,7 +14,7 @@ import pytest
 
 from tests.loop.several import corpus
 from tests.nodes import running
-from tests.runtime.launcher import REPOSITORY, free_port
+from tests.runtime.launcher import REPOSITORY, Rank, free_port, start, wait
 from tests.shared_memory import none_left
 
 FLAGS = (
@@ -70,15 +70,33 @@ def _start_ranks(metrics: Path, further: str = "") -> list[subprocess.Popen[str]
     ]
 
 
-def _wait_for_iterations(job: subprocess.Popen[str], metrics: Path) -> None:
+def _wait_for_iterations(job: subprocess.Popen[str] | Rank, metrics: Path) -> None:
     deadline = time.monotonic() + 120
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
-        assert job.poll() is None, job.communicate()[0]
+        assert job.poll() is None, job.communicate(timeout=10)[0]
         assert time.monotonic() < deadline, "no iteration within 120 s"
         time.sleep(0.1)
 
 
-def test_the_others_end_and_name_the_killed_rank(tmp_path: Path) -> None:
+def test_the_other_ends_and_names_the_killed_rank(tmp_path: Path) -> None:
+    script, *words = _program(tmp_path / "metrics.jsonl")
+    with none_left():
+        left, victim = start(Path(script), 2, words)
+        try:
+            _wait_for_iterations(left, tmp_path / "metrics.jsonl")
+            children = psutil.Process(left.pid).children(recursive=True)
+            victim.kill()
+            said, _ = left.communicate(timeout=150)
+        finally:
+            wait([left, victim], timeout=0)
+    assert left.returncode == 1, said
+    assert f"rank 1 (pid {victim.pid} on" in said.splitlines()[-1], said
+    assert "Traceback" not in said, said
+    assert not running(children)
+
+
+@pytest.mark.slow
+def test_torchrun_ends_the_others_and_names_the_killed_rank(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     with none_left():
         job = _start(metrics)

@@ -6,10 +6,9 @@ import gc
 import multiprocessing.util
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import threading
+import time
 from functools import partial
 from multiprocessing import resource_sharer
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 import torch
 
 from megatron.dpp_train.exits import prepare_worker
+from tests.runtime.launcher import start, wait
 
 RANK = Path(__file__).with_name("loader_worker.py")
 collected: list[int] = []
@@ -139,15 +139,13 @@ def test_a_worker_says_nothing_of_a_rank_that_is_killed_as_it_fetches_a_tensor(c
 def test_a_killed_rank_leaves_no_worker_and_its_workers_no_folder(
     own: list[str], tmp_path: Path
 ) -> None:
-    path = os.pathsep.join([str(RANK.parents[2]), os.environ.get("PYTHONPATH", "")])
-    rank = subprocess.Popen(
-        [sys.executable, str(RANK), *own],
-        env={**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1",
-             "PYTHONPATH": path},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    read, environment = tmp_path / "read", {"TMPDIR": str(tmp_path)}
+    (rank,) = start(RANK, 1, [str(read), *own], lambda _: ("", environment))
     try:
-        assert rank.stdout is not None and rank.stdout.readline() == "5\n"
+        deadline = time.monotonic() + 60
+        while not read.exists():
+            assert rank.poll() is None and time.monotonic() < deadline, wait([rank], timeout=0)
+            time.sleep(0.01)
         workers = psutil.Process(rank.pid).children()
         assert len(workers) == 2
         # While they work there is no folder of theirs that an end could leave.
@@ -157,5 +155,4 @@ def test_a_killed_rank_leaves_no_worker_and_its_workers_no_folder(
         assert not alive
         assert len(list(tmp_path.glob("pymp-*"))) == len(own)
     finally:
-        rank.kill()
-        rank.communicate()
+        wait([rank], timeout=0)  # kills its session

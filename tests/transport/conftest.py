@@ -18,7 +18,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     that name stays, and in tests of other folders NCCL loads the real one.
     """
     folder = Path(__file__).parent
-    if shutil.which("g++") and any(folder in item.path.parents for item in session.items):
+    files = {item.path for item in session.items}
+    if shutil.which("g++") and any(folder in path.parents for path in files):
         load_fake_verbs()
 
 
