@@ -47,7 +47,8 @@ def train_each(
     path.write_text(json.dumps(lines))
     worker = Path(__file__).with_name("runs_worker.py")
     words = [str(path), *["with-engine"] * with_engine]
-    said = run_ranks(worker, num_ranks, words, timeout=timeout, fresh=with_engine)
+    before = "libraries" if with_engine else "job"
+    said = run_ranks(worker, num_ranks, words, timeout=timeout, preload=before)
     (folder / "output").write_text(said)
     return {name: read(folder / f"{name}.jsonl") for name in runs}
 

@@ -1,9 +1,11 @@
 """Starts ranks by forking a process that has PyTorch and megatron-core imported already.
 
 Importing them takes longer than most runs of the tests. ``launcher.py`` starts one such process per
-session of pytest, and one without megatron-core for ranks that bring a version of their own. A
-request has a rank's script, arguments, environment and folder; with it come two file descriptors:
-the rank's output, and a socket that tells the rank's pid and its exit status.
+process of pytest, as a fork of one without megatron-core, which serves ranks that bring a version
+of their own or need a stand-in before it. Arguments: the connection, a file descriptor or the name
+of an abstract socket, and what to import. A request has a rank's script, arguments, environment and
+folder; with it come two file descriptors: the rank's output, and a socket that tells the rank's pid
+and its exit status.
 """
 
 from __future__ import annotations
@@ -169,6 +171,11 @@ def become(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1].isdecimal():
+        connection = socket.socket(fileno=int(sys.argv[1]))
+    else:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(f"\0{sys.argv[1]}")
     if sys.argv[2] != "nothing":
         preload(sys.argv[2])
-    become(Server(socket.socket(fileno=int(sys.argv[1]))).serve())
+    become(Server(connection).serve())

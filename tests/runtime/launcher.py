@@ -25,6 +25,7 @@ from typing import IO
 from tests.runtime.fork_server import MAX_REQUEST
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+SERVER = Path(__file__).with_name("fork_server.py")
 START_SECONDS = 60.0
 """Longest time until a rank has started; the first one waits for the imports."""
 _READ_AT_START = ("PYTHON", "TORCH", "LD_", "OMP_", "CUDA")
@@ -132,16 +133,18 @@ def _server(preload: str) -> tuple[socket.socket, dict[str, str] | None]:
     """The connection to a server of forked ranks, which ends with it, and what Python and PyTorch
     read when it started.
 
-    ``preload`` is what it imports, ``"job"`` or ``"libraries"``. A process that has met CUDA cannot
-    be forked: with ``"nothing"``, nothing was read either, and each rank begins anew.
+    ``preload`` is what it imports, ``"job"`` or ``"libraries"``; the server of jobs is a fork of
+    that of libraries. A process that has met CUDA cannot be forked: with ``"nothing"``, nothing was
+    read either, and each rank begins anew.
     """
+    if preload == "job":
+        return _forked_server(preload), _server("libraries")[1]
     control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST)
     environment = _environment()
     with other:
         server = subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", str(Path(__file__).with_name("fork_server.py")),
-             str(other.fileno()), preload],
+            [sys.executable, "-X", "faulthandler", str(SERVER), str(other.fileno()), preload],
             env=environment, pass_fds=[other.fileno()], stdin=subprocess.DEVNULL,
             start_new_session=True,
         )  # fmt: skip
@@ -152,6 +155,25 @@ def _server(preload: str) -> tuple[socket.socket, dict[str, str] | None]:
 
     atexit.register(end)
     return control, None if preload == "nothing" else _at_start(environment)
+
+
+def _forked_server(preload: str) -> socket.socket:
+    """The connection to a server that is a fork of that of libraries."""
+    name = f"dpp-{secrets.token_hex(16)}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        listener.settimeout(START_SECONDS)
+        (server,) = start(SERVER, 1, [name, preload], preload="libraries")
+        control, _ = listener.accept()
+    control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST)
+
+    def end() -> None:
+        control.close()
+        server.wait(10)
+
+    atexit.register(end)
+    return control
 
 
 def _environment(**more: str) -> dict[str, str]:
@@ -237,10 +259,12 @@ def _collect(process: Rank) -> Finished:
 
 def run_ranks(
     script: Path, num_ranks: int, arguments: Sequence[str], timeout: float = 120.0,
-    place: Place | None = None, *, fresh: bool = False,
+    place: Place | None = None, *, fresh: bool = False, preload: str = "job",
 ) -> str:  # fmt: skip
     """All ranks' output; an AssertionError with all of it when a rank fails or hangs."""
-    finished = wait(start(script, num_ranks, arguments, place, fresh=fresh), timeout)
+    finished = wait(
+        start(script, num_ranks, arguments, place, fresh=fresh, preload=preload), timeout
+    )
     everything = "\n".join(
         f"--- rank {rank}: exit status {one.returncode}\n{one.output}"
         for rank, one in enumerate(finished)

@@ -42,7 +42,7 @@ def graphed(**more: Any) -> list[dict[str, Any]]:
 BOTH = [SPLIT, SPLIT | {"as_built": True}]
 """Layers that are built to delay their weight gradients, and layers as a host builds them."""
 LAYERS: list[dict[str, Any]] = [
-    {"name": "v2", "p": 2, "v": 2, "m": 6, "layers": 8,
+    {"name": "v2", "p": 2, "v": 2, "m": 6, "layers": 4,
      "runs": [run | {"as_built": built} for built in (False, True)
               for run in (SPLIT, {"policy": "breadth-first", "activation_cap": "8p",
                                   "inject": LATE})]},
@@ -53,7 +53,7 @@ LAYERS: list[dict[str, Any]] = [
     # A captured W puts the entry of a module that delays back.
     {"name": "graphs", "p": 2, "v": 2, "m": 4, "fused_wgrad": True, "overlap": True,
      "runs": [*graphed(), graphed()[-1] | {"as_built": True}], "layers": 4, "iterations": 4},
-    {"name": "main_grad", "p": 2, "v": 2, "m": 6, "fused_wgrad": True, "runs": [FUSED, *BOTH]},
+    {"name": "main_grad", "p": 2, "v": 2, "m": 4, "fused_wgrad": True, "runs": [FUSED, *BOTH]},
     {"name": "recompute", "p": 2, "m": 4, "runs": BOTH[:1], "recompute": "selective"},
     {"name": "as built, bf16", "p": 2, "m": 4, "runs": BOTH[1:], "fused_wgrad": True,
      "bf16": True},
@@ -65,7 +65,7 @@ static schedule's runs."""
 
 
 def run(cases: list[dict[str, Any]]) -> str:
-    return run_ranks(WORKER, 2, [json.dumps(cases)], timeout=240, fresh=True)
+    return run_ranks(WORKER, 2, [json.dumps(cases)], timeout=240, preload="libraries")
 
 
 def check(cases: list[dict[str, Any]], output: str) -> None:
