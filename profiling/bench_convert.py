@@ -60,9 +60,10 @@ def make(config: HfConfig, folder: Path, shard_bytes: int) -> None:
     shapes = {part.name: part.shape for part in parts}
     with Shards(folder, shapes, torch.bfloat16, shard_bytes) as shards:
         for part in parts:
-            words = random.integers(0, 2**64, -(-part.num_elements // 4), dtype=np.uint64)
+            count = math.prod(part.shape)
+            words = random.integers(0, 2**64, -(-count // 4), dtype=np.uint64)
             words &= np.uint64(0xBFFF_BFFF_BFFF_BFFF)  # no exponent of infinity
-            flat = torch.from_numpy(words.view(np.int16)[: part.num_elements])
+            flat = torch.from_numpy(words.view(np.int16)[:count])
             shards.add(part.name, flat.view(torch.bfloat16).reshape(part.shape))
         shards.finish()
 

@@ -60,7 +60,7 @@ class Row:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all rows, print the tables, write JSON and a picture when asked to."""
+    """Run all rows, print the tables, and write JSON when asked to."""
     args = parse(argv)
     rows: list[Row] = []
     for model in args.model:
@@ -76,8 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                           file=sys.stderr)  # fmt: skip
                     harness.write_json(args.json, [asdict(row) for row in rows])
         _print_table(model, [row for row in rows if row.model == model])
-    if args.plot and rows:
-        _draw(rows, args.plot)
     return 0 if rows else 1
 
 
@@ -93,7 +91,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     modes = f"one of {', '.join(MODES)}; may be repeated (None: all)"
     add("--only", action="append", choices=MODES, metavar="MODE", help=modes)
     add("--json", metavar="FILE", help="write the rows there too")
-    add("--plot", metavar="FILE", help="draw tokens/s over devices as SVG")
     args = parser.parse_args(argv)
     args.model = args.model or (["sample"] if args.cpu else ["medium", "large"])
     args.devices = _devices(args)
@@ -155,23 +152,6 @@ def _print_table(model: str, rows: list[Row]) -> None:
             for row in rows
         ),
     )  # fmt: skip
-
-
-def _draw(rows: list[Row], path: str) -> None:
-    lines, dashed = {}, []
-    for model in dict.fromkeys(row.model for row in rows):
-        own = [row for row in rows if row.model == model]
-        base = next((row for row in own if row.devices == 1), None)
-        for mode in dict.fromkeys(row.mode for row in own):
-            line = [row for row in own if row.mode == mode]
-            line = [base, *line] if base and mode != "dp" else line
-            points = [row.devices for row in line], [row.tokens_per_second for row in line]
-            lines[f"{model}, {mode}"] = points
-        if base:
-            most = max(row.devices for row in rows)
-            ideal = [base.tokens_per_second, base.tokens_per_second * most]
-            dashed.append(([1, most], ideal))
-    harness.draw_lines(path, "Tokens/s over devices", lines, "devices", dashed)
 
 
 if __name__ == "__main__":

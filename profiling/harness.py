@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: options, worker processes, turns, statistics, tables, JSON, plots.
+"""Shared by the benchmarks: options, worker processes, turns, statistics, tables, JSON.
 
 Importing it makes the package beside this folder importable. A benchmark measures its arms in
 turns, after an untimed pass of each, so that all arms meet the same machine.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import itertools
 import json
 import math
 import multiprocessing
@@ -141,26 +140,6 @@ def write_json(path: str | os.PathLike[str] | None, facts: object) -> None:
     """Write a benchmark's results, if a path is given; what JSON has no type for becomes text."""
     if path:
         Path(path).write_text(json.dumps(facts, indent=1, default=str) + "\n", encoding="utf-8")
-
-
-def draw_lines(
-    path: str,
-    title: str,
-    lines: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    of: str,
-    dashed: Sequence[tuple[Sequence[float], Sequence[float]]] = (),
-) -> None:
-    """Write an SVG of lines (name to x and y) over ``of``, with dashed ones without a name."""
-    from megatron.dpp.report.pictures.axes import Curve, draw_curves
-    from megatron.dpp.report.pictures.picture import Picture
-    from megatron.dpp.report.pictures.runs import RUN_COLOURS
-
-    picture = Picture(title, 700.0, "dashed: in proportion" if dashed else "")
-    colours = itertools.cycle(RUN_COLOURS)
-    curves = [Curve(name, next(colours), x, y) for name, (x, y) in lines.items()]
-    curves += [Curve("", "dim", x, y, dashed=True) for x, y in dashed]
-    draw_curves(picture, curves, zero=True, of=of)
-    picture.write(Path(path))
 
 
 def free_port() -> int:

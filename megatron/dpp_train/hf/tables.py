@@ -8,7 +8,6 @@ norm.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -25,11 +24,6 @@ class Part:
 
     name: str
     shape: tuple[int, ...]
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of the tensor."""
-        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)

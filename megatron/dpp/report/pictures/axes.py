@@ -20,15 +20,12 @@ _LINE_HEIGHT = 15.0
 
 @dataclass(frozen=True)
 class Curve:
-    """Values over iterations; its name, if it has one, and its last value stand at its end. A
-    dashed one is drawn as it is, without either.
-    """
+    """Values over iterations; its name, if it has one, and its last value stand at its end."""
 
     name: str
     colour: str
     x: Sequence[float]
     y: Sequence[float]
-    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,6 @@ def draw_curves(
     tick: Format = number,
     zero: bool = False,
     log: bool = False,
-    of: str = "iteration",
     smooth: bool = True,
 ) -> None:
     """Lines over iterations: values thin and pale, their running mean strong.
@@ -98,7 +94,6 @@ def draw_curves(
         tick: of the axis' numbers.
         zero: let the axis begin at 0.
         log: logarithmic axis; values at or below 0 are left out.
-        of: name of the horizontal axis.
         smooth: draw the running mean; else the values, strong.
     """
     curves = [c for c in (_positive(c) if log else c for c in curves) if len(c.x)]
@@ -108,7 +103,7 @@ def draw_curves(
     first, last = min(c.x[0] for c in curves), max(c.x[-1] for c in curves)
     last = max(last, first + 1)
     ticks = _ticks(low, high, log=log)
-    labels = ["" if c.dashed else f"{c.name} {form(c.y[-1])}".strip() for c in curves]
+    labels = [f"{c.name} {form(c.y[-1])}".strip() for c in curves]
     left = max((text_width(tick(t)) for t in ticks), default=20) + 8
     right = picture.width - max(text_width(label, bold=True) for label in labels) - 8
     scale: Callable[[float], float] = math.log10 if log else float
@@ -122,13 +117,9 @@ def draw_curves(
         y = place(first, value)[1]
         picture.add(Line(((left, y), (right, y)), "line"))
         picture.add(Text(left - 6, y, tick(value), "dim", anchor="end"))
-    _draw_iterations(picture, (first, last), place, place(first, low)[1], of)
+    _draw_iterations(picture, (first, last), place, place(first, low)[1])
     ends = []
     for curve, label in reversed(list(zip(curves, labels, strict=True))):
-        if curve.dashed:
-            points = tuple(place(x, y) for x, y in zip(curve.x, curve.y, strict=True))
-            picture.add(Line(points, curve.colour, 1, dashed=True))
-            continue
         means = [scale(y) for y in curve.y]
         means = smoothed(means) if smooth else means
         end = _draw_curve(picture, curve, [10**y for y in means] if log else means, place)
@@ -173,7 +164,6 @@ def _draw_iterations(
     ends: tuple[float, float],
     place: Callable[[float, float], tuple[float, float]],
     bottom: float,
-    of: str,
 ) -> None:
     first, last = ends
     step = max(1.0, nice_step(last - first, 6))
@@ -183,7 +173,7 @@ def _draw_iterations(
         picture.add(Text(x, bottom + 14, f"{at:g}", "dim", anchor="middle"))
         at += step
     x = (place(first, 1.0)[0] + place(last, 1.0)[0]) / 2
-    picture.add(Text(x, bottom + 31, of, "dim", anchor="middle"))
+    picture.add(Text(x, bottom + 31, "iteration", "dim", anchor="middle"))
 
 
 def _draw_labels(

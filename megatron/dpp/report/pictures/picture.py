@@ -36,7 +36,6 @@ class Line(NamedTuple):
     colour: str
     width: float = 1.0
     alpha: float = 1.0
-    dashed: bool = False
 
 
 class Text(NamedTuple):
@@ -157,10 +156,9 @@ def _svg(shape: Shape) -> str:
     opacity = f' opacity="{shape.alpha:g}"' if shape.alpha < 1 else ""
     if isinstance(shape, Line):
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in shape.points)
-        dashes = ' stroke-dasharray="4 3"' if shape.dashed else ""
         return (
             f'<polyline points="{points}" fill="none" stroke-width="{shape.width:g}" '
-            f'stroke-linejoin="round" class="s-{shape.colour}" stroke="{light}"{opacity}{dashes}/>'
+            f'stroke-linejoin="round" class="s-{shape.colour}" stroke="{light}"{opacity}/>'
         )
     head = (
         f'<rect x="{shape.x:.2f}" y="{shape.y:.2f}" width="{max(shape.width, 0):.2f}" '
