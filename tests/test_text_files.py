@@ -81,6 +81,14 @@ def test_yaml_of_any_form_is_a_mapping_or_one_error(text: str, said: str, tmp_pa
             assert said in str(error)
 
 
+def test_a_mark_in_front_of_a_text_is_none_of_it(tmp_path: Path) -> None:
+    """Editors on Windows write one. A prompt began with it, and a JSON file was refused."""
+    path = tmp_path / "a.json"
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n')
+    assert (read_text(path), read_json(path)) == ('{"a": 1}\n', {"a": 1})
+    assert read_text(path, marked=True)[0] == "\ufeff"
+
+
 def test_aliases_in_settings_stay(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text("base: &base\n  lr: 1\nmodel:\n  <<: *base\n  layers: 2\n")

@@ -23,19 +23,23 @@ _MOST_SETTINGS = 10_000
 """Entries of a YAML file, each alias counted with what it stands for."""
 
 
-def read_text(path: str | Path, flag: str = "", *, most: int = 1 << 30) -> str:
-    """The file's text.
+def read_text(
+    path: str | Path, flag: str = "", *, most: int = 1 << 30, marked: bool = False
+) -> str:
+    """The file's text, without a mark of UTF-8 in front (BOM).
 
     Args:
         flag: the flag that names the file, for errors.
         most: bytes that the file may have.
+        marked: keep the mark, as programs do that read the file, too.
 
     Raises:
         DataError: the file cannot be read, is too large, or is no UTF-8 text.
     """
     named = f"{flag} {path}".strip()
     try:
-        return read_bytes(path, most).decode().replace("\r\n", "\n").replace("\r", "\n")
+        text = read_bytes(path, most).decode("utf-8" if marked else "utf-8-sig")
+        return text.replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise DataError(f"{named}: {error.strerror}{nearest_path(Path(path))}") from error
     except ValueError as error:

@@ -214,6 +214,7 @@ def test_a_checkpoint_in_the_other_format_answers_alike(
         ("{model} --prompt x --top-k 5", "need a --temperature above 0"),
         ("{model} --prompt x --output {model}/config.json", "exists; name another file"),
         ("{model} --prompt x --output {none}/out", "its directory does not exist"),
+        ("{model} --prompt x --chat-template plain", "--chat-template plain: needs --chat"),
     ],
 )
 def test_bad_words_of_generate(

@@ -271,6 +271,8 @@ def test_bad_checkpoints_and_targets_are_one_line(
     refused("--kv-channels is 8, there 16", ours, tmp_path / "x", "--like", other)
     refused("must be above 0", ours, tmp_path / "x", "--shard-size", "0")
     refused("no such checkpoint", ours, tmp_path / "x", "--step", "7")
+    refused("config.json is of ", ours, tmp_path / "x", "--family", "mixtral")
+    refused("--family nothing: expected one of", ours, tmp_path / "x", "--family", "nothing")
     shutil.rmtree(ours / "hf")
     refused("--like DIR", ours, tmp_path / "x")
     refused("--add-qkv-bias is off, there on", ours, tmp_path / "x", "--family", "qwen2")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from megatron.dpp.command_line import command, new_parser
-from megatron.dpp.errors import DataError, require_value
+from megatron.dpp.errors import DataError, require, require_value
 from megatron.dpp.processes import sigint_held_back
 from megatron.dpp.safe_files import open_text_to_write
 from megatron.dpp_train.data.chats import ChatEncoder
@@ -65,6 +66,10 @@ def _run(args: argparse.Namespace) -> int:
     check_model_flags(args)
     most = args.max_new_tokens
     require_value(args, "max_new_tokens", most >= 1, "at least 1")
+    require(
+        args.chat_template is None or args.chat is not None,
+        f"--chat-template {args.chat_template}: needs --chat",
+    )
     if args.output is not None:
         _check_output(args.output)
     source = find_source(args.model, args.step, args.engine, args.family_file)
@@ -113,6 +118,8 @@ def _check_output(path: Path) -> None:
         raise DataError(f"--output {path}: exists; name another file")
     if not path.parent.is_dir():
         raise DataError(f"--output {path}: its directory does not exist")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise DataError(f"--output {path}: its directory cannot be written")
 
 
 @contextlib.contextmanager

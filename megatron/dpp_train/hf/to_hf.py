@@ -13,7 +13,7 @@ from megatron.dpp.errors import DataError
 from megatron.dpp_train.checkpoint import checksums, durable
 from megatron.dpp_train.checkpoint import files as checkpoint_files
 from megatron.dpp_train.checkpoint.saved_args import saved_args
-from megatron.dpp_train.families import find_families
+from megatron.dpp_train.families import Family, find_families
 from megatron.dpp_train.hf import Entry, HfConfig, Part, entries, read_config, write_config
 from megatron.dpp_train.hf.checkpoint import Stored
 from megatron.dpp_train.hf.fields import CONFIG, parse_config
@@ -97,23 +97,27 @@ def _config_of(
     like: Path | None, family: str | None, family_file: Path | None, args: Any, source: Path
 ) -> HfConfig:
     """The ``config.json`` of the model: that of a folder, or one made of the arguments."""
-    if args is None and like:
-        return read_config(like, family_file)
+    families = find_families(family_file)
+    if family is not None and family not in families:
+        raise DataError(f"--family {family}: expected one of {', '.join(sorted(families))}")
+    known = read_config(like, family_file) if like else None
+    if like and known and family not in (None, known.family.name):
+        raise DataError(f"--family {family}: {like / CONFIG} is of {known.family}; leave it out")
+    if args is None and known:
+        return known
     if args is None:
         raise DataError(f"{source}: holds no arguments; name a folder of the same model (--like)")
-    if like:
-        config, where = read_config(like, family_file), str(like / CONFIG)
+    if like and known:
+        config, where = known, str(like / CONFIG)
     else:
-        config, where = _from_args(args, family, family_file, source), f"--family {family}"
+        config = _from_args(args, families[str(family)], family_file, source)
+        where = f"--family {family}"
     check_same(completed(args), config, str(source), where, "give the model's own (--like DIR)")
     return _with_tokens(config, getattr(args, "loss_vocab_size", None), where, family_file)
 
 
-def _from_args(args: Any, family: str | None, family_file: Path | None, source: Path) -> HfConfig:
-    families = find_families(family_file)
-    if family is None or family not in families:
-        raise DataError(f"--family {family}: expected one of {', '.join(sorted(families))}")
-    content = write_config(families[family], completed(args))
+def _from_args(args: Any, family: Family, family_file: Path | None, source: Path) -> HfConfig:
+    content = write_config(family, completed(args))
     return parse_config(content, f"the arguments in {source}", family_file)
 
 

@@ -36,8 +36,8 @@ def templates_beside(folder: Path) -> dict[str, str]:
     file = folder / FILE
     if file.is_file():
         more = folder / TOOL_FILE
-        tools = {TOOL_USE: read_text(more)} if more.is_file() else {}
-        return {"default": read_text(file), **tools}
+        tools = {TOOL_USE: read_text(more, marked=True)} if more.is_file() else {}
+        return {"default": read_text(file, marked=True), **tools}
     file = folder / CONFIG
     if not file.is_file():
         return {}
@@ -90,4 +90,4 @@ def find_templates(
         if not found:
             raise DataError(f"{flag}: it has no chat_template")
         return found
-    return {"default": read_text(path)}
+    return {"default": read_text(path, marked=True)}
