@@ -12,8 +12,6 @@ import os
 import signal
 import threading
 
-import psutil  # type: ignore[import-untyped]
-
 from megatron.dpp.errors import print_error
 from megatron.dpp.processes import stopped_below
 
@@ -56,6 +54,8 @@ class StoppedWatch:
                     self._end(pid, name)
 
     def _end(self, pid: int, name: str) -> None:
+        import psutil  # type: ignore[import-untyped]  # the launchers' flags are read without it
+
         environ, parent = dict[str, str](), 0
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
