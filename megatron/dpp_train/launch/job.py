@@ -121,7 +121,8 @@ def find_job(env: Mapping[str, str]) -> Job:
         per_node=per_node,
         num_nodes=num_nodes,
         node_rank=node_rank(values["NODE_RANK"], num_nodes),
-        master=values["MASTER_ADDR"],
+        # On one node another program may have left the variable.
+        master=values["MASTER_ADDR"] if num_nodes > 1 else environment.DEFAULTS["MASTER_ADDR"],
         port=int(port) if num_nodes > 1 or env.get("MASTER_PORT") else None,
         wait=wait,
         ips=ips,

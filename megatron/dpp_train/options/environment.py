@@ -27,7 +27,7 @@ _UNSET = "unset"
 _LAUNCH = (
     ("NUM_NODES", "1", "nodes of the run; 2 in `run_master_*.sh` and `run_worker_*.sh`"),
     ("NODE_RANK", "0", "number of this node, from 0; 1 in `run_worker_*.sh`"),
-    ("MASTER_ADDR", "localhost", "host of node 0; a worker needs it"),
+    ("MASTER_ADDR", "localhost", "host of node 0; a worker needs it. Not read on one node"),
     ("MASTER_PORT", "6000", "port of node 0; a single node without it takes a free port"),
     ("WAIT_SECONDS", "300", "seconds that nodes wait for each other"),
     ("NODE_IPS", "", "IP addresses between nodes, one per node or one per rank"),
