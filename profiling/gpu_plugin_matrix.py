@@ -126,11 +126,13 @@ def main() -> int:
         __doc__, sources=(str(sources.SOURCES), "folder of archives of Megatron-LM"),
         version=(NEWEST, "name of an archive"),
         rows=(",".join(ROWS), "rows, separated by commas"),
-        layers_of=("transformer_engine", "whose layers: transformer_engine or local"),
+        layers_of=("transformer_engine", "whose: transformer_engine, or local on the CPU"),
         parse=(False, "only let Megatron-LM's parser read the flags"),
     )  # fmt: skip
     args = parser.parse_args()
     layers = ENGINE if args.layers_of == "transformer_engine" else ""
+    if not layers:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     unknown = [name for name in args.rows.split(",") if name not in ROWS]
     if unknown:
         parser.error(f"--rows {unknown[0]}: expected of {', '.join(ROWS)}")

@@ -14,6 +14,7 @@ import math
 import multiprocessing
 import os
 import queue
+import secrets
 import shlex
 import signal
 import socket
@@ -143,10 +144,14 @@ def write_json(path: str | os.PathLike[str] | None, facts: object) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of this host that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this host that nobody listens on. It is below those that the system gives to
+    connections: ranks that start for half a minute found such a one taken.
+    """
+    while True:
+        port = 12000 + secrets.randbelow(18000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 @contextlib.contextmanager
