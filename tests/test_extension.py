@@ -50,7 +50,10 @@ def without(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Python with the package of ``folder`` alone."""
-    environment = {"PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin", "PYTHONWARNINGS": "ignore"}
+    environment = {
+        "PYTHONPATH": str(folder), "PATH": "/usr/bin:/bin", "PYTHONWARNINGS": "ignore",
+        "TORCHDYNAMO_DISABLE": "1",  # the import of PyTorch's compiler takes a second
+    }  # fmt: skip
     return subprocess.run(
         [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True
     )

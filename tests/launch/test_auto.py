@@ -71,7 +71,7 @@ def test_what_auto_estimates_is_what_its_command_runs(model: str) -> None:
     "more",
     [
         "large --num-layers 48 --hidden-size 4096 --no-dpp",
-        "medium --dpp-slice-tokens auto --seq-length 8192 --batch-size 16",
+        "medium --dpp-slice-tokens auto --seq-length 8192 --batch-size 8",
     ],
 )
 def test_auto_leaves_out_only_what_cannot_be_among_the_best(more: str) -> None:

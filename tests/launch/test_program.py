@@ -50,6 +50,15 @@ def test_what_cannot_work_is_refused_before_any_process(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+SCRIPT = """
+import importlib.util, json, random
+torch = importlib.util.find_spec("torch")
+assert "of the user" not in open(torch.origin).read()
+raise SystemExit("the loss is no number")
+"""
+"""A script that fails; torchrun itself has imported PyTorch."""
+
+
 def test_a_training_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own one: modules of the working directory hide no package. A random.py or a folder torch
     there ended torchrun with a traceback.
@@ -60,7 +69,7 @@ def test_a_training_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.M
             (tmp_path / name).write_text("raise SystemExit('of the user')")
     script = tmp_path / "of" / "pretrain_gpt.py"
     script.parent.mkdir()
-    script.write_text("import json, random, torch\nraise SystemExit('the loss is no number')")
+    script.write_text(SCRIPT)
     monkeypatch.setattr(program, "ROOT", script.parent)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DppError, match=rf"the run in {tmp_path}/run ended with exit code 1"):

@@ -8,13 +8,15 @@ from tests.loop.several import train_each
 from tests.parity.runs import Result
 
 EVALUATING = "--train-iters 2 --eval-iters 2 --eval-interval 1"
-CONSTANT = f"{EVALUATING} --full-validation --lr 0 --min-lr 0"
+FULL = f"{EVALUATING} --full-validation --split 12,1,1"
+"""Sets of 17 samples: no number of whole batches."""
+CONSTANT = f"{FULL} --lr 0 --min-lr 0"
 RUNS = {
     "all": f"{EVALUATING}",
     "no-test": f"{EVALUATING} --split 9,1,0 --pipeline-model-parallel-size 2",
     "dynamic": f"{EVALUATING} --split 9,1,0 --pipeline-model-parallel-size 2 --use-dpp",
     "training-alone": f"{EVALUATING} --split 1,0,0 --tensor-model-parallel-size 2",
-    "full": f"{EVALUATING} --full-validation --tensor-model-parallel-size 2",
+    "full": f"{FULL} --tensor-model-parallel-size 2",
     "fours": CONSTANT,
     "twos": f"{CONSTANT} --global-batch-size 2",
 }

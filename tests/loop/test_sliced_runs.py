@@ -63,7 +63,7 @@ def test_slices_train_as_whole_sequences_do(tmp_path: Path) -> None:
     late = f"{ORDERS['late']} --dpp-record DIR/order"
     replayed = {"replayed": f"{SLICED} --dpp-replay DIR/order --dpp-activation-cap 1.3seq"}
     arms = {"whole": "", "static": ORDERS["static"], "late": late, **replayed}
-    runs = train(tmp_path, 2, "--train-iters 3", arms)
+    runs = train(tmp_path, 2, "--train-iters 2", arms)
     check_equal(runs, ("static", "late", "replayed"))
     check_near(runs["whole"], runs["late"])
 

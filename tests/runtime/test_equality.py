@@ -21,13 +21,13 @@ def test_two_ranks_any_number_of_chunks() -> None:
         case("v1", 2, 5, fused, late, {"static": True, "transport": "shm"}, dropout=0.1),
         case("v2", 2, 4, fused, late, {"static": True, "transport": "shm", "inject": LATE}, v=2,
              dropout=0.1),
-        case("one stage", 1, 3, fused, {"inject": "delay:4ms"}, dropout=0.1),
+        case("one stage", 1, 3, fused, {"inject": "delay:4ms"}, dropout=0.1, layers=3),
         case("selective", 2, 4, late, v=2, recompute="selective", spec="megatron", dropout=0.1),
         case("fused wgrad", 2, 4, fused, late, v=2, fusion=True, overlap=True),
-        case("launch-bound", 2, 4, auto, v=2, layers=4, iterations=7, dropout=0.1, launching=1.0),
+        case("launch-bound", 2, 4, auto, layers=2, iterations=6, dropout=0.1, launching=1.0),
         case("launch-bound, Megatron's draws", 2, 4, auto, v=2, layers=4, iterations=6, dropout=0.1,
              between=True, config={"task_rng": False}, launching=1.0),
-        case("launch-bound host", 2, 5, auto | {"host": "silent"}, layers=2, iterations=7,
+        case("launch-bound host", 2, 4, auto | {"host": "silent"}, layers=2, iterations=6,
              launching=1.0),
         case("kinds", 2, 4, {"transport": "dist"}, {"transport": "shm", "checksum": True}, v=2),
         case("part of the microbatches v2", 2, 4, late, v=2, layers=4, partial=2),
@@ -90,14 +90,14 @@ def test_microbatches_of_unlike_length() -> None:
     fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     static, tight = {"static": True, "transport": "shm"}, {"activation_cap": "strict"} | late
     follows = {"activation_cap": "static"} | late
-    drawn = {"lengths": True, "layers": 4, "iterations": 3}
+    drawn = {"lengths": True, "layers": 4}
     told = drawn | {"model": UNLIKE}
     graphs, few = {"cuda_graphs": "on"}, {"length_buckets": "2,4,5,7,9,11,13"}
     hosts = [follows | {"host": how} for how in ("silent", "announces")]
     check(
         2,
-        case("host", 2, 6, late | {"host": "silent"}, *hosts, v=2, **told),
-        case("v1", 2, 5, late, static, **told, dropout=0.1),
+        case("host", 2, 6, late | {"host": "silent"}, *hosts, v=2, **told, iterations=3),
+        case("v1", 2, 5, late, static, **told | {"layers": 2}, dropout=0.1),
         case("v2", 2, 6, fused, late, tight, follows, static, v=2, **told),
         case("v2 dist", 2, 4, late, {"transport": "dist"}, v=2, expected_over="shm", **drawn),
         case("graphs", 2, 4, late | graphs, late | graphs | few, static | graphs | few, v=2,
@@ -132,18 +132,21 @@ def test_packed_documents() -> None:
     rope, groups = {"positions": "rope"}, {"model": UNLIKE | {"num_query_groups": 2}}
     check(
         2,
-        case("v1", 2, 3, fused, late, static, **told, **groups),
+        case("v1", 2, 3, fused, late, static, **told | {"layers": 2}, **groups),
         case("v2 full", 2, 4, late, v=2, **told, **rope, model=UNLIKE, recompute="full"),
         case("core", 2, 4, late, v=2, **told, **rope, spec="megatron", **groups),
-        case("selective", 2, 3, late, **told, **rope, model=UNLIKE, recompute="selective",
-             dropout=0.1),
+        case("selective", 2, 3, late, **told | {"layers": 2}, **rope, model=UNLIKE,
+             recompute="selective", dropout=0.1),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("half", [1, pytest.param(5, marks=pytest.mark.slow)])
 def test_seeds_of_delays_on_four_ranks(half: int) -> None:
+    """Each run has other delays and waits; the first part is of all kinds at once."""
     runs = [{"inject": f"delay:4ms,message-delay:{2 + seed}ms"} for seed in range(half)]
     runs += [{"inject": f"jitter:0.{3 + s},transient:2x:20%"} for s in range(half)]
+    if half == 1:
+        runs = [{"inject": ",".join(run["inject"] for run in runs)}]
     check(
         4, case("p4v2", 4, 8, *runs, v=2, layers=8), case("p4v1", 4, 8, {"inject": LATE}, layers=4)
     )
@@ -156,11 +159,11 @@ def test_experts_and_further_tokens() -> None:
     crowded = {"num_moe_experts": 16, "moe_token_dispatcher_type": "allgather"}
     check(
         2,
-        case("experts", 2, 5, fused, late, dropout=0.1, layers=4, model=EXPERTS),
+        case("experts", 2, 5, fused, late, dropout=0.1, layers=2, model=EXPERTS),
         case("experts v2", 2, 4, late, v=2, layers=4, spec="megatron", model=EXPERTS | shared),
         case("many experts", 2, 3, late, layers=2, model=EXPERTS | crowded),
         case("further tokens", 2, 4, fused, late, v=2, layers=4, model={"mtp_num_layers": 2}),
-        case("further tokens, graphs", 2, 4, late | {"cuda_graphs": "on"}, layers=4, iterations=4,
+        case("further tokens, graphs", 2, 4, late | {"cuda_graphs": "on"}, layers=2, iterations=4,
              model={"mtp_num_layers": 1}),
     )  # fmt: skip
 
@@ -175,7 +178,7 @@ def test_captured_tasks() -> None:
         2,
         case("graphs v2", 2, 4, fused, late, v=2, iterations=4, dropout=0.1),
         case("graphs, recompute", 2, 4, fused, late, v=2, iterations=4, recompute="full"),
-        case("graphs, selective", 2, 3, late, iterations=4, recompute="selective"),
+        case("graphs, selective", 2, 3, late, layers=2, iterations=4, recompute="selective"),
     )
 
 

@@ -20,11 +20,11 @@ def test_numbers_stay_and_logits_are_kept_once() -> None:
     few = [all_first | {"most_logits": 0} | how for how in ({}, on)]
     check(
         2,
-        case("tied", 2, 5, late, fused, on | {"policy": "megatron"}, dropout=0.1),
+        case("tied", 2, 5, late, fused, on | {"policy": "megatron"}, layers=2, dropout=0.1),
         case("own head v2", 2, 4, late, fused, v=2, untied=True, recompute="selective",
              per_token=True),
         case("logits", 2, 5, *few, all_first | {"head_in_forward": "off"},
-             on | {"host": "silent"}, own_loss=True),
+             on | {"host": "silent"}, layers=2, own_loss=True),
         case("tp2", 1, 3, on, tp=2, sp=True, layers=2, untied=True, dropout=0.1),
     )  # fmt: skip
 

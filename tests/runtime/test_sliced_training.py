@@ -29,14 +29,15 @@ def check(num_ranks: int, *cases: dict[str, Any]) -> None:
 def test_two_ranks_in_slices() -> None:
     check(
         2,
-        case("rotary, groups", 2, 3, LATE_RUN, FUSED, RANDOM, slices=4, **ROTARY),
+        case("rotary, groups", 2, 3, LATE_RUN, RANDOM, slices=4, **ROTARY, layers=2),
         case("v2, learned", 2, 4, FUSED, {"host": True}, LATE_RUN, slices=6, v=2, layers=4,
              per_token=True),
         case("full", 2, 2, LATE_RUN, slices=8, recompute="full", **ROTARY),
         case("packed rows", 2, 4, LATE_RUN, FUSED, RANDOM, rows=True, per_token=True, **PACKED),
-        case("rows of a host", 2, 4, LATE_RUN, RANDOM, rows="host", per_token=True, **PACKED),
+        case("rows of a host", 2, 4, LATE_RUN, RANDOM, rows="host", per_token=True, **PACKED,
+             layers=2),
         case("selective, own", 2, 3, LATE_RUN, slices=4, recompute="selective", untied=True,
-             spec="megatron"),
+             spec="megatron", layers=2),
     )  # fmt: skip
 
 

@@ -154,6 +154,7 @@ def test_a_benchmark_that_is_stopped_reports_the_steps_so_far(
     (training / "training.py").write_text(TRAINING)
     (tmp_path / "v" / "pretrain_gpt.py").write_text(STAND_IN.replace("END", end))
     monkeypatch.setattr(megatron_sources, "AFTER_A_FAILURE", 0.5)
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # its import takes a second of each rank
     module, kind, name, number = {
         "plugin": (bench_plugin, "--rows=equal", "v, equal", 1),
         "parallel": (bench_parallel, "--ways=pp", "pp", 6),
