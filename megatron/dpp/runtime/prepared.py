@@ -11,6 +11,7 @@ import torch
 from megatron.dpp.config import GRAPHS_PAY_FROM, POOL_GROWTH, Backward, DppConfig
 from megatron.dpp.core.expert_trace import traced_experts
 from megatron.dpp.core.graphs.capture import Capture, can_capture
+from megatron.dpp.core.graphs.pools import SPARE
 from megatron.dpp.core.graphs.slots import ChunkGraphs, why_not
 from megatron.dpp.core.memory import room
 from megatron.dpp.core.steps import Stage, StepCall
@@ -204,23 +205,24 @@ class Prepared:
         all ranks that share this stage.
         """
         session = self._session
+        growth = POOL_GROWTH * (SPARE if len(call.captured_rows(self._config)) > 1 else 1.0)
         share, filled = session.largest(
-            call, session.timer.launch_share(chunks), _filled_by_graphs(session)
+            call, session.timer.launch_share(chunks), _filled_by_graphs(session, growth)
         )
         recomputes = call.config.recompute_granularity == "full"
         reason = why_no_graphs(self._config.cuda_graphs, share, filled, recomputes_all=recomputes)
         if reason:
             self._log(f"CUDA graphs: not used, {reason}")
         else:
-            self._log_room(session)
+            self._log_room(session, growth)
         return not reason
 
-    def _log_room(self, session: Session) -> None:
+    def _log_room(self, session: Session, growth: float) -> None:
         """Say what graphs may reserve, before they do."""
         left, decisions = room(), session.decisions
         if left is None or not decisions.activation_bytes:
             return
-        most = POOL_GROWTH * decisions.cap * decisions.activation_bytes
+        most = growth * decisions.cap * decisions.activation_bytes
         self._log(
             f"CUDA graphs: may reserve up to {most / 2**30:.1f} GiB for {decisions.cap:g} chunk "
             f"activations; {left / 2**30:.1f} GiB are left beside model and optimizer"
@@ -274,12 +276,14 @@ class Prepared:
         return LastRank.of(sizes, self._weights.num_pieces)
 
 
-def _filled_by_graphs(session: Session) -> float:
-    """The share of the memory left beside model and optimizer that graphs' pools may need."""
+def _filled_by_graphs(session: Session, growth: float) -> float:
+    """The share of the memory left beside model and optimizer that graphs' pools may need, which
+    take up to ``growth`` times what activations take without graphs.
+    """
     left, decisions = room(), session.decisions
     if left is None:
         return 0.0
-    return POOL_GROWTH * decisions.peak_held * decisions.activation_bytes / max(left, 1)
+    return growth * decisions.peak_held * decisions.activation_bytes / max(left, 1)
 
 
 def why_no_graphs(
