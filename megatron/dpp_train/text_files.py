@@ -58,6 +58,18 @@ def read_json(path: str | Path, flag: str = "", *, most: int = 1 << 28) -> Any:
     return parse_json(read_text(path, flag, most=most), f"{flag} {path}".strip())
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where there is no file.
+
+    Raises:
+        DataError: as :func:`read_json`, or the file holds another value.
+    """
+    value = read_json(path) if path.is_file() else {}
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: not a JSON object")
+    return value
+
+
 def parse_json(text: str | bytes, where: object) -> Any:
     """The value of a JSON text.
 

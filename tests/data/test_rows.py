@@ -195,9 +195,10 @@ def test_folders_that_hold_no_rows_are_named(tmp_path: Path) -> None:
     write(tmp_path / "dataset_dict.json", '{"splits": ["a", "b"]}')
     with pytest.raises(DataError, match="holds the splits a, b; name one"):
         open_rows(tmp_path)
-    write(tmp_path / "dataset_dict.json", "[]")
-    with pytest.raises(DataError, match="holds the splits none"):
-        open_rows(tmp_path)
+    for content, why in (("{}", "holds the splits none"), ("[]", "not a JSON object")):
+        write(tmp_path / "dataset_dict.json", content)
+        with pytest.raises(DataError, match=why):
+            open_rows(tmp_path)
     (tmp_path / "dataset_dict.json").unlink()
     write(tmp_path / "state.json", '{"_data_files": 7}')
     with pytest.raises(DataError, match="names no data files"):

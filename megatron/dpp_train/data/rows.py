@@ -14,8 +14,9 @@ from typing import Any
 
 from megatron.dpp import strict_json
 from megatron.dpp.errors import DataError, one_line, shown
-from megatron.dpp.safe_files import open_to_read, read_bytes
+from megatron.dpp.safe_files import open_to_read
 from megatron.dpp_train.data.json_lines import without_null
+from megatron.dpp_train.text_files import read_object
 
 JSON = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 """Endings of files of JSON lines, or of a JSON array."""
@@ -78,7 +79,7 @@ def files_of(path: Path) -> list[Path]:
             f"{path}: neither a file nor a data set saved to disk (it has no {_STATE}); name files "
             "in it"
         )
-    state = _read_json(path / _STATE)
+    state = read_object(path / _STATE)
     if state.get("_indices_data_files"):
         raise DataError(f"{path}: its rows are chosen by indices; save it after flatten_indices()")
     try:
@@ -120,18 +121,11 @@ def open_rows(path: Path) -> Rows:
 
 
 def _split_of(path: Path) -> Path:
-    splits = _read_json(path / _SPLITS).get("splits")
+    splits = read_object(path / _SPLITS).get("splits")
     names = [str(each) for each in splits] if isinstance(splits, list) else []
     if "train" in names or len(names) == 1:
         return path / ("train" if "train" in names else names[0])
     raise DataError(f"{path}: holds the splits {', '.join(names) or 'none'}; name one, as {path}/x")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return dict(strict_json.loads(read_bytes(path)))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{path}: not a JSON object ({one_line(error)})") from error
 
 
 # --- JSON ---

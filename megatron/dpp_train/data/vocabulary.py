@@ -17,6 +17,7 @@ from megatron.dpp.locks import scratch_directory
 from megatron.dpp_train.data.rows import files_of, open_rows, size_of
 from megatron.dpp_train.text_files import read_json
 from megatron.dpp_train.tokenizers import PIECES
+from megatron.dpp_train.tokenizers.base import END_OF_TEXT
 
 Flags = dict[str, Any]
 """Flags with their values."""
@@ -26,7 +27,6 @@ CHOICES = (
     "hub's cache), --tokenizer DIR_OR_FILE (your own files), --tokenizer train:32000 (train one "
     "on this corpus) or --tokenizer sample (the sample's 1,409 tokens)"
 )
-_END_OF_TEXT = "<|endoftext|>"
 _PAIRS = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
 _HUB = Path("~/.cache/huggingface/hub")
 _MOST_TEXT = 1 << 30
@@ -144,7 +144,7 @@ def _trained(text: Path, size: int) -> tuple[Path, Path]:
     print(f"training a tokenizer of {size} tokens on {part}{text} ...", flush=True)
     trained = ByteLevelBPETokenizer()
     trained.train_from_iterator(
-        _texts(text, share), vocab_size=size, special_tokens=[_END_OF_TEXT], show_progress=False
+        _texts(text, share), vocab_size=size, special_tokens=[END_OF_TEXT], show_progress=False
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -8,10 +8,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import ConfigError, DataError, one_line, shown
+from megatron.dpp.errors import ConfigError, DataError, shown
 from megatron.dpp_train.checkpoint import durable
 from megatron.dpp_train.hf.fields import CONFIG
-from megatron.dpp_train.text_files import read_json
+from megatron.dpp_train.text_files import read_object
 from megatron.dpp_train.tokenizers import Tokenizer, template_files, tokenizer_for
 from megatron.dpp_train.tokenizers.template_files import find_templates, templates_beside
 from megatron.dpp_train.tokenizers.templates import ChatTemplate, last_token
@@ -70,19 +70,11 @@ def end_ids(folder: Path) -> list[int]:
     found: Any = None
     for name in (GENERATION, CONFIG):
         if found is None:
-            found = _object(folder / name).get("eos_token_id")
+            found = read_object(folder / name).get("eos_token_id")
     ends = found if isinstance(found, list) else [] if found is None else [found]
     if not all(type(end) is int for end in ends):
         raise DataError(f"{folder}: eos_token_id is {shown(found)}, expected numbers of tokens")
     return ends
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no file."""
-    try:
-        return dict(read_json(path)) if path.is_file() else {}
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{path}: not a JSON object ({one_line(error)})") from error
 
 
 def _vocabulary(saved: Any) -> str | None:
@@ -109,7 +101,7 @@ def _write_templates(templates: dict[str, str], folder: Path) -> None:
         if name in templates:
             (folder / file).parent.mkdir(exist_ok=True)
             durable.write_text(folder / file, templates[name])
-    content = _object(folder / template_files.CONFIG)
+    content = read_object(folder / template_files.CONFIG)
     if content.pop("chat_template", None) is not None:
         durable.write_text(folder / template_files.CONFIG, f"{json.dumps(content, indent=2)}\n")
 
@@ -119,9 +111,9 @@ def _add_end(template: ChatTemplate, tokenizer: Tokenizer, folder: Path) -> None
     if end is None or end in ends:
         return
     path = folder / GENERATION
-    content = _object(path)
+    content = read_object(path)
     if not content:
-        known = _object(folder / CONFIG)
+        known = read_object(folder / CONFIG)
         content = {name: known[name] for name in ("bos_token_id", "pad_token_id") if name in known}
     content.pop("_from_model_config", None)  # transformers may make such a file anew
     content["eos_token_id"] = [*ends, end] if ends else end

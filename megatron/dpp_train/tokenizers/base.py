@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import DataError
-from megatron.dpp_train.text_files import read_json
+from megatron.dpp_train.text_files import read_object
 
 END_OF_TEXT = "<|endoftext|>"
 CHAT_ENCODING = 4
@@ -116,13 +116,13 @@ def config_beside(file: Path) -> dict[str, Any]:
     Raises:
         DataError: a file is broken.
     """
-    config = _object(file.with_name("tokenizer_config.json"))
+    config = read_object(file.with_name("tokenizer_config.json"))
     if "added_tokens_decoder" in config:
         return config
-    older = _object(file.with_name("special_tokens_map.json"))
+    older = read_object(file.with_name("special_tokens_map.json"))
     config |= {name: value for name, value in older.items() if name in (*_NAMED, *_LISTS)}
     beside = file.with_name("added_tokens.json")
-    added = _object(beside)
+    added = read_object(beside)
     if not all(type(index) is int for index in added.values()):
         raise DataError(f"{beside}: expected numbers of tokens")
     if added:
@@ -132,14 +132,6 @@ def config_beside(file: Path) -> dict[str, Any]:
             for token, index in added.items()
         }
     return config
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no file."""
-    try:
-        return dict(read_json(path)) if path.is_file() else {}
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{path}: not a JSON object ({error})") from error
 
 
 def tokens_to_add(
