@@ -222,7 +222,8 @@ def test_graphs_are_judged_by_the_largest_values_of_the_stage(
     assert shares[-1] == pytest.approx(2.0 * 4.0 * 100 / 1000)
     call.captured_rows = lambda settings: [128, 256]
     assert graphs.pay() is False, "slots of several lengths have room for half as much again"
-    assert shares[-1] == pytest.approx(3.0 * 4.0 * 100 / 1000) and graphs.said.clear() is None
+    assert shares[-1] == pytest.approx(3.0 * 4.0 * 100 / 1000)
+    graphs.said.clear()
     call.captured_rows = lambda settings: []
     decisions.peak_held = 6.0
     assert graphs.pay() is False

@@ -394,7 +394,10 @@ class GraphedBlock:
     def _graphs(self, pools: Pools, hidden: Any, options: Mapping[str, Any]) -> _Graphs | None:
         """Graphs in a free slot; None if this call must run eagerly."""
         if not pools.knows(hidden):
-            self._say(f"microbatches that are not of {pools.lengths} run without graphs")
+            self._say(
+                f"microbatches that are not of {pools.lengths} run without graphs "
+                f"({setting('length_buckets')} names lengths)"
+            )
             return None
         signature, rows = _signature(hidden, options), len(hidden)
         known = self._signatures[rows] = self._signatures.get(rows) or signature
