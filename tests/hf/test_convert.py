@@ -106,6 +106,26 @@ def test_a_config_is_written_for_a_model_that_had_none(
     assert torch.equal(*same)
 
 
+def test_a_number_beyond_the_type_is_refused(
+    made: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It became infinite without a word."""
+    from safetensors.torch import load_file, save_file
+
+    source = tmp_path / "large"
+    shutil.copytree(made("llama"), source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = -1e5
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    converted(source, tmp_path / "ours", "--dtype", "bfloat16")
+    for which in (source, tmp_path / "ours"):
+        capsys.readouterr()
+        assert main([str(which), str(tmp_path / "half"), "--dtype", "float16"]) == 1
+        error = capsys.readouterr().err
+        assert "linear_fc2.weight holds " in error and "float16 ends at 65504" in error
+        assert error.count("\n") == 1 and not (tmp_path / "half").exists()
+
+
 def test_a_killed_conversion_leaves_nothing_that_loads(
     made: Callable[[str], Path], tmp_path: Path
 ) -> None:

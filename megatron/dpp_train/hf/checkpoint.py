@@ -38,6 +38,7 @@ from megatron.dpp_train.checkpoint import files as files
 from megatron.dpp_train.checkpoint.reader import load_plain
 from megatron.dpp_train.hf import Entry, Sizes
 from megatron.dpp_train.hf.folder import some
+from megatron.dpp_train.hf.rules import cast
 
 _HEAD = {
     "sharded_backend": "torch_dist",
@@ -95,7 +96,7 @@ class _Planner(DefaultSavePlanner):
             torch.save([None], nothing)
             return nothing
         entry = self._items[write_item.index]
-        return self.read(entry).to(self._kind(entry)).reshape(_local(entry))
+        return cast(self.read(entry), self._kind(entry), entry.key).reshape(_local(entry))
 
     def _kind(self, entry: Entry) -> torch.dtype:
         return torch.float32 if entry.full else self._dtype
@@ -153,6 +154,8 @@ def write(
             save({}, storage_writer=writer, planner=planner)
         except CheckpointException as error:  # of a stack for each rank
             cause, _ = error.failures[0]
+            if isinstance(cause, DataError):  # of what is read meanwhile
+                raise cause from error
             if not isinstance(cause, OSError | RuntimeError):
                 raise
             raise OSError(None, one_line(cause, 200), str(target / "__0_0.distcp")) from error

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from megatron.dpp.errors import DataError
 from megatron.dpp_train.hf import Sizes
 
 Tensors = Sequence[torch.Tensor]
@@ -23,6 +24,23 @@ def join(rule: str, parts: Tensors, sizes: Sizes) -> torch.Tensor:
 def split(rule: str, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
     """The Hugging Face tensors of a Megatron tensor; some are views of it."""
     return _RULES[rule][1](whole, sizes)
+
+
+def cast(tensor: torch.Tensor, kind: torch.dtype, name: str) -> torch.Tensor:
+    """A tensor in another type.
+
+    Raises:
+        DataError: a number of it is beyond the type, which would make it infinite.
+    """
+    found = tensor.to(kind)
+    if kind == torch.float16 != tensor.dtype:
+        largest = torch.where(tensor.isfinite(), tensor, 0).abs().max()
+        if largest.to(kind).isinf():
+            raise DataError(
+                f"{name} holds {float(largest):g}, and float16 ends at "
+                f"{torch.finfo(kind).max:g}: choose another --dtype"
+            )
+    return found
 
 
 def _by_group(parts: Tensors, sizes: Sizes) -> torch.Tensor:

@@ -13,12 +13,13 @@ from megatron.dpp_train.checkpoint import durable
 from megatron.dpp_train.hf.fields import CONFIG
 from megatron.dpp_train.text_files import read_object
 from megatron.dpp_train.tokenizers import Tokenizer, template_files, tokenizer_for
+from megatron.dpp_train.tokenizers.base import OLDER_FILES
 from megatron.dpp_train.tokenizers.template_files import find_templates, templates_beside
 from megatron.dpp_train.tokenizers.templates import ChatTemplate, last_token
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt"),
-    *("special_tokens_map.json", "added_tokens.json", *template_files.TEMPLATE_FILES),
+    *(*OLDER_FILES, *template_files.TEMPLATE_FILES),
 )
 """Files of a tokenizer, as far as it has them."""
 GENERATION = "generation_config.json"

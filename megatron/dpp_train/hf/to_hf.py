@@ -20,7 +20,7 @@ from megatron.dpp_train.hf.fields import CONFIG, parse_config
 from megatron.dpp_train.hf.files import origin_of_checkpoint
 from megatron.dpp_train.hf.folder import Shards, copy_files, one_dtype
 from megatron.dpp_train.hf.model import check_same, completed
-from megatron.dpp_train.hf.rules import split
+from megatron.dpp_train.hf.rules import cast, split
 from megatron.dpp_train.hf.run_files import keep_run_files
 from megatron.dpp_train.hf.to_megatron import Progress, unfinished
 
@@ -77,7 +77,7 @@ def to_hf(
     with unfinished(target) as scratch:
         with Shards(scratch, shapes, kind, shard_bytes, full) as shards:
             for entry in tensors:
-                whole = stored.read(entry).to(torch.float32 if entry.full else kind)
+                whole = cast(stored.read(entry), torch.float32 if entry.full else kind, entry.key)
                 parts = split(entry.rule, whole, config.sizes)
                 for part, tensor in zip(entry.parts, parts, strict=True):
                     shards.add(part.name, tensor)

@@ -27,6 +27,7 @@ from megatron.dpp_train.options.arguments import parse_args
 from megatron.dpp_train.options.validate import TOKENIZERS
 from megatron.dpp_train.text_files import nearest_path
 from megatron.dpp_train.tokenizers import CHAT_ENCODING, PIECE_TYPES, PIECES, tokenizer_for
+from megatron.dpp_train.tokenizers.base import OLDER_FILES
 from megatron.dpp_train.tokenizers.template_files import TEMPLATE_FILES
 
 _LOADERS = ("--data-path", "--train-data-path", "--data-args-path", "--per-split-data-args-path")
@@ -188,7 +189,7 @@ def _beside(flags: Flags, vocabulary: Flags, *, chats: bool) -> list[str]:
         return []
     named = Path(str(flags.get(_FORMAT, "")))
     folder = Path(files[0]).parent if files else Path()
-    beside = [folder / name for name in TEMPLATE_FILES]
+    beside = [folder / name for name in (*TEMPLATE_FILES, *OLDER_FILES)]
     return [str(path) for path in [named, *beside] if path.is_file()]
 
 

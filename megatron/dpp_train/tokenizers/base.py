@@ -15,6 +15,9 @@ END_OF_TEXT = "<|endoftext|>"
 CHAT_ENCODING = 4
 """Version of the ids and marks that a chat becomes. Raise it with any change of them: names of
 token files depend on it, so that old ones are not taken for new."""
+OLDER_FILES = ("special_tokens_map.json", "added_tokens.json")
+"""Files beside a tokenizer that count where its ``tokenizer_config.json`` has no
+``added_tokens_decoder``."""
 _NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _LISTS = ("extra_special_tokens", "additional_special_tokens")
 _SPECIAL = re.compile(r"<\|[^|\s]+\|>")
@@ -119,9 +122,9 @@ def config_beside(file: Path) -> dict[str, Any]:
     config = read_object(file.with_name("tokenizer_config.json"))
     if "added_tokens_decoder" in config:
         return config
-    older = read_object(file.with_name("special_tokens_map.json"))
+    older = read_object(file.with_name(OLDER_FILES[0]))
     config |= {name: value for name, value in older.items() if name in (*_NAMED, *_LISTS)}
-    beside = file.with_name("added_tokens.json")
+    beside = file.with_name(OLDER_FILES[1])
     added = read_object(beside)
     if not all(type(index) is int for index in added.values()):
         raise DataError(f"{beside}: expected numbers of tokens")
