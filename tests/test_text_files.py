@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,27 @@ def test_a_mark_in_front_of_a_text_is_none_of_it(tmp_path: Path) -> None:
     path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n')
     assert (read_text(path), read_json(path)) == ('{"a": 1}\n', {"a": 1})
     assert read_text(path, marked=True)[0] == "\ufeff"
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [("010", 8), ("-010", -8), ("1:30", 90), ("0x10", 16), ("1:30.5", 90.5)]
+)
+def test_numbers_to_another_base_are_refused(written: str, read: float, tmp_path: Path) -> None:
+    """They were taken as YAML reads them: a split of 98:1:1 was the number 352861."""
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"a: 1\nseed: {written}\n")
+    with pytest.raises(DataError, match=f"line 2: YAML reads {written} as {read}; write that"):
+        read_mapping(path)
+    path.write_text(f"seed: '{written}'\n")
+    assert read_mapping(path) == {"seed": written}
+
+
+def test_numbers_print_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("a: 1.10\nb: 1_000\nc: -0.5\nd: .inf\ne: 0\nf: +7\n")
+    found = read_mapping(path)
+    assert found == {"a": 1.1, "b": 1000, "c": -0.5, "d": math.inf, "e": 0, "f": 7}
+    assert list(map(str, found.values())) == ["1.10", "1_000", "-0.5", "inf", "0", "+7"]
 
 
 def test_aliases_in_settings_stay(tmp_path: Path) -> None:

@@ -6,7 +6,10 @@ A file's size, the depth of its structures and the digits of its numbers are bou
 from __future__ import annotations
 
 import difflib
+import math
+import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +96,29 @@ def parse_json(text: str | bytes, where: object) -> Any:
     return value
 
 
+class _Written:
+    """A number that is printed as its file has it: a run named 1.10 is not 1.1."""
+
+    _text: str
+
+    def __str__(self) -> str:
+        return self._text
+
+
+class _Whole(_Written, int):
+    pass
+
+
+class _Float(_Written, float):
+    pass
+
+
 def read_mapping(path: str | Path, flag: str = "") -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        DataError: the file cannot be read, is no YAML mapping of a bounded size and depth, or has
-            a key twice in a mapping.
+        DataError: the file cannot be read, is no YAML mapping of a bounded size and depth, has a
+            key twice in a mapping, or a number that YAML reads to another base.
     """
     import yaml
 
@@ -120,6 +140,8 @@ def read_mapping(path: str | Path, flag: str = "") -> dict[str, Any]:
             _refuse_repeated(node, named)
             return node
 
+    Loader.add_constructor("tag:yaml.org,2002:int", partial(_number, named, _Whole))
+    Loader.add_constructor("tag:yaml.org,2002:float", partial(_number, named, _Float))
     try:
         loaded = yaml.load(read_text(path, flag, most=_MOST_SETTINGS_BYTES), Loader)
     except DataError:
@@ -150,6 +172,21 @@ def nearest_path(path: Path) -> str:
         names = [name for name in names if name.endswith(".idx")]
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
     return f" (nearest: {path.parent / near[0]})" if near else ""
+
+
+def _number(named: str, kind: type[_Whole | _Float], loader: Any, node: Any) -> Any:
+    """A number of a YAML file; refuses one that YAML reads to another base than 10."""
+    text = node.value
+    read = loader.construct_yaml_int if kind is _Whole else loader.construct_yaml_float
+    value: Any = kind(read(node))
+    other = r"0[0-9_]+|0[xb].*" if kind is _Whole else r"$^"
+    if ":" in text or re.fullmatch(other, text.lstrip("+-")):
+        raise DataError(
+            f"{named}, line {node.start_mark.line + 1}: YAML reads {text} as {value!r}; write "
+            "that, or put it in quotes"
+        )
+    value._text = text if math.isfinite(value) else repr(float(value))
+    return value
 
 
 def _refuse_repeated(mapping: Any, named: str) -> None:
