@@ -317,7 +317,7 @@ def test_an_answer_without_weight_has_no_loss(
     [
         *({name: [1]} for name in ("chosen", "rejected", "images", "image", "videos", "audios")),
         {"functions": [{}]}, {"function_call": {}}, {"label": False}, {"chat_template_kwargs": [1]},
-        {"tools": "no JSON"},
+        {"tools": "no JSON"}, {"chat_template_kwargs": 5}, {"chat_template_kwargs": [{}]},
     ],
     ids=str,
 )  # fmt: skip
@@ -328,6 +328,15 @@ def test_fields_that_change_the_training_are_refused_by_name(
         field = {"function_call": {"name": "rain"}}
     with pytest.raises(BadLine, match=next(iter(field))):
         encoder(tokenizer, CALLS).encode({**chat("Who?", "Ada."), **field})
+
+
+def test_names_and_histories_of_other_kinds_are_bad_lines(tokenizer: GPT2BPETokenizer) -> None:
+    """They ended the program in a traceback."""
+    told = [{"from": ["human"], "value": "a"}, {"from": "gpt", "value": "b"}]
+    with pytest.raises(BadLine, match=r"message 1 is from \['human'\]; expected one of"):
+        encoder(tokenizer, CALLS).encode({"conversations": told})
+    with pytest.raises(BadLine, match="no list of questions"):
+        encoder(tokenizer, CALLS).encode({"instruction": "a", "output": "b", "history": 5})
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,8 @@ def _prompt_and_completion(form: _Form) -> list[Message]:
 
 def _instruction_and_output(form: _Form) -> list[Message]:
     found = _system(form)
-    for turn in form.take("history", []):
+    history = form.take("history", [])
+    for turn in history if isinstance(history, list) else [history]:
         if not isinstance(turn, list) or len(turn) != 2:
             raise BadLine('"history" is no list of questions with their answers')
         found += _pair(*turn)
@@ -196,7 +197,7 @@ def _of_share_gpt(number: int, given: Message) -> Message:
         return given
     more = {key: value for key, value in given.items() if key not in ("from", "value")}
     named, value = given.get("from"), given.get("value")
-    if named not in _ROLES:
+    if not isinstance(named, str) or named not in _ROLES:
         raise BadLine(f"message {number} is from {named!r}; expected one of {', '.join(_ROLES)}")
     if named not in _CALLS:
         return {"role": _ROLES[named], "content": value, **more}
@@ -209,8 +210,7 @@ def _of_share_gpt(number: int, given: Message) -> Message:
 
 
 def _settings(given: Any) -> dict[str, Any]:
-    taken = {"messages", "add_generation_prompt"} & set(given)
-    if not isinstance(given, dict) or taken:
+    if not isinstance(given, dict) or {"messages", "add_generation_prompt"} & given.keys():
         raise BadLine(f'"{_SETTINGS}" is no object of further variables of the template')
     return given
 
