@@ -133,7 +133,7 @@ class Backward(NamedTuple):
 
     @classmethod
     def of(cls, word: str) -> Backward | None:
-        """That of a value of ``split_backward``; None for ``auto``.
+        """The backward that a value of ``split_backward`` asks for; None for ``auto``.
 
         Raises:
             ValueError: it is none of :data:`SPLIT_BACKWARD`.

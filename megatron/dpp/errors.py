@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 _PLAIN_BITS = 128
-"""Of a number that a text shows whole."""
+"""Bits of the longest whole number that a text shows digit by digit."""
 
 
 class Setting(NamedTuple):
@@ -61,7 +61,8 @@ def setting(name: str, value: Any = ..., *, owner: str = "DppConfig") -> str:
 
 
 def core_setting(name: str, value: Any = ...) -> str:
-    """The same for a field of megatron-core, an argument of a call, or a training program's."""
+    """As :func:`setting`, of one without an owner: a field of megatron-core, an argument of a call,
+    or a setting of a training program."""
     return setting(name, value, owner="")
 
 

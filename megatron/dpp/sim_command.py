@@ -363,12 +363,12 @@ def _runner(name: str, args: argparse.Namespace) -> _Run:
 
 
 def _by_count(run: _Run) -> _Run:
-    """The same schedule with a cap that counts microbatches, whatever their size."""
+    """``run`` with a cap that counts microbatches, whatever their size."""
     return lambda shape, costs: run(dataclasses.replace(shape, sizes=()), costs)
 
 
 def _in_best_order(run: _Run) -> _Run:
-    """The same schedule with the microbatches in the best of the planner's orders."""
+    """``run`` with the microbatches in the best of the planner's orders."""
 
     def best(shape: Shape, costs: Costs) -> Result:
         totals = [sum(row[0][i] for row in costs.durations) for i in range(shape.num_microbatches)]

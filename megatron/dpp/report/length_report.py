@@ -155,7 +155,7 @@ def _shared(drawn: list[list[int]], model: PipelineModel) -> Iterator[tuple[str,
 
 
 def _packed(microbatches: Sequence[Sequence[int]], model: PipelineModel) -> list[list[int]]:
-    """The same sequences packed evenly; as they are where that cannot be."""
+    """The sequences packed evenly into microbatches; as they are where that cannot be."""
     lengths = [length for each in microbatches for length in each]
     chunks = model.num_chunks > 1 and model.policy is None
     settings = BatchSettings(

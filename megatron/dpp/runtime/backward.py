@@ -85,7 +85,7 @@ class Backwards:
         can_fuse: bool,
         replays: Callable[[], bool],
     ) -> Backward:
-        """That of the next step; in some steps a collective of the stage.
+        """The way of the next step's backwards; in some steps a collective of the stage.
 
         Args:
             pieces: of each chunk's W.

@@ -94,7 +94,7 @@ class Prepared:
         return self._weights if any(self.num_pieces) else None
 
     def _weight_gradients(self, call: StepCall) -> WeightGradients | None:
-        """Those of this model; None if its backwards are fused."""
+        """The store of this model's weight gradients; None if its backwards are fused."""
         if self._config.split_backward == "off":
             refuse_delayed(call.model, f"{setting('split_backward', 'off')} runs no W tasks")
             return None

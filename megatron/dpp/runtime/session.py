@@ -36,7 +36,7 @@ class Session:
     injector: Injector | None
     rng: TaskRng
     decisions: Decisions
-    """Those of all sessions of a schedule: recordings and replays go on."""
+    """Shared by all sessions of a schedule, so that recordings and replays go on."""
     launch_ahead: bool
 
     def largest(self, call: StepCall, *values: float) -> list[float]:

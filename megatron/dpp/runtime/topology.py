@@ -140,7 +140,7 @@ class Channels:
         from.
         """
         self.tensors_out = [after if s.direction == forward else before for s in self._outgoing]
-        """The same of each outgoing channel."""
+        """Messages per microbatch on each outgoing channel."""
 
     @property
     def num_incoming(self) -> int:

@@ -40,12 +40,12 @@ class IdleCause(_Word):
 
     @property
     def label(self) -> str:
-        """Its name in a legend."""
+        """The cause's name in a legend."""
         return _TEXTS[self][0]
 
     @property
     def words(self) -> str:
-        """Its meaning in a sentence."""
+        """The cause's meaning in a sentence."""
         return _TEXTS[self][1]
 
 

@@ -124,7 +124,7 @@ class Contents:
 
 
 def _working_directory() -> str | None:
-    """That of this rank; None where it is gone."""
+    """The directory in which this rank works; None where it is gone."""
     try:
         return os.getcwd()
     except FileNotFoundError:

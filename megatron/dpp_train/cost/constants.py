@@ -64,7 +64,8 @@ GPU_BETWEEN = 1.2e-4
 GPU_COLLECTIVE = 4e-5
 """Seconds of a tensor-parallel collective beside its bytes. H200 runs."""
 CPU_LAUNCH, CPU_BETWEEN, CPU_COLLECTIVE = 1.5e-3, 2e-4, 2e-3
-"""The same three for a process that has a CPU core to itself. Coarse: no page measures them."""
+"""Seconds of the same three for a process that has a CPU core to itself. Coarse: no page measures
+them."""
 CPU_MEMORY_RATE, CPU_LINK, CPU_NETWORK = 1e10, 2e9, 1e9
 """Bytes/s of memory, of shared memory and of the network for such a process. Coarse, likewise."""
 

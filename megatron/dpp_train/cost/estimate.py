@@ -154,7 +154,7 @@ def cut_for_memory(shape: RunShape) -> RunShape:
 
 @functools.lru_cache(maxsize=1)
 def _predicted(shape: RunShape, device: Device) -> Prediction:
-    """Of a run that is asked for its memory first, and for its time then."""
+    """The prediction of a run, kept for the next call: who asks for memory asks for time then."""
     return predict(shape, model_costs(shape, device))
 
 

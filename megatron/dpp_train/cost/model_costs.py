@@ -129,7 +129,7 @@ class ModelCosts:
         return self._changed(longer, hop=factor * self.hop, between=factor * self.between)
 
     def without_layers(self) -> ModelCosts:
-        """The same times, with the activations that lie outside of slots."""
+        """These costs without the layers' activations, as slots hold those."""
         layer = dataclasses.replace(self.layer, activation_bytes=0.0, deferred_bytes=0.0)
         return dataclasses.replace(self, layer=layer)
 

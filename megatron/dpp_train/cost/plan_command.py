@@ -29,7 +29,7 @@ from megatron.dpp_train.cost.shape import LayerLayout, ModelShape, RunSchedule, 
 from megatron.dpp_train.cost.times import planning_costs
 
 _MOST_JITTER = 5.0
-"""As the simulator takes; with more, factors leave the range of floating point."""
+"""Largest sigma, as in the simulator: with more, factors leave the range of floating point."""
 _COUNTS = {
     "num_layers": "transformer layers of the model",
     "pp": "pipeline ranks (default: the run's)",

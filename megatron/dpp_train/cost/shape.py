@@ -268,7 +268,7 @@ class RunShape:
         return -(-self.model.seq_length // self._slice_size)
 
     def slice(self, number: int) -> RunShape:
-        """One of :attr:`slices`."""
+        """The shape of slice ``number`` of a microbatch."""
         length, each = self.model.seq_length, self._slice_size
         if each == length:
             return self
@@ -409,7 +409,8 @@ class RunShape:
 
     @property
     def outside(self) -> float:
-        """The same outside the tensor-parallel regions, where sequence parallelism shards it."""
+        """Elements of the hidden state outside of tensor-parallel regions; sequence parallelism
+        shards them."""
         return self.elements / (self.tensor if self.sequence_parallel else 1)
 
     @property

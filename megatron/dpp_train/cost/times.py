@@ -248,7 +248,7 @@ def _linear_seconds(shape: RunShape, device: Device) -> float:
 
 
 def _mean_layer_seconds(shape: RunShape, device: Device) -> Times:
-    """Of layers of both kinds, where a model has two."""
+    """Times of the mean layer, of a model that has layers of two kinds."""
     kinds = [(_layer_seconds(kind, device), count) for kind, count in shape.kinds]
     forward, backward, weight = (
         sum(times[part] * count for times, count in kinds) / max(1, shape.num_layers)

@@ -216,7 +216,7 @@ def read_batches(paths: list[str]) -> Iterator[Batch]:
 
 
 def announced(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same batches; a line of many bytes is named before its work begins."""
+    """``batches``, unchanged; names each line of many bytes before its work begins."""
     for batch in batches:
         for number, line in enumerate(batch.lines, batch.first_number):
             if len(line) >= _LONG_LINE:

@@ -125,7 +125,7 @@ class Iterators(NamedTuple):
     has_test: bool
     eval_iters: int
     plans: BatchPlans | None
-    """Of training batches of sequences of unlike length."""
+    """The plans of training batches, where sequences have unlike lengths."""
 
     def close(self) -> None:
         """Ends the loaders' workers, which then remove their temporary folders. Python's own exit

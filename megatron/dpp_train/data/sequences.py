@@ -235,10 +235,10 @@ class Microbatch:
     is_weighted: bool = False
 
     def slices(self, row: int, ends: Sequence[int], num_units: int) -> list[Microbatch]:
-        """Its slices; their weights are those of whole sequences.
+        """This microbatch cut into slices, whose losses are weighted as those of whole sequences.
 
         Args:
-            row: its number in the step.
+            row: number of this microbatch in the step.
             ends: the end of each slice, in tokens with padding.
             num_units: slices of the step.
         """

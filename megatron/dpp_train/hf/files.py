@@ -79,7 +79,7 @@ def loaded_tokens(args: Settings) -> int | None:
 
 
 def tokens_of(found: Found, saved: Any, family_file: str | Path | None = None) -> int | None:
-    """The same for a checkpoint.
+    """Tokens of a checkpoint's model; None as :func:`loaded_tokens`.
 
     Args:
         saved: arguments of the run that saved it; of the run that loads it, if it holds none.

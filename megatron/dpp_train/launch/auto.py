@@ -238,7 +238,7 @@ class _Search:
                         break
 
     def _try(self, way: Way, limit: float) -> Candidate | None:
-        """Its estimate; None where it does not fit, or costs ``limit`` at least."""
+        """The estimate of a way; None where it does not fit, or takes ``limit`` seconds or more."""
         setting = self._setting
         try:
             resolved = self._resolved(way)

@@ -158,7 +158,7 @@ def check_known(words: Sequence[str], own: Sequence[str]) -> None:
 
 
 def to_argv(flags: Flags) -> list[str]:
-    """As a command line has them."""
+    """The flags as the words of a command line."""
     words: list[str] = []
     for name, value in flags.items():
         words.append(name)

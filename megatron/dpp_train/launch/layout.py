@@ -26,7 +26,7 @@ class Layout:
     expert: int = 1
 
     def text(self) -> str:
-        """As options of ``train``."""
+        """The layout as options of ``train``."""
         words = f"--tp {self.tensor} --pp {self.pipeline}"
         more = {"--chunks": self.chunks, "--cp": self.context, "--ep": self.expert}
         return words + "".join(f" {name} {size}" for name, size in more.items() if size > 1)

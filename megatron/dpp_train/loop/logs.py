@@ -57,7 +57,7 @@ class StepResult:
     loss_scale: float = 1.0
     batch_size: int = 0
     tokens: BatchTokens | None = None
-    """Of samples of unlike length."""
+    """Counts of real tokens and of padding, where samples have unlike lengths."""
 
 
 def tokens_of_step(args: Settings, step: StepResult) -> int:

@@ -121,7 +121,7 @@ class EngineChunk:
             yield name, getattr(parameter, "ds_tensor", parameter)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """The same without names."""
+        """The parameters of :meth:`named_parameters`, without their names."""
         return (parameter for _, parameter in self.named_parameters())
 
     def gradient_bytes(self) -> int:

@@ -264,7 +264,7 @@ class _BertBlock(TransformerBlockSubmodules):  # type: ignore[misc]
 
     @property
     def submodules(self) -> Any:
-        """Those of the first layer; all layers are alike."""
+        """The modules of the first layer; all layers are alike."""
         return self.layer_specs[0].submodules
 
 
@@ -304,7 +304,7 @@ def bert_datasets(run: Run) -> tuple[type, BERTMaskedWordPieceDatasetConfig]:
 
 
 def _bert_batch(run: Run, iterator: Any, vp_stage: int | None) -> Batch:
-    """The same on every stage: ``is_random`` is [b], the rest [b, s]."""
+    """BERT's batch, of equal tensors on every stage: ``is_random`` is [b], the rest [b, s]."""
     flat = (run.args.micro_batch_size, run.args.seq_length)
     names = ("text", "types", "labels", "loss_mask", "padding_mask")
     layout: dict[str, Any] = dict.fromkeys(names, (flat, torch.int64))

@@ -122,7 +122,7 @@ def _num_chunks(args: Settings) -> int:
 
 
 def _chunks_of_text(args: Settings) -> int:
-    """As ``--pipeline-model-parallel-layout`` has it."""
+    """The chunks per rank in the text of ``--pipeline-model-parallel-layout``."""
     flag, text = "--pipeline-model-parallel-layout", args.pipeline_model_parallel_layout
     stages = layout_stages(text or "")
     require(

@@ -120,7 +120,7 @@ class Picture:
             file.write(self.svg())
 
     def _framed(self) -> Picture:
-        """The same with background, margins, title and note."""
+        """A copy with background, margins, title and note."""
         whole = Picture(self.title, self.width + 2 * _MARGIN)
         letters = int(self.width / (_TITLE * 0.62))
         title, notes = textwrap.wrap(self.title, letters), []

@@ -35,7 +35,7 @@ def runs_of(report: Report) -> list[Shown]:
 
 
 def traced_runs_of(report: Report) -> list[Traced]:
-    """Those of ``runs_of`` that were traced."""
+    """The runs of :func:`runs_of` that were traced."""
     return [
         Traced(name, colour, run.pipeline)
         for name, colour, run in runs_of(report)
@@ -56,7 +56,7 @@ def _names(runs: list[Report]) -> list[str]:
 
 
 def _distinct(names: list[str]) -> list[str]:
-    """Of names with as many parts the parts that differ: ``tp2`` and ``tp4`` of
+    """The parts in which names with equally many parts differ: ``tp2`` and ``tp4`` of
     ``20260102-030405-gpt-8x128-tp2`` and ``20260102-030506-gpt-8x128-tp4``.
     """
     split = [name.split("-") for name in names]
