@@ -33,10 +33,13 @@ import arms
 import harness
 import torch
 import torch.distributed as dist
-from bench_check import check
 from bench_gpt import Model, reserved
 
-from megatron.dpp.errors import ConfigError, exit_with
+from megatron.dpp.errors import ConfigError, exit_with, require
+from megatron.dpp.inject import Injector
+from megatron.dpp.naming import flag_name
+from megatron.dpp.schedule import Geometry, parse_cap
+from megatron.dpp.schedule.reference import padded_microbatches
 
 _WARM_UP_STEPS = 8
 """Two eager steps, two that capture graphs, and some in which a dynamic one may need one more."""
@@ -49,6 +52,9 @@ _SCHEDULES = (
     "laidsplit2 has --layout, latesplit2 launches no task ahead of its input, and split2@1.5 has a "
     "--lookahead of its own"
 )
+
+_COUNTS = ("ranks", "tensor", "layers", "hidden", "heads", "sequence", "vocabulary", "micro_batch",
+           "rounds", "topk", "expert_parallel", "runs")  # fmt: skip
 
 over_ranks = partial(harness.over_ranks, device="cuda")
 
@@ -147,10 +153,50 @@ def parse_arguments() -> argparse.Namespace:
     if any(name.laid for name in args.names) and not args.layout:
         raise ConfigError("--schedules has laid... ones, which need --layout")
     try:
-        check(args)
+        _check(args)
     except ConfigError as error:
         raise ConfigError(str(error).replace("--dpp-activation-cap", "--cap")) from None
     return args
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse a parsed command line that cannot run: a ConfigError names flag, value and rule."""
+    for name in _COUNTS:
+        _at_least_one(flag_name(name), getattr(args, name))
+    require(args.sleep_ms > 0, f"--sleep-ms {args.sleep_ms:g}: must be above 0")
+    require(
+        args.experts % args.expert_parallel == 0 and (args.experts or args.expert_parallel == 1),
+        f"--experts {args.experts} and --expert-parallel {args.expert_parallel}: the ranks of a "
+        "group must share the experts evenly",
+    )
+    require(
+        not args.experts or args.topk <= args.experts,
+        f"--topk {args.topk}: --experts {args.experts} is less",
+    )
+    for num in args.microbatches:
+        _at_least_one("--microbatches", num)
+        for name in args.names:
+            _check_schedule(args, name, num)
+
+
+def _at_least_one(flag: str, value: int) -> None:
+    require(value >= 1, f"{flag} {value}: must be at least 1")
+
+
+def _check_schedule(args: argparse.Namespace, name: Name, num: int) -> None:
+    _at_least_one(f"--schedules {name.text}: chunks", name.num_chunks)
+    geometry = Geometry(args.ranks, 0, name.num_chunks, num)
+    if name.kind == "static":
+        least = padded_microbatches(geometry)
+        require(
+            least == num,
+            f"--schedules {name.text} with --microbatches {num}: megatron-core's interleaved "
+            f"schedule wants a multiple of the ranks, {args.ranks}; {least} would do",
+        )
+    else:
+        parse_cap(args.cap, geometry)
+    if args.inject:
+        Injector(args.inject, 0, args.ranks, num_chunks=name.num_chunks)
 
 
 def _num_gpus(args: argparse.Namespace) -> int:
