@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_a_reader_that_leaves_ends_the_program_quietly(words: str) -> None:
     """``| head`` ends it without a traceback, at a write or at the end."""
     program = subprocess.Popen(
-        [sys.executable, "-m", "megatron.dpp.sim", *words.split()],
+        [sys.executable, "-m", "megatron.dpp", "sim", *words.split()],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

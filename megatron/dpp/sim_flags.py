@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from megatron.dpp.command_line import new_parser
 from megatron.dpp.config import Backward
@@ -69,8 +68,6 @@ def _add_schedule_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--compare", action="store_true", help="add other schedules, and what comes from what")
     add("--cap", default="auto", metavar="C", help="as --dpp-activation-cap (default auto)")
-    off: dict[str, Any] = {"action": "store_const", "const": "off", "default": "auto"}
-    add("--no-split-backward", dest="split_backward", help=argparse.SUPPRESS, **off)
     add(
         "--split-backward",
         type=_word,

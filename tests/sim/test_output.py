@@ -117,7 +117,7 @@ def test_parts_merge_the_ingredients_of_arms_that_were_not_timed():
 
 
 def test_comparing_a_fused_backward_has_no_part_of_weights(capsys):
-    out = run(capsys, "--pp", "2", "--compare", "--no-grid", "--no-split-backward")[1]
+    out = run(capsys, "--pp", "2", "--compare", "--no-grid", "--split-backward", "off")[1]
     head = out[out.index("what comes from what") :].splitlines()[0]
     assert head.split()[-4:] == ["peak", "order", "memory", "all"]
 
@@ -254,7 +254,7 @@ def test_a_fused_cost_file_cannot_be_split(capsys, tmp_path):
     path = cost_file(tmp_path, stages=[{"F": [1], "B": [2], "W": []}] * 4)
     status, _, err = run(capsys, "--costs", path, "--split-backward", "on")
     assert status == 2 and "take --split-backward off" in err
-    for words in (["--no-split-backward"], ["--split-backward", "off"], []):
+    for words in (["--split-backward", "off"], []):
         assert run(capsys, "--costs", path, *words, "--compare")[0] == 0
 
 

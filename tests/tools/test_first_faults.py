@@ -231,7 +231,7 @@ DOORS = (
     *("train", "pretrain_gpt.py", "pretrain_bert.py"),
     *("tools/preprocess_data.py", "profiling/aggregate.py"),
 )
-MODULES = ("megatron.dpp", "megatron.dpp.run", "megatron.dpp.sim")
+MODULES = ("megatron.dpp", "megatron.dpp.run")
 
 
 @pytest.mark.parametrize("door", [*DOORS, *MODULES])
