@@ -364,20 +364,20 @@ PP2 = "--pipeline-model-parallel-size 2"
 PACKED = "--packing ffd --packing-budget 70 --calculate-per-token-loss"
 BUCKETS = "--dpp-length-buckets 16,40"
 V2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
-SHORT, EPOCH = "--train-iters 2", "--train-iters 4 --num-workers 1"
+SHORT, EPOCH = "--train-iters 2", "--train-iters 3 --num-workers 1"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    """Runs of two batches, and of four, which are more than an epoch; a saved one has seen 16 of 30
-    chats."""
+    """Runs of two batches, and of three, which are more than an epoch; a saved one has seen 16 of
+    20 chats."""
     save = "--save DIR/{}.ckpt --save-interval 2"
     load = "--load DIR/{}.ckpt --ckpt-step 2"
     lines = {
         "static": f"{EPOCH} {PP2} {save.format('static')}",
         "dynamic": f"{EPOCH} {PP2} --use-dpp {save.format('dynamic')}",
         "resumed": f"{EPOCH} {PP2} --use-dpp {load.format('dynamic')}",
-        "elsewhere": f"--train-iters 4 --exit-interval 3 {V2} --use-dpp {load.format('static')}",
+        "elsewhere": f"--train-iters 3 {V2} --use-dpp {load.format('static')}",
         "planned": f"{SHORT} {V2} --order planned --use-dpp",
         "packed-dynamic": f"{SHORT} {PP2} {PACKED} --use-dpp",
         "packed-static": f"{SHORT} {PP2} {PACKED}",
@@ -392,7 +392,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
 
 def _run(folder: Path, lines: dict[str, str]) -> dict[str, Result]:
-    data = f"--data-path {write_chats(folder / 'x', LENGTHS[1::2])} --split 1,0,0"
+    data = f"--data-path {write_chats(folder / 'x', LENGTHS[1::3])} --split 1,0,0"
     return train_each(folder, 2, {k: f"{FLAGS} {v}" for k, v in lines.items()}, data, timeout=400)
 
 
@@ -401,7 +401,7 @@ def _losses(run: Result) -> list[float]:
 
 
 def test_a_dynamic_run_equals_a_static_one(runs: dict[str, Result]) -> None:
-    assert len(_losses(runs["static"])) == 4
+    assert len(_losses(runs["static"])) == 3
     assert _losses(runs["dynamic"]) == _losses(runs["static"])
     assert runs["dynamic"].hashes == runs["static"].hashes
 
@@ -446,7 +446,7 @@ def test_a_run_resumes_in_another_layout(runs: dict[str, Result]) -> None:
 
 
 def test_a_sequence_alone_is_not_padded(runs: dict[str, Result]) -> None:
-    assert runs["static"].column("padding") == [0.0] * 4
+    assert runs["static"].column("padding") == [0.0] * 3
 
 
 @pytest.mark.slow

@@ -117,6 +117,10 @@ def without_rewriting() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
 
 
+_REWRITTEN = frozenset({torch.Tensor.cuda, torch.Tensor.type, torch.Tensor.to})
+"""Functions whose result, or arguments without keywords, name a device."""
+
+
 class _CudaMeansCpu(TorchFunctionMode):
     """Rewrites the device of every torch call: layers.py:261,873, param_and_grad_buffer.py:783,
     optimizer.py:473, grad_scaler.py:15, clip_grads.py:90, schedules.py:596,
@@ -131,6 +135,8 @@ class _CudaMeansCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if not kwargs and func not in _REWRITTEN:  # nearly all of a step's calls
+            return func(*args)
         if func is torch.Tensor.cuda:  # language_module.py:244, data.py:84
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
