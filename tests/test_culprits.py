@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import mmap
 import os
 import platform
@@ -54,6 +55,17 @@ def test_stopped_processes_of_a_tree_are_named() -> None:
         process.send_signal(signal.SIGCONT)
         os.waitid(os.P_PID, process.pid, os.WCONTINUED)
         assert stopped(process.pid) == []
+
+
+def test_no_process_is_named_where_no_file_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of a rank the error hid that of the run."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("builtins.open", full)
+        assert stopped(os.getpid()) == []
 
 
 def test_ranks_that_have_not_come_have_ended_or_are_stopped_are_named() -> None:

@@ -45,10 +45,10 @@ def stopped_below(pid: int) -> dict[int, str]:
     import psutil  # type: ignore[import-untyped]
 
     found = {}
-    with contextlib.suppress(psutil.Error):  # it has ended
+    with contextlib.suppress(psutil.Error, OSError):  # it has ended, or no file can be opened
         process = psutil.Process(pid)
         for each in (process, *process.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error, OSError):
                 if each.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                     found[each.pid] = f"process {each.pid} ({each.name()})"
     return found

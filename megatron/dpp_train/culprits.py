@@ -268,7 +268,7 @@ def _state(store: Any, rank: int) -> str:
 def _runs(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
+    except (psutil.Error, OSError):
         return False
 
 

@@ -57,7 +57,7 @@ class StoppedWatch:
         import psutil  # type: ignore[import-untyped]  # the launchers' flags are read without it
 
         environ, parent = dict[str, str](), 0
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, OSError):
             process = psutil.Process(pid)
             environ, parent = process.environ(), process.ppid()
         rank = environ.get("RANK")
