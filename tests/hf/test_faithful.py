@@ -390,6 +390,15 @@ def test_values_of_another_type_are_refused(
         parse_config(content | change, "x")
 
 
+@pytest.mark.parametrize(
+    ("family", "name"), [("granite", "logits_scaling"), ("gemma3_text", "query_pre_attn_scalar")]
+)
+def test_a_scale_of_0_is_refused(family: str, name: str) -> None:
+    """It ended in a ZeroDivisionError."""
+    with pytest.raises(DataError, match=f"^x: family {family} cannot read its fields"):
+        parse_config(tiny.config_of(family) | {name: 0}, "x")
+
+
 @pytest.mark.parametrize("file", ["../source/model.safetensors", "/x", 7, None, []])
 def test_an_index_names_files_of_its_folder(
     file: Any, made: Callable[[str], Path], tmp_path: Path

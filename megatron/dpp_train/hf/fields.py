@@ -149,7 +149,7 @@ def _asked(
         return function(content)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise DataError(
             f"{where}: family {family} cannot read its fields ({type(error).__name__}: "
             f"{one_line(error)})"
