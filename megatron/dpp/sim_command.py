@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -48,6 +49,7 @@ from megatron.dpp.sim_flags import (
 )
 from megatron.dpp.slice_sizes import MOST_TOKENS
 
+_MOST_TASKS = 1 << 20
 _GRID_COLUMNS = 260
 """Wider grids are not printed unless asked for: they would wrap."""
 
@@ -243,6 +245,10 @@ def _check_counts(args: argparse.Namespace, *sizes: int) -> None:
     flags = ("--pp", "--chunks", "--microbatches", "--seeds")
     for flag, number in zip(flags, (*sizes, args.seeds), strict=True):
         require(number >= 1, f"{flag} {number}: must be at least 1")
+    tasks = math.prod(sizes)
+    given = " x ".join(f"{flag} {n}" for flag, n in zip(flags, sizes, strict=False))
+    rule = f"are {tasks:,} forwards; at most {_MOST_TASKS:,} are simulated"
+    require(tasks <= _MOST_TASKS, f"{given} {rule}")
 
 
 def _check(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None) -> None:

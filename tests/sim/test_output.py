@@ -167,6 +167,7 @@ def test_lengths_come_from_token_files(capsys, tmp_path):
         (["--lengths", "10,20", "--longest", "5"], "--longest 5: a microbatch has 20 tokens"),
         (["--lengths", "sft", "--condition", "jit.3"], "--costs and --condition have costs of"),
         (["--pp", "0"], "--pp 0: must be at least 1"),
+        (["--pp", "9" * 20], "at most 1,048,576 are simulated"),
         (["--policy", "fastest"], "error: --policy fastest"),
         (["--cap", "0.1p"], "error: --cap: 0.1p"),
         (["--group", "2"], "--group 2: must be at least the number"),

@@ -172,6 +172,8 @@ def test_a_job_is_what_the_environment_says() -> None:
     alone = {"GPUS_PER_NODE": "3"}
     assert job.find_job(alone).port is None
     assert job.find_job({**alone, "MASTER_PORT": "7001"}).port == 7001
+    with pytest.raises(ConfigError, match="NUM_NODES=1000000000000: at most"):
+        job.find_job({**alone, "NUM_NODES": "1000000000000"})
     left = {**alone, "MASTER_ADDR": "10.9.9.9", "MASTER_PORT": "7001"}
     assert job.find_job(left).master == "localhost", "another program's, and nobody answers there"
     two = {**alone, "NUM_NODES": "2", "NODE_RANK": "1"}

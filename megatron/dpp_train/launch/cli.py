@@ -13,6 +13,7 @@ from megatron.dpp.flags import Parser
 from megatron.dpp.sim.packing import PACKINGS
 from megatron.dpp_train.cost.device import KNOWN_GPUS
 from megatron.dpp_train.launch.flags import MODELS
+from megatron.dpp_train.launch.layout import MOST
 from megatron.dpp_train.options.flags_run import OVERLONG
 
 MODES = ("simple", "3d", "megatron", "zero", "auto")
@@ -108,6 +109,7 @@ _OF_SCRIPT = (
 """Flags of the training scripts that most users want -> their help."""
 _REST = "All flags: python pretrain_gpt.py --help. Guides: docs/USAGE_GUIDE.md, docs/fine-tune.md"
 
+_COUNTS = ("--gpus", "--procs")
 _FILES = ("--config", "--data", "--save", "--resume-from")
 
 
@@ -148,6 +150,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         value = getattr(options, option.name[2:].replace("-", "_"))
         if option.kind is int and not option.choices and value is not None and value < 1:
             raise ConfigError(f"{option.name} {value}: nearest possible: 1")
+        if option.name in _COUNTS and value is not None and value > MOST:
+            raise ConfigError(f"{option.name} {value}: nearest possible: {MOST}")
         if option.kind is str and value == "":
             raise ConfigError(f"{option.name} is empty: give a value, or leave the option out")
         if option.kind is float and value is not None and not 0 < value < math.inf:

@@ -179,8 +179,8 @@ def from_argv(words: Sequence[str]) -> Flags:
     last = ""
     for word in words:
         if word.startswith("--"):
-            last, _, value = word.partition("=")
-            flags[last] = value or True
+            last, equals, value = word.partition("=")
+            flags[last] = value if equals else True
         elif not last:
             raise ConfigError(f"unexpected argument {word!r}: options of train start with --")
         else:

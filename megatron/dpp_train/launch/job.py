@@ -18,6 +18,7 @@ from megatron.dpp.locks import Lock, check_free, lock_directory
 from megatron.dpp_train.launch import stopped
 from megatron.dpp_train.launch.flags import ROOT, Flags
 from megatron.dpp_train.launch.home import check_home, make_home, with_home
+from megatron.dpp_train.launch.layout import MOST
 from megatron.dpp_train.launch.limits import allow_files, allow_threads, check_interface
 from megatron.dpp_train.launch.log_copy import copy_output
 from megatron.dpp_train.launch.start import import_path
@@ -143,6 +144,7 @@ def whole(name: str, values: Mapping[str, str]) -> int:
     """
     text = values[name]
     require(re.fullmatch(r"[1-9]\d*", text), f"{name}={text}: must be a whole number, at least 1")
+    require(len(text) <= len(str(MOST)) and int(text) <= MOST, f"{name}={text}: at most {MOST}")
     return int(text)
 
 

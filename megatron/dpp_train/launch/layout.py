@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
 from megatron.dpp.errors import ConfigError
+
+MOST = 1 << 20
+"""Most processes of a node, nodes, and seconds to wait: more is taken for a slip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +107,8 @@ def _expert_problem(layout: Layout, world_size: int, model: Divisible) -> str | 
 
 def possible_layouts(world_size: int, model: Divisible) -> Iterable[Layout]:
     """All that :func:`check_layout` lets pass, with up to 8 chunks."""
-    sizes = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    small = [n for n in range(1, math.isqrt(world_size) + 1) if world_size % n == 0]
+    sizes = sorted({*small, *(world_size // n for n in small)})
     contexts = sizes if model.has_context else [1]
     experts = sizes if model.num_experts else [1]
     for tensor, pipeline, context, expert in product(sizes, sizes, contexts, experts):

@@ -17,7 +17,7 @@ from megatron.dpp_train.options.section import UNSET
 from megatron.dpp_train.options.validate_experts import check_experts, check_prediction
 from megatron.dpp_train.options.validate_forms import NOT_OF_BERT, check_forms
 from megatron.dpp_train.options.validate_layout import check_cut, check_plan, virtual_stages
-from megatron.dpp_train.options.validate_numbers import check_numbers
+from megatron.dpp_train.options.validate_numbers import check_numbers, check_texts
 from megatron.dpp_train.options.validate_packages import check_packages
 from megatron.dpp_train.options.validate_ranges import (
     check_batches,
@@ -430,6 +430,7 @@ def _trace(args: Settings) -> None:
 
 
 _SIZE_RULES = (
+    check_texts,
     check_numbers,
     _shape,
     check_heads,

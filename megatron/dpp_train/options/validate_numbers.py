@@ -45,8 +45,25 @@ _BOUNDS: dict[tuple[str, Callable[[Any], bool]], tuple[str, ...]] = {
 layer (``[1,0]``) is held by other rules."""
 
 
+_MOST = dict.fromkeys(("seq_length", "encoder_seq_length"), 1 << 24)
+_MOST_OF_ALL = (1 << 63) - 1
+"""Whole numbers above these are taken for slips: what counts with them would not end."""
+
+
+def check_texts(args: Settings) -> None:
+    """Flags that are given an empty text, as of a variable of a shell that is not set: a run would
+    begin anew or write no checkpoint. Empty names of Weights & Biases mean that it is off."""
+    for name, flag in args.given.items():
+        empty = getattr(args, name, None) == "" and not name.startswith("wandb_")
+        require(not empty, f"{flag} is empty: give a value, or leave it out")
+
+
 def check_numbers(args: Settings) -> None:
     """Numbers that no run can mean: not finite, or out of the range of their setting."""
+    for name in (*_MOST, *vars(args)):
+        most = _MOST.get(name, _MOST_OF_ALL)
+        wholes = [each for each in _numbers(getattr(args, name)) if isinstance(each, int)]
+        require_value(args, name, all(each <= most for each in wholes), f"at most {most}")
     for name in vars(args):
         numbers = [each for each in _numbers(getattr(args, name)) if isinstance(each, float)]
         require_value(args, name, all(map(math.isfinite, numbers)), "finite")
