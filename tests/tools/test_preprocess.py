@@ -206,11 +206,16 @@ WRONG_ARGUMENTS = {
     "--vocab-file missing.json": ["--vocab-file", "missing.json"],
     "needs --merge-file": ["--merge-file", ""],
     "--workers 0": ["--workers", "0"],
+    "at most 4096": ["--workers", "9" * 20],
+    "--output-prefix is empty": ["--output-prefix", ""],
     "named twice": ["--json-keys", "text", "text"],
 }
 
 
-WRONG_SETTINGS = {"needs --merge-file", "--workers 0", "named twice"}
+WRONG_SETTINGS = {
+    *("needs --merge-file", "--workers 0", "at most 4096", "--output-prefix is empty"),
+    "named twice",
+}
 """Of these those that are no matter of files, whose exit status is 2."""
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron.dpp.command_line import guarded, new_parser, progress_bar
-from megatron.dpp.errors import ConfigError, DataError, require_value
+from megatron.dpp.errors import ConfigError, DataError, require, require_value
 from megatron.dpp.locks import scratch_directory
 from megatron.dpp.naming import flag_name
 from megatron.dpp.safe_files import FileState
@@ -377,8 +377,13 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
+_MOST_WORKERS = 4096
+_WORKERS_RULE = f"at least 1 and at most {_MOST_WORKERS}"
+
+
 def _check_arguments(args: argparse.Namespace) -> None:
-    require_value(args, "workers", args.workers >= 1, "at least 1")
+    require_value(args, "workers", 1 <= args.workers <= _MOST_WORKERS, _WORKERS_RULE)
+    require(args.output_prefix, "--output-prefix is empty: name the files to write")
     if len(set(args.json_keys)) != len(args.json_keys):
         raise ConfigError(f"--json-keys {' '.join(args.json_keys)}: a key is named twice")
     for name in ("partitions", "log_interval"):
