@@ -26,14 +26,17 @@ from tests.runtime.launcher import has_gpu
 REPOSITORY = Path(__file__).resolve().parents[1]
 LONGEST = (
     "runtime/test_equality.py", "parity/test_reference.py", "plugin/test_hosts.py",
-    "tools/test_launch_scripts.py", "runtime/test_backwards_alike.py", "runtime/test_te.py",
-    "checkpoint/test_failing_saves.py", "loop/test_two_nodes.py", "runtime/test_expert_equality.py",
-    "plugin/hosts_like/test_hosts_like.py", "transport/test_rdma_path.py", "launch/test_program.py",
-    "transport/test_cuda_fake.py", "runtime/test_sliced_training.py", "data/test_sequences.py",
-    "hf/test_padded_vocabulary.py", "tools/test_first_faults.py", "runtime/test_host_changes.py",
-    "plugin/test_autoload.py", "launch/test_auto.py", "loop/test_kill.py", "test_house.py",
+    "runtime/test_expert_equality.py", "loop/test_two_nodes.py", "checkpoint/test_failing_saves.py",
+    "plugin/hosts_like/test_hosts_like.py", "launch/test_auto.py",
+    "runtime/test_sliced_training.py", "runtime/test_backwards_alike.py",
+    "transport/test_cuda_fake.py", "runtime/test_host_changes.py", "tools/test_launch_scripts.py",
+    "launch/test_train.py", "runtime/test_te.py", "data/test_sequences.py",
+    "launch/test_program.py", "tools/test_setup.py", "plugin/test_autoload.py",
+    "hf/test_padded_vocabulary.py", "tools/test_first_faults.py", "transport/test_rdma_path.py",
+    "launch/test_layers.py", "tools/test_bench_plugin.py", "loop/test_sliced_runs.py",
+    "report/test_analysis.py", "launch/test_promises.py", "test_house.py",
 )  # fmt: skip
-"""Files of 10 s and more, longest first: where several processes share the suite, the last of them
+"""Files of 7 s and more, longest first: where several processes share the suite, the last of them
 to end should not have begun a long one late."""
 
 _WITH_FLAGS = (

@@ -125,7 +125,12 @@ def shared_gpus(rank: int) -> tuple[str, dict[str, str]]:
 def has_gpu() -> bool:
     """True with a GPU of NVIDIA's that is not hidden, without an import of PyTorch."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    return not hidden and any(Path("/dev").glob("nvidia[0-9]*"))
+    return not hidden and _has_device()
+
+
+@functools.cache
+def _has_device() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 @functools.cache

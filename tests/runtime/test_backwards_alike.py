@@ -58,16 +58,24 @@ def test_two_stages(kept: Any) -> None:
     two, times = {"split_backward": "stock:2", "inject": LATE}, measured(STOCK, SPLIT)
     check(
         2,
-        case("v1", 2, 5, *kept("v1"), **measured(FUSED, FUSED)),
+        case("v1, part fused", 2, 5, *kept("v1"), **measured(FUSED, STOCK)),
         case("v2, words", 2, 4, *WORDS[2:], two, v=2, dropout=0.1, **times | {"iterations": 2}),
         case("v2", 2, 4, *kept("v2"), v=2, dropout=0.1, **times),
-        case("v2, part fused", 2, 4, AUTO, v=2, **measured(FUSED, STOCK)),
     )  # fmt: skip
 
 
 def test_stages_of_several_ranks_choose_alike(kept: Any) -> None:
     """By the largest times of each stage; experts share a stage with the other replica."""
     check(4, case("experts", 2, 4, *kept("ep2"), ep=2, model=EXPERTS, **LAYOUT, **UNLIKE))
+
+
+@pytest.mark.slow
+def test_two_stages_that_fuse(kept: Any) -> None:
+    check(
+        2,
+        case("v1", 2, 5, *kept("v1"), **measured(FUSED, FUSED)),
+        case("v2, part fused", 2, 4, AUTO, v=2, **measured(FUSED, STOCK)),
+    )
 
 
 @pytest.mark.slow
