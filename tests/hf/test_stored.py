@@ -106,6 +106,7 @@ def test_a_padded_vocabulary_is_read_from_the_parts_of_several_ranks(tmp_path: P
 class Written:
     """A family that adds nothing to a config."""
 
+    name: ClassVar[str] = "f"
     written: ClassVar[dict[str, Any]] = {}
 
     def __str__(self) -> str:
