@@ -101,7 +101,7 @@ def _config_of(
     if family is not None and family not in families:
         raise DataError(f"--family {family}: expected one of {', '.join(sorted(families))}")
     known = read_config(like, family_file) if like else None
-    if like and known and family not in (None, known.family.name):
+    if like and known and family not in (None, str(known.family)):
         raise DataError(f"--family {family}: {like / CONFIG} is of {known.family}; leave it out")
     if args is None and known:
         return known
