@@ -7,9 +7,11 @@ import pickle
 import random
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megatron.dpp.errors import DppError
 from megatron.dpp_train.checkpoint import checksums, loader
@@ -136,3 +138,25 @@ def test_a_checkpoint_that_changes_between_its_check_and_its_load_is_refused(
         assert "does not fit" not in said and "No such file" in said
     else:
         assert said == f"{file}: written or moved while it was loaded; start again"
+
+
+@pytest.mark.parametrize("strictness", ["raise_all", "log_all", "raise_unexpected"])
+def test_keys_are_compared_where_pytorch_describes_the_strides_of_tensors(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, strictness: str
+) -> None:
+    """PyTorch 2.15 does, and megatron-core made empty tensors with all that is described."""
+    job, path = saved(monkeypatch, tmp_path, "torch_dist")
+    job.run.args.dist_ckpt_strictness = strictness
+    taken = TensorProperties.__setstate__
+
+    def with_strides(self: TensorProperties, state: Any) -> None:
+        taken(self, state)
+        self.__dict__["strides"] = None
+
+    monkeypatch.setattr(TensorProperties, "__setstate__", with_strides)
+    assert load(job) == "loaded"
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    del metadata.state_dict_metadata["weight"]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    if strictness.startswith("raise"):
+        assert "weight" in load(job)

@@ -19,6 +19,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 from torch.distributed.checkpoint.api import CheckpointException  # no Exception, by its base
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron.dpp.errors import ConfigError, DataError, DppError, one_line
 from megatron.dpp.safe_files import FileState
@@ -180,6 +182,7 @@ class Loader:
         with_random = same and wanted.random and not getattr(saved, "no_save_rng", False)
         request = self.contents.request(metadata, optimizer=wanted.optimizer, random=with_random)
         strategy = get_default_load_sharded_strategy(path)
+        strategy.load_tensors_metadata = _tensors_in
         if args.ckpt_fully_parallel_load:
             strategy = FullyParallelLoadStrategyWrapper(strategy, metadata["dp_cp_group"])
         state: dict[str, Any] = dist_checkpointing.load(
@@ -286,3 +289,19 @@ class Loader:
         ]
         if changed:
             self._run.say(f"learning rate: not as in the checkpoint: {', '.join(changed)}")
+
+
+def _tensors_in(
+    folder: Path, metadata: Metadata | None = None
+) -> dict[str, dist_checkpointing.ShardedTensor]:
+    """A checkpoint's tensors without their data. megatron-core's own function hands all that is
+    described of a tensor to ``torch.empty``: strides, too, since PyTorch 2.15.
+    """
+    metadata = metadata or FileSystemReader(folder).read_metadata()
+    return {
+        key: dist_checkpointing.ShardedTensor.from_rank_offsets(
+            key, torch.empty(each.size, dtype=each.properties.dtype, device="meta")
+        ).without_data()
+        for key, each in metadata.state_dict_metadata.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
