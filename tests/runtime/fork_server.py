@@ -63,6 +63,7 @@ def _share_gloos_device() -> None:
 
     A device has a thread that looks for work a hundred times a second, also for groups of one rank.
     Where each group has its own, threads of dozens of groups take a tenth of the time of tests.
+    PyTorch 2.15 gives groups further options, and each its own device.
     """
     from torch.distributed import ProcessGroupGloo, distributed_c10d
 
@@ -75,9 +76,10 @@ def _share_gloos_device() -> None:
         rank: int,
         size: int,
         timeout: Any = distributed_c10d.default_pg_timeout,
+        **more: Any,
     ) -> None:
-        if os.environ.get("GLOO_SOCKET_IFNAME"):
-            make(group, store, rank, size, timeout)
+        if more or os.environ.get("GLOO_SOCKET_IFNAME"):
+            make(group, store, rank, size, timeout, **more)
             return
         if not devices:
             devices.append(ProcessGroupGloo.create_default_device())
