@@ -91,7 +91,7 @@ def test_the_longest_length_is_captured_only_if_it_is_named(chunk: Chunk) -> Non
     assert any("not of one of the lengths 4 run without graphs" in line for line in said)
 
 
-def test_slots_of_several_lengths_hold_no_more_than_the_cap(chunk: Chunk) -> None:
+def test_slots_of_several_lengths_stop_at_one_and_a_half_times_the_cap(chunk: Chunk) -> None:
     replays: list[Rerun] = []
     said: list[str] = []
     made = graphs.ChunkGraphs(
@@ -106,7 +106,7 @@ def test_slots_of_several_lengths_hold_no_more_than_the_cap(chunk: Chunk) -> Non
     assert len(replays) == 4, "slots that are there are used again"
 
 
-def test_a_slot_is_added_only_where_all_of_it_fits_under_the_cap() -> None:
+def test_a_slot_is_added_only_where_all_of_it_fits() -> None:
     """8 rows are taken of 10: another 4 would be 2 too many, 2 fit."""
     pools = Pools(torch.zeros(8, 1, 2), [2, 4, 8], most=lambda: 5 / 6)
     taken: dict[int, bool] = {}

@@ -50,7 +50,7 @@ class ChunkGraphs:
             captured, whether to capture at all.
         capture: how work is captured; None captures CUDA graphs on the current device.
         rows: lengths of a block's inputs that are captured; the longest alone without them.
-        most: activations of the longest microbatch that slots of several lengths may hold.
+        most: activations of the longest microbatch that may be held, for slots of several lengths.
     """
 
     def __init__(
