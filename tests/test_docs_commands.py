@@ -134,9 +134,7 @@ def check_program(program: str, words: list[str]) -> None:
 
 
 def check_module(module: str, words: list[str]) -> None:
-    if module.startswith("megatron.dpp.doctor"):
-        check_command([module.rpartition(".")[2], *words])
-    elif module in ("megatron.dpp", "megatron.dpp.run"):
+    if module in ("megatron.dpp", "megatron.dpp.run"):
         check_command([*module.split(".")[2:], *words])
     elif module.partition(".")[0] == "megatron" and importlib.util.find_spec(module) is None:
         raise Wrong(f"unknown module {module}")

@@ -74,7 +74,6 @@ EXCEPTIONS = (
     ),
     Instead(r"^torchrun .*--hidden-size 2048 .*", "", "two GPUs"),
     Instead(r"^megatron-dpp train .*--engine deepspeed.*", "", "DeepSpeed"),
-    Instead(r"^/usr/bin/python3 .*--rdma.*", "", "python3-pyverbs"),
     Instead(r"^(megatron-dpp plan benchmark/traced2.*)", "", "a trace of four GPUs"),
     Instead(
         r"^megatron-dpp report --benchmark_dir benchmark/data-1-pipeline-4-\S+ --json$", "",

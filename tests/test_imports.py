@@ -143,7 +143,7 @@ BELOW = {"checkpoint": {"hf", "model"}}
 shards are those of a model."""
 
 DOORS = {
-    *("__init__", "__main__", "autoload", "doctor", "doctor_rdma", "plugin_command", "run"),
+    *("__init__", "__main__", "autoload", "doctor", "plugin_command", "run"),
     *("sim.__main__", "sim_command"),
 }
 """Entry points of the engine, which may import any of its rooms."""

@@ -1,8 +1,7 @@
 """``megatron-dpp doctor``: prints what this machine offers the transport, and what to do.
 
 Each probe is one function that changes nothing. The exit status is 1 when PyTorch, the C++
-extension or shared memory is missing, which every machine needs. ``--rdma`` probes RDMA alone
-(``doctor_rdma.py``).
+extension or shared memory is missing, which every machine needs.
 """
 
 from __future__ import annotations
@@ -14,13 +13,21 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from megatron.dpp import doctor_rdma
 from megatron.dpp.command_line import new_parser
-from megatron.dpp.doctor_rdma import Finding
 from megatron.dpp.errors import TransportError, exit_with, render, use_names
 from megatron.dpp.naming import in_flags
 from megatron.dpp.processes import begin_program
+
+
+class Finding(NamedTuple):
+    """The result of a probe; ``state`` is ok, note or missing, ``advice`` a remedy or empty."""
+
+    name: str
+    state: str
+    text: str
+    advice: str = ""
 
 
 def probe_extension() -> Finding:
@@ -116,7 +123,31 @@ def probe_rdma() -> Finding:
         for device in devices
         for port in sorted((root / device / "ports").iterdir())
     ]
-    return Finding("RDMA", "ok", "; ".join(ports), "doctor --rdma tries each of them")
+    return Finding("RDMA", "ok", "; ".join(ports))
+
+
+def probe_gpu_direct() -> Finding:
+    """Probe the access of RDMA devices to GPU memory: each registers some of the first GPU."""
+    name = "GPUDirect"
+    try:
+        from megatron.dpp.transport.native import load_native
+
+        library = load_native()
+        library.CudaDevice(0)
+        ports, refused = library.rdma_ports()
+    except ImportError as error:
+        return Finding(name, "note", f"not tried: {error}")
+    except TransportError as error:
+        return Finding(name, "note", str(error))
+    devices = sorted({port["device"] for port in ports})
+    if not devices:
+        return Finding(name, "note", "; ".join(refused) or "no RDMA device")
+    found = {device: library.probe_gpu_direct(device, 0) for device in devices}
+    text = "; ".join([*(f"{device}: {how}" for device, (_, how) in found.items()), *refused])
+    if all(possible for possible, _ in found.values()) and not refused:
+        return Finding(name, "ok", text)
+    advice = "without it GPU tensors between hosts pass through the host's memory"
+    return Finding(name, "note", text, advice)
 
 
 def probe_compiler() -> Finding:
@@ -133,16 +164,13 @@ PROBES: tuple[Callable[[], Finding], ...] = (
     probe_namespaces,
     probe_cores,
     probe_rdma,
-    doctor_rdma.gpu_direct,
+    probe_gpu_direct,
     probe_compiler,
 )
 
 
-def findings(*, rdma_only: bool) -> Iterator[Finding]:
+def findings() -> Iterator[Finding]:
     """Run the probes."""
-    if rdma_only:
-        yield from (probe_locked_memory(), probe_rdma(), *doctor_rdma.findings())
-        return
     packages = probe_packages()
     yield packages
     if packages.state == "ok":
@@ -158,9 +186,8 @@ def main(words: Sequence[str] = ()) -> int:
         1 when something necessary is missing, else 0.
     """
     text = "Print what this machine offers the transport, and what to do."
-    parser = new_parser("megatron-dpp doctor", text)
-    parser.add_argument("--rdma", action="store_true", help="probe RDMA alone, every port of it")
-    found = list(findings(rdma_only=parser.parse_args(words).rdma))
+    new_parser("megatron-dpp doctor", text).parse_args(words)
+    found = list(findings())
     width = max(len(finding.name) for finding in found)
     for finding in found:
         print(f"{finding.name:{width}}  {finding.state:7}  {render(finding.text)}")

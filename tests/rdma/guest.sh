@@ -23,9 +23,6 @@ for bytes in 4194304 16777216; do
   echo "ours $bytes: $("$folder/speed" rdma "$count" "$bytes" "${devices[@]}") MB/s"
 done
 
-[[ ! -d /usr/lib/python3/dist-packages/pyverbs ]] ||
-  PYTHONPATH=$PWD /usr/bin/python3 -m megatron.dpp doctor --rdma
-
 # Last, because the wire stays cut. The control connections of stress are inside its process, so what
 # ends it is the lost RDMA path alone.
 "$folder/stress" rdma 1000000 65536 "${devices[@]}" >"/tmp/cut" 2>&1 &

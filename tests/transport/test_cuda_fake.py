@@ -214,7 +214,7 @@ def test_the_doctor_says_what_gpudirect_finds(driver, gpu, state, text):
         [
             sys.executable,
             "-c",
-            "from megatron.dpp.doctor_rdma import gpu_direct as g; print(tuple(g()))",
+            "from megatron.dpp.doctor import probe_gpu_direct as g; print(tuple(g()))",
         ],
         env=os.environ | settings | {"FAKE_CUDA_DIRECT": gpu},
         capture_output=True, text=True, timeout=100,
