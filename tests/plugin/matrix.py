@@ -1,4 +1,4 @@
-"""The table of versions and features in ``docs/plugin.md``, made from a run of test_hosts.py.
+"""The table of versions and features in ``docs/plugin-tests.md``, made from a run of test_hosts.py.
 
 tools/test.sh --long tests/plugin/test_hosts.py --junitxml=hosts.xml
 python -m tests.plugin.matrix hosts.xml
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.plugin.hosts import VERSIONS
 
-PAGE = Path(__file__).parents[2] / "docs" / "plugin.md"
+PAGE = Path(__file__).parents[2] / "docs" / "plugin-tests.md"
 COLUMNS = dict(
     zip(
         VERSIONS,

@@ -1,4 +1,4 @@
-"""The table in docs/plugin.md has what test_hosts.py runs, and nothing else."""
+"""The table in docs/plugin-tests.md has what test_hosts.py runs, and nothing else."""
 
 from __future__ import annotations
 

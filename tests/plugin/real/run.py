@@ -4,9 +4,9 @@
     python -m tests.plugin.real.run verl --sources DIR --time --layers 8 --hidden 2048
 
 ``DIR/HOST`` holds a folder per package of the host: an unpacked wheel or a checkout. Python must
-have the packages that the host imports; ``docs/plugin.md`` has the list. Prints what was compared
-and what was stubbed, and fails at the first line that differs. Ranks share a GPU where there is
-one only. With ``--slices`` the first of the two is Megatron's order of slices.
+have the packages that the host imports; ``docs/plugin-tests.md`` has the list. Prints what was
+compared and what was stubbed, and fails at the first line that differs. Ranks share a GPU where
+there is one only. With ``--slices`` the first of the two is Megatron's order of slices.
 
 ``--time`` then times the host's updates of a larger model in turns, without deterministic kernels:
 each turn starts both, passes over the rollouts untimed in which the dynamic schedule measures, and
