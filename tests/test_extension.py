@@ -33,7 +33,6 @@ for door in doors:
         print(error)
 plugin.install(trace=HostTrace(only=True, dir="."))  # records the script's own schedule
 plugin.uninstall()
-DppSchedule(DppConfig(transport="dist"))
 """
 
 
@@ -70,7 +69,6 @@ def test_a_script_does_not_start_without_it(without: Path) -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"megatron-dpp run: error: {said(without)}")
     assert "pip install --force-reinstall --no-deps WHEEL" in line
-    assert line.endswith("--dpp-transport dist needs it for tensor parallelism only")
 
 
 def test_a_checkout_names_the_command_that_builds_it(without: Path, tmp_path: Path) -> None:
@@ -101,4 +99,4 @@ def test_every_door_of_python_says_the_same(without: Path) -> None:
 
 def test_an_installation_with_it_lacks_nothing() -> None:
     assert missing_extension() is None
-    assert missing_part("auto") is None and missing_part("dist") is None
+    assert missing_part("auto") is None

@@ -96,7 +96,7 @@ def missing_part(kind: str) -> str | None:
             f"{setting('transport', kind)}: {sys.executable} has no package {kind}: "
             f"{KIND_PACKAGES[kind]}, on every node"
         )
-    return None if kind == "dist" else missing_extension()
+    return missing_extension()
 
 
 def missing_extension() -> str | None:
@@ -115,7 +115,7 @@ def missing_extension() -> str | None:
     )
     return (
         f"the C++ extension of the transport is not built for {sys.executable}{found}: {command}, "
-        f"on every node; {setting('transport', 'dist')} needs it for tensor parallelism only"
+        "on every node"
     )
 
 

@@ -29,7 +29,7 @@ def test_two_ranks_any_number_of_chunks() -> None:
              between=True, config={"task_rng": False}, launching=1.0),
         case("launch-bound host", 2, 4, auto | {"host": "silent"}, layers=2, iterations=6,
              launching=1.0),
-        case("kinds", 2, 4, {"transport": "dist"}, {"transport": "shm", "checksum": True}, v=2),
+        case("kinds", 2, 4, {"transport": "shm", "checksum": True}, v=2),
         case("part of the microbatches v2, per token", 2, 4, late, v=2, layers=4, partial=2,
              per_token=True),
     )  # fmt: skip
@@ -99,7 +99,7 @@ def test_microbatches_of_unlike_length() -> None:
         case("host", 2, 6, late | {"host": "silent"}, *hosts, v=2, **told, iterations=3),
         case("v1", 2, 5, late, static, **told | {"layers": 2}, dropout=0.1),
         case("v2", 2, 6, fused, late, tight, static, v=2, **told),
-        case("v2 dist", 2, 4, late, {"transport": "dist"}, v=2, expected_over="shm", **drawn),
+        case("v2 drawn", 2, 4, late, v=2, expected_over="shm", **drawn),
         case("graphs", 2, 4, late | graphs, late | graphs | few, static | graphs | few, v=2,
              **told | {"iterations": 5}),
     )  # fmt: skip

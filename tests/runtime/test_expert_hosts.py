@@ -64,7 +64,6 @@ def test_settings_with_experts_of_two_hosts(hosts: Hosts) -> None:
         case("evaluations", 2, 4, late, **two, model=EXPERTS, between=True),
         case("unlike lengths", 2, 4, late, **two, model=EXPERTS | {"variable_seq_lengths": True},
              lengths=True),
-        case("dist", 2, 4, {"transport": "dist"}, **two, model=EXPERTS),
     )  # fmt: skip
 
 

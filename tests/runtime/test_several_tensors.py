@@ -11,10 +11,10 @@ WORKER = Path(__file__).with_name("several_worker.py")
 LATE = "delay:3ms,message-delay:4ms"
 
 
-def test_equal_to_one_process_fused_and_split_over_every_exchange() -> None:
+def test_equal_to_one_process_fused_and_split() -> None:
     fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     cases = [
-        {"name": "v1", "p": 2, "m": 5, "runs": [fused, {"transport": "dist"}]},
+        {"name": "v1", "p": 2, "m": 5, "runs": [fused, {"transport": "shm"}]},
         {"name": "v2", "p": 2, "v": 2, "m": 4, "runs": [late, fused | {"slots": 1}]},
         {"name": "uneven", "p": 2, "v": 2, "m": 4, "uneven": True, "runs": [fused, late]},
         {"name": "v4", "p": 2, "v": 4, "m": 6, "runs": [{**late, "activation_cap": "strict"}]},

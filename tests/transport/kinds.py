@@ -53,7 +53,7 @@ HAS_GPU = bool(glob.glob("/dev/nvidia[0-9]*"))
 """There is a driver of GPUs, which cannot be replaced; CUDA_VISIBLE_DEVICES may hide them all."""
 """Over a double of the CUDA driver, whose device memory is shared host memory."""
 NIXL = "nixl"
-KINDS = ("fake", "dist", "shm", "tcp", "rdma", NIXL, *GPU_KINDS)
+KINDS = ("fake", "shm", "tcp", "rdma", NIXL, *GPU_KINDS)
 NATIVE_KINDS = ("shm", "tcp")
 IN_PROCESS_KINDS = (*NATIVE_KINDS, "rdma", *GPU_KINDS)
 """``rdma`` runs over a double of libibverbs that knows one process only."""
@@ -194,7 +194,7 @@ def opened(
 
             with ThreadPoolExecutor(len(ranks)) as pool:
                 transports = list(pool.map(open_one, ranks))
-        # All at once: gloo's goodbye needs the other side.
+        # All at once: a rank may wait for the other side.
         pool = stack.enter_context(ThreadPoolExecutor(len(ranks)))
         for transport in transports:
             stack.callback(pool.submit, transport.close)

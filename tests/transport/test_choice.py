@@ -323,7 +323,7 @@ def test_channels_of_other_ranks_are_refused() -> None:
 
 
 def test_only_the_kinds_over_a_network_are_between_hosts() -> None:
-    names = ("cuda_ipc", "staged", "shm", "rdma", "tcp", "dist", "fake")
+    names = ("cuda_ipc", "staged", "shm", "rdma", "tcp", "fake")
     found = {
         name: [
             field
@@ -341,7 +341,7 @@ def test_only_the_kinds_over_a_network_are_between_hosts() -> None:
     assert found == {
         "cuda_ipc": ["announces", "device_memory"], "staged": ["device_memory"],
         "shm": ["carries_board"], "rdma": ["between_hosts", "device_memory", "may_fail"],
-        "tcp": ["between_hosts", "carries_board"], "dist": ["between_hosts"], "fake": [],
+        "tcp": ["between_hosts", "carries_board"], "fake": [],
     }  # fmt: skip
 
 

@@ -162,7 +162,7 @@ def test_ranks_without_a_link_to_the_dead_one_learn_its_name(tmp_path: Path) -> 
         assert "died" in text
 
 
-@pytest.mark.parametrize("kind", (*NATIVE_KINDS, "dist"))
+@pytest.mark.parametrize("kind", NATIVE_KINDS)
 def test_a_stopped_peer_is_not_a_dead_one(kind: str, tmp_path: Path) -> None:
     def body(rank: int, path: str, results: Any) -> None:
         transport = open_from_file(kind, pair(), rank, path)

@@ -40,14 +40,12 @@ def test_an_unknown_kind_is_named_with_the_known_ones() -> None:
 
 
 def test_no_other_code_names_a_kind() -> None:
-    """But ``config.py`` the packages that kinds need, which have their names, and the kind that
-    needs no extension."""
+    """But ``config.py`` the packages that kinds need, which have their names."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.parent == PACKAGE / "transport" / "kinds":
             continue
-        known = {*KIND_PACKAGES, "dist"} if path == PACKAGE / "config.py" else set()
-        elsewhere = {*NAMES} - known
+        elsewhere = {*NAMES} - ({*KIND_PACKAGES} if path == PACKAGE / "config.py" else set())
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and node.value in elsewhere:
                 found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value!r}")

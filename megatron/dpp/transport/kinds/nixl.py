@@ -43,12 +43,11 @@ from megatron.dpp.errors import (
     one_line,
 )
 from megatron.dpp.transport.abandon import Abandon
-from megatron.dpp.transport.base import ChannelSpec, LinkInfo, Message, check_payload
+from megatron.dpp.transport.base import ChannelSpec, LinkInfo, Message, Transport, check_payload
 from megatron.dpp.transport.joining import Request
 from megatron.dpp.transport.kinds import AUTO, TransportKind, register
 from megatron.dpp.transport.native import NativeTransport, load_native
 from megatron.dpp.transport.nixl_agent import NixlAgent, Slots, keep_for_ever
-from megatron.dpp.transport.threaded import ThreadedTransport
 
 _NAME = "nixl"
 _NOTE_BYTES = 1 << 16
@@ -104,16 +103,22 @@ class _Outgoing:
         return self.num_begun - self.num_released < self.spec.depth
 
 
-class NixlTransport(ThreadedTransport):
-    """One rank's channels over NIXL."""
+class NixlTransport(Transport):
+    """One rank's channels over NIXL.
 
-    _incoming: list[_Incoming]
-    _outgoing: list[_Outgoing]
+    The thread holds ``_changed`` while it changes what the caller reads, and rings afterwards.
+    """
 
     def __init__(self, request: Request) -> None:
         if missing := missing_part(_NAME):
             raise TransportUnavailable(missing)
-        super().__init__(request)
+        self.rank = request.rank
+        self.outgoing, self.incoming = request.outgoing, request.incoming
+        self._changed = threading.Condition()
+        self._device = request.device
+        self._seen = self._version = 0
+        self._failure: TransportError | None = None
+        self._closed = False
         self._checksum = request.options.checksum
         self._dtypes = [getattr(torch, name, None) for name in load_native().dtype_names]
         self._incoming = [_Incoming(spec) for spec in self.incoming]
@@ -202,7 +207,7 @@ class NixlTransport(ThreadedTransport):
                         taken = time.monotonic() - out.written[0].began
                         nap = min(nap, _LONGEST_NAP, taken / 8)
                 if changed or self.board:
-                    self.ring()
+                    self._ring()
                 self._control.wait(nap)
         except TransportError as error:
             self._fail(error)
@@ -229,7 +234,7 @@ class NixlTransport(ThreadedTransport):
                 if index >= len(self._incoming):
                     self._outgoing[index - len(self._incoming)].num_released += 1
                     continue
-                with self.changed:
+                with self._changed:
                     self._incoming[index].announced.append(note)
                     self._incoming[index].num_arrived += 1
                 changed = True
@@ -271,14 +276,14 @@ class NixlTransport(ThreadedTransport):
         if num_bytes:
             address = out.address + index_of_slot * out.stride
             put.write = self._agent.write(source, out.agent, address)
-        with self.changed:
+        with self._changed:
             out.written.append(out.waiting.popleft())
         out.num_begun += 1
 
     def _announce(self, index: int, out: _Outgoing) -> None:
         put = out.written.popleft()
         self._control.put(index, torch.tensor(put.note), **put.labels)
-        with self.changed:
+        with self._changed:
             out.num_pending -= 1
             out.pending_bytes -= put.tensor.nbytes
 
@@ -294,10 +299,15 @@ class NixlTransport(ThreadedTransport):
         out.broken = True
 
     def _fail(self, error: TransportError) -> None:
-        with self.changed:
+        with self._changed:
             self._failure = self._failure or error
         self._control.abort(str(error))  # unless it is the control's own failure
-        self.ring()
+        self._ring()
+
+    def _ring(self) -> None:
+        with self._changed:
+            self._version += 1
+            self._changed.notify_all()
 
     # The caller's thread.
 
@@ -307,7 +317,35 @@ class NixlTransport(ThreadedTransport):
                 f"rank {self.rank}: this transport was opened by the parent process; a forked "
                 "child must not use it (open one of its own)"
             )
-        super()._check()
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise TransportUnavailable(f"rank {self.rank}: the transport is closed")
+
+    def poll(self) -> Sequence[int]:
+        self._check()
+        with self._changed:
+            self._seen = self._version
+            return [source.num_arrived for source in self._incoming]
+
+    def wait(self, seconds: float) -> bool:
+        self._check()
+        with self._changed:
+            changed = self._changed.wait_for(lambda: self._seen != self._version, seconds)
+        self._check()
+        return changed
+
+    def pending(self) -> int:
+        self._check()
+        with self._changed:
+            return sum(out.num_pending for out in self._outgoing)
+
+    def pending_bytes(self) -> int:
+        with self._changed:
+            return sum(out.pending_bytes for out in self._outgoing)
+
+    def _has_unsent(self, channel: int) -> bool:
+        return self._outgoing[channel].num_pending > 0
 
     def put(
         self, channel: int, tensor: torch.Tensor, *, iteration: int, microbatch: int,
@@ -324,7 +362,7 @@ class NixlTransport(ThreadedTransport):
             "iteration": iteration, "microbatch": microbatch, "part": part, "num_parts": num_parts
         }  # fmt: skip
         note = [time.monotonic_ns(), self._dtypes.index(tensor.dtype), -1, *tensor.shape]
-        with self.changed:
+        with self._changed:
             out.waiting.append(_Put(tensor.detach().to("cpu"), note, labels))
             out.num_pending += 1
             out.pending_bytes += tensor.nbytes
@@ -333,7 +371,7 @@ class NixlTransport(ThreadedTransport):
     def take(self, channel: int) -> Message:
         self._check()
         source = self._incoming[channel]
-        with self.changed:
+        with self._changed:
             if not source.announced:
                 raise IndexError(f"rank {self.rank}: nothing has arrived on {source.spec}")
             found = source.announced.popleft()
