@@ -3,7 +3,6 @@ runs for a report and for a plan, recordings that are replayed, families, rows, 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import gzip
 import importlib
@@ -20,7 +19,7 @@ from megatron.dpp.errors import DppError
 from megatron.dpp.report.building import build_report
 from megatron.dpp.report.follow import FollowedRun
 from megatron.dpp.report.pictures.page import page
-from megatron.dpp.report.report_command import add_run_options
+from megatron.dpp.report.report_command import build_parser
 from megatron.dpp.report.run_files import read_training
 from megatron.dpp.schedule import Geometry
 from megatron.dpp.schedule.recording import DecisionRecorder, Recording
@@ -61,8 +60,7 @@ def _trace(groups: tuple[int, ...]) -> Contents:
 
 
 def _report(folder: Path) -> None:
-    parser = argparse.ArgumentParser()
-    add_run_options(parser)
+    parser = build_parser("report")
     report, _ = build_report(parser.parse_args([str(folder)]))
     page(report)
     json.dumps(report.numbers())

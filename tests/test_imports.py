@@ -143,8 +143,7 @@ BELOW = {"checkpoint": {"hf", "model"}}
 shards are those of a model."""
 
 DOORS = {
-    *("__init__", "__main__", "autoload", "doctor", "plugin_command", "run"),
-    *("sim.__main__", "sim_command"),
+    *("__init__", "__main__", "autoload", "doctor", "plugin_command", "run", "sim_command"),
 }
 """Entry points of the engine, which may import any of its rooms."""
 WITHOUT_TORCH = (

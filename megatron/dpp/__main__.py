@@ -50,7 +50,6 @@ COMMANDS = {
         "show curves of runs, and where the time of a traced one went",
     ),
     "runs": (_ENGINE + "report.runs_command", "list runs"),
-    "plots": (_ENGINE + "report.plots_command", "draw a run as SVG files"),
     "aggregate": (
         _ENGINE + "report.aggregate_command",
         "merge the traces of all ranks for Perfetto",

@@ -12,9 +12,6 @@ from megatron.dpp.report import (
     monitor_command as monitor,
 )
 from megatron.dpp.report import (
-    plots_command as plots,
-)
-from megatron.dpp.report import (
     report_command as report,
 )
 from megatron.dpp.report.reader import open_run, read_events
@@ -54,7 +51,6 @@ def read_by_all_commands(folder: Path, capsys: pytest.CaptureFixture[str], *, sp
     words = ["--costs", str(costs), "--microbatches", "8", "--no-grid", "--split-backward", split]
     assert sim.main(words) == 0
     assert "dynamic" in capsys.readouterr().out
-    assert plots.main(where) == 0 and list((folder / "plots").glob("*.svg"))
 
 
 @pytest.mark.slow

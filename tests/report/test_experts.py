@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from megatron.dpp.report.merge import merge
 from megatron.dpp.report.pictures.charts import plot_experts
 from megatron.dpp.report.pictures.page import page
 from megatron.dpp.report.reader import open_run
-from megatron.dpp.report.report_command import add_run_options
+from megatron.dpp.report.report_command import build_parser
 from tests.report.synthetic import MS, Run, write
 
 TOKEN_NS = 20_000
@@ -41,8 +40,7 @@ def run_of(most: int, replicas: int = 2) -> Run:
 
 
 def reported(directory: Path) -> Report:
-    parser = argparse.ArgumentParser()
-    add_run_options(parser)
+    parser = build_parser("report")
     return build_report(parser.parse_args(["--benchmark_dir", str(directory)]), quiet=True)[0]
 
 

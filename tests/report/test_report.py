@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from megatron.dpp.report.analysis.formats import duration
 from megatron.dpp.report.building import build_report
 from megatron.dpp.report.pictures.charts import parts_of, plot_time_per_rank, plot_timeline
 from megatron.dpp.report.pictures.style import COLOURS, LABELS
-from megatron.dpp.report.report_command import add_run_options
+from megatron.dpp.report.report_command import build_parser, main
 from megatron.dpp.trace.scalars import IterationScalars
 from tests.report.injected import inject
 from tests.report.synthetic import Channel, Run, write
@@ -65,8 +64,7 @@ def test_a_static_run_beside_it_says_what_comes_from_what(tmp_path, capsys):
     own = write(inject(Run(chunks=2, iterations=4), "none", 1), tmp_path)
     static = Run(chunks=2, policy="megatron", split=False, schedule="pp", iterations=4)
     other = write(inject(static, "none", 1), tmp_path)
-    parser = argparse.ArgumentParser()
-    add_run_options(parser)
+    parser = build_parser("report")
 
     def lines(*words):
         found, _ = build_report(parser.parse_args([*map(str, words)]), quiet=True)
@@ -183,13 +181,9 @@ def test_the_page_says_model_date_hosts_flags_loss_and_speed(tmp_path):
 
 def test_every_picture_is_an_svg_of_both_colours(made, tmp_path):
     base, directory, _ = made
-    command = [sys.executable, "-m", "megatron.dpp", "plots", "--output", str(tmp_path)]
-    done = subprocess.run(
-        [*command, "--benchmark_dir", str(directory)],
-        capture_output=True, text=True, timeout=120, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    pictures = list(tmp_path.iterdir())
+    report = [str(directory), "--output", str(tmp_path / "report.html")]
+    assert main([*report, "--plots", str(tmp_path / "pictures")]) == 0
+    pictures = list((tmp_path / "pictures").iterdir())
     assert len(pictures) == 9 and len(list((base / "pictures").iterdir())) == 10
     for picture in pictures:
         root = ElementTree.parse(picture).getroot()
@@ -414,8 +408,7 @@ def test_causes_by_other_names_are_counted_and_drawn(tmp_path, written, read):
     directory = write(Run(ranks=2), tmp_path)
     for file in directory.iterdir():
         file.write_text(file.read_text().replace('"cause":"message"', f'"cause":"{written}"'))
-    parser = argparse.ArgumentParser()
-    add_run_options(parser)
+    parser = build_parser("report")
     found = build_report(parser.parse_args(["--benchmark_dir", str(directory)]), quiet=True)[0]
     assert found.pipeline.totals.bubble_by_cause[read] > 0
     assert any(read in dict(parts_of(row)) for row in found.pipeline.ranks)

@@ -16,7 +16,6 @@ from megatron.dpp.locks import lock_directory
 from megatron.dpp.report import (
     aggregate_command,
     monitor_command,
-    plots_command,
     report_command,
     runs_command,
 )
@@ -124,7 +123,7 @@ def test_a_run_without_a_trace_has_curves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = metrics(tmp_path / "run")
-    assert report_command.main([str(home)]) == 0
+    assert report_command.main([str(home), "--plots", str(home / "plots")]) == 0
     text = capsys.readouterr().out
     assert "Iteration 30 of 50, about 10 s left, 4,216 tokens/s in the median." in text
     assert "Loss 9 at iteration 1, 0.3 at iteration 30." in text
@@ -137,7 +136,6 @@ def test_a_run_without_a_trace_has_curves(
     assert "iteration 30 of 50  loss 0.3000" in text and "train with --trace" in text
     assert "10 s left  memory 3,072 MiB  checkpoint 20" in text
     assert "█" in text and "(iterations 1 to 30)" in text
-    assert plots_command.main([str(home)]) == 0
     drawn = {path.stem for path in (home / "plots").iterdir()}
     assert drawn == {"loss", "grad-norm", "tokens-per-second", "memory", "iteration-time"}
     for option in (["--costs", "x"], ["--fail-if", "bubble>0"], ["--iteration", "3"]):

@@ -31,8 +31,13 @@ _LIMIT_BROKEN = 3
 """Exit status."""
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Options that choose what of which run is analysed; ``plots`` takes them too."""
+def build_parser(prog: str) -> argparse.ArgumentParser:
+    """The parser of the command."""
+    text = (
+        "Curves of a run, or of several beside each other. With a trace: where the time went, who "
+        "was slow, and what a change would gain."
+    )
+    parser = new_parser(prog, text, "[RUN ...] [options]")
     add = parser.add_argument
     add("runs", nargs="*", metavar="RUN", help="homes or traces of runs (default: runs/latest)")
     add("--benchmark_dir", "--benchmark-dir", metavar="DIR", help="the same, for the first run")
@@ -41,16 +46,6 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--iteration", type=int, metavar="N", help="timeline of iteration N (default: the median)")
     add("--metrics-file", metavar="FILE", help="loss and tokens/s (default: of the run's home)")
     add("--threshold", type=float, default=1.15, metavar="X", help="X times slower is a straggler")
-
-
-def _parser(prog: str) -> argparse.ArgumentParser:
-    text = (
-        "Curves of a run, or of several beside each other. With a trace: where the time went, who "
-        "was slow, and what a change would gain."
-    )
-    parser = new_parser(prog, text, "[RUN ...] [options]")
-    add_run_options(parser)
-    add = parser.add_argument
     add("--output", metavar="FILE", help="the HTML (default: report.html in the run's directory)")
     add("--plots", metavar="DIR", help="also write pictures there, as SVG")
     add("--json", action="store_true", help="print the numbers as JSON instead of sentences")
@@ -64,7 +59,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp report") -> int:
     """Exit status: 0, 3 when a ``--fail-if`` limit is broken, 1 or 2 after an error."""
-    options = _parser(prog).parse_args(argv)
+    options = build_parser(prog).parse_args(argv)
     return guarded(prog, lambda: _run(options, prog))
 
 

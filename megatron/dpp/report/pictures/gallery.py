@@ -66,13 +66,10 @@ PLOTS: dict[str, Callable[[Report, float], Picture | None]] = {
 _WIDTHS = {"timeline": 1200.0, "comparison": 860.0}
 
 
-def write_plots(report: Report, directory: Path) -> list[Path]:
-    """Write every picture as ``NAME.svg``; returns their paths."""
+def write_plots(report: Report, directory: Path) -> None:
+    """Write every picture as ``NAME.svg``."""
     directory.mkdir(parents=True, exist_ok=True)
-    paths = []
     for name, plot in PLOTS.items():
         picture = plot(report, _WIDTHS.get(name, 700.0))
         if picture is not None:
-            paths.append(directory / f"{name}.svg")
-            picture.write(paths[-1])
-    return paths
+            picture.write(directory / f"{name}.svg")
