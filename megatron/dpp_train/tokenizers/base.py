@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,17 @@ def config_beside(file: Path) -> dict[str, Any]:
     return config
 
 
+def added_tokens(config: dict[str, Any], file: Path) -> dict[int, dict[str, Any]]:
+    """The tokens of ``added_tokens_decoder`` by number, with their options.
+
+    Raises:
+        DataError: the field is of another form.
+    """
+    with _reading_tokens(file):
+        found = config.get("added_tokens_decoder") or {}
+        return {int(n): _options(found[n]) for n in sorted(found, key=int) if found[n]}
+
+
 def tokens_to_add(
     config: dict[str, Any], vocab: dict[str, int], file: Path
 ) -> list[dict[str, Any]]:
@@ -147,24 +159,29 @@ def tokens_to_add(
     Raises:
         DataError: a field of the configuration is of another form.
     """
-    try:
-        decoder = config.get("added_tokens_decoder") or {}
-        listed = [decoder[index] for index in sorted(decoder, key=int)]
-        named = [config.get(name) for name in _NAMED]
+    listed = added_tokens(config, file).values()
+    with _reading_tokens(file):
         lists: list[Any] = []
         for name in _LISTS:
             found = config.get(name) or []
             lists += found.values() if isinstance(found, dict) else found
-        every = [_options(token) for token in (*listed, *named, *lists) if token]
+        named = [_options(config[name]) for name in _NAMED if config.get(name)]
+        every = [*listed, *named, *(_options(token) for token in lists if token)]
+    tokens = {each["content"]: each for each in reversed(every)}  # the first of a name counts
+    order = dict.fromkeys(each["content"] for each in every)
+    lacking = {token for token in order if token not in vocab}
+    left_out = lacking if lacking <= {each["content"] for each in named} else set()
+    return [tokens[token] for token in order if token not in left_out]
+
+
+@contextlib.contextmanager
+def _reading_tokens(file: Path) -> Iterator[None]:
+    """Turns what a field of another form raises into a DataError."""
+    try:
+        yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         beside = file.with_name("tokenizer_config.json")
         raise DataError(f"{beside}: its added tokens cannot be read ({error!r})") from error
-    tokens = {each["content"]: each for each in reversed(every)}  # the first of a name counts
-    order = dict.fromkeys(each["content"] for each in every)
-    quiet = {_options(token)["content"] for token in named if token}
-    lacking = {token for token in order if token not in vocab}
-    left_out = lacking if lacking <= quiet else set()
-    return [tokens[token] for token in order if token not in left_out]
 
 
 def _options(token: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from megatron.dpp.errors import DataError
 from megatron.dpp.safe_files import read_bytes
 from megatron.dpp_train.tokenizers.base import (
     Tokenizer,
+    added_tokens,
     config_beside,
     named_in,
     template_tokens,
@@ -41,8 +42,7 @@ class SentencePieceTokenizer(Tokenizer):
         config = config_beside(file)
         pieces = range(self._pieces.get_piece_size())
         names = {i: self._pieces.id_to_piece(i) for i in pieces}
-        tokens_to_add(config, {}, file)  # refuses a broken configuration
-        added = {int(i): t["content"] for i, t in config.get("added_tokens_decoder", {}).items()}
+        added = {i: token["content"] for i, token in added_tokens(config, file).items()}
         names |= added
         vocab = {name: index for index, name in names.items()}
         wanted = [each["content"] for each in tokens_to_add(config, vocab, file)]
