@@ -24,7 +24,7 @@ from typing import Any
 import harness
 
 from megatron.dpp.errors import ConfigError, exit_with
-from megatron.dpp_train.launch.job import whole
+from megatron.dpp_train.launch.job import whole_variable
 from megatron.dpp_train.launch.main import plan
 
 MODES = {
@@ -104,7 +104,7 @@ def _devices(args: argparse.Namespace) -> list[int]:
 
     most = len(os.sched_getaffinity(0)) if args.cpu else find_machine().num_gpus
     if os.environ.get("NUM_GPUS"):
-        most = whole("NUM_GPUS", os.environ)
+        most = whole_variable("NUM_GPUS", os.environ)
     if most == 0:
         raise ConfigError("no GPU was found; --cpu runs on processes")
     return sorted({count for count in (1, 2, 4, 8, most) if count <= most})

@@ -106,23 +106,11 @@ class Unit:
         return tuple(range(at.num_keys - at.num_queries, at.num_keys) for at in self.spans)
 
 
-def units_of(
-    lengths: Sequence[int], slice_tokens: int, *, first_row: int = 0, multiple: int = 1
-) -> list[Unit]:
-    """The slices of rows of one sequence each: equal tokens, of which the last slice has the rest.
-
-    Args:
-        slice_tokens: tokens of a slice.
-        multiple: of which a slice's tokens are a multiple, but for the last one.
-
-    Raises:
-        ConfigError: ``slice_tokens`` is no such multiple.
-    """
-    if slice_tokens < 1 or slice_tokens % multiple:
-        raise ConfigError(f"slices of {slice_tokens} tokens: expected a multiple of {multiple}")
+def units_of(lengths: Sequence[int], slice_tokens: int) -> list[Unit]:
+    """The slices of rows of one sequence each, of equal tokens; the last one has the rest."""
     return [
         Unit(row, begin, min(begin + slice_tokens, length), length)
-        for row, length in enumerate(lengths, first_row)
+        for row, length in enumerate(lengths)
         for begin in range(0, length, slice_tokens)
     ]
 

@@ -104,7 +104,7 @@ def model_flags(name: str, family_file: str | None = None) -> Flags:
     return read_flags(MODELS / f"{name}.yaml")
 
 
-def whole(flags: Flags, name: str) -> int:
+def whole_flag(flags: Flags, name: str) -> int:
     """The flag's value as a number of things.
 
     Raises:
@@ -133,7 +133,7 @@ def heads(given: Flags) -> Flags:
     """
     if "--hidden-size" not in given or {"--num-attention-heads", "--kv-channels"} & set(given):
         return {}
-    hidden = whole(given, "--hidden-size")
+    hidden = whole_flag(given, "--hidden-size")
     width = _WIDE if hidden >= _WIDE_FROM and hidden % _WIDE == 0 else _NARROW
     return (
         {} if hidden % width or hidden < 4 * width else {"--num-attention-heads": hidden // width}

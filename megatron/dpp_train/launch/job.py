@@ -99,8 +99,9 @@ def find_job(env: Mapping[str, str]) -> Job:
         ConfigError: a variable's value is impossible, or they do not fit together.
     """
     values = {name: environment.value(name, env) for name in _VARIABLES}
-    per_node, num_nodes = whole("GPUS_PER_NODE", values), whole("NUM_NODES", values)
-    wait = whole("WAIT_SECONDS", values)
+    per_node, num_nodes, wait = (
+        whole_variable(name, values) for name in ("GPUS_PER_NODE", "NUM_NODES", "WAIT_SECONDS")
+    )
     port = values["MASTER_PORT"]
     require(
         re.fullmatch(r"[1-9]\d{0,4}", port) and int(port) <= 65535,
@@ -136,7 +137,7 @@ _VARIABLES = (
 )  # fmt: skip
 
 
-def whole(name: str, values: Mapping[str, str]) -> int:
+def whole_variable(name: str, values: Mapping[str, str]) -> int:
     """The variable's value.
 
     Raises:

@@ -33,7 +33,7 @@ from megatron.dpp_train.cost.shape import RunShape
 from megatron.dpp_train.cost.text import lines, size
 from megatron.dpp_train.launch import auto, cli
 from megatron.dpp_train.launch.checked import checked, planned, shape_from
-from megatron.dpp_train.launch.flags import Flags, check_known, from_argv, whole
+from megatron.dpp_train.launch.flags import Flags, check_known, from_argv, whole_flag
 from megatron.dpp_train.launch.job import find_job, is_dry_run, launch, refuse_taken
 from megatron.dpp_train.launch.layout import Layout, nearest_multiple
 from megatron.dpp_train.launch.nodes import Nodes, find_nodes
@@ -351,7 +351,7 @@ def plain_shape(options: argparse.Namespace, flags: Flags, setting: Setting) -> 
     fit as many replicas as there are devices."""
     plain = argparse.Namespace(**vars(options))
     plain.mode = "simple"
-    batch = whole(flags, "--global-batch-size")
+    batch = whole_flag(flags, "--global-batch-size")
     if options.batch_size is None and batch % setting.world_size:
         batch = nearest_multiple(batch, setting.world_size)
     alone = dataclasses.replace(setting, per_node=1, num_nodes=1)

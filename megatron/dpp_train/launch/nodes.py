@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError, require
-from megatron.dpp_train.launch.job import node_rank, whole
+from megatron.dpp_train.launch.job import node_rank, whole_variable
 
 _OF_SLURM = {
     "NUM_NODES": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
@@ -42,7 +42,7 @@ def find_nodes(env: Mapping[str, str]) -> Nodes:
         name: next(filter(None, map(env.get, (name, *slurm))), "")
         for name, slurm in _OF_SLURM.items()
     }
-    count = whole("NUM_NODES", {"NUM_NODES": values["NUM_NODES"] or "1"})
+    count = whole_variable("NUM_NODES", {"NUM_NODES": values["NUM_NODES"] or "1"})
     if count == 1:
         refuse_tasks(env)
         return Nodes()
@@ -65,7 +65,7 @@ def refuse_tasks(env: Mapping[str, str]) -> None:
     if env.get("NUM_NODES") or (env.get("SLURM_NNODES") or "1") != "1":
         return
     values = {"SLURM_STEP_NUM_TASKS": env.get("SLURM_STEP_NUM_TASKS") or "1"}
-    tasks = whole("SLURM_STEP_NUM_TASKS", values)
+    tasks = whole_variable("SLURM_STEP_NUM_TASKS", values)
     if tasks > 1:
         raise ConfigError(
             f"SLURM runs {tasks} tasks on this node, and each would start a run of its own: start "
@@ -76,7 +76,7 @@ def refuse_tasks(env: Mapping[str, str]) -> None:
 
 def _one_task_per_node(env: Mapping[str, str], count: int) -> None:
     """An allocation alone (``salloc``) starts this once; ``srun`` must start it once per node."""
-    tasks = whole("SLURM_NTASKS", env) if "SLURM_NTASKS" in env else count
+    tasks = whole_variable("SLURM_NTASKS", env) if "SLURM_NTASKS" in env else count
     if tasks != count or "SLURM_NODEID" not in env:
         raise ConfigError(
             f"SLURM has {count} nodes and {tasks} tasks: start one per node, "

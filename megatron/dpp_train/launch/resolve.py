@@ -26,7 +26,7 @@ from megatron.dpp_train.launch.flags import (
     read_flags,
     resume_flags,
     to_argv,
-    whole,
+    whole_flag,
 )
 from megatron.dpp_train.launch.layers import default_layers
 from megatron.dpp_train.launch.layout import Divisible, Layout, check_layout, nearest_multiple
@@ -111,7 +111,7 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Settin
     name = options.model or asked.get("--load-hf") or ("small" if setting.on_gpu else "sample")
     flags = {**_common(on_gpu=setting.on_gpu), **model_flags(name, asked.get("--family-file"))}
     if options.arch == "bert":
-        flags["--seq-length"] = min(512, whole(flags, "--seq-length"))
+        flags["--seq-length"] = min(512, whole_flag(flags, "--seq-length"))
     file = {}
     if options.config and options.mode != "megatron":
         file = read_flags(Path(options.config))
@@ -266,7 +266,7 @@ def _derived(flags: Flags) -> Flags:
         flags.setdefault("--cross-entropy-loss-fusion", True)
     if "--create-attention-mask-in-dataloader" not in flags and flags["--device"] == "cuda":
         flags.setdefault("--no-create-attention-mask-in-dataloader", True)
-    hidden, heads = whole(flags, "--hidden-size"), whole(flags, "--num-attention-heads")
+    hidden, heads = whole_flag(flags, "--hidden-size"), whole_flag(flags, "--num-attention-heads")
     if hidden % heads and "--kv-channels" not in flags:
         raise ConfigError(
             f"--hidden-size {hidden} cannot be divided by {heads} attention heads; "
@@ -293,7 +293,7 @@ def resolve(
             flags["--dpp-plan"] = SHAPES
         by_deepspeed = options.mode == "zero" and options.engine == "deepspeed"
         name = "--padded-vocab-size"
-        known = whole(flags, name) if name in flags else None
+        known = whole_flag(flags, name) if name in flags else None
         flags |= _layout_flags(options, layout, setting, known) | _shard_flags(shard, by_deepspeed)
         if layout.tensor > 1 and "--num-experts" in flags:
             flags["--sequence-parallel"] = True  # megatron-core asks for it
@@ -331,7 +331,7 @@ def asked_layout(options: argparse.Namespace, flags: Flags) -> Layout:
     """The given layout, in modes other than ``auto``. ``zero`` reads Megatron's flags."""
     if options.mode == "zero":
         names = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size")
-        tensor, pipeline = (whole(flags, name) if name in flags else 1 for name in names)
+        tensor, pipeline = (whole_flag(flags, name) if name in flags else 1 for name in names)
         return Layout(tensor=tensor, pipeline=pipeline)
     return Layout(
         tensor=options.tp or 1,
@@ -349,9 +349,9 @@ def divisible(flags: Flags, *, uneven: bool) -> Divisible:
         uneven: the layers are not cut evenly.
     """
     return Divisible(
-        num_layers=0 if uneven else whole(flags, "--num-layers"),
-        num_heads=whole(flags, "--num-attention-heads"),
-        num_experts=whole(flags, "--num-experts") if "--num-experts" in flags else 0,
+        num_layers=0 if uneven else whole_flag(flags, "--num-layers"),
+        num_heads=whole_flag(flags, "--num-attention-heads"),
+        num_experts=whole_flag(flags, "--num-experts") if "--num-experts" in flags else 0,
     )
 
 
@@ -460,13 +460,13 @@ def asked_batch(options: argparse.Namespace, rest: Sequence[str]) -> int | None:
     file = read_flags(Path(options.config)) if options.config and options.mode != "megatron" else {}
     own = {} if options.batch_size is None else {name: options.batch_size}
     asked = {**file, **own, **from_argv(rest)}
-    return whole(asked, name) if name in asked else None
+    return whole_flag(asked, name) if name in asked else None
 
 
 def _batch(options: Any, flags: Flags, setting: Setting, layout: Layout) -> Flags:
     """Micro-batch and global batch sizes that fit. A size that was not given is adapted."""
     replicas = setting.world_size // layout.replica_size
-    micro, batch = whole(flags, "--micro-batch-size"), whole(flags, "--global-batch-size")
+    micro, batch = whole_flag(flags, "--micro-batch-size"), whole_flag(flags, "--global-batch-size")
     static = layout.chunks > 1 and options.no_dpp
     unit = replicas * (layout.pipeline if static else 1)
     if options.micro_batch_size is None:

@@ -29,7 +29,7 @@ from megatron.dpp_train.launch.job import (
     launch,
     refuse_taken,
     show_command,
-    whole,
+    whole_variable,
 )
 from megatron.dpp_train.launch.layers import default_layers
 from megatron.dpp_train.launch.nodes import refuse_tasks
@@ -283,7 +283,7 @@ def sample_settings(model: str, given: Variables, gpus: int) -> Variables:
     that is four processes on one node, two on each of several."""
     values = {"NUM_NODES": "1", **given}
     on_gpu = gpus > 0
-    several = whole("NUM_NODES", values) > 1
+    several = whole_variable("NUM_NODES", values) > 1
     values = {
         "GPUS_PER_NODE": str(gpus) if on_gpu else "2" if several else "4",
         "TENSOR_PARALLEL": "1" if on_gpu else "2",
@@ -291,15 +291,15 @@ def sample_settings(model: str, given: Variables, gpus: int) -> Variables:
         **values,
     }
     nodes, per_node, tensor = (
-        whole(name, values) for name in ("NUM_NODES", "GPUS_PER_NODE", "TENSOR_PARALLEL")
+        whole_variable(name, values) for name in ("NUM_NODES", "GPUS_PER_NODE", "TENSOR_PARALLEL")
     )
     values = {"PIPELINE_PARALLEL": str(max(1, per_node * nodes // tensor)), **values}
-    pipeline = whole("PIPELINE_PARALLEL", values)
+    pipeline = whole_variable("PIPELINE_PARALLEL", values)
     values = {"MODEL_CHUNKS": "2" if pipeline > 1 else "1", **values}
-    stages = pipeline * whole("MODEL_CHUNKS", values)
+    stages = pipeline * whole_variable("MODEL_CHUNKS", values)
     layers = 8 // stages * stages if stages < 4 else stages * 2
     values = {"NUM_LAYERS": str(layers), "MICRO_BATCH_SIZE": "4", **values}
-    batch = whole("MICRO_BATCH_SIZE", values) * pipeline * 4
+    batch = whole_variable("MICRO_BATCH_SIZE", values) * pipeline * 4
     rest = {"GLOBAL_BATCH_SIZE": str(batch), "RECOMPUTE": "0", "EVAL_ITERS": "2", "TRACE": "1"}
     return {**rest, **SAMPLES[model, on_gpu], **values}
 
@@ -317,7 +317,7 @@ def check_settings(
         The job, and all flags but ``--data-path``, parsed.
     """
     for name in WHOLE:
-        whole(name, settings)
+        whole_variable(name, settings)
     job = find_job(settings)
     parsed = parse_args([*flags_of(model, settings, (), job), *further])
     draft, overridden = parsed.draft(), given_flags(build_parser(), further)
