@@ -1,9 +1,9 @@
 """The private and patched names of megatron-core and Transformer Engine that this project uses.
 
-``TABLE`` holds each name once: where it is, its parameters, who needs it, and the versions of
-megatron-core that have it in this form. Code in ``core`` reads such a name by :func:`lookup` and
-replaces it by :func:`patched`; both check it first. ``tests/runtime/test_compat.py`` checks the
-table against the installed megatron-core and against the sources of other versions.
+``TABLE`` holds each name once: where it is, its parameters, and the versions of megatron-core that
+have it in this form. Code reads such a name by :func:`lookup` and replaces it by :func:`patched`;
+both check it first. ``tests/runtime/test_compat.py`` checks the table against the installed
+megatron-core and against the sources of other versions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class PrivateName(NamedTuple):
 
     Args:
         key: ``module:name`` under ``megatron.core``, or in full for Transformer Engine.
-        users: files of ``megatron/dpp/core`` that need it, separated by spaces.
         parameters: of a function, separated by spaces; None for a class or a value. One that ends
             in ``?`` is missing in some sources of a version.
         since, until: the first version with this form, and the first without it.
@@ -41,7 +40,6 @@ class PrivateName(NamedTuple):
     """
 
     key: str
-    users: str
     parameters: str | None = None
     since: str = OLDEST
     until: str = ""
@@ -98,191 +96,136 @@ MTP_LAYER = (
 )
 
 TABLE = (
-    PrivateName(GET_SCHEDULE, "compat.py", "pp_size vp_size", until="0.19"),
-    PrivateName(
-        GET_SCHEDULE, "compat.py", "pp_size vp_size schedule_pg_collection", since="0.19"
-    ),
-    *(PrivateName(key, "compat.py") for key in DIRECT_SCHEDULES),
+    PrivateName(GET_SCHEDULE, "pp_size vp_size", until="0.19"),
+    PrivateName(GET_SCHEDULE, "pp_size vp_size schedule_pg_collection", since="0.19"),
+    *(PrivateName(key) for key in DIRECT_SCHEDULES),
     PrivateName(
         "pipeline_parallel.schedules:forward_step",
-        "static.py",
-        "forward_step_func data_iterator model num_microbatches input_tensor forward_data_store "
-        "config cp_group_size collect_non_loss_data checkpoint_activations_microbatch "
-        "is_first_microbatch current_microbatch vp_stage is_last_stage",
+        "forward_step_func data_iterator model num_microbatches input_tensor "
+        "forward_data_store config cp_group_size collect_non_loss_data "
+        "checkpoint_activations_microbatch is_first_microbatch current_microbatch vp_stage "
+        "is_last_stage",
     ),
     PrivateName(
         "pipeline_parallel.schedules:backward_step",
-        "boundary.py static.py",
         "input_tensor output_tensor output_tensor_grad model_type config",
         until="0.17",
     ),
     PrivateName(
         "pipeline_parallel.schedules:backward_step",
-        "boundary.py static.py",
         "input_tensor output_tensor output_tensor_grad config",
         since="0.17",
     ),
     PrivateName(
         "pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
-        "static.py",
         "self tensor_send_next tensor_send_prev recv_prev recv_next tensor_shape wait_on_reqs",
     ),
     PrivateName(
         "pipeline_parallel.p2p_communication:_p2p_ops",
-        "cpu.py",
         "tensor_send_prev tensor_recv_prev tensor_send_next tensor_recv_next group "
         "prev_pipeline_rank next_pipeline_rank",
     ),
-    PrivateName("tensor_parallel.random:_get_all_rng_states", "graphs/rng.py", ""),
+    PrivateName("tensor_parallel.random:_get_all_rng_states", ""),
     PrivateName(
         "tensor_parallel.random:_set_all_rng_states",
-        "graphs/rng.py",
         "cpu_rng_state cuda_rng_state cuda_rng_state_tracker kind?",
     ),
-    PrivateName("tensor_parallel.random:CudaRNGStatesTracker.states_", "rng.py graphs/rng.py"),
-    PrivateName(
-        "tensor_parallel.random:CudaRNGStatesTracker.use_cudagraphable_rng", "graphs/rng.py"
-    ),
-    PrivateName("tensor_parallel.random:_lazy_call", "cpu.py"),
-    PrivateName("tensor_parallel.random:_lazy_init", "cpu.py"),
-    PrivateName("tensor_parallel.layers:_grad_accum_fusion_available", "wgrad/fused.py"),
-    PrivateName(
-        "tensor_parallel.layers:fused_weight_gradient_mlp_cuda", "wgrad/fused.py", optional=True
-    ),
+    PrivateName("tensor_parallel.random:CudaRNGStatesTracker.states_"),
+    PrivateName("tensor_parallel.random:CudaRNGStatesTracker.use_cudagraphable_rng"),
+    PrivateName("tensor_parallel.random:_lazy_call"),
+    PrivateName("tensor_parallel.random:_lazy_init"),
+    PrivateName("tensor_parallel.layers:_grad_accum_fusion_available"),
+    PrivateName("tensor_parallel.layers:fused_weight_gradient_mlp_cuda", optional=True),
     PrivateName(
         "tensor_parallel.layers:ColumnParallelLinear._forward_impl",
-        "wgrad/linear.py",
         "self input weight *args **kwargs",
     ),
     PrivateName(
-        "tensor_parallel.layers:RowParallelLinear._forward_impl",
-        "wgrad/linear.py",
-        "self input weight *args **kwargs",
+        "tensor_parallel.layers:RowParallelLinear._forward_impl", "self input weight *args **kwargs"
     ),
-    PrivateName(f"{_DDP}._make_backward_post_hook", "wgrad/linear.py", "self param"),
-    PrivateName(f"{_DDP}.bucket_groups", "grad_sync.py graphs/reductions.py"),
-    PrivateName(f"{_DDP}.expert_parallel_bucket_groups", "grad_sync.py"),
-    PrivateName(f"{_DDP}.param_to_bucket_group", "graphs/reductions.py"),
-    PrivateName(f"{_DDP}.force_all_reduce", "grad_sync.py graphs/reductions.py"),
-    PrivateName(
-        f"{_BUCKETS}.check_grads",
-        "optimizer/grad_checks.py",
-        "self check_for_nan_or_inf check_for_large",
-    ),
-    PrivateName(
-        f"{_BUCKETS}.register_grad_ready",
-        "grad_sync.py graphs/reductions.py",
-        "self param force_all_reduce",
-    ),
-    PrivateName(f"{_BUCKETS}.start_grad_sync", "grad_sync.py", "self force_all_reduce"),
-    PrivateName(f"{_BUCKETS}.is_last_microbatch", "grad_sync.py graphs/reductions.py"),
-    PrivateName(f"{_BUCKETS}.is_first_batch", "grad_sync.py"),
-    PrivateName(f"{_BUCKETS}.grad_reduce_handle", "grad_sync.py"),
-    PrivateName(f"{_BUCKETS}.params", "grad_sync.py"),
-    PrivateName("optimizer:_get_param_groups", "optimizer/optimizer.py",
-                "model_chunks config config_overrides"),
-    PrivateName("optimizer.optimizer:MegatronOptimizer.init_state_fn", "checkpoint/first_state.py"),
-    PrivateName(f"{_DISTRIBUTED}.is_stub_optimizer", "optimizer/optimizer.py"),
-    PrivateName(
-        f"{_DISTRIBUTED}._init_optimizer_states_with_dummy_values", "optimizer/optimizer.py", "self"
-    ),
-    PrivateName(
-        f"{_DISTRIBUTED}._set_main_param_and_optimizer_states",
-        "optimizer/optimizer.py",
-        "self model_param tensors",
-    ),
-    PrivateName(
-        f"{_DISTRIBUTED}._get_main_param_and_optimizer_states",
-        "optimizer/optimizer.py",
-        "self model_param",
-    ),
-    PrivateName(
-        "optimizer.optimizer:_multi_tensor_copy_this_to_that",
-        "optimizer/fused_step.py",
-        "this that overflow_buf",
-    ),
-    PrivateName("optimizer.optimizer:multi_tensor_scale_impl", "optimizer/fused_step.py cpu.py"),
+    PrivateName(f"{_DDP}._make_backward_post_hook", "self param"),
+    PrivateName(f"{_DDP}.bucket_groups"),
+    PrivateName(f"{_DDP}.expert_parallel_bucket_groups"),
+    PrivateName(f"{_DDP}.param_to_bucket_group"),
+    PrivateName(f"{_DDP}.force_all_reduce"),
+    PrivateName(f"{_BUCKETS}.check_grads", "self check_for_nan_or_inf check_for_large"),
+    PrivateName(f"{_BUCKETS}.register_grad_ready", "self param force_all_reduce"),
+    PrivateName(f"{_BUCKETS}.start_grad_sync", "self force_all_reduce"),
+    PrivateName(f"{_BUCKETS}.is_last_microbatch"),
+    PrivateName(f"{_BUCKETS}.is_first_batch"),
+    PrivateName(f"{_BUCKETS}.grad_reduce_handle"),
+    PrivateName(f"{_BUCKETS}.params"),
+    PrivateName("optimizer:_get_param_groups", "model_chunks config config_overrides"),
+    PrivateName("optimizer.optimizer:MegatronOptimizer.init_state_fn"),
+    PrivateName(f"{_DISTRIBUTED}.is_stub_optimizer"),
+    PrivateName(f"{_DISTRIBUTED}._init_optimizer_states_with_dummy_values", "self"),
+    PrivateName(f"{_DISTRIBUTED}._set_main_param_and_optimizer_states", "self model_param tensors"),
+    PrivateName(f"{_DISTRIBUTED}._get_main_param_and_optimizer_states", "self model_param"),
+    PrivateName("optimizer.optimizer:_multi_tensor_copy_this_to_that", "this that overflow_buf"),
+    PrivateName("optimizer.optimizer:multi_tensor_scale_impl"),
     PrivateName(
         "optimizer.optimizer:get_grad_norm_fp32",
-        "optimizer/fused_step.py",
         "grads_for_norm norm_type grad_stats_parallel_group",
     ),
     PrivateName(
         "optimizer.optimizer:clip_grad_by_total_norm_fp32",
-        "optimizer/fused_step.py",
         "parameters max_norm total_norm use_decoupled_grad",
     ),
-    PrivateName("optimizer.clip_grads:l2_norm_impl", "optimizer/fused_step.py cpu.py"),
-    PrivateName("optimizer.clip_grads:multi_tensor_scale_impl", "optimizer/fused_step.py cpu.py"),
-    PrivateName("optimizer.clip_grads:multi_tensor_scale_tensor_impl", "cpu.py", since="0.17"),
-    PrivateName("optimizer:Adam", "cpu.py"),
-    PrivateName("optimizer:SGD", "cpu.py"),
-    PrivateName("optimizer:USING_PYTORCH_OPTIMIZER", "cpu.py"),
-    PrivateName("optimizer.distrib_optimizer:Adam", "cpu.py"),
-    PrivateName("optimizer.distrib_optimizer:HAVE_APEX_OR_TE", "cpu.py"),
-    PrivateName("transformer.transformer_block:LayerNormImpl", "cpu.py"),
-    PrivateName("models.backends:LNImpl", "cpu.py"),
-    PrivateName("models.gpt.gpt_layer_specs:LNImpl", "cpu.py"),
-    PrivateName(
-        "dist_checkpointing.optimizer:to_local_if_dtensor", "model/fsdp.py", "tensor"
-    ),
-    PrivateName(f"{_WRITES}:_get_write_results_queue", "checkpoint/writers.py", "", until="0.17"),
+    PrivateName("optimizer.clip_grads:l2_norm_impl"),
+    PrivateName("optimizer.clip_grads:multi_tensor_scale_impl"),
+    PrivateName("optimizer.clip_grads:multi_tensor_scale_tensor_impl", since="0.17"),
+    PrivateName("optimizer:Adam"),
+    PrivateName("optimizer:SGD"),
+    PrivateName("optimizer:USING_PYTORCH_OPTIMIZER"),
+    PrivateName("optimizer.distrib_optimizer:Adam"),
+    PrivateName("optimizer.distrib_optimizer:HAVE_APEX_OR_TE"),
+    PrivateName("transformer.transformer_block:LayerNormImpl"),
+    PrivateName("models.backends:LNImpl"),
+    PrivateName("models.gpt.gpt_layer_specs:LNImpl"),
+    PrivateName("dist_checkpointing.optimizer:to_local_if_dtensor", "tensor"),
+    PrivateName(f"{_WRITES}:_get_write_results_queue", "", until="0.17"),
     PrivateName(
         f"{_WRITES}:_get_write_results_queue",
-        "checkpoint/writers.py",
         "mp_mode",
         since="0.17",
         renamed="get_write_results_queue",
     ),
-    PrivateName(f"{_WRITES}:_results_queue", "checkpoint/writers.py"),
+    PrivateName(f"{_WRITES}:_results_queue"),
     PrivateName(
         f"{_WRITES}:FileSystemWriterAsync.write_preloaded_data",
-        "checkpoint/writers.py",
         "transform_list local_proc_idx write_bucket results_queue count_queue use_fsync **kwargs",
     ),
-    PrivateName(OFFLOAD_RESET, "compat.py", "", until="0.20"),
-    PrivateName(OFFLOAD_RESET, "compat.py", "process_group", since="0.20"),
-    PrivateName(MTP_LAYER, "compat.py", until="0.17"),
+    PrivateName(OFFLOAD_RESET, "", until="0.20"),
+    PrivateName(OFFLOAD_RESET, "process_group", since="0.20"),
+    PrivateName(MTP_LAYER, until="0.17"),
     PrivateName(
-        MTP_LAYER,
-        "compat.py",
-        since="0.17",
-        renamed="MultiTokenPredictionLayerSubmodules.mtp_model_layer",
+        MTP_LAYER, since="0.17", renamed="MultiTokenPredictionLayerSubmodules.mtp_model_layer"
     ),
-    PrivateName("models.bert.bert_lm_head:LNImpl", "model/layers.py"),
+    PrivateName("models.bert.bert_lm_head:LNImpl"),
+    PrivateName("transformer.moe.moe_utils:te_general_gemm", optional=True),
+    PrivateName("jit:jit_fuser"),
+    PrivateName("jit:noop_decorator", "func"),
+    PrivateName("transformer.module:_FLOAT_TYPES"),
+    PrivateName("transformer.module:_HALF_TYPES"),
+    PrivateName("transformer.module:_BF16_TYPES"),
+    PrivateName("distributed.torch_fully_sharded_data_parallel:DeviceMesh"),
     PrivateName(
-        "transformer.moe.moe_utils:te_general_gemm", "model/layers.py cpu.py", optional=True
+        "transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu", "tensor as_numpy record_stream"
     ),
-    PrivateName("jit:jit_fuser", "cpu.py"),
-    PrivateName("jit:noop_decorator", "cpu.py", "func"),
-    PrivateName("transformer.module:_FLOAT_TYPES", "cpu.py"),
-    PrivateName("transformer.module:_HALF_TYPES", "cpu.py"),
-    PrivateName("transformer.module:_BF16_TYPES", "cpu.py"),
-    PrivateName("distributed.torch_fully_sharded_data_parallel:DeviceMesh", "cpu.py"),
-    PrivateName(
-        "transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
-        "cpu.py",
-        "tensor as_numpy record_stream",
-    ),
-    PrivateName(
-        "transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.cuda_dtoh_stream", "cpu.py"
-    ),
+    PrivateName("transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.cuda_dtoh_stream"),
     PrivateName(
         "transformer_engine.pytorch.module._common:WeightGradStore.delay_wgrad_compute",
-        "wgrad/te.py wgrad/te_layer.py",
         "self",
         optional=True,
     ),
     PrivateName(
         "transformer_engine.pytorch.module._common:WeightGradStore.put",
-        "wgrad/te_layer.py",
         "self tensor_list func",
         optional=True,
     ),
-    PrivateName(_TE_DEBUGS, "compat.py", optional=True),
+    PrivateName(_TE_DEBUGS, optional=True),
     PrivateName(
         "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.backward_dw",
-        "wgrad/te.py",
         "self",
         optional=True,
     ),
