@@ -25,6 +25,7 @@ from megatron.dpp_train.options.flags import GROUPS, UNSET_FIELDS, WITHOUT_EFFEC
 from megatron.dpp_train.options.flags_run import RUN_GROUPS
 from megatron.dpp_train.options.flags_special import SPECIAL, answer
 from megatron.dpp_train.options.run_config import RunConfig, Settings
+from megatron.dpp_train.options.yaml_file import defaults_from_yaml
 
 
 @functools.cache
@@ -79,8 +80,6 @@ def parse_args(argv: Sequence[str] | None = None) -> Settings:
         raise SystemExit(0)
     path = _yaml_path(argv)
     if path:
-        from megatron.dpp_train.options.yaml_file import defaults_from_yaml
-
         parser = _new_parser()  # not the one that all share
         parser.set_defaults(**defaults_from_yaml(path, parser))
     found, unknown = parser.parse_known_args(argv)

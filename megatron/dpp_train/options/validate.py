@@ -8,9 +8,13 @@ switches kernels off that are missing.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from megatron.dpp.errors import ConfigError, core_setting, require, require_multiple, require_value
-from megatron.dpp.naming import flag_name
+from megatron.dpp.naming import flag_name, in_flags
 from megatron.dpp.trace import parse_iterations
+from megatron.dpp_train.options.arguments import build_parser
 from megatron.dpp_train.options.layers import LOCAL, NEEDS_ENGINE
 from megatron.dpp_train.options.run_config import RunConfig, Settings
 from megatron.dpp_train.options.section import UNSET
@@ -29,7 +33,7 @@ from megatron.dpp_train.options.validate_ranges import (
 )
 from megatron.dpp_train.options.validate_sequences import check_sequences
 from megatron.dpp_train.options.validate_slices import check_head, check_slices
-from megatron.dpp_train.options.yaml_file import naming_keys
+from megatron.dpp_train.options.yaml_file import with_keys
 from megatron.dpp_train.tokenizers import PIECE_TYPES
 
 TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
@@ -50,7 +54,7 @@ def validate(
     """
     draft = args.draft()
     draft.world_size = world_size
-    with naming_keys(args):
+    with _naming_keys(args):
         if arch is not None:
             _family(draft, arch)
         for rule in RULES:
@@ -67,9 +71,24 @@ def check_sizes(args: Settings, world_size: int) -> None:
     """
     draft = args.draft()
     draft.world_size = world_size
-    with naming_keys(args):
+    with _naming_keys(args):
         for rule in _SIZE_RULES:
             rule(draft)
+
+
+@contextlib.contextmanager
+def _naming_keys(args: Settings) -> Iterator[None]:
+    """Let errors of the block name the keys of ``--yaml-cfg`` as its writer spelled them."""
+    try:
+        yield
+    except ConfigError as error:
+        if args.yaml_cfg is None:
+            raise
+        text = error.said(in_flags)
+        found = with_keys(text, args.yaml_cfg, build_parser(), args.given)
+        if found == text:
+            raise
+        raise ConfigError(found) from error
 
 
 def _family(args: Settings, arch: str) -> None:

@@ -9,14 +9,11 @@ above the defaults.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, did_you_mean, one_line
-from megatron.dpp.naming import in_flags
-from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.text_files import read_mapping
 
 
@@ -48,24 +45,6 @@ def defaults_from_yaml(path: str, parser: argparse.ArgumentParser) -> dict[str, 
             )
         values[dest], names[dest] = value, written
     return values
-
-
-@contextlib.contextmanager
-def naming_keys(args: Settings) -> Iterator[None]:
-    """Let errors of the block name the keys of a file of settings as its writer spelled them."""
-    try:
-        yield
-    except ConfigError as error:
-        path = getattr(args, "yaml_cfg", None)
-        if path is None:
-            raise
-        from megatron.dpp_train.options.arguments import build_parser
-
-        text = error.said(in_flags)
-        found = with_keys(text, path, build_parser(), args.given)
-        if found == text:
-            raise
-        raise ConfigError(found) from error
 
 
 def with_keys(text: str, path: str, parser: argparse.ArgumentParser, given: Collection[str]) -> str:
