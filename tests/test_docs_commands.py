@@ -38,6 +38,7 @@ OTHER_PROGRAMS = {
     "docker",
     "export",
     "ibv_rc_pingpong",
+    "jq",
     "lm_eval",
     "ln",
     "nvidia-cuda-mps-control",

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.errors import DataError
 from megatron.dpp.report.analysis.decisions import differing_decisions
-from megatron.dpp.report.analysis.limits import Limit
 from megatron.dpp.report.analysis.link_times import LinkSamples, link_samples
 from megatron.dpp.report.analysis.model import (
     Arrival,
@@ -24,7 +23,7 @@ from megatron.dpp.report.analysis.model import (
     TaskRun,
     Wait,
 )
-from megatron.dpp.report.analysis.report_data import Prediction, Totals
+from megatron.dpp.report.analysis.report_data import Prediction
 from megatron.dpp.report.analysis.sentences import EVEN_LAYERS, sentences, straggler_text
 from megatron.dpp.report.analysis.stragglers import Culprit
 from megatron.dpp.report.analysis.summary import summary
@@ -279,21 +278,6 @@ def test_interval_arithmetic_agrees_with_sets(pairs, data):
     left = subtract(merged, union(holes))
     assert points(left) == points(spans) - points(holes)
     assert length(left) == len(points(left))
-
-
-def test_limits():
-    totals = Totals(10.0, 10.0, 9.0, 6.0, 1.5, 1.0, 0.3, {"message": 0.2}, 0)
-    assert "0.3" in Limit.parse("bubble>0.25").broken(totals)
-    assert Limit.parse("bubble > 0.35").broken(totals) is None
-    assert Limit.parse("bubble.message>=0.2").broken(totals)
-    assert Limit.parse("bubble.host>0").broken(totals) is None
-    for text in ("bubble", "bubble>x", ">1", "bubble>1e"):
-        with pytest.raises(ConfigError, match="expected a total and a limit"):
-            Limit.parse(text)
-    with pytest.raises(ConfigError, match="no such total; there are bubble, ideal_ms, ideal_r"):
-        Limit.parse("nothing>1").broken(totals)
-    with pytest.raises(ConfigError, match=r"bubble.mesage: no such cause; there are drain, host"):
-        Limit.parse("bubble.mesage>0.1").broken(totals)
 
 
 def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():

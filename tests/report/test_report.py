@@ -44,17 +44,16 @@ def made(tmp_path_factory):
     done = report(
         *("--benchmark_dir", str(directory), "--baseline", str(other)),
         *("--plots", str(base / "pictures"), "--costs", str(base / "costs.json")),
-        *("--json", "--fail-if", "bubble>0.1", "--fail-if", "iteration_ms>1e6"),
+        "--json",
     )
     return base, directory, done
 
 
-def test_the_numbers_are_json_and_a_broken_limit_is_status_2(made):
+def test_the_numbers_are_json(made):
     _, _, done = made
     numbers = json.loads(done.stdout)
-    assert done.returncode == 3
-    assert done.stderr.count("limit broken") == 1
-    assert "bubble>0.1" in done.stderr
+    assert done.returncode == 0
+    assert numbers["totals"]["bubble"] > 0.1
     assert numbers["stragglers"][0]["kind"] == "slow-rank"
     assert numbers["what_if"][0]["name"].startswith("without slow-rank")
     assert numbers["baseline"]["run"]["schedule"] == "pp"
@@ -231,10 +230,10 @@ def test_a_slow_link_that_costs_nothing_is_not_called_a_straggler(tmp_path):
         hop=lambda i, *ends: 900_000 if set(ends) == {0, 1} else 100_000,
     )
     directory = write(late, tmp_path)
-    done = report("--benchmark_dir", str(directory), "--json", "--fail-if", "stragglers>0")
+    done = report("--benchmark_dir", str(directory), "--json")
     assert done.returncode == 0, done.stderr
     numbers = json.loads(done.stdout)
-    assert numbers["stragglers"] == []
+    assert numbers["stragglers"] == [] and numbers["totals"]["stragglers"] == 0
     (harmless,) = numbers["without_effect"]
     assert (harmless["kind"], harmless["name"]) == (
         "slow-link",
@@ -277,13 +276,12 @@ def test_wrong_arguments_are_errors_of_one_line(made, tmp_path):
     for arguments, message in (
         (("--benchmark_dir", str(tmp_path)), "no trace"),
         (("--benchmark_dir", str(made[1]), "--iteration", "99"), "--iteration 99"),
-        (("--benchmark_dir", str(made[1]), "--fail-if", "bubble"), "expected a total"),
         (("--benchmark_dir", str(made[1]), "--skip", "6"), "none is left"),
         (("--benchmark_dir", str(made[1]), "--skip", "-1"), "--skip -1"),
         (("--benchmark_dir", str(made[1]), "--threshold", "1"), "--threshold 1"),
     ):
         done = report(*arguments, "--output", str(tmp_path / "r.html"))
-        assert done.returncode == (2 if message.startswith(("--", "expected")) else 1)
+        assert done.returncode == (2 if message.startswith("--") else 1)
         assert done.stderr.startswith("megatron-dpp report: error: ")
         assert message in done.stderr
         assert done.stderr.count("\n") == 1

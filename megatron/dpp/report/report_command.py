@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.dpp.command_line import guarded, new_parser
+from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.errors import DataError, require
-from megatron.dpp.report.analysis.limits import Limit
 from megatron.dpp.report.analysis.sentences import NOT_OF_SLICES
 from megatron.dpp.report.building import build_report
 from megatron.dpp.report.length_report import length_lines
@@ -27,8 +24,6 @@ from megatron.dpp.report.recorded import cost_file
 from megatron.dpp.safe_files import open_text_to_write
 
 _PAGE = "report.html"
-_LIMIT_BROKEN = 3
-"""Exit status."""
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
@@ -52,15 +47,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     add("--costs", metavar="FILE", help="also write the recorded costs, for megatron-dpp sim")
     add("--length-costs", metavar="FILE",
         help="also write times over sequence lengths, for train --length-costs")  # fmt: skip
-    add("--fail-if", action="append", default=[], metavar="LIMIT",
-        help="exit with 3 when a total breaks it: 'bubble>0.25'; may be repeated")  # fmt: skip
     return parser
-
-
-def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp report") -> int:
-    """Exit status: 0, 3 when a ``--fail-if`` limit is broken, 1 or 2 after an error."""
-    options = build_parser(prog).parse_args(argv)
-    return guarded(prog, lambda: _run(options, prog))
 
 
 def _write(path: Path, text: str) -> None:
@@ -68,8 +55,7 @@ def _write(path: Path, text: str) -> None:
         file.write(text)
 
 
-def _run(options: argparse.Namespace, prog: str) -> int:
-    limits = [Limit.parse(text) for text in options.fail_if]
+def _run(options: argparse.Namespace) -> int:
     report, runs = build_report(options)
     found, training = report.pipeline, report.training
     if found is None:
@@ -94,10 +80,7 @@ def _run(options: argparse.Namespace, prog: str) -> int:
     else:
         more = length_lines(lengths) if lengths else []
         print("\n".join([*report.sentences, *more, f"report: {output}"]))
-    broken = [text for limit in limits if found and (text := limit.broken(found.totals))]
-    for text in broken:
-        print(f"{prog}: limit broken: {text}", file=sys.stderr)
-    return _LIMIT_BROKEN if broken else 0
+    return 0
 
 
 def _check_untraced(options: argparse.Namespace) -> None:
@@ -106,6 +89,9 @@ def _check_untraced(options: argparse.Namespace) -> None:
     Raises:
         ConfigError: one was given.
     """
-    for name in ("costs", "length_costs", "fail_if"):
+    for name in ("costs", "length_costs"):
         given = getattr(options, name)
         require(not given, f"--{name.replace('_', '-')} needs a trace, which this run has not")
+
+
+main = command("megatron-dpp report", build_parser, _run)
