@@ -103,7 +103,7 @@ def _print_table(
 ) -> None:
     lines = []
     for name, found in plans.items():
-        run = checked(found.resolved, found.setting)
+        run = checked(found.resolved, found.devices)
         each = statistics.median(seconds[name])
         spread = harness.quantile(seconds[name], 0.9) / each - 1
         rate = flops_per_iteration(run, run.global_batch_size) / each / args.devices / 1e12

@@ -386,4 +386,4 @@ def train_planned(found: Any) -> list[dict[str, Any]]:
     queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or hardware_queues(resolved.parsed)
     variables = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
     script = f"pretrain_{resolved.arch}.py"
-    return train(script, found.setting.per_node, resolved.argv, variables)
+    return train(script, found.devices.per_node, resolved.argv, variables)

@@ -15,7 +15,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.data.index_cache import drop_stale, own_files_only
-from megatron.dpp_train.data.token_files import Documents, TokenFile
+from megatron.dpp_train.data.token_files import Documents, TokenFileWriter
 from tests.soak import write_tokens
 
 
@@ -61,7 +61,7 @@ def write_corpus(folder: Path, lengths: Iterable[int]) -> set[int]:
     tokens."""
     documents = [[token] * length for token, length in enumerate(lengths, 1)]
     new, kind = folder / "new.bin", np.dtype(np.uint16)
-    file = TokenFile(new, kind)
+    file = TokenFileWriter(new, kind)
     ids = [token for document in documents for token in document]
     lengths = [len(document) for document in documents]
     file.add(Documents.of(ids, lengths, [1] * len(lengths), kind))

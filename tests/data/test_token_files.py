@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-from megatron.dpp_train.data.token_files import Documents, TokenFile, token_type
+from megatron.dpp_train.data.token_files import Documents, TokenFileWriter, token_type
 
 
 @pytest.mark.parametrize("vocab_size", [65499, 65500])
@@ -18,7 +18,7 @@ def test_files_are_those_of_megatron_core(vocab_size: int, tmp_path: Path) -> No
     draw, dtype = random.Random(vocab_size), token_type(vocab_size)
     assert dtype == DType.optimal_dtype(vocab_size)
     theirs = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype.type)
-    ours = TokenFile(tmp_path / "ours.bin", dtype)
+    ours = TokenFileWriter(tmp_path / "ours.bin", dtype)
     for _ in range(3):
         sizes = [[draw.randrange(1, 9) for _ in range(draw.randrange(4))] for _ in range(20)]
         texts = [[draw.randrange(vocab_size) for _ in range(sum(each))] for each in sizes]

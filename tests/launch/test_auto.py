@@ -15,20 +15,20 @@ from megatron.dpp_train.cost.shape import RunShape
 from megatron.dpp_train.launch import auto, cli, resolve
 from megatron.dpp_train.launch.checked import shape_from
 from megatron.dpp_train.launch.layout import Layout
-from megatron.dpp_train.launch.main import find_setting, plain_shape, plan
+from megatron.dpp_train.launch.main import find_devices, plain_shape, plan
 from megatron.dpp_train.launch.nodes import find_nodes
-from megatron.dpp_train.launch.resolve import Setting, base_flags
+from megatron.dpp_train.launch.resolve import Devices, base_flags
 from megatron.dpp_train.launch.start import prepare
 from tests.launch.test_train import H200
 
 
-def best_for(words: str, setting: Setting = H200, **changes: int) -> list[auto.Candidate]:
-    """The candidates of ``auto`` on ``setting``."""
+def best_for(words: str, devices: Devices = H200, **changes: int) -> list[auto.Candidate]:
+    """The candidates of ``auto`` on ``devices``."""
     options, rest = cli.parse(words.split())
-    flags = base_flags(options, [*rest, "--padded-vocab-size", "50304"], setting)
+    flags = base_flags(options, [*rest, "--padded-vocab-size", "50304"], devices)
     flags |= prepare("gpt", None, flags).flags
-    plain = plain_shape(options, flags, setting)
-    return auto.candidates(options, flags, setting, plain, **changes)
+    plain = plain_shape(options, flags, devices)
+    return auto.candidates(options, flags, devices, plain, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -55,16 +55,16 @@ def test_what_auto_estimates_is_what_its_command_runs(model: str) -> None:
     words = f"--model {model} --gpu H200 --gpus 8 --dry-run --mock-data "
     words += "--tokenizer-type NullTokenizer --vocab-size 50303"
     options, rest = cli.parse(words.split())
-    setting = find_setting(options, find_nodes({}))
-    flags = base_flags(options, rest, setting)
+    devices = find_devices(options, find_nodes({}))
+    flags = base_flags(options, rest, devices)
     flags |= prepare("gpt", None, flags).flags
-    found = auto.candidates(options, flags, setting, plain_shape(options, flags, setting))
+    found = auto.candidates(options, flags, devices, plain_shape(options, flags, devices))
     assert any(each.planned for each in found) == (not options.no_dpp)
     kinds = {(each.layout.pipeline > 1, each.layout.chunks > 1): each for each in found}
     for each in kinds.values():
         again = plan([*each.command().split(), *words.replace("--no-dpp", "").split()])
         assert {**each.resolved.flags, **again.resolved.flags} == again.resolved.flags
-        assert estimate(shape_from(again.resolved, setting), setting.device) == each.estimate
+        assert estimate(shape_from(again.resolved, devices), devices.device) == each.estimate
 
 
 @pytest.mark.parametrize(
@@ -125,21 +125,21 @@ def test_auto_shares_out_what_does_not_fit() -> None:
 
 
 def forms_tried(
-    words: str, setting: Setting, heads: int, *, by_engine: bool = False
+    words: str, devices: Devices, heads: int, *, by_engine: bool = False
 ) -> list[auto.Form]:
     """The forms that ``auto`` looks at."""
     tried: list[auto.Form] = []
     options, rest = cli.parse(words.split())
-    flags = base_flags(options, [*rest, "--padded-vocab-size", "49152"], setting)
+    flags = base_flags(options, [*rest, "--padded-vocab-size", "49152"], devices)
     flags |= prepare("gpt", None, flags).flags
-    plain = plain_shape(options, flags, setting)
+    plain = plain_shape(options, flags, devices)
     model = dataclasses.replace(plain.model, num_heads=heads)
     plain = dataclasses.replace(plain, model=model, gathers_keys=not by_engine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            auto, "shape_with", lambda plain, setting, form, *, static: tried.append(form)
+            auto, "shape_with", lambda plain, devices, form, *, static: tried.append(form)
         )
-        assert auto.candidates(options, flags, setting, plain) == []
+        assert auto.candidates(options, flags, devices, plain) == []
     return tried
 
 
@@ -186,9 +186,9 @@ def plain() -> RunShape:
 def test_a_batch_is_dealt_out_to_replicas_and_filled_pipelines(
     plain: RunShape, sizes: dict[str, int], micro: int, static: bool, microbatches: int | None
 ) -> None:
-    setting = dataclasses.replace(H200, per_node=4)
+    devices = dataclasses.replace(H200, per_node=4)
     form = auto.Form(layout=Layout(**sizes), shard="none", spread=False, micro_batch=micro)
-    shape = auto.shape_with(plain, setting, form, static=static)
+    shape = auto.shape_with(plain, devices, form, static=static)
     assert (shape and shape.num_microbatches) == microbatches
     assert shape is None or shape.global_batch == 12
 

@@ -18,7 +18,7 @@ from megatron.dpp_train.launch.checked import checked
 from megatron.dpp_train.launch.estimate_command import main as estimate
 from megatron.dpp_train.launch.layers import default_layers
 from megatron.dpp_train.launch.main import main, plan
-from megatron.dpp_train.launch.resolve import Setting, asked_layout, base_flags, resolve
+from megatron.dpp_train.launch.resolve import Devices, asked_layout, base_flags, resolve
 from megatron.dpp_train.launch.scripts import RECIPES, start
 from megatron.dpp_train.options.arguments import parse_args
 from tests.conftest import REPOSITORY
@@ -239,13 +239,13 @@ MODELS = sorted(path.stem for path in (REPOSITORY / "configs" / "models").glob("
 @pytest.mark.parametrize("name", MODELS)
 def test_every_models_flags_go_with_both_kinds_of_layers(name: str, engine: Path) -> None:
     h100 = known_gpu("H100")
-    setting = Setting(per_node=8, num_nodes=1, on_gpu=True, device=h100)
+    devices = Devices(per_node=8, num_nodes=1, on_gpu=True, device=h100)
     for more, of in (("", ENGINE), ("--transformer-impl local", "local")):
         words = f"--mode 3d --pp 4 --model {name} {more} {ARTIFICIAL}"
         options, rest = cli.parse(words.split())
-        flags = base_flags(options, rest, setting)
-        found = resolve(options, flags, setting, layout=asked_layout(options, flags), shard="none")
-        assert checked(found, setting).transformer_impl == of
+        flags = base_flags(options, rest, devices)
+        found = resolve(options, flags, devices, layout=asked_layout(options, flags), shard="none")
+        assert checked(found, devices).transformer_impl == of
 
 
 @pytest.mark.parametrize("installed", [True, False])

@@ -137,7 +137,7 @@ def test_a_preset_is_planned_with_a_layout_that_fits(name: str) -> None:
     usual = next((text for most, text in sizes.items() if count < most), "--gpus 64 --tp 8 --pp 8")
     layout = LAYOUTS.get(name, usual)
     found = plan(f"--model {name} --gpu H200 --mode 3d {layout} --dry-run".split())
-    assert model_parameters(shape_from(found.resolved, found.setting)) == pytest.approx(count)
+    assert model_parameters(shape_from(found.resolved, found.devices)) == pytest.approx(count)
 
 
 def test_every_preset_names_its_source() -> None:

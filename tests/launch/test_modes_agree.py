@@ -34,7 +34,7 @@ def losses(folder: Path, name: str, options: str) -> list[float]:
     """Of every iteration of a run of ``train``."""
     found = plan(shlex.split(f"{options} {SMALL} {corpus()}"))
     argv = [word for word in found.resolved.argv if word != "--estimate"]
-    result = train(folder, name, found.setting.world_size, shlex.join(argv))
+    result = train(folder, name, found.devices.world_size, shlex.join(argv))
     return result.column("lm loss")
 
 

@@ -140,9 +140,9 @@ def test_an_error_names_the_run_directory_as_it_was_typed(
 
 def test_a_gpu_of_given_figures() -> None:
     figures = "--tflops 300 --memory 80 --bandwidth 2000"
-    setting = plan(f"--dry-run --gpus 4 --mode 3d --pp 4 {figures}".split()).setting
-    assert (setting.on_gpu, setting.world_size) == (True, 4)
-    device = setting.device
+    devices = plan(f"--dry-run --gpus 4 --mode 3d --pp 4 {figures}".split()).devices
+    assert (devices.on_gpu, devices.world_size) == (True, 4)
+    device = devices.device
     assert (device.flops, device.memory_bytes) == (3e14, 80 * 2**30)
     assert device.bytes_per_second == 2e12
     with pytest.raises(ConfigError, match="--tflops, --memory and --bandwidth"):
@@ -150,7 +150,7 @@ def test_a_gpu_of_given_figures() -> None:
 
 
 def test_num_gpus_counts_processes() -> None:
-    assert plan(["--num-gpus", "4", "--gpu", "H100", "--dry-run"]).setting.world_size == 4
+    assert plan(["--num-gpus", "4", "--gpu", "H100", "--dry-run"]).devices.world_size == 4
     settings = settings_of("gpt", "node", {"NUM_GPUS": "4"}, sample=True)
     assert settings["GPUS_PER_NODE"] == "4"
     both = settings_of("gpt", "node", {"NUM_GPUS": "4", "GPUS_PER_NODE": "2"}, sample=True)

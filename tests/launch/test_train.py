@@ -23,7 +23,7 @@ from megatron.dpp_train.launch.flags import MODELS, model_flags, to_argv
 from megatron.dpp_train.launch.layout import Layout
 from megatron.dpp_train.launch.main import main, plan
 from megatron.dpp_train.launch.nodes import find_nodes
-from megatron.dpp_train.launch.resolve import Setting, base_flags, resolve
+from megatron.dpp_train.launch.resolve import Devices, base_flags, resolve
 from megatron.dpp_train.launch.start import prepare
 from megatron.dpp_train.options.arguments import parse_args, warnings_of
 from megatron.dpp_train.preflight.check import build_vocabulary
@@ -31,7 +31,7 @@ from megatron.dpp_train.preflight.files import check_split
 from tests.preflight.test_check import WITHOUT_TORCH
 
 ROOT = Path(__file__).resolve().parents[2]
-H200 = Setting(per_node=8, num_nodes=1, on_gpu=True, device=gpu_device("NVIDIA H200", 141 * 2**30))
+H200 = Devices(per_node=8, num_nodes=1, on_gpu=True, device=gpu_device("NVIDIA H200", 141 * 2**30))
 RESOLVED = {
     "--mode simple --procs 4": {"data_parallel": 4, "use_dpp": False, "bf16": False},
     "--mode 3d --procs 4 --tp 2 --pp 2": {"data_parallel": 1, "use_dpp": True},
@@ -150,7 +150,7 @@ def args_of(words: str) -> Any:
     """The training script's arguments that a command line resolves to, checked."""
     found = plan(words.split())
     args = parse_args(found.resolved.argv)
-    shape = shape_from(found.resolved, found.setting)
+    shape = shape_from(found.resolved, found.devices)
     args.data_parallel = shape.data
     return args
 
@@ -168,8 +168,8 @@ def test_a_plan_may_be_made_for_gpus_of_another_machine(
 ) -> None:
     words = "--gpu h200 --gpus 4 --model medium --dry-run"
     found = plan(words.split())
-    assert found.setting.world_size == 4
-    assert found.setting.device.memory_bytes == 140 * 2**30
+    assert found.devices.world_size == 4
+    assert found.devices.device.memory_bytes == 140 * 2**30
     assert found.resolved.flags["--device"] == "cuda"
     assert main(["--gpu", "H200"]) == 2
     assert "add --dry-run" in capsys.readouterr().err
@@ -220,7 +220,7 @@ def test_auto_shares_a_small_batch_out_otherwise() -> None:
     found = plan(["--mode", "auto", "--procs", "4", "--batch-size", "2", "--model", "sample"])
     assert found.resolved.flags["--global-batch-size"] == 2
     assert found.resolved.layout.tensor * found.resolved.layout.pipeline > 1
-    shape = shape_from(found.resolved, found.setting)
+    shape = shape_from(found.resolved, found.devices)
     assert shape.global_batch == 2
 
 
@@ -236,7 +236,7 @@ def test_zero_counts_replicas_beside_tensor_parallelism() -> None:
 def test_every_mode_pads_the_vocabulary_alike() -> None:
     modes = ("simple", "3d --tp 2", "3d --pp 2", "3d --tp 4", "zero --zero-stage 3")
     plans = [plan(f"--mode {mode} --procs 4".split()) for mode in modes]
-    sizes = {shape_from(each.resolved, each.setting).model.vocab_size for each in plans}
+    sizes = {shape_from(each.resolved, each.devices).model.vocab_size for each in plans}
     assert sizes == {2048}
 
 
@@ -310,7 +310,7 @@ def test_a_pipeline_on_gpus_is_laid_out_by_what_its_parts_cost() -> None:
     def planned(words: str) -> tuple[bool, tuple[int, ...]]:
         vocabulary = "--mock-data --tokenizer-type NullTokenizer --vocab-size 50303"
         found = plan(f"{words} --model medium --gpu H200 {vocabulary} --dry-run".split())
-        layers = shape_from(found.resolved, found.setting).layers
+        layers = shape_from(found.resolved, found.devices).layers
         assert "--dpp-plan" not in found.resolved.flags  # or every rank would plan again
         by_us = "--pipeline-model-parallel-layout" in found.resolved.flags
         assert by_us == ("layers laid out by what they cost" in found.heading[0])
@@ -336,15 +336,15 @@ def test_what_is_handed_on_is_what_every_rank_would_plan() -> None:
     assert handed.flags["--dpp-activation-cap"] == "2p"
     found = plan(model.split()).resolved
     options, rest = cli.parse(model.split())
-    setting = Setting(per_node=2, num_nodes=1, on_gpu=False, device=H200.device)
-    flags = base_flags(options, [*rest], setting)
+    devices = Devices(per_node=2, num_nodes=1, on_gpu=False, device=H200.device)
+    flags = base_flags(options, [*rest], devices)
     flags |= prepare("gpt", None, flags).flags
-    asked = resolve(options, flags, setting, layout=Layout(pipeline=2), shard="none")
-    args, _ = build_vocabulary(checked(asked, setting))
+    asked = resolve(options, flags, devices, layout=Layout(pipeline=2), shard="none")
+    args, _ = build_vocabulary(checked(asked, devices))
     args = take_plan(args)
     assert found.flags["--pipeline-model-parallel-layout"] == args.pipeline_model_parallel_layout
     assert found.flags["--dpp-activation-cap"] == args.dpp_activation_cap
-    same = checked(found, setting)
+    same = checked(found, devices)
     derived = ("virtual_pipeline_model_parallel_size", "overlap_p2p_comm", "align_param_gather")
     assert [getattr(same, name) for name in derived] == [getattr(args, name) for name in derived]
 

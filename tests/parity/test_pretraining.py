@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp_train.data.token_files import Documents, TokenFile, token_type
+from megatron.dpp_train.data.token_files import Documents, TokenFileWriter, token_type
 from tests.parity.runs import Result, train
 
 FLAGS = (
@@ -44,7 +44,7 @@ def blend(folder: Path) -> str:
         prefix = folder / f"c{number}"
         sizes = [draw.randrange(5, 90) for _ in range(8 + 6 * number)]
         ids = [draw.randrange(12 * number, 12 * number + 12) for _ in range(sum(sizes))]
-        file = TokenFile(Path(f"{prefix}.bin"), dtype)
+        file = TokenFileWriter(Path(f"{prefix}.bin"), dtype)
         file.add(Documents.of(ids, sizes, [1] * len(sizes), dtype))
         file.finish(Path(f"{prefix}.idx"))
         words += [f"{0.02 + 0.02 * (9 - number):.2f}", str(prefix)]

@@ -30,7 +30,7 @@ from megatron.dpp.report.analysis.summary import summary
 from megatron.dpp.report.analysis.times import length, subtract, union
 from megatron.dpp.report.analysis.work import JobShape
 from megatron.dpp.report.ingredients import simulated_parts
-from megatron.dpp.report.pictures.runs import full_name
+from megatron.dpp.report.pictures.runs import long_name
 from megatron.dpp.report.reader import read_events
 from megatron.dpp.report.recorded import cost_file, recorded_runs
 from megatron.dpp.report.whatif import WhatIf, other_schedules, removal, schedule_of
@@ -162,7 +162,7 @@ def test_all_reports_name_a_rank_by_stage_and_replica(replicas, tensors, name):
         assert text.count("rank ") - text.count("tensor rank ") == text.count("(rank ")
     row = SimpleNamespace(rank=rank, pipeline=1, data=0, tensor=0)
     run = SimpleNamespace(run=SimpleNamespace(data=replicas, tensor=tensors))
-    assert full_name(row, run) == name
+    assert long_name(row, run) == name
 
 
 def test_a_heavy_stages_work_is_not_promised_away(tmp_path):

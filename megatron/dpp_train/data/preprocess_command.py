@@ -31,7 +31,7 @@ from megatron.dpp_train.data.json_lines import BadLine, parse_line, text_of
 from megatron.dpp_train.data.pool import in_order
 from megatron.dpp_train.data.rows import LINES, files_of, open_rows, size_of
 from megatron.dpp_train.data.sentences import SPLITTERS, make_splitter
-from megatron.dpp_train.data.token_files import Documents, TokenFile, token_type
+from megatron.dpp_train.data.token_files import Documents, TokenFileWriter, token_type
 from megatron.dpp_train.tokenizers import PIECE_TYPES, TOKENIZER_TYPES, tokenizer_for
 from megatron.dpp_train.tokenizers.template_files import find_templates
 
@@ -256,9 +256,9 @@ class Writer:
         first.parent.mkdir(parents=True, exist_ok=True)
         scratch = scratch_directory(first.parent, f".{first.name}.partial-")
         self._folder = stack.enter_context(scratch)
-        self._files: dict[str, TokenFile] = {}
+        self._files: dict[str, TokenFileWriter] = {}
         for key, target in self._targets.items():
-            self._files[key] = TokenFile(self._partial(target, ".bin"), dtype)
+            self._files[key] = TokenFileWriter(self._partial(target, ".bin"), dtype)
             stack.callback(self._files[key].close)
 
     def add(self, documents: dict[str, Documents]) -> None:

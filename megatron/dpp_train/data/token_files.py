@@ -51,7 +51,7 @@ class Documents(NamedTuple):
         )
 
 
-class TokenFile:
+class TokenFileWriter:
     """A pair of files. Memory: 4 bytes per sequence and 8 per document.
 
     Args:

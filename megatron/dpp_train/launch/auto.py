@@ -32,8 +32,8 @@ from megatron.dpp_train.launch.checked import checked, plan_flags, shape_from, w
 from megatron.dpp_train.launch.flags import Flags
 from megatron.dpp_train.launch.layout import Layout, nearest_multiple, possible_layouts
 from megatron.dpp_train.launch.resolve import (
+    Devices,
     Resolved,
-    Setting,
     divisible,
     forms,
     is_planned,
@@ -142,7 +142,7 @@ class Candidate(Way):
 def candidates(
     options: argparse.Namespace,
     flags: Flags,
-    setting: Setting,
+    devices: Devices,
     plain: RunShape,
     *,
     count: int = _SHOWN,
@@ -156,12 +156,12 @@ def candidates(
     Raises:
         DppError: flags that go with no layout, or a checkpoint that no layout reads.
     """
-    search = _Search(options, flags, setting, plain, count)
+    search = _Search(options, flags, devices, plain, count)
     found = search.run()
     if not found and _may_cut(options, flags, plain):
         schedule = dataclasses.replace(plain.schedule, slice_tokens="auto")
         cut = dataclasses.replace(plain, schedule=schedule)
-        sliced = _Search(options, flags | {_SLICES: "auto"}, setting, cut, count).run()
+        sliced = _Search(options, flags | {_SLICES: "auto"}, devices, cut, count).run()
         found = [dataclasses.replace(each, cut=True) for each in sliced]
     if not found and search.problem is not None:
         raise search.problem
@@ -180,13 +180,13 @@ class _Search:
         self,
         options: argparse.Namespace,
         flags: Flags,
-        setting: Setting,
+        devices: Devices,
         plain: RunShape,
         count: int,
     ) -> None:
-        self._options, self._flags, self._setting, self._plain = options, flags, setting, plain
+        self._options, self._flags, self._devices, self._plain = options, flags, devices, plain
         self._count = count
-        self._usable = _USABLE * setting.device.memory_bytes
+        self._usable = _USABLE * devices.device.memory_bytes
         self._plans: dict[tuple[Layout, int, bool], Flags] = {}
         self.problem: DppError | None = None
 
@@ -210,10 +210,10 @@ class _Search:
 
     def _ways(self) -> Iterator[Way]:
         """Possible forms that may fit."""
-        setting, plain, static = self._setting, self._plain, self._options.no_dpp
-        for layout, planned in _layouts(self._options, self._flags, setting, plain):
-            shards = _shards(layout, setting)
-            spreads = (False, True) if layout.tensor > 1 and setting.on_gpu else (False,)
+        devices, plain, static = self._devices, self._plain, self._options.no_dpp
+        for layout, planned in _layouts(self._options, self._flags, devices, plain):
+            shards = _shards(layout, devices)
+            spreads = (False, True) if layout.tensor > 1 and devices.on_gpu else (False,)
             if layout.tensor > 1 and plain.model.experts is not None:
                 spreads = (True,)  # megatron-core asks for it
             ways = product(shards, _MICRO_BATCHES, ("none", "full"), spreads)
@@ -225,11 +225,11 @@ class _Search:
                     recompute=recompute,
                     micro_batch=micro,
                 )
-                shape = shape_with(plain, setting, form, static=static)
+                shape = shape_with(plain, devices, form, static=static)
                 if shape is None:
                     continue
                 times = [
-                    (least_seconds(cut, setting.device, planned=planned), cut)
+                    (least_seconds(cut, devices.device, planned=planned), cut)
                     for cut in bounding_cuts(shape)
                 ]
                 for seconds, cut in sorted(times, key=lambda each: each[0]):
@@ -239,21 +239,21 @@ class _Search:
 
     def _try(self, way: Way, limit: float) -> Candidate | None:
         """The estimate of a way; None where it does not fit, or takes ``limit`` seconds or more."""
-        setting = self._setting
+        devices = self._devices
         try:
             resolved = self._resolved(way)
             if resolved is None:
                 return None
             if self._options.resume_from:  # not all layouts read each other's optimizer state
-                check_start(checked(resolved, setting))
-            shape = fitting(shape_from(resolved, setting), setting.device)
-            seconds = least_seconds(shape, setting.device)
+                check_start(checked(resolved, devices))
+            shape = fitting(shape_from(resolved, devices), devices.device)
+            seconds = least_seconds(shape, devices.device)
             exact = dataclasses.replace(way, least_seconds=seconds)
             if exact.least_cost >= limit or least_bytes(shape) > self._usable:
                 return None
-            if shape.num_slices > 1 and first_peak_bytes(shape, setting.device) > self._usable:
+            if shape.num_slices > 1 and first_peak_bytes(shape, devices.device) > self._usable:
                 return None
-            guess = estimate(shape, setting.device)
+            guess = estimate(shape, devices.device)
         except DppError as problem:
             self.problem = problem
             return None
@@ -269,16 +269,16 @@ class _Search:
         chosen.batch_size, chosen.engine = batch, None
         sizes = {"--micro-batch-size": way.micro_batch, "--global-batch-size": batch}
         plain = resolve(
-            chosen, self._flags | sizes, self._setting, layout=way.layout, shard=way.shard
+            chosen, self._flags | sizes, self._devices, layout=way.layout, shard=way.shard
         )
-        resolved = forms(plain, self._setting)[-1 if way.spread else 0]
+        resolved = forms(plain, self._devices)[-1 if way.spread else 0]
         if not way.planned:
             return resolved
         key = way.layout, way.micro_batch, way.spread  # a plan depends on nothing else
         if key not in self._plans:
             if len(self._plans) >= _MOST_PLANNED:
                 return None
-            self._plans[key] = plan_flags(resolved, self._setting)
+            self._plans[key] = plan_flags(resolved, self._devices)
         return with_plan(resolved, self._plans[key])
 
 
@@ -287,35 +287,35 @@ def _cost(candidate: Candidate) -> float:
 
 
 def _layouts(
-    options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape
+    options: argparse.Namespace, flags: Flags, devices: Devices, plain: RunShape
 ) -> Iterator[tuple[Layout, bool]]:
     """Possible layouts, and whether their layers are planned; then they need not divide evenly."""
     model = dataclasses.replace(
         divisible(flags, uneven=True),
         num_heads=plain.model.num_heads,
         # The local layers' exchange does not overlap, and has not been measured.
-        has_context=setting.on_gpu and not plain.gathers_keys and "--packing" not in flags,
+        has_context=devices.on_gpu and not plain.gathers_keys and "--packing" not in flags,
     )
-    for layout in possible_layouts(setting.world_size, model):
+    for layout in possible_layouts(devices.world_size, model):
         stages = layout.pipeline * layout.chunks
-        planned = is_planned(options, flags, layout, setting)
+        planned = is_planned(options, flags, layout, devices)
         fits = plain.num_layers >= stages if planned else plain.num_layers % stages == 0
-        near = setting.per_node % layout.tensor == 0  # else some group lies on two nodes
+        near = devices.per_node % layout.tensor == 0  # else some group lies on two nodes
         if fits and layout.chunks <= _MOST_CHUNKS and near:
             yield layout, planned
 
 
-def _shards(layout: Layout, setting: Setting) -> tuple[str, ...]:
-    replicas = setting.world_size // (layout.tensor * layout.pipeline)
+def _shards(layout: Layout, devices: Devices) -> tuple[str, ...]:
+    replicas = devices.world_size // (layout.tensor * layout.pipeline)
     if replicas == 1:
         return ("none",)
     return ("none", "optimizer", "parameters") if layout == Layout() else ("none", "optimizer")
 
 
-def shape_with(plain: RunShape, setting: Setting, form: Form, *, static: bool) -> RunShape | None:
+def shape_with(plain: RunShape, devices: Devices, form: Form, *, static: bool) -> RunShape | None:
     """``plain`` on all devices in a form; None where the batch does not divide."""
     layout, micro = form.layout, form.micro_batch
-    data = setting.world_size // layout.replica_size
+    data = devices.world_size // layout.replica_size
     if plain.global_batch % (data * micro):
         return None
     microbatches = plain.global_batch // (data * micro)
@@ -351,7 +351,7 @@ def shape_with(plain: RunShape, setting: Setting, form: Form, *, static: bool) -
         shard=form.shard,
         recompute=form.recompute,
         schedule=schedule,
-        per_node=setting.per_node,
+        per_node=devices.per_node,
         engine=plain.engine and form.shard != "parameters",  # FSDP2's layers are local
     )
 
@@ -377,9 +377,9 @@ def _graphs(plain: RunShape, layout: Layout) -> str:
     return "on" if alone and asked == "auto" else asked
 
 
-def report(best: list[Candidate], setting: Setting) -> list[str]:
+def report(best: list[Candidate], devices: Devices) -> list[str]:
     """The three best with their estimates, and why the first is first."""
-    memory = setting.device.memory_bytes
+    memory = devices.device.memory_bytes
     table = [f"{'':2s}{'ms/iteration':>12s}{'tokens/s':>12s}{'of ' + size(memory):>15s}  options"]
     for index, each in enumerate(best, 1):
         guess = each.estimate
@@ -428,34 +428,34 @@ def _why(best: list[Candidate]) -> str:
 
 
 def why_nothing_fits(
-    options: argparse.Namespace, flags: Flags, setting: Setting, plain: RunShape
+    options: argparse.Namespace, flags: Flags, devices: Devices, plain: RunShape
 ) -> str:
     """The need of the least demanding layout, and the number of devices that it needs."""
-    usable = _USABLE * setting.device.memory_bytes
+    usable = _USABLE * devices.device.memory_bytes
     least: tuple[float, Layout, str] | None = None
-    for layout, _ in _layouts(options, flags, setting, plain):
-        for shard in _shards(layout, setting):
-            form = Form(layout=layout, shard=shard, spread=layout.tensor > 1 and setting.on_gpu)
-            shape = shape_with(plain, setting, form, static=options.no_dpp)
+    for layout, _ in _layouts(options, flags, devices, plain):
+        for shard in _shards(layout, devices):
+            form = Form(layout=layout, shard=shard, spread=layout.tensor > 1 and devices.on_gpu)
+            shape = shape_with(plain, devices, form, static=options.no_dpp)
             if shape is not None:
                 shape = bounding_cuts(shape)[0]
                 need = least_bytes(shape)
                 if need <= usable:
-                    need = estimate(shape, setting.device).peak_bytes
+                    need = estimate(shape, devices.device).peak_bytes
                 least = min(least or (need, layout, shard), (need, layout, shard), key=_first)
     if least is None:
-        near = nearest_multiple(plain.global_batch, setting.world_size)
+        near = nearest_multiple(plain.global_batch, devices.world_size)
         return (
-            f"a batch of {plain.global_batch} cannot be divided over {setting.world_size} "
+            f"a batch of {plain.global_batch} cannot be divided over {devices.world_size} "
             f"devices; nearest possible: --batch-size {near}"
         )
-    more = f"about --gpus {int(-(-least[0] // usable)) * setting.per_node}, or fewer layers"
-    nearest = more if setting.on_gpu else "fewer layers (processes share the machine's memory)"
+    more = f"about --gpus {int(-(-least[0] // usable)) * devices.per_node}, or fewer layers"
+    nearest = more if devices.on_gpu else "fewer layers (processes share the machine's memory)"
     shared = "nothing" if least[2] == "none" else least[2]
     return (
         f"no layout fits: the least ({least[1].text()}, {shared} sharded, full recompute, "
         f"micro batch 1) needs {size(least[0])} on every device; of its "
-        f"{size(setting.device.memory_bytes)}, {_USABLE:.0%} can be used; nearest: {nearest}"
+        f"{size(devices.device.memory_bytes)}, {_USABLE:.0%} can be used; nearest: {nearest}"
     )
 
 

@@ -11,7 +11,7 @@ from megatron.dpp_train.cost.from_flags import check_format, shape_of
 from megatron.dpp_train.cost.planned import take_plan
 from megatron.dpp_train.cost.shape import RunShape
 from megatron.dpp_train.launch.flags import Flags
-from megatron.dpp_train.launch.resolve import Resolved, Setting
+from megatron.dpp_train.launch.resolve import Devices, Resolved
 from megatron.dpp_train.options.run_config import RunConfig
 from megatron.dpp_train.options.validate import validate
 from megatron.dpp_train.preflight import check as preflight
@@ -19,21 +19,21 @@ from megatron.dpp_train.preflight import check as preflight
 _PLAN = "--dpp-plan"
 
 
-def checked(resolved: Resolved, setting: Setting) -> RunConfig:
+def checked(resolved: Resolved, devices: Devices) -> RunConfig:
     """The training script's arguments.
 
     Raises:
         ConfigError: flags that are unknown or do not fit together.
     """
-    check_format(resolved.parsed, setting.device)
-    args = validate(resolved.parsed, setting.world_size, resolved.arch, elsewhere=setting.elsewhere)
+    check_format(resolved.parsed, devices.device)
+    args = validate(resolved.parsed, devices.world_size, resolved.arch, elsewhere=devices.elsewhere)
     preflight.check_values(args)
     if args.use_dpp and not args.dpp_plan:  # else the number of chunks is not known yet
-        preflight.check_schedule(args, one_node=setting.num_nodes == 1)
+        preflight.check_schedule(args, one_node=devices.num_nodes == 1)
     return args
 
 
-def planned(resolved: Resolved, setting: Setting) -> Resolved:
+def planned(resolved: Resolved, devices: Devices) -> Resolved:
     """The same run with the planned layout in the place of ``--dpp-plan``, so that not every rank
     plans it again.
 
@@ -43,12 +43,12 @@ def planned(resolved: Resolved, setting: Setting) -> Resolved:
     """
     if _PLAN not in resolved.flags:
         return resolved
-    return with_plan(resolved, plan_flags(resolved, setting))
+    return with_plan(resolved, plan_flags(resolved, devices))
 
 
-def plan_flags(resolved: Resolved, setting: Setting) -> Flags:
+def plan_flags(resolved: Resolved, devices: Devices) -> Flags:
     """The flags that ``--dpp-plan`` leads to; raises as :func:`planned`."""
-    args, _ = preflight.build_vocabulary(checked(resolved, setting), setting.build_tokenizer)
+    args, _ = preflight.build_vocabulary(checked(resolved, devices), devices.build_tokenizer)
     args = take_plan(args)
     return {
         "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout,
@@ -62,7 +62,7 @@ def with_plan(resolved: Resolved, plan: Flags) -> Resolved:
     return dataclasses.replace(resolved, flags=flags | plan)
 
 
-def shape_from(resolved: Resolved, setting: Setting, *, plan: bool = True) -> RunShape:
+def shape_from(resolved: Resolved, devices: Devices, *, plan: bool = True) -> RunShape:
     """The shape of a resolved run; its flags are checked on the way.
 
     Args:
@@ -72,7 +72,7 @@ def shape_from(resolved: Resolved, setting: Setting, *, plan: bool = True) -> Ru
         ConfigError: flags that are unknown or do not fit together.
         DataError: a vocabulary that cannot be read.
     """
-    args, _ = preflight.build_vocabulary(checked(resolved, setting), setting.build_tokenizer)
+    args, _ = preflight.build_vocabulary(checked(resolved, devices), devices.build_tokenizer)
     if args.dpp_plan and plan:
         args = take_plan(args)
-    return shape_of(args, on_gpu=setting.on_gpu, arch=resolved.arch, per_node=setting.per_node)
+    return shape_of(args, on_gpu=devices.on_gpu, arch=resolved.arch, per_node=devices.per_node)

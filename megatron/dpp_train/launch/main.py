@@ -38,8 +38,8 @@ from megatron.dpp_train.launch.job import find_job, is_dry_run, launch, refuse_t
 from megatron.dpp_train.launch.layout import Layout, nearest_multiple
 from megatron.dpp_train.launch.nodes import Nodes, find_nodes
 from megatron.dpp_train.launch.resolve import (
+    Devices,
     Resolved,
-    Setting,
     asked_batch,
     asked_layout,
     base_flags,
@@ -142,7 +142,7 @@ class Plan:
 
     options: argparse.Namespace
     resolved: Resolved
-    setting: Setting
+    devices: Devices
     nodes: Nodes
     heading: list[str]
     estimate: Estimate
@@ -166,8 +166,8 @@ def plan(words: Sequence[str]) -> Plan:
     nodes = find_nodes(os.environ)
     if nodes.rank == 0 and not options.dry_run and not is_dry_run():
         _check_free(options, from_argv(rest))
-    setting = find_setting(options, nodes)
-    flags = base_flags(options, rest, setting)
+    devices = find_devices(options, nodes)
+    flags = base_flags(options, rest, devices)
     data = prepare(
         options.arch or "gpt",
         options.data,
@@ -181,27 +181,27 @@ def plan(words: Sequence[str]) -> Plan:
     if own_split:
         flags |= split_of(flags)
     if options.mode == "auto":
-        best = _best(options, flags, setting)
+        best = _best(options, flags, devices)
         resolved, found = best[0].resolved, best[0].estimate
-        heading, warnings = [*auto.report(best[:3], setting), ""], []
+        heading, warnings = [*auto.report(best[:3], devices), ""], []
     else:
         asked = resolve(
             options,
             flags,
-            setting,
+            devices,
             layout=asked_layout(options, flags),
-            shard=shard_of(options, setting),
+            shard=shard_of(options, devices),
         )
-        asked, resolved, found = _fitting(options, asked, flags, setting)
+        asked, resolved, found = _fitting(options, asked, flags, devices)
         heading, warnings = [f"mode {options.mode}{_planned(asked)}"], _warnings(found.shape)
-    _check_files(resolved, setting, tokens_exist=data.preparation is None)
+    _check_files(resolved, devices, tokens_exist=data.preparation is None)
     heading += resolved.notes
     if data.preparation is None:
         warnings = [*warnings, *data_notes(resolved.flags)]
     return Plan(
         options=options,
         resolved=resolved,
-        setting=setting,
+        devices=devices,
         nodes=nodes,
         heading=heading,
         estimate=found,
@@ -224,26 +224,26 @@ def _check_free(options: argparse.Namespace, flags: Flags) -> None:
 
 
 def _fitting(
-    options: argparse.Namespace, asked: Resolved, flags: Flags, setting: Setting
+    options: argparse.Namespace, asked: Resolved, flags: Flags, devices: Devices
 ) -> tuple[Resolved, Resolved, Estimate]:
     """The fastest form of a run that fits: as asked for, with its layers planned, and its estimate.
     Where none does, a ConfigError names the nearest."""
-    memory, fitting, needs = setting.device.memory_bytes, [], []
-    for form in forms(asked, setting):
+    memory, fitting, needs = devices.device.memory_bytes, [], []
+    for form in forms(asked, devices):
         try:
-            needs.append(least_bytes(shape_from(form, setting, plan=False)))
+            needs.append(least_bytes(shape_from(form, devices, plan=False)))
         except ConfigError:
             if form is asked:
                 raise
             continue  # what was asked for may run, in no other form
         if needs[-1] <= memory:
-            resolved = planned(form, setting)
-            found = estimate(shape_from(resolved, setting), setting.device)
+            resolved = planned(form, devices)
+            found = estimate(shape_from(resolved, devices), devices.device)
             needs[-1] = found.peak_bytes
             if needs[-1] <= memory:
                 fitting.append((form, resolved, found))
     if not fitting:
-        raise _does_not_fit(options, min(needs), flags, setting)
+        raise _does_not_fit(options, min(needs), flags, devices)
     return min(fitting, key=lambda each: each[2].seconds)
 
 
@@ -259,7 +259,7 @@ def _start(found: Plan, words: Sequence[str]) -> None:
     """Set up, preprocess, and become torchrun. With another Python than this one, do all of it
     again there: what it has installed decides what a run can do."""
     options, resolved = found.options, found.resolved
-    sizes = {"GPUS_PER_NODE": str(found.setting.per_node), **found.nodes.environment()}
+    sizes = {"GPUS_PER_NODE": str(found.devices.per_node), **found.nodes.environment()}
     job = find_job({**os.environ, **sizes})
     if options.run_dir:
         os.environ["RUN_DIR"] = options.run_dir
@@ -285,13 +285,13 @@ def _start(found: Plan, words: Sequence[str]) -> None:
             print("\n".join(tokens), flush=True)
     script = f"pretrain_{resolved.arch}.py"
     print(f"\nflags of {script}:\n{show(resolved.argv)}\n", flush=True)
-    if not found.setting.on_gpu:
+    if not found.devices.on_gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     resolved.give(job.flags())
     launch(job, python, script, resolved.argv, resolved.parsed, dry_run=options.dry_run)
 
 
-def find_setting(options: argparse.Namespace, nodes: Nodes) -> Setting:
+def find_devices(options: argparse.Namespace, nodes: Nodes) -> Devices:
     """Devices and their number.
 
     Raises:
@@ -299,7 +299,7 @@ def find_setting(options: argparse.Namespace, nodes: Nodes) -> Setting:
     """
     if options.procs is not None:
         device = cpu_device(options.procs)
-        return _setting(options, nodes, per_node=options.procs, on_gpu=False, device=device)
+        return _devices(options, nodes, per_node=options.procs, on_gpu=False, device=device)
     named = named_gpu(options.gpu, options.tflops, options.memory, options.bandwidth)
     if named is not None and (options.dry_run or options.gpu):
         return _imagined(options, nodes, named)
@@ -313,26 +313,26 @@ def find_setting(options: argparse.Namespace, nodes: Nodes) -> Setting:
         )
     on_gpu = machine.num_gpus > 0
     per_node = options.gpus or machine.num_gpus or _DEFAULT_PROCS
-    return _setting(options, nodes, per_node=per_node, on_gpu=on_gpu, device=machine.device)
+    return _devices(options, nodes, per_node=per_node, on_gpu=on_gpu, device=machine.device)
 
 
-def _imagined(options: argparse.Namespace, nodes: Nodes, device: Device) -> Setting:
+def _imagined(options: argparse.Namespace, nodes: Nodes, device: Device) -> Devices:
     """GPUs that this machine need not have, for a dry run."""
     if not options.dry_run:
         raise ConfigError(f"--gpu {options.gpu}: only a plan can be made for it; add --dry-run")
     per_node = options.gpus or 8
-    return _setting(options, nodes, per_node=per_node, on_gpu=True, device=device, elsewhere=True)
+    return _devices(options, nodes, per_node=per_node, on_gpu=True, device=device, elsewhere=True)
 
 
-def _setting(options: argparse.Namespace, nodes: Nodes, **found: object) -> Setting:
-    setting = Setting(num_nodes=nodes.count, **found)  # type: ignore[arg-type]
+def _devices(options: argparse.Namespace, nodes: Nodes, **found: object) -> Devices:
+    devices = Devices(num_nodes=nodes.count, **found)  # type: ignore[arg-type]
     figures = options.tflops, options.memory, options.bandwidth
-    return dataclasses.replace(setting, device=setting.device.with_figures(*figures))
+    return dataclasses.replace(devices, device=devices.device.with_figures(*figures))
 
 
-def _check_files(resolved: Resolved, setting: Setting, *, tokens_exist: bool) -> None:
+def _check_files(resolved: Resolved, devices: Devices, *, tokens_exist: bool) -> None:
     """Check checkpoint, outputs and data before text is tokenised, which may take hours."""
-    args = checked(resolved, setting)
+    args = checked(resolved, devices)
     check_start(args)
     check_outputs(args)
     if tokens_exist:
@@ -346,37 +346,37 @@ def _warnings(shape: RunShape) -> list[str]:
     return ["warning: there is one replica, so --mode zero shards nothing; nearest: --mode 3d"]
 
 
-def plain_shape(options: argparse.Namespace, flags: Flags, setting: Setting) -> RunShape:
+def plain_shape(options: argparse.Namespace, flags: Flags, devices: Devices) -> RunShape:
     """The run on one device, which ``auto`` starts from. A batch that was not asked for is made to
     fit as many replicas as there are devices."""
     plain = argparse.Namespace(**vars(options))
     plain.mode = "simple"
     batch = whole_flag(flags, "--global-batch-size")
-    if options.batch_size is None and batch % setting.world_size:
-        batch = nearest_multiple(batch, setting.world_size)
-    alone = dataclasses.replace(setting, per_node=1, num_nodes=1)
+    if options.batch_size is None and batch % devices.world_size:
+        batch = nearest_multiple(batch, devices.world_size)
+    alone = dataclasses.replace(devices, per_node=1, num_nodes=1)
     flags = {**flags, "--global-batch-size": batch, "--micro-batch-size": 1}
     flags.pop("--dpp-inject", None)  # it may name ranks of a pipeline
     return shape_from(resolve(plain, flags, alone, layout=Layout(), shard="none"), alone)
 
 
 def _does_not_fit(
-    options: argparse.Namespace, need_bytes: float, flags: Flags, setting: Setting
+    options: argparse.Namespace, need_bytes: float, flags: Flags, devices: Devices
 ) -> ConfigError:
-    need = f"the fullest rank needs {size(need_bytes)} of {size(setting.device.memory_bytes)}"
+    need = f"the fullest rank needs {size(need_bytes)} of {size(devices.device.memory_bytes)}"
     if options.mode == "megatron":  # its file holds the batch, and the layout
         return ConfigError(f"{need}; more devices, or a layout in --config, divide the model")
-    plain = plain_shape(options, flags, setting)
-    fitting = auto.candidates(options, flags, setting, plain)
+    plain = plain_shape(options, flags, devices)
+    fitting = auto.candidates(options, flags, devices, plain)
     if fitting:
         return ConfigError(f"{need}; nearest that fits: {fitting[0].command()}")
-    return ConfigError(f"{need}; {auto.why_nothing_fits(options, flags, setting, plain)}")
+    return ConfigError(f"{need}; {auto.why_nothing_fits(options, flags, devices, plain)}")
 
 
-def _best(options: argparse.Namespace, flags: Flags, setting: Setting) -> list[auto.Candidate]:
+def _best(options: argparse.Namespace, flags: Flags, devices: Devices) -> list[auto.Candidate]:
     """Mode ``auto``: all layouts that fit, the best first."""
-    plain = plain_shape(options, flags, setting)
-    found = auto.candidates(options, flags, setting, plain)
+    plain = plain_shape(options, flags, devices)
+    found = auto.candidates(options, flags, devices, plain)
     if not found:
-        raise ConfigError(auto.why_nothing_fits(options, flags, setting, plain))
+        raise ConfigError(auto.why_nothing_fits(options, flags, devices, plain))
     return found

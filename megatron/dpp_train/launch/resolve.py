@@ -42,7 +42,7 @@ _STAGES = ("optimizer", "gradients", "parameters")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class Devices:
     """The devices of a run.
 
     Args:
@@ -100,7 +100,7 @@ class Resolved:
         give(self.parsed, flags)
 
 
-def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Setting) -> Flags:
+def base_flags(options: argparse.Namespace, rest: Sequence[str], devices: Devices) -> Flags:
     """Flags of model, batch and precision, and the given ones: everything but the layout.
 
     Raises:
@@ -108,8 +108,8 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Settin
         DataError: a file that is not there.
     """
     asked = from_argv(rest)
-    name = options.model or asked.get("--load-hf") or ("small" if setting.on_gpu else "sample")
-    flags = {**_common(on_gpu=setting.on_gpu), **model_flags(name, asked.get("--family-file"))}
+    name = options.model or asked.get("--load-hf") or ("small" if devices.on_gpu else "sample")
+    flags = {**_common(on_gpu=devices.on_gpu), **model_flags(name, asked.get("--family-file"))}
     if options.arch == "bert":
         flags["--seq-length"] = min(512, whole_flag(flags, "--seq-length"))
     file = {}
@@ -128,7 +128,7 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Settin
     flags |= file | spelled | heads(file | spelled | asked)
     if _asked_precision(options):
         flags = {name: value for name, value in flags.items() if name not in _HALF}
-    flags |= _precision(options, flags, setting)
+    flags |= _precision(options, flags, devices)
     flags |= asked
     if "--train-samples" in flags and "--train-iters" not in spelled | asked:
         del flags["--train-iters"]
@@ -136,7 +136,7 @@ def base_flags(options: argparse.Namespace, rest: Sequence[str], setting: Settin
         if options.model:
             raise ConfigError("--model and --config exclude each other in --mode megatron")
         read_text(options.config)  # refuses a file that is no text
-        flags = _above_file(options, spelled | asked, setting)
+        flags = _above_file(options, spelled | asked, devices)
     else:
         _refuse_layout(options.mode, flags)
     return _derived(flags)
@@ -199,7 +199,7 @@ def _common(*, on_gpu: bool) -> Flags:
     } | ({"--log-throughput": True} if on_gpu else {})
 
 
-def _above_file(options: argparse.Namespace, spelled: Flags, setting: Setting) -> Flags:
+def _above_file(options: argparse.Namespace, spelled: Flags, devices: Devices) -> Flags:
     """The flags of a run with Megatron's own file, and those of the command line, which win."""
     if asked := _asked_precision(options):
         file = parse_args(["--yaml-cfg", options.config])
@@ -209,8 +209,8 @@ def _above_file(options: argparse.Namespace, spelled: Flags, setting: Setting) -
                     f"{asked}: {options.config} says {name[2:]}, which no flag can undo; change it "
                     f"there, or leave {asked} out"
                 )
-        spelled |= _precision(options, spelled, setting)
-    device = {"--device": "cuda" if setting.on_gpu else "cpu", "--estimate": True}
+        spelled |= _precision(options, spelled, devices)
+    device = {"--device": "cuda" if devices.on_gpu else "cpu", "--estimate": True}
     return {"--yaml-cfg": options.config} | device | _missing_in(options.config, spelled) | spelled
 
 
@@ -239,11 +239,11 @@ def _asked_precision(options: argparse.Namespace) -> str | None:
     return asked[0] if asked else None
 
 
-def _precision(options: argparse.Namespace, flags: Flags, setting: Setting) -> Flags:
+def _precision(options: argparse.Namespace, flags: Flags, devices: Devices) -> Flags:
     """Flags of the precision: as asked for, else on GPUs the 16-bit format that they support."""
     asked = _asked_precision(options)
-    if asked is None and setting.on_gpu and not set(_HALF) & set(flags):
-        asked = "--bf16" if setting.device.bf16 else "--fp16"
+    if asked is None and devices.on_gpu and not set(_HALF) & set(flags):
+        asked = "--bf16" if devices.device.bf16 else "--fp16"
     if asked == "--fp16":
         return {"--fp16": True, "--initial-loss-scale": 65536}
     return {"--bf16": True} if asked == "--bf16" else {}
@@ -276,7 +276,7 @@ def _derived(flags: Flags) -> Flags:
 
 
 def resolve(
-    options: argparse.Namespace, flags: Flags, setting: Setting, *, layout: Layout, shard: str
+    options: argparse.Namespace, flags: Flags, devices: Devices, *, layout: Layout, shard: str
 ) -> Resolved:
     """Add a layout and sharded state to :func:`base_flags`.
 
@@ -285,23 +285,23 @@ def resolve(
     """
     flags = dict(flags)
     if options.mode != "megatron":
-        planned = is_planned(options, flags, layout, setting)
+        planned = is_planned(options, flags, layout, devices)
         uneven = planned or any(name in flags for name in CUTS)
         model = divisible(flags, uneven=uneven)
-        check_layout(layout, setting.world_size, model, setting.option)
+        check_layout(layout, devices.world_size, model, devices.option)
         if planned:
             flags["--dpp-plan"] = SHAPES
         by_deepspeed = options.mode == "zero" and options.engine == "deepspeed"
         name = "--padded-vocab-size"
         known = whole_flag(flags, name) if name in flags else None
-        flags |= _layout_flags(options, layout, setting, known) | _shard_flags(shard, by_deepspeed)
+        flags |= _layout_flags(options, layout, devices, known) | _shard_flags(shard, by_deepspeed)
         if layout.tensor > 1 and "--num-experts" in flags:
             flags["--sequence-parallel"] = True  # megatron-core asks for it
         if by_deepspeed or shard in ("gradients", "parameters"):
             flags.pop("--overlap-grad-reduce", None)  # both do so by themselves
-        flags |= _batch(options, flags, setting, layout)
+        flags |= _batch(options, flags, devices, layout)
         flags |= _recompute(options.recompute)
-        if setting.on_gpu and not by_deepspeed and _replays(options, flags, layout, shard):
+        if devices.on_gpu and not by_deepspeed and _replays(options, flags, layout, shard):
             flags.setdefault("--dpp-cuda-graphs", "on")
     if options.save:
         flags["--save"] = options.save
@@ -309,22 +309,22 @@ def resolve(
     if options.resume_from:
         flags |= resume_flags(options.resume_from)
     found = Resolved(arch=options.arch or "gpt", flags=flags, layout=layout, shard=shard)
-    _add_layers(found, setting)
+    _add_layers(found, devices)
     return found
 
 
-def _add_layers(found: Resolved, setting: Setting) -> None:
+def _add_layers(found: Resolved, devices: Devices) -> None:
     """Give a run its layers, where nothing names them."""
     layers = default_layers(
         found.parsed,
         found.arch,
-        on_gpu=setting.on_gpu,
-        is_ampere=setting.device.bf16,
-        elsewhere=setting.elsewhere,
+        on_gpu=devices.on_gpu,
+        is_ampere=devices.device.bf16,
+        elsewhere=devices.elsewhere,
     )
     if layers is not None:
         found.give({"--transformer-impl": layers.name})
-        found.notes.extend([layers.line()] if setting.on_gpu else [])
+        found.notes.extend([layers.line()] if devices.on_gpu else [])
 
 
 def asked_layout(options: argparse.Namespace, flags: Flags) -> Layout:
@@ -355,7 +355,7 @@ def divisible(flags: Flags, *, uneven: bool) -> Divisible:
     )
 
 
-def shard_of(options: argparse.Namespace, setting: Setting) -> str:
+def shard_of(options: argparse.Namespace, devices: Devices) -> str:
     """The sharded state of the mode.
 
     Raises:
@@ -370,7 +370,7 @@ def shard_of(options: argparse.Namespace, setting: Setting) -> str:
                 "--zero-stage 1, or --engine megatron"
             )
         return "none"
-    needed = options.engine == "deepspeed" and not setting.elsewhere
+    needed = options.engine == "deepspeed" and not devices.elsewhere
     if needed and importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
             "--engine deepspeed: DeepSpeed is not installed (DS_BUILD_OPS=0 pip install "
@@ -381,7 +381,7 @@ def shard_of(options: argparse.Namespace, setting: Setting) -> str:
 
 
 def _layout_flags(
-    options: argparse.Namespace, layout: Layout, setting: Setting, known: int | None
+    options: argparse.Namespace, layout: Layout, devices: Devices, known: int | None
 ) -> Flags:
     """Flags of a layout; ``known`` is the vocabulary of a model that has its own."""
     flags: Flags = {}
@@ -402,33 +402,33 @@ def _layout_flags(
         flags["--expert-model-parallel-size"] = layout.expert
         if layout.tensor > 1:  # a tensor-parallel size of experts stays inside of this group
             flags["--expert-tensor-parallel-size"] = 1
-    if setting.on_gpu and setting.world_size > layout.tensor * layout.pipeline:
+    if devices.on_gpu and devices.world_size > layout.tensor * layout.pipeline:
         flags["--overlap-grad-reduce"] = True
     if layout.chunks > 1:
         flags["--num-virtual-stages-per-pipeline-rank"] = layout.chunks
     return flags
 
 
-def forms(resolved: Resolved, setting: Setting) -> list[Resolved]:
+def forms(resolved: Resolved, devices: Devices) -> list[Resolved]:
     """The same run, and one with sequence parallelism where that is possible.
 
     It needs less memory, but a layer has ten collectives instead of four: 345M and 1.3B take 5 to
     12 % longer with it on H200s (docs/benchmarks/scaling-h200.md).
     """
     name = "--sequence-parallel"
-    if resolved.layout.tensor == 1 or not setting.on_gpu or name in resolved.flags:
+    if resolved.layout.tensor == 1 or not devices.on_gpu or name in resolved.flags:
         return [resolved]
     return [resolved, dataclasses.replace(resolved, flags=resolved.flags | {name: True})]
 
 
-def is_planned(options: argparse.Namespace, flags: Flags, layout: Layout, setting: Setting) -> bool:
+def is_planned(options: argparse.Namespace, flags: Flags, layout: Layout, devices: Devices) -> bool:
     """True where GPT's layers are laid out by cost: in dynamic pipelines on GPUs, whose last rank
     has an output layer worth several layers, unless flags say otherwise.
     """
     asked = any(name in flags for name in ("--dpp-plan", *NOT_PLANNED))
     free = options.chunks is None and layout.chunks == 1 and not asked
     dynamic = options.mode in ("3d", "auto") and layout.pipeline > 1 and not options.no_dpp
-    return free and dynamic and setting.on_gpu and (options.arch or "gpt") == "gpt"
+    return free and dynamic and devices.on_gpu and (options.arch or "gpt") == "gpt"
 
 
 def _replays(options: argparse.Namespace, flags: Flags, layout: Layout, shard: str) -> bool:
@@ -463,9 +463,9 @@ def asked_batch(options: argparse.Namespace, rest: Sequence[str]) -> int | None:
     return whole_flag(asked, name) if name in asked else None
 
 
-def _batch(options: Any, flags: Flags, setting: Setting, layout: Layout) -> Flags:
+def _batch(options: Any, flags: Flags, devices: Devices, layout: Layout) -> Flags:
     """Micro-batch and global batch sizes that fit. A size that was not given is adapted."""
-    replicas = setting.world_size // layout.replica_size
+    replicas = devices.world_size // layout.replica_size
     micro, batch = whole_flag(flags, "--micro-batch-size"), whole_flag(flags, "--global-batch-size")
     static = layout.chunks > 1 and options.no_dpp
     unit = replicas * (layout.pipeline if static else 1)

@@ -14,9 +14,9 @@ from megatron.dpp.report.pictures.picture import Line, Picture, Text
 from megatron.dpp.report.pictures.runs import (
     Traced,
     by_stage,
-    full_name,
-    place_name,
+    long_name,
     places_note,
+    short_name,
     traced_runs_of,
 )
 from megatron.dpp.report.pictures.style import in_order, label_of
@@ -43,7 +43,7 @@ def plot_timeline(report: Report, width: float) -> Picture | None:
     )
     picture = Picture(title, width, _noted(note, found))
     top = draw_legend(picture, in_order({one[3] for one in line.slices})) + 4
-    rows = [place_name(found.row(rank), found) for rank in line.ranks]
+    rows = [short_name(found.row(rank), found) for rank in line.ranks]
     waits_first = sorted(line.slices, key=lambda one: len(one[3]) == 1)
     slices = [Slice(*one[:5]) for one in waits_first]
     draw_timeline(picture, rows, slices, line.length_us, top, tick=lambda us: f"{us / 1e3:g}")
@@ -86,15 +86,15 @@ def plot_time_per_rank(report: Report, width: float) -> Picture | None:
     busiest = max(found.ranks, key=lambda row: row.busy_ms)
     idlest = max(found.ranks, key=lambda row: row.bubble)
     title = (
-        f"{full_name(busiest, found).capitalize()} works most, {duration(busiest.busy_ms)} of "
-        f"{duration(found.totals.window_ms)}; {full_name(idlest, found)} idles most, "
+        f"{long_name(busiest, found).capitalize()} works most, {duration(busiest.busy_ms)} of "
+        f"{duration(found.totals.window_ms)}; {long_name(idlest, found)} idles most, "
         f"{percent(idlest.bubble)}"
     )
     picture = Picture(title, width, _noted("mean time per iteration", found))
     rows = by_stage(found)[:MOST_ROWS]
     top = draw_legend(picture, _classes([parts_of(row) for row in rows]))
     bars = [
-        Bar(place_name(row, found), _hinted(parts_of(row)), f"{percent(row.bubble)} idle")
+        Bar(short_name(row, found), _hinted(parts_of(row)), f"{percent(row.bubble)} idle")
         for row in rows
     ]
     draw_bars(picture, bars, top, form=duration)
@@ -227,11 +227,11 @@ def per_rank(
                 size = value(row)
                 if size is None:
                     continue
-                label = place_name(row, run) + (f", {name}" if report.others else "")
-                bar = Bar(label, [(colour, size, full_name(row, run))], form(size))
+                label = short_name(row, run) + (f", {name}" if report.others else "")
+                bar = Bar(label, [(colour, size, long_name(row, run))], form(size))
                 bars.append(((row.pipeline, row.data, row.tensor, order), bar))
                 if run is report.pipeline and (most is None or size > most[0]):
-                    most = size, full_name(row, run).capitalize()
+                    most = size, long_name(row, run).capitalize()
         if most is None or report.pipeline is None:
             return None
         title = finding.format(rank=most[1], value=form(most[0]))

@@ -14,7 +14,7 @@ from megatron.dpp.report.analysis.report_data import Pipeline, Report, Training
 from megatron.dpp.report.pictures import tables
 from megatron.dpp.report.pictures.charts import difference
 from megatron.dpp.report.pictures.gallery import PLOTS
-from megatron.dpp.report.pictures.runs import Shown, full_name, place_name, runs_of, traced_runs_of
+from megatron.dpp.report.pictures.runs import Shown, long_name, runs_of, short_name, traced_runs_of
 from megatron.dpp.report.pictures.style import CHUNK_ALPHA, LABELS, style_sheet
 from megatron.dpp.report.pictures.tables import Column, section, table
 
@@ -290,8 +290,8 @@ def _timeline(found: Pipeline) -> str:
     data = json.dumps(
         {
             **dataclasses.asdict(line),
-            "names": [place_name(row, found) for row in rows],
-            "places": [full_name(row, found) for row in rows],
+            "names": [short_name(row, found) for row in rows],
+            "places": [long_name(row, found) for row in rows],
             "labels": LABELS,
             "alpha": CHUNK_ALPHA,
         },

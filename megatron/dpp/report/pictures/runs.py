@@ -79,13 +79,13 @@ def by_stage(pipeline: Pipeline) -> list[RankRow]:
     return sorted(pipeline.ranks, key=lambda row: (row.pipeline, row.data, row.tensor))
 
 
-def place_name(row: RankRow, pipeline: Pipeline) -> str:
+def short_name(row: RankRow, pipeline: Pipeline) -> str:
     """A rank by its place, short: ``stage 0``, ``stage 0 r1 t0``."""
     replica = f" r{row.data}" if pipeline.run.data > 1 else ""
     return f"stage {row.pipeline}{replica}" + (f" t{row.tensor}" if pipeline.run.tensor > 1 else "")
 
 
-def full_name(row: RankRow, pipeline: Pipeline) -> str:
+def long_name(row: RankRow, pipeline: Pipeline) -> str:
     """A rank by place and number: ``stage 0, replica 1, tensor rank 0 (rank 2)``."""
     replica = row.data if pipeline.run.data > 1 else None
     tensor = row.tensor if pipeline.run.tensor > 1 else None
@@ -93,6 +93,6 @@ def full_name(row: RankRow, pipeline: Pipeline) -> str:
 
 
 def places_note(pipeline: Pipeline) -> str:
-    """The meaning of the letters of ``place_name``; empty where it has none."""
+    """The meaning of the letters of ``short_name``; empty where it has none."""
     letters = ["r: replica"] if pipeline.run.data > 1 else []
     return ", ".join(letters + (["t: tensor rank"] if pipeline.run.tensor > 1 else []))
