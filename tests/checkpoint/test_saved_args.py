@@ -21,12 +21,14 @@ from megatron.dpp_train.checkpoint.files import Found
 from megatron.dpp_train.checkpoint.saved_args import (
     check_model,
     check_optimizer,
+    check_tokens_kept,
     other_slices,
     saved_args,
     take_checkpoint_args,
 )
 from megatron.dpp_train.options.arguments import parse_args
 from megatron.dpp_train.preflight.files import check_start
+from megatron.dpp_train.tokenizers import NullTokenizer, Tokenizer
 from tests.harmful import Harmful
 
 MODEL = {
@@ -100,6 +102,29 @@ def test_a_file_that_would_run_code_is_refused_before_processes_start(
         act(parse_args(["--load", str(tmp_path), *flags]))
     assert "\n" not in str(error.value) and "unreadable" not in str(error.value)
     assert not (tmp_path / "made").exists()
+
+
+class Words(Tokenizer):
+    def __init__(self, *words: str) -> None:
+        super().__init__({word: index for index, word in enumerate(words)}, {}, "now.json")
+
+
+def test_a_run_goes_on_with_the_tokens_that_its_model_learned(tmp_path: Path) -> None:
+    tokens = Words("a", "b").tokens()
+    found = saved_in(tmp_path, tokenizer_tokens=tokens, vocab_file="was.json")
+    args = parse_args([])
+    args.start = found
+    for same in (Words("a", "b"), Words("a", "b", "new"), NullTokenizer(9)):
+        check_tokens_kept(args, same)
+    for other in (Words("b", "a"), Words("a"), Words("a", "c", "b")):
+        with pytest.raises(DataError, match=r"--vocab-file was.json, .* those of now.json now"):
+            check_tokens_kept(args, other)
+    args.finetune = True
+    check_tokens_kept(args, Words("b", "a"))
+    args.finetune = False
+    for unknown in (None, 3, "x"):  # of an earlier version, or a stranger's
+        args.start = saved_in(tmp_path, tokenizer_tokens=unknown)
+        check_tokens_kept(args, Words("b", "a"))
 
 
 def test_a_broken_file_is_left_to_who_loads_it(tmp_path: Path) -> None:

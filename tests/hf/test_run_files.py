@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from megatron.dpp.errors import DataError
+from megatron.dpp_train.generate.model_source import _of_run
 from megatron.dpp_train.hf.run_files import end_ids, keep_run_files
 from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.tokenizers import HuggingFaceTokenizer, template_files
@@ -106,3 +108,14 @@ def test_a_template_that_is_gone_is_a_note(tokenizer: Path) -> None:
     (note,) = keep_run_files(gone, folder)
     assert "gone.jinja" in note and "not the run's" in note
     assert sorted(folder.iterdir()) == before
+
+
+def test_a_tokenizer_that_has_changed_since_the_run_began_is_not_the_runs(tokenizer: Path) -> None:
+    folder = started_from(tokenizer)
+    run = settings(tokenizer, tokenizer_tokens=HuggingFaceTokenizer(str(tokenizer)).tokens())
+    assert keep_run_files(run, folder) == ()
+    run = settings(tokenizer, tokenizer_tokens="9:0")
+    (note,) = keep_run_files(run, folder)
+    assert "has other tokens now than when the run began" in note
+    with pytest.raises(DataError, match="has other tokens now than when the run began"):
+        _of_run(run)

@@ -10,6 +10,7 @@ import numpy
 import pytest
 
 from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp_train import tokenizers
 from megatron.dpp_train.data import preprocess_command as preprocess
 from megatron.dpp_train.data.chats import ChatEncoder
 from megatron.dpp_train.launch.main import main
@@ -133,6 +134,20 @@ def test_documents_begin_and_end_with_the_tokens_of_the_file(folder: Path) -> No
     config = folder / "tokenizer_config.json"
     config.write_text(config.read_text().replace('"eos_token": "<|end|>"', '"eos_token": "a"'))
     assert prepare("gpt", str(source), {}, tokenizer=str(folder)).preparation is not None
+
+
+def test_token_files_are_those_of_how_a_tokenizer_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = folder / "tokenizer_config.json"
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps({**content, "extra_special_tokens": ["<|more|>"]}))
+    source = folder.parent / "text.jsonl"
+    source.write_text('{"text": "a"}\n')
+    with_them = prepare("gpt", str(source), {}, tokenizer=str(folder)).flags["--data-path"]
+    assert prepare("gpt", str(source), {}, tokenizer=str(folder)).flags["--data-path"] == with_them
+    monkeypatch.setattr(tokenizers, "tokens_to_add", lambda *_: [])
+    assert prepare("gpt", str(source), {}, tokenizer=str(folder)).flags["--data-path"] != with_them
 
 
 @pytest.mark.parametrize("sft", [False, True])

@@ -186,10 +186,13 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
 def test_new_text_is_tokenised_before_training(tmp_path: Path) -> None:
     text = tmp_path / "mine.jsonl"
     text.write_text(json.dumps({"text": "a"}) + "\n")
-    found = plan(["--mode", "simple", "--procs", "2", "--data", str(text), "--tokenizer", "sample"])
-    assert found.preparation is not None
-    assert str(text) in found.preparation
-    assert found.resolved.flags["--data-path"].startswith(str(tmp_path))
+    words = ["--mode", "simple", "--procs", "2", "--data", str(text), "--tokenizer", "sample"]
+    found = plan(words)
+    assert found.preparation is not None and str(text) in found.preparation
+    prefix = found.resolved.flags["--data-path"]
+    assert prefix.startswith(str(tmp_path))
+    Path(f"{prefix}.idx").touch()  # whose tokens somebody removed
+    assert plan(words).preparation is not None
 
 
 @pytest.mark.parametrize("words", REFUSED)

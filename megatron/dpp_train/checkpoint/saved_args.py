@@ -121,6 +121,26 @@ def check_model(args: Settings, saved: Any, path: Path) -> None:
             )
 
 
+def check_tokens_kept(args: Settings, tokenizer: Any) -> None:
+    """Refuse to go on with another tokenizer than that of the run that saved (DataError): ids would
+    mean other tokens to the model than it has learned."""
+    found = find_start(args)
+    if found is None or found.pretrained or found.is_deepspeed or args.finetune:
+        return
+    saved = saved_args(found)
+    if saved is None or tokenizer.keeps(getattr(saved, "tokenizer_tokens", None)):
+        return
+    names = ("tokenizer_model", "vocab_file", "merge_file")
+    files = [(flag_name(name), getattr(saved, name, None)) for name in names]
+    was = " ".join(f"{flag} {file}" for flag, file in files if file)
+    raise DataError(
+        f"{found.path} was saved by a run with {was or 'other tokens'}, whose ids mean other "
+        f"tokens than those of {' '.join(tokenizer.unique_identifiers['tokenizer_path'])} now: "
+        "name the tokenizer of that run (train:N learns one from the data as it is now), or "
+        "--finetune to begin anew from its parameters"
+    )
+
+
 WORKING_DIRECTORY = "working_directory"
 """Name of the argument with the directory in which a run was started."""
 _PLACES = (

@@ -186,7 +186,13 @@ def _of_run(saved: Any) -> tuple[Tokenizer, str | None]:
         tokenizer = tokenizer_for(saved)
     except (ConfigError, DataError) as error:
         raise DataError(f"the run's tokenizer: {error}; name it (--tokenizer)") from error
-    return tokenizer, next(filter(None, places), None)
+    place = next(filter(None, places), None)
+    if not tokenizer.keeps(getattr(saved, "tokenizer_tokens", None)):
+        raise DataError(
+            f"the run's tokenizer: {place} has other tokens now than when the run began; name a "
+            "copy of what it was (--tokenizer)"
+        )
+    return tokenizer, place
 
 
 def chat_encoder(

@@ -41,6 +41,8 @@ def keep_run_files(saved: Any, folder: Path) -> tuple[str, ...]:
     """
     try:
         tokenizer = tokenizer_for(saved)
+        if not tokenizer.keeps(getattr(saved, "tokenizer_tokens", None)):
+            raise DataError(f"{_vocabulary(saved)} has other tokens now than when the run began")
         templates = _templates(saved) if getattr(saved, "sft", False) else {}
     except (ConfigError, DataError) as error:
         return (f"tokenizer and chat template are not the run's, but its first model's ({error})",)

@@ -25,6 +25,7 @@ from megatron.dpp.errors import (
 )
 from megatron.dpp.locks import check_free
 from megatron.dpp.naming import in_flags, renamed
+from megatron.dpp_train.checkpoint.saved_args import check_tokens_kept
 from megatron.dpp_train.cost.device import Device, cpu_device, find_machine, named_gpu
 from megatron.dpp_train.cost.estimate import Estimate, estimate
 from megatron.dpp_train.cost.memory import least_bytes
@@ -58,6 +59,7 @@ from megatron.dpp_train.launch.start import (
     split_of,
 )
 from megatron.dpp_train.options.environment import check_visible_gpus
+from megatron.dpp_train.preflight import check as preflight
 from megatron.dpp_train.preflight.files import check_data, check_outputs, check_start
 
 PRESET = "--preset"
@@ -174,12 +176,13 @@ def plan(words: Sequence[str]) -> Plan:
         flags,
         skip_bad_lines=options.skip_bad_lines,
         tokenizer=options.tokenizer,
+        build=devices.build_tokenizer,
     )
     require_tokenizer(options.data, flags, options.tokenizer)
     flags |= data.flags
     own_split = not {"--split", "--yaml-cfg"} & set(flags)
     if own_split:
-        flags |= split_of(flags)
+        flags |= split_of(flags if data.preparation is None else {})
     if options.mode == "auto":
         best = _best(options, flags, devices)
         resolved, found = best[0].resolved, best[0].estimate
@@ -334,6 +337,7 @@ def _check_files(resolved: Resolved, devices: Devices, *, tokens_exist: bool) ->
     """Check checkpoint, outputs and data before text is tokenised, which may take hours."""
     args = checked(resolved, devices)
     check_start(args)
+    check_tokens_kept(*preflight.build_vocabulary(args, devices.build_tokenizer))
     check_outputs(args)
     if tokens_exist:
         check_data(args, resolved.arch)

@@ -8,9 +8,10 @@ import shlex
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.index_files import check_index, read_lengths
@@ -26,7 +27,14 @@ from megatron.dpp_train.launch.flags import ROOT, Flags, to_argv
 from megatron.dpp_train.options.arguments import parse_args
 from megatron.dpp_train.options.validate import TOKENIZERS
 from megatron.dpp_train.text_files import nearest_path
-from megatron.dpp_train.tokenizers import CHAT_ENCODING, PIECE_TYPES, PIECES, tokenizer_for
+from megatron.dpp_train.tokenizers import (
+    CHAT_ENCODING,
+    PIECE_TYPES,
+    PIECES,
+    Tokenizer,
+    build_tokenizer,
+    tokenizer_for,
+)
 from megatron.dpp_train.tokenizers.base import OLDER_FILES
 from megatron.dpp_train.tokenizers.template_files import TEMPLATE_FILES
 
@@ -51,6 +59,7 @@ def prepare(
     *,
     skip_bad_lines: bool = False,
     tokenizer: str | None = None,
+    build: Callable[..., Tokenizer] = build_tokenizer,
 ) -> Data:
     """Find the token files, or the command that makes them.
 
@@ -58,6 +67,7 @@ def prepare(
         path: JSON lines, a prefix of token files, or None for the sample corpus.
         flags: what is given already; ``--mock-data`` and Megatron's own data flags need nothing.
         tokenizer: what ``--tokenizer`` says.
+        build: as of :func:`tokenizer_for`.
 
     Raises:
         ConfigError: data or tokenizer are named twice.
@@ -93,17 +103,24 @@ def prepare(
     more = _chat_words(flags) if chats else list(_PREPROCESSING[arch])
     sources = [*files, *_beside(flags, vocabulary, chats=chats)]
     words = [*own, *([*more, f"encoding {CHAT_ENCODING}"] if chats else [])]
-    prefix = _output(text, sources, words, sample=path is None)
+    digest = _digest([*files_of(text), *map(Path, sources)], words)
+    if "--tokenizer-model" in vocabulary:  # files that say more than one thing
+        digest.update(_built(arch, {**flags, **vocabulary}, build).reading().encode())
+    prefix = _prefix_of(text, digest.hexdigest()[:12], sample=path is None)
     tokens = f"{prefix}_{'chat_document' if chats else _LEVELS[arch]}"
     found = {**vocabulary, "--data-path": tokens}
-    if all(Path(tokens + suffix).is_file() for suffix in (".bin", ".idx")):
-        return Data(found, None)
+    more += ["--skip-bad-lines"] if skip_bad_lines else []
+    there = all(Path(tokens + suffix).is_file() for suffix in (".bin", ".idx"))
+    return Data(found, None if there else _preprocessing(text, prefix, kind, vocabulary) + more)
+
+
+def _preprocessing(text: Path, prefix: Path, kind: list[str], vocabulary: Flags) -> list[str]:
+    """Python's arguments that make token files of a text."""
     command = [str(ROOT / "tools" / "preprocess_data.py"), "--input", str(text)]
     command += ["--output-prefix", str(prefix), "--tokenizer-type", *kind]
     for name in _FILES:
         command += [name, str(vocabulary[name])] if name in vocabulary else []
-    command += more + (["--skip-bad-lines"] if skip_bad_lines else [])
-    return Data(found, command)
+    return command
 
 
 def require_tokenizer(path: str | None, flags: Flags, tokenizer: str | None) -> None:
@@ -121,10 +138,7 @@ def describe_tokens(flags: Flags) -> str:
 
     from megatron.dpp_train.data.token_files import token_type
 
-    usual = TOKENIZERS["gpt" if "--merge-file" in flags else "bert"]
-    values = {name[2:].replace("-", "_"): value for name, value in flags.items()}
-    values |= {n: int(values[n]) for n in ("vocab_size", "vocab_extra_ids") if n in values}
-    tokenizer = tokenizer_for(Namespace(**{"tokenizer_type": usual, **values}))
+    tokenizer = _built("gpt" if "--merge-file" in flags else "bert", flags, build_tokenizer)
     path = Path(f"{flags['--data-path']}.bin")
     tokens = numpy.memmap(path, dtype=token_type(tokenizer.vocab_size), mode="r")
     unknown = tokenizer.__dict__.get("vocab", {}).get("[UNK]")
@@ -138,6 +152,13 @@ def describe_tokens(flags: Flags) -> str:
         median, most = int(lengths[len(lengths) // 2]), int(lengths[-1])
         text += f"; {len(lengths)} documents, median {median} tokens, longest {most}"
     return text
+
+
+def _built(arch: str, flags: Flags, build: Callable[..., Tokenizer]) -> Tokenizer:
+    """The tokenizer that flags name."""
+    values = {name[2:].replace("-", "_"): value for name, value in flags.items()}
+    values |= {n: int(values[n]) for n in ("vocab_size", "vocab_extra_ids") if n in values}
+    return tokenizer_for(Namespace(**{"tokenizer_type": TOKENIZERS[arch], **values}), build)
 
 
 def data_notes(flags: Flags) -> list[str]:
@@ -242,22 +263,22 @@ def _prefix(path: str) -> str:
     return prefix
 
 
-def _output(text: Path, vocabulary: list[str], tokenizer: list[str], *, sample: bool) -> Path:
-    """A prefix whose name holds a hash of the sources, so that new text never meets old tokens.
-
-    Args:
-        vocabulary: files, with those of a chat template.
-        tokenizer: words that ask for it, and the version of chats; none for the architecture's own.
-    """
+def _digest(files: list[Path], words: list[str]) -> Any:
+    """A hash of files and of words that ask for a tokenizer and chats."""
     digest = hashlib.sha256()
-    for name in [*files_of(text), *map(Path, vocabulary)]:
+    for name in files:
         try:
             with open_to_read(name) as file:
                 while block := file.read(1 << 20):
                     digest.update(block)
         except OSError as error:
             raise DataError(f"{name}: {error.strerror}{nearest_path(name)}") from error
-    digest.update(" ".join(tokenizer).encode())
+    digest.update(" ".join(words).encode())
+    return digest
+
+
+def _prefix_of(text: Path, digest: str, *, sample: bool) -> Path:
+    """A prefix whose name holds a hash of the sources, so that new text never meets old tokens."""
     stem = "sample" if sample else text.name.split(".")[0]
     folders = [each for each in (text.parent, Path.cwd()) if os.access(each, os.W_OK | os.X_OK)]
     if not folders:
@@ -265,7 +286,7 @@ def _output(text: Path, vocabulary: list[str], tokenizer: list[str], *, sample: 
             f"the token files of {text} go beside it or into the working directory, and neither "
             f"{text.parent} nor {Path.cwd()} can be written: start in another directory"
         )
-    return folders[0] / f"{stem}-{digest.hexdigest()[:12]}"
+    return folders[0] / f"{stem}-{digest}"
 
 
 _SPLIT = "949,50,1"

@@ -44,6 +44,7 @@ _DERIVED: tuple[Field, ...] = (
     ("variable_seq_lengths", "bool", False),
     ("loss_vocab_size", "int | None", None),
     ("model_origin", "str | None", None),
+    ("tokenizer_tokens", "str | None", None),
     ("length_multiple", "int", 1),
     ("length_buckets", "tuple[int, ...]", ()),
     ("slice_tokens", "int | None", None),

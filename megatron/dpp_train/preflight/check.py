@@ -23,7 +23,7 @@ from megatron.dpp.schedule import (
     parse_cap,
     replica_path,
 )
-from megatron.dpp_train.checkpoint.saved_args import take_checkpoint_args
+from megatron.dpp_train.checkpoint.saved_args import check_tokens_kept, take_checkpoint_args
 from megatron.dpp_train.cost.planned import take_plan
 from megatron.dpp_train.hf.files import loaded_tokens, origin_of
 from megatron.dpp_train.options import arguments
@@ -86,6 +86,7 @@ def check_parsed(
     check_files(args, task_name)
     check_shared_memory(args)
     args, tokenizer = build_vocabulary(args)
+    check_tokens_kept(args, tokenizer)
     if arguments.rank_and_world()[0] == 0:
         check_tokens(args)
     if args.dpp_plan:
@@ -217,8 +218,8 @@ def _check_addresses(config: DppConfig, world_size: int, ranks_per_node: int) ->
 def build_vocabulary(
     args: RunConfig, build: Callable[..., Tokenizer] = build_tokenizer
 ) -> tuple[RunConfig, Tokenizer]:
-    """``args`` with ``padded_vocab_size``, ``loss_vocab_size`` and ``model_origin``, and the
-    tokenizer.
+    """``args`` with ``padded_vocab_size``, ``loss_vocab_size``, ``model_origin`` and
+    ``tokenizer_tokens``, and the tokenizer.
 
     ``loss_vocab_size`` is the number of tokens that a loaded model has: the loss does not count the
     rows behind them. It is None where it counts all rows, as Megatron's does. ``model_origin`` is
@@ -239,6 +240,7 @@ def build_vocabulary(
         args = args.with_(padded_vocab_size=size)
     if args.padded_vocab_size < tokenizer.vocab_size and args.mock_data:
         raise ConfigError(f"--mock-data draws all tokens: {tokens_beyond(args, tokenizer)}")
+    args = args.with_(tokenizer_tokens=tokenizer.tokens())
     existing = loaded_tokens(args)
     if existing is not None:  # a token that was added to the tokenizer exists, too
         known = min(max(existing, tokenizer.vocab_size), args.padded_vocab_size)

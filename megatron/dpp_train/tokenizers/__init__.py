@@ -173,6 +173,10 @@ class HuggingFaceTokenizer(_FastTokenizer):
         if new:
             self._tokenizer.add_tokens(new)
 
+    def reading(self) -> str:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return f"{super().reading()} {sorted((index, repr(added[index])) for index in added)}"
+
     def special_tokens(self) -> dict[str, int]:
         return self._special | {token: self.vocab[token] for token in self._named.values()}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,6 +58,7 @@ class Tokenizer:
             self.vocab, self.vocab_size = vocab, len(vocab)
             self.inv_vocab = {index: token for token, index in vocab.items()}
         self.__dict__.update(special)
+        self._hashes: dict[int, str] = {}
         self.unique_identifiers: dict[str, Any] = {
             "class": type(self).__name__,
             "tokenizer_path": list(paths),
@@ -74,6 +76,38 @@ class Tokenizer:
     def detokenize(self, ids: Iterable[int]) -> str:
         """Text of ``ids``, as near to the original as the kind allows."""
         raise NotImplementedError
+
+    def tokens(self, count: int | None = None) -> str | None:
+        """The number of tokens and a hash of their texts, in the order of their ids: two models
+        with equal ones mean the same by an id. None where a tokenizer has no texts.
+
+        Args:
+            count: ids from here on do not count; they may be added later.
+        """
+        vocab = self.__dict__.get("vocab")
+        if not vocab:
+            return None
+        count = self.vocab_size if count is None else min(count, self.vocab_size)
+        if count not in self._hashes:
+            known = sorted((index, text) for text, index in vocab.items() if index < count)
+            text = "\n".join(f"{index} {text}" for index, text in known)
+            digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+            self._hashes[count] = f"{count}:{digest[:16]}"
+        return self._hashes[count]
+
+    def keeps(self, tokens: object) -> bool:
+        """Tell whether ids mean here what they mean to a model that learned ``tokens``, of
+        :meth:`tokens`, as far as that is known; there may be more of them here."""
+        count = re.match(r"(\d{1,9}):", tokens) if isinstance(tokens, str) else None
+        here = self.tokens(int(count[1])) if count else None
+        return here is None or here == tokens
+
+    def reading(self) -> str:
+        """The outcome of reading the tokenizer's files: texts and ids of all tokens, and those
+        that a document begins and ends with or that are one id each. Names of token files depend on
+        it, so that those of another reading are not taken for new."""
+        ends = (self.__dict__.get("eod"), self.begin)
+        return repr((self.tokens(), ends, sorted(self.special_tokens().items())))
 
     def special_tokens(self) -> dict[str, int]:
         """Tokens that only a chat template may write, with their ids."""
