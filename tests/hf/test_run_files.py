@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.dpp.errors import DataError
-from megatron.dpp_train.generate.model_source import _of_run
+from megatron.dpp_train.generate.model_source import Source, tokenizer_of
 from megatron.dpp_train.hf.run_files import end_ids, keep_run_files
 from megatron.dpp_train.options.run_config import Settings
 from megatron.dpp_train.tokenizers import HuggingFaceTokenizer, template_files
@@ -117,5 +117,6 @@ def test_a_tokenizer_that_has_changed_since_the_run_began_is_not_the_runs(tokeni
     run = settings(tokenizer, tokenizer_tokens="9:0")
     (note,) = keep_run_files(run, folder)
     assert "has other tokens now than when the run began" in note
+    source = Source(path=folder, found=None, saved=run, folder=None, config=None)
     with pytest.raises(DataError, match="has other tokens now than when the run began"):
-        _of_run(run)
+        tokenizer_of(source, None)
