@@ -141,6 +141,8 @@ def run(args: argparse.Namespace) -> None:
     plans = {name: [arm.microbatches(batch) for batch in batches] for name, arm in chosen.items()}
     found: dict[str, Found] = {}
     for name in chosen:
+        if dist.get_rank() == 0:
+            print(f"first steps: {name}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
