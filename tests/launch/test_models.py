@@ -10,6 +10,7 @@ import pytest
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.cost.memory import model_parameters
 from megatron.dpp_train.families import find_families
+from megatron.dpp_train.generate.model_source import find_source
 from megatron.dpp_train.hf import Sizes
 from megatron.dpp_train.launch.checked import shape_from
 from megatron.dpp_train.launch.flags import MODELS, model_flags
@@ -161,6 +162,24 @@ CONFIG = {
     "rope_theta": 10000.0,
     "mystery": 7,
 }
+
+
+@pytest.mark.parametrize("form", ["adapter", "file"])
+def test_an_adapter_and_a_file_are_no_models(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, said = {"adapter": ("lora", "merge it into its model first"),
+                  "file": ("model.gguf", "a file; a model is a folder")}[form]  # fmt: skip
+    if form == "adapter":
+        Path(name).mkdir()
+        (Path(name) / "adapter_config.json").write_text("{}")
+    else:
+        Path(name).write_bytes(b"GGUF")
+    with pytest.raises(DataError, match=said):
+        model_flags(name)
+    with pytest.raises(DataError, match=said):
+        find_source(Path(name), None, "auto")
 
 
 def test_a_folder_is_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

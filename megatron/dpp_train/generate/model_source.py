@@ -17,7 +17,7 @@ from megatron.dpp_train.checkpoint.saved_args import saved_args
 from megatron.dpp_train.data.chats import ChatEncoder
 from megatron.dpp_train.data.vocabulary import tokenizer_flags
 from megatron.dpp_train.hf import HfConfig, read_config
-from megatron.dpp_train.hf.fields import CONFIG
+from megatron.dpp_train.hf.fields import CONFIG, refuse_other_forms
 from megatron.dpp_train.hf.files import origin_of_checkpoint, tokens_of
 from megatron.dpp_train.hf.model import check_same, completed
 from megatron.dpp_train.hf.run_files import end_ids
@@ -105,6 +105,7 @@ def find_source(
         ConfigError: ``--step`` of a Hugging Face folder.
         DataError: there is no model, or it is not whole.
     """
+    refuse_other_forms(path)
     if not path.is_dir():
         raise DataError(f"{path}: no such directory{nearest_path(path)}")
     if (path / CONFIG).is_file():

@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron.dpp.command_line import command, new_parser, progress_bar
 from megatron.dpp.errors import DataError
 from megatron.dpp.processes import sigint_held_back
-from megatron.dpp_train.hf.fields import CONFIG
+from megatron.dpp_train.hf.fields import CONFIG, refuse_other_forms
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -46,6 +46,7 @@ def _run(args: argparse.Namespace) -> int:
     from megatron.dpp_train.hf.to_hf import to_hf
     from megatron.dpp_train.hf.to_megatron import to_megatron
 
+    refuse_other_forms(args.source)
     if not args.source.is_dir():
         raise DataError(f"{args.source}: no such directory")
     if not 0 < args.shard_size < math.inf:

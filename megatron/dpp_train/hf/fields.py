@@ -19,7 +19,7 @@ from megatron.dpp_train.families.rotary import add_rotary
 from megatron.dpp_train.options.flags_special import pattern
 from megatron.dpp_train.text_files import read_json
 
-CONFIG = "config.json"
+CONFIG, ADAPTER = "config.json", "adapter_config.json"
 ORIGIN = "hf"
 """Folder beside a converted checkpoint that keeps ``config.json`` and the tokenizer."""
 _MOST_CONFIG_BYTES = 1 << 24
@@ -75,11 +75,23 @@ def read_config(folder: str | Path, family_file: str | Path | None = None) -> Hf
     Raises:
         DataError: there is none, or a model of this kind cannot be trained here.
     """
+    refuse_other_forms(Path(folder))
     path = Path(folder) / CONFIG
     content = read_json(path, most=_MOST_CONFIG_BYTES)
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object")
     return parse_config(content, str(path), family_file)
+
+
+def refuse_other_forms(path: Path) -> None:
+    """Refuse an adapter, and a model that is one file (DataError)."""
+    if path.is_file():
+        raise DataError(f"{path}: a file; a model is a folder with {CONFIG} and safetensors")
+    if (path / ADAPTER).is_file() and not (path / CONFIG).is_file():
+        raise DataError(
+            f"{path}: an adapter ({ADAPTER}), not a whole model: merge it into its model first "
+            "(peft's merge_and_unload, then save_pretrained)"
+        )
 
 
 def parse_config(content: Config, where: str, family_file: str | Path | None = None) -> HfConfig:

@@ -12,7 +12,7 @@ from typing import Any
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp_train.checkpoint.files import TRACKER
 from megatron.dpp_train.hf import read_config
-from megatron.dpp_train.hf.fields import CONFIG
+from megatron.dpp_train.hf.fields import ADAPTER, CONFIG
 from megatron.dpp_train.options.arguments import build_parser
 from megatron.dpp_train.text_files import read_mapping
 
@@ -91,7 +91,8 @@ def model_flags(name: str, family_file: str | None = None) -> Flags:
         ConfigError: there is none.
         DataError: the folder's model cannot be trained here.
     """
-    if "/" in name or (Path(name) / CONFIG).is_file():
+    folder = Path(name)
+    if "/" in name or folder.is_file() or any((folder / n).is_file() for n in (CONFIG, ADAPTER)):
         return folder_flags(name, family_file)
     names = sorted(path.stem for path in MODELS.glob("*.yaml"))
     if name not in names:
