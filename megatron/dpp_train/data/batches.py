@@ -1,4 +1,4 @@
-"""Plans of global batches of documents of unlike length: which share a microbatch, on which replica.
+"""Plans of global batches of documents of unlike length: microbatches and their replicas.
 
 A plan depends on lengths and settings alone: every rank computes the same one without a message,
 and a resumed run computes it again.

@@ -94,6 +94,8 @@ def prepare(args: argparse.Namespace) -> None:
             )
     args.dataloader_type = "external"
     args.variable_seq_lengths = args.rows != "padded"
+    if args.variable_seq_lengths and args.moe_token_dispatcher_type == "allgather":
+        args.moe_token_dispatcher_type = "alltoall"  # the other one takes one length alone
 
 
 def build(
@@ -137,7 +139,9 @@ def build(
             valid, _settings(args, args.eval_micro_batch_size), lambda: size,
             args.consumed_valid_samples, reads=reads,
         ),
-        RowLoader.of(test, _settings(args, args.eval_micro_batch_size), lambda: size, 0, reads=reads),
+        RowLoader.of(
+            test, _settings(args, args.eval_micro_batch_size), lambda: size, 0, reads=reads
+        ),
     )  # fmt: skip
 
 
