@@ -22,6 +22,7 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.data import datasets as documents
 from megatron.dpp_train.data.datasets import Batch
+from megatron.dpp_train.data.packed_attention import for_local_layers
 from megatron.dpp_train.pretrain.loop import (
     checked,
     dataset_values,
@@ -135,5 +136,6 @@ if __name__ == "__main__":
         forward_step,
         model_config=model_config,
         add_arguments=documents.add_arguments,
+        around=for_local_layers,
         defaults={"tokenizer_type": "GPT2BPETokenizer"},
     )
