@@ -22,6 +22,9 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron.dpp_train.pretrain.mended import mended
 
+_DEFAULTS = {"eval_interval": 1000}
+"""Values of flags that Megatron's loop needs and gives no value."""
+
 _SPIKE = 10
 """A loss this many times the largest one so far is spiky (``--check-for-spiky-loss``)."""
 
@@ -50,7 +53,7 @@ def train(
     datasets.is_distributed = True  # type: ignore[attr-defined]
     with mended(), around():
         args = parse_and_validate_args(
-            extra_args_provider=add_arguments, args_defaults=dict(defaults or {})
+            extra_args_provider=add_arguments, args_defaults={**_DEFAULTS, **(defaults or {})}
         )
         model = None if model_config is None else model_config(args)
         settings = pretrain_cfg_container_from_args(args, model)
