@@ -60,8 +60,6 @@ def test_dynamic_is_static_bit_by_bit(layout: str, corpus: str, tmp_path: Path) 
     assert dynamic.numbers == static.numbers
 
 
-
-
 def test_a_run_is_saved_and_goes_on_in_another_layout(corpus: str, tmp_path: Path) -> None:
     _, flags = LAYOUTS["pp2"]
     save = f"--save {tmp_path / 'saved'} --save-interval 2 --ckpt-format torch_dist"
