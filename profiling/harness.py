@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import queue
 import secrets
-import shlex
 import signal
 import socket
 import statistics

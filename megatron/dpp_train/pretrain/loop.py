@@ -1,4 +1,4 @@
-"""Parts that the training scripts share: Megatron's own loop, data sets, batches and sums of losses.
+"""Parts that the training scripts share: the loop, data sets, batches and sums of losses.
 
 The loop, its flags, optimizers, checkpoints and logs are ``megatron.training``'s. What a script
 adds is a model, data sets and a forward step.
