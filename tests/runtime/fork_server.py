@@ -46,7 +46,7 @@ def preload(what: str) -> None:
         from megatron.dpp.core import cpu
 
         support = cpu.install()
-        importlib.import_module("megatron.dpp_train.loop.job")
+        importlib.import_module("megatron.dpp.plugin")
         support.close()
     else:
         for name in LIBRARIES:
