@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from megatron.dpp.core.wgrad.own_way import product_is_own, untouched
-from megatron.dpp.errors import ConfigError, core_setting
+from megatron.dpp.errors import ConfigError
 
 grouped_mm: Callable[..., torch.Tensor] | None = getattr(
     F, "grouped_mm", getattr(torch, "_grouped_mm", None)
@@ -191,14 +191,12 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     def _check(self) -> None:
         if grouped_mm is None:
             raise ConfigError(
-                f"{core_setting('moe_grouped_gemm')} with "
-                f"{core_setting('transformer_impl', 'local')}: PyTorch {torch.__version__} has no "
-                "torch.nn.functional.grouped_mm; leave it out"
+                f"moe_grouped_gemm with transformer_impl='local': PyTorch {torch.__version__} has "
+                "no torch.nn.functional.grouped_mm; leave it out"
             )
         if self.config.add_bias_linear:
             raise ConfigError(
-                f"{core_setting('moe_grouped_gemm')}: grouped products add no bias; add "
-                f"{core_setting('add_bias_linear', False)}"
+                "moe_grouped_gemm: grouped products add no bias; add add_bias_linear=False"
             )
         for linear in self.linears:
             weight = linear.weights[0]
@@ -206,9 +204,9 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
             fits = all(row % _ALIGNED_BYTES == 0 for row in rows)
             if weight.is_cuda and not (weight.dtype == torch.bfloat16 and fits):
                 raise ConfigError(
-                    f"{core_setting('moe_grouped_gemm')}: experts of {list(weight.shape)} in "
-                    f"{weight.dtype}: GPUs have grouped products for {core_setting('bf16')} and "
-                    "sizes that are multiples of 8; leave it out"
+                    f"moe_grouped_gemm: experts of {list(weight.shape)} in {weight.dtype}: GPUs "
+                    "have grouped products for bf16 and sizes that are multiples of 8; leave it "
+                    "out"
                 )
 
     def _lay_out(self) -> None:

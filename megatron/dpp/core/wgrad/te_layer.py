@@ -29,7 +29,6 @@ from megatron.dpp.core.memory import tensors_in
 from megatron.dpp.core.wgrad.own_way import stands_for, why_weight
 from megatron.dpp.core.wgrad.product import DeferredWork, Kept, LayerWork, has_hooks
 from megatron.dpp.core.wgrad.te import SINCE, is_delayed
-from megatron.dpp.errors import core_setting
 
 Accumulate = Callable[[torch.Tensor], None]
 _ASIDES = "dpp_asides"
@@ -82,7 +81,7 @@ def why_layer(module: Any, uses: Callable[[torch.Tensor], int]) -> str | None:
     if not is_te_min_version(SINCE):
         return f"Transformer Engine {get_te_version()} is older than {SINCE}"
     if any(getattr(module, name, False) for name in _OVERLAPS):
-        return f"{core_setting('tp_comm_overlap')} computes it with its communication"
+        return "tp_comm_overlap computes it with its communication"
     offloads = ("cpu_offloading", "fine_grained_activation_offloading")
     if any(getattr(getattr(module, "config", None), name, False) for name in offloads):
         return "activations are offloaded"
