@@ -18,7 +18,8 @@ class Forms:
 
     Args:
         tokens: rows of the vocabulary behind this number pad it, and get no probability.
-        geglu: the MLP's gate is GELU, approximated by tanh.
+        tanh_gelu: the MLP's activation is GELU, approximated by tanh, as Megatron's fused one is.
+        geglu: the same, as a gate.
         no_input_norms: attention and MLP have no norm in front.
         output_norms: the output of attention and of MLP is normalised before it is added.
         qk_norm_over_heads: queries and keys are normalised over all heads together.
@@ -29,6 +30,7 @@ class Forms:
     """
 
     tokens: int | None = None
+    tanh_gelu: bool = False
     geglu: bool = False
     no_input_norms: bool = False
     output_norms: bool = False
@@ -57,7 +59,7 @@ class Forms:
 
 NAMES = tuple(field.name.replace("_", "-") for field in dataclasses.fields(Forms))
 """The forms, as the flag spells them."""
-_SWITCHES = ("geglu", "no-input-norms", "output-norms", "qk-norm-over-heads")
+_SWITCHES = ("tanh-gelu", "geglu", "no-input-norms", "output-norms", "qk-norm-over-heads")
 _COUNTS = ("tokens", "window-rotary-base")
 
 

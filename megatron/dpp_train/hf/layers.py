@@ -56,8 +56,8 @@ def adjust(config: GPTModelConfig, args: Any) -> GPTModelConfig:
     config.rope_scaling_factor = args.rope_scaling_factor  # megatron.training leaves it out
     if forms.softmax_scale is not None:
         core.softmax_scale = forms.softmax_scale
-    if forms.geglu:
-        core.activation_func, core.gated_linear_unit = gated_gelu, True
+    if forms.geglu or (forms.tanh_gelu and not core.bias_activation_fusion):
+        core.activation_func, core.gated_linear_unit = tanh_gelu, forms.geglu
         core.bias_activation_fusion = False
     changed = forms.change_layers or forms.logit_scale != 1.0
     if changed and core.transformer_impl != "local":
@@ -69,8 +69,8 @@ def adjust(config: GPTModelConfig, args: Any) -> GPTModelConfig:
     return config
 
 
-def gated_gelu(inputs: torch.Tensor) -> torch.Tensor:
-    """The activation of ``geglu``, of any shape: GELU, approximated by tanh."""
+def tanh_gelu(inputs: torch.Tensor) -> torch.Tensor:
+    """GELU, approximated by tanh, of any shape."""
     return F.gelu(inputs, approximate="tanh")
 
 

@@ -56,6 +56,7 @@ FAMILY = Family(
             )
         ),
     ),
+    flags={"tanh-gelu": True},
     only={
         "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
         "scale_attn_weights": (True,),
