@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,13 +13,26 @@ from typing import Any, BinaryIO
 import torch
 
 from megatron.dpp.errors import DataError
-from megatron.dpp_train.checkpoint import durable
-from megatron.dpp_train.hf import Entry, HfConfig, entries, read_config
-from megatron.dpp_train.hf.run_files import GENERATION, TOKENIZER_FILES, copy_file
-from megatron.dpp_train.hf.tables import IGNORED
-from megatron.dpp_train.hf.weights import INDEX, WEIGHTS, WeightFile, find_weights
+from megatron.dpp.safe_files import open_to_read
+from megatron.dpp_train.hf.fields import HfConfig, inside
+from megatron.dpp_train.hf.tables import IGNORED, Entry, entries
+from megatron.dpp_train.hf.weights import (
+    HEAD,
+    INDEX,
+    WEIGHTS,
+    WeightFile,
+    find_weights,
+    read_model,
+)
 
-COPIED = (*TOKENIZER_FILES, GENERATION, "chat_template.json", "LICENSE", "USE_POLICY.md")
+GENERATION = "generation_config.json"
+TOKENIZER = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "spiece.model", "vocab.txt"),
+    *("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "chat_template.json"),
+)
+"""Files of a tokenizer, as far as it has them."""
+COPIED = (*TOKENIZER, GENERATION, "LICENSE", "USE_POLICY.md")
 """Files that go with the weights from folder to folder."""
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _MOST_NAMED = 3
@@ -27,18 +41,21 @@ _MOST_NAMED = 3
 class Folder:
     """The tensors in a folder, checked against ``config.json``.
 
+    Attributes:
+        dtypes: tensor -> type, of all that a checkpoint takes as they are.
+        unused: sentences about the tensors that a checkpoint does not take, each with the reason.
+
     Raises:
         DataError: a file is missing or damaged; names, shapes or types are not the model's.
     """
 
-    def __init__(self, path: str | Path, family_file: str | Path | None = None) -> None:
-        self.path = Path(path)
-        self.config: HfConfig = read_config(path, family_file)
+    def __init__(self, path: Path, family_file: Path | None = None) -> None:
+        self.path = path
+        self.config: HfConfig = read_model(path, family_file)
         self._files = find_weights(self.path)
         self._weights = {file: WeightFile(file) for file in sorted(set(self._files.values()))}
         self._prefix = self._own_prefix()
         self.dtypes = self._check()
-        self.dtype = next(iter(self.dtypes.values()))
 
     def entries(self) -> Iterable[Entry]:
         """The tensors of the model."""
@@ -74,19 +91,27 @@ class Folder:
         missing = [name for name in parts if name not in self._files]
         if missing:
             raise DataError(f"{self.path}: lacks {some(missing)}")
-        extra = [name for name in self._files if name not in parts and not self._may_be(name)]
-        if extra:
+        extra = {name: self._reason(name) for name in self._files if name not in parts}
+        unknown = [name for name, reason in extra.items() if not reason]
+        if unknown:
             raise DataError(
-                f"{self.path}: holds {some(extra)}, which {self.config.family} does not have"
+                f"{self.path}: holds {some(unknown)}, which {self.config.family} does not have"
             )
+        self.unused = [
+            f"{self.path}: left out {some([n for n in extra if extra[n] == reason])}: {reason}"
+            for reason in dict.fromkeys(extra.values())
+        ]
         kinds = {name: _FLOATS[self._check_part(name, parts[name].shape)] for name in parts}
         full = {self._own(part.name) for each in self.entries() if each.full for part in each.parts}
         return {name: kind for name, kind in kinds.items() if name not in full}
 
-    def _may_be(self, name: str) -> bool:
-        """True for buffers of older files, and for tied output weights that were saved too."""
-        known = name.endswith(IGNORED) or name == "lm_head.weight"
-        return known or self.config.family.unread(name, self.config.sizes)
+    def _reason(self, name: str) -> str:
+        """The reason why a tensor has no place in a checkpoint; empty for an unknown one."""
+        if name.endswith(IGNORED):
+            return "a buffer that is computed"
+        if name == HEAD:
+            return "equal to the embedding, to which it is tied"
+        return self.config.family.unread(name, self.config.sizes)
 
     def _check_part(self, name: str, shape: tuple[int, ...]) -> str:
         told = self._weights[self._files[name]].header[name]
@@ -130,10 +155,21 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:_MOST_NAMED]) + more
 
 
-def copy_files(source: Path, target: Path) -> None:
-    """Copy the tokenizer, its template and the settings of generation, as far as they are there."""
-    for name in COPIED:
-        copy_file(source, target, name)
+def copy_files(source: Path, target: Path, names: Iterable[str] = COPIED) -> None:
+    """Copy files of a model's folder into another, as far as they are there.
+
+    Raises:
+        DataError: one is a link out of the folder, or no regular file.
+    """
+    for name in names:
+        if not (source / name).exists():
+            continue
+        (target / name).parent.mkdir(exist_ok=True)
+        try:
+            with open_to_read(inside(source, name)) as file, (target / name).open("wb") as copy:
+                shutil.copyfileobj(file, copy)
+        except OSError as error:
+            raise DataError(f"{source / name}: {error.strerror}") from error
 
 
 class Shards:
@@ -181,10 +217,9 @@ class Shards:
         assert self._file is not None
         assert name == self._left.pop(0)
         assert (tuple(tensor.shape), tensor.dtype) == (self._shapes[name], self._kind(name))
-        with durable.naming(Path(self._file.name)):
-            self._file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
-            if not self._left:
-                self._file.close()
+        self._file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        if not self._left:
+            self._file.close()
 
     def finish(self) -> None:
         """Write the index of several shards."""
@@ -194,8 +229,7 @@ class Shards:
         files = {name: self._name(i) for i, group in enumerate(self._groups) for name in group}
         total = sum(map(self._bytes, self._shapes))
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files.items()))}
-        text = json.dumps(index, indent=2) + "\n"
-        durable.write_text(self._folder / INDEX, text)
+        (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _begin(self, number: int, names: list[str]) -> None:
         """Open a file and write its header: its length in 8 bytes, then JSON to a multiple of 8."""

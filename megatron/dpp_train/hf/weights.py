@@ -1,19 +1,23 @@
-"""Files of a Hugging Face model's weights: their names, headers and bytes, without PyTorch."""
+"""Files of a Hugging Face model, read without PyTorch: names, headers and bytes of its weights."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from megatron.dpp.errors import DataError, shown
 from megatron.dpp.safe_files import FileState, open_to_read
+from megatron.dpp_train.hf.fields import CONFIG, HfConfig, inside, parse_config, read_config
 from megatron.dpp_train.text_files import parse_json, read_json
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+HEAD = "lm_head.weight"
+"""The output layer of every family."""
 _LONGEST_HEADER = 100_000_000
 """Bytes; the format's own limit."""
 _LONGEST_NAME = 255
@@ -23,7 +27,8 @@ _BITS = {
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
     **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
 }
-_FLOATS = ("F64", "F32", "F16", "BF16")
+_PIECE = 1 << 24
+"""Bytes that are compared at once."""
 
 
 def find_weights(folder: Path) -> dict[str, Path]:
@@ -36,8 +41,9 @@ def find_weights(folder: Path) -> dict[str, Path]:
     if not index.is_file():
         if not (folder / WEIGHTS).is_file():
             raise DataError(f"{folder}: neither {WEIGHTS} nor {INDEX} is there{_bins(folder)}")
-        return dict.fromkeys(WeightFile(folder / WEIGHTS).header, folder / WEIGHTS)
-    content = read_json(index)
+        only = inside(folder, WEIGHTS)
+        return dict.fromkeys(WeightFile(only).header, only)
+    content = read_json(inside(folder, INDEX))
     weights = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weights, dict) or not weights:
         raise DataError(f"{index}: no index of weights (it has no weight_map)")
@@ -46,7 +52,8 @@ def find_weights(folder: Path) -> dict[str, Path]:
             raise DataError(
                 f"{index}: {shown(name)} is in {shown(file)}, expected the name of a file"
             )
-    files = {name: folder / file for name, file in weights.items()}
+    found = {file: inside(folder, file) for file in set(weights.values())}
+    files = {name: found[file] for name, file in weights.items()}
     there = {file: WeightFile(file).header for file in sorted(set(files.values()))}
     for name, file in files.items():
         if name not in there[file]:
@@ -77,15 +84,15 @@ class WeightFile:
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from error
 
-    def read_into(self, name: str, content: memoryview) -> None:
-        """Fill ``content`` with the bytes of a tensor.
+    def read_into(self, name: str, content: memoryview, start: int = 0) -> None:
+        """Fill ``content`` with the bytes of a tensor, from its byte ``start`` on.
 
         Raises:
             DataError: the file was changed since it was opened, or cannot be read.
         """
         try:
             with open_to_read(self._path) as file:
-                file.seek(self._begin + self.header[name]["data_offsets"][0])
+                file.seek(self._begin + self.header[name]["data_offsets"][0] + start)
                 got = file.readinto(content)
         except OSError as error:
             raise DataError(f"{self._path}: {name}: {error.strerror}") from error
@@ -97,21 +104,41 @@ class WeightFile:
             )
 
 
-def loaded_bytes(folder: Path, itemsize: int) -> int:
-    """Bytes of a model's tensors, once those of floating point have ``itemsize`` bytes a number.
+def read_model(folder: Path, family_file: Path | None = None) -> HfConfig:
+    """The ``config.json`` in a folder. A model whose weights hold an output layer of its own is not
+    tied, whatever the file says; transformers sees it so, too.
 
     Raises:
-        DataError: as :func:`find_weights`.
+        DataError: as :func:`read_config`; with weights, as :func:`find_weights`.
     """
+    config = read_config(folder, family_file)
+    if config.sizes.untied or not any((folder / name).is_file() for name in (INDEX, WEIGHTS)):
+        return config
     files = find_weights(folder)
-    headers = {file: WeightFile(file).header for file in set(files.values())}
-    total = 0
-    for name, file in files.items():
-        told = headers[file][name]
-        first, end = told["data_offsets"]
-        is_float = told["dtype"] in _FLOATS
-        total += math.prod(told["shape"]) * itemsize if is_float else end - first
-    return total
+    embedding = next(row for row in config.family.rows if row.key.startswith("embedding.")).names[0]
+    tied = next((n for n in (embedding, embedding.partition(".")[2]) if n in files), HEAD)
+    if HEAD not in files or _same(files, HEAD, tied):
+        return config
+    where = str(folder / CONFIG)
+    untied = parse_config(config.content | {"tie_word_embeddings": False}, where, family_file)
+    note = f"{where}: tie_word_embeddings is true, but {HEAD} differs from {tied}: taken as untied"
+    return replace(untied, notes=(*untied.notes, note))
+
+
+def _same(files: dict[str, Path], one: str, other: str) -> bool:
+    """True if two tensors have the same type, shape and bytes."""
+    weights = [WeightFile(files[name]) for name in (one, other)]
+    told = [file.header[name] for file, name in zip(weights, (one, other), strict=True)]
+    if any(told[0][key] != told[1][key] for key in ("dtype", "shape")):
+        return False
+    size = told[0]["data_offsets"][1] - told[0]["data_offsets"][0]
+    pieces = [bytearray(min(size, _PIECE)) for _ in weights]
+    for start in range(0, size, _PIECE):
+        for file, name, piece in zip(weights, (one, other), pieces, strict=True):
+            file.read_into(name, memoryview(piece)[: size - start], start)
+        if pieces[0] != pieces[1]:
+            return False
+    return True
 
 
 def _bins(folder: Path) -> str:
