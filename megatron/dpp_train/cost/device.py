@@ -245,3 +245,60 @@ def _measured_flops(library: str) -> float:
         count += 1
     seconds = (time.thread_time() - start) / count
     return share * batch * 2 * size**3 / seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """The devices of a run, one for each process.
+
+    Args:
+        device: one of them; all are alike.
+        number: processes of the run.
+        per_node: processes of a node.
+    """
+
+    device: Device
+    number: int
+    per_node: int
+
+    @property
+    def on_gpu(self) -> bool:
+        """They are GPUs, not shares of a CPU."""
+        return self.device.queues
+
+
+def find_devices(processes: int | None = None, nodes: int = 1) -> Devices:
+    """This machine's GPUs, or shares of its CPU where it has none.
+
+    Args:
+        processes: of each node; by default one for each GPU, or 1 without GPUs.
+    """
+    machine = find_machine(processes or 1)
+    per_node = processes or machine.num_gpus or 1
+    return Devices(device=machine.device, number=per_node * nodes, per_node=per_node)
+
+
+def named_devices(
+    name: str | None,
+    number: int,
+    *,
+    per_node: int | None = None,
+    tflops: float | None = None,
+    memory: float | None = None,
+    bandwidth: float | None = None,
+) -> Devices:
+    """``number`` GPUs of another machine, by name ("H100") or by figures.
+
+    Args:
+        per_node: GPUs of a node, by default all up to 8.
+        tflops: TFLOP/s of one in matrix products.
+        memory: GiB of one.
+        bandwidth: GB/s of its memory.
+
+    Raises:
+        ConfigError: a name that is not in the table, or neither a name nor all three figures.
+    """
+    found = named_gpu(name, tflops, memory, bandwidth)
+    if found is None:
+        raise ConfigError("give --gpu NAME, or --tflops, --memory and --bandwidth together")
+    return Devices(device=found, number=number, per_node=per_node or min(8, number))
