@@ -1,0 +1,1 @@
+"""Training scripts on Megatron's own loop: ``gpt.py`` and ``bert.py``."""
