@@ -88,7 +88,7 @@ def _precision(options: argparse.Namespace, flags: Flags, devices: Devices) -> F
     if not asked and devices.on_gpu:
         asked = ["--bf16" if devices.device.bf16 else "--fp16"]
     scale: Flags = {"--initial-loss-scale": 65536} if asked == ["--fp16"] else {}
-    return {name: True for name in asked} | {k: v for k, v in scale.items() if k not in flags}
+    return dict.fromkeys(asked, True) | {k: v for k, v in scale.items() if k not in flags}
 
 
 def _derived(flags: Flags) -> Flags:

@@ -76,7 +76,7 @@ def find_nodes(env: Mapping[str, str]) -> Nodes:
     }
     count, port = whole("NUM_NODES", values, 1), values.get("MASTER_PORT") or ""
     require(
-        not port or re.fullmatch(r"[1-9]\d{0,4}", port) and int(port) <= 65535,
+        not port or (re.fullmatch(r"[1-9]\d{0,4}", port) and int(port) <= 65535),
         f"MASTER_PORT={port}: must be a port number, 1 to 65535",
     )
     _refuse_tasks(env, count)

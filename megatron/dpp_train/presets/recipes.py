@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, require
-from megatron.dpp_train.presets.flags import Flags, from_argv, shared
+from megatron.dpp_train.presets.flags import Flags, from_argv
 from megatron.dpp_train.presets.modes import CHUNKS, PIPELINE, TENSOR
 from megatron.dpp_train.presets.nodes import own_address, whole
 

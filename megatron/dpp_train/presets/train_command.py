@@ -27,7 +27,7 @@ from megatron.dpp_train.cost import Devices, describe, find_devices, named_devic
 from megatron.dpp_train.presets import flag_table, modes, options, recipes, run_directory
 from megatron.dpp_train.presets.checks import check
 from megatron.dpp_train.presets.console import say
-from megatron.dpp_train.presets.flags import Flags, number, to_argv
+from megatron.dpp_train.presets.flags import PACKAGE, Flags, number, to_argv
 from megatron.dpp_train.presets.launch import Command, run
 from megatron.dpp_train.presets.nodes import Nodes, find_nodes, meet, whole
 from megatron.dpp_train.presets.tokens import Tokens, find_tokens, prepare
@@ -62,12 +62,10 @@ class Plan:
 
     def command(self) -> list[str]:
         """torchrun and its arguments, the training script and its flags."""
-        script = ROOT / f"pretrain_{self.arch}.py"
         words = [sys.executable, "-m", "torch.distributed.run"]
         words += self.nodes.torchrun(self.devices.per_node)
-        if script.is_file():
-            return [*words, str(script), *to_argv(self.flags)]
-        return [*words, "-m", f"megatron.dpp_train.pretrain_{self.arch}", *to_argv(self.flags)]
+        script = PACKAGE / "pretrain" / f"{self.arch}.py"
+        return [*words, "-m", "megatron.dpp.run", str(script), *to_argv(self.flags)]
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp train") -> int:
