@@ -276,11 +276,10 @@ def _environment(plan: Plan) -> dict[str, str]:
     env.setdefault("OMP_NUM_THREADS", "1")
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     env.setdefault("PYTHONUNBUFFERED", "1")
-    if plan.devices.on_gpu:
-        # megatron-core's tensor and context parallelism rely on one hardware queue
-        relies = number(plan.flags, modes.TENSOR) > 1 or "--context-parallel-size" in plan.flags
-        fsdp = "--use-torch-fsdp2" in plan.flags
-        env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1" if relies and not fsdp else "8")
+    # megatron-core's tensor and context parallelism rely on one hardware queue, FSDP2 on several
+    one = number(plan.flags, modes.TENSOR) > 1 or "--context-parallel-size" in plan.flags
+    one = one and "--use-torch-fsdp2" not in plan.flags
+    env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1" if one else "8")
     return env
 
 
