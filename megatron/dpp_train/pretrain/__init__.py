@@ -1,1 +1,17 @@
 """Training scripts on Megatron's own loop: ``gpt.py`` and ``bert.py``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def main(model: str) -> int:
+    """Trains ``gpt`` or ``bert`` with the flags of the command line; returns the exit status."""
+    from megatron.dpp import run
+
+    for name, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", "0")):
+        if "RANK" not in os.environ:  # started without torchrun: one process
+            os.environ.setdefault(name, value)
+    return run.main([str(Path(__file__).with_name(f"{model}.py")), *sys.argv[1:]])

@@ -7,6 +7,7 @@ adds is a model, data sets and a forward step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def train(
     model_provider: Callable[..., Any] | None = None,
     add_arguments: Callable[[Any], Any] | None = None,
     defaults: Mapping[str, Any] | None = None,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
     """Parses the command line and runs Megatron's loop on it.
 
@@ -43,9 +45,10 @@ def train(
         model_provider: builds one chunk of a model, in place of ``model_config``.
         add_arguments: adds flags to Megatron's parser, and returns it.
         defaults: values of flags that the command line leaves out.
+        around: what holds while models are built and trained.
     """
     datasets.is_distributed = True  # type: ignore[attr-defined]
-    with mended():
+    with mended(), around():
         args = parse_and_validate_args(
             extra_args_provider=add_arguments, args_defaults=dict(defaults or {})
         )
