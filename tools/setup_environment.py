@@ -251,16 +251,15 @@ def build_extension(environment: Environment) -> list[str]:
     return [f"built the extension in {time.monotonic() - start:.0f} s"]
 
 
-def read_flags(environment: Environment) -> list[str]:
+def read_flags(environment: Environment, done: list[str]) -> list[str]:
     """Keeps a table of Megatron's flags, by which ``train`` checks a command line at once."""
-    if environment.missing:  # packages came just now
-        environment = inspect(environment.python, ["requirements.txt"])
-    table = BUILD / f"flags-megatron-core-{environment.core}.json"
-    script = ROOT / "megatron" / "dpp_train" / "presets" / "flag_table.py"
-    if table.exists() or not (script.is_file() and environment.trains and environment.core):
+    if any(BUILD.glob("flags-*.json")) and not done:
         return []
-    command = [environment.python, "-m", "megatron.dpp_train.presets.flag_table"]
-    run_logged(command, "Megatron's flags could not be read")
+    found = inspect(environment.python, ["requirements.txt"])  # packages may have come just now
+    module = "megatron.dpp_train.presets.flag_table"
+    if not (found.trains and found.core and (ROOT / f"{module.replace('.', '/')}.py").is_file()):
+        return []
+    run_logged([environment.python, "-m", module], "Megatron's flags could not be read")
     return ["read Megatron's flags"]
 
 
@@ -385,7 +384,7 @@ def set_up(
     done += install(environment)
     if is_stale:
         done += build_extension(environment)
-    done += read_flags(environment)
+    done += read_flags(environment, done)
     link_command(environment)
     if anew or not (has_kept() or can_run(VENV_PYTHON)):
         keep(environment)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import enum
+import hashlib
+import importlib
 import importlib.metadata
 import json
 import os
@@ -21,6 +23,8 @@ from typing import Any
 from megatron.dpp.command_line import ROOT
 from megatron.dpp.errors import DataError
 
+PACKAGE = Path(__file__).resolve().parents[1]
+_WITH_FLAGS = ("data.datasets", "hf.layers")
 _KINDS: dict[object, str] = {int: "int", float: "float", str: "str", None: "str"}
 
 
@@ -66,8 +70,8 @@ def of_parser(parser: argparse.ArgumentParser) -> Table:
     return table
 
 
-def own_flags() -> Table:
-    """The table of the flags that the training scripts have beside Megatron's."""
+def engine_flags() -> Table:
+    """The table of the dynamic pipeline's flags."""
     from megatron.dpp.flags import add_dpp_flags
     from megatron.dpp.trace.host import trace_fields
 
@@ -79,7 +83,6 @@ def own_flags() -> Table:
         if field.name != "only":
             parser.add_argument(f"--dpp-trace-{field.name}", type=type(field.default or ""))
     parser.add_argument("--metrics-file")
-    parser.add_argument("--rows")
     return of_parser(parser)
 
 
@@ -90,21 +93,8 @@ def saved() -> Table | None:
             rows = json.loads(path.read_text(encoding="utf-8"))
             megatron = {name: Flag(**row | {"choices": tuple(row["choices"])}) for name, row in
                         rows.items()}  # fmt: skip
-            return megatron | own_flags()
+            return megatron | engine_flags()
     return None
-
-
-def remember(parser: argparse.ArgumentParser) -> None:
-    """Keep the table of Megatron's own parser, which was imported anyway. Does nothing where no
-    place can be written."""
-    text = json.dumps({name: asdict(flag) for name, flag in of_parser(parser).items()})
-    for path in _places():
-        scratch = path.with_name(f".{path.name}-{os.getpid()}")
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            scratch.write_text(text, encoding="utf-8")
-            scratch.replace(path)
-            return
 
 
 def table(python: str = sys.executable) -> Table:
@@ -132,18 +122,37 @@ def _places() -> list[Path]:
         version = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         version = "none"
-    name = f"flags-megatron-core-{version}.json"
+    digest = hashlib.sha256()
+    for path in _sources().values():
+        digest.update(path.read_bytes())
+    name = f"flags-megatron-core-{version}-{digest.hexdigest()[:8]}.json"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     own = [ROOT / "build" / name] if (ROOT / "setup.py").is_file() else []
     return [*own, cache / "megatron-dpp" / name]
 
 
+def _sources() -> dict[str, Path]:
+    """Modules that add flags to Megatron's, and their files."""
+    found = {name: PACKAGE / f"{name.replace('.', '/')}.py" for name in _WITH_FLAGS}
+    return {name: path for name, path in found.items() if path.is_file()}
+
+
 def main() -> int:
-    """Make the table anew."""
+    """Make the table, and keep it at the first place that can be written."""
     from megatron.training.arguments import add_megatron_arguments
 
-    remember(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
-    return 0
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    for name in _sources():
+        importlib.import_module(f"megatron.dpp_train.{name}").add_arguments(parser)
+    text = json.dumps({name: asdict(flag) for name, flag in of_parser(parser).items()})
+    for path in _places():
+        scratch = path.with_name(f".{path.name}-{os.getpid()}")
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scratch.write_text(text, encoding="utf-8")
+            scratch.replace(path)
+            return 0
+    return 1
 
 
 if __name__ == "__main__":

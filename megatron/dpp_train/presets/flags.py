@@ -10,8 +10,8 @@ from typing import Any
 from megatron.dpp.command_line import ROOT
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp_train.presets.checks import is_flag, require_file
+from megatron.dpp_train.presets.flag_table import PACKAGE
 
-PACKAGE = Path(__file__).resolve().parents[1]
 _OTHER_NAMES = {
     **dict.fromkeys(("117m", "124m"), "small"),
     **dict.fromkeys(("345m", "355m"), "medium"),

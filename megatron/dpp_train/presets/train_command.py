@@ -64,8 +64,11 @@ class Plan:
         """torchrun and its arguments, the training script and its flags."""
         words = [sys.executable, "-m", "torch.distributed.run"]
         words += self.nodes.torchrun(self.devices.per_node)
-        script = PACKAGE / "pretrain" / f"{self.arch}.py"
-        return [*words, "-m", "megatron.dpp.run", str(script), *to_argv(self.flags)]
+        script = ROOT / f"pretrain_{self.arch}.py"
+        if not script.is_file():  # an installed package
+            words += ["-m", "megatron.dpp.run"]
+            script = PACKAGE / "pretrain" / f"{self.arch}.py"
+        return [*words, str(script), *to_argv(self.flags)]
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp train") -> int:

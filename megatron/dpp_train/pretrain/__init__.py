@@ -10,7 +10,9 @@ from pathlib import Path
 def main(model: str) -> int:
     """Trains ``gpt`` or ``bert`` with the flags of the command line; returns the exit status."""
     from megatron.dpp import run
+    from megatron.dpp_train.presets.direct import check_command_line
 
+    check_command_line(sys.argv[1:])
     for name, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", "0")):
         if "RANK" not in os.environ:  # started without torchrun: one process
             os.environ.setdefault(name, value)
