@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from megatron.dpp_train.cost.choose import Search, named, table
 from megatron.dpp_train.cost.device import Devices, find_devices, named_devices
+from megatron.dpp_train.cost.estimate import estimate, lines
+from megatron.dpp_train.cost.flags import Given, shape_of
 
 Flags = Mapping[str, object] | Sequence[str]
 
@@ -40,7 +43,9 @@ def describe(flags: Flags, devices: Devices, *, arch: str = "gpt") -> list[str]:
     Raises:
         ConfigError: a flag is missing or has a value that is not possible, or sizes do not divide.
     """
-    raise NotImplementedError
+    on_gpu = devices.on_gpu
+    shape = shape_of(Given(flags), devices.number, devices.per_node, on_gpu=on_gpu, arch=arch)
+    return lines(estimate(shape, devices.device))
 
 
 def choose(flags: Flags, devices: Devices, *, arch: str = "gpt") -> Choice:
@@ -54,4 +59,6 @@ def choose(flags: Flags, devices: Devices, *, arch: str = "gpt") -> Choice:
     Raises:
         ConfigError: as :func:`describe`; or nothing fits: names the nearest that does.
     """
-    raise NotImplementedError
+    given = Given(flags)
+    best = Search(given, devices, arch).best()
+    return Choice(named(best[0], given), table(best, given, devices))
