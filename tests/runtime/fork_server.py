@@ -46,7 +46,8 @@ def preload(what: str) -> None:
         from megatron.dpp.core import cpu
 
         support = cpu.install()
-        importlib.import_module("megatron.dpp_train.loop.job")
+        for name in ("megatron.dpp.plugin", "megatron.core.models.gpt", "megatron.core.optimizer"):
+            importlib.import_module(name)
         support.close()
     else:
         for name in LIBRARIES:

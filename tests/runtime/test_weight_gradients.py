@@ -336,74 +336,7 @@ def test_gather_buffers_are_those_of_megatron_core(
     assert len(gather_buffers()) == (1 if there else 0)
 
 
-# Experts and modules that delay -------------------------------------------------------------------
-
-
-class Experts(torch.nn.Module):
-    """Grouped experts as the store sees them."""
-
-    def __init__(self, *linears: Any) -> None:
-        super().__init__()
-        self.linears, self.changed = linears, False
-
-    def are_as_built(self) -> bool:
-        return not self.changed
-
-
-def group(*weights: torch.Tensor) -> Any:
-    """One linear layer of experts with these weights."""
-    layers = [torch.nn.Module() for _ in weights]
-    for layer, weight in zip(layers, weights, strict=True):
-        layer.weight = weight if isinstance(weight, torch.nn.Parameter) else None  # type: ignore[assignment]
-    return SimpleNamespace(layers=layers, weights=list(weights), defer=None)
-
-
-@pytest.fixture
-def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "GroupedExperts", Experts)
-
-
-@pytest.mark.usefixtures("grouped")
-def test_experts_defer_for_one_step_alone() -> None:
-    one = group(torch.nn.Parameter(torch.zeros(2, 2)))
-    store = WeightGradients([Chunk(Experts(one))])
-    with store.bound():
-        assert one.defer.takes(one.weights)
-        assert not one.defer.takes([torch.zeros(2, 2)]), "another weight"
-        one.weights[0].register_hook(lambda gradient: None)
-        assert not one.defer.takes(one.weights), "a hook"
-    assert one.defer is None
-
-
-@pytest.mark.usefixtures("grouped")
-@pytest.mark.parametrize("why", ["frozen", "changed", "hooked"])
-def test_experts_that_cannot_defer_go_their_own_way(why: str) -> None:
-    one = group(*(torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(2)))
-    if why == "frozen":
-        one.weights[1].requires_grad_(False)
-    elif why == "hooked":
-        one.weights[1].register_hook(lambda gradient: None)
-    experts, said = Experts(one), list[str]()
-    experts.changed = why == "changed"
-    store = WeightGradients([Chunk(experts)], said.append)
-    assert store.num_pieces == (0,)
-    assert len(said) == (why != "frozen")
-    with store.bound():
-        assert one.defer is None
-
-
-@pytest.mark.usefixtures("grouped")
-def test_each_product_of_experts_defers_to_its_own_weights() -> None:
-    linears = [group(torch.nn.Parameter(torch.zeros(2, 2))) for _ in range(2)]
-    store = WeightGradients([Chunk(Experts(*linears))])
-    with store.bound():
-        with store.divert() as deferred:
-            for each in linears:
-                each.defer(torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(1))
-        first, second = deferred[0]
-    weights = [each.weights[0] for each in linears]
-    assert [first.touches(weight) for weight in weights] == [True, False]
-    assert [second.touches(weight) for weight in weights] == [False, True]
+# Modules that delay -------------------------------------------------------------------
 
 
 def test_work_goes_to_the_innermost_collection_and_then_again_to_the_one_around_it() -> None:

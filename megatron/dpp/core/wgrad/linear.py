@@ -28,10 +28,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.dpp.core.cpu import without_rewriting
-from megatron.dpp.core.experts import GroupedExperts, GroupedLinear
 from megatron.dpp.core.grad_sync import replicated
 from megatron.dpp.core.wgrad.own_way import Place, places, why_module, why_weight
-from megatron.dpp.core.wgrad.product import DeferredWork, Group, Layer, forward_of, refuse
+from megatron.dpp.core.wgrad.product import DeferredWork, Layer, forward_of, refuse
 from megatron.dpp.core.wgrad.te import DelayedModules
 from megatron.dpp.core.wgrad.te_layer import TELayer, is_te, weights_of, why_layer
 from megatron.dpp.errors import ConfigError, setting
@@ -59,7 +58,6 @@ class WeightGradients:
         self._current: dict[int, list[DeferredWork]] | None = None
         self._waiting: dict[tuple[int, int], dict[int, list[DeferredWork]]] = {}
         self._layers: list[tuple[Any, Callable[..., torch.Tensor]]] = []
-        self._groups: list[tuple[GroupedLinear, Group]] = []
         self._te: list[TELayer] = []
         self._weights: dict[torch.nn.Parameter, str] = {}
         self._accumulators: dict[torch.nn.Parameter, Callable[[torch.Tensor], None]] = {}
@@ -92,7 +90,7 @@ class WeightGradients:
             ConfigError: as of the class.
         """
         self._waiting.clear()
-        self._layers, self._groups, self._te, self._held_bytes = [], [], [], 0
+        self._layers, self._te, self._held_bytes = [], [], 0
         self._accumulators = {weight: self._accumulators[weight] for weight in self._weights}
         self._weights = {}
         before, self._delayed = self._delayed, []
@@ -138,8 +136,6 @@ class WeightGradients:
                 continue
             if isinstance(place.module, ColumnParallelLinear | RowParallelLinear):
                 self._add(place, piece, chunk, lambda weight: uses[id(weight)])
-            elif isinstance(place.module, GroupedExperts):
-                self._add_group(place, piece, chunk, lambda weight: uses[id(weight)])
             elif is_te(place.module):
                 self._add_te(place, piece, chunk, lambda weight: uses[id(weight)])
         for reason, names in self._own_ways.items():
@@ -163,27 +159,6 @@ class WeightGradients:
         layer = Layer(piece, place.name, module, self._accumulator(weight, chunk), self.defer)
         self._layers.append((module, forward_of(module, layer, partial(self._tell, [place.name]))))
         self._weights[weight] = f"{place.name}.weight"
-
-    def _add_group(
-        self, place: Place, piece: int, chunk: torch.nn.Module, uses: Callable[[Any], int]
-    ) -> None:
-        experts: Any = place.module
-        if not experts.are_as_built():
-            changed = "its experts were changed, and run one after the other"
-            self._own_ways.setdefault(changed, []).append(place.name)
-            return
-        for linear in experts.linears:
-            if not all(weight.requires_grad for weight in linear.weights):
-                continue
-            reasons = (place.around or why_weight(layer, uses) for layer in linear.layers)
-            reason = next(filter(None, reasons), None)
-            if reason is not None:
-                self._own_ways.setdefault(reason, []).append(place.name)
-                continue
-            accumulate = [self._accumulator(weight, chunk) for weight in linear.weights]
-            group = Group(piece, place.name, linear.weights, accumulate, self.defer)
-            self._groups.append((linear, group))
-            self._weights.update(dict.fromkeys(linear.weights, f"{place.name}: a weight"))
 
     def _add_te(
         self, place: Place, piece: int, chunk: torch.nn.Module, uses: Callable[[Any], int]
@@ -238,9 +213,6 @@ class WeightGradients:
             for module, forward_impl in self._layers:
                 module._forward_impl = forward_impl
                 around.callback(vars(module).pop, "_forward_impl", None)
-            for linear, group in self._groups:
-                linear.defer = group
-                around.callback(setattr, linear, "defer", None)
             for layer in self._te:
                 around.enter_context(layer.bound())
             yield

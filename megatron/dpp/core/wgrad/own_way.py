@@ -10,7 +10,7 @@ Hosts change modules between steps, so all of it is asked in each.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -144,11 +144,6 @@ def why_weight(
     if uses(weight) > 1:
         return "its weight is tied"
     return None
-
-
-def untouched(module: torch.nn.Module, kinds: Container[type]) -> bool:
-    """True if a call of a module runs the forward of one of these classes, and nothing else."""
-    return type(module) in kinds and "forward" not in vars(module) and not has_hooks(module)
 
 
 def has_hooks(module: torch.nn.Module) -> bool:

@@ -11,10 +11,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
-from megatron.dpp.core.experts import NODE, wants_leaves, weight_gradients
 from megatron.dpp.core.wgrad import fused as fused_wgrad
 from megatron.dpp.core.wgrad.own_way import product_is_own, stands_for
 from megatron.dpp.errors import ConfigError, setting
+
+NODE = torch.zeros((), requires_grad=True)
+"""An input of products that defer, in the place of their weights. It gets no gradient itself."""
+_NODE_ACCUMULATES = torch.autograd.graph.get_gradient_edge(NODE).node
 
 Defer = Callable[[int, "DeferredWork"], None]
 """Takes the work of a layer, counted from the chunk's first."""
@@ -43,6 +46,14 @@ class DeferredWork(abc.ABC):
         hands them over; False if it would not.
         """
         return False
+
+
+def wants_leaves() -> bool:
+    """In the backward of a product of :data:`NODE`: True if the pass accumulates gradients of
+    leaves, and not only asks for those of some tensors, as ``torch.autograd.grad`` does.
+    """
+    wanted: bool = torch._C._will_engine_execute_node(_NODE_ACCUMULATES)
+    return wanted
 
 
 def refuse(name: str, why: str) -> NoReturn:
@@ -195,62 +206,6 @@ class _Deferred(LayerWork[Layer, _Operands]):
                 added = grad_output.t().matmul(total_input)
                 gradient = added if gradient is None else gradient + added
         layer.accumulate(torch.empty_like(layer.weight) if gradient is None else gradient)
-
-
-class Group:
-    """One linear layer of all experts, whose products defer.
-
-    Args:
-        piece, name: as of a :class:`Layer`.
-        weights: of each expert.
-        accumulate: adds a gradient to each.
-        defer: takes the work of a backward pass.
-    """
-
-    def __init__(
-        self,
-        piece: int,
-        name: str,
-        weights: list[torch.nn.Parameter],
-        accumulate: list[Callable[[torch.Tensor], None]],
-        defer: Defer,
-    ) -> None:
-        self.piece, self.name, self.weights = piece, name, weights
-        self.accumulate, self._defer = accumulate, defer
-
-    def takes(self, weights: list[Any]) -> bool:
-        """True if a product with these weights defers."""
-        return all(
-            stands_for(given, own) and own.requires_grad and not has_hooks(own)
-            for given, own in zip(weights, self.weights, strict=True)
-        )
-
-    def __call__(self, tokens: torch.Tensor, grad_output: torch.Tensor, ends: torch.Tensor) -> None:
-        """Defer the weight gradients of a product."""
-        self._defer(self.piece, _DeferredGroup(self, Kept(tokens), Kept(grad_output), ends))
-
-
-@dataclass(frozen=True, eq=False)
-class _DeferredGroup(DeferredWork):
-    """The operands of the weight gradients of one linear layer of all experts."""
-
-    group: Group
-    input: Kept
-    grad_output: Kept
-    ends: torch.Tensor
-    task: int = field(default_factory=_task)
-
-    def num_bytes(self) -> int:
-        return self.input.num_bytes + self.grad_output.num_bytes
-
-    def touches(self, weight: torch.Tensor) -> bool:
-        return any(own is weight for own in self.group.weights)
-
-    def compute(self) -> None:
-        name = self.group.name
-        gradients = weight_gradients(self.input.get(name), self.grad_output.get(name), self.ends)
-        for accumulate, gradient in zip(self.group.accumulate, gradients, strict=True):
-            accumulate(gradient)
 
 
 class InputGradientNow(torch.autograd.Function):

@@ -24,10 +24,16 @@ import torch
 from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron.dpp.core import compat
-from megatron.dpp.core.experts import NODE, wants_leaves
 from megatron.dpp.core.memory import tensors_in
 from megatron.dpp.core.wgrad.own_way import stands_for, why_weight
-from megatron.dpp.core.wgrad.product import DeferredWork, Kept, LayerWork, has_hooks
+from megatron.dpp.core.wgrad.product import (
+    NODE,
+    DeferredWork,
+    Kept,
+    LayerWork,
+    has_hooks,
+    wants_leaves,
+)
 from megatron.dpp.core.wgrad.te import SINCE, is_delayed
 from megatron.dpp.errors import core_setting
 
