@@ -28,7 +28,6 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import (
@@ -38,7 +37,6 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dpp.core import compat
-from megatron.dpp.core.experts import GroupedExperts
 from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.model import context, packed
 from megatron.dpp_train.model.masks import (
@@ -351,9 +349,6 @@ class _LocalLayers:
         for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
             if getattr(attention, name, None) is WrappedTorchNorm:
                 setattr(attention, name, TorchNorm)
-        experts: Any = getattr(parts.mlp.submodules, "experts", None)
-        if self.grouped_experts and getattr(experts, "module", None) is SequentialMLP:
-            experts.module = GroupedExperts
         return self.change(layer) if self.change else layer
 
 

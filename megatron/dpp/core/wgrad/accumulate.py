@@ -6,6 +6,7 @@ that accumulates it, as DistributedDataParallel does. All of it works, since aut
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,12 +39,12 @@ def add(parameter: Any, given: list[torch.Tensor]) -> None:
     """
     if not given:
         parameter.grad_added_to_main_grad = True
-    before, after = _hooks_of(parameter)
-    if parameter.grad is None and not before and all(map(_is_own, after)):
+    if parameter.grad is None and not has_hooks(parameter):
         # What autograd would do, which waits for other streams and cannot be captured.
+        _, after = _hooks_of(parameter)
         parameter.grad = given.pop().to(parameter.dtype) if given else _stand_in(parameter)
         for hook in after:
-            hook()
+            hook((), ())
         return
     if not given:
         given = [_stand_in(parameter).contiguous()]
@@ -52,8 +53,21 @@ def add(parameter: Any, given: list[torch.Tensor]) -> None:
     torch.autograd.backward(root, root.detach())
 
 
+class OwnHook(functools.partial[None]):
+    """A hook of the project's on a parameter."""
+
+
+def is_hooked(parameter: torch.Tensor) -> bool:
+    """True if a host has hooked a parameter itself."""
+    hooks = (parameter._backward_hooks or {}).values()
+    ours = all(isinstance(hook, OwnHook) for hook in hooks)
+    return bool(parameter._post_accumulate_grad_hooks) or not ours
+
+
 def has_hooks(parameter: torch.Tensor) -> bool:
-    """True if a host has hooked the node that accumulates a parameter's gradient."""
+    """True if a host has hooked a parameter, or the node that accumulates its gradient."""
+    if is_hooked(parameter):
+        return True
     before, after = _hooks_of(parameter)
     return bool(before) or not all(map(_is_own, after))
 

@@ -3,8 +3,8 @@
 The previous stage waits for the gradient of a linear layer's input; the gradient of its weight is
 needed only by the optimizer step. ``WeightGradients`` rebinds the linear layers of a chunk for a
 step, so that a backward pass computes the former and *defers* the latter; ``run`` computes it
-later, one layer at a time. Each weight gets its contributions in microbatch order through
-DistributedDataParallel's own hook, so the numbers are bitwise those of a fused backward.
+later, one layer at a time. Autograd adds each weight's contributions in microbatch order, with all
+hooks, so the numbers are bitwise those of a fused backward.
 
 Transformer Engine's layers are ``te_layer``'s, or ``te``'s if they were built to delay weight
 gradients. Embeddings, the LM
@@ -29,6 +29,8 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.dpp.core.cpu import without_rewriting
 from megatron.dpp.core.grad_sync import replicated
+from megatron.dpp.core.wgrad import accumulate
+from megatron.dpp.core.wgrad.accumulate import OwnHook
 from megatron.dpp.core.wgrad.own_way import Place, places, why_module, why_weight
 from megatron.dpp.core.wgrad.product import DeferredWork, Layer, forward_of, refuse
 from megatron.dpp.core.wgrad.te import DelayedModules
@@ -60,10 +62,10 @@ class WeightGradients:
         self._layers: list[tuple[Any, Callable[..., torch.Tensor]]] = []
         self._te: list[TELayer] = []
         self._weights: dict[torch.nn.Parameter, str] = {}
-        self._accumulators: dict[torch.nn.Parameter, Callable[[torch.Tensor], None]] = {}
         self._own_ways: dict[str, list[str]] = {}
         self._accumulated: dict[torch.nn.Parameter, int] = {}
         self._held_bytes = 0
+        self._adding = False
         self._delayed: list[DelayedModules] = []
         self.num_pieces: tuple[int, ...] = ()
         """Transformer layers of each chunk; 0 if none of them can defer."""
@@ -91,7 +93,6 @@ class WeightGradients:
         """
         self._waiting.clear()
         self._layers, self._te, self._held_bytes = [], [], 0
-        self._accumulators = {weight: self._accumulators[weight] for weight in self._weights}
         self._weights = {}
         before, self._delayed = self._delayed, []
         found = [list(places(chunk)) for chunk in self._chunks]
@@ -156,7 +157,7 @@ class WeightGradients:
         if reason is not None:
             self._own_ways.setdefault(reason, []).append(place.name)
             return
-        layer = Layer(piece, place.name, module, self._accumulator(weight, chunk), self.defer)
+        layer = Layer(piece, place.name, module, self.add, self.defer)
         self._layers.append((module, forward_of(module, layer, partial(self._tell, [place.name]))))
         self._weights[weight] = f"{place.name}.weight"
 
@@ -174,20 +175,12 @@ class WeightGradients:
             piece,
             place.name,
             place.module,
-            lambda weight: self._accumulator(weight, chunk),
+            self.add,
             self.defer,
             partial(self._tell, [place.name]),
         )
         self._te.append(layer)
         self._weights.update(dict.fromkeys(layer.weights, f"{place.name}: a weight"))
-
-    def _accumulator(
-        self, weight: torch.nn.Parameter, chunk: torch.nn.Module
-    ) -> Callable[[torch.Tensor], None]:
-        """The one of the step before, if there is one."""
-        if weight not in self._accumulators:
-            self._accumulators[weight] = gradient_accumulator(weight, chunk)
-        return self._accumulators[weight]
 
     def _tell(self, names: list[str], reason: str) -> None:
         """Say why layers go their own way."""
@@ -208,7 +201,7 @@ class WeightGradients:
             modules.restart(order)
         with ExitStack() as around:
             for weight in self._weights:
-                hook = weight.register_hook(partial(self._before_autograd_adds, weight))  # type: ignore[no-untyped-call]
+                hook = weight.register_hook(OwnHook(self._before_autograd_adds, weight))  # type: ignore[no-untyped-call]
                 around.callback(hook.remove)
             for module, forward_impl in self._layers:
                 module._forward_impl = forward_impl
@@ -226,6 +219,8 @@ class WeightGradients:
         Raises:
             ConfigError: the same pass has deferred one, and would have added up both.
         """
+        if self._adding:
+            return
         task = self._accumulated[weight] = torch._C._current_graph_task_id()
         for waiting in self._waiting.values():
             for row in waiting.values():
@@ -235,6 +230,14 @@ class WeightGradients:
                     row.remove(work)
                     work.compute()
                     self._held_bytes -= work.num_bytes()
+
+    def add(self, parameter: torch.nn.Parameter, given: list[torch.Tensor]) -> None:
+        """:func:`accumulate.add` of a deferred gradient."""
+        before, self._adding = self._adding, True
+        try:
+            accumulate.add(parameter, given)
+        finally:
+            self._adding = before
 
     def _refuse_mixture(self, weight: torch.nn.Parameter) -> None:
         refuse(self._weights[weight], "is also used outside of its layer's own product")
@@ -283,25 +286,6 @@ class WeightGradients:
             if waiting:
                 raise AssertionError(f"weight gradients left over: {sorted(waiting)}")
             del self._waiting[chunk, microbatch]
-
-
-def gradient_accumulator(
-    weight: torch.nn.Parameter, chunk: torch.nn.Module
-) -> Callable[[torch.Tensor], None]:
-    """A function that adds a gradient to ``weight``, through DDP's hook if DDP wraps the chunk.
-
-    As autograd does, it casts the gradient to the weight's dtype.
-    """
-    ddp = _ddp_of(chunk, weight)
-    hook = None if ddp is None else ddp._make_backward_post_hook(weight)
-
-    def accumulate(gradient: torch.Tensor) -> None:
-        gradient = gradient.to(weight.dtype)
-        weight.grad = gradient if weight.grad is None else weight.grad + gradient
-        if hook is not None:
-            hook()
-
-    return accumulate
 
 
 def _ddp_of(chunk: torch.nn.Module, weight: torch.nn.Parameter | None = None) -> Any | None:

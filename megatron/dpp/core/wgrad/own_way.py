@@ -17,6 +17,7 @@ import torch
 from megatron.core.tensor_parallel import layers as parallel_layers
 from torch.nn.modules import module as torch_module
 
+from megatron.dpp.core.wgrad import accumulate
 from megatron.dpp.errors import ConfigError
 
 _PRODUCT = "linear_with_grad_accumulation_and_async_allreduce"
@@ -139,7 +140,7 @@ def why_weight(
         return f"its weight is a {type(weight).__name__}"
     if not weight.is_leaf:
         return "its weight is computed from others"
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+    if accumulate.is_hooked(weight):
         return "its weight has hooks"
     if uses(weight) > 1:
         return "its weight is tied"
@@ -167,7 +168,7 @@ def why_eager(module: torch.nn.Module) -> str | None:
         for kind, parameter in place.module._parameters.items():
             if parameter is None:
                 continue
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            if parameter.requires_grad and accumulate.has_hooks(parameter):
                 return f"{name}.{kind} has hooks"
     return None
 

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron.dpp.core.wgrad import fused as fused_wgrad
+from megatron.dpp.core.wgrad.accumulate import is_hooked
 from megatron.dpp.core.wgrad.own_way import product_is_own, stands_for
 from megatron.dpp.errors import ConfigError, setting
 
@@ -21,6 +22,7 @@ _NODE_ACCUMULATES = torch.autograd.graph.get_gradient_edge(NODE).node
 
 Defer = Callable[[int, "DeferredWork"], None]
 """Takes the work of a layer, counted from the chunk's first."""
+Add = Callable[[Any, list[torch.Tensor]], None]
 
 
 class DeferredWork(abc.ABC):
@@ -107,7 +109,7 @@ class Layer:
         piece: its transformer layer.
         name: for messages.
         module: of megatron-core's own class.
-        accumulate: adds a gradient to its weight.
+        add: adds a gradient to a parameter, see :func:`accumulate.add`.
         defer: takes the work of a backward pass.
     """
 
@@ -116,10 +118,10 @@ class Layer:
         piece: int,
         name: str,
         module: Any,
-        accumulate: Callable[[torch.Tensor], None],
+        add: Add,
         defer: Defer,
     ) -> None:
-        self.piece, self.name, self.defer, self.accumulate = piece, name, defer, accumulate
+        self.piece, self.name, self.defer, self.add = piece, name, defer, add
         self.weight: torch.nn.Parameter = module.weight
         self.fused = bool(module.gradient_accumulation_fusion)
 
@@ -135,18 +137,13 @@ class Layer:
             return ""
         if not stands_for(weight, self.weight):
             return "a call gets another weight"
-        if has_hooks(self.weight):
+        if is_hooked(self.weight):
             return "its weight has hooks"
         if type(input_) is not torch.Tensor:
             return f"its input is a {type(input_).__name__}"
         if torch.is_autocast_enabled(input_.device.type):
             return "autocast is on"
         return None if product_is_own() else "megatron-core's product is replaced in a call"
-
-
-def has_hooks(weight: torch.nn.Parameter) -> bool:
-    """True if a weight that is being deferred has hooks besides the project's own."""
-    return bool(weight._post_accumulate_grad_hooks) or len(weight._backward_hooks or ()) > 1
 
 
 def _wants(bias: torch.Tensor | None) -> bool:
@@ -194,7 +191,7 @@ class _Deferred(LayerWork[Layer, _Operands]):
     @torch.no_grad()
     def compute(self) -> None:
         layer = self.layer
-        gradient: torch.Tensor | None = None
+        gradients: list[torch.Tensor] = []
         for each in self.products:
             total_input = _gather(each.input.get(layer.name), each.gather_group)
             grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
@@ -204,8 +201,9 @@ class _Deferred(LayerWork[Layer, _Operands]):
                 fused_wgrad.accumulate(layer.weight, total_input, grad_output)
             else:
                 added = grad_output.t().matmul(total_input)
-                gradient = added if gradient is None else gradient + added
-        layer.accumulate(torch.empty_like(layer.weight) if gradient is None else gradient)
+                gradients = [gradients.pop() + added if gradients else added]
+                del added
+        layer.add(layer.weight, gradients)
 
 
 class InputGradientNow(torch.autograd.Function):
@@ -250,7 +248,7 @@ class InputGradientNow(torch.autograd.Function):
             )
         layer: Layer = ctx.layer
         if layer.weight.requires_grad and wants_leaves():
-            if has_hooks(layer.weight):
+            if is_hooked(layer.weight):
                 refuse(layer.name, "got hooks on its weight between F and B")
             # Detached: the input's grad_fn would keep the whole graph before it alive until the W.
             given = Kept(input_.detach())
