@@ -23,7 +23,7 @@ from typing import Any
 from megatron.dpp.config import DppConfig, missing_part
 from megatron.dpp.core import compat
 from megatron.dpp.core.packed_rows import read_ahead
-from megatron.dpp.core.rng import needs_task_rng
+from megatron.dpp.core.rng import line, needs_task_rng
 from megatron.dpp.errors import ConfigError, Naming, Text, one_line, said, setting
 from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.runtime.host_trace import StepTrace
@@ -42,15 +42,6 @@ _MULTIMODULE = "its process groups are those of several modules"
 _NO_COMMUNICATOR = (
     "dynamic pipeline: p2p_communicator is not used: ranks exchange tensors over links of their "
     "own (transport)"
-)
-
-_TASK_RNG = (
-    "dynamic pipeline: the model draws random numbers, and each task derives its own from seed, "
-    "step, microbatch and stage. A run repeats itself; megatron-core's schedule draws others"
-)
-_NO_TASK_RNG = (
-    "dynamic pipeline: task_rng=False: the model draws random numbers in the order of tasks, which "
-    "is not the same in every run. No run can be repeated"
 )
 
 _installed: Plugin | None = None
@@ -142,7 +133,7 @@ class Plugin:
             schedule.iteration = compat.host_iteration(schedule.iteration)
             model = keywords["model"]
             if needs_task_rng(model if isinstance(model, list) else [model]):
-                self._say(_TASK_RNG if self._config.task_rng else _NO_TASK_RNG)
+                self._say(line(self._config.task_rng, named=True))
             self._sizes = None
         self._rows = None
         with self._trace.step(self._step_number(keywords), keywords, "dpp") as schedule.recorder:
@@ -222,12 +213,12 @@ class Plugin:
     def _log(self, line: str) -> None:
         logger.info(said(line, self._naming))
 
-    def _say(self, line: str) -> None:
+    def _say(self, text: str) -> None:
         """Log a line once, on rank 0."""
-        line = said(line, self._naming)
-        if line not in self._said and os.environ.get("RANK", "0") == "0":
-            logger.warning(line)
-        self._said.add(line)
+        text = said(text, self._naming)
+        if text not in self._said and os.environ.get("RANK", "0") == "0":
+            logger.warning(text)
+        self._said.add(text)
 
     def leave(self, error: BaseException | None) -> None:
         """Close the schedule; with an error, tell the other ranks and raise what explains it."""

@@ -130,6 +130,40 @@ def test_outside_of_a_collection_the_weight_gradient_is_computed_at_once() -> No
     assert chunk.decoder.layers[0].weight.grad is not None and store.held_bytes == 0  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("way", ["grad", "backward"])
+def test_a_loss_that_asks_for_the_gradient_of_a_deferred_weight_is_refused(way: str) -> None:
+    """It would get None."""
+    chunk: Any = Chunk(Linear())
+    store, weight = WeightGradients([chunk]), chunk.decoder.layers[0].weight
+    (value,) = inputs(1)
+    with store.bound():
+        loss = chunk(value).sum()
+        assert torch.autograd.grad(loss, value, retain_graph=True)[0].any()
+        with pytest.raises(ConfigError, match=r"gradient of decoder.layers.0.weight, which is def"):
+            if way == "grad":
+                torch.autograd.grad(loss, weight, allow_unused=True)
+            else:
+                loss.backward(inputs=[weight])
+
+
+def test_a_pass_within_a_forward_adds_after_what_earlier_passes_have_deferred() -> None:
+    chunk: Any = Chunk(Linear())
+    said: list[str] = []
+    store, weight = WeightGradients([chunk], said.append), chunk.decoder.layers[0].weight
+    first, second = (chunk(value) for value in inputs(2))
+    with store.bound():
+        first, second = (chunk(value) for value in inputs(2))
+        with store.collect(0, 0):
+            first.sum().backward()
+        second.sum().backward()
+        added = weight.grad.clone()
+        store.run(0, 0, 0)
+    weight.grad = None
+    for value in inputs(2):
+        chunk(value).sum().backward()
+    assert torch.equal(added, weight.grad) and "a backward pass of its own" in said[0]
+
+
 def test_the_model_is_its_own_again_after_a_step_and_after_an_error() -> None:
     chunk = Chunk(Linear())
     store = WeightGradients([chunk])

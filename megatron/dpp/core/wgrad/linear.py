@@ -27,6 +27,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from megatron.dpp.core import compat
 from megatron.dpp.core.cpu import without_rewriting
 from megatron.dpp.core.grad_sync import replicated
 from megatron.dpp.core.wgrad import accumulate
@@ -37,6 +38,12 @@ from megatron.dpp.core.wgrad.te import DelayedModules
 from megatron.dpp.core.wgrad.te_layer import TELayer, is_te, weights_of, why_layer
 from megatron.dpp.errors import ConfigError, setting
 
+_RUN_BACKWARD, _INPUTS = "_engine_run_backward", 3
+"""The function behind torch.autograd's ``grad`` and ``backward``, and the place of ``inputs``."""
+_OWN_PASS = (
+    "dynamic pipeline: a forward step runs a backward pass of its own: its gradients are added in "
+    "the order of tasks, which megatron-core's schedule may have another of"
+)
 _NAMED = 2
 """Layers that a line names; the others are counted."""
 
@@ -202,6 +209,7 @@ class WeightGradients:
         for modules in self._delayed:
             modules.restart(order)
         with ExitStack() as around:
+            around.enter_context(compat.replaced(torch.autograd, _RUN_BACKWARD, self._checked))
             for weight in self._weights:
                 hook = weight.register_hook(OwnHook(self._before_autograd_adds, weight))  # type: ignore[no-untyped-call]
                 around.callback(hook.remove)
@@ -214,6 +222,21 @@ class WeightGradients:
         for modules in self._delayed:
             modules.check_empty()
 
+    def _checked(self, run: Callable[..., Any], outputs: Any, *given: Any, **options: Any) -> Any:
+        """Run a pass of autograd that a host asks for.
+
+        Raises:
+            ConfigError: it asks for the gradient of a weight, which is no input of the graph.
+        """
+        for wanted in given[_INPUTS] if len(given) > _INPUTS else ():
+            if isinstance(wanted, torch.Tensor) and wanted in self._weights:
+                raise ConfigError(
+                    f"{setting('split_backward')}: torch.autograd.grad, or backward(inputs=...), "
+                    f"asks for the gradient of {self._weights[wanted]}, which is deferred; use "  # type: ignore[index]
+                    f"{setting('split_backward', 'off')}"
+                )
+        return run(outputs, *given, **options)
+
     def _before_autograd_adds(self, weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Keep a weight's order where a pass adds a gradient by itself, as a layer went its own way
         in one call: what earlier passes have deferred comes first.
@@ -224,6 +247,10 @@ class WeightGradients:
         if self._adding:
             return
         task = self._accumulated[weight] = torch._C._current_graph_task_id()
+        self._compute_waiting(weight, task)
+
+    def _compute_waiting(self, weight: torch.nn.Parameter, task: int) -> None:
+        """Add what earlier passes than ``task`` have deferred of a weight's gradient."""
         for waiting in self._waiting.values():
             for row in waiting.values():
                 for work in [work for work in row if work.touches(weight)]:
@@ -262,9 +289,12 @@ class WeightGradients:
 
     def defer(self, layer: int, work: DeferredWork) -> None:
         """Defer work of a layer (counted from the chunk's first); outside of :meth:`collect` it
-        runs at once.
+        runs at once, after what earlier passes have deferred.
         """
         if self._current is None:
+            self._say(_OWN_PASS)
+            for weight in filter(work.touches, self._weights):
+                self._compute_waiting(weight, work.task)
             work.compute()
             return
         for weight, task in self._accumulated.items():

@@ -26,7 +26,7 @@ from megatron.core.utils import get_te_version, is_te_min_version
 from megatron.dpp.core import compat
 from megatron.dpp.core.memory import tensors_in
 from megatron.dpp.core.wgrad.accumulate import is_hooked
-from megatron.dpp.core.wgrad.own_way import stands_for, why_weight
+from megatron.dpp.core.wgrad.own_way import is_written_in, stands_for, why_weight
 from megatron.dpp.core.wgrad.product import (
     NODE,
     Add,
@@ -111,11 +111,24 @@ def _is_written(kind: Any, kinds: tuple[Any, ...]) -> bool:
         forward = vars(part).get("forward")
         if forward is not None and forward.__module__ != part.__module__:
             return False
+        if home is not None and not _function_is_written(home, part.__name__):
+            return False
         if part in kinds:
             return True
         if part.__module__ != compat.TE_LAYERS:
             return False
     return False
+
+
+def _function_is_written(home: Any, name: str) -> bool:
+    """True if the autograd function of a class, where it has one, is as Transformer Engine wrote
+    it.
+    """
+    function = getattr(home, f"_{name}", None)
+    if not isinstance(function, type):
+        return True
+    ways = (getattr(function, way) for way in ("forward", "backward"))
+    return function.__module__ == home.__name__ and all(is_written_in(way, home) for way in ways)
 
 
 class _Aside(torch.autograd.Function):
