@@ -13,7 +13,10 @@ def main(model: str) -> int:
     from megatron.dpp_train.presets.direct import check_command_line
 
     check_command_line(sys.argv[1:])
-    for name, value in (("MASTER_ADDR", "localhost"), ("MASTER_PORT", "0")):
-        if "RANK" not in os.environ:  # started without torchrun: one process
-            os.environ.setdefault(name, value)
+    if "RANK" not in os.environ:  # started without torchrun: one process
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    if not any(
+        "fsdp" in word for word in sys.argv
+    ):  # Megatron insists on it, and with FSDP on none
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return run.main([str(Path(__file__).with_name(f"{model}.py")), *sys.argv[1:]])

@@ -1,6 +1,6 @@
 """Trains GPT models with Megatron's own loop.
 
-torchrun starts it with Megatron-LM's flags and ``--rows`` (:mod:`megatron.dpp_train.data.datasets`).
+torchrun starts it with Megatron-LM's flags and ``--rows`` (``megatron.dpp_train.data.datasets``).
 ``pretrain_gpt.py`` of the source tree runs it under ``megatron.dpp.run``, whose ``--use-dpp`` hands
 each step to the dynamic pipeline.
 """

@@ -1,4 +1,4 @@
-"""Parts that the training scripts share: Megatron's own loop, data sets, batches and sums of losses.
+"""Parts that the training scripts share: the loop, data sets, batches and sums of losses.
 
 The loop, its flags, optimizers, checkpoints and logs are ``megatron.training``'s. What a script
 adds is a model, data sets and a forward step.
@@ -21,6 +21,9 @@ from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron.dpp_train.pretrain.mended import mended
+
+_DEFAULTS = {"eval_interval": 1000}
+"""Values of flags that Megatron's loop needs and gives no value."""
 
 _SPIKE = 10
 """A loss this many times the largest one so far is spiky (``--check-for-spiky-loss``)."""
@@ -50,7 +53,7 @@ def train(
     datasets.is_distributed = True  # type: ignore[attr-defined]
     with mended(), around():
         args = parse_and_validate_args(
-            extra_args_provider=add_arguments, args_defaults=dict(defaults or {})
+            extra_args_provider=add_arguments, args_defaults={**_DEFAULTS, **(defaults or {})}
         )
         model = None if model_config is None else model_config(args)
         settings = pretrain_cfg_container_from_args(args, model)
