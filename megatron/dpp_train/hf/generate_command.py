@@ -167,7 +167,9 @@ def _folder(args: argparse.Namespace) -> Iterator[Path]:
         names = ("like", "family", "family_file", "step", "dtype")
         to_hf(args.model, target, **{name: getattr(args, name) for name in names})
         if args.tokenizer is None and not any((target / name).is_file() for name in TOKENIZER):
-            raise DataError(f"{args.model}: its tokenizer is not known; name its folder (--tokenizer)")
+            raise DataError(
+                f"{args.model}: its tokenizer is not known; name its folder (--tokenizer)"
+            )
         yield target
 
 
@@ -192,7 +194,9 @@ class _Answers:
             )
             self._model.to(self._device).eval()
         except Exception as error:  # a broken folder raises anything
-            raise DataError(f"{folder}: transformers cannot load it ({one_line(error, 200)})") from error
+            raise DataError(
+                f"{folder}: transformers cannot load it ({one_line(error, 200)})"
+            ) from error
         settings = self._model.generation_config
         known = settings.eos_token_id
         known = known if isinstance(known, list) else [] if known is None else [known]
@@ -233,7 +237,9 @@ class _Answers:
     def _text(self, prompt: list[int], answer: list[int]) -> str:
         """The text of an answer; some tokenizers drop the blank at the beginning of a text."""
         decode = self._tokenizer.decode
-        before, whole = (decode(each, skip_special_tokens=True) for each in (prompt, prompt + answer))
+        before, whole = (
+            decode(each, skip_special_tokens=True) for each in (prompt, prompt + answer)
+        )
         inside = whole.startswith(before)
         text: str = whole[len(before) :] if inside else decode(answer, skip_special_tokens=True)
         return text

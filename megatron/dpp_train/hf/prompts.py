@@ -114,7 +114,9 @@ def _in_child(
     sender.close()
     try:
         if not receiver.poll(seconds):
-            raise DataError(f"{folder}: its tokenizer or chat template takes more than {seconds:g} s")
+            raise DataError(
+                f"{folder}: its tokenizer or chat template takes more than {seconds:g} s"
+            )
         found, error = receiver.recv()
     except EOFError:
         child.join()
@@ -145,4 +147,6 @@ def _answer(sender: Any, work: Callable[..., Any], values: tuple[Any, ...]) -> N
     except MemoryError:
         sender.send((None, DataError(f"{values[0]}: its template takes too much memory")))
     except BaseException as error:  # templates and tokenizers raise anything
-        sender.send((None, DataError(f"{values[0]}: {type(error).__name__}: {one_line(error, 200)}")))  # type: ignore[arg-type]
+        sender.send(
+            (None, DataError(f"{values[0]}: {type(error).__name__}: {one_line(error, 200)}"))
+        )  # type: ignore[arg-type]
