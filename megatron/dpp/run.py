@@ -61,6 +61,8 @@ Run a training script of Megatron-LM, unmodified, with a dynamic pipeline.
   --dpp-trace    record what every rank does
                  (--dpp-trace-dir, --dpp-trace-interval, --dpp-trace-iterations)
   --dpp-trace-only  the same for the script's own schedule, without --use-dpp
+  --metrics-file FILE  append a JSON line per step: loss, norm, ms, tokens
+                 (scripts on megatron.training, with or without --use-dpp)
 
 Settings, each also a variable (--dpp-policy: DPP_POLICY):
 {textwrap.fill(names, 79, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)}
@@ -71,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(add_help=False, allow_abbrev=False)
     for flag in _SWITCHES:
         parser.add_argument(flag, action="store_true")
+    parser.add_argument("--metrics-file", metavar="FILE")
     for field in _TRACE_VALUES:
         kind = type(field.default or "")
         parser.add_argument(f"--dpp-trace-{field.name}", type=kind, default=field.default)
@@ -150,7 +153,8 @@ def take_flags(
 
 def _warn_of_idle(spelled: Mapping[str, str], *, traces: bool) -> None:
     """Name the flags that have no effect without the dynamic pipeline."""
-    idle = [flag for name, flag in spelled.items() if not (traces and name.startswith("dpp_trace"))]
+    works = ("metrics_file", "dpp_trace") if traces else ("metrics_file",)
+    idle = [flag for name, flag in spelled.items() if not name.startswith(works)]
     hint = " (--dpp-trace-only records the script's own schedule)" if "dpp_trace" in spelled else ""
     if idle:
         names = ", ".join(idle)
@@ -176,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             find_policy(config.policy)
             if given.use_dpp and (missing := missing_part(config.transport)):
                 raise ConfigError(missing)
-            _run(script, rest, plugin_arguments(given))
+            _run(script, rest, plugin_arguments(given), given.metrics_file)
     except (ConfigError, OSError) as error:
         refusal = error if isinstance(error, ConfigError) else no_scratch(error)
         if refusal is None:
@@ -195,7 +199,9 @@ def plugin_arguments(given: argparse.Namespace) -> dict[str, Any]:
     return {"config": dpp_config(given), "strict": given.dpp_strict, "trace": trace}
 
 
-def _run(script: str, flags: Sequence[str], settings: dict[str, Any]) -> None:
+def _run(
+    script: str, flags: Sequence[str], settings: dict[str, Any], metrics_file: str | None
+) -> None:
     """Run ``script`` as ``python SCRIPT FLAGS`` does, with the plugin if ``settings`` has
     any. On a machine without a GPU megatron-core runs on the CPU.
     """
@@ -214,6 +220,10 @@ def _run(script: str, flags: Sequence[str], settings: dict[str, Any]) -> None:
             from megatron.dpp import plugin
 
             around.enter_context(plugin.installed(**settings))
+        if metrics_file:
+            from megatron.dpp.metrics import recording
+
+            around.enter_context(recording(metrics_file))
         runpy.run_path(script, run_name="__main__")
 
 
