@@ -17,7 +17,7 @@ WORKER = Path(__file__).with_name("host_changes_worker.py")
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {"v": 1, "layers": 4},
     {"v": 2, "layers": 4},
-    {"v": 1, "layers": 4, "model": EXPERTS, "grouped": True},
+    {"v": 1, "layers": 4, "model": EXPERTS},
 )
 
 

@@ -10,13 +10,14 @@ Hosts change modules between steps, so all of it is asked in each.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel import layers as parallel_layers
 from torch.nn.modules import module as torch_module
 
+from megatron.dpp.core.wgrad import accumulate
 from megatron.dpp.errors import ConfigError
 
 _PRODUCT = "linear_with_grad_accumulation_and_async_allreduce"
@@ -139,16 +140,11 @@ def why_weight(
         return f"its weight is a {type(weight).__name__}"
     if not weight.is_leaf:
         return "its weight is computed from others"
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+    if accumulate.is_hooked(weight):
         return "its weight has hooks"
     if uses(weight) > 1:
         return "its weight is tied"
     return None
-
-
-def untouched(module: torch.nn.Module, kinds: Container[type]) -> bool:
-    """True if a call of a module runs the forward of one of these classes, and nothing else."""
-    return type(module) in kinds and "forward" not in vars(module) and not has_hooks(module)
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
@@ -172,7 +168,7 @@ def why_eager(module: torch.nn.Module) -> str | None:
         for kind, parameter in place.module._parameters.items():
             if parameter is None:
                 continue
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            if parameter.requires_grad and accumulate.has_hooks(parameter):
                 return f"{name}.{kind} has hooks"
     return None
 
