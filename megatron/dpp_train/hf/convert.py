@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.locks import lock_directory
 from megatron.dpp.safe_files import private_directory
 from megatron.dpp_train.hf import checkpoint
@@ -218,8 +218,10 @@ def _keep_tokenizer(args: Any, folder: Path) -> tuple[str, ...]:
 
     try:
         end = end_of_answers(folder)
-    except DataError as error:
-        return (f"{folder.name}: no token ends an answer in {GENERATION} ({error})",)
+    except (ConfigError, DataError) as error:
+        return (f"{GENERATION} names no token that ends an answer ({error})",)
+    if end is None:
+        return ("the chat template ends an answer by no special token",)
     path = folder / GENERATION
     content = read_object(path) or {
         name: value

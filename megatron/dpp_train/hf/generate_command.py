@@ -66,8 +66,8 @@ def _run(args: argparse.Namespace) -> int:
         folder = stack.enter_context(_folder(args))
         place = args.tokenizer or folder
         ids = encode(place, prompts, template)
-        ends = [end_of_answers(place, template)] if _has_end(args, place, template) else []
-        answers = _Answers(folder, place, args, ends)
+        end = end_of_answers(place, template) if args.chat is not None else None
+        answers = _Answers(folder, place, args, end)
         file = args.output and stack.enter_context(open_text_to_write(args.output))
         for number, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True), 1):
             text, count, finish = answers.to(tokens, f"prompt {number}")
@@ -77,18 +77,6 @@ def _run(args: argparse.Namespace) -> int:
             line = {**_answered(prompt, text), "tokens": count, "finish": finish}
             print(json.dumps(line, ensure_ascii=False), file=file or sys.stdout, flush=True)
     return 0
-
-
-def _has_end(args: argparse.Namespace, place: Path, template: str | None) -> bool:
-    """True where answers of chats end by a token of the template; a note says where they do not."""
-    if args.chat is None:
-        return False
-    try:
-        end_of_answers(place, template)
-    except DataError as error:
-        print(f"note: {error}", file=sys.stderr)
-        return False
-    return True
 
 
 # --- prompts ---
@@ -200,8 +188,8 @@ class _Answers:
         settings = self._model.generation_config
         known = settings.eos_token_id
         known = known if isinstance(known, list) else [] if known is None else [known]
-        more = [self._tokenizer.eos_token_id] if self._tokenizer.eos_token_id is not None else []
-        self._ends = sorted({*known, *ends, *more})
+        more = [each for each in (end, self._tokenizer.eos_token_id) if each is not None]
+        self._ends = sorted({*known, *more})
         self._positions = self._model.config.get_text_config().max_position_embeddings
         print(f"transformers {transformers.__version__}, {kind}, {self._device}", file=sys.stderr)
 
