@@ -33,7 +33,12 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         row = self.rows[index % len(self.rows)]
         size = len(row) - 1
         mask = torch.ones(1, size, size, dtype=torch.bool).triu(1)
-        return {"tokens": row[:-1], "labels": row[1:], "positions": torch.arange(size), "mask": mask}
+        return {
+            "tokens": row[:-1],
+            "labels": row[1:],
+            "positions": torch.arange(size),
+            "mask": mask,
+        }
 
 
 def datasets(counts: list[int], vp_stage: int | None = None) -> tuple[Any, ...]:

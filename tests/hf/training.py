@@ -36,7 +36,10 @@ def train_each(
     folder: Path, num_ranks: int, rows: Path, runs: dict[str, str], *, timeout: float = 300
 ) -> dict[str, Losses]:
     """Run all command lines after each other on the same ranks; what each logged, by its name."""
-    cases = [[name, free_port(), f"{FLAGS} {words} --moe-aux-loss-coeff 0".split()] for name, words in runs.items()]
+    cases = [
+        [name, free_port(), f"{FLAGS} {words} --moe-aux-loss-coeff 0".split()]
+        for name, words in runs.items()
+    ]
     (folder / "cases.json").write_text(json.dumps(cases))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROWS", str(rows))

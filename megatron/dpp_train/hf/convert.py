@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.locks import lock_directory
 from megatron.dpp.safe_files import private_directory
 from megatron.dpp_train.hf import checkpoint
@@ -78,7 +79,7 @@ def to_megatron(
         release = scratch / "release"
         release.mkdir()
         args = argparse.Namespace(**attributes(config))
-        checkpoint.write(release, list(folder.entries()), config.sizes, kind, read, args)
+        checkpoint.write(release, folder.entries, config.sizes, kind, read, args)
         origin = scratch / ORIGIN
         origin.mkdir()
         _write_json(origin / CONFIG, config.content)
@@ -125,18 +126,21 @@ def to_hf(
     tensors = _checked(stored, config)
     kinds = {each.key: stored.dtype(each) for each in tensors if not each.full}
     kind = getattr(torch, dtype) if dtype else one_dtype(kinds, found)
-    full = frozenset(part.name for each in tensors if each.full for part in each.parts)
-    shapes = {part.name: part.shape for each in tensors for part in each.parts}
+    bytes_of = {
+        part.name: math.prod(part.shape) * (torch.float32 if each.full else kind).itemsize
+        for each in tensors
+        for part in each.parts
+    }
     with unfinished(Path(target)) as scratch:
-        with Shards(scratch, shapes, kind, shard_bytes, full) as shards:
-            for entry in tensors:
-                whole = cast(stored.read(entry), torch.float32 if entry.full else kind, entry.key)
-                for part, tensor in zip(
-                    entry.parts, split(entry.rule, whole, config.sizes), strict=True
-                ):
-                    shards.add(part.name, tensor)
-                    progress(tensor.nbytes)
-            shards.finish()
+        shards = Shards(scratch, bytes_of, shard_bytes)
+        for entry in tensors:
+            whole = cast(stored.read(entry), torch.float32 if entry.full else kind, entry.key)
+            for part, tensor in zip(
+                entry.parts, split(entry.rule, whole, config.sizes), strict=True
+            ):
+                shards.add(part.name, tensor)
+                progress(tensor.nbytes)
+        shards.finish()
         content = config.content | config.family.written
         name = "dtype" if "dtype" in content else "torch_dtype"
         _write_json(scratch / CONFIG, content | {name: str(kind).removeprefix("torch.")})
@@ -148,7 +152,10 @@ def to_hf(
 
 def _origin(found: Path, args: Any) -> Path | None:
     """The folder of the model from which a checkpoint came, or its training started."""
-    places = [found.parent, *(getattr(args, name, None) for name in ("load", "pretrained_checkpoint"))]
+    places = [
+        found.parent,
+        *(getattr(args, name, None) for name in ("load", "pretrained_checkpoint")),
+    ]
     folders = [Path(place) / ORIGIN for place in places if place]
     return next((each for each in folders if (each / CONFIG).is_file()), None)
 
@@ -211,8 +218,10 @@ def _keep_tokenizer(args: Any, folder: Path) -> tuple[str, ...]:
 
     try:
         end = end_of_answers(folder)
-    except DataError as error:
-        return (f"{folder.name}: no token ends an answer in {GENERATION} ({error})",)
+    except (ConfigError, DataError) as error:
+        return (f"{GENERATION} names no token that ends an answer ({error})",)
+    if end is None:
+        return ("the chat template ends an answer by no special token",)
     path = folder / GENERATION
     content = read_object(path) or {
         name: value

@@ -73,7 +73,9 @@ def _run(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - start
     print(f"{args.target}: {total / 10**9:.3f} GB in {seconds:.1f} s")
     if from_hf:
-        print(f"flags: --load {shlex.quote(str(args.target))} --finetune {shlex.join(config.words())}")
+        print(
+            f"flags: --load {shlex.quote(str(args.target))} --finetune {shlex.join(config.words())}"
+        )
     return 0
 
 

@@ -44,8 +44,10 @@ class Forms:
     @property
     def change_layers(self) -> bool:
         """True if a layer of megatron-core has other modules by these forms."""
-        return self.residual_scale != 1.0 or self.window_rotary_base is not None or any(
-            (self.no_input_norms, self.output_norms, self.qk_norm_over_heads)
+        return (
+            self.residual_scale != 1.0
+            or self.window_rotary_base is not None
+            or any((self.no_input_norms, self.output_norms, self.qk_norm_over_heads))
         )
 
     def __str__(self) -> str:

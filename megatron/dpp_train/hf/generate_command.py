@@ -66,8 +66,8 @@ def _run(args: argparse.Namespace) -> int:
         folder = stack.enter_context(_folder(args))
         place = args.tokenizer or folder
         ids = encode(place, prompts, template)
-        ends = [end_of_answers(place, template)] if _has_end(args, place, template) else []
-        answers = _Answers(folder, place, args, ends)
+        end = end_of_answers(place, template) if args.chat is not None else None
+        answers = _Answers(folder, place, args, end)
         file = args.output and stack.enter_context(open_text_to_write(args.output))
         for number, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True), 1):
             text, count, finish = answers.to(tokens, f"prompt {number}")
@@ -77,18 +77,6 @@ def _run(args: argparse.Namespace) -> int:
             line = {**_answered(prompt, text), "tokens": count, "finish": finish}
             print(json.dumps(line, ensure_ascii=False), file=file or sys.stdout, flush=True)
     return 0
-
-
-def _has_end(args: argparse.Namespace, place: Path, template: str | None) -> bool:
-    """True where answers of chats end by a token of the template; a note says where they do not."""
-    if args.chat is None:
-        return False
-    try:
-        end_of_answers(place, template)
-    except DataError as error:
-        print(f"note: {error}", file=sys.stderr)
-        return False
-    return True
 
 
 # --- prompts ---
@@ -167,7 +155,9 @@ def _folder(args: argparse.Namespace) -> Iterator[Path]:
         names = ("like", "family", "family_file", "step", "dtype")
         to_hf(args.model, target, **{name: getattr(args, name) for name in names})
         if args.tokenizer is None and not any((target / name).is_file() for name in TOKENIZER):
-            raise DataError(f"{args.model}: its tokenizer is not known; name its folder (--tokenizer)")
+            raise DataError(
+                f"{args.model}: its tokenizer is not known; name its folder (--tokenizer)"
+            )
         yield target
 
 
@@ -192,12 +182,14 @@ class _Answers:
             )
             self._model.to(self._device).eval()
         except Exception as error:  # a broken folder raises anything
-            raise DataError(f"{folder}: transformers cannot load it ({one_line(error, 200)})") from error
+            raise DataError(
+                f"{folder}: transformers cannot load it ({one_line(error, 200)})"
+            ) from error
         settings = self._model.generation_config
         known = settings.eos_token_id
         known = known if isinstance(known, list) else [] if known is None else [known]
-        more = [self._tokenizer.eos_token_id] if self._tokenizer.eos_token_id is not None else []
-        self._ends = sorted({*known, *ends, *more})
+        more = [each for each in (end, self._tokenizer.eos_token_id) if each is not None]
+        self._ends = sorted({*known, *more})
         self._positions = self._model.config.get_text_config().max_position_embeddings
         print(f"transformers {transformers.__version__}, {kind}, {self._device}", file=sys.stderr)
 
@@ -233,7 +225,9 @@ class _Answers:
     def _text(self, prompt: list[int], answer: list[int]) -> str:
         """The text of an answer; some tokenizers drop the blank at the beginning of a text."""
         decode = self._tokenizer.decode
-        before, whole = (decode(each, skip_special_tokens=True) for each in (prompt, prompt + answer))
+        before, whole = (
+            decode(each, skip_special_tokens=True) for each in (prompt, prompt + answer)
+        )
         inside = whole.startswith(before)
         text: str = whole[len(before) :] if inside else decode(answer, skip_special_tokens=True)
         return text

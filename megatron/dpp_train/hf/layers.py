@@ -157,9 +157,7 @@ def _block(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _layer(
-    layer: ModuleSpec, core: TransformerConfig, forms: Forms, percent: float
-) -> ModuleSpec:
+def _layer(layer: ModuleSpec, core: TransformerConfig, forms: Forms, percent: float) -> ModuleSpec:
     """The spec of a local layer, changed to the forms."""
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm

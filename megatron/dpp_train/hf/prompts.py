@@ -1,34 +1,27 @@
 """Prompts as token ids, and the token that ends an answer, by transformers' tokenizers.
 
-Templates and tokenizers come from strangers and may hang in code that no signal interrupts, so they
-run in a child process that is killed at a deadline.
+Templates and tokenizers come from strangers, so they work in a child process that the kernel ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import multiprocessing
-import resource
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError, one_line
+from megatron.dpp_train.data.child import Child, Died, limit_time
 
 Chat = list[dict[str, Any]]
 SECONDS = 60.0
-"""Longest time for all prompts of a call."""
-_MEMORY_BYTES = 1 << 33
+"""Processor time for all prompts of a call."""
 _ANSWER = "An answer."
 
 
-def encode(
-    folder: Path,
-    prompts: Sequence[str | Chat],
-    template: str | None = None,
-    *,
-    seconds: float = SECONDS,
-) -> list[list[int]]:
+def encode(folder: Path, prompts: Sequence[str | Chat], template: str | None) -> list[list[int]]:
     """Token ids of texts, and of chats up to where the answer begins.
 
     Args:
@@ -37,26 +30,25 @@ def encode(
 
     Raises:
         ConfigError: transformers is not installed.
-        DataError: a prompt cannot be encoded, or not within the time.
+        DataError: a prompt cannot be encoded, or takes too much time or memory.
     """
-    found: list[list[int]] = _in_child(_encode, (folder, list(prompts), template), folder, seconds)
+    found: list[list[int]] = _in_child(_ids, folder, template, list(prompts))
     return found
 
 
-def end_of_answers(folder: Path, template: str | None = None, *, seconds: float = SECONDS) -> int:
-    """The special token with which the chat template ends an answer.
+def end_of_answers(folder: Path, template: str | None = None) -> int | None:
+    """The special token with which the chat template ends an answer; None where it has none.
 
     Raises:
         ConfigError: transformers is not installed.
-        DataError: the template marks no end, or cannot be read within the time.
+        DataError: the template cannot be read, or takes too much time or memory.
     """
-    end: int | None = _in_child(_end, (folder, template), folder, seconds)
-    if end is None:
-        raise DataError(f"{folder}: its chat template ends an answer by no special token")
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    end: int | None = _in_child(_end, folder, template, chat)
     return end
 
 
-def tokenizer_of(folder: Path, template: str | None = None) -> Any:
+def tokenizer_of(folder: Path) -> Any:
     """transformers' tokenizer of a folder; nothing is downloaded, and no code of the folder runs.
 
     Raises:
@@ -70,33 +62,24 @@ def tokenizer_of(folder: Path, template: str | None = None) -> Any:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
+        return transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # a broken file raises anything
         raise DataError(f"{folder}: no tokenizer ({one_line(error, 200)})") from error
-    if template is not None:
-        tokenizer.chat_template = template
-    return tokenizer
 
 
-def _encode(folder: Path, prompts: list[str | Chat], template: str | None) -> list[list[int]]:
-    tokenizer = tokenizer_of(folder, template)
-    found = []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            found.append(tokenizer(prompt)["input_ids"])
-            continue
-        ids = tokenizer.apply_chat_template(
-            prompt, tokenize=True, add_generation_prompt=True, return_dict=False
-        )
-        found.append(list(ids))
-    return found
+def _ids(tokenizer: Any, prompts: list[str | Chat]) -> list[list[int]]:
+    ask = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
+    return [
+        tokenizer(each)["input_ids"]
+        if isinstance(each, str)
+        else list(tokenizer.apply_chat_template(each, **ask))
+        for each in prompts
+    ]
 
 
-def _end(folder: Path, template: str | None) -> int | None:
-    tokenizer = tokenizer_of(folder, template)
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+def _end(tokenizer: Any, chat: Chat) -> int | None:
     _, found, end = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(_ANSWER)
     ids = tokenizer(end, add_special_tokens=False)["input_ids"] if found else []
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -104,45 +87,31 @@ def _end(folder: Path, template: str | None) -> int | None:
 
 
 def _in_child(
-    work: Callable[..., Any], values: tuple[Any, ...], folder: Path, seconds: float
+    work: Callable[[Any, Any], Any], folder: Path, template: str | None, request: Any
 ) -> Any:
-    """The result of ``work(*values)`` in a process that is killed after ``seconds``."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(sender, work, values), daemon=True)
-    child.start()
-    sender.close()
+    """What ``work`` makes of the request with the folder's tokenizer."""
     try:
-        if not receiver.poll(seconds):
-            raise DataError(f"{folder}: its tokenizer or chat template takes more than {seconds:g} s")
-        found, error = receiver.recv()
-    except EOFError:
-        child.join()
-        raise DataError(
-            f"{folder}: its tokenizer or chat template ended the process (status {child.exitcode})"
-        ) from None
-    finally:
-        child.kill()
-        child.join()
-        receiver.close()
-    if error is not None:
-        raise error
-    return found
+        with contextlib.closing(Child(partial(_begin, work, folder, template))) as child:
+            child.send(request)
+            return child.receive()
+    except Died as error:
+        raise DataError(f"{folder}: its tokenizer or chat template: {error}") from error
 
 
-def _answer(sender: Any, work: Callable[..., Any], values: tuple[Any, ...]) -> None:
-    """Run in the child: send the result or the error of ``work``."""
-    import transformers  # noqa: F401 - before the bound on memory
+def _begin(
+    work: Callable[[Any, Any], Any], folder: Path, template: str | None
+) -> Callable[[Any], Any]:
+    tokenizer = tokenizer_of(folder)
+    if template is not None:
+        tokenizer.chat_template = template
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
-    bounds = [each for each in (soft, hard) if each != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(used + _MEMORY_BYTES, *bounds, 1 << 62), hard))
-    try:
-        sender.send((work(*values), None))
-    except (ConfigError, DataError) as error:
-        sender.send((None, error))
-    except MemoryError:
-        sender.send((None, DataError(f"{values[0]}: its template takes too much memory")))
-    except BaseException as error:  # templates and tokenizers raise anything
-        sender.send((None, DataError(f"{values[0]}: {type(error).__name__}: {one_line(error, 200)}")))  # type: ignore[arg-type]
+    def answer(request: Any) -> Any:
+        limit_time(SECONDS)
+        try:
+            return work(tokenizer, request)
+        except MemoryError:
+            raise
+        except Exception as error:  # templates and tokenizers raise anything
+            raise DataError(f"{folder}: {type(error).__name__}: {one_line(error, 200)}") from error
+
+    return answer

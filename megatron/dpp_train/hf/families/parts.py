@@ -75,6 +75,11 @@ def gated_mlp(layers: str = "all") -> tuple[Row, ...]:
     )
 
 
+OUTPUT_NORMS = (
+    row(f"{OURS}self_attn_bda.norm.weight", f"{HF}post_attention_layernorm.weight: hidden"),
+    row(f"{OURS}mlp_bda.norm.weight", f"{HF}post_feedforward_layernorm.weight: hidden"),
+)
+"""Norms of what attention and MLP add."""
 MLP_NORM = mlp_norm("post_attention_layernorm.weight")
 MLP = (MLP_NORM, *gated_mlp())
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-import importlib.util
 import pkgutil
+import runpy
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megatron.dpp.errors import DataError, one_line, shown
@@ -20,8 +19,6 @@ ENTRY_POINTS = "megatron_dpp.families"
 """Group of entry points by which an installed package adds families. Each names a module with
 ``FAMILY``, or a :class:`Family`."""
 FLAG = "--family-file"
-_SAID = 300
-"""Characters of an error of a file that are quoted."""
 
 
 @functools.cache
@@ -37,61 +34,31 @@ def find_families(file: str | Path | None = None) -> Mapping[str, Family]:
     """
     found = {}
     for module in pkgutil.iter_modules(known.__path__):
-        family = importlib.import_module(f"{known.__name__}.{module.name}").FAMILY
-        found[family.name] = family
+        content = vars(importlib.import_module(f"{known.__name__}.{module.name}"))
+        found |= {each.name: each for each in content.values() if isinstance(each, Family)}
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        family = _of_package(point)
+        where = f"entry point {point.name} = {point.value} of {ENTRY_POINTS}"
+        family = _family(point.load, where)
         found[family.name] = family
     if file is not None:
-        family = _of_file(Path(file))
+        if not Path(file).is_file():
+            raise DataError(f"{FLAG} {file}: no such file")
+        family = _family(lambda: runpy.run_path(str(file)).get("FAMILY"), f"{FLAG} {file}")
         found[family.name] = family
     return found
 
 
-def _of_package(point: importlib.metadata.EntryPoint) -> Family:
-    where = f"entry point {point.name} = {point.value} of {ENTRY_POINTS}"
+def _family(load: Any, where: str) -> Family:
+    """What ``load`` gives, or the ``FAMILY`` of it."""
     try:
-        content = point.load()
+        content = load()
     except Exception as error:  # another program's code raises anything
-        raise DataError(f"{where}: {type(error).__name__}: {one_line(error, _SAID)}") from error
-    return _checked(getattr(content, "FAMILY", content), where)
-
-
-def _of_file(path: Path) -> Family:
-    where = f"{FLAG} {path}"
-    if not path.is_file():
-        raise DataError(f"{where}: no such file")
-    spec = importlib.util.spec_from_file_location(f"_family_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise DataError(f"{where}: expected a Python file (.py)")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # a user's code raises anything
-        line = _line_of(error, path)
-        raise DataError(
-            f"{where}: {type(error).__name__} in line {line}: {one_line(error, _SAID)}"
-        ) from error
-    return _checked(_family_of(module), where)
-
-
-def _family_of(module: ModuleType) -> Any:
-    return getattr(module, "FAMILY", None)
-
-
-def _line_of(error: Exception, path: Path) -> int:
-    """The last line of the file that the error passed; 0 without one."""
-    if isinstance(error, SyntaxError):
-        return error.lineno or 0
-    line, trace = 0, error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
-            line = trace.tb_lineno
-        trace = trace.tb_next
-    return line
-
-
-def _checked(found: Any, where: str) -> Family:
+        line = error.__traceback__
+        while line is not None and line.tb_next is not None:
+            line = line.tb_next
+        at = f" in line {line.tb_lineno}" if line is not None else ""
+        raise DataError(f"{where}: {type(error).__name__}{at}: {one_line(error, 300)}") from error
+    found = getattr(content, "FAMILY", content)
     if not isinstance(found, Family):
         raise DataError(f"{where}: expected FAMILY to be a Family, not {shown(found)}")
     return found

@@ -1,1 +1,1 @@
-"""The families of this package: each module is one, and holds a :class:`Family` as ``FAMILY``."""
+"""The families of this package: each module holds one or several :class:`Family`."""

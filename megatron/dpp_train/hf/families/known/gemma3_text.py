@@ -3,8 +3,7 @@
 from typing import Any
 
 from megatron.dpp_train.hf.families import parts
-from megatron.dpp_train.hf.families.base import Config, Family, row
-from megatron.dpp_train.hf.families.parts import HF, OURS
+from megatron.dpp_train.hf.families.base import Config, Family
 
 
 def _prepare(content: Config) -> Config:
@@ -34,11 +33,8 @@ FAMILY = Family(
     class_name="Gemma3ForCausalLM",
     fields=parts.FIELDS,
     rows=(
-        *(*parts.ENDS, *parts.ATTENTION, *parts.QK_NORM),
-        parts.mlp_norm("pre_feedforward_layernorm.weight"),
-        *parts.gated_mlp(),
-        row(f"{OURS}self_attn_bda.norm.weight", f"{HF}post_attention_layernorm.weight: hidden"),
-        row(f"{OURS}mlp_bda.norm.weight", f"{HF}post_feedforward_layernorm.weight: hidden"),
+        *(*parts.ENDS, *parts.ATTENTION, *parts.QK_NORM, *parts.gated_mlp()),
+        *(parts.mlp_norm("pre_feedforward_layernorm.weight"), *parts.OUTPUT_NORMS),
     ),
     flags={
         "geglu": True,

@@ -1,13 +1,29 @@
-"""OLMo 3: OLMo 2 with a window in three of four layers, whose rotary embedding is not scaled."""
+"""OLMo 2 and 3: norms behind attention and MLP instead of before, and norms over all heads. OLMo 3
+has a window in three of four layers, whose rotary embedding is not scaled."""
 
 from dataclasses import replace
 from typing import Any
 
 from megatron.dpp_train.hf.families import parts
-from megatron.dpp_train.hf.families.base import Config
-from megatron.dpp_train.hf.families.known import olmo2
-from megatron.dpp_train.hf.families.parts import FULL, SLIDING
+from megatron.dpp_train.hf.families.base import Config, Family, row
+from megatron.dpp_train.hf.families.parts import FULL, HF, OURS, SLIDING
 from megatron.dpp_train.hf.families.rotary import rotary_fields
+
+OLMO2 = Family(
+    name="olmo2",
+    models="OLMo 2",
+    class_name="Olmo2ForCausalLM",
+    fields=parts.FIELDS,
+    rows=(
+        *(*parts.ENDS, parts.QKV, parts.OUTPUT, *parts.gated_mlp(), *parts.OUTPUT_NORMS),
+        row(f"{OURS}self_attention.q_layernorm.weight", f"{HF}self_attn.q_norm.weight: queries"),
+        row(f"{OURS}self_attention.k_layernorm.weight", f"{HF}self_attn.k_norm.weight: keys"),
+    ),
+    flags=parts.FLAGS
+    | dict.fromkeys(("no-input-norms", "output-norms", "qk-layernorm", "qk-norm-over-heads"), True),
+    only={"hidden_act": ("silu",), "attention_bias": (False, None)},
+    usual=parts.USUAL | {"rms_norm_eps": 1e-5},
+)
 
 
 def _prepare(content: Config) -> Config:
@@ -31,12 +47,12 @@ def _write(args: Any) -> Config:
     return window | {"rope_parameters": both, "rope_scaling": None}
 
 
-FAMILY = replace(
-    olmo2.FAMILY,
+OLMO3 = replace(
+    OLMO2,
     name="olmo3",
     models="OLMo 3",
     class_name="Olmo3ForCausalLM",
-    usual=olmo2.FAMILY.usual | {"rope_theta": 500000.0, "sliding_window": 4096},
+    usual=OLMO2.usual | {"rope_theta": 500000.0, "sliding_window": 4096},
     silent=("window_rotary_base",),
     prepare=_prepare,
     read=_read,
