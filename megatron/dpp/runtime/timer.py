@@ -19,8 +19,6 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.dpp.config import DppConfig
-
 _SMOOTHING = 0.25
 """Weight of the newest duration in the running estimate."""
 _SLOPE_SMOOTHING = 0.1
@@ -180,13 +178,11 @@ class DeviceTimer:
     """The timer of a GPU, where the next task is chosen when the running one is nearly over.
 
     Args:
-        lookahead: seconds of device work that may be left when the next task is chosen; None takes
-            the longest time that launching a task takes, but no longer than the longest task.
         follow: never wait (a follower of its stage's leader, or a static schedule).
     """
 
-    def __init__(self, lookahead: float | None, *, follow: bool = False) -> None:
-        self.lookahead, self.follow = lookahead, follow
+    def __init__(self, *, follow: bool = False) -> None:
+        self.follow = follow
         self._running: deque[_Running] = deque()
         self.durations: dict[tuple[str, int], float] = {}
         self._growth: dict[tuple[str, int], _Growth] = {}
@@ -219,11 +215,10 @@ class DeviceTimer:
         return self._awaited is not None
 
     def _ahead(self) -> float:
-        """Seconds of queued work at which the next task is chosen; at most a whole task, as a
-        launch may have taken long (a graph was captured, the host was busy).
+        """Seconds of queued work at which the next task is chosen: the longest time that launching
+        one takes; at most a whole task, as a launch may have taken long (a graph was captured, the
+        host was busy).
         """
-        if self.lookahead is not None:
-            return self.lookahead
         launch = max(self._launches.values(), default=0.0)
         return min(launch, max(self.durations.values(), default=0.0))
 
@@ -353,9 +348,8 @@ class DeviceTimer:
         return self._cycles_per_second
 
 
-def timer_for(config: DppConfig, *, follow: bool) -> TaskTimer:
+def timer_for(*, follow: bool) -> TaskTimer:
     """The timer of this machine's kind of device; ``follow`` as in :class:`DeviceTimer`."""
     if torch.cuda.is_available():
-        lookahead = None if config.lookahead < 0 else config.lookahead * 1e-3
-        return DeviceTimer(lookahead, follow=follow)
+        return DeviceTimer(follow=follow)
     return HostTimer()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.dpp.config import GPUDIRECT, LONGEST_WAIT
 from megatron.dpp.errors import ConfigError, number_fault
@@ -104,3 +107,32 @@ class TransportOptions:
             raise ConfigError(
                 f"transport option max_pending is {self.max_pending}; give a power of two"
             )
+
+
+def tuned(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Fields of :class:`TransportOptions` that variables of the environment give: ``DPP_WORKLOAD``,
+    ``DPP_TCP_CONNECTIONS``, ``DPP_PEER_TIMEOUT``, and ``DPP_LISTEN_PORTS`` with one port or two,
+    like ``29700-29763``.
+
+    Raises:
+        ConfigError: a value is no number, or no range of ports.
+    """
+    found: dict[str, Any] = {}
+    for name, kind in (("workload", int), ("tcp_connections", int), ("peer_timeout", float)):
+        if text := environment.get(variable := f"DPP_{name.upper()}"):
+            try:
+                found[name] = kind(text)
+            except ValueError:
+                raise ConfigError(f"{variable}={text}: expected a number") from None
+    if ports := environment.get("DPP_LISTEN_PORTS"):
+        first, dash, last = ports.partition("-")
+        numbers = [
+            int(port) if port.isdecimal() else 0 for port in (first, last if dash else first)
+        ]
+        if not 1 <= numbers[0] <= numbers[1] <= 65535:
+            raise ConfigError(
+                f"DPP_LISTEN_PORTS={ports}: expected two ports from 1 to 65535, the lower one "
+                "first, like 29700-29763"
+            )
+        found["listen_ports"] = tuple(numbers)
+    return found

@@ -91,18 +91,15 @@ class Rendezvous:
                 return socket.create_server((host, port), family=family_of(host), backlog=_BACKLOG)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or first == 0:
-                    node_ips, listen_ports = setting("node_ips"), setting("listen_ports")
+                    node_ips = setting("node_ips")
                     raise SetupError(
                         f"rank {self._rank}: cannot listen on {with_port(host, port)} "
-                        f"({node_ips}, {listen_ports}): {error}",
+                        f"({node_ips}, DPP_LISTEN_PORTS): {error}",
                         node_ips,
-                        listen_ports,
                     ) from error
-        listen_ports = setting("listen_ports")
         raise SetupError(
             f"rank {self._rank}: all ports from {first} to {last} of {host} are in use; a host "
-            f"needs one per rank ({listen_ports})",
-            listen_ports,
+            f"needs one per rank (DPP_LISTEN_PORTS)"
         )
 
     def __enter__(self) -> Rendezvous:
