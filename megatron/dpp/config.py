@@ -65,7 +65,7 @@ lengths up to 16,384.
 """
 
 GPUDIRECT = ("auto", "on", "off")
-"""Values of ``gpudirect`` and ``rdma_adaptive_routing``."""
+"""Values of ``gpudirect``."""
 
 MOST_SLOTS = 1 << 20
 LONGEST_WAIT = 2_000_000.0
@@ -79,12 +79,6 @@ _RANGES = (
     ("peer_timeout", 1.0, LONGEST_WAIT),
     ("lookahead", -1.0, 1e9),
     ("tcp_connections", 1, 16),
-    ("rdma_traffic_class", 0, 255),
-    ("rdma_service_level", 0, 15),
-    ("rdma_pkey_index", 0, 65535),
-    ("rdma_gid_index", -1, 255),
-    ("rdma_timeout", 1, 31),
-    ("rdma_retries", 0, 7),
 )
 """Field, least and greatest value; a timeout of 0 would wait for ever."""
 
@@ -217,37 +211,6 @@ class DppConfig:
         "(where it can), on (an error where it cannot), off (through the host's memory)",
         needs="links",
     )
-    rdma_devices: str | None = _option(
-        None,
-        "over rdma: ports to use, like mlx5_0,mlx5_3:1, or nearest for all of them; a GPU takes "
-        "the nearest one on the PCI bus. By default all, unless {node_ips} has an address per "
-        "rank; without a GPU, or with one card, the port with this host's address",
-        needs="links",
-    )
-    rdma_traffic_class: int = _option(
-        106, "over rdma: traffic class, 0 to 255, by which switches choose a queue", needs="links"
-    )
-    rdma_service_level: int = _option(
-        0, "over rdma: service level, 0 to 15 (the priority on Ethernet)", needs="links"
-    )
-    rdma_pkey_index: int = _option(
-        0, "over rdma: index of the partition key in the port's table", needs="links"
-    )
-    rdma_gid_index: int = _option(
-        -1, "over rdma: index of the address in the port's table; -1 chooses it", needs="links"
-    )
-    rdma_timeout: int = _option(
-        20, "over rdma: a packet is lost after 4.096 us times 2 to this power", needs="links"
-    )
-    rdma_retries: int = _option(
-        7, "over rdma: times that a lost packet is sent again, 0 to 7", needs="links"
-    )
-    rdma_adaptive_routing: str = _option(
-        "auto",
-        "over rdma: the network may reorder packets, so that large data goes ahead of its notice: "
-        "auto (on InfiniBand), on, off",
-        needs="links",
-    )
     timeout: float = _option(
         600.0, "seconds that a rank waits for a message before it gives up", needs="links"
     )
@@ -338,7 +301,6 @@ class DppConfig:
             ("forward_only_order", FORWARD_ONLY_ORDERS),
             ("head_in_forward", HEAD_IN_FORWARD),
             ("gpudirect", GPUDIRECT),
-            ("rdma_adaptive_routing", GPUDIRECT),
         ):
             if getattr(self, name) not in values:
                 raise ConfigError(

@@ -17,7 +17,7 @@ import torch
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, PeerDead, SetupError
 from megatron.dpp.hosts import addresses
-from megatron.dpp.transport.rendezvous import Rendezvous, _end_when_unanswered, _watch_tcp
+from megatron.dpp.transport.meet import Meeting, _end_when_unanswered, _watch_tcp
 from tests.netns import ADDRESSES, Hosts, two_hosts
 from tests.runtime.launcher import free_port
 from tests.transport.blackouts import survive
@@ -44,13 +44,13 @@ def test_hosts_talk_over_tcp_on_the_named_address_alone(hosts: Hosts, tmp_path: 
     def body(rank: int, path: str, results: Any) -> None:
         hosts.enter(rank)
         heard: set[str] = set()
-        connect = Rendezvous.connect
+        connect = Meeting.connect
 
-        def listen_and_connect(self: Rendezvous, wanted: Any) -> Any:
+        def listen_and_connect(self: Meeting, wanted: Any) -> Any:
             heard.update(_listening_addresses())
             return connect(self, wanted)
 
-        Rendezvous.connect = listen_and_connect  # type: ignore[method-assign]
+        Meeting.connect = listen_and_connect  # type: ignore[method-assign]
         big = torch.arange(3 << 20, dtype=torch.int32)  # striped over the connections
         channels = pair(big.nbytes)
         with open_from_file("auto", channels, rank, path, node_ips=ADDRESSES[rank]) as transport:
@@ -100,15 +100,15 @@ def test_a_lost_host_is_noticed(hosts: Hosts, busy: bool, tmp_path: Path) -> Non
 def run_over(port_range: tuple[int, int]) -> list[int]:
     """The ports that two ranks of one address listened on."""
     heard: list[int] = []
-    listen_on = Rendezvous._listen_on
+    listen_on = Meeting._listen_on
 
-    def remember(self: Rendezvous, host: str) -> socket.socket:
+    def remember(self: Meeting, host: str) -> socket.socket:
         made = listen_on(self, host)
         heard.append(made.getsockname()[1])
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rendezvous, "_listen_on", remember)
+        patch.setattr(Meeting, "_listen_on", remember)
         with opened("tcp", pair(), listen_ports=port_range, setup_timeout=5.0) as (a, b):
             a.put(0, torch.ones(3), iteration=0, microbatch=0)
             assert take_next(b, 0, 0).microbatch == 0

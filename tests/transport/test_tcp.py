@@ -18,7 +18,7 @@ import torch
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, PeerDead, ProtocolError, TransportError
 from megatron.dpp.transport import Transport, TransportOptions
-from megatron.dpp.transport.rendezvous import Rendezvous
+from megatron.dpp.transport.meet import Meeting
 from tests.transport.kinds import (
     PATIENCE,
     close_and_wait,
@@ -36,16 +36,16 @@ MIB = 1 << 20
 def remembered() -> Iterator[dict[tuple[int, int, str], socket.socket]]:
     """Second descriptors of the connections made within, by rank, peer and purpose."""
     found: dict[tuple[int, int, str], socket.socket] = {}
-    original = Rendezvous.connect
+    original = Meeting.connect
 
-    def remember(self: Rendezvous, wanted: Any) -> Any:
+    def remember(self: Meeting, wanted: Any) -> Any:
         made = original(self, wanted)
         for (peer, purpose), connection in made.items():
             found[self._rank, peer, purpose] = connection.sock.dup()
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rendezvous, "connect", remember)
+        patch.setattr(Meeting, "connect", remember)
         try:
             yield found
         finally:

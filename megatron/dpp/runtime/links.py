@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import fields
 
 import torch
 
@@ -15,7 +14,6 @@ from megatron.dpp.runtime.topology import Channels
 from megatron.dpp.schedule import Geometry
 from megatron.dpp.transport import TransportOptions, kinds, open_transport
 from megatron.dpp.transport.base import ChannelSpec, Transport
-from megatron.dpp.transport.options import RdmaOptions
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ABANDON_SECONDS = 3.0
@@ -106,9 +104,6 @@ def open_links(
             checksum=config.checksum,
             workload=config.workload,
             gpudirect=config.gpudirect,
-            rdma=RdmaOptions(
-                **{f.name: getattr(config, f"rdma_{f.name}") for f in fields(RdmaOptions)}
-            ),
             node_ips=own_address(config),
             address_of=_address_of(config),
             listen_ports=config.port_range(),
