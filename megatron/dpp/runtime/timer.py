@@ -178,11 +178,13 @@ class DeviceTimer:
     """The timer of a GPU, where the next task is chosen when the running one is nearly over.
 
     Args:
+        lookahead: seconds of device work that may be left when the next task is chosen; None takes
+            the longest time that launching a task takes, but no longer than the longest task.
         follow: never wait (a follower of its stage's leader, or a static schedule).
     """
 
-    def __init__(self, *, follow: bool = False) -> None:
-        self.follow = follow
+    def __init__(self, lookahead: float | None = None, *, follow: bool = False) -> None:
+        self.lookahead, self.follow = lookahead, follow
         self._running: deque[_Running] = deque()
         self.durations: dict[tuple[str, int], float] = {}
         self._growth: dict[tuple[str, int], _Growth] = {}
@@ -215,10 +217,11 @@ class DeviceTimer:
         return self._awaited is not None
 
     def _ahead(self) -> float:
-        """Seconds of queued work at which the next task is chosen: the longest time that launching
-        one takes; at most a whole task, as a launch may have taken long (a graph was captured, the
-        host was busy).
+        """Seconds of queued work at which the next task is chosen; at most a whole task, as a
+        launch may have taken long (a graph was captured, the host was busy).
         """
+        if self.lookahead is not None:
+            return self.lookahead
         launch = max(self._launches.values(), default=0.0)
         return min(launch, max(self.durations.values(), default=0.0))
 

@@ -293,14 +293,6 @@ class FlagsSection(Section):
     dpp_max_tokens: int = 0
     dpp_workload: int = 1048576
     dpp_gpudirect: str = "auto"
-    dpp_rdma_devices: str | None = None
-    dpp_rdma_traffic_class: int = 106
-    dpp_rdma_service_level: int = 0
-    dpp_rdma_pkey_index: int = 0
-    dpp_rdma_gid_index: int = -1
-    dpp_rdma_timeout: int = 20
-    dpp_rdma_retries: int = 7
-    dpp_rdma_adaptive_routing: str = "auto"
     dpp_timeout: float = 600.0
     dpp_lookahead: float = -1.0
     dpp_launch_ahead: bool = True
