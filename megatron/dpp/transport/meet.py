@@ -1,20 +1,26 @@
-"""Rendezvous of ranks: facts in the job's store, then authenticated connections.
+"""Ranks meet: a secret of the job, facts in its store, then authenticated connections.
 
 The lower rank of a pair connects, over an abstract unix socket on one host and over TCP between
-hosts.
+hosts. Others may be able to write into the store: no rank opens a path from there, but a file of
+its own user in the temporary directory.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import hashlib
 import json
 import math
 import os
+import platform
+import re
 import secrets
 import selectors
 import socket
+import stat
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,18 +30,29 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from megatron.dpp.errors import ProtocolError, SetupError, VersionMismatch, one_line, setting
+from megatron.dpp.errors import (
+    AuthError,
+    ConfigError,
+    ProtocolError,
+    SetupError,
+    VersionMismatch,
+    one_line,
+    setting,
+)
 from megatron.dpp.hosts import family_of, with_port
 from megatron.dpp.transport import handshake
-from megatron.dpp.transport.admission import Admission, Connection, identify
-from megatron.dpp.transport.job_token import SecretFile, read_shared_token, read_token
+from megatron.dpp.transport.handshake import Admission, Connection, identify
 from megatron.dpp.transport.joining import Facts
+from megatron.dpp.transport.messages import read_object
 from megatron.dpp.transport.options import TransportOptions
-from megatron.dpp.transport.rdma_places import read_places
+from megatron.dpp.transport.rdma_ports import read_places
 
 CONTROL = "control"
 """Purpose of a link's first connection, whose end means that the peer is gone."""
 
+_SHORTEST_TOKEN, _MOST_TOKEN_BYTES = 16, 1 << 16
+_TOKEN_PREFIX = "dpp-token-"
+_TOKEN_NAME = re.compile(rf"{_TOKEN_PREFIX}\w{{1,64}}", re.ASCII)
 _BACKLOG = 128
 _ACCEPT_SLICE = 0.02  # seconds; also how late a finished proof may be noticed
 _RETRY_SECONDS = 0.02
@@ -47,8 +64,11 @@ def host_identity() -> str:
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
-class Rendezvous:
-    """One rank's rendezvous with its peers over a store, for one transport; a context manager."""
+class Meeting:
+    """One rank's meeting with its peers over a store, for one transport; a context manager.
+
+    A rank that fails before it has published its facts publishes its error instead.
+    """
 
     def __init__(
         self, store: Store, rank: int, options: TransportOptions, tcp_host: str | None = None
@@ -59,20 +79,22 @@ class Rendezvous:
         self._prefix = f"dpp/{options.name}"
         self._prefix += f"/{self._count(f'opened/{rank}')}"
         self._deadline = time.monotonic() + options.setup_timeout
-        self._token = self._agree_on_token()
         self._listeners: list[socket.socket] = []
-        job = hashlib.sha256(b"address" + self._token).hexdigest()[:16]
-        self.unix_address = f"dpp-{job}-{rank}-{secrets.token_hex(4)}"
+        self._has_published = False
+        self.unix_address = ""
         self.tcp_address: tuple[str, int] | None = None
         try:
+            self._token, self._token_source = self._agree_on_token()
+            self.token_name = hashlib.sha256(b"name" + self._token).hexdigest()[:16]
             self._listen(tcp_host)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.__exit__(type(error), error)
             raise
 
     def _listen(self, tcp_host: str | None) -> None:
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listeners.append(unix)
+        self.unix_address = f"dpp-{self.token_name}-{self._rank}-{secrets.token_hex(4)}"
         unix.bind("\0" + self.unix_address)
         if tcp_host is not None:
             tcp = self._listen_on(tcp_host)
@@ -91,44 +113,47 @@ class Rendezvous:
                 return socket.create_server((host, port), family=family_of(host), backlog=_BACKLOG)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or first == 0:
-                    node_ips, listen_ports = setting("node_ips"), setting("listen_ports")
+                    node_ips = setting("node_ips")
                     raise SetupError(
                         f"rank {self._rank}: cannot listen on {with_port(host, port)} "
-                        f"({node_ips}, {listen_ports}): {error}",
+                        f"({node_ips}, DPP_LISTEN_PORTS): {error}",
                         node_ips,
-                        listen_ports,
                     ) from error
-        listen_ports = setting("listen_ports")
         raise SetupError(
             f"rank {self._rank}: all ports from {first} to {last} of {host} are in use; a host "
-            f"needs one per rank ({listen_ports})",
-            listen_ports,
+            "needs one per rank (DPP_LISTEN_PORTS)"
         )
 
-    def __enter__(self) -> Rendezvous:
+    def __enter__(self) -> Meeting:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop listening."""
+    def __exit__(self, _: object, error: BaseException | None, *__: object) -> None:
         for listener in self._listeners:
             listener.close()
+        if error is not None and not self._has_published:
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                self._publish({"hostname": platform.node(), "failed": one_line(error, 1000)})
+
+    def _publish(self, facts: dict[str, Any]) -> None:
+        self._has_published = True
+        self._store.set(f"{self._prefix}/facts/{self._rank}", json.dumps(facts))
 
     def exchange(self, own: Facts, peers: Sequence[int]) -> dict[int, Facts]:
         """Publish our facts and return the peers'.
 
         Raises:
+            AuthError: a peer has another token.
             VersionMismatch: a peer runs another version or other settings.
-            SetupError: a peer does not publish its facts in time.
+            SetupError: a peer does not publish its facts in time, or has failed before.
             ProtocolError: what the store holds in their place is no rank's facts.
         """
-        self._store.set(f"{self._prefix}/facts/{self._rank}", json.dumps(asdict(own)))
-        found = {}
-        for peer in peers:
-            found[peer] = _read_facts(self._get(f"facts/{peer}", f"rank {peer}"), peer, own)
-        return found
+        self._publish(asdict(own))
+        return {
+            peer: _read_facts(
+                self._get(f"facts/{peer}", f"rank {peer}"), peer, own, self._token_source
+            )
+            for peer in peers
+        }
 
     def connect(
         self, wanted: Sequence[tuple[Facts, str, bool]]
@@ -153,29 +178,24 @@ class Rendezvous:
             raise
         return made
 
-    def _agree_on_token(self) -> bytes:
+    def _agree_on_token(self) -> tuple[bytes, str]:
+        """The job's secret, and where it is from."""
         if named := self._options.token_file or os.environ.get("DPP_TOKEN_FILE"):
-            return read_token(Path(named))
+            return read_token(Path(named)), named
         ranks = os.environ.get("WORLD_SIZE", "")
         private = ranks.isdecimal() and os.environ.get("LOCAL_WORLD_SIZE") == ranks
         if self._count("token/claimed") == 1:
-            self._store.set(
-                f"{self._prefix}/token",
-                self._share_file(int(ranks)) if private else secrets.token_hex(32),
-            )
+            secret = secrets.token_hex(32)
+            if private:
+                secret = _write_token(self._rank, secret)
+            self._store.set(f"{self._prefix}/token", secret)
         found = self._get("token", "the first rank")
         if not private:
-            return found.encode()
-        token = read_shared_token(self._rank, found)
-        self._count("token/read")
-        return token
-
-    def _share_file(self, num_ranks: int) -> str:
-        """Make the file with the token, which goes when all ranks have read it; its name."""
-        file = SecretFile(self._rank)
-        read = f"{self._prefix}/token/read"
-        file.delete_when(lambda: self._store.add(read, 0) >= num_ranks, self._options.setup_timeout)
-        return file.name
+            return found.encode(), "torchrun's store"
+        token, path = _read_shared_token(self._rank, found)
+        if self._count("token/read") == int(ranks):
+            path.unlink(missing_ok=True)
+        return token, str(path)
 
     def _count(self, key: str) -> int:
         """Add 1 to a counter of the store; returns its value."""
@@ -322,17 +342,21 @@ def _end_when_unanswered(sock: socket.socket, seconds: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(most * 1000))
 
 
-def _read_facts(text: str, peer: int, own: Facts) -> Facts:
+def _read_facts(text: str, peer: int, own: Facts, token_source: str) -> Facts:
     """A peer's facts from the store, which others may be able to write."""
     try:
-        fields = handshake.read_object(text)
-        _compare(own, fields)
+        fields = read_object(text)
+        if failed := fields.get("failed"):
+            raise SetupError(
+                f"rank {own.rank}: rank {peer} on {fields.get('hostname')} could not open its "
+                f"transport: {failed}"
+            )
+        _compare(own, fields, token_source)
         if (address := fields["tcp_address"]) is not None:
             fields["tcp_address"] = _read_address(*address)
         facts = Facts(**fields)
         for name, value in asdict(facts).items():
-            ours = getattr(own, name)
-            if name != "tcp_address" and type(value) is not type(ours):
+            if name != "tcp_address" and type(value) is not type(getattr(own, name)):
                 raise TypeError(f"{name} is {str(value)[:80]!r}")
         for kind, result in facts.found.items():
             if not isinstance(result, dict):
@@ -357,8 +381,8 @@ def _read_address(host: Any, port: Any) -> tuple[str, int]:
     return host, port
 
 
-def _compare(own: Facts, peer: dict[str, Any]) -> None:
-    """Raise ``VersionMismatch`` for facts of another version, or of other settings."""
+def _compare(own: Facts, peer: dict[str, Any], token_source: str) -> None:
+    """Raise an error for facts of another version, of other settings, or of another token."""
     who = f"rank {peer.get('rank')} on {peer.get('hostname')}"
     if own.abi != peer.get("abi"):
         raise VersionMismatch(
@@ -372,3 +396,86 @@ def _compare(own: Facts, peer: dict[str, Any]) -> None:
                 f"transport option {name} is {value} on rank {own.rank} and {other} on {who}; "
                 "start all ranks with equal settings"
             )
+    if own.token != peer["token"]:
+        token_file = setting("token_file")
+        raise AuthError(
+            f"rank {own.rank} on {own.hostname} has another secret of the job (from "
+            f"{token_source}) than {who}: give every node the same file ({token_file})",
+            token_file,
+        )
+
+
+# ---- the job's token
+# --------------------------------------------------------------------------------------------------
+
+
+def read_token(path: Path, flags: int = 0) -> bytes:
+    """The job's secret from a file that only its owner may read, and that is ours.
+
+    Raises:
+        ConfigError: there is no such file, or it is of another kind, owner, mode or length.
+    """
+    try:
+        # A named pipe would let open() wait for a writer.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | flags)
+        with os.fdopen(fd, "rb") as file:
+            facts = os.fstat(fd)
+            mode = stat.S_IMODE(facts.st_mode)
+            content = file.read(_MOST_TOKEN_BYTES + 1) if stat.S_ISREG(facts.st_mode) else b""
+    except (OSError, ValueError) as error:  # a path with a zero byte
+        raise ConfigError(f"token file {path}: {getattr(error, 'strerror', error)}") from error
+    secret = content.strip()
+    for is_wrong, why in (
+        (not stat.S_ISREG(facts.st_mode), "is not a regular file"),
+        (
+            facts.st_uid != os.getuid(),
+            f"belongs to user {facts.st_uid}; it must be ours ({os.getuid()})",
+        ),
+        (mode & 0o077, f"has mode {mode:o}; chmod 600 it"),
+        (len(content) > _MOST_TOKEN_BYTES, f"has more than {_MOST_TOKEN_BYTES} bytes"),
+        (len(secret) < _SHORTEST_TOKEN, f"holds {len(secret)} bytes; 16 are the least"),
+    ):
+        if is_wrong:
+            raise ConfigError(f"token file {path} {why}")
+    return secret
+
+
+def _write_token(rank: int, secret: str) -> str:
+    """Write a new file of this user alone in the temporary directory, which goes when all ranks
+    have read it or this process ends; returns its name."""
+    try:
+        fd, path = tempfile.mkstemp(prefix=_TOKEN_PREFIX)
+        with os.fdopen(fd, "w") as file:
+            file.write(secret)
+    except OSError as error:
+        raise SetupError(
+            f"rank {rank}: cannot write the job's token into the temporary directory "
+            f"(TMPDIR): {error}"
+        ) from error
+    atexit.register(Path(path).unlink, missing_ok=True)
+    return Path(path).name
+
+
+def _read_shared_token(rank: int, name: str) -> tuple[bytes, Path]:
+    """The secret from a file that :func:`_write_token` of a rank of this host has made, and its
+    path.
+
+    Raises:
+        ProtocolError: ``name``, from anybody, is not the name of such a file.
+        SetupError: there is no such file, or it is not one that a rank of ours makes.
+    """
+    if not _TOKEN_NAME.fullmatch(name):
+        raise ProtocolError(
+            f"rank {rank}: the store names {name[:80]!r} as the file of the job's token, expected "
+            f"{_TOKEN_PREFIX}...; another process writes into it"
+        )
+    try:
+        path = Path(tempfile.gettempdir(), name)
+        return read_token(path, os.O_NOFOLLOW), path
+    except (ConfigError, OSError) as error:  # OSError: there is no temporary directory
+        token_file = setting("token_file")
+        raise SetupError(
+            f"rank {rank}: the job's token, from the store: {error}. All ranks of a host need one "
+            f"temporary directory (TMPDIR), or a file of their own ({token_file})",
+            token_file,
+        ) from error
