@@ -23,22 +23,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.dpp_train.checkpoint import checksums, files
+from megatron.dpp_train.options.yaml_file import defaults_from_yaml
+from megatron.dpp_train.tokenizers import build_tokenizer
+from megatron.dpp_train.tokenizers.template_files import find_templates
+from megatron.dpp_train.tokenizers.templates import ChatTemplate
 
 from megatron.dpp.errors import DppError
-from megatron.dpp.index_files import check_index, read_lengths
+from megatron.dpp.files.index_files import check_index, read_lengths
 from megatron.dpp.report.reader import read_events, read_header
 from megatron.dpp.report.run_files import read_metrics, read_settings
 from megatron.dpp.schedule.recording import Recording
 from megatron.dpp.sim.lengths import read_costs
 from megatron.dpp.sim.measured import load_costs
 from megatron.dpp.trace.step_lengths import read_steps
-from megatron.dpp_train.checkpoint import checksums, files
 from megatron.dpp_train.hf import read_config
 from megatron.dpp_train.hf.weights import find_weights, loaded_bytes
-from megatron.dpp_train.options.yaml_file import defaults_from_yaml
-from megatron.dpp_train.tokenizers import build_tokenizer
-from megatron.dpp_train.tokenizers.template_files import find_templates
-from megatron.dpp_train.tokenizers.templates import ChatTemplate
 from tests.hostile_samples import FURTHER
 
 _LLAMA = {

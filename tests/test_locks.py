@@ -15,22 +15,22 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-from megatron.dpp import locks
-from megatron.dpp.errors import DataError
-from megatron.dpp.trace import TraceLayout, open_recorder
 from megatron.dpp_train.launch.job import find_job, refuse_taken
 from megatron.dpp_train.launch.main import plan
 from megatron.dpp_train.options.arguments import parse_args
 from megatron.dpp_train.preflight import check as preflight
 from megatron.dpp_train.preflight.files import written_directories
+
+from megatron.dpp.errors import DataError
+from megatron.dpp.files import locks
+from megatron.dpp.trace import TraceLayout, open_recorder
 from tests.checkpoint.test_full_disk import FLAGS
 from tests.loop.several import corpus
 from tests.runtime.launcher import REPOSITORY, start, wait
 
 _HOLD = """
 import sys, time
-from megatron.dpp.locks import lock_directory
+from megatron.dpp.files.locks import lock_directory
 lock = lock_directory(sys.argv[1], "--save")
 print("held", flush=True)
 time.sleep(60)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.dpp.command_line import flag_of
 from megatron.dpp.config import DppConfig, option_fields
-from megatron.dpp.naming import flag_of
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

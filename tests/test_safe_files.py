@@ -14,19 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from megatron.dpp import locks
-from megatron.dpp.errors import DataError, DppError
-from megatron.dpp.index_files import read_lengths
-from megatron.dpp.report.pictures.picture import Picture
-from megatron.dpp.report.reader import read_header
-from megatron.dpp.safe_files import open_text_to_write
-from megatron.dpp.schedule import Geometry
-from megatron.dpp.schedule.recording import DecisionRecorder, Recording
-from megatron.dpp.sim.measured import load_costs
-from megatron.dpp.trace import TraceLayout, open_recorder
-from megatron.dpp.trace.step_lengths import StepLengths, write_step
-from megatron.dpp_train import compare_losses_command
 from megatron.dpp_train.checkpoint import (
     checksums,
     durable,
@@ -37,17 +24,30 @@ from megatron.dpp_train.checkpoint import (
 from megatron.dpp_train.checkpoint import (
     reader as checkpoint_reader,
 )
-from megatron.dpp_train.data import preprocess_command as preprocess
-from megatron.dpp_train.hf import read_config
 from megatron.dpp_train.hf.to_megatron import unfinished
-from megatron.dpp_train.hf.weights import find_weights
 from megatron.dpp_train.launch.log_copy import copy_output
 from megatron.dpp_train.loop.metrics import MetricsFile
 from megatron.dpp_train.options.yaml_file import defaults_from_yaml
 from megatron.dpp_train.state import note_progress
-from megatron.dpp_train.text_files import read_mapping, read_text
 from megatron.dpp_train.tokenizers import build_tokenizer
 from megatron.dpp_train.tokenizers.template_files import find_templates
+
+from megatron.dpp.errors import DataError, DppError
+from megatron.dpp.files import locks
+from megatron.dpp.files.index_files import read_lengths
+from megatron.dpp.files.safe_files import open_text_to_write
+from megatron.dpp.report.pictures.picture import Picture
+from megatron.dpp.report.reader import read_header
+from megatron.dpp.schedule import Geometry
+from megatron.dpp.schedule.recording import DecisionRecorder, Recording
+from megatron.dpp.sim.measured import load_costs
+from megatron.dpp.trace import TraceLayout, open_recorder
+from megatron.dpp.trace.step_lengths import StepLengths, write_step
+from megatron.dpp_train import compare_losses_command
+from megatron.dpp_train.data import preprocess_command as preprocess
+from megatron.dpp_train.hf import read_config
+from megatron.dpp_train.hf.weights import find_weights
+from megatron.dpp_train.text_files import read_mapping, read_text
 
 VICTIM = b"years of work"
 _LAYOUT = TraceLayout(data=0, pipeline=0, tensor=0, data_size=1, pipeline_size=1, tensor_size=1)

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.dpp_train.options import run_file
 
-from megatron.dpp import strict_json
 from megatron.dpp.budget import budget
 from megatron.dpp.errors import DataError
+from megatron.dpp.files import strict_json
 from megatron.dpp.schedule.recording import Recording
 from megatron.dpp.sim.lengths import read_costs
 from megatron.dpp.sim.measured import load_costs
 from megatron.dpp.trace import step_lengths
-from megatron.dpp_train.options import run_file
 
 
 def test_objects_are_read_as_json_reads_them() -> None:

@@ -21,13 +21,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron.dpp.command_line import guarded
+from megatron.dpp.command_line import guarded, renamed
 from megatron.dpp.config import Backward
 from megatron.dpp.errors import ConfigError, require
-from megatron.dpp.index_files import check_index, read_lengths
-from megatron.dpp.naming import renamed
+from megatron.dpp.files.index_files import check_index, read_lengths
+from megatron.dpp.files.safe_files import read_bytes
 from megatron.dpp.report.pictures.schedules import draw
-from megatron.dpp.safe_files import read_bytes
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.sim import arms, conditions
 from megatron.dpp.sim.conditions import Change, chain, condition_costs, uniform

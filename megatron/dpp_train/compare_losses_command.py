@@ -27,7 +27,7 @@ from typing import Any
 
 from megatron.dpp.command_line import command, from_source_tree, new_parser
 from megatron.dpp.processes import run_child
-from megatron.dpp.safe_files import open_text_to_write
+from megatron.dpp.files.safe_files import open_text_to_write
 
 _SCRIPTS = {
     "gpt": "examples/gpt3/train_gpt3_175b_distributed.sh",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.locks import lock_directory
+from megatron.dpp.files.locks import lock_directory
 from megatron.dpp.report import (
     aggregate_command,
     monitor_command,

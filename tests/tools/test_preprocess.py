@@ -19,10 +19,10 @@ import numpy as np
 import psutil
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-
-from megatron.dpp.locks import scratch_directory
-from megatron.dpp_train.data import preprocess_command as preprocess
 from megatron.dpp_train.tokenizers import build_tokenizer
+
+from megatron.dpp.files.locks import scratch_directory
+from megatron.dpp_train.data import preprocess_command as preprocess
 from tests.conftest import REPOSITORY
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ from collections import deque
 from pathlib import Path
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.files.safe_files import open_to_read
 from megatron.dpp.report.analysis.model import Iteration, IterationBuilder, RankIteration
 from megatron.dpp.report.reader import FILE_PATTERN, TraceFile, parse_event, read_header
-from megatron.dpp.safe_files import open_to_read
 
 _PIECE_BYTES = 1 << 22
 

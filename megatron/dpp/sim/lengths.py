@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megatron.dpp import strict_json
 from megatron.dpp.errors import ConfigError, DataError, one_line
-from megatron.dpp.safe_files import read_bytes
+from megatron.dpp.files import strict_json
+from megatron.dpp.files.safe_files import read_bytes
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.costs import Costs, Hop
 

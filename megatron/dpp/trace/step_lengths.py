@@ -6,9 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.dpp import strict_json
 from megatron.dpp.errors import DataError, one_line
-from megatron.dpp.safe_files import open_text_to_write, read_bytes
+from megatron.dpp.files import strict_json
+from megatron.dpp.files.safe_files import open_text_to_write, read_bytes
 
 FILE = "lengths-d{}.jsonl"
 """Name of a replica's file."""

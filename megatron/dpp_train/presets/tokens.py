@@ -176,7 +176,7 @@ def _prefix_of(text: Path, digest: str, *, own: bool) -> Path:
 def _held_out(prefix: str) -> Flags:
     """``--split`` of token files. Few documents are split so that validation gets one at least; of
     fewer than a hundred all are trained on."""
-    from megatron.dpp.index_files import check_index
+    from megatron.dpp.files.index_files import check_index
 
     documents = check_index(prefix)[1]
     if documents < _FEW:

@@ -22,7 +22,7 @@ from megatron.dpp.errors import (
     DppError,
     print_error,
 )
-from megatron.dpp.locks import lock_directory
+from megatron.dpp.files.locks import lock_directory
 from megatron.dpp_train.cost import Devices, describe, find_devices, named_devices
 from megatron.dpp_train.presets import flag_table, modes, options, recipes, run_directory
 from megatron.dpp_train.presets.checks import check

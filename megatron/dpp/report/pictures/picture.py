@@ -7,8 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.dpp.files.safe_files import open_text_to_write
 from megatron.dpp.report.pictures.style import COLOURS, FONT, colour
-from megatron.dpp.safe_files import open_text_to_write
 
 _TITLE, _NOTE, _MARGIN = 16, 11, 14
 _WIDTHS = {0.34: " iljI.,:;'|!", 0.42: "ftr()-/", 0.97: "mwMW%"}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.safe_files import open_to_read, open_to_write
+from megatron.dpp.files.safe_files import open_to_read, open_to_write
 
 LOCK_NAME = ".lock"
 """File in a directory that only one run may write."""
