@@ -10,7 +10,7 @@ from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule import Action, Geometry, Kind, Replay, Scheduler
 from megatron.dpp.sim.clock import simulate
 from megatron.dpp.sim.conditions import CONDITIONS, condition_costs
-from megatron.dpp.sim.costs import Costs, Hop, Shape, SlowTimes, even_costs
+from megatron.dpp.sim.costs import Costs, Hop, Shape, even_costs
 from megatron.dpp.sim.schedules import STATIC, ScheduleConfig, replay, run_static
 
 STEADY = [name for name in CONDITIONS if not name.startswith("tr")]
