@@ -42,7 +42,6 @@ _Run = Callable[[Shape, Costs], Result]
 _NAMES = {
     "activation_cap": "--cap",
     "policy": "--policy",
-    "microbatch_group_size_per_vp_stage": "--group",
 }
 """Settings whose flags have other names here than in training."""
 
@@ -50,7 +49,7 @@ _NAMES = {
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp sim") -> int:
     """Run the command; returns 2 for options that cannot be, 1 after another error."""
     args = new_sim_parser(prog).parse_args(argv)
-    return guarded(prog, lambda: _run(args), names=renamed(_NAMES))
+    return guarded(prog, lambda: _run(args), naming=renamed(_NAMES))
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.report.run_files import (
     model_text,
     read_metrics,
     read_settings,
+    read_state,
     read_training,
+    write_state,
 )
 
 
@@ -93,3 +99,40 @@ def test_numbers_that_no_run_writes_are_left_out(tmp_path: Path) -> None:
     found = read_training(tmp_path)
     assert found.metrics == [{"iteration": 1}, {"iteration": 3}]
     assert found.total is None and found.checkpoints == []
+
+
+def test_a_run_tells_its_state_and_when_it_came_into_it(tmp_path: Path) -> None:
+    assert read_state(tmp_path) is None
+    write_state(tmp_path, "starting")
+    write_state(tmp_path, "running")
+    running = read_state(tmp_path)
+    assert running is not None and not running.ended and str(running) == "running"
+    assert running.times["starting"] <= running.times["running"] == running.since
+    for state, by, text in (
+        ("stopped", "Ctrl-C", "stopped by Ctrl-C"),
+        ("failed", "rank 1: out of memory", "failed: rank 1: out of memory"),
+        ("finished", None, "finished"),
+    ):
+        write_state(tmp_path, state, by)
+        found = read_state(tmp_path)
+        assert found is not None and found.ended and (found.by, str(found)) == (by, text)
+        assert running.times.items() <= found.times.items()
+    write_state(tmp_path, "starting")
+    again = read_state(tmp_path)
+    assert again is not None and set(again.times) == {"starting"}
+    with pytest.raises(ConfigError, match="state 'over': expected one of starting, running"):
+        write_state(tmp_path, "over")
+
+
+def test_a_run_whose_process_is_gone_has_failed(tmp_path: Path) -> None:
+    code = f"from megatron.dpp.report.run_files import *; write_state({str(tmp_path)!r}, 'running')"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    found = read_state(tmp_path)
+    assert found is not None and found.ended
+    assert str(found).startswith("failed: process ") and set(found.times) == {"running", "failed"}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "running"}', '{"state": 3}', "null"])
+def test_a_broken_state_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "state.json").write_text(text, encoding="utf-8")
+    assert read_state(tmp_path) is None

@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,11 +101,12 @@ def read_header(path: Path) -> TraceFile:
             f"{SCHEMA_VERSION}; record the run again or use the version that wrote it"
         )
     try:
-        layout = TraceLayout(**{f.name: args[f.name] for f in fields(TraceLayout)})
+        known = {f.name: f.default for f in fields(TraceLayout) if f.default is not MISSING}
+        layout = TraceLayout(**{f.name: (known | args)[f.name] for f in fields(TraceLayout)})
         names = ("rank", "device", "host", "process", "clock", "run", "start_ns", "start_unix_ns")
         values = {name: args[name] for name in names}
         numbers = [values[name] for name in ("rank", "process", "start_ns", "start_unix_ns")]
-        numbers += [args[f.name] for f in fields(TraceLayout) if f.type in (int, "int")]
+        numbers += [*layout.place, *layout.sizes, layout.num_chunks]
         for number in numbers:
             if not is_whole(number):
                 raise DataError(f"{path}: the header holds {shown(number)} as a whole number")
@@ -121,12 +122,10 @@ def read_header(path: Path) -> TraceFile:
 
 def _check_layout(path: Path, layout: TraceLayout) -> None:
     """Refuse a place outside of its job, and a job of more ranks than there are."""
-    sizes = (layout.data_size, layout.pipeline_size, layout.tensor_size, layout.num_chunks)
-    places = (layout.data, layout.pipeline, layout.tensor, 0)
-    inside = all(0 <= place < size for place, size in zip(places, sizes, strict=True))
-    if not inside or math.prod(sizes) > _MOST_STAGES:
+    inside = all(0 <= place < size for place, size in zip(layout.place, layout.sizes, strict=True))
+    if not inside or not 0 < math.prod(layout.sizes) * layout.num_chunks <= _MOST_STAGES:
         raise DataError(
-            f"{path}: the header holds place {places[:3]} of {sizes[:3]} ranks with "
+            f"{path}: the header holds place {layout.place} of {layout.sizes} ranks with "
             f"{layout.num_chunks} chunks"
         )
 
@@ -310,14 +309,9 @@ def _names(paths: list[str]) -> str:
     return ", ".join(paths[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _placed(layout: TraceLayout, data: int, pipeline: int, tensor: int) -> TraceLayout:
-    """The layout of another rank of the same run."""
-    return replace(layout, data=data, pipeline=pipeline, tensor=tensor)
-
-
 def _expected(layout: TraceLayout) -> set[str]:
-    sizes = (layout.data_size, layout.pipeline_size, layout.tensor_size)
-    return {_placed(layout, *place).file_name() for place in itertools.product(*map(range, sizes))}
+    places = itertools.product(*map(range, layout.sizes))
+    return {layout.at(place).file_name() for place in places}
 
 
 def _check_one_run(files: list[TraceFile]) -> None:
@@ -325,7 +319,7 @@ def _check_one_run(files: list[TraceFile]) -> None:
     others = [
         file.path.name
         for file in files
-        if _placed(file.layout, 0, 0, 0) != _placed(first.layout, 0, 0, 0)
+        if file.layout.at(first.layout.place) != first.layout
         or file.run != first.run
         or abs(file.start_unix_ns - first.start_unix_ns) > _SAME_START_NS
     ]

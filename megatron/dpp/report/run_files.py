@@ -6,17 +6,20 @@ import contextlib
 import json
 import os
 import re
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
+
 from megatron.dpp.command_line import ROOT
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import DataError, require
 from megatron.dpp.locks import check_free
 from megatron.dpp.report.analysis.report_data import Training
 from megatron.dpp.report.reader import FILE_PATTERN, is_whole
-from megatron.dpp.safe_files import open_to_read, read_bytes
+from megatron.dpp.safe_files import open_to_read, read_bytes, replacing
 
 _TAIL_BYTES = 1 << 16
 _TRACES = ("traces/*/", "traces/", "*/", "")
@@ -24,6 +27,88 @@ _TRACES = ("traces/*/", "traces/", "*/", "")
 _FRESH_S = 60.0
 """Metrics so young belong to a run that goes on, on another host for one."""
 METRICS, SETTINGS = "metrics.jsonl", "settings.yaml"
+STATE = "state.json"
+STATES = ("starting", "running", "finished", "stopped", "failed")
+"""What a run can be in; the last three are ends."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The state of a run.
+
+    Args:
+        state: one of ``STATES``.
+        times: seconds since 1970 at which it came into each of its states.
+        by: who stopped it, or what failed.
+    """
+
+    state: str
+    times: dict[str, float]
+    by: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """True once nothing more will happen."""
+        return self.state in STATES[2:]
+
+    @property
+    def since(self) -> float:
+        """The time at which it came into its state."""
+        return self.times[self.state]
+
+    def __str__(self) -> str:
+        by = f" by {self.by}" if self.state == "stopped" and self.by else ""
+        return self.state + (f": {self.by}" if self.by and not by else by)
+
+
+def write_state(directory: str | os.PathLike[str], state: str, by: str | None = None) -> None:
+    """Write ``state.json`` of a run's directory: the new state, its time, and this process, whose
+    end without an end of the run is read as ``failed``.
+
+    Args:
+        directory: the run's; it exists.
+        state: one of ``STATES``. ``starting`` begins anew, also for a run that goes on in the
+            directory of an earlier one.
+        by: who stopped it (``Ctrl-C``, ``SIGTERM``, ``the time limit``), or what failed
+            (``rank 3 (process 1234): out of memory``).
+    """
+    require(state in STATES, f"state {state!r}: expected one of {', '.join(STATES)}")
+    before = None if state == STATES[0] else read_state(directory)
+    values = {
+        "state": state,
+        "by": by,
+        "times": {**(before.times if before else {}), state: round(time.time(), 3)},
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "process_began": psutil.Process().create_time(),
+    }
+    with replacing(str(Path(directory, STATE))) as file:
+        file.write(json.dumps(values).encode() + b"\n")
+
+
+def read_state(directory: str | os.PathLike[str]) -> RunState | None:
+    """The state of the run in a directory; None where no state was written."""
+    try:
+        found = json.loads(read_bytes(Path(directory, STATE)))
+        times = {name: float(found["times"][name]) for name in STATES if name in found["times"]}
+        by = None if found["by"] is None else str(found["by"])
+        state = RunState(found["state"], times, by)
+        last = state.since
+        here = found["host"] == socket.gethostname()
+        lives = not here or _lives(found["process"], found["process_began"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if state.ended or lives:
+        return state
+    by = f"process {found['process']} ended without saying why"
+    return RunState("failed", {**times, "failed": last}, by)
+
+
+def _lives(process: int, began: float) -> bool:
+    try:
+        return abs(psutil.Process(process).create_time() - began) < 1.0
+    except psutil.Error:
+        return False
 
 
 @dataclass(frozen=True)
