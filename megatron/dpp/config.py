@@ -195,7 +195,7 @@ class DppConfig:
     slice_tokens: str = _option(
         "off",
         "cut each sequence into slices of so many tokens, which run through the pipeline as units "
-        "of their own: off, auto (where that is simulated to gain, or needed), or a number",
+        "of their own: off, or a number",
     )
     transport: str = _option(
         "auto",
@@ -343,9 +343,9 @@ class DppConfig:
             if getattr(self, name) not in values:
                 given = setting(name, getattr(self, name))
                 raise ConfigError(f"{given}: expected one of {', '.join(values)}", given)
-        if not re.fullmatch("off|auto|[1-9][0-9]{0,9}", self.slice_tokens):
+        if not re.fullmatch("off|[1-9][0-9]{0,9}", self.slice_tokens):
             given = setting("slice_tokens", self.slice_tokens)
-            raise ConfigError(f"{given}: expected off, auto, or a number of tokens", given)
+            raise ConfigError(f"{given}: expected off, or a number of tokens", given)
         self.buckets(sys.maxsize)
         for name, least, most in _RANGES:
             value = getattr(self, name)

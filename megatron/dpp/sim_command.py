@@ -32,7 +32,7 @@ from megatron.dpp.sim.measured import MeasuredCosts, load_costs
 from megatron.dpp.sim.orders import best_order
 from megatron.dpp.sim.result import Result, format_grid
 from megatron.dpp.sim.schedules import STATIC, find_schedule, run_static
-from megatron.dpp.sim_flags import Lengths, changes, check_ranges, check_tasks, new_sim_parser
+from megatron.dpp.sim_flags import Lengths, changes, check_ranges, check_shape, new_sim_parser
 
 _GRID_COLUMNS = 260
 """Wider grids are not printed unless asked for: they would wrap."""
@@ -58,7 +58,7 @@ def _run(args: argparse.Namespace) -> int:
     lengths = Lengths.parse(args.lengths, args.longest)
     number = args.microbatches or lengths.count or 8
     shape = measured.shape(number) if measured else Shape(args.pp, args.chunks, number)
-    check_tasks(shape)
+    check_shape(shape, args.group)
     if sum(map(bool, (measured, args.condition, lengths.source))) > 1:
         raise ConfigError("--costs, --condition and --lengths of tokens: give one of them")
     if parse_cap(args.cap, Geometry(shape.num_ranks, 0, shape.num_chunks, number)).needs_measuring:

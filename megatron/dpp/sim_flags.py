@@ -92,8 +92,10 @@ def check_ranges(args: argparse.Namespace) -> None:
             raise ConfigError(f"{flag}: must be from {least:g} to {most:g}")
 
 
-def check_tasks(shape: Shape) -> None:
-    """Refuse more tasks than can be simulated (ConfigError)."""
+def check_shape(shape: Shape, group: int | None) -> None:
+    """Refuse more tasks than can be simulated, and groups that are too small (ConfigError)."""
+    if group is not None and group < shape.num_ranks:
+        raise ConfigError(f"--group {group}: must be at least --pp {shape.num_ranks}")
     tasks = shape.num_stages * shape.num_microbatches
     if tasks > _MOST_TASKS:
         raise ConfigError(

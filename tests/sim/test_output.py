@@ -162,7 +162,7 @@ REFUSED = {
     "--policy fastest": "error: --policy fastest",
     "--cap 0.1p": "error: --cap: 0.1p",
     "--cap 20GiB": "--cap 20GiB: expected no bytes",
-    "--group 2": "--group 2: must be at least the number",
+    "--group 2": "--group 2: must be at least --pp 4",
     "--slow-rank one": "expected a value like 1:1.5",
     "--slow-rank 4:2": "a rank of 0 .. 3",
     "--slow-link 0-2:1": "not neighbours",
