@@ -48,19 +48,26 @@ class Command:
 
     Args:
         words: torchrun and everything behind it.
-        log: file of all output of torchrun and its ranks.
         directory: of the run.
-        steps: iterations that the run will make, if it counts them.
-        save: directory of its checkpoints.
+        log: file of all output of torchrun and its ranks.
+        flags: of the training script.
     """
 
     words: Sequence[str]
     env: Mapping[str, str]
-    log: Path
     directory: Path
-    metrics: Path
-    steps: int | None
-    save: str | None
+    log: Path
+    flags: Mapping[str, Any]
+
+    @property
+    def save(self) -> str | None:
+        """Directory of its checkpoints."""
+        return self.flags.get("--save")
+
+    def progress(self) -> Progress:
+        """Follows its metrics."""
+        steps = self.flags.get("--train-iters")
+        return Progress(Path(self.flags["--metrics-file"]), None if steps is None else int(steps))
 
 
 class _Ended(BaseException):
@@ -91,7 +98,7 @@ def run(command: Command) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # ranks of a torchrun that died
     scratch = command.directory / f".torchrun-{os.getpid()}"  # torchrun's own files
     env = {**command.env, "PET_LOG_DIR": str(scratch)}
-    progress = Progress(command.metrics, command.steps)
+    progress = command.progress()
     write_state(command.directory, "starting")
     with _signals_end_it(), command.log.open("ab") as log:
         process = subprocess.Popen(command.words, env=env, stdout=log, stderr=log,
@@ -111,7 +118,7 @@ def run(command: Command) -> int:
         write_state(command.directory, "finished")
         print(progress.summary())
         return 0
-    write_state(command.directory, "failed")
+    write_state(command.directory, "failed", by=failure or None)
     print_error(failure or f"torchrun ended with exit code {code}")
     print(f"log      {command.log}{how_to_go_on(command.save)}", file=sys.stderr)
     return FAILED
