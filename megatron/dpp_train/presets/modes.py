@@ -119,7 +119,7 @@ def add_layout(
             flags.pop("--use-dpp", None)
     asked = {flag: getattr(options, name) for name, flag in _LAYOUT.items()}
     flags |= {flag: size for flag, size in asked.items() if size is not None}
-    if options.mode == "3d" and not {TENSOR, PIPELINE} & set(flags) and devices.number % 2 == 0:
+    if options.mode == "3d" and not {*_LAYOUT.values()} & set(flags) and devices.number % 2 == 0:
         flags[PIPELINE] = 2
     dynamic = options.mode in ("3d", "simple") and not options.no_dpp
     if dynamic and number(flags, PIPELINE) > 1:

@@ -22,7 +22,7 @@ usage: megatron-dpp train [--mode MODE] [options] [any flag of Megatron-LM]
                     --no-dpp: megatron-core's static schedule
   --mode megatron   Megatron's flags alone decide
   --mode deepspeed  ZeRO: --zero-stage 0|1|2|3 --engine megatron|deepspeed
-model     --model NAME|DIR (configs/models; a Hugging Face folder) --arch gpt|bert
+model     --model NAME|DIR (of configs/models; Hugging Face)  --arch gpt|bert
           --hidden-size N --num-layers N --config FILE.yaml (lines of flag: value)
 devices   --gpus N (per node)  --procs N (processes on the CPU)
 steps     --batch-size N (all devices)  --micro-batch-size N  --seq-length N

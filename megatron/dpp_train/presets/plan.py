@@ -13,7 +13,7 @@ from megatron.dpp.command_line import ROOT
 from megatron.dpp.errors import PROGRAM, ConfigError, DataError, DppError
 from megatron.dpp_train.cost import Devices, find_devices, named_devices
 from megatron.dpp_train.presets import flag_table, modes, options, recipes
-from megatron.dpp_train.presets.checks import check
+from megatron.dpp_train.presets.checks import check, parse
 from megatron.dpp_train.presets.flags import PACKAGE, Flags, number, to_argv
 from megatron.dpp_train.presets.nodes import Nodes, find_nodes, whole
 from megatron.dpp_train.presets.tokens import Tokens, find_tokens
@@ -76,6 +76,7 @@ def of_options(words: Sequence[str], env: Mapping[str, str]) -> Plan:
         DataError: a file is missing.
     """
     given, rest = options.parse(words)
+    parse(to_argv(rest), flag_table.table(), options.NAMES)
     nodes = find_nodes(env)
     dry_run = given.dry_run or is_dry(env)
     devices = _devices(given, nodes, dry_run=dry_run)
