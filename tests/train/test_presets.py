@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import time
@@ -14,7 +13,7 @@ import pytest
 import yaml
 
 from megatron.dpp.__main__ import main
-from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.presets import direct, flag_table, recipes
 from megatron.dpp_train.presets.checks import parse
 from megatron.dpp_train.presets.nodes import find_nodes
@@ -65,7 +64,10 @@ LAYOUTS = {
     "--mode zero --procs 2": {"use_distributed_optimizer": True},
     "--mode deepspeed --procs 2 --zero-stage 3": {"use_torch_fsdp2": True},
     "--mode zero --procs 2 --zero-stage 0": {},
-    "--mode simple --num-gpus 8 --gpu H100": {"bf16": True, "transformer_impl": "transformer_engine"},
+    "--mode simple --num-gpus 8 --gpu H100": {
+        "bf16": True,
+        "transformer_impl": "transformer_engine",
+    },
 }
 """Command line -> flags of its layout."""
 
@@ -173,7 +175,9 @@ def test_the_help_fits_one_screen(train: Train) -> None:
     status, out, _ = train("--help")
     lines = out.splitlines()
     assert status == 0 and len(lines) <= 25 and max(map(len, lines)) <= 80
-    assert all(f"--mode {each}" in out for each in ("simple", "3d", "megatron", "deepspeed", "auto"))
+    assert all(
+        f"--mode {each}" in out for each in ("simple", "3d", "megatron", "deepspeed", "auto")
+    )
 
 
 def test_a_config_wins_over_a_model_and_the_command_line_over_both(
@@ -268,5 +272,3 @@ def test_resuming_names_the_step_and_takes_the_rate_of_now(train: Train, tmp_pat
         wanted = {"load": str(tmp_path), "ckpt_step": 10, "override_opt_param_scheduler": True,
                   "save": str(tmp_path)}  # fmt: skip
         assert wanted.items() <= flags_of(out).items()
-
-

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -37,8 +38,7 @@ _ROOT_CAUSE = re.compile(
     r"Root Cause.*?rank\s*: (?P<rank>\d+).*?exitcode\s*: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)",
     re.DOTALL,
 )
-_ERROR_LINE = re.compile(r"^(?:\[rank\d+\]: ?)?(?P<text>(?:[\w.]+(?:Error|Exception)|.{1,40}: error):? .*)$",
-                         re.MULTILINE)  # fmt: skip
+_ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)(: .*)?|.{1,40}: error: .*")
 _TAIL_BYTES = 1 << 18
 
 
@@ -187,10 +187,13 @@ def _told(scratch: Path, rank: str | None) -> str:
 
 
 def _last_error(text: str) -> str:
-    """The last line of the log that names an error, but torchrun's own."""
-    lines = [found["text"] for found in _ERROR_LINE.finditer(text)]
-    lines = [each for each in lines if "ChildFailedError" not in each]
-    return lines[-1].strip() if lines else ""
+    """The last line of the log that names an error, but torchrun's own; behind an error without
+    words the statement that raised it."""
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in text.splitlines()]
+    for before, line in reversed(list(itertools.pairwise(["", *lines]))):
+        if _ERROR_LINE.fullmatch(line) and "ChildFailedError" not in line:
+            return line if ": " in line else f"{line}: {before}"
+    return ""
 
 
 def how_to_go_on(save: str | None) -> str:
