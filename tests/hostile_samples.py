@@ -43,6 +43,13 @@ FAMILY = dataclasses.replace(LLAMA, name="own")
 """
 _CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 _STATE = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_fingerprint": "x"}
+_METRICS = b"".join(
+    json.dumps({
+        "iteration": i, "train_iters": 9, "loss": 1.5, "grad_norm": 1.0, "ms": 2.5, "tokens": 7,
+        "lr": 1e-3, "time": 1.5,
+    }).encode() + b"\n"
+    for i in range(1, 9)
+)  # fmt: skip
 _TRACED = "benchmark-data-0-pipeline-0-tensor-0.json"
 _SPLITS = {"train": ["1", "a"], "valid": ["b"], "test": None}
 
@@ -182,31 +189,20 @@ FURTHER: dict[str, Sample] = {
         {"vocab.txt": lambda: b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb\n"},
         lambda folder: build_tokenizer("BertWordPieceLowerCase", str(folder / "vocab.txt")),
     ),
-    "a run's metrics.jsonl": (
+    "a run's metrics.jsonl": ({"metrics.jsonl": lambda: _METRICS}, _shown),
+    "a run's command": (
         {
-            "metrics.jsonl": lambda: b"".join(
-                json.dumps(
-                    {
-                        "iteration": i,
-                        "lm loss": 1.5,
-                        "tokens/s": 3.0,
-                        "grad norm": 1.0,
-                        "seconds": 0.5,
-                        "tokens": 7,
-                    }
-                ).encode()
-                + b"\n"
-                for i in range(1, 9)
-            ),
-            "settings.yaml": lambda: b"train_iters: 9\nsave: x\nhidden_size: 8\n",
+            "metrics.jsonl": lambda: _METRICS,
+            "command": lambda: b"torchrun pretrain_gpt.py --num-layers 2 --save x --lr=1e-3\n",
         },
         _shown,
     ),
-    "a run's settings.yaml": (
+    "a run's state.json": (
         {
-            "metrics.jsonl": lambda: b'{"iteration": 1, "lm loss": 1.5}\n',
-            "settings.yaml": lambda: (
-                b"train_iters: 9\nnum_layers: 2\nhidden_size: 8\nsave: x\n# seq_length: 16\n"
+            "metrics.jsonl": lambda: _METRICS,
+            "state.json": lambda: (
+                b'{"state": "finished", "by": null, "times": {"running": 1.5, "finished": 2.5}, '
+                b'"host": "a", "process": 1, "process_began": 1.0}\n'
             ),
         },
         _shown,

@@ -27,7 +27,7 @@ import pytest
 from megatron.dpp.errors import DppError
 from megatron.dpp.index_files import check_index, read_lengths
 from megatron.dpp.report.reader import read_events, read_header
-from megatron.dpp.report.run_files import read_metrics, read_settings
+from megatron.dpp.report.run_files import read_metrics
 from megatron.dpp.schedule.recording import Recording
 from megatron.dpp.sim.lengths import read_costs
 from megatron.dpp.sim.measured import load_costs
@@ -169,10 +169,6 @@ SAMPLES: dict[str, tuple[dict[str, Callable[[], bytes]], Callable[[Path], object
         {"settings.yaml": lambda: b"lr: 1.0e-4\nmodel:\n  num_layers: 4\ndata-path: [a, b]\n"},
         _settings,
     ),
-    "read settings.yaml": (
-        {"settings.yaml": lambda: b'lr: 0.1\nname: "x"\n# layers: [1]\n'},
-        lambda folder: read_settings(folder / "settings.yaml"),
-    ),
     ".metadata": (
         {
             ".metadata": _metadata,
@@ -211,7 +207,11 @@ SAMPLES: dict[str, tuple[dict[str, Callable[[], bytes]], Callable[[Path], object
         lambda folder: Recording.load(str(folder / "order"), 0),
     ),
     "metrics.jsonl": (
-        {"metrics.jsonl": lambda: b'{"iteration": 1, "lm loss": 1.5}\n{"iteration": 2}\n'},
+        {
+            "metrics.jsonl": lambda: (
+                b'{"iteration": 1, "loss": 1.5}\n{"iteration": 2, "loss": 1.0}\n'
+            )
+        },
         lambda folder: read_metrics(folder / "metrics.jsonl"),
     ),
     "lengths-d0.jsonl": (

@@ -478,4 +478,4 @@ def test_what_follows_the_pipeline_stays_as_long(monkeypatch):
     found = WhatIf([run]).in_recorded_order(
         "half", lambda run: SimpleNamespace(replayed=lambda: 2.5)
     )
-    assert (found.now, found.then) == (11.0, 6.0)
+    assert (found.now_ms, found.then_ms) == (11e3, 6e3)

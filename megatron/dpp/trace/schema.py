@@ -66,7 +66,8 @@ class TraceLayout:
 
     def at(self, place: Sequence[int]) -> TraceLayout:
         """The layout of the rank at another place of the same job."""
-        return replace(self, **dict(zip(AXES, place, strict=True)))
+        data, pipeline, tensor, context = place
+        return replace(self, data=data, pipeline=pipeline, tensor=tensor, context=context)
 
     def directory_name(self) -> str:
         """Name of the directory that the files of all ranks of a run share.
