@@ -209,7 +209,7 @@ SAMPLES: dict[str, tuple[dict[str, Callable[[], bytes]], Callable[[Path], object
     "metrics.jsonl": (
         {
             "metrics.jsonl": lambda: (
-                b'{"iteration": 1, "loss": 1.5}\n{"iteration": 2, "loss": 1.0}\n'
+                b'{"iteration": 1, "loss": 1.5}\n{"iteration": 2, "loss": 1}\n'
             )
         },
         lambda folder: read_metrics(folder / "metrics.jsonl"),
