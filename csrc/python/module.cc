@@ -47,13 +47,26 @@ std::string bytes_of(const py::str& text) {
   return py::bytes(text.attr("encode")("utf-8", "backslashreplace"));
 }
 
+// The settings that a text of this library names.
+py::list named_in(const std::string& text, const py::object& setting) {
+  const std::pair<const char*, const char*> all[] = {
+      {"slots", ""}, {"timeout", ""}, {"node_ips", ""}, {"gpudirect", "on"}, {"gpudirect", "off"}};
+  py::list named;
+  for (const auto& [name, value] : all) {
+    if (text.find(dpp::setting(name, value)) == std::string::npos) continue;
+    named.append(*value ? setting(name, value) : setting(name));
+  }
+  return named;
+}
+
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const Error& error) {
-    const py::object type =
-        py::module_::import("megatron.dpp.errors").attr(class_of(error.fault()));
-    PyErr_SetObject(type.ptr(), text_of(error.what()).ptr());
+    const py::module_ errors = py::module_::import("megatron.dpp.errors");
+    const py::object type = errors.attr(class_of(error.fault()));
+    const py::list named = named_in(error.what(), errors.attr("setting"));
+    PyErr_SetObject(type.ptr(), type(text_of(error.what()), *named).ptr());
   }
 }
 

@@ -43,7 +43,7 @@ COMMANDS = {
         "let every process of this environment find the plugin (USE_DPP=1)",
     ),
     "sim": (_ENGINE + "sim_command", "simulate, compare and draw schedules"),
-    "train": (_TRAINER + "launch.main", "train a model: choose a layout, print it, start torchrun"),
+    "train": (_TRAINER + "presets.train_command", "train a model: choose a layout, start torchrun"),
     "monitor": (_ENGINE + "report.monitor_command", "show a run live"),
     "report": (
         _ENGINE + "report.report_command",

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.dpp.errors import ConfigError, number_fault, setting
+from megatron.dpp.errors import ConfigError, Text, number_fault, setting
 
 TRANSPORT_KINDS = (
     "auto",
@@ -92,9 +92,11 @@ _RANGES = (
 def missing_part(kind: str) -> str | None:
     """The error of a transport kind whose package or C++ extension is not there, else None."""
     if kind in KIND_PACKAGES and importlib.util.find_spec(kind) is None:
-        return (
-            f"{setting('transport', kind)}: {sys.executable} has no package {kind}: "
-            f"{KIND_PACKAGES[kind]}, on every node"
+        transport = setting("transport", kind)
+        return Text(
+            f"{transport}: {sys.executable} has no package {kind}: {KIND_PACKAGES[kind]}, on "
+            "every node",
+            transport,
         )
     return missing_extension()
 
@@ -324,15 +326,13 @@ class DppConfig:
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORT_KINDS:
-            raise ConfigError(
-                f"{setting('transport', self.transport)}: expected one of "
-                f"{', '.join(TRANSPORT_KINDS)}"
-            )
+            given = setting("transport", self.transport)
+            raise ConfigError(f"{given}: expected one of {', '.join(TRANSPORT_KINDS)}", given)
         try:
             Backward.of(self.split_backward)
         except ValueError as error:
             given = setting("split_backward", self.split_backward)
-            raise ConfigError(f"{given}: {error}") from None
+            raise ConfigError(f"{given}: {error}", given) from None
         for name, values in (
             ("cuda_graphs", CUDA_GRAPHS),
             ("forward_only_order", FORWARD_ONLY_ORDERS),
@@ -341,28 +341,29 @@ class DppConfig:
             ("rdma_adaptive_routing", GPUDIRECT),
         ):
             if getattr(self, name) not in values:
-                raise ConfigError(
-                    f"{setting(name, getattr(self, name))}: expected one of {', '.join(values)}"
-                )
+                given = setting(name, getattr(self, name))
+                raise ConfigError(f"{given}: expected one of {', '.join(values)}", given)
         if not re.fullmatch("off|auto|[1-9][0-9]{0,9}", self.slice_tokens):
-            raise ConfigError(
-                f"{setting('slice_tokens', self.slice_tokens)}: expected off, auto, or a number of "
-                "tokens"
-            )
+            given = setting("slice_tokens", self.slice_tokens)
+            raise ConfigError(f"{given}: expected off, auto, or a number of tokens", given)
         self.buckets(sys.maxsize)
         for name, least, most in _RANGES:
             value = getattr(self, name)
             if number_fault(value, least, most, whole=isinstance(least, int)):
-                raise ConfigError(f"{setting(name, value)}: must be from {least} to {most}")
+                given = setting(name, value)
+                raise ConfigError(f"{given}: must be from {least} to {most}", given)
         for address in self.node_ips.split(",") if self.node_ips else ():
             if fault := _fault_of_address(address):
-                raise ConfigError(f"{setting('node_ips', self.node_ips)}: {address!r} {fault}")
+                node_ips = setting("node_ips", self.node_ips)
+                raise ConfigError(f"{node_ips}: {address!r} {fault}", node_ips)
         self.port_range()
         files = [os.path.realpath(each) for each in (self.record, self.replay) if each]
         if len(files) > len(set(files)):
+            record, replay = setting("record", self.record), setting("replay", self.replay)
             raise ConfigError(
-                f"{setting('record', self.record)} and {setting('replay', self.replay)} name one "
-                "file: a replay must not overwrite its source"
+                f"{record} and {replay} name one file: a replay must not overwrite its source",
+                record,
+                replay,
             )
 
     def node_ip(self, rank: int, world_size: int, ranks_per_node: int) -> str | None:
@@ -379,9 +380,11 @@ class DppConfig:
         num_nodes = -(-world_size // ranks_per_node)
         if len(addresses) == num_nodes:
             return addresses[rank // ranks_per_node]
+        node_ips = setting("node_ips", self.node_ips)
         raise ConfigError(
-            f"{setting('node_ips', self.node_ips)} has {len(addresses)} addresses: expected one "
-            f"per node ({num_nodes}) or one per rank ({world_size})"
+            f"{node_ips} has {len(addresses)} addresses: expected one per node ({num_nodes}) or "
+            f"one per rank ({world_size})",
+            node_ips,
         )
 
     def buckets(self, longest: int, multiple: int = 1) -> tuple[int, ...]:
@@ -408,14 +411,15 @@ class DppConfig:
         given = tuple(int(word) if re.fullmatch("[0-9]{1,11}", word) else 0 for word in words)
         if min(given) < 1 or list(given) != sorted(set(given)):
             raise ConfigError(
-                f"{what}: expected off, geometric, or ascending lengths like 512,1024,4096"
+                f"{what}: expected off, geometric, or ascending lengths like 512,1024,4096", what
             )
         if given[-1] > longest:
-            raise ConfigError(f"{what}: {given[-1]} is above the longest sequence, {longest}")
+            raise ConfigError(f"{what}: {given[-1]} is above the longest sequence, {longest}", what)
         if wrong := [length for length in given if length % multiple]:
             raise ConfigError(
                 f"{what}: {wrong[0]} is no multiple of {multiple}, to which sequence and context "
-                "parallelism pad rows"
+                "parallelism pad rows",
+                what,
             )
         return given
 
@@ -432,9 +436,11 @@ class DppConfig:
             found = int(first), int(last or first)
             if 1 <= found[0] <= found[1] <= 65535:
                 return found
+        listen_ports = setting("listen_ports", self.listen_ports)
         raise ConfigError(
-            f"{setting('listen_ports', self.listen_ports)}: expected two ports from 1 to 65535, "
-            "the lower one first, like 29700-29763"
+            f"{listen_ports}: expected two ports from 1 to 65535, the lower one first, like "
+            "29700-29763",
+            listen_ports,
         )
 
 

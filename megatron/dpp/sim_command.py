@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megatron.dpp.command_line import guarded
 from megatron.dpp.config import Backward
-from megatron.dpp.errors import ConfigError, require, require_value
+from megatron.dpp.errors import ConfigError, require
 from megatron.dpp.index_files import check_index, read_lengths
 from megatron.dpp.naming import renamed
 from megatron.dpp.report.pictures.schedules import draw
@@ -64,7 +64,6 @@ _Run = Callable[[Shape, Costs], Result]
 _NAMES = {
     "activation_cap": "--cap",
     "policy": "--policy",
-    "microbatch_group_size_per_vp_stage": "--group",
 }
 """Settings whose flags have other names here than in training."""
 
@@ -72,7 +71,7 @@ _NAMES = {
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp sim") -> int:
     """Run the command; returns 2 for options that cannot be, 1 after another error."""
     args = read_flags(argv, prog)
-    return guarded(prog, lambda: _simulate(args), names=renamed(_NAMES))
+    return guarded(prog, lambda: _simulate(args), naming=renamed(_NAMES))
 
 
 def _simulate(args: argparse.Namespace) -> int:
@@ -253,7 +252,7 @@ def _check_counts(args: argparse.Namespace, *sizes: int) -> None:
 
 def _check(args: argparse.Namespace, shape: Shape, measured: MeasuredCosts | None) -> None:
     _check_counts(args, shape.num_ranks, shape.num_chunks, shape.num_microbatches)
-    require_value(args, "w_pieces", args.w_pieces >= 1, "at least 1")
+    require(args.w_pieces >= 1, f"--w-pieces {args.w_pieces}: must be at least 1")
     check_numbers(args)
     first = Geometry(shape.num_ranks, 0, shape.num_chunks, shape.num_microbatches)
     if parse_cap(args.cap, first).needs_measuring:

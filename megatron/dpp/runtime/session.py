@@ -11,7 +11,7 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.core.boundary import Boundaries
 from megatron.dpp.core.rng import TaskRng
 from megatron.dpp.core.steps import StepCall
-from megatron.dpp.errors import ConfigError, core_setting
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.delayed import DelayedTransport
@@ -154,7 +154,7 @@ def check_chunks(call: StepCall) -> None:
     if len(call.model) != expected:
         raise ConfigError(
             f"model: {len(call.model)} chunks were given, but "
-            f"{core_setting('virtual_pipeline_model_parallel_size', expected)} asks for {expected}"
+            f"virtual_pipeline_model_parallel_size={expected!r} asks for {expected}"
         )
 
 

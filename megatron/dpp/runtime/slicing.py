@@ -14,7 +14,7 @@ from megatron.dpp.core import compat
 from megatron.dpp.core.cut import Cut, WholeSteps, fixed_cut, packed_cut
 from megatron.dpp.core.slices import Slices, Unit, why_not
 from megatron.dpp.core.steps import StepCall
-from megatron.dpp.errors import ConfigError, setting
+from megatron.dpp.errors import ConfigError, Text, setting
 from megatron.dpp.schedule import Kind, in_bytes
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.pipeline_model import PipelineModel
@@ -127,9 +127,11 @@ class Slicing:
             return None
         experts = getattr(config, "num_moe_experts", None)
         if experts and config.expert_model_parallel_size > 1 and groups.dp_cp.size() > 1:
+            slice_tokens = setting("slice_tokens", asked)
             raise ConfigError(
-                f"{setting('slice_tokens', asked)}: replicas whose experts are divided among them "
-                "run one order, and their packed rows would have other slices: use off"
+                f"{slice_tokens}: replicas whose experts are divided among them run one order, "
+                "and their packed rows would have other slices: use off",
+                slice_tokens,
             )
         multiple = groups.tp.size() if config.sequence_parallel else 1
         known = call.micro_batch_size * call.longest(self._config.max_tokens)
@@ -151,21 +153,29 @@ class Slicing:
         if asked == "off" or call.collect_non_loss_data:
             return None
         if self._packs:
+            slice_tokens = setting("slice_tokens", asked)
             self._say(
-                f"dynamic pipeline: {setting('slice_tokens', asked)}: steps whose rows are not "
-                "announced, as others were, are not cut"
+                Text(
+                    f"dynamic pipeline: {slice_tokens}: steps whose rows are not announced, as "
+                    "others were, are not cut",
+                    slice_tokens,
+                )
             )
             return None
         if getattr(call.config, "variable_seq_lengths", False):
+            slice_tokens = setting("slice_tokens", asked)
             raise ConfigError(
-                f"{setting('slice_tokens', asked)} cuts microbatches of one length, and "
-                "variable_seq_lengths tells of others: announce their sequences before the step "
-                "(plugin.announce(rows=...)), or use off"
+                f"{slice_tokens} cuts microbatches of one length, and variable_seq_lengths tells "
+                "of others: announce their sequences before the step "
+                "(plugin.announce(rows=...)), or use off",
+                slice_tokens,
             )
         if compat.host_masks_documents():
+            slice_tokens = setting("slice_tokens", asked)
             raise ConfigError(
-                f"{setting('slice_tokens', asked)}: attention across slices is causal, and the "
-                "host's reset_attention_mask asks for masks of documents: use off"
+                f"{slice_tokens}: attention across slices is causal, and the host's "
+                "reset_attention_mask asks for masks of documents: use off",
+                slice_tokens,
             )
         groups, length, size = call.pg_collection, call.length, call.micro_batch_size
         multiple = groups.tp.size() if call.config.sequence_parallel else 1
@@ -176,9 +186,13 @@ class Slicing:
         each = slice_size(length, tokens, multiple) if tokens else length
         if each == length:
             if tokens:
+                slice_tokens = setting("slice_tokens", asked)
                 self._say(
-                    f"dynamic pipeline: {setting('slice_tokens', asked)}: sequences of {length} "
-                    "tokens are not cut, as those up to 1.5 slices stay whole"
+                    Text(
+                        f"dynamic pipeline: {slice_tokens}: sequences of {length} tokens are not "
+                        "cut, as those up to 1.5 slices stay whole",
+                        slice_tokens,
+                    )
                 )
             return None
         return fixed_cut(length, call.num_microbatches, size, each)
@@ -208,8 +222,9 @@ class Slicing:
         if self._packs:
             line, self._told = "" if self._told else "; it weighs each step's rows", True
         if line or not self._packs:
+            slice_tokens = setting("slice_tokens", "auto")
             self._say(
-                f"dynamic pipeline: {setting('slice_tokens', 'auto')} takes {choice.text}{line}"
+                Text(f"dynamic pipeline: {slice_tokens} takes {choice.text}{line}", slice_tokens)
             )
         return choice.tokens
 
@@ -217,11 +232,11 @@ class Slicing:
         """Find the model's attention and forwards."""
         asked = self._config.slice_tokens
         if reason := why_not(call.config):
-            raise ConfigError(f"{reason}: use {setting('slice_tokens', 'off')}")
+            off = setting("slice_tokens", "off")
+            raise ConfigError(f"{reason}: use {off}", off)
         if self._config.cuda_graphs == "on":
-            raise ConfigError(
-                f"{setting('cuda_graphs', 'on')} does not go with slices, whose keys grow: use off"
-            )
+            on = setting("cuda_graphs", "on")
+            raise ConfigError(f"{on} does not go with slices, whose keys grow: use off", on)
         if call.adjust_tensor_shapes_fn is not None:
             raise ConfigError("slices: adjust_tensor_shapes_fn is not known to fit a slice")
         if self._slices is None or self._model != call.model:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from megatron.dpp.errors import ConfigError, DataError, core_setting
+from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.orders import OrderPlanner, PlannedOrder, Question
 from megatron.dpp.sim.packing import balance, orders, pack
@@ -190,9 +190,8 @@ def _bins(lengths: Sequence[int], settings: BatchSettings) -> Microbatches:
     step = settings.num_replicas * settings.multiple
     if count < step:
         raise ConfigError(
-            f"{core_setting('global_batch_size', count)}: "
-            f"{core_setting('packing', settings.packing)} needs at least {step} sequences, one per "
-            "microbatch"
+            f"global_batch_size={count!r}: packing={settings.packing!r} needs at least {step} "
+            "sequences, one per microbatch"
         )
     if settings.packing != "even":
         return _split(pack(lengths, settings.budget, settings.packing), lengths, step)
@@ -218,7 +217,7 @@ def _split(bins: Microbatches, lengths: Sequence[int], step: int) -> Microbatche
         if not several:
             raise ConfigError(
                 f"{len(lengths)} sequences, none of which share a microbatch, are no multiple of "
-                f"{step} microbatches; change {core_setting('global_batch_size')}"
+                f"{step} microbatches; change global_batch_size"
             )
         index = max(several, key=lambda i: sum(lengths[j] for j in bins[i]))
         half = len(bins[index]) // 2
@@ -248,7 +247,7 @@ class BatchPlans:
         self.batch_size, self.settings, self.planner = batch_size, settings, planner
         self._drawn_lengths, self._replica = lengths, replica
         if settings.order == "planned" and planner is None:
-            raise ConfigError(f"{core_setting('order', 'planned')} needs a planner")
+            raise ConfigError("order='planned' needs a planner")
         self.lengths = functools.lru_cache(maxsize=8)(self._lengths)
         self._ways = functools.lru_cache(maxsize=8)(self._find_ways)
         self._ordered = functools.lru_cache(maxsize=8)(self._order)
@@ -327,8 +326,8 @@ class BatchPlans:
         if len(lengths) < self.batch_size:
             raise DataError(
                 f"the data set has ended: {len(lengths)} of {self.batch_size} sequences are left "
-                f"for a step; lower {core_setting('train_iters')}, add data, or give weights to "
-                f"the prefixes of {core_setting('data_path')} (then they repeat)"
+                "for a step; lower train_iters, add data, or give weights to the prefixes of "
+                "data_path (then they repeat)"
             )
         return lengths
 

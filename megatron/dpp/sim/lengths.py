@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from megatron.dpp import strict_json
-from megatron.dpp.errors import ConfigError, DataError, core_setting, one_line
+from megatron.dpp.errors import ConfigError, DataError, one_line
 from megatron.dpp.safe_files import read_bytes
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.costs import Costs, Hop
@@ -146,8 +146,8 @@ def read_costs(path: str) -> LengthCosts:
             raise ValueError("a time is no number")
     except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise DataError(
-            f"{core_setting('length_costs', path)}: expected the file that `megatron-dpp report` "
-            f"writes for it ({one_line(error, 200)})"
+            f"length_costs={path!r}: expected the file that `megatron-dpp report` writes for it "
+            f"({one_line(error, 200)})"
         ) from error
     return LengthCosts(fixed=fixed, per_token=(a, b, c), per_square=(d, e, f))
 

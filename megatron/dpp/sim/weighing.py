@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.dpp.errors import ConfigError, setting
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import BUILT_IN, Kind, in_bytes
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.pipeline_model import PipelineModel, Rows, as_row
@@ -87,7 +87,7 @@ def why_needed(cap: str) -> str:
     """A reason not to weigh slices under an activation cap; empty where they are weighed. The bytes
     of whole sequences are measured in a step only, and the choice may not follow from it.
     """
-    return f"{setting('activation_cap', cap)} limits bytes" if in_bytes(cap) else ""
+    return f"activation_cap={cap!r} limits bytes" if in_bytes(cap) else ""
 
 
 def least_slice(costs: LengthCosts) -> int:

@@ -25,7 +25,6 @@ from megatron.dpp.errors import (
     PeerDead,
     TransferTimeout,
     TransportError,
-    core_setting,
     number_fault,
     setting,
     shown,
@@ -77,11 +76,14 @@ class ChannelSpec:
             ("depth", 1, MOST_SLOTS),
         ):
             if fault := number_fault(getattr(self, name), least, most):
-                raise ConfigError(f"{self}: {name} {fault} ({setting('slots')})")
+                slots = setting("slots")
+                raise ConfigError(f"{self}: {name} {fault} ({slots})", slots)
         if self.slot_bytes * self.depth > _MOST_BYTES:
+            slots = setting("slots")
             raise ConfigError(
                 f"{self}: {self.depth} slots of {self.slot_bytes} bytes; the most is "
-                f"{_MOST_BYTES} bytes ({setting('slots')})"
+                f"{_MOST_BYTES} bytes ({slots})",
+                slots,
             )
 
     def __str__(self) -> str:
@@ -254,9 +256,11 @@ class Transport(abc.ABC):
                     f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s: "
                     f"rank {spec.destination} has closed its transport"
                 )
+        timeout = setting("timeout")
         return TransferTimeout(
             f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s; their "
-            f"receivers are alive but take nothing ({setting('timeout')})"
+            f"receivers are alive but take nothing ({timeout})",
+            timeout,
         )
 
     def _has_unsent(self, channel: int) -> bool:
@@ -288,9 +292,11 @@ class Transport(abc.ABC):
             return PeerDead(f"{what}, and rank {spec.source} has closed its transport")
         if found := self.stopped_peers():
             return TransferTimeout(f"{what}; {found}")
+        timeout = setting("timeout")
         return TransferTimeout(
             f"{what}; rank {spec.source} is alive: it is slow, stopped or waiting itself "
-            f"({setting('timeout')} sets how long to wait)"
+            f"({timeout} sets how long to wait)",
+            timeout,
         )
 
     def stopped_peers(self) -> str:
@@ -350,9 +356,10 @@ def check_payload(tensor: torch.Tensor, spec: ChannelSpec) -> None:
             f"{spec}: a tensor of shape {tuple(tensor.shape)} is not contiguous; call .contiguous()"
         )
     if tensor.nbytes > spec.slot_bytes:
+        max_tokens = setting("max_tokens")
         raise ConfigError(
             f"{spec}: a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} has "
             f"{tensor.nbytes} bytes, the channel's slots have {spec.slot_bytes}: give the longest "
-            f"length ({core_setting('seq_length')}), or the most tokens of a microbatch "
-            f"({setting('max_tokens')})"
+            f"length (seq_length), or the most tokens of a microbatch ({max_tokens})",
+            max_tokens,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.dpp.errors import TransportUnavailable, setting
+from megatron.dpp.errors import Text, TransportUnavailable, setting
 from megatron.dpp.transport.joining import Facts
 from megatron.dpp.transport.kinds import AUTO, TransportKind
 from megatron.dpp.transport.options import TransportOptions
@@ -46,15 +46,18 @@ def choose(own: Facts, peer: Facts, kinds: Sequence[TransportKind], wanted: str 
             if any(s.device != "cpu" and not (kind.device_memory and s.gpu) for s in (one, other)):
                 note = "; CUDA tensors pass through the host's memory"
             if kind.between_hosts and passed_over:
-                note += f" [{passed_over}]"
+                note = Text(f"{note} [{passed_over}]", passed_over)
             if wanted != AUTO:
-                return Choice(kind, f"asked for: {wanted}{note}")
+                return Choice(kind, Text(f"asked for: {wanted}{note}", note))
             instead = choose(own, peer, kinds[index + 1 :]) if kind.may_fail else None
-            return Choice(kind, kind.reason + note, instead)
-        obstacles.append(f"{kind.name}: {against}")
+            return Choice(kind, Text(kind.reason + note, note), instead)
+        obstacles.append(Text(f"{kind.name}: {against}", against))
         if kind.between_hosts:
             passed_over = obstacles[-1]
+    transport = setting("transport", wanted)
     raise TransportUnavailable(
-        f"{setting('transport', wanted)} between rank {one.rank} ({one.hostname}) and rank "
-        f"{other.rank} ({other.hostname}): {'; '.join(obstacles) or 'it links no ranks'}"
+        f"{transport} between rank {one.rank} ({one.hostname}) and rank {other.rank} "
+        f"({other.hostname}): {'; '.join(obstacles) or 'it links no ranks'}",
+        transport,
+        *obstacles,
     )

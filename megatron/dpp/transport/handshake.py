@@ -244,7 +244,7 @@ def connect_side(
     try:
         _connect_side(sock, token, rank, peer, purpose, seconds)
     except ConnectionError as error:  # it hung up before we could send
-        raise SentAway(f"rank {peer} ended the handshake: {error}") from error
+        raise SentAway(f"rank {peer} ended the handshake: {error}", error) from error
 
 
 def _connect_side(
@@ -257,9 +257,11 @@ def _connect_side(
     answer = _receive_proof(sock, f"rank {peer}", until)
     transcript = _transcript(rank, peer, nonce, _text(answer, "nonce"), purpose)
     if answer.get("rank") != peer or not _proves(token, "acceptor", transcript, answer):
+        token_file = setting("token_file")
         raise AuthError(
-            f"rank {rank}: what listens as rank {peer} does not know this job's token "
-            f"(another job, or a different {setting('token_file')})"
+            f"rank {rank}: what listens as rank {peer} does not know this job's token (another "
+            f"job, or a different {token_file})",
+            token_file,
         )
     send_message(sock, {"proof": _proof(token, "connector", transcript)})
     if _receive_proof(sock, f"rank {peer}", until).get("welcome") is not True:
@@ -324,9 +326,9 @@ def _receive_proof(sock: socket.socket, who: str, until: float) -> dict[str, Any
     try:
         message, _ = receive_message(sock, until=until)
     except PeerEnded as error:
-        raise SentAway(f"{who} ended the handshake: {error}") from error
+        raise SentAway(f"{who} ended the handshake: {error}", error) from error
     except ProtocolError as error:
-        raise AuthError(f"{who} ended the handshake: {error}") from error
+        raise AuthError(f"{who} ended the handshake: {error}", error) from error
     if message == _AWAY:
         raise SentAway(f"{who} is busy with other connections")
     return message

@@ -89,9 +89,11 @@ def read_shared_token(rank: int, name: str) -> bytes:
     try:
         return _read(Path(tempfile.gettempdir(), name), os.O_NOFOLLOW)
     except (ConfigError, OSError) as error:  # OSError: there is no temporary directory
+        token_file = setting("token_file")
         raise SetupError(
             f"rank {rank}: the job's token, from the store: {error}. All ranks of a host need one "
-            f"temporary directory (TMPDIR), or a file of their own ({setting('token_file')})"
+            f"temporary directory (TMPDIR), or a file of their own ({token_file})",
+            token_file,
         ) from error
 
 

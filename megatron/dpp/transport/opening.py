@@ -18,7 +18,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from megatron.dpp.errors import ConfigError, SetupError, VersionMismatch, render
+from megatron.dpp.errors import ConfigError, SetupError, Text, VersionMismatch
 from megatron.dpp.transport.admission import Connection
 from megatron.dpp.transport.base import ChannelSpec, LinkInfo
 from megatron.dpp.transport.board_hosts import BoardHosts, hosts_of
@@ -99,11 +99,12 @@ class _Opening:
                 size=len(self._board_ranks),
                 spans_hosts=len(self._board.heads) > 1,
             )
+        notes = self._notes
         links = [
             LinkInfo(
                 peer,
                 how.kind.name,
-                render(how.reason + self._notes.get(peer, "")),
+                Text(how.reason + notes.get(peer, ""), how.reason, notes.get(peer)),
                 self._facts[peer].pid if self._facts[peer].host == own.host else 0,
             )
             for peer, how in self._choices.items()
@@ -250,7 +251,8 @@ class _Opening:
         for peer, why in setup.failed.items():
             failed = self._choices[peer]
             assert failed.instead is not None
-            reason = f"{failed.instead.reason} [{failed.kind.name}: {why}]"
+            before = failed.instead.reason
+            reason = Text(f"{before} [{failed.kind.name}: {why}]", before, why)
             self._choices[peer] = dataclasses.replace(failed.instead, reason=reason)
             setup.native.describe_peer(peer, self._description(peer))
         setup.failed.clear()

@@ -13,7 +13,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from megatron.dpp.errors import TransportError, setting
+from megatron.dpp.errors import Text, TransportError, setting
 from megatron.dpp.hosts import addresses, family_of
 from megatron.dpp.transport.options import RdmaOptions, TransportOptions
 from megatron.dpp.transport.pci import gpus_of_ranks, pci_distance, pci_path
@@ -64,7 +64,8 @@ def find_places(
         device: of the rank's tensors.
     """
     if address is None:
-        return [], f"this host's address is not known ({setting('node_ips')})"
+        node_ips = setting("node_ips")
+        return [], Text(f"this host's address is not known ({node_ips})", node_ips)
     try:
         ports, refused = library.rdma_ports()
     except TransportError as error:
@@ -140,9 +141,15 @@ def choose_place(
                 )
             return _place_on(port, found if gid_index < 0 else gid_index, node)
     there = "; ".join([", ".join(map(_name, ports)), *node.refused])
+    node_ips = setting("node_ips")
+    rdma_devices = setting("rdma_devices")
     return None, (
-        f"no RDMA port has the address {address} (there are {there}): name the address of the "
-        f"RDMA interface with {setting('node_ips')}, or its device with {setting('rdma_devices')}"
+        Text(
+            f"no RDMA port has the address {address} (there are {there}): name the address of the "
+            f"RDMA interface with {node_ips}, or its device with {rdma_devices}",
+            node_ips,
+            rdma_devices,
+        )
     )
 
 
@@ -162,7 +169,7 @@ def _named(ports: Sequence[Port], wanted: str) -> list[Port]:
 def _unnamed(ports: Sequence[Port], wanted: str) -> str:
     there = [_name(port) + ("" if port["active"] else " (not active)") for port in ports]
     what = setting("rdma_devices", wanted)
-    return f"{what}: no such active port (there are {', '.join(there) or 'none'})"
+    return Text(f"{what}: no such active port (there are {', '.join(there) or 'none'})", what)
 
 
 def _by_path(ports: Sequence[Port], own: Place | None, node: Node, address_of: str) -> list[Port]:
@@ -243,10 +250,13 @@ def _place_on(
     infiniband = port["infiniband"]
     if gid_index not in kinds or not (infiniband or kinds[gid_index] == _ROCE):
         there = ", ".join(f"{index} ({kind})" for index, kind in kinds.items())
+        rdma_gid_index = setting("rdma_gid_index")
         return None, (
-            f"{_name(port)} has no {'address' if infiniband else _ROCE + ' address'} with "
-            f"index {gid_index}; there are {there or 'none'} "
-            f"({setting('rdma_gid_index')})"
+            Text(
+                f"{_name(port)} has no {'address' if infiniband else _ROCE + ' address'} with "
+                f"index {gid_index}; there are {there or 'none'} ({rdma_gid_index})",
+                rdma_gid_index,
+            )
         )
     gid = gids[gid_index]
     place = Place(

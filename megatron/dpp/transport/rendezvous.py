@@ -91,13 +91,18 @@ class Rendezvous:
                 return socket.create_server((host, port), family=family_of(host), backlog=_BACKLOG)
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or first == 0:
+                    node_ips, listen_ports = setting("node_ips"), setting("listen_ports")
                     raise SetupError(
                         f"rank {self._rank}: cannot listen on {with_port(host, port)} "
-                        f"({setting('node_ips')}, {setting('listen_ports')}): {error}"
+                        f"({node_ips}, {listen_ports}): {error}",
+                        node_ips,
+                        listen_ports,
                     ) from error
+        listen_ports = setting("listen_ports")
         raise SetupError(
             f"rank {self._rank}: all ports from {first} to {last} of {host} are in use; a host "
-            f"needs one per rank ({setting('listen_ports')})"
+            f"needs one per rank ({listen_ports})",
+            listen_ports,
         )
 
     def __enter__(self) -> Rendezvous:

@@ -6,17 +6,18 @@ generate may be left, and a note names it.
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import DataError, one_line, shown
-from megatron.dpp_train.families import Config, Family, Sizes, find_families
-from megatron.dpp_train.families.left_out import LEFT_OUT
-from megatron.dpp_train.families.rotary import add_rotary
-from megatron.dpp_train.options.flags_special import pattern
+from megatron.dpp_train.hf.families import Config, Family, Sizes, find_families
+from megatron.dpp_train.hf.families.left_out import LEFT_OUT
+from megatron.dpp_train.hf.families.rotary import add_rotary
+from megatron.dpp_train.hf.forms import FLAG, NAMES, Forms
 from megatron.dpp_train.text_files import read_json
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -48,7 +49,8 @@ class HfConfig:
 
     Args:
         content: the file's, as it is.
-        flags: flags of training, without dashes in front; True for a switch.
+        flags: Megatron's flags, without dashes in front, and forms of :class:`Forms`; True for a
+            switch.
         notes: fields that no flag stands for.
     """
 
@@ -58,10 +60,27 @@ class HfConfig:
     flags: dict[str, Any]
     notes: tuple[str, ...] = ()
 
-    def words(self) -> list[str]:
-        """The flags as words of a command line."""
+    @property
+    def forms(self) -> Forms:
+        """The forms among the flags."""
+        found = {name: value for name, value in self.flags.items() if name in NAMES}
+        return Forms(**{name.replace("-", "_"): value for name, value in found.items()})
+
+    def words(self, tensor_parallel: int = 1) -> list[str]:
+        """The flags as words of a command line.
+
+        Args:
+            tensor_parallel: ranks that must divide the rows of the vocabulary, which is padded.
+        """
+        tokens, forms = self.sizes.vocab, self.forms
+        flags = {name: value for name, value in self.flags.items() if name not in NAMES}
+        flags["padded-vocab-size"] = -(-tokens // tensor_parallel) * tensor_parallel
+        if flags["padded-vocab-size"] > tokens:
+            forms = replace(forms, tokens=tokens)
+        if str(forms):
+            flags[FLAG.removeprefix("--")] = str(forms)
         words: list[str] = []
-        for name, value in self.flags.items():
+        for name, value in flags.items():
             words += [f"--{name}", *([] if value is True else [str(value)])]
         return words
 
@@ -77,10 +96,28 @@ def read_config(folder: str | Path, family_file: str | Path | None = None) -> Hf
     """
     refuse_other_forms(Path(folder))
     path = Path(folder) / CONFIG
-    content = read_json(path, most=_MOST_CONFIG_BYTES)
+    content = read_json(inside(Path(folder), CONFIG), most=_MOST_CONFIG_BYTES)
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object")
     return parse_config(content, str(path), family_file)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file in a model's folder.
+
+    Raises:
+        DataError: a link leads out of the folder, and of the hub's cache around it.
+    """
+    root, path = folder.resolve(), folder / name
+    real = path.resolve()
+    roots = [root]
+    if root.parent.name == "snapshots":  # models--NAME/snapshots/REVISION beside models--NAME/blobs
+        roots.append(root.parent.parent / "blobs")
+    if not any(real.is_relative_to(each) for each in roots):
+        raise DataError(
+            f"{path}: a link to {real}, outside of the model's folder: copy the file into the folder"
+        )
+    return path
 
 
 def refuse_other_forms(path: Path) -> None:
@@ -128,8 +165,6 @@ def parse_config(content: Config, where: str, family_file: str | Path | None = N
         flags["untie-embeddings-and-output-weights"] = True
     if not filled.get("norm_topk_prob", True):
         flags["moe-router-pre-softmax"] = True
-    if family.layer is not None:
-        flags["family"] = family.name
     known = {*family.fields, *family.only, *family.silent, *_SILENT}
     notes += [
         f"{where}: {key} {shown(value)} is not mapped to a flag"
@@ -245,7 +280,7 @@ def _sparse(flags: dict[str, Any]) -> tuple[bool, ...]:
     every = flags.get("moe-layer-freq", 1)
     if "num-experts" not in flags or every == 1:
         return ()
-    pattern_of = pattern(str(every))
-    if isinstance(pattern_of, list):
-        return tuple(map(bool, pattern_of))
-    return tuple(layer % pattern_of == 0 for layer in range(flags["num-layers"]))
+    found = ast.literal_eval(str(every))
+    if isinstance(found, list):
+        return tuple(map(bool, found))
+    return tuple(layer % found == 0 for layer in range(flags["num-layers"]))

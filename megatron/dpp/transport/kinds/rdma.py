@@ -19,10 +19,13 @@ import torch
 from megatron.dpp.errors import (
     ProtocolError,
     SetupError,
+    Text,
     TransportError,
     TransportUnavailable,
+    from_json,
     one_line,
     setting,
+    to_json,
 )
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup, link_faults, undelivered
 from megatron.dpp.transport.kinds import TransportKind, register, tcp
@@ -47,7 +50,9 @@ def look(
 ) -> dict[str, Any]:
     """The ports that this rank may use, or the reason why there is none."""
     places, missing = find_places(library, address, options, device)
-    return {"places": [asdict(place) for place in places]} if places else {"missing": missing}
+    if not places:
+        return {"missing": to_json(missing)}
+    return {"places": [asdict(place) for place in places]}
 
 
 def obstacle(one: Facts, other: Facts) -> str | None:
@@ -56,7 +61,8 @@ def obstacle(one: Facts, other: Facts) -> str | None:
     for side in (one, other):
         found = side.found.get(_NAME, {"missing": "no RDMA device was looked for"})
         if "missing" in found:
-            return f"rank {side.rank} on {side.hostname}: {found['missing']}"
+            why = from_json(found["missing"])
+            return Text(f"rank {side.rank} on {side.hostname}: {why}", why)
         places.append(read_places(found["places"]))
     if not ways(*places):
         networks = [" and ".join(sorted({place.network for place in side})) for side in places]
@@ -81,9 +87,9 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
             is asked for and not possible, or does not deliver the data that was written.
     """
     if setup.gpu < 0 and setup.options.gpudirect == "on":
+        on = setting("gpudirect", "on")
         raise TransportUnavailable(
-            f"{setting('gpudirect', 'on')}: rank {setup.facts.rank} has no GPU of NVIDIA "
-            f"(device {setup.facts.device})"
+            f"{on}: rank {setup.facts.rank} has no GPU of NVIDIA (device {setup.facts.device})", on
         )
     places = {link.peer: _own_places(setup, link.peer) for link in links}
     said: dict[int, str] = {}
@@ -219,10 +225,12 @@ class _Try:
             if link.peer in faults
         }
         if found and self.setup.options.gpudirect == "on":
+            on, off = setting("gpudirect", "on"), setting("gpudirect", "off")
             raise TransportUnavailable(
-                f"{setting('gpudirect', 'on')}: rank {self.setup.facts.rank}: "
-                f"{next(iter(found.values()))}: turn it off in the firmware, or use "
-                f"{setting('gpudirect', 'off')}"
+                f"{on}: rank {self.setup.facts.rank}: {next(iter(found.values()))}: turn it off "
+                f"in the firmware, or use {off}",
+                on,
+                off,
             )
         return {peer: f"staged in the host's memory: {why}" for peer, why in found.items()}
 
@@ -233,7 +241,7 @@ def _by(rank: int) -> Iterator[None]:
     try:
         yield
     except TransportError as error:
-        raise SetupError(f"rank {rank}: {one_line(error)}") from error
+        raise SetupError(f"rank {rank}: {one_line(error)}", error) from error
 
 
 def _patience(options: TransportOptions) -> float:
@@ -287,14 +295,19 @@ class _Faults:
         asked = setting("gpudirect", "on") if on else setting("transport", "rdma")
         place = self._places[link.peer]
         check = (
-            f"check the subnet manager and {setting('rdma_pkey_index')}"
+            "check the subnet manager and the partition key's index"
             if place.infiniband
             else "open UDP port 4791 (RoCE v2) between the hosts, check the MTU of the switches"
         )
+        ports, ips = setting("rdma_devices"), setting("node_ips")
+        tcp = setting("transport", "tcp")
         raise TransportUnavailable(
             f"rank {link.rank}: {asked}: {fault}. An RDMA link has to deliver a test pattern at "
-            f"the start: {check}, name ports of one network with {setting('rdma_devices')} or "
-            f"{setting('node_ips')}, or use {setting('transport', 'tcp')}"
+            f"the start: {check}, name ports of one network with {ports} or {ips}, or use {tcp}",
+            asked,
+            ports,
+            ips,
+            tcp,
         )
 
     def _may_fail(self, link: PeerLink) -> bool:
