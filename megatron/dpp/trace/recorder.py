@@ -112,10 +112,6 @@ class Recorder:
         most bytes in use so far, at the end of each iteration.
         """
 
-    def scalars(self) -> dict[str, float]:
-        """Numbers of the last iteration written, for TensorBoard (see ``trace.scalars``)."""
-        return {}
-
     def close(self) -> None:
         """Write what is left and end the file. May be called twice."""
 
@@ -233,9 +229,6 @@ class FileRecorder(Recorder):
         if self._recording:
             now = time.monotonic_ns()
             self._append(_COUNTER, now, now, self.iteration, name, value)
-
-    def scalars(self) -> dict[str, float]:
-        return self._writer.scalars.latest
 
     def close(self) -> None:
         self._recording = self._spans = False
