@@ -15,23 +15,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.dpp.errors import DppError
-from megatron.dpp.report.building import build_report
-from megatron.dpp.report.follow import FollowedRun
-from megatron.dpp.report.pictures.page import page
-from megatron.dpp.report.report_command import build_parser
-from megatron.dpp.report.run_files import read_training
-from megatron.dpp.schedule import Geometry
-from megatron.dpp.schedule.recording import DecisionRecorder, Recording
 from megatron.dpp_train.cost.run_costs import costs_of_run
-from megatron.dpp_train.data.chat_lines import read_chat
-from megatron.dpp_train.data.json_lines import BadLine, parse_line, text_of
-from megatron.dpp_train.data.rows import files_of, open_rows
 from megatron.dpp_train.data.words import data_words
 from megatron.dpp_train.families.registry import find_families
 from megatron.dpp_train.generate.prompts import json_lines, read_texts
 from megatron.dpp_train.options import run_file
 from megatron.dpp_train.tokenizers import build_tokenizer
+
+from megatron.dpp.errors import DppError
+from megatron.dpp.report.building import build_report
+from megatron.dpp.report.pictures.page import page
+from megatron.dpp.report.report_command import build_parser
+from megatron.dpp.report.run_files import read_training
+from megatron.dpp.schedule import Geometry
+from megatron.dpp.schedule.recording import DecisionRecorder, Recording
+from megatron.dpp_train.data.chat_lines import read_chat
+from megatron.dpp_train.data.json_lines import BadLine, parse_line, text_of
+from megatron.dpp_train.data.rows import files_of, open_rows
 from tests.report.synthetic import Run, write
 
 Contents = dict[str, Callable[[], bytes]]
@@ -130,12 +130,6 @@ def _settings() -> bytes:
     return run_file._text(RunConfig(world_size=1), "gpt").encode()
 
 
-def _follow(folder: Path) -> None:
-    run = FollowedRun(folder)
-    run.poll()
-    run.iterations()
-
-
 def _table(form: str) -> bytes:
     """Rows as a Parquet file, or as a file of a data set that was saved to disk."""
     arrow: Any = importlib.import_module("pyarrow")
@@ -156,7 +150,6 @@ FURTHER: dict[str, Sample] = {
         _trace(()),
         lambda folder: costs_of_run(str(folder), folder),
     ),
-    f"a monitor of {_TRACED}": (_trace(()), _follow),
     "own.py": ({"own.py": lambda: _FAMILY}, lambda folder: find_families(folder / "own.py")),
     "a replayed order.rank0": ({"order.rank0": _recording}, _replayed),
     "chats.jsonl": (

@@ -31,7 +31,7 @@ from megatron.dpp.report.analysis.sentences import (
 )
 from megatron.dpp.report.analysis.summary import Analysis, analyse, summary
 from megatron.dpp.report.pictures.plots import plot_timeline
-from megatron.dpp.report.reader import open_run
+from megatron.dpp.report.reader import TraceFile, open_run
 from megatron.dpp.report.recorded import Recorded, recorded_runs
 from megatron.dpp.report.run_files import find_run, read_training
 from megatron.dpp.report.whatif import WhatIf, effects, opposite, predict_all, without_imbalance
@@ -43,6 +43,14 @@ def _load(folder: Path, options: argparse.Namespace, *, quiet: bool) -> Analysis
     with progress_bar(sum(file.size for file in files), **settings) as bar:
         alignment = align(files, lambda file: bar.update(file.size))
     return analyse(files, alignment, skip=options.skip, threshold=options.threshold)
+
+
+def look(files: list[TraceFile]) -> Pipeline | None:
+    """The numbers of a run that may go on; None before all ranks have finished an iteration."""
+    try:
+        return summary(analyse(files, align(files)))
+    except DataError:
+        return None
 
 
 def _predict(analysis: Analysis, runs: Sequence[Recorded], into: Pipeline) -> None:

@@ -11,6 +11,7 @@ outlive ranks.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import sys
 import time
@@ -18,15 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.dpp.command_line import guarded, new_parser
-from megatron.dpp.errors import require
+from megatron.dpp.errors import DataError, require
 from megatron.dpp.report.analysis.formats import duration, number, percent, time_left
-from megatron.dpp.report.analysis.report_data import Training
+from megatron.dpp.report.analysis.report_data import Pipeline, RankRow, Training
 from megatron.dpp.report.analysis.sentences import HOW_TO_TRACE
-from megatron.dpp.report.analysis.times import IterationTimes, iteration_times
-from megatron.dpp.report.building import names_of
-from megatron.dpp.report.follow import FollowedFile, FollowedRun, alive
-from megatron.dpp.report.run_files import RunPlace, find_run, read_state, read_training
-from megatron.dpp.report.web import serve
+from megatron.dpp.report.building import look, names_of
+from megatron.dpp.report.reader import TraceFile, open_run
+from megatron.dpp.report.run_files import find_run, read_state, read_training
+from megatron.dpp.report.web import REST, serve
 
 _BAR, _CURVE = 20, 60
 _HEIGHTS = "▁▂▃▄▅▆▇█"
@@ -70,53 +70,54 @@ def _run(options: argparse.Namespace) -> int:
 
 def _watch(options: argparse.Namespace) -> int:
     name = names_of(options)[0]
-    run: FollowedRun | None = None
     while True:
+        began = time.monotonic()
         place = find_run(name)
         folder = place.traces()
-        if folder is None or run is None or run.directory != folder:
-            run = None if folder is None else FollowedRun(folder)
-        if run is not None:
-            run.poll()
+        files: list[TraceFile] = []
+        with contextlib.suppress(*([] if options.once else [DataError])):  # a header half written
+            files = [] if folder is None else open_run(folder, allow_missing=True)
         training = read_training(place.home, options.metrics_file, last_only=True)
-        state, dead = _state(place.home, run, training)
-        if run is None and not training.metrics and state == "ended":
+        state, dead = _state(place.home, files, training)
+        if not files and not training.metrics and state == "ended":
             place.need_traces()
+        text = view(folder or place.home, files, training, state)
         erase = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not options.once else ""
-        print(erase + view(place, run, training, state), flush=True)
+        print(erase + text, flush=True)
         if options.once or state.partition(" ")[0].strip(":") not in ("starting", "running"):
             return 3 if dead or state.startswith("failed") else 0
-        time.sleep(options.interval)
+        time.sleep(max(options.interval, REST * (time.monotonic() - began)))
 
 
-def _state(home: Path, run: FollowedRun | None, training: Training) -> tuple[str, bool]:
+def _state(home: Path, files: list[TraceFile], training: Training) -> tuple[str, bool]:
     """The state of the run, and True if a rank died; where no state was written, by its ranks."""
-    ranks = {_rank_state(file) for file in run.files.values()} if run else set()
-    if run and ranks and read_state(home) is None:
+    ranks = {_rank_state(file) for file in files}
+    if ranks and read_state(home) is None:
         return ("ended" if ranks <= {"ended", "DEAD"} else "running"), "DEAD" in ranks
     return training.state, "DEAD" in ranks
 
 
-def view(place: RunPlace, run: FollowedRun | None, training: Training, state: str) -> str:
+def view(place: Path, files: list[TraceFile], training: Training, state: str) -> str:
     """The whole text of one look."""
-    times = [iteration_times(iteration) for iteration in run.iterations()] if run else []
-    lines = [f"{run.directory if run else place.home}: {state}", _headline(training, times)]
+    found = look(files) if files else None
+    lines = [f"{place}: {state}", _headline(training, found)]
     x, y = training.series("loss")
     if len(y) > 1:
         lines.append(f"loss  {y[0]:.4g} {_blocks(y)} {y[-1]:.4g}  (iterations {x[0]} to {x[-1]})")
-    return "\n".join([*lines, "", *(_ranks(run, times) if run else [HOW_TO_TRACE])])
+    return "\n".join([*lines, "", *(_ranks(files, found) if files else [HOW_TO_TRACE])])
 
 
-def _headline(training: Training, times: list[IterationTimes]) -> str:
+def _headline(training: Training, found: Pipeline | None) -> str:
     loss, speed, left = training.last("loss"), training.last("tokens/s"), training.seconds_left
-    parts = [training.progress] if training.metrics or not times else []
-    parts += [f"iteration {times[-1].number}"] if times and not training.metrics else []
+    parts = [training.progress]
+    if found and not training.metrics:
+        parts = [f"iteration {found.iterations[-1].iteration}"]
     parts += [f"loss {loss:.4f}"] if loss is not None else []
     parts += [f"{number(speed)} tokens/s"] if speed else []
     parts += [f"{time_left(left)} left"] if left else []
-    if times:
-        parts.append(f"{duration(statistics.median(t.total for t in times) / 1e6)} per iteration")
-        parts.append(f"{percent(statistics.fmean(t.bubble for t in times))} idle")
+    if found:
+        parts.append(f"{duration(found.totals.iteration_ms)} per iteration")
+        parts.append(f"{percent(found.totals.bubble)} idle")
     parts += [f"checkpoint {training.checkpoint}"] if training.checkpoint is not None else []
     return "  ".join(parts)
 
@@ -130,34 +131,31 @@ def _blocks(values: Sequence[float]) -> str:
     return "".join(_HEIGHTS[round((v - low) / span * top) if span else 0] for v in means)
 
 
-def _rank_state(file: FollowedFile) -> str:
-    if file.ended:
+def _rank_state(file: TraceFile) -> str:
+    if file.complete:
         return "ended"
-    return {True: "runs", False: "DEAD", None: "remote"}[alive(file.header)]
+    return {True: "runs", False: "DEAD", None: "remote"}[file.alive]
 
 
-def _ranks(run: FollowedRun, times: list[IterationTimes]) -> list[str]:
+def _ranks(files: list[TraceFile], found: Pipeline | None) -> list[str]:
     """A line per rank, in the order of stages."""
     lines = [
         f" rank  stage  {'state':<7} {'at work':<{_BAR + 2}}{'':>7}  {'idle':>6}  {'mostly':<12}"
         f"{'memory MiB':>11}{'held':>6}"
     ]
-    layouts = {file: (file.header.layout.pipeline, file.header.rank) for file in run.files.values()}
-    for file in sorted(layouts, key=lambda file: layouts[file]):
-        stage, rank = layouts[file]
-        place = f"{rank:>5}  {stage:>5}  {_rank_state(file):<7}"
-        own = [t.ranks[rank] for t in times]
-        if not own:
-            done = len(file.iterations)
-            lines.append(f"{place} no iteration in common yet ({done} of its own)")
-            continue
-        busy = statistics.fmean(t.busy / t.window if t.window else 0.0 for t in own)
-        causes = {cause for t in own for cause in t.idle}
-        worst = max(causes, key=lambda c: sum(t.idle.get(c, 0) for t in own), default="")
-        peaks = {name: max(t.peaks.get(name, 0.0) for t in own) for name in ("memory", "held")}
-        lines.append(
-            f"{place} [{('#' * round(busy * _BAR)).ljust(_BAR, '.')}]{busy:>7.1%}  "
-            f"{statistics.fmean(t.bubble for t in own):>6.1%}  {worst:<12}"
-            f"{peaks['memory'] / 2**20:>11,.0f}{peaks['held']:>6.3g}"
-        )
+    rows = {row.rank: row for row in found.ranks} if found else {}
+    for file in sorted(files, key=lambda file: (file.layout.pipeline, file.rank)):
+        place = f"{file.rank:>5}  {file.layout.pipeline:>5}  {_rank_state(file):<7} "
+        row = rows.get(file.rank)
+        lines.append(place + (_times(row) if row else "no iteration that all ranks finished yet"))
     return lines
+
+
+def _times(row: RankRow) -> str:
+    whole = (row.busy_ms + row.other_ms + sum(row.idle_ms.values())) or 1.0
+    busy, worst = row.busy_ms / whole, max(row.idle_ms, key=lambda c: row.idle_ms[c], default="")
+    return (
+        f"[{('#' * round(busy * _BAR)).ljust(_BAR, '.')}]{busy:>7.1%}  {row.bubble:>6.1%}  "
+        f"{worst:<12}{row.peaks.get('memory', 0.0) / 2**20:>11,.0f}"
+        f"{row.peaks.get('held', 0.0):>6.3g}"
+    )

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -62,6 +63,12 @@ class TraceFile:
     def size(self) -> int:
         """Bytes of the file, for progress bars."""
         return self.path.stat().st_size
+
+    @property
+    def alive(self) -> bool | None:
+        """True while the process of the rank exists; None where it runs on another host."""
+        here = self.host == socket.gethostname()
+        return Path(f"/proc/{self.process}").exists() if here else None
 
     def time_ns(self, event: Event) -> int:
         """Start of an event on this rank's monotonic clock."""

@@ -22,12 +22,11 @@ from typing import Any
 from megatron.dpp.errors import ConfigError, DppError, require
 from megatron.dpp.hosts import is_loopback, with_port
 from megatron.dpp.report.building import build_report, names_of
-from megatron.dpp.report.follow import alive
 from megatron.dpp.report.pictures.page import fill, page
 from megatron.dpp.report.reader import TraceFile, open_run
 from megatron.dpp.report.run_files import METRICS, STATE, find_run, read_state, read_training
 
-_REST = 10.0
+REST = 10.0
 """Seconds of rest for each second that building the page took."""
 _SOCKET_S = 20.0
 _HEADERS = {
@@ -68,7 +67,7 @@ class LivePage:
                     text = f"<h1>Waiting for the run</h1><p>{escape(str(error))}</p>"
                     self._text = fill("waiting for the run", text, self._interval, "waiting")
                 took = time.monotonic() - started
-                self._due = started + took + max(self._interval, _REST * took)
+                self._due = started + took + max(self._interval, REST * took)
             return self._text
 
     def _build(self) -> None:
@@ -92,7 +91,7 @@ class LivePage:
 def _state(files: list[TraceFile]) -> str:
     if all(file.complete for file in files):
         return "ended"
-    dead = [file.rank for file in files if not file.complete and alive(file) is False]
+    dead = [file.rank for file in files if not file.complete and file.alive is False]
     return f"ended: rank {dead[0]} has died" if dead else "running"
 
 
