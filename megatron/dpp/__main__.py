@@ -50,10 +50,6 @@ COMMANDS = {
         _ENGINE + "report.aggregate_command",
         "merge the traces of all ranks for Perfetto",
     ),
-    "compare-losses": (
-        _TRAINER + "compare_losses_command",
-        "compare static and dynamic schedule bit by bit",
-    ),
     "bench": (_TRAINER + "bench_command", "run a benchmark of the source tree"),
     "doctor": (_ENGINE + "doctor", "print what this machine offers the transport"),
 }
