@@ -175,7 +175,7 @@ class DppConfig:
         "off",
         _SCHEDULE,
         "cut each sequence into slices of so many tokens, which run through the pipeline as units "
-        "of their own: off, auto (where that is simulated to gain, or needed), or a number",
+        "of their own: off, or a number",
     )
     max_tokens: int = _option(
         0,
@@ -272,8 +272,8 @@ class DppConfig:
             Backward.of(self.split_backward)
         except ValueError as error:
             self._require(False, "split_backward", str(error))
-        is_cut = re.fullmatch("off|auto|[1-9][0-9]{0,9}", self.slice_tokens)
-        self._require(is_cut, "slice_tokens", "expected off, auto, or a number of tokens")
+        is_cut = re.fullmatch("off|[1-9][0-9]{0,9}", self.slice_tokens)
+        self._require(is_cut, "slice_tokens", "expected off, or a number of tokens")
         self.buckets(sys.maxsize)
         for address in self.node_ips.split(",") if self.node_ips else ():
             wrong = _fault_of_address(address)

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.files import strict_json
 from megatron.dpp.errors import DataError, one_line, shown
+from megatron.dpp.files import strict_json
 from megatron.dpp.files.safe_files import read_bytes
 
 _STRUCTURES = (dict, list, tuple, set)

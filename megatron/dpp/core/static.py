@@ -225,7 +225,7 @@ class _Channel(NamedTuple):
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A message received, as :class:`megatron.dpp.trace.recorder.TakenMessage`."""
+    """A message received, as :meth:`megatron.dpp.trace.Recorder.taken` takes it."""
 
     tensor: torch.Tensor
     arrived_ns: Any

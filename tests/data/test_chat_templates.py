@@ -12,10 +12,10 @@ import pytest
 
 from megatron.dpp_train.data.chats import ChatEncoder, Sample
 from megatron.dpp_train.data.json_lines import BadLine
-from megatron.dpp_train.tokenizers import HuggingFaceTokenizer
-from megatron.dpp_train.tokenizers.templates import ChatTemplate, TemplateRefusal
+from megatron.dpp_train.data.templates import ChatTemplate, TemplateRefusal
+from megatron.dpp_train.data.tokenizer import TokenizerFiles, build
+from tests.data.chats_of_all_kinds import CHATS, TEMPLATES
 from tests.hf import tiny
-from tests.tools.chats_of_all_kinds import CHATS, TEMPLATES
 
 FOLDERS = {"trl": "chat_templates", "axolotl": "utils/chat_templates/templates"}
 """Packages with chat templates, and where they lie in them."""
@@ -44,7 +44,7 @@ class Pair:
 
         tiny.add_tokenizer(folder, ["Who is Ada? A baker. <|start|>assistant\n"] * 3, 300)
         self.folder = folder
-        self.ours = HuggingFaceTokenizer(str(folder))
+        self.ours = build(TokenizerFiles(kind="HuggingFaceTokenizer", tokenizer_model=str(folder)))
         self.theirs: Any = transformers.AutoTokenizer.from_pretrained(folder)
 
     def apply(self, template: str, chat: dict[str, Any], count: int, **more: Any) -> Any:
@@ -85,7 +85,7 @@ def text_of_theirs(
 def same_texts(pair: Pair, template: str) -> int:
     """The number of texts that both render, all of them equal: chats, and what precedes answers."""
     found = 0
-    compiled = ChatTemplate(template, pair.ours.template_tokens())
+    compiled = ChatTemplate(template, pair.ours.named)
     for name, chat in CHATS.items():
         messages = chat["messages"]
         answers = [n for n, each in enumerate(messages) if each["role"] == "assistant"]
@@ -100,7 +100,7 @@ def same_samples(pair: Pair, template: str, *, changes_prompts: bool = False) ->
     """Counts what became of the chats, whose ids and marks are those of transformers."""
     found: Counter[str] = Counter()
     encoder = ChatEncoder(pair.ours, {"default": template})
-    marks_answers = ChatTemplate(template, pair.ours.template_tokens()).marks_answers
+    marks_answers = ChatTemplate(template, pair.ours.named).marks_answers
     for name, chat in CHATS.items():
         last = max(n for n, each in enumerate(chat["messages"], 1) if each["role"] == "assistant")
         try:

@@ -9,14 +9,14 @@ from typing import Any
 import make_sample_data
 import numpy
 import pytest
+import tokenizers
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.data import preprocess_command as preprocess
 from megatron.dpp_train.data.chats import ChatEncoder
 from megatron.dpp_train.data.json_lines import BadLine
-from megatron.dpp_train.tokenizers import GPT2BPETokenizer, Tokenizer
-from megatron.dpp_train.tokenizers.template_files import PLAIN, find_templates
-from megatron.dpp_train.tokenizers.templates import ChatTemplate
+from megatron.dpp_train.data.templates import PLAIN, ChatTemplate, find_templates
+from megatron.dpp_train.data.tokenizer import Tokenizer, TokenizerFiles, build
 from tests.conftest import REPOSITORY
 
 VOCAB = REPOSITORY / "datasets_gpt" / "vocab.json"
@@ -28,8 +28,17 @@ BRACKETS = (
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> GPT2BPETokenizer:
-    return GPT2BPETokenizer(str(VOCAB), str(MERGES))
+def tokenizer() -> Tokenizer:
+    return build(
+        TokenizerFiles(kind="GPT2BPETokenizer", vocab_file=str(VOCAB), merge_file=str(MERGES))
+    )
+
+
+def text_of(ids: list[int]) -> str:
+    """The text of ids of the sample's vocabulary."""
+    return tokenizers.ByteLevelBPETokenizer(str(VOCAB), str(MERGES)).decode(
+        ids, skip_special_tokens=False
+    )
 
 
 def chat(*texts: str) -> dict[str, Any]:
@@ -50,7 +59,7 @@ def samples(
     return [(each.ids, each.marks) for each in found]
 
 
-def marked(tokenizer: GPT2BPETokenizer, template: str, document: dict[str, Any]) -> list[str]:
+def marked(tokenizer: Tokenizer, template: str, document: dict[str, Any]) -> list[str]:
     """The text of each run of equal marks."""
     ((ids, marks),) = samples(tokenizer, template, document)
     parts: list[list[int]] = []
@@ -58,7 +67,7 @@ def marked(tokenizer: GPT2BPETokenizer, template: str, document: dict[str, Any])
         if not place or marks[place] != marks[place - 1]:
             parts.append([])
         parts[-1].append(token)
-    return [tokenizer.detokenize(part) for part in parts]
+    return [text_of(part) for part in parts]
 
 
 @pytest.mark.parametrize(
@@ -70,23 +79,61 @@ def marked(tokenizer: GPT2BPETokenizer, template: str, document: dict[str, Any])
                     "[user]Why?<|endoftext|>[assistant]", "Bela.<|endoftext|>"]),
     ],
 )  # fmt: skip
-def test_answers_are_marked(tokenizer: GPT2BPETokenizer, template: str, texts: list[str]) -> None:
+def test_answers_are_marked(tokenizer: Tokenizer, template: str, texts: list[str]) -> None:
     assert marked(tokenizer, template, chat("Who?", "Ada.", "Why?", "Bela.")) == texts
     ((ids, _),) = samples(tokenizer, template, chat("Who?", "Ada."))
     assert ids[-1] == tokenizer.eod
 
 
-def test_the_token_that_ends_an_answer_is_found(tokenizer: GPT2BPETokenizer) -> None:
-    assert encoder(tokenizer, PLAIN).end == encoder(tokenizer, BRACKETS).end == tokenizer.eod
-    for nothing in (
+ROLES = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}{{ m.tool_calls or '' }}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""A template that ends an answer by the token of the next message, as GLM-4.5's does."""
+
+
+def roles(tokenizer: Tokenizer) -> Tokenizer:
+    """A tokenizer with a token for each role."""
+    special = {f"<|{role}|>": 1400 + n for n, role in enumerate(("user", "assistant", "tool"))}
+
+    class WithRoles(Tokenizer):
+        def encode(self, text: str) -> list[int]:
+            return tokenizer.encode(text)
+
+    return WithRoles(1409, tokenizer.eod, special, tokenizer.named)
+
+
+def test_answers_that_a_template_does_not_end_learn_the_next_messages_token(
+    tokenizer: Tokenizer,
+) -> None:
+    """Else the model never stops: also the last one, and one that calls a tool."""
+    made = ChatEncoder(roles(tokenizer), {"default": ROLES})
+    assert made.notes() == (
+        "the chat template ends an answer by the token of the next message: it is marked as its "
+        "end",
+    )
+    line = chat("Who?", "Ada.", "Why?", "Bela.")
+    line["messages"].append({"role": "assistant", "content": "", "tool_calls": [{"name": "x"}]})
+    (sample,), _ = made.encode(line)
+    marked_ids = [i for i, mark in zip(sample.ids, sample.marks, strict=True) if mark]
+    assert [i for i in marked_ids if i >= 1400] == [1400, 1401, 1402]
+    assert sample.ids[-1] == 1402 and sample.ids.count(1400) == 2
+
+
+def test_a_template_without_an_end_of_answers_is_told(tokenizer: Tokenizer) -> None:
+    for template in (
         "{% for m in messages %}{{ m.content }}{% endfor %}",
-        "{{ raise_exception('no') }}",
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% endgeneration %}{{ eos_token }}{% endif %}{% endfor %}",
     ):
-        assert encoder(tokenizer, nothing).end is None
+        (said,) = encoder(tokenizer, template).notes()
+        assert said.startswith("WARNING: the chat template marks no end of an answer")
+    for template in (PLAIN, BRACKETS, MARKED):
+        assert encoder(tokenizer, template).notes() == ()
 
 
 def test_an_answer_stands_behind_its_prompt_where_the_template_changes_that(
-    tokenizer: GPT2BPETokenizer,
+    tokenizer: Tokenizer,
 ) -> None:
     """The template begins with the number of messages, which is another one with the answer."""
     texts = ["1[user]Who?<|endoftext|>[assistant]", "Ada.<|endoftext|>"]
@@ -94,7 +141,7 @@ def test_an_answer_stands_behind_its_prompt_where_the_template_changes_that(
     assert marked(tokenizer, template, chat("Who?", "Ada.")) == texts
 
 
-def test_prompt_and_completion_are_a_chat(tokenizer: GPT2BPETokenizer) -> None:
+def test_prompt_and_completion_are_a_chat(tokenizer: Tokenizer) -> None:
     line = {"prompt": "Who?", "completion": "Ada."}
     assert samples(tokenizer, PLAIN, line) == samples(tokenizer, PLAIN, chat("Who?", "Ada."))
 
@@ -112,14 +159,12 @@ def test_prompt_and_completion_are_a_chat(tokenizer: GPT2BPETokenizer) -> None:
         ({"messages": '[{"role": "user", "role": "tool"}]'}, "the key 'role' stands twice"),
     ],
 )
-def test_a_bad_chat_is_named(
-    tokenizer: GPT2BPETokenizer, document: dict[str, Any], why: str
-) -> None:
+def test_a_bad_chat_is_named(tokenizer: Tokenizer, document: dict[str, Any], why: str) -> None:
     with pytest.raises(BadLine, match=why):
         encoder(tokenizer, PLAIN).encode(document)
 
 
-def test_a_template_that_refuses_or_rewrites_is_named(tokenizer: GPT2BPETokenizer) -> None:
+def test_a_template_that_refuses_or_rewrites_is_named(tokenizer: Tokenizer) -> None:
     refuses = "{{ raise_exception('no system message') }}"
     with pytest.raises(BadLine, match="no system message"):
         encoder(tokenizer, refuses).encode(chat("Who?", "Ada."))
@@ -132,10 +177,9 @@ def test_a_template_that_refuses_or_rewrites_is_named(tokenizer: GPT2BPETokenize
 
 def test_an_end_that_the_vocabulary_lacks_is_refused() -> None:
     """It was trained on as the characters of its name."""
-    tokenizer = GPT2BPETokenizer(str(VOCAB), str(MERGES))
-    del tokenizer.vocab["<|endoftext|>"]
-    for template in (PLAIN, "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"):
-        with pytest.raises(DataError, match=r"ends answers with <\|endoftext\|>, which the"):
+    tokenizer = Tokenizer(10, None, {}, {"eos_token": "<|end|>"})
+    for template in (PLAIN, "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"):
+        with pytest.raises(DataError, match=r"ends answers with <\|end\|>, which the vocabulary"):
             encoder(tokenizer, template)
 
 
@@ -198,12 +242,12 @@ CALLS = (
 def answers(tokenizer: Tokenizer, template: str, document: dict[str, Any]) -> list[str]:
     """The text of each sample that has a loss."""
     return [
-        tokenizer.detokenize([i for i, mark in zip(ids, marks, strict=True) if mark])
+        text_of([i for i, mark in zip(ids, marks, strict=True) if mark])
         for ids, marks in samples(tokenizer, template, document)
     ]
 
 
-def test_arguments_of_calls_are_rendered_as_they_are(tokenizer: GPT2BPETokenizer) -> None:
+def test_arguments_of_calls_are_rendered_as_they_are(tokenizer: Tokenizer) -> None:
     """They were trained with sorted keys, escaped HTML and in ASCII."""
     arguments = {"town": "Łódź", "day": 1, "note": "it's <b>"}
     said = '{"town": "Łódź", "day": 1, "note": "it\'s <b>"}<|endoftext|>'
@@ -217,7 +261,7 @@ def test_arguments_of_calls_are_rendered_as_they_are(tokenizer: GPT2BPETokenizer
         answers(tokenizer, CALLS, document)
 
 
-def test_a_message_of_a_role_that_the_template_drops_is_named(tokenizer: GPT2BPETokenizer) -> None:
+def test_a_message_of_a_role_that_the_template_drops_is_named(tokenizer: Tokenizer) -> None:
     """`Assistant` and `function` were dropped, and the rest was trained on as the whole chat."""
     template = (
         "{% for m in messages %}{% if m.role in ('user', 'assistant') %}[{{ m.role }}]"
@@ -234,7 +278,7 @@ def test_a_message_of_a_role_that_the_template_drops_is_named(tokenizer: GPT2BPE
 
 
 def test_looking_for_what_is_left_out_takes_a_few_renderings(
-    tokenizer: GPT2BPETokenizer, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each message of a chat had one."""
     template = BRACKETS.replace("m.content }}", "m.content | replace('x', '') }}")
@@ -252,7 +296,7 @@ def test_looking_for_what_is_left_out_takes_a_few_renderings(
 
 
 def test_fields_that_a_table_adds_to_tools_and_calls_are_left_out(
-    tokenizer: GPT2BPETokenizer,
+    tokenizer: Tokenizer,
 ) -> None:
     """`Dataset.to_json` writes the fields of all rows, and models learned `"day": null`."""
 
@@ -279,7 +323,7 @@ def test_fields_that_a_table_adds_to_tools_and_calls_are_left_out(
 
 @pytest.mark.parametrize("as_text", [False, True])
 def test_tools_beside_the_messages_reach_the_template(
-    tokenizer: GPT2BPETokenizer, *, as_text: bool
+    tokenizer: Tokenizer, *, as_text: bool
 ) -> None:
     """They were dropped without a word."""
     tools = [{"type": "function", "function": {"name": "rain", "description": "a <b>"}}]
@@ -288,28 +332,49 @@ def test_tools_beside_the_messages_reach_the_template(
     assert text.startswith(json.dumps(tools) + "[user]Rain?")
     with pytest.raises(BadLine, match='has no place for "tools"'):
         encoder(tokenizer, PLAIN).encode(document)
-    ids, _ = encoder(tokenizer, CALLS).ask(document)
-    assert "rain" in tokenizer.detokenize(ids)
 
 
 @pytest.mark.parametrize("template", [BRACKETS, MARKED])
-def test_answers_in_a_prompt_have_no_loss(tokenizer: GPT2BPETokenizer, template: str) -> None:
+def test_answers_in_a_prompt_have_no_loss(tokenizer: Tokenizer, template: str) -> None:
     messages = chat("Who?", "Ada.", "Why?", "Bread.")["messages"]
     document = {"prompt": messages[:3], "completion": messages[3:]}
     assert answers(tokenizer, template, document) == ["Bread.<|endoftext|>"]
 
 
 @pytest.mark.parametrize("template", [BRACKETS, MARKED])
-@pytest.mark.parametrize("field", [{"weight": 0}, {"train": False}, {"training": False}])
+@pytest.mark.parametrize(
+    "field", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": False}, {"loss": 0.0}]
+)
 def test_an_answer_without_weight_has_no_loss(
-    tokenizer: GPT2BPETokenizer, template: str, field: dict[str, Any]
+    tokenizer: Tokenizer, template: str, field: dict[str, Any]
 ) -> None:
+    """In the message, in its parts, in a completion and beside the messages."""
     document = chat("Who?", "Ada.", "Why?", "Bread.")
+    parts = chat("Who?", "Ada.", "Why?", "Bread.")
+    parts["messages"][1]["content"] = [{"type": "text", "text": "Ada."} | field]
     document["messages"][1] |= field
-    assert answers(tokenizer, template, document) == ["Bread.<|endoftext|>"]
+    completion = {"prompt": "Hi", "completion": document["messages"]}
+    for line in (document, parts, completion):
+        assert answers(tokenizer, template, line) == ["Bread.<|endoftext|>"]
     document["messages"][3] |= field
-    with pytest.raises(BadLine, match="none of its answers has a loss"):
-        encoder(tokenizer, template).encode(document)
+    for line in (document, {**chat("Who?", "Ada."), **field}):
+        with pytest.raises(BadLine, match="none of its answers has a loss"):
+            encoder(tokenizer, template).encode(line)
+    content = parts["messages"][1]["content"]
+    content.append({"type": "text", "text": "!"} | dict.fromkeys(field, 1))
+    with pytest.raises(BadLine, match="message 2 has parts with and without a loss"):
+        encoder(tokenizer, template).encode(parts)
+
+
+def test_fields_of_answers_that_nobody_reads_are_named(tokenizer: Tokenizer) -> None:
+    line = chat("Who?", "Ada.")
+    line["messages"][1] |= {"mood": "calm", "reasoning": "Hm.", "name": "a"}
+    _, notes = encoder(tokenizer, PLAIN).encode(line)
+    wanted = [f'field "{name}" of answers is not used' for name in ("mood", "reasoning")]
+    assert [note for note in notes if "of answers" in note] == wanted
+    reads = PLAIN.replace("{{ message.content }}", "{{ message.mood }}{{ message.content }}")
+    _, notes = encoder(tokenizer, reads + "{# thinking #}").encode(line)
+    assert not any("of answers" in note for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +387,7 @@ def test_an_answer_without_weight_has_no_loss(
     ids=str,
 )  # fmt: skip
 def test_fields_that_change_the_training_are_refused_by_name(
-    tokenizer: GPT2BPETokenizer, field: dict[str, Any]
+    tokenizer: Tokenizer, field: dict[str, Any]
 ) -> None:
     if field == {"function_call": {}}:
         field = {"function_call": {"name": "rain"}}
@@ -330,7 +395,7 @@ def test_fields_that_change_the_training_are_refused_by_name(
         encoder(tokenizer, CALLS).encode({**chat("Who?", "Ada."), **field})
 
 
-def test_names_and_histories_of_other_kinds_are_bad_lines(tokenizer: GPT2BPETokenizer) -> None:
+def test_names_and_histories_of_other_kinds_are_bad_lines(tokenizer: Tokenizer) -> None:
     """They ended the program in a traceback."""
     told = [{"from": ["human"], "value": "a"}, {"from": "gpt", "value": "b"}]
     with pytest.raises(BadLine, match=r"message 1 is from \['human'\]; expected one of"):
@@ -350,7 +415,7 @@ def test_names_and_histories_of_other_kinds_are_bad_lines(tokenizer: GPT2BPEToke
     ids=str,
 )  # fmt: skip
 def test_fields_of_an_answer_that_change_the_training_are_refused_by_name(
-    tokenizer: GPT2BPETokenizer, field: dict[str, Any]
+    tokenizer: Tokenizer, field: dict[str, Any]
 ) -> None:
     document = chat("Who?", "Ada.")
     document["messages"][1] |= field
@@ -359,21 +424,16 @@ def test_fields_of_an_answer_that_change_the_training_are_refused_by_name(
         encoder(tokenizer, CALLS).encode(document)
 
 
-def test_other_fields_are_named(tokenizer: GPT2BPETokenizer) -> None:
+def test_other_fields_are_named(tokenizer: Tokenizer) -> None:
     document = {**chat("Who?", "Ada."), "id": 7, "source": "x", "empty": None}
     _, notes = encoder(tokenizer, PLAIN).encode(document)
     assert notes == ("read as messages", 'field "id" is not used', 'field "source" is not used')
 
 
-def test_a_date_that_the_template_writes_is_told(tokenizer: GPT2BPETokenizer) -> None:
+def test_a_date_that_the_template_writes_is_told(tokenizer: Tokenizer) -> None:
     """The data keep the day on which they were made."""
-    dated = "{% if messages[0].role == 'system' %}{{ strftime_now('%Y') }} {% endif %}" + PLAIN
-    chats = encoder(tokenizer, dated)
-    with_system = chat("Who?", "Ada.")
-    with_system["messages"].insert(0, {"role": "system", "content": "Be terse."})
-    for document, told in ((with_system, True), (chat("Who?", "Ada."), False)):
-        _, notes = chats.encode(document)
-        assert any("today's date" in note for note in notes) is told
+    (said,) = encoder(tokenizer, "{{ strftime_now('%Y') }} " + PLAIN).notes()
+    assert "today's date" in said
 
 
 SHARE_GPT = {
@@ -388,7 +448,7 @@ SHARE_GPT = {
 ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3", "history": [["Hi", "Ho"]]}
 
 
-def test_other_forms_are_chats(tokenizer: GPT2BPETokenizer) -> None:
+def test_other_forms_are_chats(tokenizer: Tokenizer) -> None:
     assert "".join(marked(tokenizer, CALLS, SHARE_GPT)) == (
         "[system]Be terse.<|endoftext|>[user]Rain?<|endoftext|>"
         '[assistant]{"town": "Köln"}<|endoftext|>[tool]no<|endoftext|>'
@@ -402,7 +462,7 @@ def test_other_forms_are_chats(tokenizer: GPT2BPETokenizer) -> None:
         encoder(tokenizer, PLAIN).encode({"conversations": [{"from": "bot", "value": "x"}]})
 
 
-def test_each_answer_has_a_sample_where_earlier_turns_change(tokenizer: GPT2BPETokenizer) -> None:
+def test_each_answer_has_a_sample_where_earlier_turns_change(tokenizer: Tokenizer) -> None:
     """Such chats were refused: Qwen3's and Phi-3's templates make them."""
     drops = (
         "{% for m in messages %}[{{ m.role }}]"
@@ -411,7 +471,7 @@ def test_each_answer_has_a_sample_where_earlier_turns_change(tokenizer: GPT2BPET
     )
     document = chat("Who?", "<think>Hm</think>Ada.", "Why?", "<think>So</think>Bread.")
     _, second = samples(tokenizer, drops, document)
-    assert tokenizer.detokenize(second[0]) == (
+    assert text_of(second[0]) == (
         "[user]Who?<|endoftext|>[assistant]Ada.<|endoftext|>[user]Why?<|endoftext|>[assistant]"
         "<think>So</think>Bread.<|endoftext|>"
     )
@@ -422,7 +482,7 @@ def test_each_answer_has_a_sample_where_earlier_turns_change(tokenizer: GPT2BPET
     assert any(note.startswith("made one sample per answer") for note in notes)
 
 
-def test_a_prompt_that_chats_do_not_hold_precedes_no_answer(tokenizer: GPT2BPETokenizer) -> None:
+def test_a_prompt_that_chats_do_not_hold_precedes_no_answer(tokenizer: Tokenizer) -> None:
     """DeepSeek's distilled models are asked with a tag that their chats do not hold."""
     asks = BRACKETS.replace("[assistant]{% endif", "[assistant]<think>\n{% endif")
     for text in ("Ada.", "<b>", "<think>"):

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,12 +19,15 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import tokenizers
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.dpp_train.tokenizers import build_tokenizer
 
 from megatron.dpp.files.locks import scratch_directory
+from megatron.dpp_train.data import child
 from megatron.dpp_train.data import preprocess_command as preprocess
-from tests.conftest import REPOSITORY
+from megatron.dpp_train.data.child import Died
+from megatron.dpp_train.data.encode import Settings
+from megatron.dpp_train.data.tokenizer import TokenizerFiles, build
 
 ROOT = Path(__file__).resolve().parents[2]
 VOCAB = ROOT / "datasets_gpt" / "vocab.json"
@@ -88,10 +92,11 @@ def test_documents_come_in_order_and_empty_ones_stay(tmp_path: Path) -> None:
     always_on = ["--keep-sequential-samples", "--legacy-tokenizer"]
     assert run(source, tmp_path / "out", *GPT, "--append-eod", *always_on) == 0
     one, empty, two = documents_of(tmp_path / "out_text_document")
-    tokenizer = build_tokenizer("GPT2BPETokenizer", str(VOCAB), str(MERGES))
-    assert one == [[*tokenizer.tokenize("one"), tokenizer.eod]]
+    files = {"vocab_file": str(VOCAB), "merge_file": str(MERGES)}
+    tokenizer = build(TokenizerFiles(kind="GPT2BPETokenizer", **files))
+    assert one == [[*tokenizer.encode("one"), tokenizer.eod]]
     assert empty == []
-    assert two == [[*tokenizer.tokenize("two"), tokenizer.eod]]
+    assert two == [[*tokenizer.encode("two"), tokenizer.eod]]
 
 
 def test_all_json_keys_are_written(tmp_path: Path) -> None:
@@ -308,20 +313,6 @@ def test_bert_sentences_by_rules(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert empty == []
 
 
-def test_missing_punkt_data_is_named_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = pytest.importorskip("nltk").data
-    monkeypatch.setattr(data, "path", [str(tmp_path / "nowhere")])
-    vocab = ROOT / "datasets_bert" / "vocab.txt"
-    flags = ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(vocab)]
-    source = corpus(tmp_path, {"text": "One. Two."})
-    assert run(source, tmp_path / "out", *flags, "--split-sentences") == 1
-    message = capsys.readouterr().err
-    for part in ("Punkt data", str(tmp_path / "nowhere"), "nltk.downloader punkt_tab", "rules"):
-        assert part in message
-
-
 def test_ids_are_stored_in_two_bytes_for_a_small_vocabulary(tmp_path: Path) -> None:
     assert run(corpus(tmp_path, {"text": "good"}), tmp_path / "out", *GPT) == 0
     assert IndexedDataset(str(tmp_path / "out_text_document"))[0].dtype == np.uint16
@@ -335,18 +326,118 @@ def test_a_line_of_many_bytes_is_named_before_its_work(capsys: pytest.CaptureFix
     assert said.startswith("note: corpus.jsonl, line 8 has 9 MB: ")
 
 
-def test_a_tokenizer_starts_no_thread() -> None:
-    """Its call without places of tokens, which nobody reads, starts one for each core."""
-    code = (
-        "import os, sys\nfrom megatron.dpp_train.tokenizers import GPT2BPETokenizer\n"
-        "GPT2BPETokenizer(*sys.argv[1:]).tokenize('a text')\n"
-        "print(len(os.listdir('/proc/self/task')))"
+HANGS = (
+    "{% if messages[0].content == 'bad' %}{% set ns = namespace(a=[1], b=[1]) %}"
+    "{% for i in range(45) %}{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
+    "{{ BAD }}{% endif %}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+)
+"""A template one of whose chats asks for too much, by the expression in place of BAD."""
+BAD = {
+    "ns.a == ns.b": "too much processor time",
+    "ns.a in [ns.b]": "too much processor time",
+    "[ns.a, ns.b] | sort": "too much processor time",
+    "7 ** (10 ** 9)": "too much processor time",
+    "'x' * 10 ** 11": "MemoryError|too much memory",
+    "raise_exception('no')": "refuses it: no",
+    "'\\ud800'": "half a surrogate pair",
+}
+
+
+def template(folder: Path, text: str) -> list[str]:
+    (folder / "t.jinja").write_text(text)
+    return ["--sft", "--sft-tokenizer-prompt-format", str(folder / "t.jinja")]
+
+
+def chat(text: str) -> dict[str, object]:
+    roles = (("user", text), ("assistant", "Ada."))
+    return {"messages": [{"role": role, "content": each} for role, each in roles]}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_chat_with_which_a_template_takes_too_much_is_a_bad_line(
+    bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No Python signal ends a call into C."""
+    monkeypatch.setattr(preprocess, "LINE_SECONDS", 1.0)
+    source = corpus(tmp_path, chat("a"), chat("bad"), chat("b"))
+    flags = [*GPT, *template(tmp_path, HANGS.replace("BAD", bad)), "--skip-bad-lines"]
+    assert run(source, tmp_path / "out", *flags) == 0
+    assert re.search(f"skipped: {source}, line 2: .*{BAD[bad]}", capsys.readouterr().err)
+    assert len(documents_of(tmp_path / "out_chat_document")) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{% for %}", "the chat template is not valid"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "the chat template"),
+        ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "the chat template"),
+        (HANGS.replace("messages[0].content == 'bad'", "1").replace("BAD", "ns.a == ns.b"),
+         "cannot be read: it takes too much processor time"),
+    ],
+)  # fmt: skip
+def test_a_template_that_cannot_be_used_ends_the_run_in_one_line(
+    text: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(child, "BEGIN_SECONDS", 1.0)
+    monkeypatch.setattr(preprocess, "LINE_SECONDS", 1.0)
+    source = corpus(tmp_path, chat("a"))
+    assert run(source, tmp_path / "out", *GPT, *template(tmp_path, text)) == 1
+    said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(said) == 1 and why in said[0] and len(said[0]) < 600
+
+
+def broken(folder: Path, **changes: Any) -> list[str]:
+    """Flags of a tokenizer.json with some of its parts replaced."""
+    made = tokenizers.ByteLevelBPETokenizer(str(VOCAB), str(MERGES))
+    content = json.loads(made.to_str())
+    for name, value in changes.items():
+        content[name] = value if name != "model" else content[name] | value
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"})
     )
-    folder = REPOSITORY / "datasets_gpt"
-    environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
-    environment["OPENBLAS_NUM_THREADS"] = "1"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder / "vocab.json"), str(folder / "merges.txt")],
-        env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert done.stdout == "1\n"
+    kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--workers", "1"]
+    return [*kind, "--tokenizer-model", str(folder)]
+
+
+def splits(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+HOSTILE = {
+    "a slow regular expression": {"pre_tokenizer": splits("(a+a+)+b")},
+    "an unknown token that is missing": {
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "<|endoftext|>": 1}, "unk_token": "[X]"}
+    },
+    "growth": {"normalizer": {"type": "Sequence", "normalizers": [
+        {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10_000}] * 4}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_line_at_which_a_tokenizer_fails_is_a_bad_line(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Errors of Rust came out raw, in up to 153 lines."""
+    monkeypatch.setattr(preprocess, "LINE_SECONDS", 1.0)
+    source = corpus(tmp_path, {"text": ""}, {"text": "a" * 40_000}, {"text": ""}, {"text": "\n"})
+    flags = broken(tmp_path, **HOSTILE[name])
+    assert run(source, tmp_path / "out", *flags) == 1
+    said = [line for line in capfd.readouterr().err.splitlines() if line and "%|" not in line]
+    assert len(said) == 1 and f"error: {source}, line 2: " in said[0] and len(said[0]) < 600
+
+
+def test_a_worker_that_is_killed_from_outside_ends_the_run(tmp_path: Path) -> None:
+    """No line is blamed for what the system does for want of memory."""
+    source = corpus(tmp_path, {"text": "1"})
+    work = preprocess.Work(
+        Settings(tokenizer=TokenizerFiles(kind="NullTokenizer", vocab_size=9), keys=("text",)), 1
+    )
+    batches = preprocess.read_batches([str(source)])
+    first = next(batches)
+    killed = Died(-signal.SIGKILL)
+    assert "SIGKILL" in str(killed)
+    ((_, found),) = work.encoded(iter([first]))
+    assert found.documents["text"].ids.tolist() == [1]
