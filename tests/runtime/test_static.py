@@ -205,7 +205,7 @@ class Timer:
         self.asked: list[bool] = []
         monkeypatch.setattr(static, "timer_for", self._for)
 
-    def _for(self, config: DppConfig, *, follow: bool) -> Timer:
+    def _for(self, *, follow: bool) -> Timer:
         self.asked.append(follow)
         return self
 
