@@ -15,9 +15,12 @@ def group_of(collection: Any, name: str) -> ProcessGroup:
     if group is not None:
         return group
     if name == "tp_dp_cp":
-        return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    return {
-        "pp": parallel_state.get_pipeline_model_parallel_group,
-        "tp_cp": parallel_state.get_tensor_and_context_parallel_group,
-        "tp_ep": parallel_state.get_expert_tensor_and_model_parallel_group,
-    }[name]()
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    else:
+        group = {
+            "pp": parallel_state.get_pipeline_model_parallel_group,
+            "tp_cp": parallel_state.get_tensor_and_context_parallel_group,
+            "tp_ep": parallel_state.get_expert_tensor_and_model_parallel_group,
+        }[name]()
+    assert group is not None
+    return group
