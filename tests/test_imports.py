@@ -147,8 +147,18 @@ DOORS = {
 }
 """Entry points of the engine, which may import any of its rooms."""
 WITHOUT_TORCH = (
-    *("megatron.dpp", "megatron.dpp.schedule", "megatron.dpp.sim_command", "megatron.dpp.flags"),
-    *("megatron.dpp.__main__", "megatron.dpp.inject", "megatron.dpp.hosts", "megatron.dpp.locks"),
+    *(
+        "megatron.dpp",
+        "megatron.dpp.schedule",
+        "megatron.dpp.sim_command",
+        "megatron.dpp.command_line",
+    ),
+    *(
+        "megatron.dpp.__main__",
+        "megatron.dpp.inject",
+        "megatron.dpp.hosts",
+        "megatron.dpp.files.locks",
+    ),
     *("megatron.dpp.autoload", "megatron.dpp.plugin_command"),
     *("megatron.dpp.run", "megatron.dpp.report.report_command", "megatron.dpp.report.whatif"),
     *("megatron.dpp_train.launch.main", "megatron.dpp_train.launch.scripts"),

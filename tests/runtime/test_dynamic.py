@@ -88,7 +88,7 @@ class FakeExecutor:
     first_size: ClassVar[int | None] = 6
 
     def __init__(self, **given: Any) -> None:
-        self.made.append(given)
+        self.made.append(given | vars(given["iteration"]))
         self.actions = ["a", "b", "c", "d"]
         self.overhead_ns = 8000
 
@@ -205,7 +205,7 @@ class Step:
     def _replace(self, call: Any, **changes: Any) -> Any:
         return SimpleNamespace(**vars(call) | changes)
 
-    def _wrap(self, function: Any, model: Any, iteration: int) -> str:
+    def _wrap(self, function: Any, model: Any, iteration: int, *_: Any) -> str:
         assert function == "the user's"
         self.wrapped.append(iteration)
         return "seeded"
@@ -250,7 +250,7 @@ def test_a_training_step_is_measured_run_accounted_and_finished_in_this_order(
     assert step.events == ["open", "bound", "run", "finish", "close"]
     assert step.wrapped == [7, 8] and step.accounts[1:] == [(8 / 6, False)]
     assert step.reduced_in == ["grad-sync"] * 2, "the trace tells it from the tasks"
-    assert [given["iteration"] for given in FakeExecutor.made] == [7, 8]
+    assert [given["number"] for given in FakeExecutor.made] == [7, 8]
 
 
 def test_an_evaluation_measures_nothing_and_takes_no_weight_gradients(
@@ -320,7 +320,7 @@ def test_announced_sizes_serve_one_call_where_all_that_run_it_have_them(
     assert step.consumed == [Geometry(3, 0, 1, 4, w_pieces=(2,))] * 2
     assert (own.peak_held, own.num_out_of_order, own.host_us_per_task) == (2.5, 3, 2.0)
     given = FakeExecutor.made[0]
-    assert (given["iteration"], given["timeout"], given["sizes_agree"]) == (0, 7.0, one_replica)
+    assert (given["number"], given["timeout"], given["sizes_agree"]) == (0, 7.0, one_replica)
     assert given["split_backward"] is True and given["launch_ahead"] is False
     step.decisions.peak_held = 1.0
     for size, longest in ((None, 1.0), (1, 8.0)):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.core import groups
 from megatron.dpp.direction import Direction
 from megatron.dpp.runtime import links as opening
 from megatron.dpp.runtime import stage_group
@@ -318,10 +319,9 @@ def test_replicas_include_the_context_ranks_of_megatrons_own_groups(
     def default(with_context_parallel: bool = False) -> str:
         return "with context" if with_context_parallel else "without"
 
-    monkeypatch.setattr(stage_group.parallel_state, "get_tensor_and_data_parallel_group", default)
+    monkeypatch.setattr(groups.parallel_state, "get_tensor_and_data_parallel_group", default)
     for given, expected in (({}, "with context"), ({"tp_dp_cp": "the call's"}, "the call's")):
-        call: Any = SimpleNamespace(pg_collection=SimpleNamespace(**given))
-        assert stage_group._all_replicas(call) == expected
+        assert groups.group_of(SimpleNamespace(**given), "tp_dp_cp") == expected
 
 
 def test_groups_in_a_chain_are_joined_to_its_end() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.core import static as core_static
 from megatron.dpp.core.boundary import Boundaries
 from megatron.dpp.core.static import Step
 from megatron.dpp.errors import ConfigError
@@ -44,7 +45,7 @@ class Around:
         self._after: list[Any] = []
         patch(static, "pipeline_of", lambda *_: self.topology)
         patch(static, "around_steps", lambda _, after: nullcontext(self._after.append(after)))
-        patch(static, "get_model_config", lambda _: self.config)
+        patch(core_static, "get_model_config", lambda _: self.config)
         patch(static, "static_schedule", lambda original, keywords: self._run)
         patch(static, "refuse_delayed", lambda chunks, why: self.told.append(why))
         patch(static, "TaskRng", self._rng)
@@ -204,7 +205,7 @@ class Timer:
         self.asked: list[bool] = []
         monkeypatch.setattr(static, "timer_for", self._for)
 
-    def _for(self, config: DppConfig, *, follow: bool) -> Timer:
+    def _for(self, *, follow: bool) -> Timer:
         self.asked.append(follow)
         return self
 

@@ -13,17 +13,17 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
 
 from megatron.dpp.core.compat import static_schedule
 from megatron.dpp.core.graphs.capture import can_capture
 from megatron.dpp.core.graphs.slots import ChunkGraphs
 from megatron.dpp.core.rng import TaskRng
 from megatron.dpp.core.static import (
+    OWN_SCHEDULE,
     ChannelExchange,
     Step,
     around_steps,
+    delays_weights,
     over_channels,
     ring_channels,
     traced,
@@ -50,7 +50,7 @@ class StaticSchedule(PipelineSchedule):
     late with a transport of ours only), and ``task_rng``.
     """
 
-    get_schedule: ClassVar[Callable[..., Any]] = staticmethod(get_forward_backward_func)
+    get_schedule: ClassVar[Callable[..., Any]] = staticmethod(OWN_SCHEDULE)
     """megatron-core's, also where a plug-in stands in its place."""
     _transport: Transport | None = None
     _exchange: ChannelExchange | None = None
@@ -65,8 +65,7 @@ class StaticSchedule(PipelineSchedule):
         chunks = list(model) if isinstance(model, list) else [model]
         topology = pipeline_of(chunks, keywords.get("pg_collection"))
         _refuse_several_tensors(keywords, topology)
-        config = get_model_config(chunks[0])
-        if config.delay_wgrad_compute and not config.overlap_moe_expert_parallel_comm:
+        if delays_weights(chunks[0]):
             refuse_delayed(chunks, "a static schedule runs no W tasks")
         iteration = self.iteration
         self.iteration += 1
