@@ -23,8 +23,8 @@ from megatron.dpp.errors import ProtocolError, TransportError
 from megatron.dpp.transport.native import load_native
 from tests.transport import raw
 from tests.transport.hostile import mutated_bytes
+from tests.transport.meeting import census
 from tests.transport.raw import Rank, Segment
-from tests.transport.test_strangers import census
 
 SUMMED, SUM_AT = 140, struct.Struct("<I")
 """Bytes of a header that its checksum covers, which follows them."""

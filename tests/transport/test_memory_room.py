@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import resource
 import shutil
@@ -14,10 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp.transport import nixl_agent
 from megatron.dpp.transport.native import load_native
 from tests.conftest import REPOSITORY
-from tests.transport.kinds import pair
 
 MIB = 1 << 20
 PATIENCE = 60.0
@@ -125,23 +122,6 @@ def test_limits_of_swap_in_version_1_count_memory_too(
     (folder / "memory.memsw.usage_in_bytes").write_text(f"{90 * MIB}\n")
     found = room(tmp_path, "4:memory:/", free_swap=30 * MIB)
     assert found is not None and found[0] == left
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_the_pages_of_nixls_slots_exist_from_the_start(
-    known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class OldKernels(mmap.mmap):
-        def madvise(self, option: int, *rest: int) -> None:
-            super().madvise(option if option == mmap.MADV_REMOVE else 0x7FFF, *rest)
-
-    if not known:
-        monkeypatch.setattr(nixl_agent.mmap, "mmap", OldKernels)
-    slots = nixl_agent.Slots(0, pair(MIB))
-    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-    slots.memory.fill_(1)
-    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 100  # 6 MiB have 1536
-    slots.close()
 
 
 ASKS = """

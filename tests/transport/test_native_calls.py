@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -16,7 +15,6 @@ from megatron.dpp.errors import PeerDead, TransferTimeout
 from megatron.dpp.transport import ChannelSpec, Direction, LinkInfo
 from megatron.dpp.transport import native as module
 from megatron.dpp.transport.native import NativeTransport, load_native
-from tests.transport.kinds import PATIENCE, forked
 
 OUTGOING = [
     ChannelSpec(1, 2, 0, Direction.FORWARD, 1 << 12),
@@ -176,11 +174,6 @@ def test_links_that_read_gpu_memory_get_the_stream_and_others_a_copy(
         assert message.tensor.shape == (3,) and message.tensor.dtype == torch.float32
 
 
-def test_a_link_that_announces_lets_messages_be_taken_ahead() -> None:
-    assert made(Native(), ["shm", "tcp"]).coming() == ()
-    assert made(Native(), ["shm", "cuda_ipc"]).coming() == [6, 6, 6]
-
-
 def test_a_flush_without_progress_names_a_receiver_that_left_with_puts_before_it() -> None:
     native = Native()
     transport = made(native)
@@ -225,19 +218,3 @@ def test_nobody_ends_a_process_whose_transport_has_ended(
     transport.close()
     assert watch.stops == 1
     assert native.calls[0] == (("abort", "why") if end == "abort" else ("close",))
-
-
-def test_a_forked_child_only_closes_what_it_inherits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "Abandon", Watch)
-    native = Native()
-    transport = made(native, abandon_after=3.0)
-
-    def body(rank: int, path: str, results: Any) -> None:
-        transport.close()
-        results.put((WATCHES[-1].stops, native.calls))
-
-    with forked(1, body, tmp_path) as (_, results):
-        assert results.get(PATIENCE) == (0, [("disown",), ("close",)])
-    assert native.calls == []

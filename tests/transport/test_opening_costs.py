@@ -61,13 +61,6 @@ def test_other_threads_run_while_the_slots_of_a_tcp_link_are_made(turns: list[in
         native.close()
 
 
-def test_other_threads_run_while_ways_to_copy_are_measured(turns: list[int]) -> None:
-    before = turns[0]
-    native = made(8 * MIB)
-    assert turns[0] > before
-    native.close()
-
-
 def test_the_measure_of_copies_leaves_the_heap_as_it_is() -> None:
     """It took 24 MiB of it, which stayed."""
     libc = ctypes.CDLL(None)

@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.config import DppConfig
-from megatron.dpp.errors import ConfigError, PeerDead, ProtocolError, TransportError
-from megatron.dpp.transport import Transport, TransportOptions
+from megatron.dpp.errors import PeerDead, ProtocolError, TransportError
+from megatron.dpp.transport import Transport
 from megatron.dpp.transport.meet import Meeting
 from tests.transport.kinds import (
     PATIENCE,
@@ -222,13 +221,3 @@ def test_a_large_message_is_spread_over_the_connections_asked_for(connections: i
         a.put(0, large, iteration=0, microbatch=0)
         assert torch.equal(take_next(b, 0, 0).tensor, large)
         assert sum(purpose.startswith("data") for _, _, purpose in made) == 2 * connections
-
-
-@pytest.mark.parametrize("number", [0, 17])
-def test_a_number_of_connections_out_of_range_is_refused(number: int) -> None:
-    with pytest.raises(ConfigError, match=rf"tcp_connections={number}\): must be from 1 to 16"):
-        DppConfig(tcp_connections=number)
-    with pytest.raises(
-        ConfigError, match=f"option tcp_connections is {number}; expected .* 1 to 16"
-    ):
-        TransportOptions(tcp_connections=number)
