@@ -23,8 +23,6 @@ FIRST = (
     *("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     "memory.memsw.limit_in_bytes",
 )
-UNLIMITED = 9223372036854771712
-"""The limit of a group of version 1 that has none."""
 
 
 def room(tmp_path: Path, line: str, free_swap: int = 0) -> tuple[int, str] | None:
@@ -73,11 +71,6 @@ def test_without_a_limit_or_readable_files_there_is_room(tmp_path: Path) -> None
     assert load_native().memory_room("/none", "/none", 0) is None
 
 
-def test_the_largest_number_of_version_1_is_no_limit(tmp_path: Path) -> None:
-    group(tmp_path / "memory/a", FIRST, str(UNLIMITED), 90 * MIB)
-    assert room(tmp_path, "4:memory:/a") is None
-
-
 def test_caches_of_the_kernel_do_not_count_as_used(tmp_path: Path) -> None:
     group(tmp_path, SECOND, str(100 * MIB), 90 * MIB, cached=10 * MIB)
     with (tmp_path / "memory.stat").open("a") as file:
@@ -107,21 +100,6 @@ def test_free_swap_is_room_too(
     found = room(tmp_path, "0::/a/b", free)
     assert found is not None and found[0] == left
     assert found[1].endswith(f"and {left - 10 * MIB} bytes of swap are free")
-
-
-@pytest.mark.parametrize(
-    ("limit", "left"),
-    [(100 * MIB, 10 * MIB), (115 * MIB, 25 * MIB), (200 * MIB, 40 * MIB), (UNLIMITED, 40 * MIB)],
-)
-def test_limits_of_swap_in_version_1_count_memory_too(
-    limit: int, left: int, tmp_path: Path
-) -> None:
-    folder = tmp_path / "memory"
-    group(folder, FIRST, str(100 * MIB), 90 * MIB)
-    (folder / "memory.memsw.limit_in_bytes").write_text(f"{limit}\n")
-    (folder / "memory.memsw.usage_in_bytes").write_text(f"{90 * MIB}\n")
-    found = room(tmp_path, "4:memory:/", free_swap=30 * MIB)
-    assert found is not None and found[0] == left
 
 
 ASKS = """
