@@ -223,6 +223,8 @@ def refusal_of(segment: Segment, *changes: tuple[int, str, int]) -> Exception:
     [
         (6, "<B", len(load_native().dtype_names), "number of the dtype is"),
         (7, "<B", load_native().max_dims + 1, "number of dimensions is"),
+        (8, "<i", 1, "it names chunk 1, direction 0"),
+        (12, "<i", 1, "it names chunk 0, direction 1"),
         (32, "<I", 1, "part 1 of 1"),
         (36, "<I", 0, "part 0 of 0"),
         (48, "<Q", 65, "byte count is 65, expected 64"),
