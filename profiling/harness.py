@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import queue
 import secrets
-import shlex
 import signal
 import socket
 import statistics
@@ -350,40 +349,3 @@ def run_sampled(command: Sequence[str], seconds: float, *, children: bool = Fals
     if process.returncode:
         raise SystemExit(process.returncode)
     return Ran(took, *peaks)
-
-
-class RunFailed(Exception):
-    """A training run failed; the text has its command and the end of its output."""
-
-
-def train(
-    script: str, num_ranks: int, flags: Sequence[str], variables: Mapping[str, str]
-) -> list[dict[str, Any]]:
-    """Rows of the metrics file of a training script under torchrun.
-
-    Raises:
-        RunFailed: the run ended with an error.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        metrics = Path(folder) / "metrics.jsonl"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc_per_node", str(num_ranks), str(ROOT / script), *flags]
-        command += ["--metrics-file", str(metrics)]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        plain = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        environment = {**os.environ, **plain, **variables}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise RunFailed(f"{shlex.join(command)}\n{(done.stdout + done.stderr)[-6000:]}")
-        return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-
-
-def train_planned(found: Any) -> list[dict[str, Any]]:
-    """As :func:`train`, of a run that ``megatron.dpp_train.launch.main.plan`` resolved."""
-    from megatron.dpp_train.launch.job import hardware_queues
-
-    resolved = found.resolved
-    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or hardware_queues(resolved.parsed)
-    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
-    script = f"pretrain_{resolved.arch}.py"
-    return train(script, found.devices.per_node, resolved.argv, variables)

@@ -25,7 +25,15 @@ from megatron.dpp.config import DppConfig, missing_part
 from megatron.dpp.core import compat
 from megatron.dpp.core.packed_rows import read_ahead
 from megatron.dpp.core.rng import line, needs_task_rng
-from megatron.dpp.errors import ConfigError, TransportError, core_setting, one_line, render, setting
+from megatron.dpp.errors import (
+    ConfigError,
+    Naming,
+    Text,
+    TransportError,
+    one_line,
+    said,
+    setting,
+)
 from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.runtime.host_trace import StepTrace
 from megatron.dpp.schedule import find_policy
@@ -42,7 +50,7 @@ logger = logging.getLogger("megatron.dpp")
 _MULTIMODULE = "its process groups are those of several modules"
 _NO_COMMUNICATOR = (
     "dynamic pipeline: p2p_communicator is not used: ranks exchange tensors over links of their "
-    f"own ({setting('transport')})"
+    "own (transport)"
 )
 
 _installed: Plugin | None = None
@@ -55,7 +63,7 @@ class Plugin:
         config: settings of the dynamic pipeline.
         strict: raise where a step would go to megatron-core's own schedule.
         trace: what is recorded, or None.
-        lengths: as :func:`install`.
+        lengths, naming: as :func:`install`.
     """
 
     def __init__(
@@ -65,7 +73,9 @@ class Plugin:
         strict: bool,
         trace: HostTrace | None,
         lengths: Lengths | None = None,
+        naming: Naming = str,
     ) -> None:
+        self._naming = naming
         self._config, self._strict, self._lengths = config, strict, lengths
         self._traces_only = trace is not None and trace.only
         self._trace = StepTrace(trace, self._say)
@@ -190,10 +200,9 @@ class Plugin:
         if compat.has_multimodule(keywords):
             return _MULTIMODULE
         if compat.pipeline_size(keywords.get("pg_collection")) == 1:
-            size = core_setting("pipeline_model_parallel_size", 1)
-            return f"there is one pipeline rank ({size})"
+            return "there is one pipeline rank (pipeline_model_parallel_size=1)"
         if self._schedule is None:
-            self._schedule = DppSchedule(self._config, warn=self._say)
+            self._schedule = DppSchedule(self._config, log=self._log, warn=self._say)
         try:
             if self._rows is None and self._config.slice_tokens != "off":
                 self._rows = read_ahead(keywords)
@@ -209,12 +218,17 @@ class Plugin:
     def _pass_through(self, reason: str) -> None:
         if self._strict:
             strict = setting("strict", True, owner="install")
-            raise ConfigError(f"{strict}: the dynamic pipeline cannot run this step: {reason}")
-        self._say(f"dynamic pipeline: not used, megatron-core's own schedule runs: {reason}")
+            what = f"{strict}: the dynamic pipeline cannot run this step: {reason}"
+            raise ConfigError(what, strict, reason)
+        line = f"dynamic pipeline: not used, megatron-core's own schedule runs: {reason}"
+        self._say(Text(line, reason))
+
+    def _log(self, line: str) -> None:
+        logger.info(said(line, self._naming))
 
     def _say(self, text: str) -> None:
         """Log a line once, on rank 0."""
-        text = render(text)
+        text = said(text, self._naming)
         if text not in self._said and os.environ.get("RANK", "0") == "0":
             logger.warning(text)
         self._said.add(text)
@@ -248,6 +262,7 @@ def install(
     strict: bool = False,
     trace: HostTrace | None = None,
     lengths: Lengths | None = None,
+    naming: Naming = str,
 ) -> None:
     """Let ``get_forward_backward_func`` return the dynamic pipeline, until :func:`uninstall` or the
     end of the process.
@@ -260,6 +275,7 @@ def install(
         lengths: asked before each training step for the tokens of its microbatches, on all ranks;
             :func:`announce` wins. ``plugin_lengths.packed_lengths`` knows slime, miles, verl and
             NeMo-RL.
+        naming: spells settings in the lines of the log.
 
     Raises:
         ConfigError: it is installed already, megatron-core is too old, the policy is unknown, or
@@ -275,7 +291,7 @@ def install(
             "the dynamic pipeline is installed already: call megatron.dpp.plugin.uninstall() "
             "before installing it with other settings"
         )
-    _installed = Plugin(config, strict=strict, trace=trace, lengths=lengths)
+    _installed = Plugin(config, strict=strict, trace=trace, lengths=lengths, naming=naming)
     atexit.register(_end)
 
 
@@ -332,11 +348,12 @@ def installed(
     strict: bool = False,
     trace: HostTrace | None = None,
     lengths: Lengths | None = None,
+    naming: Naming = str,
 ) -> Iterator[None]:
     """:func:`install` for a block. An error that ends the block is told to the other ranks, and
     becomes the :class:`~megatron.dpp.errors.TransportError` that explains it, if there is one.
     """
-    install(config, strict=strict, trace=trace, lengths=lengths)
+    install(config, strict=strict, trace=trace, lengths=lengths, naming=naming)
     try:
         yield
     except BaseException as error:

@@ -401,7 +401,7 @@ def test_one_rank_says_a_line_once(
     warned: list[Any] = []
 
     class Schedule:
-        def __init__(self, config: Any, *, warn: Any) -> None:
+        def __init__(self, config: Any, *, log: Any, warn: Any) -> None:
             warned.append(warn)
 
         def check(self, **_: Any) -> None:

@@ -31,7 +31,8 @@ class PrivateName(NamedTuple):
     """One name.
 
     Args:
-        key: ``module:name`` under ``megatron.core``, or in full for Transformer Engine.
+        key: ``module:name`` under ``megatron.core``, or in full for Transformer Engine and for
+            ``megatron.training``.
         parameters: of a function, separated by spaces; None for a class or a value. One that ends
             in ``?`` is missing in some sources of a version.
         since, until: the first version with this form, and the first without it.
@@ -50,7 +51,8 @@ class PrivateName(NamedTuple):
     def module(self) -> str:
         """Dotted name of the module."""
         module = self.key.partition(":")[0]
-        return module if module.startswith("transformer_engine") else f"megatron.core.{module}"
+        in_full = module.startswith(("transformer_engine", "megatron.training"))
+        return module if in_full else f"megatron.core.{module}"
 
     @property
     def name(self) -> str:
@@ -91,6 +93,11 @@ OFFLOAD_RESET = (
 TE_LAYERS = "megatron.core.extensions.transformer_engine"
 """The module of megatron-core's subclasses of Transformer Engine's layers."""
 _TE_DEBUGS = "transformer_engine.debug.pytorch.debug_state:TEDebugState.debug_enabled"
+TRAINING = tuple(
+    f"megatron.training.training:{name}"
+    for name in ("train_step", "training_log", "evaluate", "evaluate_and_print_results")
+)
+"""Functions of Megatron's training loop, which megatron-core's wheels have from 0.17 on."""
 MTP_LAYER = (
     "transformer.multi_token_prediction:MultiTokenPredictionLayerSubmodules.transformer_layer"
 )
@@ -228,6 +235,7 @@ TABLE = (
         "self",
         optional=True,
     ),
+    *(PrivateName(key) for key in TRAINING),
 )  # fmt: skip
 
 

@@ -198,10 +198,9 @@ class DppSchedule(PipelineSchedule):
     def _refuse_head(self, reason: str) -> None:
         """Refuse to run a head's backward in F, or say why B runs it where none was asked for."""
         if self.config.head_in_forward == "on":
-            raise ConfigError(
-                f"{setting('head_in_forward', 'on')}: {reason}: use "
-                f"{setting('head_in_forward', 'off')}"
-            )
+            on = setting("head_in_forward", "on")
+            off = setting("head_in_forward", "off")
+            raise ConfigError(f"{on}: {reason}: use {off}", on, off)
         self._say_once(f"dynamic pipeline: B runs the backward of the LM head, too: {reason}")
 
     def _seeded(self, call: StepCall, session: Session, iteration: int) -> StepCall:

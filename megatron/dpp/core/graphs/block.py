@@ -28,7 +28,7 @@ from megatron.dpp.core.wgrad.linear import WeightGradients, decoder_block
 from megatron.dpp.core.wgrad.own_way import STANDS_FOR, why_eager
 from megatron.dpp.core.wgrad.product import DeferredWork, gather_buffers
 from megatron.dpp.core.wgrad.te import DelayedModules, adding, real_gradient
-from megatron.dpp.errors import one_line, setting
+from megatron.dpp.errors import one_line
 
 
 class _Graphs:
@@ -391,8 +391,8 @@ class GraphedBlock:
         """Graphs in a free slot; None if this call must run eagerly."""
         if not pools.knows(hidden):
             self._say(
-                f"microbatches that are not of {pools.lengths} run without graphs "
-                f"({setting('length_buckets')} names lengths)"
+                f"microbatches that are not of {pools.lengths} run without graphs (length_buckets "
+                "names lengths)"
             )
             return None
         signature, rows = _signature(hidden, options), len(hidden)
@@ -406,7 +406,7 @@ class GraphedBlock:
         if slot is None:
             self._say(
                 "microbatches for which the memory of the activation cap is spent run without "
-                f"graphs ({setting('length_buckets')})"
+                "graphs (length_buckets)"
             )
             return None
         if (self, rows) not in slot.graphs:

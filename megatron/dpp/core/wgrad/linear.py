@@ -126,10 +126,12 @@ class WeightGradients:
         nothing can be deferred.
         """
         if getattr(get_model_config(chunk), "enable_autocast", False):
+            split, off = setting("split_backward"), setting("split_backward", "off")
             raise ConfigError(
-                f"{setting('split_backward')} computes weight gradients outside of autocast (the "
-                f"model's enable_autocast): use {setting('split_backward', 'off')}, or parameters "
-                "of the dtype that is computed with"
+                f"{split} computes weight gradients outside of autocast (the model's "
+                f"enable_autocast): use {off}, or parameters of the dtype that is computed with",
+                split,
+                off,
             )
         block = decoder_block(chunk)
         layers = list(block.layers) if block is not None else []
@@ -329,10 +331,12 @@ def _ddp_of(chunk: torch.nn.Module, weight: torch.nn.Parameter | None = None) ->
     while isinstance(found, torch.nn.Module):
         torchs = isinstance(found, torch.nn.parallel.DistributedDataParallel)
         if torchs or hasattr(found, "start_grad_sync"):
+            split, off = setting("split_backward"), setting("split_backward", "off")
             raise ConfigError(
-                f"{setting('split_backward')} cannot defer weight gradients under "
-                f"{type(found).__name__}; use {setting('split_backward', 'off')} or "
-                "megatron-core's DistributedDataParallel"
+                f"{split} cannot defer weight gradients under {type(found).__name__}; "
+                f"use {off} or megatron-core's DistributedDataParallel",
+                split,
+                off,
             )
         found = getattr(found, "module", None)
     return None

@@ -64,9 +64,12 @@ def refuse(name: str, why: str) -> NoReturn:
     Raises:
         ConfigError: always.
     """
+    split, off = setting("split_backward"), setting("split_backward", "off")
     raise ConfigError(
-        f"{setting('split_backward')}: {name} {why}, so that its deferred gradient would differ "
-        f"from that of a fused backward; use {setting('split_backward', 'off')}"
+        f"{split}: {name} {why}, so that its deferred gradient would differ from that of "
+        f"a fused backward; use {off}",
+        split,
+        off,
     )
 
 

@@ -36,7 +36,6 @@ from megatron.dpp.core.wgrad.product import (
     wants_leaves,
 )
 from megatron.dpp.core.wgrad.te import SINCE, is_delayed
-from megatron.dpp.errors import core_setting
 
 _ASIDES = "dpp_asides"
 """Attribute of a parameter that a capture computes with: what stood for it there."""
@@ -88,7 +87,7 @@ def why_layer(module: Any, uses: Callable[[torch.Tensor], int]) -> str | None:
     if not is_te_min_version(SINCE):
         return f"Transformer Engine {get_te_version()} is older than {SINCE}"
     if any(getattr(module, name, False) for name in _OVERLAPS):
-        return f"{core_setting('tp_comm_overlap')} computes it with its communication"
+        return "tp_comm_overlap computes it with its communication"
     offloads = ("cpu_offloading", "fine_grained_activation_offloading")
     if any(getattr(getattr(module, "config", None), name, False) for name in offloads):
         return "activations are offloaded"
