@@ -45,8 +45,6 @@ def call_of(chunks: int = 1, **given: Any) -> Any:
 class Weights:
     """Weight gradients of chunks whose names are their numbers of pieces."""
 
-    can_fuse = True
-
     def __init__(self, chunks: Sequence[Any], pieces: Sequence[int] = (2, 0)) -> None:
         self.num_pieces = tuple(pieces[: len(chunks)])
         self.bindings = self.inspections = 0
@@ -199,7 +197,7 @@ class Step:
     def _replace(self, call: Any, **changes: Any) -> Any:
         return SimpleNamespace(**vars(call) | changes)
 
-    def _wrap(self, function: Any, model: Any, iteration: int) -> str:
+    def _wrap(self, function: Any, model: Any, iteration: int, wanted: Any) -> str:
         assert function == "the user's"
         self.wrapped.append(iteration)
         return "seeded"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.direction import Direction
@@ -318,7 +319,7 @@ def test_replicas_include_the_context_ranks_of_megatrons_own_groups(
     def default(with_context_parallel: bool = False) -> str:
         return "with context" if with_context_parallel else "without"
 
-    monkeypatch.setattr(stage_group.parallel_state, "get_tensor_and_data_parallel_group", default)
+    monkeypatch.setattr(parallel_state, "get_tensor_and_data_parallel_group", default)
     for given, expected in (({}, "with context"), ({"tp_dp_cp": "the call's"}, "the call's")):
         call: Any = SimpleNamespace(pg_collection=SimpleNamespace(**given))
         assert stage_group._all_replicas(call) == expected

@@ -1,0 +1,50 @@
+"""Process groups of a schedule's call: the caller's, or else megatron-core's global ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed import ProcessGroup
+
+_NAMES = (
+    *("tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp"),
+    *("tp_dp_cp", "gtp_remat", "expt_gtp_remat", "dp_cp_gtp_remat"),  # some versions
+)
+"""Process groups that a schedule and the finalisation of gradients ask for."""
+
+
+def default_groups() -> ProcessGroupCollection:
+    """megatron-core's global groups, those of ``_NAMES`` that this version has."""
+    known = {field.name for field in dataclasses.fields(ProcessGroupCollection)}
+    groups: ProcessGroupCollection = ProcessGroupCollection.use_mpu_process_groups(
+        [name for name in _NAMES if name in known]
+    )
+    return groups
+
+
+def pipeline_group(given: Any = None) -> ProcessGroup:
+    """The ranks of the pipeline."""
+    return given.pp if given else parallel_state.get_pipeline_model_parallel_group()
+
+
+def stage_group(given: Any, name: str) -> ProcessGroup:
+    """A group inside of a stage.
+
+    Args:
+        name: ``tp_cp`` (a replica's ranks), ``tp_ep`` (those that share experts) or ``tp_dp_cp``
+            (all replicas').
+    """
+    found: ProcessGroup = getattr(given, name, None) or _DEFAULTS[name]()
+    return found
+
+
+_DEFAULTS = {
+    "tp_cp": lambda: parallel_state.get_tensor_and_context_parallel_group(),
+    "tp_ep": lambda: parallel_state.get_expert_tensor_and_model_parallel_group(),
+    "tp_dp_cp": lambda: parallel_state.get_tensor_and_data_parallel_group(
+        with_context_parallel=True
+    ),
+}
