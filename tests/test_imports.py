@@ -73,7 +73,7 @@ OPEN_TO_THE_TRAINER = {
         "core.slices",
         "core.varlen",
         "core.wgrad.fused",
-        "core.wgrad.te",
+        "core.wgrad.te_layer",
     ),
 }
 """Rooms and modules of the engine that the trainer may import, beside the front door."""
@@ -288,6 +288,18 @@ def test_a_room_of_the_trainer_imports_only_what_the_table_allows(room: str) -> 
             good = bool(doors & OPEN_TO_THE_TRAINER) or name in PUBLIC
         if not good:
             wrong.append(f"{path}:{line} imports {top}.{name}")
+    assert not wrong
+
+
+def test_only_the_adapter_reaches_megatron_core() -> None:
+    """Another adapter needs no more than a room in the place of ``core``."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for room in ("schedule", "runtime", "transport", "trace", "sim")
+        for path in files_of(ENGINE, room)
+        for line, name in imports_of(path)
+        if name.startswith("megatron.core")
+    ]
     assert not wrong
 
 

@@ -46,8 +46,6 @@ def call_of(chunks: int = 1, **given: Any) -> Any:
 class Weights:
     """Weight gradients of chunks whose names are their numbers of pieces."""
 
-    can_fuse = True
-
     def __init__(self, chunks: Sequence[Any], pieces: Sequence[int] = (2, 0)) -> None:
         self.num_pieces = tuple(pieces[: len(chunks)])
         self.bindings = self.inspections = 0

@@ -10,7 +10,6 @@ import torch
 
 from megatron.dpp.core.graphs import slots as graphs
 from megatron.dpp.core.graphs.pools import Pools, Slot
-from megatron.dpp.errors import setting
 from tests.runtime.graphed import Chunk, graphed_chunk  # noqa: F401  (a fixture)
 from tests.runtime.rerun import Rerun
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.dpp.config import DppConfig
@@ -25,18 +24,13 @@ from megatron.dpp.core import boundary, compat, padded
 from megatron.dpp.core.boundary import Boundaries, Tensors, Tokens
 from megatron.dpp.core.cut import Cut, weighted_aux_loss
 from megatron.dpp.core.grad_sync import GradSync
+from megatron.dpp.core.groups import default_groups
 from megatron.dpp.core.head import Head, Kept
 from megatron.dpp.core.memory import is_readable, saved_bytes
 from megatron.dpp.core.refused import ORDERED, UNSUPPORTED
 from megatron.dpp.core.slices import Slices
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.errors import ConfigError, Text, setting
-
-_GROUPS = (
-    *("tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp"),
-    *("tp_dp_cp", "gtp_remat", "expt_gtp_remat", "dp_cp_gtp_remat"),  # some versions
-)
-"""Process groups that a schedule and the finalisation of gradients ask for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,15 +253,6 @@ class StepCall:
             config=fixed, tp_group=groups.tp, cp_group=groups.cp,
         )  # fmt: skip
         return torch.Size(shape), dtype or config.params_dtype
-
-
-def default_groups() -> ProcessGroupCollection:
-    """megatron-core's global groups, those of ``_GROUPS`` that this version has."""
-    known = {field.name for field in dataclasses.fields(ProcessGroupCollection)}
-    groups: ProcessGroupCollection = ProcessGroupCollection.use_mpu_process_groups(
-        [name for name in _GROUPS if name in known]
-    )
-    return groups
 
 
 class Stage:

@@ -81,22 +81,19 @@ class Backwards:
         call: StepCall,
         session: Session,
         pieces: Sequence[int],
-        *,
-        can_fuse: bool,
         replays: Callable[[], bool],
     ) -> Backward:
         """The way of the next step's backwards; in some steps a collective of the stage.
 
         Args:
             pieces: of each chunk's W.
-            can_fuse: the model's layers can compute their weight gradients within B.
             replays: tells in the third step if CUDA graphs are replayed from then on.
         """
         if self._chosen is not None:
             return self._chosen
         if self._replays:
             return _recorded(call, session)
-        if can_fuse and getattr(call.config, "recompute_granularity", None) == "full":
+        if getattr(call.config, "recompute_granularity", None) == "full":
             self._chosen = Backward(split=False)
             off = setting("split_backward", "off")
             self._log(
@@ -112,9 +109,9 @@ class Backwards:
         if lap is None:
             self._chosen = Backward()
         elif self._num_steps == _FUSED_STEP:
-            return Backward(split=not can_fuse)
+            return Backward(split=False)
         elif self._num_steps == _APART_STEP:
-            self._fused = lap if can_fuse else {}
+            self._fused = lap
             if replays():
                 self._chosen = self._choose(call, session, Measured(replayed=True))
         elif self._num_steps > _APART_STEP:

@@ -18,7 +18,7 @@ from megatron.dpp.core.padded import PaddedRows
 from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.own_way import refuse_shared
-from megatron.dpp.core.wgrad.te import refuse_delayed
+from megatron.dpp.core.wgrad.te_layer import refuse_delayed
 from megatron.dpp.errors import Text, setting
 from megatron.dpp.runtime.backward import Backwards
 from megatron.dpp.runtime.session import Session, Sessions
@@ -100,9 +100,8 @@ class Prepared:
 
     def _weight_gradients(self, call: StepCall) -> WeightGradients | None:
         """The store of this model's weight gradients; None if its backwards are fused."""
+        refuse_delayed(call.model)
         if self._config.split_backward == "off":
-            off = setting("split_backward", "off")
-            refuse_delayed(call.model, Text(f"{off} runs no W tasks", off))
             return None
         found = WeightGradients(call.model, self._say)
         self._log_if_fused(found)
@@ -118,10 +117,7 @@ class Prepared:
             call,
             self._session,
             weights.num_pieces,
-            can_fuse=weights.can_fuse,
-            replays=lambda: (
-                graphs is not None and graphs.settle(call.boundary_example(self._config))
-            ),
+            lambda: graphs is not None and graphs.settle(call.boundary_example(self._config)),
         )
         return self._backward
 
@@ -161,8 +157,7 @@ class Prepared:
         with contextlib.ExitStack() as around:
             if not call.forward_only:
                 if self._weights is not None and self._backward.split:
-                    order = call.cut.order if call.cut is not None else ()
-                    around.enter_context(self._weights.bound(order))
+                    around.enter_context(self._weights.bound())
                 if self.graphs is not None and call.cut is None:
                     around.enter_context(self.graphs.bound(call.boundary_example(self._config)))
                 if self.pads(call):
