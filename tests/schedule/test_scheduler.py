@@ -18,7 +18,7 @@ from megatron.dpp.schedule import (
     View,
     find_policy,
 )
-from megatron.dpp.schedule.budget import Budget, KnownSizes
+from megatron.dpp.schedule.state import Budget, KnownSizes
 from tests.schedule.pipelines import follow
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD

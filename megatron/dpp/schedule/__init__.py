@@ -6,14 +6,16 @@ Read ``actions.py`` first, then ``state.py`` (tasks that may run) and ``policies
 """
 
 from megatron.dpp.schedule.actions import DIRECTION_OF, Action, Geometry, Kind, groups_of
-from megatron.dpp.schedule.budget import UNIT, Budget, MemoryLimit, group_sizes, key_sizes
 from megatron.dpp.schedule.caps import (
+    UNIT,
     Allowance,
     LastRank,
     Memory,
+    MemoryLimit,
     StaticSizes,
     beside_head,
-    in_bytes,
+    group_sizes,
+    key_sizes,
     parse_cap,
     sliced_allowance,
 )
@@ -34,7 +36,7 @@ from megatron.dpp.schedule.recording import (
 )
 from megatron.dpp.schedule.reference import Reference, peak_in_flight, peak_size, reference_order
 from megatron.dpp.schedule.scheduler import Cause, Scheduler
-from megatron.dpp.schedule.state import View
+from megatron.dpp.schedule.state import Budget, View
 
 __all__ = [
     "BUILT_IN",
@@ -65,7 +67,6 @@ __all__ = [
     "find_policy",
     "group_sizes",
     "groups_of",
-    "in_bytes",
     "key_sizes",
     "parse_cap",
     "peak_in_flight",

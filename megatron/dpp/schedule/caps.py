@@ -11,6 +11,7 @@ slices needs other sizes then, of which :func:`sliced_allowance` takes care.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -19,13 +20,6 @@ from typing import NamedTuple
 
 from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.schedule.actions import Geometry
-from megatron.dpp.schedule.budget import (
-    ROUNDING,
-    UNIT,
-    MemoryLimit,
-    group_sizes,
-    key_sizes,
-)
 from megatron.dpp.schedule.reference import (
     Reference,
     peak_in_flight,
@@ -34,8 +28,34 @@ from megatron.dpp.schedule.reference import (
     static_peak,
 )
 
+UNIT = 1 << 40
+"""Size of a microbatch where sizes do not matter: fine enough for any share of an activation."""
+ROUNDING = 1e-6
+"""Tolerance of a cap in chunk activations: caps are products of fractions."""
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A bound on what a rank holds, beside its cap.
+
+    Args:
+        cap: most that may be held, in chunk activations of the largest microbatch.
+        weights: the activation of each chunk, in chunk activations; empty where all are 1.
+        assumed: size of a microbatch whose size is not known; 0 for the largest.
+        soft: Megatron's next forward may pass the limit while no weight gradient is deferred. Such
+            a limit may be as low as one likes.
+        deferred: weight gradients keep their share; otherwise ``B`` frees all.
+        unlike: microbatches differ in size, as far as is known.
+    """
+
+    cap: float
+    weights: tuple[float, ...] = ()
+    assumed: int = 0
+    soft: bool = False
+    deferred: bool = True
+    unlike: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +99,32 @@ class Allowance:
         most = sizes.peak(self.weights) / largest
         limit = MemoryLimit(most, self.weights, sizes.mean, soft=True, unlike=sizes.unlike)
         return dataclasses.replace(self, limits=(*self.limits, limit))
+
+
+def key_sizes(groups: Sequence[int], sizes: Sequence[int], kappa: float) -> dict[int, int]:
+    """The memory of each group's keys, values and gradients, under its first microbatch, whose
+    activation lives as long. Microbatches that are linked to no other keep none.
+
+    Args:
+        groups: as in :class:`Geometry`; empty for none.
+        sizes: of the microbatches.
+        kappa: what they hold, as a share of their microbatches' activations.
+    """
+    found: dict[int, int] = {}
+    first = 0
+    for number in groups if sizes else ():
+        if number > 1:
+            found[first] = math.ceil(kappa * sum(sizes[first : first + number]))
+        first += number
+    return found
+
+
+def group_sizes(groups: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Sizes of the microbatches of :attr:`Geometry.uncut`: of each group."""
+    if not groups:
+        return list(sizes)
+    left = iter(sizes)
+    return [sum(itertools.islice(left, number)) for number in groups]
 
 
 class StaticSizes:
@@ -170,11 +216,6 @@ def parse_cap(
         amount = _number(size[1], text)
         return _bytes_cap(word, geometry, least, amount, size, bytes_per_chunk_activation)
     return _named_cap(word, geometry, least)
-
-
-def in_bytes(text: str) -> bool:
-    """A cap is given in bytes, which a measured activation turns into chunk activations."""
-    return text.strip()[-1:] in ("b", "B")
 
 
 def default_cap(geometry: Geometry) -> Cap:

@@ -17,12 +17,11 @@ from typing import Any
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, DppError, ScheduleError, Text, setting
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.budget import ROUNDING, UNIT, KnownSizes, MemoryLimit, key_sizes
-from megatron.dpp.schedule.caps import default_cap
+from megatron.dpp.schedule.caps import ROUNDING, UNIT, MemoryLimit, default_cap, key_sizes
 from megatron.dpp.schedule.policies import BUILT_IN, Policy, check_room, find_policy
 from megatron.dpp.schedule.reference import Reference
 from megatron.dpp.schedule.refusals import allowed, may_arrive, refusal
-from megatron.dpp.schedule.state import RankState, View
+from megatron.dpp.schedule.state import KnownSizes, RankState, View
 
 
 class Cause(enum.Enum):
