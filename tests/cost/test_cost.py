@@ -92,6 +92,9 @@ def test_words_may_be_joined_and_switches_off() -> None:
     run = Given(["--moe-layer-freq", "[0]*2", "+[1]", "--bf16", "--lr", "-1"])
     assert run.values == {"moe_layer_freq": "[0]*2 +[1]", "bf16": True, "lr": "-1"}
     assert not Given({"--use-dpp": False}).on("use_dpp")
+    zero = Given({"--hidden-dropout": 0, "--sgd-momentum": 0.0, "--num-experts": 0})
+    assert (zero.word("hidden_dropout"), zero.word("sgd_momentum")) == ("0", "0.0")
+    assert zero.word("attention_dropout") == "0.1" and zero.number("num_experts", 3, 0) == 0
 
 
 REFUSED = {
