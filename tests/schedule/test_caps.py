@@ -64,7 +64,7 @@ def test_values(text, num_chunks, rank, chunks):
     ("text", "message"),
     [
         ("half", "expected auto"),
-        ("1.2.3p", "not a number"),
+        ("1.2.3p", "expected auto"),
         ("0.5p", "needs 11"),
         ("1MiB", "needs 11"),
         ("0GiB", "above 0"),

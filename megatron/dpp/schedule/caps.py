@@ -32,6 +32,7 @@ UNIT = 1 << 40
 """Size of a microbatch where sizes do not matter: fine enough for any share of an activation."""
 ROUNDING = 1e-6
 """Tolerance of a cap in chunk activations: caps are products of fractions."""
+_NUMBER = r"([0-9]*\.?[0-9]+)"
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -211,9 +212,9 @@ def parse_cap(
         word = "1.5p" if geometry.num_chunks == 1 else "megatron"
         cap = _named_cap(word, geometry, least)
         return dataclasses.replace(cap, text=f"{cap.text} (auto)")
-    size = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]+)", word)
+    size = re.fullmatch(_NUMBER + r"\s*([A-Za-z]+)", word)
     if size and size[2].upper() in _UNITS:
-        amount = _number(size[1], text)
+        amount = float(size[1])
         return _bytes_cap(word, geometry, least, amount, size, bytes_per_chunk_activation)
     return _named_cap(word, geometry, least)
 
@@ -337,7 +338,7 @@ def worst_peak(geometry: Geometry) -> int:
 
 
 def _named_cap(word: str, geometry: Geometry, least: int) -> Cap:
-    per_p, per_sequence = (re.fullmatch(rf"([0-9.]+){unit}", word) for unit in ("p", "seq"))
+    per_p, per_sequence = (re.fullmatch(_NUMBER + unit, word) for unit in ("p", "seq"))
     if word == "megatron":
         cap = _checked(worst_peak(geometry), geometry, least, "as Megatron's worst rank does")
         return dataclasses.replace(cap, by_order=True)
@@ -349,23 +350,18 @@ def _named_cap(word: str, geometry: Geometry, least: int) -> Cap:
         why = "as in Megatron's own schedule"
         return _checked(peak_in_flight(geometry.uncut), geometry, least, why)
     if per_p:
-        chunks = _number(per_p[1], word) * geometry.num_ranks * geometry.num_chunks
+        chunks = float(per_p[1]) * geometry.num_ranks * geometry.num_chunks
         return _checked(chunks, geometry, least, f"{word} whole-model activations")
     if per_sequence:
-        chunks = _number(per_sequence[1], word) * geometry.num_chunks
+        chunks = float(per_sequence[1]) * geometry.num_chunks
         why = f"{per_sequence[1]} activations of the longest sequence"
-        return _checked(chunks, geometry, least, why, f"{_rounded_up(least, geometry)}seq")
-    activation_cap = setting("activation_cap", word)
-    raise ConfigError(
-        f"{activation_cap}: expected auto, megatron, static, strict, a multiple of the pipeline "
-        "size like 1.5p, longest sequences like 1.2seq, or bytes like 20GiB",
-        activation_cap,
+        instead = f"{math.ceil(100 * least / geometry.num_chunks) / 100:g}seq"
+        return _checked(chunks, geometry, least, why, instead)
+    raise _wrong(
+        word,
+        "expected auto, megatron, static, strict, a multiple of the pipeline size like 1.5p, "
+        "longest sequences like 1.2seq, or bytes like 20GiB",
     )
-
-
-def _rounded_up(least: int, geometry: Geometry) -> str:
-    """So many chunk activations in those of a whole rank, with two digits."""
-    return f"{math.ceil(100 * least / geometry.num_chunks) / 100:g}"
 
 
 def _bytes_cap(
@@ -377,18 +373,16 @@ def _bytes_cap(
     bytes_per_chunk_activation: float | None,
 ) -> Cap:
     if amount <= 0:
-        activation_cap = setting("activation_cap", word)
-        raise ConfigError(f"{activation_cap}: must be above 0", activation_cap)
+        raise _wrong(word, "must be above 0")
     if bytes_per_chunk_activation is None:
         default = default_cap(geometry)
         text = f"{default.text}; {word} takes its place once an activation's size is measured"
         return Cap(default.chunks, text, needs_measuring=True)
     if bytes_per_chunk_activation <= 0:
-        activation_cap = setting("activation_cap", word)
-        raise ConfigError(
-            f"{activation_cap}: a chunk's activation was measured as {bytes_per_chunk_activation} "
-            "bytes (offloaded ones are not measured); give a multiple of the pipeline size",
-            activation_cap,
+        raise _wrong(
+            word,
+            f"a chunk's activation was measured as {bytes_per_chunk_activation} bytes (offloaded "
+            "ones are not measured); give a multiple of the pipeline size",
         )
     chunks = amount * _UNITS[size[2].upper()] / bytes_per_chunk_activation
     mib = bytes_per_chunk_activation / (1 << 20)
@@ -397,12 +391,9 @@ def _bytes_cap(
     return dataclasses.replace(_checked(chunks, geometry, least, why, instead), exact=True)
 
 
-def _number(digits: str, text: str) -> float:
-    try:
-        return float(digits)
-    except ValueError:
-        activation_cap = setting("activation_cap", text)
-        raise ConfigError(f"{activation_cap}: {digits!r} is not a number", activation_cap) from None
+def _wrong(word: str, text: str) -> ConfigError:
+    given = setting("activation_cap", word)
+    return ConfigError(f"{given}: {text}", given)
 
 
 def _checked(chunks: float, geometry: Geometry, least: int, why: str, instead: str = "") -> Cap:

@@ -207,42 +207,28 @@ class View(Protocol):
 
     def forward(self, chunk: int) -> Action | None:
         """The next forward of ``chunk`` if it may run: its input is here and the cap allows it."""
-        ...
 
     def backward(self, chunk: int) -> Action | None:
         """The next backward of ``chunk`` if it may run."""
-        ...
 
     def weight(self) -> Action | None:
         """The oldest deferred weight gradient, or None."""
-        ...
 
     def first_forward(self) -> Action | None:
         """The forward that may run and comes first in depth-first order."""
-        ...
 
     def first_backward(self) -> Action | None:
         """The backward that may run and comes first in depth-first order."""
-        ...
 
     def next_in_reference(self) -> Action | None:
         """The first task of Megatron's order that has not run, even if it may not run yet."""
-        ...
 
 
 class RankState:
     """The counters of one rank in one iteration. Implements :class:`View`.
 
-    Args:
-        cap: chunk activations of the largest microbatch that may be held.
-        split_backward: ``W`` are tasks of their own.
-        stock: deferred backwards from which a ``B`` includes its ``W``, if no other ``W`` of its
-            chunk is deferred.
-        beta: share of a chunk's activation that ``B`` frees; ``W`` frees the rest.
-        reference: of the same geometry.
-        largest: size of the largest microbatch.
-        weights: the activation of each chunk, in chunk activations; empty where all are 1.
-        limits: further bounds, all of which a forward must keep.
+    Arguments are those of :class:`~megatron.dpp.schedule.scheduler.Scheduler`, checked;
+    ``reference`` is of the same geometry.
     """
 
     def __init__(
@@ -259,12 +245,9 @@ class RankState:
         stock: float = math.inf,
     ) -> None:
         v = geometry.num_chunks
-        self.geometry = geometry
-        self.cap = cap
-        self.forwards_run = [0] * v
-        self.forwards_arrived = [0] * v
-        self.backwards_run = [0] * v
-        self.gradients_arrived = [0] * v
+        self.geometry, self.cap = geometry, cap
+        self.forwards_run, self.forwards_arrived = [0] * v, [0] * v
+        self.backwards_run, self.gradients_arrived = [0] * v, [0] * v
         self.last_kind: Kind | None = None
         self.sizes = KnownSizes(geometry, largest)
         self.num_out_of_order = 0
@@ -406,11 +389,12 @@ class RankState:
         """Count ``total`` inputs (``direction`` 0) or gradients (1) of ``chunk`` as arrived."""
         counts = self.gradients_arrived if direction else self.forwards_arrived
         if not counts[chunk] <= total <= self.geometry.num_microbatches:
-            what = "gradients" if direction else "inputs"
+            what = (
+                f"{total} {'gradients' if direction else 'inputs'} reported after {counts[chunk]}"
+            )
             raise ScheduleError(
-                f"pipeline rank {self.geometry.rank}, chunk {chunk}: {total} {what} reported after "
-                f"{counts[chunk]}; the number only grows, to "
-                f"{self.geometry.num_microbatches} microbatches"
+                f"pipeline rank {self.geometry.rank}, chunk {chunk}: {what}; the number only grows, "
+                f"to {self.geometry.num_microbatches} microbatches"
             )
         counts[chunk] = total
 
