@@ -389,12 +389,10 @@ class RankState:
         """Count ``total`` inputs (``direction`` 0) or gradients (1) of ``chunk`` as arrived."""
         counts = self.gradients_arrived if direction else self.forwards_arrived
         if not counts[chunk] <= total <= self.geometry.num_microbatches:
-            what = (
-                f"{total} {'gradients' if direction else 'inputs'} reported after {counts[chunk]}"
-            )
+            what = "gradients" if direction else "inputs"
             raise ScheduleError(
-                f"pipeline rank {self.geometry.rank}, chunk {chunk}: {what}; the number only grows, "
-                f"to {self.geometry.num_microbatches} microbatches"
+                f"pipeline rank {self.geometry.rank}, chunk {chunk}: {total} {what} reported after "
+                f"{counts[chunk]}; the number only grows, to {self.geometry.num_microbatches}"
             )
         counts[chunk] = total
 
