@@ -256,7 +256,7 @@ def test_a_killed_run_leaves_no_process_and_no_partial_folder_for_long(
     try:
         deadline = time.monotonic() + 120
         children: list[psutil.Process] = []
-        while len(children) < 3:  # the resource tracker and two workers
+        while len(children) < 4 or not [*tmp_path.glob(".*partial*/*.bin")]:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
             children = psutil.Process(process.pid).children(recursive=True)
