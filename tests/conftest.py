@@ -19,8 +19,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from megatron.dpp.config import missing_part
-from megatron.dpp.errors import render, use_names
-from megatron.dpp.naming import in_flags
 from tests.runtime.launcher import has_gpu
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -38,12 +36,6 @@ LONGEST = (
 )  # fmt: skip
 """Files of 7 s and more, longest first: where several processes share the suite, the last of them
 to end should not have begun a long one late."""
-
-_WITH_FLAGS = (
-    *("checkpoint", "cost", "data", "generate", "hf", "launch", "loop", "model", "optimizer"),
-    *("options", "preflight", "tokenizers", "tools"),
-)
-"""Folders of tests of what command lines lead to, where errors name flags."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -160,8 +152,7 @@ def _no_rdma(_: pytest.Config) -> str | None:
 
 
 def _no_nixl(_: pytest.Config) -> str | None:
-    missing = missing_part("nixl")
-    return missing and render(missing)
+    return missing_part("nixl")
 
 
 _PROBES: dict[str, Callable[[pytest.Config], str | None]] = {
@@ -181,11 +172,3 @@ def reference() -> Path:
     if not (folder / "expected.json").is_file():
         pytest.skip(f"no reference data in {folder} (DPP_REFERENCE names another folder)")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _names(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Spells settings as the programs do whose parts a test calls."""
-    folder = request.path.relative_to(REPOSITORY / "tests").parts[0]
-    with use_names(in_flags) if folder in _WITH_FLAGS else contextlib.nullcontext():
-        yield

@@ -15,23 +15,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.dpp.errors import DppError
-from megatron.dpp.report.building import build_report
-from megatron.dpp.report.follow import FollowedRun
-from megatron.dpp.report.pictures.page import page
-from megatron.dpp.report.report_command import build_parser
-from megatron.dpp.report.run_files import read_training
-from megatron.dpp.schedule import Geometry
-from megatron.dpp.schedule.recording import DecisionRecorder, Recording
 from megatron.dpp_train.cost.run_costs import costs_of_run
-from megatron.dpp_train.data.chat_lines import read_chat
-from megatron.dpp_train.data.json_lines import BadLine, parse_line, text_of
-from megatron.dpp_train.data.rows import files_of, open_rows
 from megatron.dpp_train.data.words import data_words
 from megatron.dpp_train.families.registry import find_families
 from megatron.dpp_train.generate.prompts import json_lines, read_texts
 from megatron.dpp_train.options import run_file
 from megatron.dpp_train.tokenizers import build_tokenizer
+
+from megatron.dpp.errors import DppError
+from megatron.dpp.report.building import build_report
+from megatron.dpp.report.pictures.page import page
+from megatron.dpp.report.report_command import build_parser
+from megatron.dpp.report.run_files import read_training
+from megatron.dpp.schedule import Geometry
+from megatron.dpp.schedule.recording import DecisionRecorder, Recording
+from megatron.dpp_train.data.chat_lines import read_chat
+from megatron.dpp_train.data.json_lines import BadLine, parse_line, text_of
+from megatron.dpp_train.data.rows import files_of, open_rows
 from tests.report.synthetic import Run, write
 
 Contents = dict[str, Callable[[], bytes]]
@@ -43,6 +43,13 @@ FAMILY = dataclasses.replace(LLAMA, name="own")
 """
 _CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 _STATE = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}], "_fingerprint": "x"}
+_METRICS = b"".join(
+    json.dumps({
+        "iteration": i, "train_iters": 9, "loss": 1.5, "grad_norm": 1.0, "ms": 2.5, "tokens": 7,
+        "lr": 1e-3, "time": 1.5,
+    }).encode() + b"\n"
+    for i in range(1, 9)
+)  # fmt: skip
 _TRACED = "benchmark-data-0-pipeline-0-tensor-0.json"
 _SPLITS = {"train": ["1", "a"], "valid": ["b"], "test": None}
 
@@ -123,12 +130,6 @@ def _settings() -> bytes:
     return run_file._text(RunConfig(world_size=1), "gpt").encode()
 
 
-def _follow(folder: Path) -> None:
-    run = FollowedRun(folder)
-    run.poll()
-    run.iterations()
-
-
 def _table(form: str) -> bytes:
     """Rows as a Parquet file, or as a file of a data set that was saved to disk."""
     arrow: Any = importlib.import_module("pyarrow")
@@ -149,7 +150,6 @@ FURTHER: dict[str, Sample] = {
         _trace(()),
         lambda folder: costs_of_run(str(folder), folder),
     ),
-    f"a monitor of {_TRACED}": (_trace(()), _follow),
     "own.py": ({"own.py": lambda: _FAMILY}, lambda folder: find_families(folder / "own.py")),
     "a replayed order.rank0": ({"order.rank0": _recording}, _replayed),
     "chats.jsonl": (
@@ -182,31 +182,20 @@ FURTHER: dict[str, Sample] = {
         {"vocab.txt": lambda: b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\nb\n"},
         lambda folder: build_tokenizer("BertWordPieceLowerCase", str(folder / "vocab.txt")),
     ),
-    "a run's metrics.jsonl": (
+    "a run's metrics.jsonl": ({"metrics.jsonl": lambda: _METRICS}, _shown),
+    "a run's command": (
         {
-            "metrics.jsonl": lambda: b"".join(
-                json.dumps(
-                    {
-                        "iteration": i,
-                        "lm loss": 1.5,
-                        "tokens/s": 3.0,
-                        "grad norm": 1.0,
-                        "seconds": 0.5,
-                        "tokens": 7,
-                    }
-                ).encode()
-                + b"\n"
-                for i in range(1, 9)
-            ),
-            "settings.yaml": lambda: b"train_iters: 9\nsave: x\nhidden_size: 8\n",
+            "metrics.jsonl": lambda: _METRICS,
+            "command": lambda: b"torchrun pretrain_gpt.py --num-layers 2 --save x --lr=1e-3\n",
         },
         _shown,
     ),
-    "a run's settings.yaml": (
+    "a run's state.json": (
         {
-            "metrics.jsonl": lambda: b'{"iteration": 1, "lm loss": 1.5}\n',
-            "settings.yaml": lambda: (
-                b"train_iters: 9\nnum_layers: 2\nhidden_size: 8\nsave: x\n# seq_length: 16\n"
+            "metrics.jsonl": lambda: _METRICS,
+            "state.json": lambda: (
+                b'{"state": "finished", "by": null, "times": {"running": 1.5, "finished": 2.5}, '
+                b'"host": "a", "process": 1, "process_began": 1.0}\n'
             ),
         },
         _shown,

@@ -23,22 +23,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from megatron.dpp.errors import DppError
-from megatron.dpp.index_files import check_index, read_lengths
-from megatron.dpp.report.reader import read_events, read_header
-from megatron.dpp.report.run_files import read_metrics, read_settings
-from megatron.dpp.schedule.recording import Recording
-from megatron.dpp.sim.lengths import read_costs
-from megatron.dpp.sim.measured import load_costs
-from megatron.dpp.trace.step_lengths import read_steps
 from megatron.dpp_train.checkpoint import checksums, files
-from megatron.dpp_train.hf import read_config
-from megatron.dpp_train.hf.weights import find_weights, loaded_bytes
 from megatron.dpp_train.options.yaml_file import defaults_from_yaml
 from megatron.dpp_train.tokenizers import build_tokenizer
 from megatron.dpp_train.tokenizers.template_files import find_templates
 from megatron.dpp_train.tokenizers.templates import ChatTemplate
+
+from megatron.dpp.errors import DppError
+from megatron.dpp.index_files import check_index, read_lengths
+from megatron.dpp.report.reader import read_events, read_header
+from megatron.dpp.report.run_files import read_metrics
+from megatron.dpp.schedule.recording import Recording
+from megatron.dpp.sim.lengths import read_costs
+from megatron.dpp.sim.measured import load_costs
+from megatron.dpp_train.hf import read_config
+from megatron.dpp_train.hf.weights import find_weights, loaded_bytes
 from tests.hostile_samples import FURTHER
 
 _LLAMA = {
@@ -169,10 +168,6 @@ SAMPLES: dict[str, tuple[dict[str, Callable[[], bytes]], Callable[[Path], object
         {"settings.yaml": lambda: b"lr: 1.0e-4\nmodel:\n  num_layers: 4\ndata-path: [a, b]\n"},
         _settings,
     ),
-    "read settings.yaml": (
-        {"settings.yaml": lambda: b'lr: 0.1\nname: "x"\n# layers: [1]\n'},
-        lambda folder: read_settings(folder / "settings.yaml"),
-    ),
     ".metadata": (
         {
             ".metadata": _metadata,
@@ -211,16 +206,8 @@ SAMPLES: dict[str, tuple[dict[str, Callable[[], bytes]], Callable[[Path], object
         lambda folder: Recording.load(str(folder / "order"), 0),
     ),
     "metrics.jsonl": (
-        {"metrics.jsonl": lambda: b'{"iteration": 1, "lm loss": 1.5}\n{"iteration": 2}\n'},
+        {"metrics.jsonl": lambda: b'{"iteration": 1, "loss": 1.5}\n{"iteration": 2, "loss": 1}\n'},
         lambda folder: read_metrics(folder / "metrics.jsonl"),
-    ),
-    "lengths-d0.jsonl": (
-        {
-            "lengths-d0.jsonl": lambda: _json(
-                {"iteration": 1, "microbatches": [[1, 2]], "drawn": [0], "padded": 3}
-            )
-        },
-        read_steps,
     ),
     "trace.json": ({"trace.json": lambda: b"[\n" + _json(_HEADER) + b",\n]\n"}, _trace),
 }

@@ -53,6 +53,7 @@ ENGINE_ROOMS = {
     },
     "plugin": {"config", "errors", "core", "runtime", "schedule", "trace"},
     "plugin_lengths": {"core"},
+    "metrics": {"core", "errors", "safe_files"},
     "report": {
         *("command_line", "config", "errors", "hosts", "locks", "processes", "safe_files"),
         *("schedule", "trace", "sim"),
@@ -136,7 +137,6 @@ TRAINER_ROOMS = {
         *("options", "preflight", "state", "tokenizers"),
     },
     "bench_command": set(),
-    "compare_losses_command": set(),
 }
 BELOW = {"checkpoint": {"hf", "model"}}
 """Arrows that run upwards: a checkpoint's start is filled from a Hugging Face folder, and its

@@ -14,19 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from megatron.dpp import locks
-from megatron.dpp.errors import DataError, DppError
-from megatron.dpp.index_files import read_lengths
-from megatron.dpp.report.pictures.picture import Picture
-from megatron.dpp.report.reader import read_header
-from megatron.dpp.safe_files import open_text_to_write
-from megatron.dpp.schedule import Geometry
-from megatron.dpp.schedule.recording import DecisionRecorder, Recording
-from megatron.dpp.sim.measured import load_costs
-from megatron.dpp.trace import TraceLayout, open_recorder
-from megatron.dpp.trace.step_lengths import StepLengths, write_step
-from megatron.dpp_train import compare_losses_command
 from megatron.dpp_train.checkpoint import (
     checksums,
     durable,
@@ -37,17 +24,29 @@ from megatron.dpp_train.checkpoint import (
 from megatron.dpp_train.checkpoint import (
     reader as checkpoint_reader,
 )
-from megatron.dpp_train.data import preprocess_command as preprocess
-from megatron.dpp_train.hf import read_config
 from megatron.dpp_train.hf.to_megatron import unfinished
-from megatron.dpp_train.hf.weights import find_weights
 from megatron.dpp_train.launch.log_copy import copy_output
 from megatron.dpp_train.loop.metrics import MetricsFile
 from megatron.dpp_train.options.yaml_file import defaults_from_yaml
 from megatron.dpp_train.state import note_progress
-from megatron.dpp_train.text_files import read_mapping, read_text
 from megatron.dpp_train.tokenizers import build_tokenizer
 from megatron.dpp_train.tokenizers.template_files import find_templates
+
+from megatron.dpp import locks
+from megatron.dpp.errors import DataError, DppError
+from megatron.dpp.index_files import read_lengths
+from megatron.dpp.report.pictures.picture import Picture
+from megatron.dpp.report.reader import read_header
+from megatron.dpp.report.run_files import write_state
+from megatron.dpp.safe_files import open_text_to_write
+from megatron.dpp.schedule import Geometry
+from megatron.dpp.schedule.recording import DecisionRecorder, Recording
+from megatron.dpp.sim.measured import load_costs
+from megatron.dpp.trace import TraceLayout, open_recorder
+from megatron.dpp_train.data import preprocess_command as preprocess
+from megatron.dpp_train.hf import read_config
+from megatron.dpp_train.hf.weights import find_weights
+from megatron.dpp_train.text_files import read_mapping, read_text
 
 VICTIM = b"years of work"
 _LAYOUT = TraceLayout(data=0, pipeline=0, tensor=0, data_size=1, pipeline_size=1, tensor_size=1)
@@ -67,13 +66,6 @@ def _progress(folder: Path) -> None:
     note_progress(run, "Starting job")
 
 
-def _compare(folder: Path) -> None:
-    """The log is opened before the training is started."""
-    with contextlib.suppress(SystemExit):
-        if compare_losses_command.main(["--out", str(folder), "--iterations", "1"]):
-            raise OSError("refused")
-
-
 WRITTEN: dict[str, Callable[[Path], object]] = {
     ".lock": lambda folder: locks.lock_directory(folder, "--save").close(),
     "latest_checkpointed_iteration.new": lambda folder: checkpoint_files.write_tracker(folder, 1),
@@ -83,13 +75,10 @@ WRITTEN: dict[str, Callable[[Path], object]] = {
     "order.rank0": lambda folder: DecisionRecorder(
         str(folder / "order"), Geometry(1, 0, 1, 1)
     ).close(),
-    "lengths.json": lambda folder: write_step(
-        folder / "lengths.json", 1, StepLengths([[1]], [0], 1)
-    ),
+    "state.json": lambda folder: write_state(folder, "running"),
     _TRACE: lambda folder: open_recorder(folder, rank=0, layout=_LAYOUT).close(),
     "train.log": lambda folder: copy_output(folder / "train.log"),
     "picture.svg": lambda folder: Picture("picture", 100).write(folder / "picture.svg"),
-    "gpt-fp16-static.log": _compare,
     ".checksums-0": lambda folder: checksums.note(folder, [], 0),
 }
 """File -> writes it."""

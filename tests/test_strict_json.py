@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.dpp_train.options import run_file
 
 from megatron.dpp import strict_json
 from megatron.dpp.budget import budget
@@ -14,8 +15,6 @@ from megatron.dpp.errors import DataError
 from megatron.dpp.schedule.recording import Recording
 from megatron.dpp.sim.lengths import read_costs
 from megatron.dpp.sim.measured import load_costs
-from megatron.dpp.trace import step_lengths
-from megatron.dpp_train.options import run_file
 
 
 def test_objects_are_read_as_json_reads_them() -> None:
@@ -37,7 +36,6 @@ def test_a_key_that_stands_twice_is_found_among_many() -> None:
         ("tape.rank0", lambda path: Recording.load(str(path.with_suffix("")), 0)),
         ("costs.json", read_costs),
         ("measured.json", load_costs),
-        (step_lengths.FILE.format(0), lambda path: step_lengths.read_steps(path.parent)),
         ("run.json", lambda path: run_file.read(str(path), "gpt", 1)),
     ],
 )

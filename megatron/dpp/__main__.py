@@ -29,10 +29,6 @@ COMMANDS = {
         _TRAINER + "generate.evaluate_command",
         "print a model's perplexity, or its scores on tasks",
     ),
-    "estimate": (
-        _TRAINER + "launch.estimate_command",
-        "print the memory and time that a run will need",
-    ),
     "plan": (
         _TRAINER + "cost.plan_command",
         "choose layers per stage, chunks per rank and the memory cap",
@@ -43,7 +39,7 @@ COMMANDS = {
         "let every process of this environment find the plugin (USE_DPP=1)",
     ),
     "sim": (_ENGINE + "sim_command", "simulate, compare and draw schedules"),
-    "train": (_TRAINER + "launch.main", "train a model: choose a layout, print it, start torchrun"),
+    "train": (_TRAINER + "presets.train_command", "train a model: choose a layout, start torchrun"),
     "monitor": (_ENGINE + "report.monitor_command", "show a run live"),
     "report": (
         _ENGINE + "report.report_command",
@@ -54,15 +50,7 @@ COMMANDS = {
         _ENGINE + "report.aggregate_command",
         "merge the traces of all ranks for Perfetto",
     ),
-    "compare-losses": (
-        _TRAINER + "compare_losses_command",
-        "compare static and dynamic schedule bit by bit",
-    ),
     "bench": (_TRAINER + "bench_command", "run a benchmark of the source tree"),
-    "env": (
-        _TRAINER + "options.env_command",
-        "print the environment variables that are read or set",
-    ),
     "doctor": (_ENGINE + "doctor", "print what this machine offers the transport"),
 }
 """Sub-command -> (module with ``main(argv) -> int``, summary)."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import DataError, DppError, Naming, output_fails, print_error, use_names
+from megatron.dpp.errors import DataError, DppError, Naming, output_fails, print_error
 from megatron.dpp.naming import in_flags
 from megatron.dpp.processes import exits_on_sigterm
 
@@ -30,18 +30,18 @@ def new_parser(prog: str, description: str, usage: str = "[options]") -> argpars
     )
 
 
-def guarded(prog: str, run: Callable[[], int], *, names: Naming = in_flags) -> int:
+def guarded(prog: str, run: Callable[[], int], *, naming: Naming = in_flags) -> int:
     """Exit status of ``run``; an error becomes one line on standard error, and its
-    status. ``names`` spells the settings of that line."""
+    status. ``naming`` spells the settings of that line."""
     try:
-        with use_names(names), exits_on_sigterm():
+        with exits_on_sigterm():
             return run()
     except BrokenPipeError:
         raise
     except (DppError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None and output_fails():
             raise  # exit_with says so
-        return print_error(error, prog)
+        return print_error(error, prog, naming)
     except MemoryError:
         short = "too little memory: raise the limit (ulimit -v), or use a larger machine"
         return print_error(DataError(short), prog)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.dpp.command_line import new_parser
-from megatron.dpp.errors import TransportError, exit_with, render, use_names
+from megatron.dpp.errors import Text, TransportError, exit_with, said
 from megatron.dpp.naming import in_flags
 from megatron.dpp.processes import begin_program
 
@@ -37,7 +37,7 @@ def probe_extension() -> Finding:
     try:
         native = load_native()
     except TransportError as error:
-        return Finding("C++ extension", "missing", str(error))
+        return Finding("C++ extension", "missing", Text(error, error))
     return Finding("C++ extension", "ok", f"transport version {native.abi_version}")
 
 
@@ -138,7 +138,7 @@ def probe_gpu_direct() -> Finding:
     except ImportError as error:
         return Finding(name, "note", f"not tried: {error}")
     except TransportError as error:
-        return Finding(name, "note", str(error))
+        return Finding(name, "note", Text(error, error))
     devices = sorted({port["device"] for port in ports})
     if not devices:
         return Finding(name, "note", "; ".join(refused) or "no RDMA device")
@@ -178,7 +178,6 @@ def findings() -> Iterator[Finding]:
     yield from (probe() for probe in PROBES)
 
 
-@use_names(in_flags)
 def main(words: Sequence[str] = ()) -> int:
     """Print all findings.
 
@@ -190,7 +189,7 @@ def main(words: Sequence[str] = ()) -> int:
     found = list(findings())
     width = max(len(finding.name) for finding in found)
     for finding in found:
-        print(f"{finding.name:{width}}  {finding.state:7}  {render(finding.text)}")
+        print(f"{finding.name:{width}}  {finding.state:7}  {said(finding.text, in_flags)}")
         if finding.advice:
             print(f"{'':{width}}           -> {finding.advice}")
     return 1 if any(finding.state == "missing" for finding in found) else 0

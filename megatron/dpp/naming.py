@@ -1,8 +1,7 @@
 """The spellings of settings on command lines: flags and variables.
 
 The engine names a setting by its field (:func:`megatron.dpp.errors.setting`). A program that is
-called from a command line chooses one of these spellings with
-:func:`megatron.dpp.errors.use_names`.
+called from a command line hands one of these spellings to what prints.
 """
 
 from __future__ import annotations
@@ -16,17 +15,6 @@ _OLD_NAMES = {"workload": "--workload", "node_ips": "--node-ips"}
 
 _OWNERS = {"HostTrace": "--dpp-trace-", "install": "--dpp-"}
 """Owner of a setting -> how its flags begin."""
-
-_OF_MEGATRON = {
-    "num_moe_experts": "--num-experts",
-    "virtual_pipeline_model_parallel_size": "--num-virtual-stages-per-pipeline-rank",
-    "microbatch_group_size_per_vp_stage": "--microbatch-group-size-per-virtual-pipeline-stage",
-}
-"""Fields of megatron-core -> Megatron-LM's flags that have other names."""
-
-
-_OFF = {"add_bias_linear": "--disable-bias-linear"}
-"""Fields of megatron-core -> flags that switch them off, where that is not ``--no-``."""
 
 
 def flag_of(field_name: str) -> str:
@@ -46,17 +34,15 @@ def flag_name(name: str) -> str:
 def in_flags(given: Setting) -> str:
     """A setting as a flag, with its value.
 
-    >>> in_flags(Setting("DppConfig", "launch_ahead", False))
-    '--no-dpp-launch-ahead'
+    >>> in_flags(Setting("DppConfig", "task_rng", False))
+    '--no-dpp-task-rng'
     """
     if given.owner == "DppConfig":
         flag = flag_of(given.name)
-    elif given.owner:
-        flag = _OWNERS[given.owner] + given.name.replace("_", "-")
     else:
-        flag = _OF_MEGATRON.get(given.name) or flag_name(given.name)
+        flag = _OWNERS[given.owner] + given.name.replace("_", "-")
     if given.value is False:
-        return _OFF.get(given.name) or "--no-" + flag.removeprefix("--")
+        return "--no-" + flag.removeprefix("--")
     return flag if given.value is ... or given.value is True else f"{flag} {given.value}"
 
 

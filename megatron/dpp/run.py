@@ -24,6 +24,7 @@ try:
     from megatron.dpp.errors import (
         BAD_USAGE,
         ConfigError,
+        DppError,
         Naming,
         error_line,
         exit_with,
@@ -31,7 +32,6 @@ try:
         print_error,
         require,
         tell_torchrun,
-        use_names,
     )
     from megatron.dpp.flags import Parser, add_dpp_flags, dpp_config, given_flags, refuse_unknown
     from megatron.dpp.naming import flag_of, renamed
@@ -119,7 +119,7 @@ def is_on(name: str, environment: Mapping[str, str], *, otherwise: bool = False)
     return _STATES[value.lower()] if value else otherwise
 
 
-def names_in(words: Sequence[str], environment: Mapping[str, str]) -> Naming:
+def naming_of(words: Sequence[str], environment: Mapping[str, str]) -> Naming:
     """Names settings by their variables where these give them, else by flags."""
     flags = given_flags(_parser(), words)
     names = {
@@ -171,32 +171,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("--help", "-h"):
         print(usage())
         return 0 if words else BAD_USAGE
+    script, *flags = words
+    naming = naming_of(flags, os.environ)
     try:
-        script, *flags = words
         require(Path(script).is_file(), f"{script}: no such script (it comes before its flags)")
-        with use_names(names_in(flags, os.environ)):
-            given, rest = take_flags(flags, os.environ)
-            config = dpp_config(given)
-            find_policy(config.policy)
-            if given.use_dpp and (missing := missing_part(config.transport)):
-                raise ConfigError(missing)
-            _run(script, rest, plugin_arguments(given), given.metrics_file)
-    except (ConfigError, OSError) as error:
-        refusal = error if isinstance(error, ConfigError) else no_scratch(error)
-        if refusal is None:
-            raise
-        tell_torchrun(error_line(refusal, _PROGRAM), printed=True)
-        return print_error(refusal, _PROGRAM)
+        given, rest = take_flags(flags, os.environ)
+        config = dpp_config(given)
+        find_policy(config.policy)
+        if given.use_dpp and (missing := missing_part(config.transport)):
+            raise ConfigError(missing)
+        _run(script, rest, plugin_arguments(given, naming), given.metrics_file)
+    except (DppError, OSError) as error:
+        refusal = no_scratch(error) if isinstance(error, OSError) else error
+        if isinstance(refusal, ConfigError):
+            tell_torchrun(error_line(refusal, _PROGRAM, naming), printed=True)
+            return print_error(refusal, _PROGRAM, naming)
+        if refusal is not None:
+            refusal.args = (refusal.said(naming),)  # of the traceback
+        raise
     return 0
 
 
-def plugin_arguments(given: argparse.Namespace) -> dict[str, Any]:
+def plugin_arguments(given: argparse.Namespace, naming: Naming) -> dict[str, Any]:
     """The arguments of :func:`megatron.dpp.plugin.install`; none where it is not wanted."""
     if not (given.use_dpp or given.dpp_trace_only):
         return {}
     traces = {field.name: getattr(given, f"dpp_trace_{field.name}") for field in trace_fields()}
     trace = HostTrace(**traces) if given.dpp_trace or given.dpp_trace_only else None
-    return {"config": dpp_config(given), "strict": given.dpp_strict, "trace": trace}
+    return {
+        "config": dpp_config(given),
+        "strict": given.dpp_strict,
+        "trace": trace,
+        "naming": naming,
+    }
 
 
 def _run(

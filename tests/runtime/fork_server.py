@@ -41,7 +41,7 @@ LIBRARIES = (
 
 JOB = (
     "megatron.core.models.gpt", "megatron.core.dist_checkpointing", "megatron.core.optimizer",
-    "megatron.dpp.runtime.dynamic", "megatron.dpp.runtime.static",
+    "megatron.dpp.plugin", "megatron.dpp.runtime.static",
 )  # fmt: skip
 """What most ranks of tests build a model and a schedule from."""
 

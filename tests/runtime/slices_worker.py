@@ -35,7 +35,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.dpp import DppConfig, DppSchedule, plugin
 from megatron.dpp.core.slices import Unit
 from megatron.dpp.runtime.static import StaticSchedule
-from megatron.dpp_train.model.packed import packed_params, positions
+from tests.runtime.layers import packed_params, positions
 from tests.runtime.losses import token_loss
 
 

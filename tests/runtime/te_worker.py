@@ -27,10 +27,11 @@ if REAL:
 else:
     te_double.install()
 
-from tests.runtime import equality_worker  # noqa: E402, I001 - lets megatron-core do without CUDA
+from tests.runtime import equality_worker, layers  # noqa: E402, I001 - lets megatron-core do without CUDA
 
 from megatron.core.extensions.transformer_engine import TELinear  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
@@ -41,8 +42,6 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
 
 from megatron.dpp import ConfigError, DppSchedule  # noqa: E402
 from megatron.dpp.config import ENGINE_ROWS  # noqa: E402
-from megatron.dpp_train.model.layers import SdpaAttention  # noqa: E402
-from megatron.dpp_train.model.layers import block_spec as training_spec  # noqa: E402
 from megatron.dpp.core.wgrad.te import delay_weight_gradients, is_delayed  # noqa: E402
 
 if REAL:
@@ -87,14 +86,14 @@ def ddp_config(**values: Any) -> Any:
     return PLAIN_DDP_CONFIG(**values, delay_wgrad_compute=DELAY[0])
 
 
-def block_spec(
-    config: Any, *, implementation: str, vp_stage: int | None, grouped_experts: bool
-) -> Any:
-    assert not grouped_experts
+def block_spec(config: Any, *, spec: str, vp_stage: int | None) -> Any:
     if REAL:
-        return training_spec(config, implementation="transformer_engine", vp_stage=vp_stage)
+        return get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, normalization=config.normalization,
+            vp_stage=vp_stage,
+        )  # fmt: skip
     layer = copy.deepcopy(get_gpt_layer_with_transformer_engine_spec())
-    layer.submodules.self_attention.submodules.core_attention = SdpaAttention
+    layer.submodules.self_attention.submodules.core_attention = layers.Attention
     number = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * number, layer_norm=WrappedTorchNorm)
 

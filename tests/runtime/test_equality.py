@@ -134,7 +134,6 @@ def test_packed_documents() -> None:
         2,
         case("v1", 2, 3, fused, late, static, **told | {"layers": 2}, **groups),
         case("v2 full", 2, 4, late, v=2, **told, **rope, model=UNLIKE, recompute="full"),
-        case("core", 2, 4, late, v=2, **told, **rope, spec="megatron", **groups),
         case("selective", 2, 3, late, **told | {"layers": 2}, **rope, model=UNLIKE,
              recompute="selective", dropout=0.1),
     )  # fmt: skip

@@ -33,12 +33,9 @@ SEQUENCE_TOKENS = 32
 
 
 def test_captured_experts_of_a_padded_capacity() -> None:
-    late, fused = {"inject": LATE, "cuda_graphs": "on"}, {"split_backward": "off"}
-    grouped = {"grouped": True, "cuda_graphs": "on"}
-    check(
-        2,
-        case("padded", 2, 3, late, fused | grouped, grouped, layers=2, iterations=4, model=PADDED),
-    )
+    graphs = {"cuda_graphs": "on"}
+    late, fused = graphs | {"inject": LATE}, graphs | {"split_backward": "off"}
+    check(2, case("padded", 2, 3, late, fused, layers=2, iterations=4, model=PADDED))
 
 
 @pytest.mark.slow
@@ -60,12 +57,10 @@ def test_captured_experts_of_further_layouts() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("grouped", [False, True])
-def test_graphs_of_padded_experts(grouped: bool) -> None:
-    """bf16, as GPUs have grouped products for it alone."""
+def test_graphs_of_padded_experts() -> None:
     static, dynamic = ({"static": static, "cuda_graphs": "on"} for static in (True, False))
     fused = dynamic | {"split_backward": "off"}
-    told = {"layers": 3, "iterations": 4, "model": PADDED, "bf16": True, "grouped": grouped}
+    told = {"layers": 3, "iterations": 4, "model": PADDED, "bf16": True}
     check(
         1,
         case("experts", 1, 3, static, dynamic, fused, **told),
@@ -169,20 +164,6 @@ def test_context_parallel_on_eight_ranks() -> None:
         case("cp2 ep4", 2, 4, late, layers=2, cp=2, ep=4, model=EXPERTS),
         case("cp2 dp2", 2, 4, late, v=2, layers=4, cp=2, **OPTIMIZED),
     )
-
-
-def test_grouped_products_of_experts() -> None:
-    """Bitwise those of one expert after the other, fused or split, also where the distributed
-    optimizer moves the weights."""
-    late, fused = {"inject": LATE, "grouped": True}, {"split_backward": "off", "grouped": True}
-    check(
-        2,
-        case("grouped", 2, 3, late, fused, model=EXPERTS | SHARED, layers=2),
-        case("grouped, bf16", 2, 3, late, fused, model=EXPERTS, layers=2, bf16=True),
-        case("grouped, replicas", 1, 3, late, model=EXPERTS, layers=1, **OPTIMIZED),
-        case("grouped, further tokens", 2, 3, late, layers=2, recompute="full",
-             model=EXPERTS | {"mtp_num_layers": 1}),
-    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron.dpp.config import GRAPHS_PAY_FROM, DppConfig
-from megatron.dpp.errors import render
 from megatron.dpp.runtime.own_schedule import OwnSchedule
 
 ALONE = SimpleNamespace(size=lambda: 1)
@@ -46,7 +45,7 @@ def chosen(
     microbatches as ``theirs``.
     """
     said: list[str] = []
-    own = OwnSchedule(DppConfig(**config), lambda line: said.append(render(line)))
+    own = OwnSchedule(DppConfig(**config), said.append)
     others = torch.tensor([other, theirs, -theirs], dtype=torch.float64)
     monkeypatch.setattr(
         torch.distributed, "all_reduce", lambda own, op, group: own.copy_(own.minimum(others))

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.core.wgrad import te_layer
-from megatron.dpp.core.wgrad.linear import gradient_accumulator
+from megatron.dpp.core.wgrad import accumulate, te_layer
 from megatron.dpp.core.wgrad.te_layer import TELayer
 from tests.runtime import te_double
 from tests.runtime.test_te import backward, layer_of
@@ -25,17 +24,16 @@ def built(double: Any, *, fused: bool = False, return_bias: bool = False) -> tup
         parameter.grad_added_to_main_grad = False
     waiting: list[Any] = []
     taken: Any = TELayer(
-        0, "fc", layer.fc, accumulator_of, lambda piece, work: waiting.append(work), waiting.append
+        0, "fc", layer.fc, add, lambda piece, work: waiting.append(work), waiting.append
     )
     return layer, taken, waiting
 
 
-def accumulator_of(parameter: Any) -> Any:
-    def accumulate(gradient: torch.Tensor) -> None:
-        if not parameter.grad_added_to_main_grad:
-            parameter.main_grad += gradient
-
-    return accumulate
+def add(parameter: Any, given: list[torch.Tensor]) -> None:
+    if given:
+        parameter.main_grad += given[0]
+    else:
+        parameter.grad_added_to_main_grad = True
 
 
 @pytest.mark.parametrize("return_bias", [False, True])
@@ -71,7 +69,7 @@ def test_a_bias_gradient_in_the_dtype_of_main_grad_is_cast_as_by_autograd() -> N
         parameter.main_grad = torch.zeros(parameter.shape)
     waiting: list[Any] = []
     taken: Any = TELayer(
-        0, "fc", layer.fc, lambda parameter: gradient_accumulator(parameter, layer),
+        0, "fc", layer.fc, accumulate.add,
         lambda piece, work: waiting.append(work), waiting.append,
     )  # fmt: skip
     given = torch.full((2, 4), 1.5, dtype=torch.bfloat16, requires_grad=True)

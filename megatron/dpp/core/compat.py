@@ -150,7 +150,6 @@ TABLE = (
     PrivateName(
         "tensor_parallel.layers:RowParallelLinear._forward_impl", "self input weight *args **kwargs"
     ),
-    PrivateName(f"{_DDP}._make_backward_post_hook", "self param"),
     PrivateName(f"{_DDP}.bucket_groups"),
     PrivateName(f"{_DDP}.expert_parallel_bucket_groups"),
     PrivateName(f"{_DDP}.param_to_bucket_group"),

@@ -251,10 +251,12 @@ def _check_documents(unit: Unit, params: Any) -> None:
         found = sequences_between(ends, unit.total)
         passed = f"passes cu_seqlens of sequences of {found} tokens"
     if found != told:
+        off = setting("slice_tokens", "off")
         raise ConfigError(
             f"microbatch {unit.row} counts as sequences of {told} tokens, and the forward step "
             f"{passed}: announce the sequences of packed rows before the step "
-            f"(plugin.announce(rows=...)), or use {setting('slice_tokens', 'off')}"
+            f"(plugin.announce(rows=...)), or use {off}",
+            off,
         )
 
 
@@ -266,7 +268,8 @@ def _ends_of(params: Any) -> list[int] | None:
 
 
 def _refuse(what: str) -> None:
-    raise ConfigError(f"{what}: it cannot run in slices; use {setting('slice_tokens', 'off')}")
+    off = setting("slice_tokens", "off")
+    raise ConfigError(f"{what}: it cannot run in slices; use {off}", off)
 
 
 class _Repeated:

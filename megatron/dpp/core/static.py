@@ -168,9 +168,11 @@ class ChannelExchange:
                     "transport"
                 )
             if time.monotonic() > end:
+                timeout = setting("timeout")
                 raise TransferTimeout(
                     f"{spec}: message {number} did not arrive within {self._timeout:g} s "
-                    f"({setting('timeout')}); its sender is alive"
+                    f"({timeout}); its sender is alive",
+                    timeout,
                 )
             self.transport.wait(_NAP_SECONDS)
         self._num_taken[way] += 1
@@ -223,7 +225,7 @@ class _Channel(NamedTuple):
 
 @dataclass(frozen=True)
 class _Arrival:
-    """A message received, as :class:`megatron.dpp.trace.recorder.TakenMessage`."""
+    """A message received, as :meth:`megatron.dpp.trace.Recorder.taken` takes it."""
 
     tensor: torch.Tensor
     arrived_ns: Any

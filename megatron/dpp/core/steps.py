@@ -8,6 +8,7 @@ megatron-core's ``forward_backward_func``, which all schedules take.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from megatron.dpp.core.memory import is_readable, saved_bytes
 from megatron.dpp.core.refused import ORDERED, UNSUPPORTED
 from megatron.dpp.core.slices import Slices
 from megatron.dpp.core.wgrad.linear import WeightGradients
-from megatron.dpp.errors import ConfigError, core_setting, setting
+from megatron.dpp.errors import ConfigError, Text, setting
 
 _GROUPS = (
     *("tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp"),
@@ -132,12 +133,12 @@ class StepCall:
         config = self.config
         partial = "num_microbatches_with_partial_activation_checkpoints"
         refused = {
-            core_setting(name): f". Without it {gain}"
+            name: f". Without it {gain}"
             for name, (usual, gain) in ORDERED.items()
             if getattr(config, name, usual) != usual
         }
         # A recomputed microbatch counts in its backward, another one in its forward.
-        balanced = core_setting("moe_router_load_balancing_type", "global_aux_loss")
+        balanced = "moe_router_load_balancing_type='global_aux_loss'"
         if self.has_global_aux_loss and getattr(config, partial, None) is not None:
             refused[f"{balanced} with partial checkpoints"] = ""
         for what, gain in refused.items():
@@ -157,9 +158,11 @@ class StepCall:
             ConfigError: names the settings that tell.
         """
         if getattr(self.config, "variable_seq_lengths", False) and longest <= 1:
+            max_tokens = setting("max_tokens")
             raise ConfigError(
-                f"variable_seq_lengths with seq_length {self.seq_length}: slots and the memory cap "
-                f"need the longest length; give {setting('max_tokens')}, or pass it as seq_length"
+                f"variable_seq_lengths with seq_length {self.seq_length}: slots and the memory "
+                f"cap need the longest length; give {max_tokens}, or pass it as seq_length",
+                max_tokens,
             )
 
     def boundaries(self, length: int) -> Boundaries:
@@ -176,9 +179,9 @@ class StepCall:
             value = getattr(self.config, name, None)
             if found.several and value is not None:
                 raise ConfigError(
-                    f"adjust_tensor_shapes_fn: {core_setting(name, value)} needs stages that "
-                    f"exchange one tensor, not {max(len(found.receives), len(found.sends))}: "
-                    "megatron-core finds the device of its loss's scale there"
+                    f"adjust_tensor_shapes_fn: {name}={value!r} needs stages that exchange one "
+                    f"tensor, not {max(len(found.receives), len(found.sends))}: megatron-core "
+                    "finds the device of its loss's scale there"
                 )
         return found
 
@@ -190,10 +193,10 @@ class StepCall:
         shape, _ = self._boundary(longest if varies else self.length)
         hidden = 0 if self.adjust_tensor_shapes_fn else shape[-1]
         if varies and max_tokens and -(-max_tokens // self.micro_batch_size) >= longest:
-            bound = setting("max_tokens", max_tokens)
+            bound: str = Text(given := setting("max_tokens", max_tokens), given)
         else:
-            size = core_setting("micro_batch_size", self.micro_batch_size)
-            bound = f"{core_setting('seq_length', longest if varies else self.length)} times {size}"
+            length = longest if varies else self.length
+            bound = f"seq_length={length} times micro_batch_size={self.micro_batch_size}"
         return Tokens(max(1, shape[0] * shape[1]), hidden, self._parts, bound)
 
     def captured_rows(self, settings: DppConfig) -> list[int]:
@@ -226,12 +229,18 @@ class StepCall:
         return int(groups.cp.size() * tensor)
 
     def _boundary(self, length: int) -> tuple[torch.Size, torch.dtype]:
-        """[s / (cp * tp if sequence parallel), b, h] in the pipeline's dtype."""
-        config = self.config
-        length //= self._parts
+        """megatron-core's shape for a length, usually [s / (cp * tp if sequence parallel), b, h],
+        in the pipeline's dtype.
+        """
+        config, groups = self.config, self.pg_collection
         dtype = torch.float32 if config.fp32_residual_connection else config.pipeline_dtype
-        shape = torch.Size((length, self.micro_batch_size, config.hidden_size))
-        return shape, dtype or config.params_dtype
+        fixed = copy.copy(config)
+        fixed.variable_seq_lengths = False  # else it has no shape to tell
+        (shape,) = schedules.get_tensor_shapes(
+            seq_length=length, micro_batch_size=self.micro_batch_size, decoder_seq_length=None,
+            config=fixed, tp_group=groups.tp, cp_group=groups.cp,
+        )  # fmt: skip
+        return torch.Size(shape), dtype or config.params_dtype
 
 
 def default_groups() -> ProcessGroupCollection:

@@ -136,7 +136,6 @@ def _events_of(file: TraceFile, shift: _Shift) -> Iterator[Event]:
     arrows, block, tasks = _Arrows(), list[Event](), list[Event]()
     for event in read_events(file):
         shift(event)
-        event["tid"] = TASK_TRACK + event["tid"] % TASK_TRACK  # an older file's begin at 0
         if event.get("cat") in (EventKind.SEND, EventKind.ARRIVAL):
             arrow = arrows.event(event)
             if arrow is not None:

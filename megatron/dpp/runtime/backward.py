@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from megatron.dpp.config import GRAPHS_PAY_FROM, Backward, DppConfig
 from megatron.dpp.core.steps import StepCall
-from megatron.dpp.errors import core_setting, setting
+from megatron.dpp.errors import Text, setting
 from megatron.dpp.runtime.session import Session
 from megatron.dpp.runtime.timer import Lap
 
@@ -98,10 +98,13 @@ class Backwards:
             return _recorded(call, session)
         if can_fuse and getattr(call.config, "recompute_granularity", None) == "full":
             self._chosen = Backward(split=False)
+            off = setting("split_backward", "off")
             self._log(
-                f"dynamic pipeline: {setting('split_backward', 'off')} is chosen: "
-                f"{core_setting('recompute_granularity', 'full')} asks for little memory, and a "
-                "deferred weight gradient keeps what it has freed"
+                Text(
+                    f"dynamic pipeline: {off} is chosen: recompute_granularity='full' asks for "
+                    "little memory, and a deferred weight gradient keeps what it has freed",
+                    off,
+                )
             )
             return self._chosen
         self._num_steps += 1
@@ -125,7 +128,8 @@ class Backwards:
             call, own.apart, own.pays, own.launching, float(self.unlike or varies)
         )
         found, why = choose(Measured(apart, pays, launching, bool(unlike), own.replayed))
-        self._log(f"dynamic pipeline: {setting('split_backward', str(found))} is chosen: {why}")
+        split_backward = setting("split_backward", str(found))
+        self._log(Text(f"dynamic pipeline: {split_backward} is chosen: {why}", split_backward))
         return found
 
 

@@ -18,7 +18,7 @@ from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.own_way import refuse_shared
 from megatron.dpp.core.wgrad.te import refuse_delayed
-from megatron.dpp.errors import core_setting, setting
+from megatron.dpp.errors import Text, setting
 from megatron.dpp.runtime.backward import Backwards
 from megatron.dpp.runtime.session import Session, Sessions
 from megatron.dpp.schedule import LastRank, Memory
@@ -96,7 +96,8 @@ class Prepared:
     def _weight_gradients(self, call: StepCall) -> WeightGradients | None:
         """The store of this model's weight gradients; None if its backwards are fused."""
         if self._config.split_backward == "off":
-            refuse_delayed(call.model, f"{setting('split_backward', 'off')} runs no W tasks")
+            off = setting("split_backward", "off")
+            refuse_delayed(call.model, Text(f"{off} runs no W tasks", off))
             return None
         found = WeightGradients(call.model, self._say)
         self._log_if_fused(found)
@@ -212,7 +213,7 @@ class Prepared:
         recomputes = call.config.recompute_granularity == "full"
         reason = why_no_graphs(self._config.cuda_graphs, share, filled, recomputes_all=recomputes)
         if reason:
-            self._log(f"CUDA graphs: not used, {reason}")
+            self._log(Text(f"CUDA graphs: not used, {reason}", reason))
         else:
             self._log_room(session, growth)
         return not reason
@@ -301,7 +302,7 @@ def why_no_graphs(
     if asked == "on":
         return None
     if recomputes_all:
-        reason = f"as {core_setting('recompute_granularity', 'full')} asks for little memory"
+        reason = "as recompute_granularity='full' asks for little memory"
     elif launch_share < GRAPHS_PAY_FROM:
         reason = f"as launching takes {launch_share:.0%} of the time that tasks run"
     elif filled > 1.0:
@@ -309,4 +310,4 @@ def why_no_graphs(
     else:
         return None
     graphs = setting("cuda_graphs", "on")
-    return f"{reason} ({graphs} uses them all the same, for more memory)"
+    return Text(f"{reason} ({graphs} uses them all the same, for more memory)", graphs)

@@ -30,7 +30,7 @@ from megatron.dpp.core.static import (
 )
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.core.wgrad.te import refuse_delayed
-from megatron.dpp.errors import ConfigError, setting
+from megatron.dpp.errors import ConfigError, Text, setting
 from megatron.dpp.inject import Injector, Task
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.delayed import DelayedTransport
@@ -104,7 +104,7 @@ class StaticSchedule(PipelineSchedule):
 
     @cached_property
     def _timer(self) -> TaskTimer:
-        return timer_for(self.config, follow=True)
+        return timer_for(follow=True)
 
     def _wants_graphs(self) -> bool:
         return self.config.cuda_graphs == "on" and can_capture(self._capture)
@@ -148,9 +148,15 @@ class StaticSchedule(PipelineSchedule):
                 num_chunks=topology.num_chunks,
             )
             if self._injector.delays_messages and self.config.transport == "auto":
+                inject = setting("inject", text)
+                transport = setting("transport")
                 self._log(
-                    f"static pipeline: {setting('inject', text)} delays no messages of "
-                    f"megatron-core's own exchange; {setting('transport')} with a kind takes ours"
+                    Text(
+                        f"static pipeline: {inject} delays no messages of megatron-core's own "
+                        f"exchange; {transport} with a kind takes ours",
+                        inject,
+                        transport,
+                    )
                 )
         return self._injector
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.dpp.direction import Direction
-from megatron.dpp.errors import ConfigError, ScheduleError, core_setting
+from megatron.dpp.errors import ConfigError, ScheduleError
 
 
 class Kind(enum.IntEnum):
@@ -123,8 +123,8 @@ class Geometry:
             raise ConfigError(f"pipeline rank {self.rank}: must be in 0 .. {self.num_ranks - 1}")
         if self.num_chunks > 1 and self.group is not None and self.group < self.num_ranks:
             raise ConfigError(
-                f"{core_setting('microbatch_group_size_per_vp_stage', self.group)}: must be at "
-                f"least the number of pipeline ranks, {self.num_ranks}"
+                f"microbatch_group_size_per_vp_stage={self.group!r}: must be at least the number "
+                f"of pipeline ranks, {self.num_ranks}"
             )
         pieces = self.w_pieces
         if pieces is not None and (len(pieces) != self.num_chunks or min(pieces) < 0):

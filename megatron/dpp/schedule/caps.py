@@ -226,9 +226,11 @@ def sliced_allowance(
     held = [size + keys.get(unit, 0) for unit, size in enumerate(sizes)]
     least = peak_size(Reference.of(geometry).order, held, weights) / largest
     if cap.exact and least > cap.chunks + ROUNDING:
+        activation_cap = setting("activation_cap")
         raise ConfigError(
-            f"{cap.text}; the slices of this step need {least:.2f} there. Raise "
-            f"{setting('activation_cap')}, or cut into smaller slices"
+            f"{cap.text}; the slices of this step need {least:.2f} there. Raise {activation_cap}, "
+            "or cut into smaller slices",
+            activation_cap,
         )
     return Allowance(max(cap.chunks, least), weights)
 
@@ -312,9 +314,11 @@ def _named_cap(word: str, geometry: Geometry, least: int) -> Cap:
         chunks = _number(per_sequence[1], word) * geometry.num_chunks
         why = f"{per_sequence[1]} activations of the longest sequence"
         return _checked(chunks, geometry, least, why, f"{_rounded_up(least, geometry)}seq")
+    activation_cap = setting("activation_cap", word)
     raise ConfigError(
-        f"{setting('activation_cap', word)}: expected auto, megatron, static, strict, a multiple "
-        "of the pipeline size like 1.5p, longest sequences like 1.2seq, or bytes like 20GiB"
+        f"{activation_cap}: expected auto, megatron, static, strict, a multiple of the pipeline "
+        "size like 1.5p, longest sequences like 1.2seq, or bytes like 20GiB",
+        activation_cap,
     )
 
 
@@ -332,16 +336,18 @@ def _bytes_cap(
     bytes_per_chunk_activation: float | None,
 ) -> Cap:
     if amount <= 0:
-        raise ConfigError(f"{setting('activation_cap', word)}: must be above 0")
+        activation_cap = setting("activation_cap", word)
+        raise ConfigError(f"{activation_cap}: must be above 0", activation_cap)
     if bytes_per_chunk_activation is None:
         default = default_cap(geometry)
         text = f"{default.text}; {word} takes its place once an activation's size is measured"
         return Cap(default.chunks, text, needs_measuring=True)
     if bytes_per_chunk_activation <= 0:
+        activation_cap = setting("activation_cap", word)
         raise ConfigError(
-            f"{setting('activation_cap', word)}: a chunk's activation was measured as "
-            f"{bytes_per_chunk_activation} bytes (offloaded ones are not measured); give a "
-            "multiple of the pipeline size"
+            f"{activation_cap}: a chunk's activation was measured as {bytes_per_chunk_activation} "
+            "bytes (offloaded ones are not measured); give a multiple of the pipeline size",
+            activation_cap,
         )
     chunks = amount * _UNITS[size[2].upper()] / bytes_per_chunk_activation
     mib = bytes_per_chunk_activation / (1 << 20)
@@ -354,18 +360,19 @@ def _number(digits: str, text: str) -> float:
     try:
         return float(digits)
     except ValueError:
-        raise ConfigError(
-            f"{setting('activation_cap', text)}: {digits!r} is not a number"
-        ) from None
+        activation_cap = setting("activation_cap", text)
+        raise ConfigError(f"{activation_cap}: {digits!r} is not a number", activation_cap) from None
 
 
 def _checked(chunks: float, geometry: Geometry, least: int, why: str, instead: str = "") -> Cap:
     """A cap that holds ``least``; ``instead`` is what to give if this one does not."""
     if chunks < least - ROUNDING:
+        activation_cap = setting("activation_cap")
         raise ConfigError(
-            f"{setting('activation_cap')}: {why} is {chunks:g} chunk activations on pipeline rank "
+            f"{activation_cap}: {why} is {chunks:g} chunk activations on pipeline rank "
             f"{geometry.rank}, but Megatron's own order needs {least} there; less could stop the "
-            f"pipeline. Give at least {instead or times_p(least, geometry)}, or strict"
+            f"pipeline. Give at least {instead or times_p(least, geometry)}, or strict",
+            activation_cap,
         )
     return Cap(
         chunks, f"pipeline rank {geometry.rank} may hold {chunks:g} chunk activations ({why})"

@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from megatron.dpp.errors import ConfigError, setting
+from megatron.dpp.errors import ConfigError, Setting, setting
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
 from megatron.dpp.schedule.caps import times_p
 from megatron.dpp.schedule.state import View
@@ -112,25 +112,23 @@ def find_policy(name: str) -> Policy:
     if name in BUILT_IN:
         return BUILT_IN[name]
     module_name, colon, attribute = name.partition(":")
+    given = setting("policy", name)
     if not colon:
         known = ", ".join(BUILT_IN)
-        raise ConfigError(
-            f"{setting('policy', name)}: expected one of {known} or your own as module:function"
-        )
+        raise ConfigError(f"{given}: expected one of {known} or your own as module:function", given)
     try:
         policy = getattr(importlib.import_module(module_name), attribute)
         if isinstance(policy, type):
             policy = policy()
     except Exception as error:  # importing or making it runs a user's own code
-        what = setting("policy", name)
-        raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{given}: {type(error).__name__}: {error}", given) from error
     if not callable(policy):
-        raise ConfigError(f"{setting('policy', name)}: {policy!r} cannot be called")
-    _check_takes_view(policy, name)
+        raise ConfigError(f"{given}: {policy!r} cannot be called", given)
+    _check_takes_view(policy, given)
     return policy  # type: ignore[no-any-return]
 
 
-def _check_takes_view(policy: Policy, name: str) -> None:
+def _check_takes_view(policy: Policy, given: Setting) -> None:
     try:
         signature = inspect.signature(policy)
     except ValueError:  # some callables of CPython have no signature
@@ -139,7 +137,7 @@ def _check_takes_view(policy: Policy, name: str) -> None:
         signature.bind(None)
     except TypeError as error:
         raise ConfigError(
-            f"{setting('policy', name)}: it takes {signature}, and is called with one view: {error}"
+            f"{given}: it takes {signature}, and is called with one view: {error}", given
         ) from error
 
 
@@ -156,10 +154,14 @@ def check_room(
     name = next((each for each in HOLDS_ALL if BUILT_IN[each] is policy), None)
     if name and not geometry.forward_only and cap < need:
         head = split_backward and geometry.num_ranks > 1
+        given, dynamic = setting("policy", name), setting("policy", "dynamic")
+        larger = setting("activation_cap", times_p(need + head, geometry))
         raise ConfigError(
-            f"{setting('policy', name)}: pipeline rank {geometry.rank} may hold {cap:g} chunk "
-            f"activations, but {name} holds all {geometry.uncut.num_microbatches} microbatches of "
-            f"{geometry.num_chunks} chunks, {need}. Give "
-            f"{setting('activation_cap', times_p(need + head, geometry))} (or more bytes), or take "
-            f"{setting('policy', 'dynamic')}"
+            f"{given}: pipeline rank {geometry.rank} may hold {cap:g} chunk activations, "
+            f"but {name} holds all {geometry.uncut.num_microbatches} microbatches of "
+            f"{geometry.num_chunks} chunks, {need}. Give {larger} (or more bytes), or "
+            f"take {dynamic}",
+            given,
+            larger,
+            dynamic,
         )

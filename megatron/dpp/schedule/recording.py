@@ -18,7 +18,15 @@ from typing import Any, Literal
 
 from megatron.dpp import strict_json
 from megatron.dpp.config import Backward
-from megatron.dpp.errors import ConfigError, DataError, ReplayError, ScheduleError, setting, shown
+from megatron.dpp.errors import (
+    ConfigError,
+    DataError,
+    ReplayError,
+    ScheduleError,
+    Text,
+    setting,
+    shown,
+)
 from megatron.dpp.safe_files import open_text_to_write, open_to_read
 from megatron.dpp.schedule.actions import Action, Geometry
 from megatron.dpp.schedule.refusals import allowed, refusal
@@ -59,7 +67,8 @@ def check_recording(path: str, geometry: Geometry, *, ramped: bool = False) -> N
         if "num_microbatches" in was:  # otherwise it holds evaluations only
             now["num_microbatches"] = geometry.num_microbatches
     if changes := _changes(was, now):
-        raise DataError(f"{setting('replay', file)}: recorded with other settings: {changes}")
+        replay = setting("replay", file)
+        raise DataError(f"{replay}: recorded with other settings: {changes}", replay)
 
 
 class DecisionRecorder:
@@ -79,7 +88,8 @@ class DecisionRecorder:
         try:
             self._file = open_text_to_write(file)
         except OSError as error:
-            raise ConfigError(f"{setting('record', file)}: {error.strerror}") from error
+            record = setting("record", file)
+            raise ConfigError(f"{record}: {error.strerror}", record) from error
         self._write(header)
 
     def __enter__(self) -> DecisionRecorder:
@@ -164,30 +174,33 @@ class Recording:
             ReplayError: the iteration does not exist, or has another shape.
             DataError: its line is broken.
         """
-        place = f"{setting('replay', self.path)}, iteration {index}"
+        replay = setting("replay", self.path)
+        place = Text(f"{replay}, iteration {index}", replay)
         if index >= len(self.iterations):
             raise ReplayError(
-                f"{setting('replay', self.path)} holds {len(self.iterations)} iterations; "
-                f"iteration {index} cannot be replayed"
+                f"{replay} holds {len(self.iterations)} iterations; iteration {index} cannot be "
+                "replayed",
+                replay,
             )
         line = self.iterations[index]
         owed = _owed(geometry, Backward(split_backward, stock))
         now = _shape(geometry) | {"stock": None, "groups": None} | owed
         now |= _groups(geometry)
         if changes := _changes(self.header | line, now):
-            raise ReplayError(f"{place}: recorded with other settings: {changes}")
+            raise ReplayError(f"{place}: recorded with other settings: {changes}", place)
         text = line.get("actions")
         if not isinstance(text, str):
-            raise DataError(f'{place}: it has no "actions"')
+            raise DataError(f'{place}: it has no "actions"', place)
         try:
             actions = [Action.parse(word) for word in text.split()]
         except ScheduleError as error:
-            raise DataError(f"{place}: {error}") from error
+            raise DataError(f"{place}: {error}", place) from error
         sizes = line.get("sizes")
         if sizes is not None and not (
             isinstance(sizes, list) and len(sizes) == geometry.num_microbatches
         ):
-            raise DataError(f'{place}: "sizes" {shown(sizes)} are not those of its microbatches')
+            wrong = f'{place}: "sizes" {shown(sizes)} are not those of its microbatches'
+            raise DataError(wrong, place)
         return Replay(actions, place, sizes or "largest")
 
 
@@ -284,6 +297,7 @@ def _changes(was: dict[str, Any], now: dict[str, Any]) -> str:
 def _read(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the lines of a recording, its header first."""
     number = 0
+    replay = setting("replay", file)
     try:
         with io.TextIOWrapper(open_to_read(file), encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
@@ -292,28 +306,31 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
                     _check_header(file, parsed)
                 yield parsed
     except OSError as error:
-        raise DataError(f"{setting('replay', file)}: {error.strerror}") from error
+        raise DataError(f"{replay}: {error.strerror}", replay) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{setting('replay', file)}: not a recording: {error}") from error
+        raise DataError(f"{replay}: not a recording: {error}", replay) from error
     if not number:
-        raise DataError(f"{setting('replay', file)}: not a recording: it is empty")
+        raise DataError(f"{replay}: not a recording: it is empty", replay)
 
 
 def _check_header(file: Path, header: dict[str, Any]) -> None:
+    replay, record = setting("replay", file), setting("record")
     if header.get("format") != _FORMAT:
-        raise DataError(f"{setting('replay', file)}: not a recording made with {setting('record')}")
+        raise DataError(f"{replay}: not a recording made with {record}", replay, record)
     if header.get("version") != _VERSION:
         raise DataError(
-            f"{setting('replay', file)}: format version {shown(header.get('version'))}, this "
-            f"program reads {_VERSION}"
+            f"{replay}: format version {shown(header.get('version'))}, this program reads "
+            f"{_VERSION}",
+            replay,
         )
 
 
 def _parse(file: Path, number: int, line: str) -> dict[str, Any]:
+    replay = setting("replay", file)
     try:
         parsed = strict_json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{setting('replay', file)}, line {number}: not JSON: {error}") from error
+        raise DataError(f"{replay}, line {number}: not JSON: {error}", replay) from error
     if not isinstance(parsed, dict):
-        raise DataError(f"{setting('replay', file)}, line {number}: expected a JSON object")
+        raise DataError(f"{replay}, line {number}: expected a JSON object", replay)
     return parsed

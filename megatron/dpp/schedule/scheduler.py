@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.dpp.direction import Direction
-from megatron.dpp.errors import ConfigError, DppError, ScheduleError, setting
+from megatron.dpp.errors import ConfigError, DppError, ScheduleError, Text, setting
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
 from megatron.dpp.schedule.budget import ROUNDING, UNIT, KnownSizes, MemoryLimit, key_sizes
 from megatron.dpp.schedule.caps import default_cap
@@ -150,9 +150,11 @@ class Scheduler:
             return
         for cap, least in self._state.least:
             if cap < least - ROUNDING:
+                activation_cap = setting("activation_cap")
                 raise ConfigError(
                     f"pipeline rank {self.geometry.rank} may hold {cap:g} chunk activations, but "
-                    f"Megatron's own order needs {least:g}; raise {setting('activation_cap')}"
+                    f"Megatron's own order needs {least:g}; raise {activation_cap}",
+                    activation_cap,
                 )
 
     def learn(self, microbatch: int, size: int) -> None:
@@ -284,20 +286,23 @@ class Scheduler:
             place = traceback.extract_tb(error.__traceback__)[-1]
             raise ScheduleError(
                 f"{self._policy_setting} failed on pipeline rank {self.geometry.rank}: "
-                f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+                f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})",
+                self._policy_setting,
             ) from error
         if isinstance(action, Action):
-            self._run_allowed(action, f"{self._policy_setting}: ")
+            self._run_allowed(action, Text(f"{self._policy_setting}: ", self._policy_setting))
         elif action is not None:
             raise ScheduleError(
                 f"{self._policy_setting} returned {action!r}: expected an action of the "
-                "view's own (view.forward(chunk), view.backward(chunk), view.weight()) or None"
+                "view's own (view.forward(chunk), view.backward(chunk), view.weight()) or None",
+                self._policy_setting,
             )
         elif not self.done and not may_arrive(self._state):
             raise ScheduleError(
                 f"{self._policy_setting} returned None on pipeline rank "
                 f"{self.geometry.rank}, where nothing more will arrive until something "
-                f"runs: {self.stall().text}"
+                f"runs: {self.stall().text}",
+                self._policy_setting,
             )
         return action
 
@@ -315,7 +320,8 @@ class Scheduler:
         if own is not action and own != action:
             raise ScheduleError(
                 f"{whose}pipeline rank {self.geometry.rank}: {action} may not run: "
-                f"{refusal(state, action).text}"
+                f"{refusal(state, action).text}",
+                whose,
             )
         state.apply(action)
 

@@ -10,11 +10,12 @@ from pathlib import Path
 def main(model: str) -> int:
     """Trains ``gpt`` or ``bert`` with the flags of the command line; returns the exit status."""
     from megatron.dpp import run
+    from megatron.dpp_train.presets.direct import check_command_line
 
+    check_command_line(sys.argv[1:])
     if "RANK" not in os.environ:  # started without torchrun: one process
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    if not any(
-        "fsdp" in word for word in sys.argv
-    ):  # Megatron insists on it, and with FSDP on none
+    if not any("fsdp" in word for word in sys.argv):
+        # Megatron insists on one hardware queue for tensor parallelism; with FSDP on several
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return run.main([str(Path(__file__).with_name(f"{model}.py")), *sys.argv[1:]])

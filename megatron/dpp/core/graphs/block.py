@@ -23,11 +23,12 @@ from megatron.dpp.core.graphs.eight_bit import CachedWeights
 from megatron.dpp.core.graphs.pools import Pools, Slot, alike
 from megatron.dpp.core.graphs.reductions import Additions, Reductions
 from megatron.dpp.core.graphs.rng import CapturedRng, RecomputedDraws
-from megatron.dpp.core.wgrad.linear import WeightGradients, decoder_block, gradient_accumulator
+from megatron.dpp.core.wgrad import accumulate
+from megatron.dpp.core.wgrad.linear import WeightGradients, decoder_block
 from megatron.dpp.core.wgrad.own_way import STANDS_FOR, why_eager
 from megatron.dpp.core.wgrad.product import DeferredWork, gather_buffers
 from megatron.dpp.core.wgrad.te import DelayedModules, adding, real_gradient
-from megatron.dpp.errors import one_line, setting
+from megatron.dpp.errors import one_line
 
 
 class _Graphs:
@@ -104,14 +105,14 @@ class _Graphs:
         """Add a new gradient to its parameter's, or keep it for a W of Transformer Engine's
         layers.
         """
-        (parameter, accumulate), delayed = self._owner.accumulators[number], self._owner.delayed
+        parameter, delayed = self._owner.parameters[number], self._owner.delayed
         if getattr(alias, "grad_added_to_main_grad", False):
             parameter.grad_added_to_main_grad = True
         if delayed is not None and delayed.knows(parameter):
             self._waiting[parameter] = real_gradient(alias)
             alias.grad = None
         else:
-            accumulate(_taken(alias))
+            accumulate.add(parameter, [_taken(alias)])
             self._added.add(parameter)
 
     def _run_weight(self, layer: int) -> None:
@@ -155,7 +156,7 @@ class _Graphs:
 
     def adds_to(self, weight: torch.Tensor) -> bool:
         """True if this is a parameter of the block."""
-        return any(parameter is weight for parameter, _ in self._owner.accumulators)
+        return any(parameter is weight for parameter in self._owner.parameters)
 
     def weight(self, layer: int) -> None:
         """Replay one layer's W; the last one gives the slot back."""
@@ -226,12 +227,8 @@ class GraphedBlock:
         self.chunk: Any = chunk
         self.store, self.delayed, self.capture, self._say = store, delayed, capture, say
         self.num_layers = len(block.layers)
-        self.accumulators = [
-            (parameter, gradient_accumulator(parameter, chunk))
-            for parameter in block.parameters()
-            if parameter.requires_grad
-        ]
-        self.reductions = Reductions(chunk, [parameter for parameter, _ in self.accumulators])
+        self.parameters = [p for p in block.parameters() if p.requires_grad]
+        self.reductions = Reductions(chunk, self.parameters)
         self._pools: Pools | None = None
         self._signatures: dict[int, Any] = {}
         self._failed = False
@@ -305,7 +302,7 @@ class GraphedBlock:
         that stream wait for the captured one, which CUDA refuses.
         """
         aliases = []
-        for parameter, _ in self.accumulators:
+        for parameter in self.parameters:
             alias = torch.nn.Parameter(parameter.detach())  # compiled parts expect a Parameter
             alias.__dict__.update(parameter.__dict__)  # Megatron's marks, and main_grad
             alias.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -316,8 +313,7 @@ class GraphedBlock:
     @contextlib.contextmanager
     def using(self, aliases: list[torch.nn.Parameter]) -> Iterator[None]:
         """Let the block compute with these instead of its parameters."""
-        originals = (parameter for parameter, _ in self.accumulators)
-        alias_of = dict(zip(originals, aliases, strict=True))
+        alias_of = dict(zip(self.parameters, aliases, strict=True))
         tables = [module._parameters for module in self._block.modules()]
         own = [dict(table) for table in tables]
         for table in tables:
@@ -362,7 +358,7 @@ class GraphedBlock:
         options = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
         if isinstance(hidden, torch.Tensor) and not hidden.requires_grad:
-            if not self.accumulators:
+            if not self.parameters:
                 return self._original(**kwargs)
             # All layers before it are frozen, and the parameters are no inputs of the replay:
             # autograd would not run its backward.
@@ -395,8 +391,8 @@ class GraphedBlock:
         """Graphs in a free slot; None if this call must run eagerly."""
         if not pools.knows(hidden):
             self._say(
-                f"microbatches that are not of {pools.lengths} run without graphs "
-                f"({setting('length_buckets')} names lengths)"
+                f"microbatches that are not of {pools.lengths} run without graphs (length_buckets "
+                "names lengths)"
             )
             return None
         signature, rows = _signature(hidden, options), len(hidden)
@@ -410,7 +406,7 @@ class GraphedBlock:
         if slot is None:
             self._say(
                 "microbatches for which the memory of the activation cap is spent run without "
-                f"graphs ({setting('length_buckets')})"
+                "graphs (length_buckets)"
             )
             return None
         if (self, rows) not in slot.graphs:

@@ -3,8 +3,8 @@
 The previous stage waits for the gradient of a linear layer's input; the gradient of its weight is
 needed only by the optimizer step. ``WeightGradients`` rebinds the linear layers of a chunk for a
 step, so that a backward pass computes the former and *defers* the latter; ``run`` computes it
-later, one layer at a time. Each weight gets its contributions in microbatch order through
-DistributedDataParallel's own hook, so the numbers are bitwise those of a fused backward.
+later, one layer at a time. Autograd adds each weight's contributions in microbatch order, with all
+hooks, so the numbers are bitwise those of a fused backward.
 
 Transformer Engine's layers are ``te_layer``'s, or ``te``'s if they were built to delay weight
 gradients. Embeddings, the LM
@@ -27,15 +27,23 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from megatron.dpp.core import compat
 from megatron.dpp.core.cpu import without_rewriting
-from megatron.dpp.core.experts import GroupedExperts, GroupedLinear
 from megatron.dpp.core.grad_sync import replicated
+from megatron.dpp.core.wgrad import accumulate
+from megatron.dpp.core.wgrad.accumulate import OwnHook
 from megatron.dpp.core.wgrad.own_way import Place, places, why_module, why_weight
-from megatron.dpp.core.wgrad.product import DeferredWork, Group, Layer, forward_of, refuse
+from megatron.dpp.core.wgrad.product import DeferredWork, Layer, forward_of, refuse
 from megatron.dpp.core.wgrad.te import DelayedModules
 from megatron.dpp.core.wgrad.te_layer import TELayer, is_te, weights_of, why_layer
 from megatron.dpp.errors import ConfigError, setting
 
+_RUN_BACKWARD, _INPUTS = "_engine_run_backward", 3
+"""The function behind torch.autograd's ``grad`` and ``backward``, and the place of ``inputs``."""
+_OWN_PASS = (
+    "dynamic pipeline: a forward step runs a backward pass of its own: its gradients are added in "
+    "the order of tasks, which megatron-core's schedule may have another of"
+)
 _NAMED = 2
 """Layers that a line names; the others are counted."""
 
@@ -59,13 +67,12 @@ class WeightGradients:
         self._current: dict[int, list[DeferredWork]] | None = None
         self._waiting: dict[tuple[int, int], dict[int, list[DeferredWork]]] = {}
         self._layers: list[tuple[Any, Callable[..., torch.Tensor]]] = []
-        self._groups: list[tuple[GroupedLinear, Group]] = []
         self._te: list[TELayer] = []
         self._weights: dict[torch.nn.Parameter, str] = {}
-        self._accumulators: dict[torch.nn.Parameter, Callable[[torch.Tensor], None]] = {}
         self._own_ways: dict[str, list[str]] = {}
         self._accumulated: dict[torch.nn.Parameter, int] = {}
         self._held_bytes = 0
+        self._adding = False
         self._delayed: list[DelayedModules] = []
         self.num_pieces: tuple[int, ...] = ()
         """Transformer layers of each chunk; 0 if none of them can defer."""
@@ -92,8 +99,7 @@ class WeightGradients:
             ConfigError: as of the class.
         """
         self._waiting.clear()
-        self._layers, self._groups, self._te, self._held_bytes = [], [], [], 0
-        self._accumulators = {weight: self._accumulators[weight] for weight in self._weights}
+        self._layers, self._te, self._held_bytes = [], [], 0
         self._weights = {}
         before, self._delayed = self._delayed, []
         found = [list(places(chunk)) for chunk in self._chunks]
@@ -120,10 +126,12 @@ class WeightGradients:
         nothing can be deferred.
         """
         if getattr(get_model_config(chunk), "enable_autocast", False):
+            split, off = setting("split_backward"), setting("split_backward", "off")
             raise ConfigError(
-                f"{setting('split_backward')} computes weight gradients outside of autocast (the "
-                f"model's enable_autocast): use {setting('split_backward', 'off')}, or parameters "
-                "of the dtype that is computed with"
+                f"{split} computes weight gradients outside of autocast (the model's "
+                f"enable_autocast): use {off}, or parameters of the dtype that is computed with",
+                split,
+                off,
             )
         block = decoder_block(chunk)
         layers = list(block.layers) if block is not None else []
@@ -138,8 +146,6 @@ class WeightGradients:
                 continue
             if isinstance(place.module, ColumnParallelLinear | RowParallelLinear):
                 self._add(place, piece, chunk, lambda weight: uses[id(weight)])
-            elif isinstance(place.module, GroupedExperts):
-                self._add_group(place, piece, chunk, lambda weight: uses[id(weight)])
             elif is_te(place.module):
                 self._add_te(place, piece, chunk, lambda weight: uses[id(weight)])
         for reason, names in self._own_ways.items():
@@ -160,30 +166,9 @@ class WeightGradients:
         if reason is not None:
             self._own_ways.setdefault(reason, []).append(place.name)
             return
-        layer = Layer(piece, place.name, module, self._accumulator(weight, chunk), self.defer)
+        layer = Layer(piece, place.name, module, self.add, self.defer)
         self._layers.append((module, forward_of(module, layer, partial(self._tell, [place.name]))))
         self._weights[weight] = f"{place.name}.weight"
-
-    def _add_group(
-        self, place: Place, piece: int, chunk: torch.nn.Module, uses: Callable[[Any], int]
-    ) -> None:
-        experts: Any = place.module
-        if not experts.are_as_built():
-            changed = "its experts were changed, and run one after the other"
-            self._own_ways.setdefault(changed, []).append(place.name)
-            return
-        for linear in experts.linears:
-            if not all(weight.requires_grad for weight in linear.weights):
-                continue
-            reasons = (place.around or why_weight(layer, uses) for layer in linear.layers)
-            reason = next(filter(None, reasons), None)
-            if reason is not None:
-                self._own_ways.setdefault(reason, []).append(place.name)
-                continue
-            accumulate = [self._accumulator(weight, chunk) for weight in linear.weights]
-            group = Group(piece, place.name, linear.weights, accumulate, self.defer)
-            self._groups.append((linear, group))
-            self._weights.update(dict.fromkeys(linear.weights, f"{place.name}: a weight"))
 
     def _add_te(
         self, place: Place, piece: int, chunk: torch.nn.Module, uses: Callable[[Any], int]
@@ -199,20 +184,12 @@ class WeightGradients:
             piece,
             place.name,
             place.module,
-            lambda weight: self._accumulator(weight, chunk),
+            self.add,
             self.defer,
             partial(self._tell, [place.name]),
         )
         self._te.append(layer)
         self._weights.update(dict.fromkeys(layer.weights, f"{place.name}: a weight"))
-
-    def _accumulator(
-        self, weight: torch.nn.Parameter, chunk: torch.nn.Module
-    ) -> Callable[[torch.Tensor], None]:
-        """The one of the step before, if there is one."""
-        if weight not in self._accumulators:
-            self._accumulators[weight] = gradient_accumulator(weight, chunk)
-        return self._accumulators[weight]
 
     def _tell(self, names: list[str], reason: str) -> None:
         """Say why layers go their own way."""
@@ -232,20 +209,33 @@ class WeightGradients:
         for modules in self._delayed:
             modules.restart(order)
         with ExitStack() as around:
+            around.enter_context(compat.replaced(torch.autograd, _RUN_BACKWARD, self._checked))
             for weight in self._weights:
-                hook = weight.register_hook(partial(self._before_autograd_adds, weight))  # type: ignore[no-untyped-call]
+                hook = weight.register_hook(OwnHook(self._before_autograd_adds, weight))  # type: ignore[no-untyped-call]
                 around.callback(hook.remove)
             for module, forward_impl in self._layers:
                 module._forward_impl = forward_impl
                 around.callback(vars(module).pop, "_forward_impl", None)
-            for linear, group in self._groups:
-                linear.defer = group
-                around.callback(setattr, linear, "defer", None)
             for layer in self._te:
                 around.enter_context(layer.bound())
             yield
         for modules in self._delayed:
             modules.check_empty()
+
+    def _checked(self, run: Callable[..., Any], outputs: Any, *given: Any, **options: Any) -> Any:
+        """Run a pass of autograd that a host asks for.
+
+        Raises:
+            ConfigError: it asks for the gradient of a weight, which is no input of the graph.
+        """
+        for wanted in given[_INPUTS] if len(given) > _INPUTS else ():
+            if isinstance(wanted, torch.Tensor) and wanted in self._weights:
+                raise ConfigError(
+                    f"{setting('split_backward')}: torch.autograd.grad, or backward(inputs=...), "
+                    f"asks for the gradient of {self._weights[wanted]}, which is deferred; use "  # type: ignore[index]
+                    f"{setting('split_backward', 'off')}"
+                )
+        return run(outputs, *given, **options)
 
     def _before_autograd_adds(self, weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Keep a weight's order where a pass adds a gradient by itself, as a layer went its own way
@@ -254,7 +244,13 @@ class WeightGradients:
         Raises:
             ConfigError: the same pass has deferred one, and would have added up both.
         """
+        if self._adding:
+            return
         task = self._accumulated[weight] = torch._C._current_graph_task_id()
+        self._compute_waiting(weight, task)
+
+    def _compute_waiting(self, weight: torch.nn.Parameter, task: int) -> None:
+        """Add what earlier passes than ``task`` have deferred of a weight's gradient."""
         for waiting in self._waiting.values():
             for row in waiting.values():
                 for work in [work for work in row if work.touches(weight)]:
@@ -263,6 +259,14 @@ class WeightGradients:
                     row.remove(work)
                     work.compute()
                     self._held_bytes -= work.num_bytes()
+
+    def add(self, parameter: torch.nn.Parameter, given: list[torch.Tensor]) -> None:
+        """:func:`accumulate.add` of a deferred gradient."""
+        before, self._adding = self._adding, True
+        try:
+            accumulate.add(parameter, given)
+        finally:
+            self._adding = before
 
     def _refuse_mixture(self, weight: torch.nn.Parameter) -> None:
         refuse(self._weights[weight], "is also used outside of its layer's own product")
@@ -285,9 +289,12 @@ class WeightGradients:
 
     def defer(self, layer: int, work: DeferredWork) -> None:
         """Defer work of a layer (counted from the chunk's first); outside of :meth:`collect` it
-        runs at once.
+        runs at once, after what earlier passes have deferred.
         """
         if self._current is None:
+            self._say(_OWN_PASS)
+            for weight in filter(work.touches, self._weights):
+                self._compute_waiting(weight, work.task)
             work.compute()
             return
         for weight, task in self._accumulated.items():
@@ -313,25 +320,6 @@ class WeightGradients:
             del self._waiting[chunk, microbatch]
 
 
-def gradient_accumulator(
-    weight: torch.nn.Parameter, chunk: torch.nn.Module
-) -> Callable[[torch.Tensor], None]:
-    """A function that adds a gradient to ``weight``, through DDP's hook if DDP wraps the chunk.
-
-    As autograd does, it casts the gradient to the weight's dtype.
-    """
-    ddp = _ddp_of(chunk, weight)
-    hook = None if ddp is None else ddp._make_backward_post_hook(weight)
-
-    def accumulate(gradient: torch.Tensor) -> None:
-        gradient = gradient.to(weight.dtype)
-        weight.grad = gradient if weight.grad is None else weight.grad + gradient
-        if hook is not None:
-            hook()
-
-    return accumulate
-
-
 def _ddp_of(chunk: torch.nn.Module, weight: torch.nn.Parameter | None = None) -> Any | None:
     """The DDP of a chunk, or the one that holds ``weight`` where its parts have one each."""
     if isinstance(chunk, DistributedDataParallel):
@@ -343,10 +331,12 @@ def _ddp_of(chunk: torch.nn.Module, weight: torch.nn.Parameter | None = None) ->
     while isinstance(found, torch.nn.Module):
         torchs = isinstance(found, torch.nn.parallel.DistributedDataParallel)
         if torchs or hasattr(found, "start_grad_sync"):
+            split, off = setting("split_backward"), setting("split_backward", "off")
             raise ConfigError(
-                f"{setting('split_backward')} cannot defer weight gradients under "
-                f"{type(found).__name__}; use {setting('split_backward', 'off')} or "
-                "megatron-core's DistributedDataParallel"
+                f"{split} cannot defer weight gradients under {type(found).__name__}; "
+                f"use {off} or megatron-core's DistributedDataParallel",
+                split,
+                off,
             )
         found = getattr(found, "module", None)
     return None

@@ -11,13 +11,18 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
-from megatron.dpp.core.experts import NODE, wants_leaves, weight_gradients
 from megatron.dpp.core.wgrad import fused as fused_wgrad
+from megatron.dpp.core.wgrad.accumulate import is_hooked
 from megatron.dpp.core.wgrad.own_way import product_is_own, stands_for
 from megatron.dpp.errors import ConfigError, setting
 
+NODE = torch.zeros((), requires_grad=True)
+"""An input of products that defer, in the place of their weights. It gets no gradient itself."""
+_NODE_ACCUMULATES = torch.autograd.graph.get_gradient_edge(NODE).node
+
 Defer = Callable[[int, "DeferredWork"], None]
 """Takes the work of a layer, counted from the chunk's first."""
+Add = Callable[[Any, list[torch.Tensor]], None]
 
 
 class DeferredWork(abc.ABC):
@@ -45,15 +50,26 @@ class DeferredWork(abc.ABC):
         return False
 
 
+def wants_leaves() -> bool:
+    """In the backward of a product of :data:`NODE`: True if the pass accumulates gradients of
+    leaves, and not only asks for those of some tensors, as ``torch.autograd.grad`` does.
+    """
+    wanted: bool = torch._C._will_engine_execute_node(_NODE_ACCUMULATES)
+    return wanted
+
+
 def refuse(name: str, why: str) -> NoReturn:
     """Refuse to go on with a layer whose gradients would not be those of a fused backward.
 
     Raises:
         ConfigError: always.
     """
+    split, off = setting("split_backward"), setting("split_backward", "off")
     raise ConfigError(
-        f"{setting('split_backward')}: {name} {why}, so that its deferred gradient would differ "
-        f"from that of a fused backward; use {setting('split_backward', 'off')}"
+        f"{split}: {name} {why}, so that its deferred gradient would differ from that of "
+        f"a fused backward; use {off}",
+        split,
+        off,
     )
 
 
@@ -96,7 +112,7 @@ class Layer:
         piece: its transformer layer.
         name: for messages.
         module: of megatron-core's own class.
-        accumulate: adds a gradient to its weight.
+        add: adds a gradient to a parameter, see :func:`accumulate.add`.
         defer: takes the work of a backward pass.
     """
 
@@ -105,10 +121,10 @@ class Layer:
         piece: int,
         name: str,
         module: Any,
-        accumulate: Callable[[torch.Tensor], None],
+        add: Add,
         defer: Defer,
     ) -> None:
-        self.piece, self.name, self.defer, self.accumulate = piece, name, defer, accumulate
+        self.piece, self.name, self.defer, self.add = piece, name, defer, add
         self.weight: torch.nn.Parameter = module.weight
         self.fused = bool(module.gradient_accumulation_fusion)
 
@@ -124,18 +140,13 @@ class Layer:
             return ""
         if not stands_for(weight, self.weight):
             return "a call gets another weight"
-        if has_hooks(self.weight):
+        if is_hooked(self.weight):
             return "its weight has hooks"
         if type(input_) is not torch.Tensor:
             return f"its input is a {type(input_).__name__}"
         if torch.is_autocast_enabled(input_.device.type):
             return "autocast is on"
         return None if product_is_own() else "megatron-core's product is replaced in a call"
-
-
-def has_hooks(weight: torch.nn.Parameter) -> bool:
-    """True if a weight that is being deferred has hooks besides the project's own."""
-    return bool(weight._post_accumulate_grad_hooks) or len(weight._backward_hooks or ()) > 1
 
 
 def _wants(bias: torch.Tensor | None) -> bool:
@@ -183,7 +194,7 @@ class _Deferred(LayerWork[Layer, _Operands]):
     @torch.no_grad()
     def compute(self) -> None:
         layer = self.layer
-        gradient: torch.Tensor | None = None
+        gradients: list[torch.Tensor] = []
         for each in self.products:
             total_input = _gather(each.input.get(layer.name), each.gather_group)
             grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
@@ -193,64 +204,9 @@ class _Deferred(LayerWork[Layer, _Operands]):
                 fused_wgrad.accumulate(layer.weight, total_input, grad_output)
             else:
                 added = grad_output.t().matmul(total_input)
-                gradient = added if gradient is None else gradient + added
-        layer.accumulate(torch.empty_like(layer.weight) if gradient is None else gradient)
-
-
-class Group:
-    """One linear layer of all experts, whose products defer.
-
-    Args:
-        piece, name: as of a :class:`Layer`.
-        weights: of each expert.
-        accumulate: adds a gradient to each.
-        defer: takes the work of a backward pass.
-    """
-
-    def __init__(
-        self,
-        piece: int,
-        name: str,
-        weights: list[torch.nn.Parameter],
-        accumulate: list[Callable[[torch.Tensor], None]],
-        defer: Defer,
-    ) -> None:
-        self.piece, self.name, self.weights = piece, name, weights
-        self.accumulate, self._defer = accumulate, defer
-
-    def takes(self, weights: list[Any]) -> bool:
-        """True if a product with these weights defers."""
-        return all(
-            stands_for(given, own) and own.requires_grad and not has_hooks(own)
-            for given, own in zip(weights, self.weights, strict=True)
-        )
-
-    def __call__(self, tokens: torch.Tensor, grad_output: torch.Tensor, ends: torch.Tensor) -> None:
-        """Defer the weight gradients of a product."""
-        self._defer(self.piece, _DeferredGroup(self, Kept(tokens), Kept(grad_output), ends))
-
-
-@dataclass(frozen=True, eq=False)
-class _DeferredGroup(DeferredWork):
-    """The operands of the weight gradients of one linear layer of all experts."""
-
-    group: Group
-    input: Kept
-    grad_output: Kept
-    ends: torch.Tensor
-    task: int = field(default_factory=_task)
-
-    def num_bytes(self) -> int:
-        return self.input.num_bytes + self.grad_output.num_bytes
-
-    def touches(self, weight: torch.Tensor) -> bool:
-        return any(own is weight for own in self.group.weights)
-
-    def compute(self) -> None:
-        name = self.group.name
-        gradients = weight_gradients(self.input.get(name), self.grad_output.get(name), self.ends)
-        for accumulate, gradient in zip(self.group.accumulate, gradients, strict=True):
-            accumulate(gradient)
+                gradients = [gradients.pop() + added if gradients else added]
+                del added
+        layer.add(layer.weight, gradients)
 
 
 class InputGradientNow(torch.autograd.Function):
@@ -295,7 +251,7 @@ class InputGradientNow(torch.autograd.Function):
             )
         layer: Layer = ctx.layer
         if layer.weight.requires_grad and wants_leaves():
-            if has_hooks(layer.weight):
+            if is_hooked(layer.weight):
                 refuse(layer.name, "got hooks on its weight between F and B")
             # Detached: the input's grad_fn would keep the whole graph before it alive until the W.
             given = Kept(input_.detach())

@@ -36,7 +36,7 @@ import torch
 from megatron.dpp.core.memory import tensors_in
 from megatron.dpp.core.wgrad.own_way import Place, places
 from megatron.dpp.core.wgrad.product import DeferredWork
-from megatron.dpp.errors import ConfigError, core_setting, setting
+from megatron.dpp.errors import ConfigError, setting
 
 SINCE = "2.7.0"
 """The first version whose modules take over DistributedDataParallel's hooks."""
@@ -68,14 +68,15 @@ def why_fused(config: Any) -> str | None:
         return f"Transformer Engine {get_te_version()} is too old: {SINCE} or newer is needed"
     reasons = {
         "8- and 4-bit layers add bias gradients before their turn": config.fp8 or config.fp4,
-        f"{core_setting('tp_comm_overlap')} computes weight gradients with its communication": (
+        "tp_comm_overlap computes weight gradients with its communication": (
             config.tp_comm_overlap
         ),
-        f"{core_setting('moe_shared_expert_overlap')} runs layers on a stream of their own": (
+        "moe_shared_expert_overlap runs layers on a stream of their own": (
             config.moe_shared_expert_overlap
         ),
-        f"{core_setting('use_cpu_initialization')} replaces biases, which then do not wait for "
-        "their gradients": (config.use_cpu_initialization),
+        "use_cpu_initialization replaces biases, which then do not wait for their gradients": (
+            config.use_cpu_initialization
+        ),
         "activations are offloaded": config.cpu_offloading
         or config.fine_grained_activation_offloading,
     }
@@ -100,10 +101,13 @@ def _has_trained_weight(module: torch.nn.Module) -> bool:
         if getattr(parameter, "skip_backward_post_hook", False) and parameter.requires_grad
     ]
     if trained and all(parameter.dim() == 1 for parameter in trained):
+        split, off = setting("split_backward"), setting("split_backward", "off")
         raise ConfigError(
-            f"{setting('split_backward')}: a {type(module).__name__} of Transformer Engine with a "
-            "frozen weight and a trained bias would lose the bias's gradient; freeze both or "
-            f"neither, or use {setting('split_backward', 'off')}"
+            f"{split}: a {type(module).__name__} of Transformer Engine with a frozen "
+            "weight and a trained bias would lose the bias's gradient; freeze both or neither, "
+            f"or use {off}",
+            split,
+            off,
         )
     return bool(trained)
 
@@ -131,10 +135,13 @@ def _refuse_changed(place: Place) -> None:
     }
     reason = place.around or next((reason for reason, holds in reasons.items() if holds), None)
     if reason is not None:
+        split, off = setting("split_backward"), setting("split_backward", "off")
         raise ConfigError(
-            f"{setting('split_backward')}: {place.name} of Transformer Engine was built with "
+            f"{split}: {place.name} of Transformer Engine was built with "
             f"delay_wgrad_compute, and a deferred weight gradient would leave out that {reason}; "
-            f"use {setting('split_backward', 'off')}"
+            f"use {off}",
+            split,
+            off,
         )
 
 
@@ -148,7 +155,8 @@ def refuse_delayed(chunks: list[torch.nn.Module], why: str) -> None:
         if any(is_delayed(module) for module in chunk.modules()):
             raise ConfigError(
                 f"chunk {number}: its Transformer Engine layers were built with "
-                f"delay_wgrad_compute, so their weight gradients would be lost: {why}"
+                f"delay_wgrad_compute, so their weight gradients would be lost: {why}",
+                why,
             )
 
 

@@ -24,14 +24,19 @@ import torch
 from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron.dpp.core import compat
-from megatron.dpp.core.experts import NODE, wants_leaves
 from megatron.dpp.core.memory import tensors_in
-from megatron.dpp.core.wgrad.own_way import stands_for, why_weight
-from megatron.dpp.core.wgrad.product import DeferredWork, Kept, LayerWork, has_hooks
+from megatron.dpp.core.wgrad.accumulate import is_hooked
+from megatron.dpp.core.wgrad.own_way import is_written_in, stands_for, why_weight
+from megatron.dpp.core.wgrad.product import (
+    NODE,
+    Add,
+    DeferredWork,
+    Kept,
+    LayerWork,
+    wants_leaves,
+)
 from megatron.dpp.core.wgrad.te import SINCE, is_delayed
-from megatron.dpp.errors import core_setting
 
-Accumulate = Callable[[torch.Tensor], None]
 _ASIDES = "dpp_asides"
 """Attribute of a parameter that a capture computes with: what stood for it there."""
 _OVERLAPS = (
@@ -82,7 +87,7 @@ def why_layer(module: Any, uses: Callable[[torch.Tensor], int]) -> str | None:
     if not is_te_min_version(SINCE):
         return f"Transformer Engine {get_te_version()} is older than {SINCE}"
     if any(getattr(module, name, False) for name in _OVERLAPS):
-        return f"{core_setting('tp_comm_overlap')} computes it with its communication"
+        return "tp_comm_overlap computes it with its communication"
     offloads = ("cpu_offloading", "fine_grained_activation_offloading")
     if any(getattr(getattr(module, "config", None), name, False) for name in offloads):
         return "activations are offloaded"
@@ -106,11 +111,24 @@ def _is_written(kind: Any, kinds: tuple[Any, ...]) -> bool:
         forward = vars(part).get("forward")
         if forward is not None and forward.__module__ != part.__module__:
             return False
+        if home is not None and not _function_is_written(home, part.__name__):
+            return False
         if part in kinds:
             return True
         if part.__module__ != compat.TE_LAYERS:
             return False
     return False
+
+
+def _function_is_written(home: Any, name: str) -> bool:
+    """True if the autograd function of a class, where it has one, is as Transformer Engine wrote
+    it.
+    """
+    function = getattr(home, f"_{name}", None)
+    if not isinstance(function, type):
+        return True
+    ways = (getattr(function, way) for way in ("forward", "backward"))
+    return function.__module__ == home.__name__ and all(is_written_in(way, home) for way in ways)
 
 
 class _Aside(torch.autograd.Function):
@@ -127,9 +145,9 @@ class _Aside(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         biases = gradients[ctx.num_weights :]
-        for accumulate, gradient in zip(ctx.layer.add_bias, biases, strict=True):
+        for bias, gradient in zip(ctx.layer.biases, biases, strict=True):
             if gradient is not None:
-                accumulate(gradient)
+                ctx.layer.add(bias, [gradient])
         return (None,) * (2 + len(gradients))
 
 
@@ -160,7 +178,7 @@ class TELayer:
         piece: its transformer layer.
         name: for messages.
         module: one without :func:`why_layer`, of trained weights.
-        accumulator: makes what adds a gradient to a parameter.
+        add: adds a gradient to a parameter, see :func:`accumulate.add`.
         defer: takes the work of a backward pass.
         say: called with the reason why a call does not defer.
     """
@@ -170,34 +188,25 @@ class TELayer:
         piece: int,
         name: str,
         module: Any,
-        accumulator: Callable[[Any], Accumulate],
+        add: Add,
         defer: Callable[[int, DeferredWork], None],
         say: Callable[[str], None],
     ) -> None:
         self.piece, self.name, self.defer, self._say = piece, name, defer, say
+        self.add = add
         self._module = module
         self._names = weights_of(module)
         self.weights: list[Any] = [module._parameters[name] for name in self._names]
         biases = _biases_of(module, self._names)
         self._names += biases
         self._parameters = [module._parameters[name] for name in self._names]
-        self.add_weight = [accumulator(weight) for weight in self.weights]
-        self.add_bias = [accumulator(module._parameters[name]) for name in biases]
+        self.biases: list[Any] = [module._parameters[name] for name in biases]
         self.fused = bool(module.fuse_wgrad_accumulation)
         self.grouped = "num_gemms" in vars(module)
-        self._stand_ins = [weight.new_empty(()).expand(weight.shape) for weight in self.weights]
         self.adds_alone = self.fused and not self.grouped and not biases and len(self.weights) == 1
         """A W is one product that adds to one weight, and nothing else."""
         self._store = _Store(self)
         self._asides: dict[str, Any] = {}
-
-    def stand_ins(self) -> list[torch.Tensor]:
-        """Gradients of the weights, without memory of their own, where the real ones are added to
-        ``main_grad``. Only zeros are read: a capture must have its own.
-        """
-        if any(getattr(weight, "zero_out_wgrad", False) for weight in self.weights):
-            return [weight.new_zeros(()).expand(weight.shape) for weight in self.weights]
-        return self._stand_ins
 
     @contextmanager
     def bound(self) -> Iterator[None]:
@@ -250,7 +259,7 @@ class TELayer:
             return ""  # all layers before it are frozen: none waits for its B
         if not all(map(stands_for, given, self._parameters)):
             return "a call gets another weight"
-        if any(map(has_hooks, self.weights)):
+        if any(map(is_hooked, self.weights)):
             return "its weight has hooks"
         if torch.is_autocast_enabled(input_.device.type):
             return "autocast is on"
@@ -292,19 +301,14 @@ class _Deferred(LayerWork["TELayer", _Product]):
                 continue
             sums = [_sum(*pair) for pair in zip_longest(sums, self._gradients(each))]
         weights, biases = sums[: len(layer.weights)], sums[len(layer.weights) :]
-        if layer.fused:
-            for weight, add, stand_in in zip(
-                layer.weights, layer.add_weight, layer.stand_ins(), strict=True
-            ):
-                weight.grad_added_to_main_grad = True
-                add(stand_in)
-        else:
-            for add, gradient in zip(layer.add_weight, weights, strict=True):
+        del sums
+        for weight in layer.weights if layer.fused else ():
+            layer.add(weight, [])
+        for parameters, gradients in ((layer.weights, weights), (layer.biases, biases)):
+            for parameter in parameters if gradients else ():
+                gradient = gradients.pop(0)
                 if gradient is not None:
-                    add(gradient)
-        for add, gradient in zip(layer.add_bias, biases, strict=False):
-            if gradient is not None:
-                add(gradient)
+                    layer.add(parameter, [gradient])
 
     def _gradients(self, product: _Product) -> list[torch.Tensor | None]:
         """Of the weights, None where they were added, and of the biases, None where B had them."""
