@@ -11,6 +11,7 @@ import pytest
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.text_files import parse_json, read_json, read_text
 
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -70,12 +70,12 @@ def test_replicas_share_a_batch_in_rows_that_fit(
 ) -> None:
     """Each document once, equal numbers of microbatches, no row above what a stage makes room
     for, and no replica with more than the others but for one microbatch."""
-    given_ = {"kind": kind, "num_replicas": replicas, "micro_batch_size": size, "longest": 64}
     found, costs = [], []
     for replica in range(replicas):
         settings = BatchSettings(
-            replica=replica, document_multiple=multiple, row_multiple=multiple, **given_
-        )
+            kind=kind, num_replicas=replicas, replica=replica, micro_batch_size=size, longest=64,
+            document_multiple=multiple, row_multiple=multiple,
+        )  # fmt: skip
         rows = share(lengths, settings)
         found += rows
         costs.append([settings.cost([lengths[i] for i in row]) for row in rows])

@@ -36,9 +36,10 @@ def tokenizer() -> Tokenizer:
 
 def text_of(ids: list[int]) -> str:
     """The text of ids of the sample's vocabulary."""
-    return tokenizers.ByteLevelBPETokenizer(str(VOCAB), str(MERGES)).decode(
+    text: str = tokenizers.ByteLevelBPETokenizer(str(VOCAB), str(MERGES)).decode(
         ids, skip_special_tokens=False
     )
+    return text
 
 
 def chat(*texts: str) -> dict[str, Any]:

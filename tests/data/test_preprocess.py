@@ -92,8 +92,9 @@ def test_documents_come_in_order_and_empty_ones_stay(tmp_path: Path) -> None:
     always_on = ["--keep-sequential-samples", "--legacy-tokenizer"]
     assert run(source, tmp_path / "out", *GPT, "--append-eod", *always_on) == 0
     one, empty, two = documents_of(tmp_path / "out_text_document")
-    files = {"vocab_file": str(VOCAB), "merge_file": str(MERGES)}
-    tokenizer = build(TokenizerFiles(kind="GPT2BPETokenizer", **files))
+    tokenizer = build(
+        TokenizerFiles(kind="GPT2BPETokenizer", vocab_file=str(VOCAB), merge_file=str(MERGES))
+    )
     assert one == [[*tokenizer.encode("one"), tokenizer.eod]]
     assert empty == []
     assert two == [[*tokenizer.encode("two"), tokenizer.eod]]
@@ -120,7 +121,7 @@ def test_gzip_and_glob_give_what_the_plain_file_gives(tmp_path: Path) -> None:
         ).read_bytes()
 
 
-BAD_LINES = {
+BAD_LINES: dict[str, Any] = {
     "not JSON": '{"text": "unfinished',
     "not UTF-8": b'{"text": "\xff"}',
     "empty line": "",

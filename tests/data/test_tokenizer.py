@@ -46,11 +46,12 @@ def of_megatron(**given: Any) -> Any:
     tools = pytest.importorskip("megatron.core.tokenizers.utils.build_tokenizer")
     from megatron.dpp_train.pretrain.mended import local_vocabularies
 
-    names = ("vocab_file", "merge_file", "tokenizer_model", "vocab_size", "special_tokens")
-    names += ("chat_template", "metadata_path")
-    flags = ("tokenizer_hf_no_use_fast", "trust_remote_code", "pad_vocab_size")
-    defaults = dict.fromkeys(names) | dict.fromkeys(flags, False)
-    defaults |= {"tokenizer_hf_no_include_special_tokens": False}
+    names = (
+        *("vocab_file", "merge_file", "tokenizer_model", "vocab_size", "special_tokens"),
+        *("chat_template", "metadata_path", "tokenizer_hf_no_use_fast", "trust_remote_code"),
+        *("pad_vocab_size", "tokenizer_hf_no_include_special_tokens"),
+    )
+    defaults: dict[str, Any] = dict.fromkeys(names)
     with local_vocabularies():
         return tools.build_tokenizer(argparse.Namespace(**(defaults | given)))
 
@@ -59,11 +60,12 @@ def of_megatron(**given: Any) -> Any:
 @pytest.mark.parametrize("kind", ["GPT2BPETokenizer", "HuggingFaceTokenizer", "NullTokenizer"])
 def test_ids_are_megatrons(kind: str, tmp_path: Path) -> None:
     tiny.add_tokenizer(tmp_path / "folder", ["Who is Ada? A baker. low it's"] * 3, 300)
-    given: dict[str, Any] = {
+    of_kind: dict[str, dict[str, Any]] = {
         "GPT2BPETokenizer": {"vocab_file": VOCAB, "merge_file": MERGES},
         "HuggingFaceTokenizer": {"tokenizer_model": str(tmp_path / "folder")},
         "NullTokenizer": {"vocab_size": 99},
-    }[kind]
+    }
+    given = of_kind[kind]
     ours = build(TokenizerFiles(kind=kind, **given))
     theirs = of_megatron(tokenizer_type=kind, **given)
     assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod)

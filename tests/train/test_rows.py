@@ -26,8 +26,8 @@ CASES = {
     "packed, replicas": (4, f"--rows packed {PP2} --use-distributed-optimizer"),
     "packed, tensors": (
         4,
-        f"--rows packed {PP2} --tensor-model-parallel-size 2 --sequence-parallel "
-        "--position-embedding-type rope --no-rope-fusion --normalization RMSNorm",
+        f"--rows packed {PP2} --tensor-model-parallel-size 2 "
+        "--position-embedding-type rope --no-rope-fusion",
     ),
     "experts": (2, f"--rows as-they-are {PP2} {EXPERTS}"),
 }
