@@ -319,14 +319,6 @@ def test_ids_are_stored_in_two_bytes_for_a_small_vocabulary(tmp_path: Path) -> N
     assert IndexedDataset(str(tmp_path / "out_text_document"))[0].dtype == np.uint16
 
 
-def test_a_line_of_many_bytes_is_named_before_its_work(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [b"{}", bytes(9 << 20)]
-    batch = preprocess.Batch("corpus.jsonl", "JSON lines", "line", 7, lines, 9 << 20)
-    assert [*preprocess.announced(iter([batch]))] == [batch]
-    (said,) = capsys.readouterr().err.split("\n")[1:-1]
-    assert said.startswith("note: corpus.jsonl, line 8 has 9 MB: ")
-
-
 HANGS = (
     "{% if messages[0].content == 'bad' %}{% set ns = namespace(a=[1], b=[1]) %}"
     "{% for i in range(45) %}{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
