@@ -164,7 +164,7 @@ WITHOUT_TORCH = (
     *("megatron.dpp_train.launch.main", "megatron.dpp_train.launch.scripts"),
     *("megatron.dpp_train.preflight.check", "megatron.dpp_train.data.preprocess_command"),
     *("megatron.dpp_train.cost.plan_command", "megatron.dpp_train.launch.estimate_command"),
-    *("megatron.dpp_train.hf.fields", "megatron.dpp_train.tokenizers"),
+    *("megatron.dpp_train.hf.fields", "megatron.dpp_train.data.document_files"),
 )
 """Modules that answer within a fraction of a second, so that neither they nor what they import
 loads PyTorch."""
