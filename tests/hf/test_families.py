@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.hf import flags_of
+from megatron.dpp_train.hf.convert_command import main as convert
 from megatron.dpp_train.hf.families import ENTRY_POINTS, find_families
 from megatron.dpp_train.hf.families.left_out import LEFT_OUT
 from megatron.dpp_train.hf.fields import read_config
+from megatron.dpp_train.hf.forms import NAMES
+from tests.conftest import REPOSITORY
+from tests.hf import tiny
 
 FILE = """
 from dataclasses import replace
@@ -99,3 +105,32 @@ def test_a_family_that_is_left_out_is_refused_with_the_reason(name: str, tmp_pat
     with pytest.raises(DataError, match=f"model_type '{name}' is left out: "):
         read_config(folder_of(tmp_path / "model", name))
     assert name not in find_families()
+
+
+PAGE = (REPOSITORY / "docs" / "families.md").read_text(encoding="utf-8")
+
+
+def test_the_page_names_each_family_and_each_form() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| (.*) \|$", PAGE, re.MULTILINE))
+    del rows["model_type"]
+    assert set(rows) == set(find_families())
+    for name, family in find_families().items():
+        forms = {*family.flags, *family.fields.values()} & set(NAMES)
+        assert all(f"`{form}`" in rows[name] for form in forms), name
+    assert all(f"`{name}`" in PAGE for name in LEFT_OUT)
+
+
+def test_the_file_of_the_page_describes_its_family(tmp_path: Path) -> None:
+    import transformers
+
+    (text,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    file, folder = write(tmp_path / "arcee.py", text), tmp_path / "afm"
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    sizes = {**tiny.SIZES, "hidden_act": "relu2", "pad_token_id": None, "rope_parameters": rope}
+    model = transformers.ArceeForCausalLM(transformers.ArceeConfig(**sizes))
+    model.save_pretrained(folder)
+    assert "--squared-relu" in flags_of(folder, family_file=file)
+    for source, target in ((folder, tmp_path / "ours"), (tmp_path / "ours", tmp_path / "back")):
+        assert convert([str(source), str(target), "--family-file", str(file)]) == 0
+    before, after = (tiny.load(each).state_dict() for each in (folder, tmp_path / "back"))
+    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -1,4 +1,4 @@
-"""``generate`` gives transformers' answers for folders and checkpoints, and hostile files an end."""
+"""``generate`` gives transformers' answers for folders and checkpoints; hostile files end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ BOMB = (
     "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(45) %}{% set ns.a=[ns.a,ns.a] %}"
     "{% set ns.b=[ns.b,ns.b] %}{% endfor %}{{ ns.a == ns.b }}"
 )
-LONG = "{% set ns = namespace(a='x') %}{% for i in range(40) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}"
+LONG = (
+    "{% set ns = namespace(a='x') %}{% for i in range(40) %}{% set ns.a = ns.a ~ ns.a %}"
+    "{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")

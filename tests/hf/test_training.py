@@ -119,7 +119,10 @@ def test_every_family_in_every_layout(part: int, tmp_path: Path, rows: Path) -> 
 
 SAVED = {"llama": TENSOR, "mixtral": EXPERTS}
 MORE = {
-    **{"gemma3_text": CHUNKS, "glm4_moe": PIPELINE, "gpt2": TENSOR, "olmo2": TENSOR},
+    "gemma3_text": CHUNKS,
+    "glm4_moe": PIPELINE,
+    "gpt2": TENSOR,
+    "olmo2": TENSOR,
     "gpt_oss": f"{TENSOR} {EXPERTS}",
 }
 
