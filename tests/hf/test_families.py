@@ -12,7 +12,7 @@ import torch
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.hf import flags_of
 from megatron.dpp_train.hf.convert_command import main as convert
-from megatron.dpp_train.hf.families import ENTRY_POINTS, find_families
+from megatron.dpp_train.hf.families import find_families
 from megatron.dpp_train.hf.families.left_out import LEFT_OUT
 from megatron.dpp_train.hf.fields import read_config
 from megatron.dpp_train.hf.forms import NAMES
@@ -57,27 +57,6 @@ def test_a_file_adds_a_family(tmp_path: Path) -> None:
     assert flags_of(folder, family_file=file)[:2] == ["--swiglu", "--disable-bias-linear"]
     with pytest.raises(DataError, match=r"'my_llama' is not supported; .*--family-file"):
         read_config(folder)
-
-
-def test_an_installed_package_adds_a_family(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "others_family.py", FILE.format(name="others"))
-    info = tmp_path / "others-1.dist-info"
-    info.mkdir()
-    write(info / "METADATA", "Metadata-Version: 2.1\nName: others\nVersion: 1\n")
-    points = write(info / "entry_points.txt", f"[{ENTRY_POINTS}]\nothers = others_family\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    find_families.cache_clear()
-    try:
-        assert find_families()["others"].class_name == "LlamaForCausalLM"
-        points.write_text(f"[{ENTRY_POINTS}]\nothers = nowhere\n")
-        find_families.cache_clear()
-        with pytest.raises(DataError, match=r"entry point others = nowhere .*No module named"):
-            find_families()
-    finally:
-        find_families.cache_clear()
-        points.unlink()
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def _in_child(
     """What ``work`` makes of the request with the folder's tokenizer."""
     prepare(__name__, "transformers.models.auto.tokenization_auto")
     try:
-        with contextlib.closing(Child(partial(_begin, work, folder, template))) as child:
+        with contextlib.closing(Child(partial(_begin, work, folder, template, SECONDS))) as child:
             child.send(request)
             return child.receive()
     except Died as error:
@@ -104,14 +104,14 @@ def _in_child(
 
 
 def _begin(
-    work: Callable[[Any, Any], Any], folder: Path, template: str | None
+    work: Callable[[Any, Any], Any], folder: Path, template: str | None, seconds: float
 ) -> Callable[[Any], Any]:
     tokenizer = tokenizer_of(folder)
     if template is not None:
         tokenizer.chat_template = template
 
     def answer(request: Any) -> Any:
-        limit_time(SECONDS)
+        limit_time(seconds)
         try:
             return work(tokenizer, request)
         except MemoryError:
