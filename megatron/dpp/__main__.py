@@ -29,10 +29,6 @@ COMMANDS = {
         _TRAINER + "generate.evaluate_command",
         "print a model's perplexity, or its scores on tasks",
     ),
-    "estimate": (
-        _TRAINER + "launch.estimate_command",
-        "print the memory and time that a run will need",
-    ),
     "plan": (
         _TRAINER + "cost.plan_command",
         "choose layers per stage, chunks per rank and the memory cap",
@@ -55,10 +51,6 @@ COMMANDS = {
         "merge the traces of all ranks for Perfetto",
     ),
     "bench": (_TRAINER + "bench_command", "run a benchmark of the source tree"),
-    "env": (
-        _TRAINER + "options.env_command",
-        "print the environment variables that are read or set",
-    ),
     "doctor": (_ENGINE + "doctor", "print what this machine offers the transport"),
 }
 """Sub-command -> (module with ``main(argv) -> int``, summary)."""

@@ -34,8 +34,8 @@ def flag_name(name: str) -> str:
 def in_flags(given: Setting) -> str:
     """A setting as a flag, with its value.
 
-    >>> in_flags(Setting("DppConfig", "launch_ahead", False))
-    '--no-dpp-launch-ahead'
+    >>> in_flags(Setting("DppConfig", "task_rng", False))
+    '--no-dpp-task-rng'
     """
     if given.owner == "DppConfig":
         flag = flag_of(given.name)

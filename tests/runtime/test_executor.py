@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,18 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.dpp.config import DppConfig
 from megatron.dpp.core.boundary import boundaries
 from megatron.dpp.errors import ConfigError, PeerDead, TransferTimeout
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.executor import Executor
-from megatron.dpp.runtime.links import Links, why_not_ahead
+from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.mail import Mail
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler, View
 from megatron.dpp.trace import NullRecorder
-from megatron.dpp.transport.base import LinkInfo
 from megatron.dpp.transport.fake import FakeNetwork, FakeTransport, VirtualClock
 from tests.runtime.pipelines import Arithmetic, StartsLater, check_values, run_pipeline
 
@@ -280,29 +277,6 @@ def test_one_coming_message_is_believed_and_gradients_come_first() -> None:
     coming[index[1, 1]] = 1
     assert str(decider.next_coming(coming)) == "1B0"
     assert decider.next_coming(nothing) is None
-
-
-@pytest.mark.parametrize(
-    ("kind", "connections", "config", "said"),
-    [
-        ("cuda_ipc", "1", {}, True),
-        ("cuda_ipc", "8", {}, False),
-        ("cuda_ipc", None, {}, False),
-        ("cuda_ipc", "1", {"launch_ahead": False}, False),
-        ("shm", "1", {}, False),
-    ],
-)
-def test_one_hardware_queue_launches_nothing_ahead(
-    monkeypatch: pytest.MonkeyPatch, kind: str, connections: str | None,
-    config: dict[str, bool], said: bool,
-) -> None:  # fmt: skip
-    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    if connections:
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
-    transport: Any = SimpleNamespace(links=lambda: [LinkInfo(1, kind, "")])
-    reason = why_not_ahead(DppConfig(**config), transport)
-    assert (reason is not None) == said
-    assert reason is None or "CUDA_DEVICE_MAX_CONNECTIONS=1" in reason
 
 
 class Busy(HostTimer):

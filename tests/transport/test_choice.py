@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.dpp.transport.choose import choose
 from torch.distributed import HashStore
 
 from megatron.dpp.config import DppConfig
@@ -19,15 +20,12 @@ from megatron.dpp.transport import (
     ChannelSpec,
     Direction,
     TransportOptions,
-    gpu,
     open_transport,
-    opening,
-    pci,
     rdma_ports,
 )
-from megatron.dpp.transport.choose import choose
+from megatron.dpp.transport import open as opening
 from megatron.dpp.transport.joining import Facts
-from megatron.dpp.transport.kinds import TransportKind, cuda_ipc, find, shm, staged, tcp
+from megatron.dpp.transport.kinds import TransportKind, cuda_ipc, shm, staged, tcp
 from tests.transport.kinds import PATIENCE, Library, opened, take_next
 
 
@@ -179,7 +177,7 @@ def test_a_rank_listens_for_other_hosts_only_where_it_is_told_to(
     def listen(store: Any, rank: int, options: Any, tcp_host: str | None) -> Any:
         raise SetupError(f"listens on {tcp_host}")
 
-    monkeypatch.setattr(opening, "Rendezvous", listen)
+    monkeypatch.setattr(opening, "Meeting", listen)
     options = TransportOptions(node_ips=node_ips)
     with pytest.raises(SetupError, match=f"listens on {host}"):
         open_transport(LINK, rank=1, store=HashStore(), kind=kind, options=options)
@@ -219,57 +217,7 @@ def test_a_rank_spins_where_every_rank_has_a_core(
         assert (options["timeout"], options["max_pending"]) == (8.0, 16)
 
 
-@pytest.mark.parametrize("has_gpu", [True, False])
-def test_what_was_chosen_and_noted_reaches_the_transport(
-    has_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tensors stay where they are on links of a kind that knows GPUs, if there is one."""
-    own = dataclasses.replace(
-        find("shm"), device_memory=True,
-        join=lambda setup, links: (shm.join(setup, links) or {}) | {5: "; noted", 4: "; here"},
-    )  # fmt: skip
-    monkeypatch.setattr(opening, "kinds_of_links", lambda *_: [own])
-    monkeypatch.setattr(opening, "gpu_facts", lambda *_: ("a GPU" * has_gpu, {}))
-    monkeypatch.setattr(opening, "device_index", lambda device: 0)
-    taken: dict[int, dict[str, Any]] = {}
-    kind_of_transport = opening.NativeTransport
-    monkeypatch.setattr(
-        opening, "NativeTransport",
-        lambda native, **given: taken.setdefault(given["rank"], given)
-        and kind_of_transport(native, **given),
-    )  # fmt: skip
-    specs = [ChannelSpec(4, 5, 0, Direction.FORWARD, 64)]
-    with opened("shm", specs, counters=1, abandon_after=60.0) as (_, end):
-        board = end.board
-    given = taken[5]
-    assert given["in_place"] == ({4} if has_gpu else set())
-    (link,) = given["links"]
-    assert (link.peer, link.kind, link.reason) == (4, "shm", "asked for: shm; here")
-    assert board is not None and (board.index, board.size, board.spans_hosts) == (1, 2, False)
-    assert given["abandon_after"] == 60.0
-    assert (given["incoming"], given["outgoing"]) == (specs, [])
-
-
 # Options, and the rest of what a rank looks up ----------------------------------------------------
-
-
-@pytest.mark.parametrize("field", ["timeout", "setup_timeout", "peer_timeout", "workload"])
-def test_options_have_least_values(field: str) -> None:
-    least = 1 if field == "workload" else 0.001
-    assert getattr(TransportOptions(**{field: least}), field) == least
-    for wrong in (0, -1):
-        with pytest.raises(
-            ConfigError, match=f"option {field} is {wrong}; expected .* from {least}"
-        ):
-            TransportOptions(**{field: wrong})
-
-
-def test_as_many_puts_may_wait_as_a_power_of_two() -> None:
-    for number in (1, 2, 1024):
-        assert TransportOptions(max_pending=number).max_pending == number
-    for wrong in (0, -4, 3, 6):
-        with pytest.raises(ConfigError, match=f"max_pending is {wrong}; (give a power|expected)"):
-            TransportOptions(max_pending=wrong)
 
 
 def test_options_default_to_those_of_a_run() -> None:
@@ -279,13 +227,6 @@ def test_options_default_to_those_of_a_run() -> None:
         assert getattr(options, name) == getattr(config, name), name
     for field in dataclasses.fields(options.rdma):
         assert getattr(options.rdma, field.name) == getattr(config, f"rdma_{field.name}")
-
-
-def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
-    assert gpu.device_index(torch.device("cuda", 0)) == 0
-    assert gpu.device_index(torch.device("cuda", 2)) == 2
-    assert gpu.device_index(torch.device("cuda")) == 5
 
 
 def test_a_gpu_reaches_itself_and_its_peers_alone() -> None:
@@ -301,9 +242,9 @@ def test_a_gpu_reaches_itself_and_its_peers_alone() -> None:
 
     library = SimpleNamespace(CudaDevice=device)
     access = {"a": True, "b": True, "c": False}
-    assert gpu.gpu_facts(library, torch.device("cuda", 3)) == ("a", access)
-    assert gpu.gpu_facts(library, torch.device("cuda", 1)) == ("", {})
-    assert gpu.gpu_facts(library, torch.device("cpu")) == ("", {})
+    assert opening.gpu_facts(library, torch.device("cuda", 3)) == ("a", access)
+    assert opening.gpu_facts(library, torch.device("cuda", 1)) == ("", {})
+    assert opening.gpu_facts(library, torch.device("cpu")) == ("", {})
     assert asked == [3, 1]
 
 
@@ -320,29 +261,6 @@ def test_channels_of_other_ranks_are_refused() -> None:
         open_transport([own, channel], rank=1, store=HashStore())
     with open_transport([own], rank=1, store=None, board_ranks=(1,), board_counters=3) as alone:
         assert alone.board is not None and list(alone.board.common()) == [0, 0, 0]
-
-
-def test_only_the_kinds_over_a_network_are_between_hosts() -> None:
-    names = ("cuda_ipc", "staged", "shm", "rdma", "tcp", "fake")
-    found = {
-        name: [
-            field
-            for field in (
-                "between_hosts",
-                "announces",
-                "device_memory",
-                "carries_board",
-                "may_fail",
-            )
-            if getattr(find(name), field)
-        ]
-        for name in names
-    }
-    assert found == {
-        "cuda_ipc": ["announces", "device_memory"], "staged": ["device_memory"],
-        "shm": ["carries_board"], "rdma": ["between_hosts", "device_memory", "may_fail"],
-        "tcp": ["between_hosts", "carries_board"], "fake": [],
-    }  # fmt: skip
 
 
 # Ports --------------------------------------------------------------------------------------------
@@ -378,8 +296,8 @@ def test_a_rank_without_an_address_looks_for_no_port() -> None:
 def test_a_gpu_is_found_by_its_address_in_hexadecimal(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x1B, pci_device_id=0x0C)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    path = pci.gpu_path(torch.device("cuda", 0))
+    path = rdma_ports.gpu_path(torch.device("cuda", 0))
     assert path is not None and path.name == "0001:1b:0c.0"
-    assert pci.gpu_path(torch.device("cpu")) is None
+    assert rdma_ports.gpu_path(torch.device("cpu")) is None
     del facts.pci_bus_id
-    assert pci.gpu_path(torch.device("cuda", 0)) is None, "an older PyTorch"
+    assert rdma_ports.gpu_path(torch.device("cuda", 0)) is None, "an older PyTorch"

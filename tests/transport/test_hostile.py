@@ -23,17 +23,12 @@ import torch
 from torch.distributed import HashStore
 
 from megatron.dpp.errors import TransportError
-from megatron.dpp.transport import (
-    TransportOptions,
-    handshake,
-    open_transport,
-    rendezvous,
-)
-from megatron.dpp.transport.job_token import read_shared_token
+from megatron.dpp.transport import TransportOptions, handshake, meet, open_transport
 from megatron.dpp.transport.joining import PeerLink, link_faults
 from megatron.dpp.transport.kinds import cuda_ipc, rdma
+from megatron.dpp.transport.meet import read_shared_token
 from megatron.dpp.transport.native import load_native
-from megatron.dpp.transport.opening import _digest, _Opening
+from megatron.dpp.transport.open import _digest, _Opening
 from tests.transport.hostile import framed, mutated_bytes, text_of
 from tests.transport.kinds import PATIENCE, of_rank, pair, proof_of
 from tests.transport.test_choice import facts
@@ -106,7 +101,7 @@ def reads_facts(rng: random.Random) -> None:
     own = facts(0, settings=settings, gpu_access={"x": True}, found={"rdma": {"places": [place]}})
     theirs = dataclasses.asdict(dataclasses.replace(own, rank=1))
     text = text_of(rng, theirs).decode(errors="replace")
-    found = rendezvous._read_facts(text, 1, own)
+    found = meet._read_facts(text, 1, own)
     rdma.obstacle(own, found)
     cuda_ipc.obstacle(own, found)
 

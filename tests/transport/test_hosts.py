@@ -17,7 +17,8 @@ import torch
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import ConfigError, PeerDead, SetupError
 from megatron.dpp.hosts import addresses
-from megatron.dpp.transport.rendezvous import Rendezvous, _end_when_unanswered, _watch_tcp
+from megatron.dpp.transport.meet import Meeting, _end_when_unanswered, _watch_tcp
+from megatron.dpp.transport.options import tuned
 from tests.netns import ADDRESSES, Hosts, two_hosts
 from tests.runtime.launcher import free_port
 from tests.transport.blackouts import survive
@@ -44,13 +45,13 @@ def test_hosts_talk_over_tcp_on_the_named_address_alone(hosts: Hosts, tmp_path: 
     def body(rank: int, path: str, results: Any) -> None:
         hosts.enter(rank)
         heard: set[str] = set()
-        connect = Rendezvous.connect
+        connect = Meeting.connect
 
-        def listen_and_connect(self: Rendezvous, wanted: Any) -> Any:
+        def listen_and_connect(self: Meeting, wanted: Any) -> Any:
             heard.update(_listening_addresses())
             return connect(self, wanted)
 
-        Rendezvous.connect = listen_and_connect  # type: ignore[method-assign]
+        Meeting.connect = listen_and_connect  # type: ignore[method-assign]
         big = torch.arange(3 << 20, dtype=torch.int32)  # striped over the connections
         channels = pair(big.nbytes)
         with open_from_file("auto", channels, rank, path, node_ips=ADDRESSES[rank]) as transport:
@@ -100,15 +101,15 @@ def test_a_lost_host_is_noticed(hosts: Hosts, busy: bool, tmp_path: Path) -> Non
 def run_over(port_range: tuple[int, int]) -> list[int]:
     """The ports that two ranks of one address listened on."""
     heard: list[int] = []
-    listen_on = Rendezvous._listen_on
+    listen_on = Meeting._listen_on
 
-    def remember(self: Rendezvous, host: str) -> socket.socket:
+    def remember(self: Meeting, host: str) -> socket.socket:
         made = listen_on(self, host)
         heard.append(made.getsockname()[1])
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rendezvous, "_listen_on", remember)
+        patch.setattr(Meeting, "_listen_on", remember)
         with opened("tcp", pair(), listen_ports=port_range, setup_timeout=5.0) as (a, b):
             a.put(0, torch.ones(3), iteration=0, microbatch=0)
             assert take_next(b, 0, 0).microbatch == 0
@@ -139,11 +140,13 @@ def test_a_range_of_ports_that_are_taken_is_named() -> None:
 
 
 def test_ports_that_are_no_range_are_refused() -> None:
-    assert DppConfig(listen_ports="29700-29763").port_range() == (29700, 29763)
-    assert DppConfig(listen_ports="29700").port_range() == (29700, 29700)
-    for wrong in ("", "0-5", "9-5", "1-65536", "a-b", "5-", "-5", "1-2-3", "\N{SUPERSCRIPT TWO}"):
-        with pytest.raises(ConfigError, match=r"listen_ports=.*: expected two ports"):
-            DppConfig(listen_ports=wrong)
+    assert tuned({"DPP_LISTEN_PORTS": "29700-29763"})["listen_ports"] == (29700, 29763)
+    assert tuned({"DPP_LISTEN_PORTS": "29700"})["listen_ports"] == (29700, 29700)
+    for wrong in ("0-5", "9-5", "1-65536", "a-b", "5-", "-5", "1-2-3", "\N{SUPERSCRIPT TWO}"):
+        with pytest.raises(ConfigError, match=f"DPP_LISTEN_PORTS={wrong}: expected two ports"):
+            tuned({"DPP_LISTEN_PORTS": wrong})
+    with pytest.raises(ConfigError, match="DPP_PEER_TIMEOUT=x: expected a number"):
+        tuned({"DPP_PEER_TIMEOUT": "x"})
 
 
 BLACKOUTS = [2.0, *(pytest.param(s, marks=pytest.mark.slow) for s in (5.0, 20.0))]

@@ -15,7 +15,7 @@ import torch
 from megatron.dpp.errors import PeerDead, TransferTimeout
 from megatron.dpp.transport import ChannelSpec, Direction, LinkInfo
 from megatron.dpp.transport import native as module
-from megatron.dpp.transport.native import NativeBoard, NativeTransport, load_native
+from megatron.dpp.transport.native import NativeTransport, load_native
 from tests.transport.kinds import PATIENCE, forked
 
 OUTGOING = [
@@ -87,15 +87,6 @@ def put(transport: NativeTransport, channel: int, tensor: torch.Tensor) -> None:
     transport.put(channel, tensor, iteration=3, microbatch=4, part=5, num_parts=6)
 
 
-def test_a_put_gives_cxx_the_tensor_and_its_labels() -> None:
-    native = Native()
-    tensor = torch.ones(2, 3)
-    put(made(native), 1, tensor)
-    labels = (3, 4, 5, 6)
-    expected = ("put", 1, tensor.data_ptr(), 24, FLOAT, (2, 3), *labels, 0)
-    assert native.calls == [expected]
-
-
 def test_a_tensor_is_kept_until_the_put_of_its_channel_is_done() -> None:
     native = Native()
     transport = made(native)
@@ -152,13 +143,6 @@ def test_a_tensor_is_kept_where_nobody_knows_whether_its_put_began(
     assert transport.pending_bytes() == 16
 
 
-def test_a_failure_is_looked_for_before_puts_are_counted() -> None:
-    native = Native()
-    transport = made(native)
-    transport.pending()
-    assert native.calls == [("check",)]
-
-
 class OnGpu(torch.Tensor):
     """A tensor that says that it is on a GPU."""
 
@@ -190,16 +174,6 @@ def test_links_that_read_gpu_memory_get_the_stream_and_others_a_copy(
         assert native.calls == [("take", channel, message.tensor.data_ptr(), 12, stream)]
         assert message[1:] == (40, 41, 42, 43, 44, 45 + channel)
         assert message.tensor.shape == (3,) and message.tensor.dtype == torch.float32
-
-
-def test_what_cannot_be_named_in_a_header_is_refused() -> None:
-    native = Native()
-    transport = made(native)
-    put(transport, 0, torch.ones([1] * 8))
-    for wrong in (torch.ones([1] * 9), torch.empty(2, dtype=torch.uint16)):
-        with pytest.raises(ValueError, match=r"rank 1 -> 2: cannot send torch\.\w+ with \d dim"):
-            put(transport, 0, wrong)
-    assert len(native.calls) == 1 and transport.pending_bytes() == 4
 
 
 def test_a_link_that_announces_lets_messages_be_taken_ahead() -> None:
@@ -267,29 +241,3 @@ def test_a_forked_child_only_closes_what_it_inherits(
     with forked(1, body, tmp_path) as (_, results):
         assert results.get(PATIENCE) == (0, [("disown",), ("close",)])
     assert native.calls == []
-
-
-def test_plain_questions_are_passed_on() -> None:
-    native = Native()
-    native.gone = {2}
-    transport = made(native)
-    assert [transport.departed(peer) for peer in (0, 2)] == [False, True]
-    assert [transport.wait(seconds) for seconds in (0.5, 2.0)] == [False, True]
-    transport.ring()
-    assert native.calls == [("ring",)]
-    assert [link.kind for link in transport.links()] == ["shm"]
-
-
-def test_words_of_a_board_have_63_bits() -> None:
-    native = Native()
-    board = NativeBoard(native, index=1, size=3, spans_hosts=True)
-    assert (board.index, board.size, board.spans_hosts) == (1, 3, True)
-    for word in (-1, 1 << 63):
-        with pytest.raises(ValueError, match=f"board word {word} is outside"):
-            board.append(word)
-    assert native.calls == []
-    for word in (0, (1 << 63) - 1):
-        board.append(word)
-    board.post([1, 2])
-    appended = [("board_append", 0), ("board_append", (1 << 63) - 1)]
-    assert native.calls == [*appended, ("board_post", [1, 2])]

@@ -11,17 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.dpp.transport.choose import choose
+from megatron.dpp.transport.pci import pci_distance
 
 from megatron.dpp.errors import TransportUnavailable
 from megatron.dpp.hosts import addresses
-from megatron.dpp.transport import pci, rdma_ports
-from megatron.dpp.transport.choose import choose
+from megatron.dpp.transport import rdma_ports
 from megatron.dpp.transport.joining import Facts
 from megatron.dpp.transport.kinds import kinds_of_links
 from megatron.dpp.transport.options import RdmaOptions, TransportOptions
-from megatron.dpp.transport.pci import pci_distance
-from megatron.dpp.transport.rdma_places import Place, read_places, ways
-from megatron.dpp.transport.rdma_ports import Node, choose_place, choose_places
+from megatron.dpp.transport.rdma_ports import (
+    Node,
+    Place,
+    choose_place,
+    choose_places,
+    read_places,
+    ways,
+)
 
 
 def chosen(
@@ -306,15 +312,6 @@ def test_of_ports_as_near_those_in_one_subnet_are_used() -> None:
     assert names(one, other) == [("a0", "b0")]
 
 
-def test_ports_in_one_subnet_are_the_next_to_try_where_the_nearest_are_not() -> None:
-    """Rail 4 and rail 0, and perhaps no router between them."""
-    one = [end("a4", 0, "rail 4"), end("a0", 2, "rail 0")]
-    other = [end("b0", 0, "rail 0"), end("b4", 2, "rail 4")]
-    assert names(one, other) == [("a4", "b0"), ("a4", "b4")]
-    assert names(one[:1], other[:1]) == [("a4", "b0")]
-    assert names([end("a")], [end("b")]) == [("a", "b")]
-
-
 @pytest.mark.parametrize("change", [{"distance": "1"}, {"infiniband": 1}, {"subnet": None}])
 def test_ports_of_a_peer_have_fields_of_their_types(change: dict[str, Any]) -> None:
     good = dataclasses.asdict(end("mlx5_0"))
@@ -324,43 +321,6 @@ def test_ports_of_a_peer_have_fields_of_their_types(change: dict[str, Any]) -> N
 
 
 # GPUs ---------------------------------------------------------------------------------------------
-
-
-def test_a_rank_knows_the_gpus_of_the_ranks_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By their numbers, or where it sees its own alone, by their PCI addresses."""
-    devices = tmp_path / "bus/pci/devices"
-    gpu, display, card, switch = "0x030200", "0x030000", "0x020000", "0x068000"
-    found = ["0x10de", gpu], ["0x15b3", card], ["0x10de", gpu], ["0x10de", switch]
-    for number, (vendor, kind) in enumerate(
-        [*found, ["0x10de", display], ["0x10de", gpu]], start=1
-    ):
-        entry = devices / f"0000:0{number}:00.0"
-        entry.mkdir(parents=True)
-        (entry / "vendor").write_text(vendor + "\n")
-        (entry / "class").write_text(kind + "\n")
-    (devices / "0000:00:00.0").mkdir()
-    buses = [6, 3, 1]
-    monkeypatch.setattr(pci, "SYS", tmp_path)
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: SimpleNamespace(
-            pci_domain_id=0, pci_bus_id=buses[device.index], pci_device_id=0
-        ),
-    )
-
-    def of(device: str, local_rank: int, seen: int = 3) -> list[str]:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
-        found = pci.gpus_of_ranks(torch.device(device), local_rank)
-        return [path.name[5:7] if path else "" for path in found]
-
-    assert of("cuda:2", 2) == ["06", "03", "01"]
-    for local_rank in (0, 7):
-        assert of("cuda:0", local_rank, seen=1) == ["01", "03", "05", "06"]
-    assert of("cuda:1", 7) == ["01", "03"]
-    assert of("cpu", 2) == ["", "", ""]
 
 
 def test_addresses_of_this_host_have_their_subnets() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from megatron.dpp.errors import TransportUnavailable
-from megatron.dpp.transport.kinds import rdma
 from megatron.dpp.transport.options import RdmaOptions
 from tests.transport.conftest import Trouble
 from tests.transport.kinds import opened, pair, take_next
@@ -64,31 +63,6 @@ def test_the_test_waits_for_packets_that_are_sent_again(trouble: Trouble) -> Non
     with opened("auto", pair(), rdma=options, setup_timeout=40.0) as (a, _):
         reason = a.links()[0].reason
     assert "has not completed after 7.1 s" in reason, reason
-
-
-@pytest.mark.parametrize("kind", ["auto", "rdma"])
-@pytest.mark.parametrize(("fault", "times"), [("lose-writes", 1), ("fail-registration", 1)])
-def test_a_link_that_carries_nothing_is_tried_over_other_ports(
-    trouble: Trouble, monkeypatch: pytest.MonkeyPatch, kind: str, fault: str, times: int
-) -> None:
-    monkeypatch.setattr(rdma, "ways", lambda one, other: [(one[0], other[0])] * 2)
-    trouble(fault, times)
-    with opened(kind, pair(), **SOON) as (a, b):
-        links = [end.links()[0] for end in (a, b)]
-        for sender, receiver in ((a, b), (b, a)):
-            sender.put(0, torch.ones(3), iteration=0, microbatch=0)
-            assert take_next(receiver, 0, 0).microbatch == 0
-    text = LOST if fault == "lose-writes" else "rank [01]: registering .* for RDMA"
-    for link in links:
-        assert link.kind == "rdma"
-        assert re.search(rf"; fake0 port 1, RoCE v2, GID .*retries 7 \[{text}.*\]$", link.reason)
-    trouble("lose-writes", 1000)
-    if kind == "auto":
-        with opened(kind, pair(), **SOON) as (a, b):
-            assert [end.links()[0].kind for end in (a, b)] == ["tcp", "tcp"]
-        return
-    with pytest.raises(TransportUnavailable, match="UDP port"), opened(kind, pair(), **SOON):
-        pass
 
 
 def test_a_link_that_delivers_is_used_and_its_slots_are_free(trouble: Trouble) -> None:

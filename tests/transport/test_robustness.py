@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from megatron.dpp.errors import ConfigError, PeerDead, TransportUnavailable
-from megatron.dpp.transport import ChannelSpec, Direction, opening
+from megatron.dpp.transport import ChannelSpec, Direction
+from megatron.dpp.transport import open as opening
 from megatron.dpp.transport.native import load_native
 from tests.transport.kinds import PATIENCE, Library, Wrapped, opened, pair, take_next
 

@@ -8,6 +8,7 @@ megatron-core's ``forward_backward_func``, which all schedules take.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
@@ -228,12 +229,18 @@ class StepCall:
         return int(groups.cp.size() * tensor)
 
     def _boundary(self, length: int) -> tuple[torch.Size, torch.dtype]:
-        """[s / (cp * tp if sequence parallel), b, h] in the pipeline's dtype."""
-        config = self.config
-        length //= self._parts
+        """megatron-core's shape for a length, usually [s / (cp * tp if sequence parallel), b, h],
+        in the pipeline's dtype.
+        """
+        config, groups = self.config, self.pg_collection
         dtype = torch.float32 if config.fp32_residual_connection else config.pipeline_dtype
-        shape = torch.Size((length, self.micro_batch_size, config.hidden_size))
-        return shape, dtype or config.params_dtype
+        fixed = copy.copy(config)
+        fixed.variable_seq_lengths = False  # else it has no shape to tell
+        (shape,) = schedules.get_tensor_shapes(
+            seq_length=length, micro_batch_size=self.micro_batch_size, decoder_seq_length=None,
+            config=fixed, tp_group=groups.tp, cp_group=groups.cp,
+        )  # fmt: skip
+        return torch.Size(shape), dtype or config.params_dtype
 
 
 def default_groups() -> ProcessGroupCollection:

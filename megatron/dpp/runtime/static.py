@@ -104,7 +104,7 @@ class StaticSchedule(PipelineSchedule):
 
     @cached_property
     def _timer(self) -> TaskTimer:
-        return timer_for(self.config, follow=True)
+        return timer_for(follow=True)
 
     def _wants_graphs(self) -> bool:
         return self.config.cuda_graphs == "on" and can_capture(self._capture)

@@ -18,15 +18,15 @@ usage: megatron-dpp train [--mode MODE] [options] [any flag of Megatron-LM]
   --mode auto       choose the layout for these devices (default)
   --mode simple     data parallel: every device holds the whole model
   --mode 3d         tensor x pipeline x data parallel, with a dynamic pipeline:
-                    --tp N --pp N --chunks N (model chunks per rank) --cp N --ep N
+                    --tp N --pp N --chunks N (of a rank) --cp N --ep N
                     --no-dpp: megatron-core's static schedule
   --mode megatron   Megatron's flags alone decide
   --mode deepspeed  ZeRO: --zero-stage 0|1|2|3 --engine megatron|deepspeed
-model     --model NAME|DIR (configs/models; a Hugging Face folder) --arch gpt|bert
-          --hidden-size N --num-layers N --config FILE.yaml (lines of flag: value)
+model     --model NAME|DIR (of configs/models; Hugging Face)  --arch gpt|bert
+          --hidden-size N --num-layers N --config FILE.yaml (flag: value)
 devices   --gpus N (per node)  --procs N (processes on the CPU)
 steps     --batch-size N (all devices)  --micro-batch-size N  --seq-length N
-          --max-steps N  --lr X  --fp16 --bf16 --fp32  --recompute selective|full
+          --max-steps N --lr X --fp16 --bf16 --fp32 --recompute selective|full
 data      --data FILE.jsonl|PREFIX (default: the sample)  --skip-bad-lines
           --tokenizer gpt2|DIR|FILE|train:N|sample  --sft (chats)
 files     --save DIR --save-interval N  --resume-from DIR  --run-dir DIR
