@@ -124,18 +124,14 @@ def _other_order_lines(found: Pipeline) -> list[str]:
 
 
 def _host_lines(found: Pipeline) -> list[str]:
-    """The host's time per task, where it was recorded, and what helps if it is the limit."""
-    host = max((row.peaks.get("host", 0.0) for row in found.ranks), default=0.0)
+    """What helps a run that launching limits."""
     launching = max((row.peaks.get("launching", 0.0) for row in found.ranks), default=0.0)
-    if not host:
+    if launching < GRAPHS_PAY_FROM:
         return []
-    text = f"The host takes up to {host:.0f} us per task"
-    if not launching:
-        return [f"{text}."]
-    text += f" beside launching, which takes up to {percent(launching)} of the tasks' time."
-    if launching >= GRAPHS_PAY_FROM:
-        text += " The run is launch-bound: CUDA graphs or a larger micro-batch shorten it."
-    return [text]
+    return [
+        f"Launching takes up to {percent(launching)} of the tasks' time: CUDA graphs or a larger "
+        "micro-batch shorten a step."
+    ]
 
 
 def training_sentences(training: Training) -> list[str]:
