@@ -124,7 +124,7 @@ def _other_order_lines(found: Pipeline) -> list[str]:
 
 
 def _host_lines(found: Pipeline) -> list[str]:
-    """What helps a run that launching limits."""
+    """Names the remedy for a run that launching limits."""
     launching = max((row.peaks.get("launching", 0.0) for row in found.ranks), default=0.0)
     if launching < GRAPHS_PAY_FROM:
         return []
@@ -153,7 +153,7 @@ def training_sentences(training: Training) -> list[str]:
 
 
 def difference_sentences(found: Difference) -> list[str]:
-    """What two runs have in common, and by how much they differ."""
+    """Names the metrics that two runs share bit by bit, and how far the others differ."""
     if not found.common:
         return ["The two runs have no step in common."]
     lines = []

@@ -164,7 +164,7 @@ def mean_parts(pipeline: Pipeline) -> dict[str, float]:
 
 
 def plot_time(report: Report) -> Picture | None:
-    """Where the time of an iteration went: the mean rank's, the baseline's, and each rank's."""
+    """Draws the parts of an iteration's time: the mean rank's, the baseline's, each rank's."""
     found = report.pipeline
     if found is None:
         return None
