@@ -212,7 +212,7 @@ def open_pipeline(
 
 def open_exchange(num_ranks: int, tokens: int, transport: str, *, injector: Any = None) -> Any:
     """Our channels for a static schedule, whose slots hold ``tokens``."""
-    from megatron.dpp.core.static import ChannelExchange, ring_channels
+    from megatron.dpp.runtime.static_exchange import ChannelExchange, ring_channels
     from megatron.dpp.runtime.links import open_links
 
     ranks = tuple(range(num_ranks))
@@ -326,7 +326,7 @@ def measure(args: argparse.Namespace, name: Any, m: int) -> dict[str, Any]:
     """Median seconds of a schedule's step, and its ratio to the busiest rank's own work."""
     from megatron.core import parallel_state
 
-    from megatron.dpp.core.static import over_channels
+    from megatron.dpp.runtime.static_exchange import over_channels
 
     static, v = name.kind == "static", name.num_chunks
     parallel_state.initialize_model_parallel(

@@ -37,6 +37,7 @@ def call_of(chunks: int = 1, **given: Any) -> Any:
         "forward_step_func": "the user's", "longest": lambda most: max(8, most),
         "boundaries": lambda length: Boundaries(length, (length,), (length,)),
         "boundary_example": lambda *_: torch.zeros(3), "captured_rows": lambda settings: [],
+        "padded_rows": lambda settings: None,
         "tokens": lambda longest, _=0: Tokens(longest, 4), "cut": None,
     }  # fmt: skip
     return SimpleNamespace(**usual | given)
@@ -44,8 +45,6 @@ def call_of(chunks: int = 1, **given: Any) -> Any:
 
 class Weights:
     """Weight gradients of chunks whose names are their numbers of pieces."""
-
-    can_fuse = True
 
     def __init__(self, chunks: Sequence[Any], pieces: Sequence[int] = (2, 0)) -> None:
         self.num_pieces = tuple(pieces[: len(chunks)])
@@ -97,6 +96,11 @@ class FakeExecutor:
 
 class Step:
     """A schedule with stand-ins for all that a call passes through; ``events`` has their order."""
+
+    @staticmethod
+    def pads(call: Any) -> bool:
+        """Rows stay as they are."""
+        return False
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, call: Any, **config: Any) -> None:
         self.events: list[str] = []

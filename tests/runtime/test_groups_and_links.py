@@ -246,7 +246,7 @@ def test_links_are_opened_as_the_configuration_says(
         transport="tcp", timeout=7.0, checksum=True, gpudirect="off", token_file="secret"
     )
     for name, value in {
-        "WORKLOAD": "9", "RDMA_TRAFFIC_CLASS": "5", "PEER_TIMEOUT": "3", "TCP_CONNECTIONS": "2",
+        "WORKLOAD": "9", "PEER_TIMEOUT": "3", "TCP_CONNECTIONS": "2",
         "LISTEN_PORTS": "5000-5009",
     }.items():  # fmt: skip
         monkeypatch.setenv(f"DPP_{name}", value)
@@ -258,7 +258,7 @@ def test_links_are_opened_as_the_configuration_says(
     assert given["board_counters"] == 2 * (3 if own else 1)
     options = given["options"]
     assert (options.timeout, options.checksum, options.workload) == (7.0, True, 9)
-    assert (options.gpudirect, options.rdma.traffic_class) == ("off", 5)
+    assert options.gpudirect == "off"
     assert (options.node_ips, options.token_file) == ("10.0.0.7", "secret")
     assert (options.peer_timeout, options.abandon_after) == (3.0, 3.0)
     assert (options.tcp_connections, options.listen_ports) == (2, (5000, 5009))

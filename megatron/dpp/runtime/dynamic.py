@@ -254,6 +254,8 @@ class DppSchedule(PipelineSchedule):
         links, decisions, most = session.links, session.decisions, self.config.max_tokens
         tokens = stage.call.tokens(stage.call.longest(most), most)
         sizes, self._announced = self._announced, None
+        if self._prepared.pads(stage.call):
+            sizes = None  # rows are longer than they were announced
         cut, largest = stage.call.cut, tokens.largest
         if cut is not None:
             sizes = cut.sizes

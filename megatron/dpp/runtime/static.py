@@ -14,27 +14,25 @@ from typing import Any, ClassVar
 
 import torch
 
+from megatron.dpp.core import compat
 from megatron.dpp.core.compat import static_schedule
 from megatron.dpp.core.graphs.capture import can_capture
 from megatron.dpp.core.graphs.slots import ChunkGraphs
 from megatron.dpp.core.rng import TaskRng
-from megatron.dpp.core.static import (
-    OWN_SCHEDULE,
-    ChannelExchange,
-    Step,
-    around_steps,
-    delays_weights,
-    over_channels,
-    ring_channels,
-    traced,
-)
 from megatron.dpp.core.steps import StepCall
-from megatron.dpp.core.wgrad.te import refuse_delayed
 from megatron.dpp.errors import ConfigError, Text, setting
 from megatron.dpp.inject import Injector, Task
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.runtime.links import open_links
+from megatron.dpp.runtime.static_exchange import (
+    ChannelExchange,
+    Step,
+    around_steps,
+    over_channels,
+    ring_channels,
+    traced,
+)
 from megatron.dpp.runtime.timer import TaskTimer, timer_for
 from megatron.dpp.runtime.topology import Topology, pipeline_of
 from megatron.dpp.schedule.caps import worst_peak
@@ -50,7 +48,7 @@ class StaticSchedule(PipelineSchedule):
     late with a transport of ours only), and ``task_rng``.
     """
 
-    get_schedule: ClassVar[Callable[..., Any]] = staticmethod(OWN_SCHEDULE)
+    get_schedule: ClassVar[Callable[..., Any]] = staticmethod(compat.lookup(compat.GET_SCHEDULE))
     """megatron-core's, also where a plug-in stands in its place."""
     _transport: Transport | None = None
     _exchange: ChannelExchange | None = None
@@ -65,8 +63,6 @@ class StaticSchedule(PipelineSchedule):
         chunks = list(model) if isinstance(model, list) else [model]
         topology = pipeline_of(chunks, keywords.get("pg_collection"))
         _refuse_several_tensors(keywords, topology)
-        if delays_weights(chunks[0]):
-            refuse_delayed(chunks, "a static schedule runs no W tasks")
         iteration = self.iteration
         self.iteration += 1
         forward_only = keywords.get("forward_only", False)
