@@ -33,8 +33,10 @@ ENGINE_ROOMS = {
     "schedule": {"config", "direction", "errors", "files"},
     "command_line": {"config", "errors", "processes", "schedule"},
     "trace": {"config", "direction", "errors", "files", "schedule"},
-    "sim": {"config", "direction", "errors", "files", "schedule", "slice_sizes", "trace"},
-    "sim_flags": {"command_line", "config", "errors", "files", "schedule", "sim"},
+    "sim": {
+        *("command_line", "config", "direction", "errors", "files", "schedule", "slice_sizes"),
+        "trace",
+    },
     "transport": {"config", "direction", "errors", "hosts", "processes"},
     "core": {"config", "direction", "errors", "processes", "trace", "transport"},
     "runtime": {
