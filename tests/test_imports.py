@@ -24,7 +24,6 @@ ENGINE_ROOMS = {
     "errors": set(),
     "direction": set(),
     "slice_sizes": set(),
-    "budget": set(),
     "config": {"errors"},
     "hosts": {"errors"},
     "inject": {"errors"},
@@ -54,7 +53,7 @@ ENGINE_ROOMS = {
 WITHOUT_MEGATRON = ("schedule", "runtime", "transport", "trace", "sim", "report", "files")
 """Rooms that reach megatron-core through ``core`` alone."""
 OPEN_TO_THE_TRAINER = {
-    *("budget", "command_line", "config", "errors", "files", "hosts", "plugin", "processes"),
+    *("command_line", "config", "errors", "files", "hosts", "plugin", "processes"),
     *("report", "run", "schedule", "sim", "slice_sizes", "trace", "metrics"),
     *("core.cpu", "core.compat", "core.varlen"),
 }
