@@ -26,7 +26,6 @@ ENGINE_ROOMS = {
     "direction": set(),
     "config": {"errors"},
     "hosts": {"errors"},
-    "slice_sizes": set(),
     "safe_files": set(),
     "strict_json": {"errors"},
     "budget": set(),
@@ -41,14 +40,14 @@ ENGINE_ROOMS = {
         *("config", "direction", "errors", "locks", "safe_files", "schedule", "strict_json"),
     },
     "sim": {
-        *("config", "direction", "errors", "safe_files", "schedule", "slice_sizes"),
+        *("config", "direction", "errors", "safe_files", "schedule"),
         *("strict_json", "trace"),
     },
     "sim_flags": {"command_line", "config", "errors", "schedule", "sim"},
     "transport": {"config", "direction", "errors", "hosts", "processes"},
     "core": {"config", "direction", "errors", "processes", "trace", "transport"},
     "runtime": {
-        *("config", "direction", "errors", "hosts", "inject", "schedule", "slice_sizes"),
+        *("config", "direction", "errors", "hosts", "inject", "schedule"),
         *("sim", "trace", "transport", "core"),
     },
     "plugin": {"config", "errors", "core", "runtime", "schedule", "trace"},
@@ -61,7 +60,7 @@ ENGINE_ROOMS = {
 }
 BASE = {
     *("errors", "config", "hosts", "locks", "index_files", "command_line", "inject", "flags"),
-    *("budget", "naming", "processes", "safe_files", "slice_sizes", "strict_json"),
+    *("budget", "naming", "processes", "safe_files", "strict_json"),
 }
 OPEN_TO_THE_TRAINER = {
     *BASE,
