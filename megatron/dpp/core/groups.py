@@ -27,7 +27,8 @@ def default_groups() -> ProcessGroupCollection:
 
 def pipeline_group(given: Any = None) -> ProcessGroup:
     """The ranks of the pipeline."""
-    return given.pp if given else parallel_state.get_pipeline_model_parallel_group()
+    found: ProcessGroup = given.pp if given else parallel_state.get_pipeline_model_parallel_group()
+    return found
 
 
 def stage_group(given: Any, name: str) -> ProcessGroup:
