@@ -230,19 +230,23 @@ def run_step(
     Args:
         split: whether W runs apart from B.
         board: of the ranks that agree on each decision; None for a rank that decides alone.
-        more: further arguments of the executor.
+        more: further settings of the iteration.
     """
     from megatron.dpp.runtime.agreement import decider_for
-    from megatron.dpp.runtime.executor import Executor
+    from megatron.dpp.runtime.executor import Executor, Iteration
     from megatron.dpp.runtime.timer import HostTimer
 
     decider = decider_for(scheduler, links.channels.receiving, board)
     decider.start(links.consumed)
     Executor(
-        runner=runner, decider=decider, links=links, recorder=recorder or NullRecorder(),
-        timer=HostTimer(), injector=None, split_backward=split, iteration=iteration, timeout=60.0,
-        **more,
-    ).run()  # fmt: skip
+        runner=runner,
+        decider=decider,
+        links=links,
+        recorder=recorder or NullRecorder(),
+        timer=HostTimer(),
+        injector=None,
+        iteration=Iteration(split_backward=split, number=iteration, timeout=60.0, **more),
+    ).run()
     links.consume(scheduler.geometry)
 
 

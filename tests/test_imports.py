@@ -146,14 +146,24 @@ DOORS = {
 }
 """Entry points of the engine, which may import any of its rooms."""
 WITHOUT_TORCH = (
-    *("megatron.dpp", "megatron.dpp.schedule", "megatron.dpp.sim_command", "megatron.dpp.flags"),
-    *("megatron.dpp.__main__", "megatron.dpp.inject", "megatron.dpp.hosts", "megatron.dpp.locks"),
+    *(
+        "megatron.dpp",
+        "megatron.dpp.schedule",
+        "megatron.dpp.sim_command",
+        "megatron.dpp.command_line",
+    ),
+    *(
+        "megatron.dpp.__main__",
+        "megatron.dpp.inject",
+        "megatron.dpp.hosts",
+        "megatron.dpp.files.locks",
+    ),
     *("megatron.dpp.autoload", "megatron.dpp.plugin_command"),
     *("megatron.dpp.run", "megatron.dpp.report.report_command", "megatron.dpp.report.whatif"),
     *("megatron.dpp_train.launch.main", "megatron.dpp_train.launch.scripts"),
     *("megatron.dpp_train.preflight.check", "megatron.dpp_train.data.preprocess_command"),
     *("megatron.dpp_train.cost.plan_command", "megatron.dpp_train.launch.estimate_command"),
-    *("megatron.dpp_train.hf.fields", "megatron.dpp_train.tokenizers"),
+    *("megatron.dpp_train.hf.fields", "megatron.dpp_train.data.document_files"),
 )
 """Modules that answer within a fraction of a second, so that neither they nor what they import
 loads PyTorch."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.dpp.config import GRAPHS_PAY_FROM, Backward, DppConfig
+from megatron.dpp.config import LAUNCH_BOUND_FROM, Backward, DppConfig
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime.backward import Backwards, Measured, choose
 
@@ -24,7 +24,7 @@ BOUND = 0.9
         (Measured(apart=1.05, launching=0.3), SPLIT, "launching takes 30%"),
         (Measured(apart=1.05, launching=BOUND), STOCK, "launching takes 90%"),
         (Measured(apart=1.1, launching=BOUND), STOCK, "launching takes 90%"),
-        (Measured(launching=GRAPHS_PAY_FROM), STOCK, "launching takes"),
+        (Measured(launching=LAUNCH_BOUND_FROM), STOCK, "launching takes"),
         (Measured(apart=1.11, launching=BOUND), FUSED, r"\+11 % of a fused"),
         (Measured(apart=1.11, launching=0.3), FUSED, r"\+11 % of a fused"),
         (Measured(apart=1.05, pays=1.04, launching=BOUND), FUSED, r"\+5 % of a fused"),

@@ -363,9 +363,9 @@ def has_multimodule(keywords: dict[str, Any]) -> bool:
 
 def pipeline_size(groups: Any = None) -> int:
     """Ranks of the pipeline, by the given process groups or else megatron-core's own."""
-    from megatron.dpp.core.groups import pipeline_group
+    from megatron.dpp.core.groups import group_of
 
-    return pipeline_group(groups).size()
+    return group_of(groups, "pp").size()
 
 
 ORIGINAL = "dpp_original"

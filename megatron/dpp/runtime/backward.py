@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron.dpp.config import GRAPHS_PAY_FROM, Backward, DppConfig
+from megatron.dpp.config import LAUNCH_BOUND_FROM, Backward, DppConfig
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import Text, setting
 from megatron.dpp.runtime.session import Session
@@ -55,7 +55,7 @@ def choose(found: Measured) -> tuple[Backward, str]:
     if found.apart > min(_MOST_APART, found.pays):
         return Backward(split=False), ratio
     share = f"launching takes {found.launching:.0%} of the time that tasks run"
-    if found.launching >= GRAPHS_PAY_FROM:
+    if found.launching >= LAUNCH_BOUND_FROM:
         return Backward(stock=1), share
     return Backward(), share
 

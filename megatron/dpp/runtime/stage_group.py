@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
-from megatron.dpp.core.groups import stage_group
+from megatron.dpp.core.groups import group_of
 from megatron.dpp.core.steps import StepCall
 
 
@@ -45,12 +45,12 @@ def stage_group_of(call: StepCall) -> StageGroup:
     own = torch.distributed.get_rank()
     collection, groups = call.pg_collection, []
     if collection.tp.size() * collection.cp.size() > 1:
-        groups.append(stage_group(call.pg_collection, "tp_cp"))
+        groups.append(group_of(collection, "tp_cp"))
     crossing = _crossing(call)
     if not crossing:
         ranks = [sorted(get_process_group_ranks(group)) for group in groups]
         return StageGroup(tuple(ranks[0]), groups[0]) if groups else StageGroup()
-    everyone = _all_replicas(call)
+    everyone = group_of(call.pg_collection, "tp_dp_cp")
     found: list[Any] = [None] * everyone.size()
     mine = [get_process_group_ranks(group) for group in (*groups, *crossing)]
     torch.distributed.all_gather_object(found, mine, group=everyone)
@@ -78,12 +78,7 @@ def _crossing(call: StepCall) -> list[ProcessGroup]:
     groups = []
     expert_tensor = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
     if config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size % expert_tensor:
-        groups.append(stage_group(call.pg_collection, "tp_ep"))
+        groups.append(group_of(call.pg_collection, "tp_ep"))
     if call.has_global_aux_loss and call.pg_collection.dp_cp.size() > call.pg_collection.cp.size():
-        groups.append(_all_replicas(call))
+        groups.append(group_of(call.pg_collection, "tp_dp_cp"))
     return groups
-
-
-def _all_replicas(call: StepCall) -> ProcessGroup:
-    """All ranks of this place in the pipeline, over all replicas."""
-    return stage_group(call.pg_collection, "tp_dp_cp")

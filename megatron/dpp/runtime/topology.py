@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron.dpp.core.groups import pipeline_group
+from megatron.dpp.core.groups import group_of
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError
@@ -100,7 +100,7 @@ class Topology:
 
 def pipeline_of(chunks: list[torch.nn.Module], pg_collection: Any = None) -> Topology:
     """The place of this rank, by the given process groups or else megatron-core's own."""
-    group = pipeline_group(pg_collection)
+    group = group_of(pg_collection, "pp")
     ranks = torch.distributed.get_process_group_ranks(group)
     return Topology(tuple(ranks), torch.distributed.get_rank(group), len(chunks))
 
