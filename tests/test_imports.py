@@ -27,16 +27,6 @@ ENGINE_ROOMS = {
     "budget": set(),
     "config": {"errors"},
     "hosts": {"errors"},
-<<<<<<< HEAD
-=======
-    "safe_files": set(),
-    "strict_json": {"errors"},
-    "budget": set(),
-    "processes": {"errors"},
-    "locks": {"errors", "safe_files"},
-    "index_files": {"errors", "safe_files"},
-    "command_line": {"errors", "naming", "processes", "safe_files"},
->>>>>>> core
     "inject": {"errors"},
     "processes": {"errors"},
     "files": {"errors"},
@@ -44,24 +34,14 @@ ENGINE_ROOMS = {
     "command_line": {"config", "errors", "processes", "schedule"},
     "trace": {"config", "direction", "errors", "files", "schedule"},
     "sim": {
-<<<<<<< HEAD
         *("command_line", "config", "direction", "errors", "files", "schedule", "slice_sizes"),
         "trace",
-=======
-        *("config", "direction", "errors", "safe_files", "schedule"),
-        *("strict_json", "trace"),
->>>>>>> core
     },
     "transport": {"config", "direction", "errors", "hosts", "processes"},
     "core": {"config", "direction", "errors", "processes", "trace", "transport"},
     "runtime": {
-<<<<<<< HEAD
         *("config", "direction", "errors", "hosts", "inject", "schedule", "slice_sizes"),
         *("trace", "transport", "core"),
-=======
-        *("config", "direction", "errors", "hosts", "inject", "schedule"),
-        *("sim", "trace", "transport", "core"),
->>>>>>> core
     },
     "metrics": {"core", "errors", "files"},
     "plugin": {"config", "errors", "core", "runtime", "schedule", "trace"},
@@ -71,15 +51,8 @@ ENGINE_ROOMS = {
         "trace",
     },
 }
-<<<<<<< HEAD
 WITHOUT_MEGATRON = ("schedule", "runtime", "transport", "trace", "sim", "report", "files")
 """Rooms that reach megatron-core through ``core`` alone."""
-=======
-BASE = {
-    *("errors", "config", "hosts", "locks", "index_files", "command_line", "inject", "flags"),
-    *("budget", "naming", "processes", "safe_files", "strict_json"),
-}
->>>>>>> core
 OPEN_TO_THE_TRAINER = {
     *("budget", "command_line", "config", "errors", "files", "hosts", "plugin", "processes"),
     *("report", "run", "schedule", "sim", "slice_sizes", "trace", "metrics"),
