@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.locks import lock_directory
-from megatron.dpp.safe_files import private_directory
+from megatron.dpp.files.locks import lock_directory
+from megatron.dpp.files.safe_files import private_directory
 from megatron.dpp_train.hf import checkpoint
 from megatron.dpp_train.hf.families import find_families
 from megatron.dpp_train.hf.fields import CONFIG, HfConfig, parse_config
@@ -147,7 +147,7 @@ def to_hf(
         _write_json(scratch / CONFIG, content | {name: str(kind).removeprefix("torch.")})
         if origin:
             copy_files(origin, scratch)
-        notes = _keep_tokenizer(stored.args, scratch)
+        notes = keep_tokenizer(stored.args, scratch)
     return replace(config, notes=(*config.notes, *notes))
 
 
@@ -207,7 +207,7 @@ def _checked(stored: checkpoint.Stored, config: HfConfig) -> list[Entry]:
     return list(chosen.values())
 
 
-def _keep_tokenizer(args: Any, folder: Path) -> tuple[str, ...]:
+def keep_tokenizer(args: Any, folder: Path) -> tuple[str, ...]:
     """Put the tokenizer of a run into a model's folder, in the place of that of the model that it
     started from. After training on chats, ``generation_config.json`` names the token that ends an
     answer, too, so that transformers and vLLM stop there.
