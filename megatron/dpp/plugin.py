@@ -17,6 +17,7 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,15 @@ from megatron.dpp.config import DppConfig, missing_part
 from megatron.dpp.core import compat
 from megatron.dpp.core.packed_rows import read_ahead
 from megatron.dpp.core.rng import line, needs_task_rng
-from megatron.dpp.errors import ConfigError, Naming, Text, one_line, said, setting
+from megatron.dpp.errors import (
+    ConfigError,
+    Naming,
+    Text,
+    TransportError,
+    one_line,
+    said,
+    setting,
+)
 from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.runtime.host_trace import StepTrace
 from megatron.dpp.schedule import find_policy
@@ -137,7 +146,11 @@ class Plugin:
             self._sizes = None
         self._rows = None
         with self._trace.step(self._step_number(keywords), keywords, "dpp") as schedule.recorder:
-            return schedule(**keywords)
+            try:
+                return schedule(**keywords)
+            except BaseException as error:
+                self._leave(error)
+                raise
 
     def _look_ahead(self, keywords: dict[str, Any]) -> None:
         """Announce the sizes that the host's adapter knows, unless the host has told them."""
@@ -223,6 +236,9 @@ class Plugin:
     def leave(self, error: BaseException | None) -> None:
         """Close the schedule; with an error, tell the other ranks and raise what explains it."""
         self._trace.close()
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
         schedule, self._schedule = self._schedule, None
         if schedule is not None:
             schedule.__exit__(type(error) if error else None, error, None)
@@ -276,7 +292,7 @@ def install(
             "before installing it with other settings"
         )
     _installed = Plugin(config, strict=strict, trace=trace, lengths=lengths, naming=naming)
-    atexit.register(uninstall)
+    atexit.register(_end)
 
 
 def is_installed() -> bool:
@@ -309,10 +325,17 @@ def uninstall() -> None:
     _remove(None)
 
 
+def _end() -> None:
+    """At the end of the process: an error that ended it is told to the other ranks."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    with contextlib.suppress(TransportError):  # it is no news here
+        _remove(error if isinstance(error, BaseException) else None)
+
+
 def _remove(error: BaseException | None) -> None:
     global _installed
     plugin, _installed = _installed, None
-    atexit.unregister(uninstall)
+    atexit.unregister(_end)
     if plugin is not None:
         plugin.remove()
         plugin.leave(error)

@@ -280,15 +280,3 @@ def test_the_script_says_what_is_wrong(tmp_path):
     )
     assert done.returncode == 1
     assert done.stderr.startswith(f"aggregate.py: error: {tmp_path}: no trace")
-
-
-def test_tracks_are_no_main_threads_in_older_files_either(directory, tmp_path):
-    """Perfetto took the tasks of rank 1 for those of its main thread, the track of its sends."""
-    for path in directory.glob("benchmark-*.json"):
-        text = path.read_text()
-        assert '"tid":1000000' in text
-        (tmp_path / path.name).write_text(text.replace('"tid":100000', '"tid":'))
-    output = tmp_path / "merged.json"
-    merge(open_run(tmp_path), output)
-    tracks = {event["tid"] for event in json.loads(output.read_text())["traceEvents"]}
-    assert tracks == {TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK}

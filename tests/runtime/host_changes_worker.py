@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron.dpp import DppConfig, DppSchedule
 from megatron.dpp.errors import ConfigError
@@ -33,6 +34,7 @@ STEPS, LATE = 3, "delay:2ms,message-delay:3ms"
 
 def train(example: dict[str, Any], schedule: Any) -> dict[str, torch.Tensor]:
     """Three steps; returns all parameters and what is left of their gradients, by name."""
+    MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1)  # not of another model
     torch.manual_seed(7 + dist.get_rank())
     model_parallel_cuda_manual_seed(7, force_reset_rng=True)
     chunks, _ = models.build(example)
@@ -154,6 +156,7 @@ def main() -> None:
         # megatron-core's cross entropy has room for one backward pass alone
         example["own_loss"] = bool(example.get("losses"))
         example |= {"p": dist.get_world_size(), "m": 2 + example.get("v", 1), "untied": True}
+        example["layers"] = max(example["layers"], example["p"] * example["v"])
         example["m"] = -(-example["m"] // example["p"]) * example["p"]
         if layout != (layout := (example.get("v", 1),)):
             parallel_state.destroy_model_parallel()

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import make_sample_data
 import pytest
-
 from megatron.dpp_train.tokenizers import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.dpp import strict_json
 from megatron.dpp.config import Backward
 from megatron.dpp.errors import (
     ConfigError,
@@ -27,7 +26,8 @@ from megatron.dpp.errors import (
     setting,
     shown,
 )
-from megatron.dpp.safe_files import open_text_to_write, open_to_read
+from megatron.dpp.files import strict_json
+from megatron.dpp.files.safe_files import open_text_to_write, open_to_read
 from megatron.dpp.schedule.actions import Action, Geometry
 from megatron.dpp.schedule.refusals import allowed, refusal
 from megatron.dpp.schedule.state import View

@@ -36,7 +36,14 @@ _REASONING = "reasoning_content", "thinking", "reasoning"
 ANSWER = "\ue000"
 """An answer that no chat has, to find where answers begin and end."""
 _USUAL_ROLES = "system", "developer", "user", "assistant", "tool"
-_DATED = "the template writes today's date into the text (strftime_now), and the data keeps it"
+_DATED = "the chat template may write today's date (strftime_now), which the data then keeps"
+_ENDED = (
+    "the chat template ends an answer by the token of the next message: it is marked as its end"
+)
+_ENDLESS = (
+    "WARNING: the chat template marks no end of an answer (no special token follows it): a model "
+    "that is trained on it does not learn to stop"
+)
 
 
 @dataclass(frozen=True)
@@ -75,15 +82,10 @@ class ChatEncoder:
 
     def notes(self) -> tuple[str, ...]:
         """What a user should know about the template."""
-        if self._end is not None:
-            return (
-                "the chat template ends an answer by the token of the next message: it is marked "
-                "as the answer's end",
-            ) * bool(self._end)
-        return (
-            "WARNING: the chat template marks no end of an answer (no special token follows it): "
-            "a model that is trained on it does not learn to stop",
-        )
+        notes = [_DATED] * any("strftime_now" in each.text for each in self._templates.values())
+        if self._end != "":
+            notes.append(_ENDED if self._end else _ENDLESS)
+        return tuple(notes)
 
     def _find_end(self) -> str | None:
         """What ends an answer behind the template's own text of it: the token of a next user's
@@ -141,8 +143,6 @@ class ChatEncoder:
             texts = [self._marked(chat)]
         else:
             texts = self._compared(chat, notes)
-        if self._template_of(chat).writes_date:
-            notes.append(_DATED)
         notes += self._unread(chat)
         return [self._sample(text, spans) for text, spans in texts], tuple(dict.fromkeys(notes))
 

@@ -55,11 +55,6 @@ class ChatTemplate:
         self.text, self._tokens = text, dict(tokens)
         self.marks_answers = _GENERATION.search(text) is not None
 
-    @property
-    def writes_date(self) -> bool:
-        """The template may write today's date or time."""
-        return "strftime_now" in self.text
-
     def render(self, messages: Sequence[Mapping[str, Any]], *, ask: bool, **more: Any) -> Rendered:
         """The text of a chat.
 

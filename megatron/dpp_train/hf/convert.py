@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.locks import lock_directory
-from megatron.dpp.safe_files import private_directory
+from megatron.dpp.files.locks import lock_directory
+from megatron.dpp.files.safe_files import private_directory
 from megatron.dpp_train.hf import checkpoint
 from megatron.dpp_train.hf.families import find_families
 from megatron.dpp_train.hf.fields import CONFIG, HfConfig, parse_config
@@ -106,7 +106,8 @@ def to_hf(
         target: its folder, which must not exist.
         like: a Hugging Face folder of the same model, whose ``config.json`` and tokenizer are
             copied. By default it is that beside the checkpoint, or from which training started.
-        family: the kind of model, for a checkpoint that never was one of Hugging Face's.
+        family: the kind of model, for a checkpoint that never was one of Hugging Face's; by default
+            the first that has its arguments.
         family_file: a Python file with a further family.
         step: iteration of the checkpoint; the latest by default.
         dtype: type of the tensors; as they are in the checkpoint by default.
@@ -163,7 +164,7 @@ def _origin(found: Path, args: Any) -> Path | None:
 def _config_of(
     like: Path | None, family: str | None, family_file: Path | None, args: Any, source: Path
 ) -> HfConfig:
-    """The ``config.json`` of a checkpoint's model: that of ``like``, or one made of its arguments."""
+    """The ``config.json`` of a checkpoint's model: that of ``like``, or one of its arguments."""
     families = find_families(family_file)
     if family is not None and family not in families:
         raise DataError(f"--family {family}: expected one of {', '.join(sorted(families))}")
@@ -171,17 +172,24 @@ def _config_of(
         config, where = read_model(like, family_file), str(like / CONFIG)
         if family not in (None, str(config.family)):
             raise DataError(f"--family {family}: {where} is of {config.family}; leave it out")
-    elif family is None or args is None:
-        raise DataError(
-            f"{source}: its config.json is not known; name the folder of the model that training "
-            "started from (--like DIR), or the kind of model (--family NAME)"
-        )
-    else:
-        content = write_config(families[family], completed(args))
-        config, where = parse_config(content, str(source), family_file), f"--family {family}"
-    if args is not None:
-        check_same(args, config, str(source), where)
-    return config
+        if args is not None:
+            check_same(args, config, str(source), where)
+        return config
+    for name in [family] if family else families if args is not None else []:
+        where = f"--family {name}"
+        try:
+            content = write_config(families[name], completed(args))
+            config = parse_config(content, where, family_file)
+            check_same(args, config, str(source), where)
+        except DataError:
+            if family:
+                raise
+        else:
+            return config
+    raise DataError(
+        f"{source}: no family has this model; name the folder of the model that training started "
+        "from (--like DIR)"
+    )
 
 
 def _checked(stored: checkpoint.Stored, config: HfConfig) -> list[Entry]:
@@ -207,7 +215,7 @@ def _keep_tokenizer(args: Any, folder: Path) -> tuple[str, ...]:
     Returns:
         Notes for the user.
     """
-    place = Path(getattr(args, "tokenizer_model", None) or "")
+    place = Path(str(getattr(args, "tokenizer_model", None) or ""))
     if place.name and any((place / name).is_file() for name in TOKENIZER):
         for name in TOKENIZER:
             (folder / name).unlink(missing_ok=True)
@@ -268,8 +276,10 @@ def unfinished(target: Path) -> Iterator[Path]:
             scratch.rmdir()  # where it could not be locked; that of another process is not empty
         raise
     except (OSError, RuntimeError) as error:  # PyTorch's writer raises the latter at a full disk
-        free = shutil.disk_usage(target.parent).free if target.parent.is_dir() else 0
-        name = getattr(error, "filename", None)
-        where = f"{Path(name).name}: " if str(name).startswith(str(scratch)) else ""
+        free = ""
+        with suppress(OSError):
+            free = f" ({shutil.disk_usage(target.parent).free} bytes are free there)"
+        name = str(getattr(error, "filename", ""))
+        where = f"{Path(name).name}: " if name.startswith(str(scratch)) else ""
         text = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
-        raise DataError(f"{target}: {where}{text} ({free} bytes are free there)") from error
+        raise DataError(f"{target}: {where}{text}{free}") from error

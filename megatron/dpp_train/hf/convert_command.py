@@ -34,7 +34,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     group.add_argument(
         "--like", type=Path, metavar="DIR", help="Hugging Face folder of the same model"
     )
-    group.add_argument("--family", metavar="NAME", help="kind of model, without --like")
+    group.add_argument(
+        "--family", metavar="NAME", help="kind of model, without --like (default: that which fits)"
+    )
     group.add_argument("--step", type=int, metavar="N", help="iteration (default: the latest)")
     group.add_argument(
         "--shard-size", type=float, default=5.0, metavar="GB", help="largest file (default 5)"

@@ -115,7 +115,7 @@ def inside(folder: Path, name: str) -> Path:
         roots.append(root.parent.parent / "blobs")
     if not any(real.is_relative_to(each) for each in roots):
         raise DataError(
-            f"{path}: a link to {real}, outside of the model's folder: copy the file into the folder"
+            f"{path}: a link to {real}, outside of the model's folder: copy the file there"
         )
     return path
 
@@ -142,7 +142,7 @@ def parse_config(content: Config, where: str, family_file: str | Path | None = N
         DataError: a field is missing, or has a value that cannot be trained here.
     """
     family = _family_of(content.get("model_type"), where, family_file)
-    original, content = content, _renamed(family, _asked(family.prepare, content, family, where))
+    original, content = content, _renamed(family, asked(family.prepare, content, family, where))
     if content.get("quantization_config"):
         raise DataError(f"{where}: a quantized model; convert needs one in 16 or 32 bits")
     for key, values in family.only.items():
@@ -157,7 +157,7 @@ def parse_config(content: Config, where: str, family_file: str | Path | None = N
         flags[flag] = filled[key]
     if flags.get("position-embedding-type") == "rope":
         add_rotary(flags, filled, where)
-    flags |= _asked(family.read, filled, family, where)
+    flags |= asked(family.read, filled, family, where)
     notes = [f"{where}: {text}" for text in _window(flags, filled, where)]
     if flags.pop("num-query-groups", flags["num-attention-heads"]) != flags["num-attention-heads"]:
         flags |= {"group-query-attention": True, "num-query-groups": filled["num_key_value_heads"]}
@@ -188,10 +188,10 @@ def _family_of(name: Any, where: str, family_file: str | Path | None) -> Family:
     )
 
 
-def _asked(
-    function: Callable[[Config], dict[str, Any]], content: Config, family: Family, where: str
+def asked(
+    function: Callable[[Any], dict[str, Any]], content: Any, family: Family, where: str
 ) -> dict[str, Any]:
-    """The result of a family's own function."""
+    """The result of a family's own function; raises DataError where it fails."""
     try:
         return function(content)
     except DataError as error:

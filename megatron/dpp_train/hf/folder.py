@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from megatron.dpp.errors import DataError
-from megatron.dpp.safe_files import open_to_read
+from megatron.dpp.errors import DataError, one_line
+from megatron.dpp.files.safe_files import open_to_read
 from megatron.dpp_train.hf.fields import HfConfig, inside
 from megatron.dpp_train.hf.tables import IGNORED, Entry, entries
 from megatron.dpp_train.hf.weights import HEAD, INDEX, WEIGHTS, Weights, read_model
@@ -167,6 +167,7 @@ class Shards:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Take the next tensor."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         self._held[name] = tensor.clone(memory_format=torch.contiguous_format)
@@ -176,7 +177,10 @@ class Shards:
         file = WEIGHTS
         if len(self._groups) > 1:
             file = f"model-{number + 1:05d}-of-{len(self._groups):05d}.safetensors"
-        save_file(self._held, self._folder / file, {"format": "pt"})
+        try:
+            save_file(self._held, self._folder / file, {"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(None, one_line(error, 200), str(self._folder / file)) from error
         self._files |= dict.fromkeys(self._held, file)
         self._held = {}
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.command_line import command, new_parser
-from megatron.dpp.errors import DataError, one_line, require_value
-from megatron.dpp.safe_files import open_text_to_write
+from megatron.dpp.errors import DataError, one_line, require
+from megatron.dpp.files.safe_files import open_text_to_write
 from megatron.dpp_train.hf.fields import CONFIG, refuse_other_forms
 from megatron.dpp_train.hf.folder import TOKENIZER
 from megatron.dpp_train.hf.prompts import Chat, encode, end_of_answers, tokenizer_of
@@ -54,10 +55,14 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    require_value(args, "max_new_tokens", args.max_new_tokens >= 1, "at least 1")
-    require_value(args, "temperature", 0 <= args.temperature < 1e6, "from 0 on")
-    require_value(args, "top_k", args.top_k >= 0, "from 0 on")
-    require_value(args, "top_p", 0 < args.top_p <= 1, "above 0 and at most 1")
+    for name, good, rule in (
+        ("max_new_tokens", args.max_new_tokens >= 1, "at least 1"),
+        ("temperature", 0 <= args.temperature < math.inf, "from 0 on"),
+        ("top_k", args.top_k >= 0, "from 0 on"),
+        ("top_p", 0 < args.top_p <= 1, "above 0 and at most 1"),
+    ):
+        flag = f"--{name.replace('_', '-')} {getattr(args, name)}"
+        require(good, f"{flag}: must be {rule}")
     if args.output is not None and args.output.exists():
         raise DataError(f"--output {args.output}: exists; name another file")
     prompts = _prompts(args)
@@ -166,7 +171,7 @@ class _Answers:
     depend on their neighbours."""
 
     def __init__(
-        self, folder: Path, place: Path, args: argparse.Namespace, ends: list[int]
+        self, folder: Path, place: Path, args: argparse.Namespace, end: int | None
     ) -> None:
         import torch
 

@@ -300,47 +300,29 @@ class TorchNorm:
         **_: Any,
     ) -> torch.nn.Module:
         kind: Any = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
-        plain = not config.layernorm_zero_centered_gamma and scale == 1.0
-        if not plain:
-            kind = _RMSNorm if kind is torch.nn.RMSNorm else _LayerNorm
+        centred = config.layernorm_zero_centered_gamma
+        if centred or scale != 1.0:
+            if kind is torch.nn.LayerNorm:
+                raise ConfigError("--apply-layernorm-1p with local layers needs RMSNorm")
+            kind = partial(_ChangedNorm, centred=centred, scale=scale)
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        norm: Any = kind(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
-        if not plain:
-            norm.change(centred=config.layernorm_zero_centered_gamma, scale=scale)
+        norm: torch.nn.Module = kind(hidden_size, eps=eps, device=device, dtype=config.params_dtype)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        made: torch.nn.Module = norm
-        return made
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
 
 
-class _Changed(torch.nn.Module):
-    """A norm whose factor may be 1 + weight, and whose output may be scaled. It computes in 32
-    bit."""
+class _ChangedNorm(torch.nn.RMSNorm):
+    """RMSNorm whose factor may be 1 + weight, and whose output may be scaled, in 32 bit."""
 
-    weight: torch.nn.Parameter
-    offset, scale = 0.0, 1.0
-
-    def change(self, *, centred: bool, scale: float) -> None:
-        """Set the form; a centred norm starts with a weight of 0."""
+    def __init__(self, *args: Any, centred: bool, scale: float, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.offset, self.scale = float(centred), scale
         if centred:
             torch.nn.init.zeros_(self.weight)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] in and out."""
-        normed = self.normed(input.float(), self.weight.float() + self.offset)
-        return (normed * self.scale).to(input.dtype)
-
-    def normed(self, input: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """The norm in 32 bit."""
-        raise NotImplementedError
-
-
-class _RMSNorm(_Changed, torch.nn.RMSNorm):
-    def normed(self, input: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(input, self.normalized_shape, factor, self.eps)
-
-
-class _LayerNorm(_Changed, torch.nn.LayerNorm):
-    def normed(self, input: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(input, self.normalized_shape, factor, self.bias.float(), self.eps)
+        factor = self.weight.float() + self.offset
+        normed = F.rms_norm(x.float(), self.normalized_shape, factor, self.eps)
+        return (normed * self.scale).to(x.dtype)

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.hf.families import Config, Family
 from megatron.dpp_train.hf.families.rotary import rotary_fields
-from megatron.dpp_train.hf.fields import HfConfig
+from megatron.dpp_train.hf.fields import HfConfig, asked
 from megatron.dpp_train.hf.forms import NAMES, parse_forms
 
 _OTHER_NAMES = {
@@ -159,7 +159,7 @@ def write_config(family: Family, args: Any) -> Config:
     content: Config = {"architectures": [family.class_name], "model_type": family.name}
     for key, flag in family.fields.items():
         name = _OTHER_NAMES.get(flag, flag.replace("-", "_"))
-        value = getattr(args, name)
+        value = getattr(args, name, family.usual.get(key))
         content[key] = value[0] if isinstance(value, list) else value
     if args.tokens is not None:
         content["vocab_size"] = args.tokens
@@ -173,4 +173,4 @@ def write_config(family: Family, args: Any) -> Config:
         content |= rotary_fields(args)
     if "norm_topk_prob" in family.usual:
         content["norm_topk_prob"] = not args.moe_router_pre_softmax
-    return content | family.write(args)
+    return content | asked(family.write, args, family, f"--family {family}")

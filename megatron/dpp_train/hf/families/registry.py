@@ -32,7 +32,7 @@ def find_families(file: str | Path | None = None) -> Mapping[str, Family]:
     Raises:
         DataError: the file or a package holds no family, or raises an error.
     """
-    found = {}
+    found: dict[str, Family] = {}
     for module in pkgutil.iter_modules(known.__path__):
         content = vars(importlib.import_module(f"{known.__name__}.{module.name}"))
         found |= {each.name: each for each in content.values() if isinstance(each, Family)}
