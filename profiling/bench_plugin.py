@@ -303,7 +303,7 @@ def arm_of(name: str, row: str = "") -> tuple[str, str, dict[str, Any]]:
     prefix = next((each for each in OTHERS if bare.startswith(each) and bare not in NAMES), "")
     arm = arms.ARMS[NAMES[bare.removeprefix(prefix)]]
     if arm.policy is not None:
-        more = {"slice_tokens": cut[1]} if cut else {}
+        more = {"slice_tokens": int(cut[1])} if cut else {}
         if row == "bucketed":
             more["length_buckets"] = _BUCKETS
         return name, "dynamic", arm.settings() | OTHERS.get(prefix, {}) | more

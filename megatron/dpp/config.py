@@ -173,11 +173,12 @@ class DppConfig:
         "{policy} breadth-first)",
         *("auto", "on", "off"),
     )
-    slice_tokens: str = _option(
-        "off",
+    slice_tokens: int = _option(
+        0,
         _SCHEDULE,
         "cut each sequence into slices of so many tokens, which run through the pipeline as units "
-        "of their own: off, or a number",
+        "of their own; 0: cut none",
+        *(0, 1 << 40),
     )
     max_tokens: int = _option(
         0,
@@ -274,8 +275,6 @@ class DppConfig:
             Backward.of(self.split_backward)
         except ValueError as error:
             self._require(False, "split_backward", str(error))
-        is_cut = re.fullmatch("off|[1-9][0-9]{0,9}", self.slice_tokens)
-        self._require(is_cut, "slice_tokens", "expected off, or a number of tokens")
         self.buckets(sys.maxsize)
         for address in self.node_ips.split(",") if self.node_ips else ():
             wrong = _fault_of_address(address)

@@ -14,7 +14,7 @@ import resource
 import shutil
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,17 +31,6 @@ class Finding(NamedTuple):
     state: str
     text: str
     advice: str = ""
-
-
-def probe_extension() -> Finding:
-    """The C++ side of the transport."""
-    from megatron.dpp.transport.native import load_native
-
-    try:
-        native = load_native()
-    except TransportError as error:
-        return Finding("C++ extension", "missing", Text(error, error))
-    return Finding("C++ extension", "ok", f"transport version {native.abi_version}")
 
 
 def probe_packages() -> Finding:
@@ -64,34 +53,36 @@ def probe_memory() -> Finding:
     return Finding("shared memory", "ok", f"memfd works, {available >> 20} GiB available")
 
 
-def probe_locked_memory() -> Finding:
-    """The limit on locked memory, which RDMA and pinned memory need."""
+def probe_limits() -> Iterator[Finding]:
+    """Locked memory, which RDMA and pinned memory need; descriptors, about four for each peer;
+    namespaces, which ranks of a host need in common; cores."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return Finding("locked memory", "ok", "unlimited")
-    advice = "for RDMA: ulimit -l unlimited (docker: --ulimit memlock=-1)"
-    return Finding("locked memory", "note", f"limited to {soft >> 10} KiB", advice)
-
-
-def probe_descriptors() -> Finding:
-    """The limit on open descriptors; each peer needs about four."""
+        yield Finding("locked memory", "ok", "unlimited")
+    else:
+        advice = "for RDMA: ulimit -l unlimited (docker: --ulimit memlock=-1)"
+        yield Finding("locked memory", "note", f"limited to {soft >> 10} KiB", advice)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     advice = "" if soft >= 1024 else "ulimit -n 4096"
-    return Finding("descriptors", "note" if advice else "ok", f"{soft} (at most {hard})", advice)
-
-
-def probe_namespaces() -> Finding:
-    """Namespaces of this process: ranks of a host need a common PID and network namespace."""
+    yield Finding("descriptors", "note" if advice else "ok", f"{soft} (at most {hard})", advice)
     names = ", ".join(f"{kind} {os.readlink(f'/proc/self/ns/{kind}')}" for kind in ("pid", "net"))
     contained = Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
     advice = "start all ranks of a host in one container, or with --pid=host --net=host"
-    return Finding("namespaces", "note" if contained else "ok", names, advice if contained else "")
-
-
-def probe_cores() -> Finding:
-    """Cores; ranks spin before they sleep only when every rank of the host has a core."""
+    state = ("note", advice) if contained else ("ok", "")
+    yield Finding("namespaces", state[0], names, state[1])
     cores = len(os.sched_getaffinity(0))
-    return Finding("cores", "ok", f"{cores} for this process; ranks spin while there are no more")
+    yield Finding("cores", "ok", f"{cores} for this process; ranks spin while there are no more")
+
+
+def probe_extension() -> Finding:
+    """The C++ side of the transport."""
+    from megatron.dpp.transport.native import load_native
+
+    try:
+        native = load_native()
+    except TransportError as error:
+        return Finding("C++ extension", "missing", Text(error, error))
+    return Finding("C++ extension", "ok", f"transport version {native.abi_version}")
 
 
 def probe_gpus() -> Finding:
@@ -174,27 +165,14 @@ def probe_plugin() -> Finding:
     return Finding("plugin", "ok", f"off: no {path} (--enable-plugin writes it)")
 
 
-PROBES: tuple[Callable[[], Finding], ...] = (
-    probe_plugin,
-    probe_variables,
-    probe_memory,
-    probe_locked_memory,
-    probe_descriptors,
-    probe_namespaces,
-    probe_cores,
-    probe_rdma,
-    probe_gpu_direct,
-    probe_compiler,
-)
-
-
 def findings() -> Iterator[Finding]:
     """Run the probes."""
     packages = probe_packages()
     yield packages
     if packages.state == "ok":
         yield from (probe_extension(), probe_gpus())
-    yield from (probe() for probe in PROBES)
+    yield from (probe_plugin(), probe_variables(), probe_memory(), *probe_limits())
+    yield from (probe_rdma(), probe_gpu_direct(), probe_compiler())
 
 
 PTH_LINE = (

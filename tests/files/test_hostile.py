@@ -26,7 +26,7 @@ from megatron.dpp.report.run_files import read_metrics, read_state
 from megatron.dpp.schedule.recording import Recording
 from megatron.dpp.sim.measured import load_costs
 from megatron.dpp_train.hf.weights import read_model
-from megatron.dpp_train.text_files import read_mapping
+from megatron.dpp_train.text_files import read_json
 
 _LLAMA = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48,
@@ -73,9 +73,9 @@ _HEADER = {
 }  # fmt: skip
 SAMPLES: dict[str, tuple[dict[str, Callable[[], bytes]], Callable[[Path], object]]] = {
     "config.json": ({"config.json": lambda: _json(_LLAMA)}, read_model),
-    "settings.yaml": (
-        {"settings.yaml": lambda: b"lr: 1.0e-4\nmodel:\n  num_layers: 4\ndata-path: [a, b]\n"},
-        lambda folder: read_mapping(folder / "settings.yaml"),
+    "settings.json": (
+        {"settings.json": lambda: _json({"lr": 1e-4, "model": {"num_layers": 4}, "data": ["a"]})},
+        lambda folder: read_json(folder / "settings.json"),
     ),
     "corpus.idx": (
         {"corpus.idx": _index, "corpus.bin": lambda: bytes(20)},

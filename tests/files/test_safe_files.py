@@ -28,7 +28,7 @@ from megatron.dpp.schedule import Geometry
 from megatron.dpp.schedule.recording import DecisionRecorder, Recording
 from megatron.dpp.sim.measured import load_costs
 from megatron.dpp.trace import TraceLayout, open_recorder
-from megatron.dpp_train.text_files import read_mapping, read_text
+from megatron.dpp_train.text_files import read_json, read_text
 
 VICTIM = b"years of work"
 _LAYOUT = TraceLayout(data=0, pipeline=0, tensor=0, data_size=1, pipeline_size=1, tensor_size=1)
@@ -82,7 +82,7 @@ def test_no_file_of_somebody_else_is_written(name: str, trap: str, tmp_path: Pat
 READ: dict[str, Callable[[Path], object]] = {
     "bytes": read_bytes,
     "text": read_text,
-    "yaml": read_mapping,
+    "json": read_json,
     "corpus.idx": lambda path: read_lengths(str(path.with_suffix(""))),
     "costs": load_costs,
     "trace": read_header,

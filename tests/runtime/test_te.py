@@ -162,10 +162,12 @@ def built(double: Any, *, fused: bool = False, return_bias: bool = False) -> tup
         parameter.main_grad = torch.zeros_like(parameter)
         parameter.grad_added_to_main_grad = False
     waiting: list[Any] = []
-    taken: Any = TELayer(
-        0, "fc", layer.fc, add, lambda piece, work: waiting.append(work), waiting.append
-    )
+    taken: Any = TELayer(0, "fc", layer.fc, store_of(add, waiting), waiting.append)
     return layer, taken, waiting
+
+
+def store_of(add: Any, waiting: list[Any]) -> Any:
+    return SimpleNamespace(add=add, defer=lambda piece, work: waiting.append(work))
 
 
 def add(parameter: Any, given: list[torch.Tensor]) -> None:
@@ -207,10 +209,7 @@ def test_a_bias_gradient_in_the_dtype_of_main_grad_is_cast_as_by_autograd() -> N
     for parameter in layer.parameters():
         parameter.main_grad = torch.zeros(parameter.shape)
     waiting: list[Any] = []
-    taken: Any = TELayer(
-        0, "fc", layer.fc, accumulate.add,
-        lambda piece, work: waiting.append(work), waiting.append,
-    )  # fmt: skip
+    taken: Any = TELayer(0, "fc", layer.fc, store_of(accumulate.add, waiting), waiting.append)
     given = torch.full((2, 4), 1.5, dtype=torch.bfloat16, requires_grad=True)
     with taken.bound():
         layer.fc(given).square().sum().backward()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.core.wgrad import accumulate, linear, product
+from megatron.dpp.core.wgrad import accumulate, product
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.product import gather_buffers
 from megatron.dpp.errors import ConfigError
@@ -55,8 +55,7 @@ class Chunk(torch.nn.Module):
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
-    monkeypatch.setattr(linear, "ColumnParallelLinear", Linear)
-    monkeypatch.setattr(linear, "RowParallelLinear", Linear)
+    monkeypatch.setattr(product, "KINDS", (Linear,))
 
 
 def inputs(number: int) -> list[torch.Tensor]:

@@ -29,6 +29,12 @@ def variants(chat: Chat) -> Iterator[Chat]:
             yield replace(chat, messages=messages, notes=(*chat.notes, *note, *more))
 
 
+def stands(message: Message, text: str) -> bool:
+    """True if the text of a message is in a rendered text, as it is or within JSON."""
+    said = plain_text(message.get("content")).strip()
+    return said in text or _inner(said) in text
+
+
 def is_whole(chat: Chat, text: str) -> bool:
     """True where a rendered text holds every message, none as a list of parts, and no arguments as
     a text within JSON."""

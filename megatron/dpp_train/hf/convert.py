@@ -147,7 +147,7 @@ def to_hf(
         _write_json(scratch / CONFIG, content | {name: str(kind).removeprefix("torch.")})
         if origin:
             copy_files(origin, scratch)
-        notes = _keep_tokenizer(stored.args, scratch)
+        notes = keep_tokenizer(stored.args, scratch)
     return replace(config, notes=(*config.notes, *notes))
 
 
@@ -207,7 +207,7 @@ def _checked(stored: checkpoint.Stored, config: HfConfig) -> list[Entry]:
     return list(chosen.values())
 
 
-def _keep_tokenizer(args: Any, folder: Path) -> tuple[str, ...]:
+def keep_tokenizer(args: Any, folder: Path) -> tuple[str, ...]:
     """Put the tokenizer of a run into a model's folder, in the place of that of the model that it
     started from. After training on chats, ``generation_config.json`` names the token that ends an
     answer, too, so that transformers and vLLM stop there.

@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.dpp.core import compat
@@ -30,9 +29,10 @@ from megatron.dpp.core.cpu import without_rewriting
 from megatron.dpp.core.grad_sync import replicated
 from megatron.dpp.core.wgrad import accumulate
 from megatron.dpp.core.wgrad.accumulate import OwnHook
-from megatron.dpp.core.wgrad.own_way import Place, places, why_module, why_weight
-from megatron.dpp.core.wgrad.product import DeferredWork, Layer, forward_of, refuse
-from megatron.dpp.core.wgrad.te_layer import TELayer, is_te, weights_of, why_layer
+from megatron.dpp.core.wgrad.deferrable import Deferrable, DeferredWork, refuse
+from megatron.dpp.core.wgrad.own_way import Place, places
+from megatron.dpp.core.wgrad.product import Layer
+from megatron.dpp.core.wgrad.te_layer import TELayer
 from megatron.dpp.errors import ConfigError, setting
 
 _RUN_BACKWARD, _INPUTS = "_engine_run_backward", 3
@@ -41,6 +41,8 @@ _OWN_PASS = (
     "dynamic pipeline: a forward step runs a backward pass of its own: its gradients are added in "
     "the order of tasks, which megatron-core's schedule may have another of"
 )
+KINDS: tuple[type[Deferrable], ...] = (Layer, TELayer)
+"""The kinds of layers whose weight gradients may wait."""
 _NAMED = 2
 """Layers that a line names; the others are counted."""
 
@@ -63,8 +65,7 @@ class WeightGradients:
         self._chunks, self._say = chunks, say
         self._current: dict[int, list[DeferredWork]] | None = None
         self._waiting: dict[tuple[int, int], dict[int, list[DeferredWork]]] = {}
-        self._layers: list[tuple[Any, Callable[..., torch.Tensor]]] = []
-        self._te: list[TELayer] = []
+        self._layers: list[Deferrable] = []
         self._weights: dict[torch.nn.Parameter, str] = {}
         self._own_ways: dict[str, list[str]] = {}
         self._accumulated: dict[torch.nn.Parameter, int] = {}
@@ -86,8 +87,7 @@ class WeightGradients:
             ConfigError: as of the class.
         """
         self._waiting.clear()
-        self._layers, self._te, self._held_bytes = [], [], 0
-        self._weights = {}
+        self._layers, self._weights, self._held_bytes = [], {}, 0
         found = [list(places(chunk)) for chunk in self._chunks]
         modules = {id(place.module): place.module for each in found for place in each}
         uses = Counter(
@@ -126,54 +126,26 @@ class WeightGradients:
         piece_of = {id(m): number for number, layer in enumerate(layers) for m in layer.modules()}
         for place in found:
             piece = piece_of.get(id(place.module))
-            if piece is None:
-                continue
-            if isinstance(place.module, ColumnParallelLinear | RowParallelLinear):
-                self._add(place, piece, chunk, lambda weight: uses[id(weight)])
-            elif is_te(place.module):
-                self._add_te(place, piece, chunk, lambda weight: uses[id(weight)])
+            if piece is not None:
+                self._add(place, piece, uses)
         for reason, names in self._own_ways.items():
             self._tell(names, reason)
         return len(layers) if len(self._weights) > num_known else 0
 
-    def _add(
-        self, place: Place, piece: int, chunk: torch.nn.Module, uses: Callable[[Any], int]
-    ) -> None:
-        module: Any = place.module
-        weight = module._parameters.get("weight")
-        if weight is not None and not weight.requires_grad:
+    def _add(self, place: Place, piece: int, uses: Counter[int]) -> None:
+        """Take a layer of a kind whose weight gradients may wait, or note the reason why not."""
+        kind = next((kind for kind in KINDS if kind.takes(place.module)), None)
+        if kind is None:
             return
-        kinds = (ColumnParallelLinear, RowParallelLinear)
-        reason = place.around or why_module(module, kinds) or why_weight(module, uses)
-        if weight is None and vars(module).get("weight", self) is None:
-            return  # it is given one in each call
-        if reason is not None:
+        reason = kind.why_not(place.module, lambda weight: uses[id(weight)])
+        if reason == "":
+            return
+        if reason := place.around or reason:
             self._own_ways.setdefault(reason, []).append(place.name)
             return
-        layer = Layer(piece, place.name, module, self.add, self.defer)
-        self._layers.append((module, forward_of(module, layer, partial(self._tell, [place.name]))))
-        self._weights[weight] = f"{place.name}.weight"
-
-    def _add_te(
-        self, place: Place, piece: int, chunk: torch.nn.Module, uses: Callable[[Any], int]
-    ) -> None:
-        weights = [place.module._parameters.get(name) for name in weights_of(place.module)]
-        if not all(weight is None or weight.requires_grad for weight in weights):
-            return
-        reason = place.around or why_layer(place.module, uses)
-        if reason is not None:
-            self._own_ways.setdefault(reason, []).append(place.name)
-            return
-        layer = TELayer(
-            piece,
-            place.name,
-            place.module,
-            self.add,
-            self.defer,
-            partial(self._tell, [place.name]),
-        )
-        self._te.append(layer)
-        self._weights.update(dict.fromkeys(layer.weights, f"{place.name}: a weight"))
+        layer = kind(piece, place.name, place.module, self, partial(self._tell, [place.name]))
+        self._layers.append(layer)
+        self._weights.update(dict.fromkeys(layer.weights, f"{place.name}.weight"))
 
     def _tell(self, names: list[str], reason: str) -> None:
         """Say why layers go their own way."""
@@ -191,10 +163,7 @@ class WeightGradients:
             for weight in self._weights:
                 hook = weight.register_hook(OwnHook(self._before_autograd_adds, weight))  # type: ignore[no-untyped-call]
                 around.callback(hook.remove)
-            for module, forward_impl in self._layers:
-                module._forward_impl = forward_impl
-                around.callback(vars(module).pop, "_forward_impl", None)
-            for layer in self._te:
+            for layer in self._layers:
                 around.enter_context(layer.bound())
             yield
 
@@ -206,10 +175,12 @@ class WeightGradients:
         """
         for wanted in given[_INPUTS] if len(given) > _INPUTS else ():
             if isinstance(wanted, torch.Tensor) and wanted in self._weights:
+                split, off = setting("split_backward"), setting("split_backward", "off")
                 raise ConfigError(
-                    f"{setting('split_backward')}: torch.autograd.grad, or backward(inputs=...), "
-                    f"asks for the gradient of {self._weights[wanted]}, which is deferred; use "  # type: ignore[index]
-                    f"{setting('split_backward', 'off')}"
+                    f"{split}: torch.autograd.grad, or backward(inputs=...), asks for the gradient "
+                    f"of {self._weights[wanted]}, which is deferred; use {off}",  # type: ignore[index]
+                    split,
+                    off,
                 )
         return run(outputs, *given, **options)
 
