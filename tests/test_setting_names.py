@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.dpp.command_line import in_flags
 from megatron.dpp.config import DppConfig
 from megatron.dpp.errors import Setting
-from megatron.dpp.naming import in_flags
 from megatron.dpp.trace.host import HostTrace
 from tests.sources import ROOT, tree_of
 
@@ -105,7 +105,7 @@ def test_flags_are_those_of_the_command_lines(given: Setting, flag: str) -> None
 
 
 def test_every_field_of_the_settings_has_a_flag_that_is_parsed() -> None:
-    from megatron.dpp.flags import Parser, add_dpp_flags, dpp_config
+    from megatron.dpp.command_line import Parser, add_dpp_flags, dpp_config
 
     parser = Parser(add_help=False)
     add_dpp_flags(parser)

@@ -18,10 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron.dpp.command_line import guarded
+from megatron.dpp.command_line import guarded, renamed
 from megatron.dpp.config import Backward
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.naming import renamed
 from megatron.dpp.report.pictures.schedules import draw
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.sim import arms

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp import strict_json
 from megatron.dpp.errors import DataError, one_line
-from megatron.dpp.safe_files import read_bytes
+from megatron.dpp.files import strict_json
+from megatron.dpp.files.safe_files import read_bytes
 
 _STRUCTURES = (dict, list, tuple, set)
 _DEEPEST = 64

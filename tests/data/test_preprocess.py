@@ -22,7 +22,7 @@ import pytest
 import tokenizers
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.dpp.locks import scratch_directory
+from megatron.dpp.files.locks import scratch_directory
 from megatron.dpp_train.data import child
 from megatron.dpp_train.data import preprocess_command as preprocess
 from megatron.dpp_train.data.child import Died

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-
-from megatron.dpp.errors import DataError
 from megatron.dpp_train.families import ENTRY_POINTS, find_families
 from megatron.dpp_train.families.left_out import LEFT_OUT
-from megatron.dpp_train.hf import read_config
 from megatron.dpp_train.launch.flags import model_flags
+
+from megatron.dpp.errors import DataError
+from megatron.dpp_train.hf import read_config
 
 FILE = """
 from dataclasses import replace

@@ -15,21 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from megatron.dpp.errors import (
     PeerDead,
     ProtocolError,
     TransportError,
     UsedAfterFork,
-    VersionMismatch,
 )
 from megatron.dpp.transport import (
     ChannelSpec,
-    TransportOptions,
     handshake,
     messages,
-    open_transport,
 )
 from megatron.dpp.transport.meet import Meeting
 from tests.shared_memory import none_left
@@ -41,7 +37,6 @@ from tests.transport.kinds import (
     PATIENCE,
     forked,
     inheritance_kept,
-    of_rank,
     open_from_file,
     opened,
     pair,
@@ -256,28 +251,6 @@ def test_a_torn_payload_is_found_by_its_checksum() -> None:
         corrupt_slots(4096 + 4096 + 100, b"\xff")
         with pytest.raises(ProtocolError, match="checksum of microbatch 7"):
             b.take(0)
-
-
-def test_different_settings_are_named_before_any_message() -> None:
-    store = HashStore()
-    errors: list[str] = []
-
-    def open_one(rank: int) -> None:
-        options = TransportOptions(checksum=rank == 0, setup_timeout=PATIENCE)
-        try:
-            open_transport(
-                of_rank(pair(), rank), rank=rank, store=store, kind="shm", options=options
-            )
-        except VersionMismatch as error:
-            errors.append(str(error))
-
-    threads = [threading.Thread(target=open_one, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert len(errors) == 2
-    assert all("checksum is" in text for text in errors)
 
 
 def test_memory_that_cannot_be_had_is_an_error_at_set_up(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ import psutil  # type: ignore[import-untyped]
 
 from megatron.dpp.command_line import ROOT
 from megatron.dpp.errors import DataError, require
+from megatron.dpp.files.safe_files import open_to_read, read_bytes, replacing
 from megatron.dpp.report.analysis.report_data import Training
 from megatron.dpp.report.reader import FILE_PATTERN, is_whole
-from megatron.dpp.safe_files import open_to_read, read_bytes, replacing
 
 METRICS, STATE, COMMAND = "metrics.jsonl", "state.json", "command"
 STATES = ("starting", "running", "finished", "stopped", "failed")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron.dpp import strict_json
+from megatron.dpp.files import strict_json
 from megatron.dpp_train.data.chat_lines import Chat, Message, plain_text
 from megatron.dpp_train.data.json_lines import BadLine
 

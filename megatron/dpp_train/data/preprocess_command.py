@@ -24,8 +24,8 @@ import numpy as np
 
 from megatron.dpp.command_line import guarded, new_parser, progress_bar
 from megatron.dpp.errors import ConfigError, DataError, require
-from megatron.dpp.locks import scratch_directory
-from megatron.dpp.safe_files import FileState
+from megatron.dpp.files.locks import scratch_directory
+from megatron.dpp.files.safe_files import FileState
 from megatron.dpp_train.data import child
 from megatron.dpp_train.data.chats import ANSWERS_KEY, CHAT_KEY
 from megatron.dpp_train.data.child import Child, Died

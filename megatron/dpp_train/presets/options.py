@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron.dpp.errors import ConfigError, did_you_mean
 from megatron.dpp.flags import Parser
-from megatron.dpp_train.presets.checks import NOW
+from megatron.dpp_train.presets.checks import NOW, is_flag
 from megatron.dpp_train.presets.flags import Flags, from_argv
 
 MODES = ("simple", "3d", "megatron", "zero", "auto")
@@ -75,7 +75,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
         ConfigError: a wrong value, or an option of another mode.
     """
     parser = new_parser()
-    options, rest = parser.parse_known_args([_now(word) for word in argv if _now(word)])
+    options, rest = parser.parse_known_args(_now(argv))
     known = (*MODES, *_ALIASES)
     if options.mode not in known:
         hint = did_you_mean(options.mode, known)
@@ -100,8 +100,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     return options, flags
 
 
-def _now(word: str) -> str:
-    """A word of the command line; a flag of an earlier version by its name of now, empty where it is
+def _now(argv: Sequence[str]) -> list[str]:
+    """A command line with flags of earlier versions by their names of now, without those that are
     not needed any more."""
-    name, equals, value = word.partition("=")
-    return NOW[name] + equals + value if name in NOW and name != "--num-gpus" else word
+    words: list[str] = []
+    dropped = False
+    for word in argv:
+        name, equals, value = word.partition("=")
+        dropped = NOW[name] == "" if name in NOW else dropped and not is_flag(word)
+        if not dropped:
+            words.append(NOW.get(name, name) + equals + value)
+    return words

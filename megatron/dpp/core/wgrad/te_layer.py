@@ -15,7 +15,7 @@ This holds for Transformer Engine 2.7 to 2.20 by its sources.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -35,14 +35,37 @@ from megatron.dpp.core.wgrad.product import (
     LayerWork,
     wants_leaves,
 )
-from megatron.dpp.core.wgrad.te import SINCE, is_delayed
+from megatron.dpp.errors import ConfigError
 
+SINCE = "2.7.0"
+"""The first version with a ``wgrad_store``."""
 _ASIDES = "dpp_asides"
 """Attribute of a parameter that a capture computes with: what stood for it there."""
 _OVERLAPS = (
     *("ub_overlap_rs_fprop", "ub_overlap_ag_dgrad", "ub_overlap_ag_fprop", "ub_overlap_rs_dgrad"),
     *("ub_bulk_dgrad", "ub_bulk_wgrad"),
 )
+
+
+def is_delayed(module: Any) -> bool:
+    """True if a module delays its weight gradients."""
+    store = getattr(module, "wgrad_store", None)
+    return store is not None and hasattr(module, "backward_dw") and store.delay_wgrad_compute()
+
+
+def refuse_delayed(chunks: list[torch.nn.Module]) -> None:
+    """Refuse modules that delay weight gradients by themselves.
+
+    Raises:
+        ConfigError: a chunk has one.
+    """
+    for number, chunk in enumerate(chunks):
+        if any(is_delayed(module) for module in chunk.modules()):
+            raise ConfigError(
+                f"chunk {number}: its Transformer Engine layers were built with "
+                "delay_wgrad_compute, so their weight gradients would be lost: leave it out, as "
+                "layers of all kinds can wait without it"
+            )
 
 
 def is_te(module: torch.nn.Module) -> bool:
@@ -337,3 +360,18 @@ def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor |
     if one is None or other is None:
         return other if one is None else one
     return one + other
+
+
+@contextmanager
+def adding(modules: Iterable[Any]) -> Iterator[None]:
+    """Make modules add weight gradients to ``main_grad``, which they overwrite in an iteration's
+    first microbatch and a graph would overwrite in all.
+    """
+    firsts = [module for module in modules if getattr(module, "is_first_microbatch", False)]
+    for module in firsts:
+        module.is_first_microbatch = False
+    try:
+        yield
+    finally:
+        for module in firsts:
+            module.is_first_microbatch = True

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.safe_files import open_to_read
+from megatron.dpp.files.safe_files import open_to_read
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = 34
