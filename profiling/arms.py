@@ -174,7 +174,7 @@ def print_schedules(
         found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
         for queues, rows in runs:
             for row, name in itertools.product(rows, mine):
-                if row["schedule"] == name.text and name.lookahead is None and name.ahead:
+                if row["schedule"] == name.text:
                     group = f"v={name.num_chunks}, m={row['microbatches']}"
                     group += ", planned" if name.laid else ""
                     found.setdefault((group, name.arm, queues), []).append(row)

@@ -118,9 +118,9 @@ class Model:
             DistributedDataParallelConfig,
         )
         from megatron.core.models.gpt import GPTModel
+        from megatron.dpp_train.model.layers import block_spec
 
         from megatron.dpp.core.wgrad import fused as fused_wgrad
-        from megatron.dpp_train.model.layers import block_spec
 
         if self.config.gradient_accumulation_fusion:
             fused_wgrad.provide()

@@ -37,7 +37,6 @@ from bench_gpt import Model, reserved
 
 from megatron.dpp.errors import ConfigError, exit_with, require
 from megatron.dpp.inject import Injector
-from megatron.dpp.naming import flag_name
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.schedule.reference import padded_microbatches
 
@@ -49,8 +48,7 @@ _SCHEDULES = (
     "static, megatron (its order, split backward), fused or split, and the number of chunks per "
     "rank; with a prefix, eagersplit2 never uses CUDA graphs, graphsplit2 and graphstatic2 always "
     "do, linksstatic2 uses our links, capsplit2 has the cap static, tracedsplit2 writes a trace, "
-    "laidsplit2 has --layout, latesplit2 launches no task ahead of its input, and split2@1.5 has a "
-    "--lookahead of its own"
+    "and laidsplit2 has --layout"
 )
 
 _COUNTS = ("ranks", "tensor", "layers", "hidden", "heads", "sequence", "vocabulary", "micro_batch",
@@ -68,32 +66,28 @@ class Name:
     mode: str
     kind: str
     num_chunks: int
-    lookahead: float | None
-    ahead: bool
     links: bool = False
     capped: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Name:
         match = re.fullmatch(
-            r"(laid)?(eager|graph|traced)?(late)?(links|cap)?(static|megatron|fused|split)(\d+)"
-            r"(?:@([\d.]+))?",
+            r"(laid)?(eager|graph|traced)?(links|cap)?(static|megatron|fused|split)(\d+)",
             text,
         )
-        unknown = match is None or (match[5] == "static" and bool(match[3] or match[2] == "traced"))
-        if match is not None and match[4]:
-            unknown |= (match[5] == "static") != (match[4] == "links")
+        unknown = match is None or (match[4] == "static" and match[2] == "traced")
+        if match is not None and match[3]:
+            unknown |= (match[4] == "static") != (match[3] == "links")
         if not torch.cuda.is_available() and match is not None:
-            unknown |= bool(match[1] or match[3]) or match[2] in ("eager", "graph")  # they sleep
+            unknown |= bool(match[1]) or match[2] in ("eager", "graph")  # they sleep
         if match is None or unknown:
             raise ConfigError(
                 f"--schedules {text}: expected static, megatron, fused or split and the number of "
                 "chunks, as in static2,split2 (prefixes: --help)"
             )
-        lookahead = float(match[7]) if match[7] else None
-        mode, laid, ahead = match[2] or "", bool(match[1]), not match[3]
-        links, capped = match[4] == "links", match[4] == "cap"
-        return cls(text, laid, mode, match[5], int(match[6]), lookahead, ahead, links, capped)
+        mode, laid = match[2] or "", bool(match[1])
+        links, capped = match[3] == "links", match[3] == "cap"
+        return cls(text, laid, mode, match[4], int(match[5]), links, capped)
 
     @property
     def arm(self) -> str:
@@ -134,7 +128,6 @@ def parse_arguments() -> argparse.Namespace:
         cap=("auto", "as --dpp-activation-cap"),
         transport=("auto", "as --dpp-transport"),
         static_transport=("auto", "for static schedules; auto: NCCL, as they are"),
-        lookahead=(-1.0, "as --dpp-lookahead, in ms"),
         no_gradient_accumulation_fusion=False,
         dropout=(0.0, "hidden and attention dropout"),
         rounds=4,
@@ -162,7 +155,7 @@ def parse_arguments() -> argparse.Namespace:
 def _check(args: argparse.Namespace) -> None:
     """Refuse a parsed command line that cannot run: a ConfigError names flag, value and rule."""
     for name in _COUNTS:
-        _at_least_one(flag_name(name), getattr(args, name))
+        _at_least_one(f"--{name.replace('_', '-')}", getattr(args, name))
     require(args.sleep_ms > 0, f"--sleep-ms {args.sleep_ms:g}: must be above 0")
     require(
         args.experts % args.expert_parallel == 0 and (args.experts or args.expert_parallel == 1),
@@ -253,8 +246,6 @@ def make_schedule(model: Model, name: Name) -> Any:
         cuda_graphs={"eager": "off", "graph": "on"}.get(name.mode, "auto"),
         activation_cap=args.cap if arm.cap == "auto" else arm.cap,
         transport=args.transport,
-        lookahead=args.lookahead if name.lookahead is None else name.lookahead,
-        launch_ahead=name.ahead,
         inject=inject,
         timeout=120.0,
     )

@@ -141,7 +141,12 @@ def _removed(troubled: Any) -> tuple[str, list[tuple[float, float]]]:
     for culprit in troubled.culprits:
         change = removal(culprit, runs, ranks)
         one = [WhatIf([run]).predict("", change) for run in runs]
-        found.append((f"{culprit.kind} {culprit.name}", [(p.now, p.then) for p in one]))
+        found.append(
+            (
+                f"{culprit.kind} {culprit.where(troubled.shape)}",
+                [(p.now_ms / 1e3, p.then_ms / 1e3) for p in one],
+            )
+        )
     return min(found, key=lambda each: sum(then for _, then in each[1]))
 
 

@@ -58,10 +58,6 @@ EXCEPTIONS = (
     Instead(r"^(srun|sbatch|kubectl|docker) .*", "", "a cluster and its tools"),
     Instead(r"^(nvidia-cuda-mps-control|ibv_rc_pingpong|rping) .*", "", "NVIDIA's or RDMA's tools"),
     Instead(
-        r"^(NUM_GPUS=2 \S+ )?megatron-dpp compare-losses.*", "megatron-dpp compare-losses --help",
-        "minutes, and ranks that share GPUs",
-    ),
-    Instead(
         r"^megatron-dpp (?:convert|evaluate|generate|train) .*llama.*", "",
         "a downloaded model; tests/hf runs such commands with a small one",
     ),

@@ -53,6 +53,7 @@ ENGINE_ROOMS = {
     },
     "plugin": {"config", "errors", "core", "runtime", "schedule", "trace"},
     "plugin_lengths": {"core"},
+    "metrics": {"core", "errors", "safe_files"},
     "report": {
         *("command_line", "config", "errors", "hosts", "locks", "processes", "safe_files"),
         *("schedule", "trace", "sim"),
@@ -72,7 +73,7 @@ OPEN_TO_THE_TRAINER = {
         "core.slices",
         "core.varlen",
         "core.wgrad.fused",
-        "core.wgrad.te",
+        "core.wgrad.te_layer",
     ),
 }
 """Rooms and modules of the engine that the trainer may import, beside the front door."""
@@ -136,7 +137,6 @@ TRAINER_ROOMS = {
         *("options", "preflight", "state", "tokenizers"),
     },
     "bench_command": set(),
-    "compare_losses_command": set(),
 }
 BELOW = {"checkpoint": {"hf", "model"}}
 """Arrows that run upwards: a checkpoint's start is filled from a Hugging Face folder, and its
@@ -147,14 +147,24 @@ DOORS = {
 }
 """Entry points of the engine, which may import any of its rooms."""
 WITHOUT_TORCH = (
-    *("megatron.dpp", "megatron.dpp.schedule", "megatron.dpp.sim_command", "megatron.dpp.flags"),
-    *("megatron.dpp.__main__", "megatron.dpp.inject", "megatron.dpp.hosts", "megatron.dpp.locks"),
+    *(
+        "megatron.dpp",
+        "megatron.dpp.schedule",
+        "megatron.dpp.sim_command",
+        "megatron.dpp.command_line",
+    ),
+    *(
+        "megatron.dpp.__main__",
+        "megatron.dpp.inject",
+        "megatron.dpp.hosts",
+        "megatron.dpp.files.locks",
+    ),
     *("megatron.dpp.autoload", "megatron.dpp.plugin_command"),
     *("megatron.dpp.run", "megatron.dpp.report.report_command", "megatron.dpp.report.whatif"),
     *("megatron.dpp_train.launch.main", "megatron.dpp_train.launch.scripts"),
     *("megatron.dpp_train.preflight.check", "megatron.dpp_train.data.preprocess_command"),
     *("megatron.dpp_train.cost.plan_command", "megatron.dpp_train.launch.estimate_command"),
-    *("megatron.dpp_train.hf.fields", "megatron.dpp_train.tokenizers"),
+    *("megatron.dpp_train.hf.fields", "megatron.dpp_train.data.document_files"),
 )
 """Modules that answer within a fraction of a second, so that neither they nor what they import
 loads PyTorch."""
@@ -278,6 +288,18 @@ def test_a_room_of_the_trainer_imports_only_what_the_table_allows(room: str) -> 
             good = bool(doors & OPEN_TO_THE_TRAINER) or name in PUBLIC
         if not good:
             wrong.append(f"{path}:{line} imports {top}.{name}")
+    assert not wrong
+
+
+def test_only_the_adapter_reaches_megatron_core() -> None:
+    """Another adapter needs no more than a room in the place of ``core``."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for room in ("schedule", "runtime", "transport", "trace", "sim")
+        for path in files_of(ENGINE, room)
+        for line, name in imports_of(path)
+        if name.startswith("megatron.core")
+    ]
     assert not wrong
 
 

@@ -44,6 +44,7 @@ check hadolint hadolint
 mapfile -t sources < <(git ls-files 'csrc/*.cc' 'csrc/*.h')
 check clang-format "$bin/clang-format" --dry-run --Werror "${sources[@]}"
 # A dead link or a page that is missing from the navigation fails. The site is build/site.
+check budget "$python" tools/budget.py
 check mkdocs env NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict
 if [[ -n $only && " ${names[*]} " != *" $only "* ]]; then
   echo "check.sh: error: --only $only: expected one of: $(printf '"%s" ' "${names[@]}")" >&2

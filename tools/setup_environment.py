@@ -130,7 +130,7 @@ def existing_environment(
 
 
 def choose_environment(
-    requirement_files: list[str], *, anew: bool, apart: bool
+    requirement_files: list[str], *, anew: bool, apart: bool = False
 ) -> tuple[Environment, list[str]]:
     """The environment to use, made when needed, and what was done for it."""
     at_hand = describe(requirement_files)
@@ -366,7 +366,7 @@ def keep(environment: Environment) -> None:
 
 
 def set_up(
-    requirement_files: list[str], *, anew: bool, apart: bool
+    requirement_files: list[str], *, anew: bool, apart: bool = False
 ) -> tuple[Environment, list[str]]:
     """Runs the missing steps; returns the environment and the steps that were run.
 
@@ -392,7 +392,7 @@ def set_up(
 
 
 def set_up_alone(
-    requirement_files: list[str], *, anew: bool, apart: bool
+    requirement_files: list[str], *, anew: bool, apart: bool = False
 ) -> tuple[Environment, list[str]]:
     """:func:`set_up` under the lock; where none can be had, only looks."""
     try:

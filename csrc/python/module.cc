@@ -253,6 +253,12 @@ void use_board(Transport& self, int fd, uint32_t index, uint32_t lines, uint32_t
   self.use_board(UniqueFd(fd), index, lines, counters, head, relayed);
 }
 
+std::optional<std::pair<int64_t, int64_t>> last_taken(const Transport& self, size_t channel) {
+  const dpp::Header* header = self.last_taken(channel);
+  if (header == nullptr) return std::nullopt;
+  return std::make_pair(header->iteration, header->microbatch);
+}
+
 std::optional<uint64_t> board_next(Transport& self) {
   uint64_t word = 0;
   if (!self.board_next(word)) return std::nullopt;
@@ -313,6 +319,8 @@ PYBIND11_MODULE(_native, module) {
       .def("board_append", &Transport::board_append, no_gil)
       .def("board_next", &board_next)
       .def("departed", &Transport::departed)
+      .def("silence", &Transport::silence)
+      .def("last_taken", &last_taken, "(iteration, microbatch), or None.")
       .def("abort", &abort_run)
       .def("close", &Transport::close, no_gil)
       .def("disown", &Transport::disown);

@@ -54,7 +54,7 @@ _HOME = {
     "open_transport": "transport",
 }
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = [
     "Action",
     "ConfigError",

@@ -24,7 +24,7 @@ import torch
 
 from megatron.dpp.core import compat
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.safe_files import open_text_to_write
+from megatron.dpp.files.safe_files import open_text_to_write
 
 
 @contextlib.contextmanager

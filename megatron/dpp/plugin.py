@@ -17,14 +17,23 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.dpp.config import DppConfig, missing_part
 from megatron.dpp.core import compat
 from megatron.dpp.core.packed_rows import read_ahead
-from megatron.dpp.core.rng import needs_task_rng
-from megatron.dpp.errors import ConfigError, Naming, Text, one_line, said, setting
+from megatron.dpp.core.rng import line, needs_task_rng
+from megatron.dpp.errors import (
+    ConfigError,
+    Naming,
+    Text,
+    TransportError,
+    one_line,
+    said,
+    setting,
+)
 from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.runtime.host_trace import StepTrace
 from megatron.dpp.schedule import find_policy
@@ -42,15 +51,6 @@ _MULTIMODULE = "its process groups are those of several modules"
 _NO_COMMUNICATOR = (
     "dynamic pipeline: p2p_communicator is not used: ranks exchange tensors over links of their "
     "own (transport)"
-)
-
-_TASK_RNG = (
-    "dynamic pipeline: the model draws random numbers, and each task derives its own from seed, "
-    "step, microbatch and stage. A run repeats itself; megatron-core's schedule draws others"
-)
-_NO_TASK_RNG = (
-    "dynamic pipeline: task_rng=False: the model draws random numbers in the order of tasks, which "
-    "is not the same in every run. No run can be repeated"
 )
 
 _installed: Plugin | None = None
@@ -142,11 +142,15 @@ class Plugin:
             schedule.iteration = compat.host_iteration(schedule.iteration)
             model = keywords["model"]
             if needs_task_rng(model if isinstance(model, list) else [model]):
-                self._say(_TASK_RNG if self._config.task_rng else _NO_TASK_RNG)
+                self._say(line(self._config.task_rng, named=True))
             self._sizes = None
         self._rows = None
         with self._trace.step(self._step_number(keywords), keywords, "dpp") as schedule.recorder:
-            return schedule(**keywords)
+            try:
+                return schedule(**keywords)
+            except BaseException as error:
+                self._leave(error)
+                raise
 
     def _look_ahead(self, keywords: dict[str, Any]) -> None:
         """Announce the sizes that the host's adapter knows, unless the host has told them."""
@@ -222,16 +226,19 @@ class Plugin:
     def _log(self, line: str) -> None:
         logger.info(said(line, self._naming))
 
-    def _say(self, line: str) -> None:
+    def _say(self, text: str) -> None:
         """Log a line once, on rank 0."""
-        line = said(line, self._naming)
-        if line not in self._said and os.environ.get("RANK", "0") == "0":
-            logger.warning(line)
-        self._said.add(line)
+        text = said(text, self._naming)
+        if text not in self._said and os.environ.get("RANK", "0") == "0":
+            logger.warning(text)
+        self._said.add(text)
 
     def leave(self, error: BaseException | None) -> None:
         """Close the schedule; with an error, tell the other ranks and raise what explains it."""
         self._trace.close()
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
         schedule, self._schedule = self._schedule, None
         if schedule is not None:
             schedule.__exit__(type(error) if error else None, error, None)
@@ -285,7 +292,7 @@ def install(
             "before installing it with other settings"
         )
     _installed = Plugin(config, strict=strict, trace=trace, lengths=lengths, naming=naming)
-    atexit.register(uninstall)
+    atexit.register(_end)
 
 
 def is_installed() -> bool:
@@ -318,10 +325,17 @@ def uninstall() -> None:
     _remove(None)
 
 
+def _end() -> None:
+    """At the end of the process: an error that ended it is told to the other ranks."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    with contextlib.suppress(TransportError):  # it is no news here
+        _remove(error if isinstance(error, BaseException) else None)
+
+
 def _remove(error: BaseException | None) -> None:
     global _installed
     plugin, _installed = _installed, None
-    atexit.unregister(uninstall)
+    atexit.unregister(_end)
     if plugin is not None:
         plugin.remove()
         plugin.leave(error)

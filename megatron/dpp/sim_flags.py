@@ -1,50 +1,43 @@
-"""Flags of ``megatron-dpp sim``, and the refusal of those that would change nothing."""
+"""Flags of ``megatron-dpp sim``: their parser, and what they ask for."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Sequence
+import dataclasses
+import random
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from megatron.dpp.command_line import new_parser
 from megatron.dpp.config import Backward
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.files.index_files import check_index, read_lengths
+from megatron.dpp.files.safe_files import read_bytes
 from megatron.dpp.schedule.policies import BUILT_IN
-from megatron.dpp.sim.conditions import CONDITIONS
-from megatron.dpp.sim.measured import MeasuredCosts
+from megatron.dpp.sim import conditions
+from megatron.dpp.sim.conditions import CONDITIONS, Change
+from megatron.dpp.sim.costs import Shape
+from megatron.dpp.sim.lengths import MIXES, Microbatch, histogram, parse_lengths
 from megatron.dpp.sim.schedules import STATIC
 
-MOST_SIGMA = 5.0
-_MOST = {"lead": 1e6, "hop": 1e6, "overhead": 1e6, "head": 1e6, "jitter": MOST_SIGMA}
-"""Largest values; with a larger sigma a single task dominates a run."""
-
-_WITH_SLICES = {
-    *("pp", "chunks", "microbatches", "lengths", "slices", "seed", "seeds"),
-    *("overhead", "hop", "head"),
-}
-_OF_SCHEDULES = ("group", "cap", "split_backward", "w_pieces", "beta", "lead")
-_OF_STATIC = {
-    "gpipe": (),
-    "1f1b": (),
-    "interleaved": ("group",),
-    "zb-h1": ("beta",),
-    "earlier-dpp": ("group", "lead"),
-}
-"""Flags of schedules that take not all of ``_OF_SCHEDULES``."""
+_MOST_TASKS, _MOST_SIGMA = 1 << 20, 5.0
+_RANGES = (
+    *(("pp", 1, 4096), ("chunks", 1, 4096), ("microbatches", 1, _MOST_TASKS)),
+    *(("seeds", 1, 10_000), ("w_pieces", 1, 4096), ("climb", 0, 1_000_000)),
+    *(("lead", 0, 1e6), ("hop", 0, 1e6), ("overhead", 0, 1e6), ("head", 0, 1e6)),
+    *(("jitter", 0, _MOST_SIGMA), ("beta", 0, 1)),
+)
+"""Flag, least and greatest value; with a larger sigma a single task dominates a run."""
+_LEAST_SHOWN = 16
+"""Lengths from which a histogram is printed."""
 
 
-def read_flags(argv: Sequence[str] | None, prog: str) -> argparse.Namespace:
-    """The parsed flags; ``given`` names those that the user wrote."""
-    parser = _parser(prog)
-    args = parser.parse_args(argv)
-    bare = argparse.Namespace(**dict.fromkeys(vars(args)))  # which defaults do not replace
-    found = vars(parser.parse_args(argv, bare))
-    args.given = [name for name, value in found.items() if value is not None]
-    return args
-
-
-def _parser(prog: str) -> argparse.ArgumentParser:
-    text = "Simulate pipeline schedules. Unit of time: a rank's F; s with --costs."
-    parser = new_parser(prog, text)
+def new_sim_parser(prog: str) -> argparse.ArgumentParser:
+    """The parser of the command."""
+    parser = new_parser(
+        prog, "Simulate pipeline schedules. Unit of time: a rank's F; s with --costs."
+    )
     add = parser.add_argument
     add("--pp", type=int, default=4, metavar="P", help="pipeline ranks (default 4)")
     add("--chunks", type=int, default=2, metavar="V", help="model chunks per rank (default 2)")
@@ -52,35 +45,18 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("--group", type=int, metavar="N", help="microbatch group size (default: P)")
     add("--grid", action=argparse.BooleanOptionalAction, help="print the grid (default: if narrow)")
     add("--svg", metavar="FILE", help="draw the first seed as SVG")
-    _add_schedule_flags(parser)
-    _add_cost_flags(parser)
-    return parser
-
-
-def _add_schedule_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("schedule").add_argument
-    policies = (*BUILT_IN, "earlier-dpp")
-    add(
-        "--policy",
-        action="append",
-        metavar="NAME",
-        help=f"{', '.join((*policies, *STATIC))}, or module:function; repeatable; default dynamic",
-    )
+    names = ", ".join((*BUILT_IN, "earlier-dpp", *STATIC))
+    text = f"{names}, or module:function; repeatable; default dynamic"
+    add("--policy", action="append", metavar="NAME", help=text)
     add("--compare", action="store_true", help="add other schedules, and what comes from what")
+    add("--climb", type=int, default=0, metavar="N", help="with --lengths: steps to better orders")
     add("--cap", default="auto", metavar="C", help="as --dpp-activation-cap (default auto)")
-    add(
-        "--split-backward",
-        type=_word,
-        default="auto",
-        metavar="WORD",
-        help="W apart from B: auto, on, off, stock:N",
-    )
+    text = "W apart from B: auto, on, off, stock:N"
+    add("--split-backward", type=_word, default="auto", metavar="WORD", help=text)
     add("--w-pieces", type=int, default=1, metavar="N", help="pieces of a chunk's W (default 1)")
     add("--beta", type=float, default=0.0, metavar="X", help="share that a B frees (default 0)")
     add("--lead", type=float, default=0.0, metavar="T", help="choose T before a task ends (0)")
-
-
-def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("costs and what varies, applied in this order").add_argument
     add("--costs", metavar="FILE", help="measured costs; they set --pp and --chunks")
     add("--condition", choices=list(CONDITIONS), metavar="NAME", help=", ".join(CONDITIONS))
@@ -88,18 +64,15 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     add("--hop", type=float, default=0.01, metavar="T", help="time of a hop (0.01 chunk forwards)")
     add("--head", type=float, metavar="T", help="add T to the last stage's F, B and W")
     add("--jitter", type=float, metavar="SIGMA", help="lognormal factor per task")
-    add(
-        "--lengths",
-        metavar="WHAT",
-        help="sft, long, LIST, FILE, or SIGMA of times",
-    )
+    text = f"{', '.join(MIXES)}, LIST, FILE, or SIGMA of times"
+    add("--lengths", metavar="WHAT", help=text)
     add("--longest", type=int, metavar="TOKENS", help="unit of --cap (default: of --lengths)")
-    add("--slices", metavar="N", help="cut sequences into N tokens, or auto")
     add("--slow-rank", metavar="RANK:FACTOR", help="as in 1:1.5")
     add("--slow-link", metavar="A-B:TIME", help="as in 0-1:2, in chunk forwards")
     add("--transient", metavar="FACTORx:SHARE%", help="slow ranks now and then, as 2x:20%%")
     add("--seed", type=int, default=0, metavar="N", help="first seed (default 0)")
     add("--seeds", type=int, default=1, metavar="N", help="seeds to average over (default 1)")
+    return parser
 
 
 def _word(text: str) -> str:
@@ -110,73 +83,156 @@ def _word(text: str) -> str:
     return text
 
 
-def check_numbers(args: argparse.Namespace) -> None:
-    """Refuse times and sigmas that are negative, too large or no numbers."""
-    for flag, most in _MOST.items():
-        value = getattr(args, flag)
-        if value is not None and not 0 <= value <= most:
-            raise ConfigError(f"--{flag} {value:g}: must be a number from 0 to {most:g}")
+def check_ranges(args: argparse.Namespace) -> None:
+    """Refuse numbers outside of their ranges (ConfigError)."""
+    for name, least, most in _RANGES:
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            flag = f"--{name.replace('_', '-')} {value:g}"
+            raise ConfigError(f"{flag}: must be from {least:g} to {most:g}")
 
 
-def check_with_slices(args: argparse.Namespace, *, unlike: bool, drawn: bool) -> None:
-    """Refuse what the comparison of cut and uncut batches does not read.
-
-    Args:
-        unlike: ``--lengths`` gives sequences in tokens.
-        drawn: ``--longest`` cuts the documents that are drawn.
-    """
-    what = f"--slices {args.slices}: it compares schedules of its own; "
-    reads = (
-        _WITH_SLICES | ({"longest"} if drawn else set()) | ({"grid"} if not args.grid else set())
-    )
-    _refuse(args, set(args.given) - reads, what + "leave out {}")
-    if not unlike:
-        raise ConfigError(f"{what}it needs --lengths sft, long, LIST or FILE")
-    check_numbers(args)
-
-
-def check_used(
-    args: argparse.Namespace,
-    measured: MeasuredCosts | None,
-    *,
-    unlike: bool,
-    split: bool,
-    num_chunks: int,
-) -> None:
-    """Refuse flags that change nothing in a simulation without slices.
-
-    Args:
-        unlike: ``--lengths`` gives sequences in tokens.
-        split: schedules have a W apart from B.
-        num_chunks: model chunks of a rank.
-    """
-    if measured:
-        own = {"pp": measured.num_ranks, "chunks": measured.num_chunks, "hop": None}
-        other = {name for name, value in own.items() if getattr(args, name) != value}
-        _refuse(
-            args, other, f"--costs {args.costs} has its own ranks, chunks and hops; leave out {{}}"
+def check_shape(shape: Shape, group: int | None) -> None:
+    """Refuse more tasks than can be simulated, and groups that are too small (ConfigError)."""
+    if group is not None and group < shape.num_ranks:
+        raise ConfigError(f"--group {group}: must be at least --pp {shape.num_ranks}")
+    tasks = shape.num_stages * shape.num_microbatches
+    if tasks > _MOST_TASKS:
+        raise ConfigError(
+            f"--pp {shape.num_ranks} x --chunks {shape.num_chunks} x --microbatches "
+            f"{shape.num_microbatches} are {tasks:,} forwards; at most {_MOST_TASKS:,} are "
+            "simulated"
         )
-    if args.condition:
-        _refuse(args, {"hop"}, f"--condition {args.condition} has hops of its own; leave out {{}}")
-    if not unlike:
-        _refuse(args, {"longest"}, "{} needs --lengths sft, long, LIST or FILE")
-    names = [*(args.policy or ["dynamic"]), *((*_OF_STATIC, "dynamic") if args.compare else ())]
-    used = {flag for name in names for flag in _OF_STATIC.get(name, _OF_SCHEDULES)}
-    if not split:
-        used -= {"w_pieces"} | (set() if "zb-h1" in names else {"beta"})
-    if num_chunks == 1:
-        used.discard("group")
-    fused, one = "" if split else " with a fused backward", " of one chunk" * (num_chunks == 1)
-    shown = ", ".join(dict.fromkeys(names))
-    _refuse(
-        args,
-        set(_OF_SCHEDULES) - used,
-        f"{{}} changes nothing in {shown}{fused}{one}; leave it out",
-    )
 
 
-def _refuse(args: argparse.Namespace, names: Collection[str], text: str) -> None:
-    """Refuse the given ones of some flags, which ``{}`` in the text stands for."""
-    found = [f"--{name.replace('_', '-')}" for name in args.given if name in names]
-    if found:
-        raise ConfigError(text.replace("{}", ", ".join(found)))
+@dataclass(frozen=True)
+class Lengths:
+    """The meaning of ``--lengths``: a sigma, or a source of microbatches.
+
+    Args:
+        sigma: of a lognormal factor on each microbatch's times; sizes stay equal.
+        source: gives the microbatches of a seed: their number -> the lengths of each one's
+            sequences.
+        longest: tokens of the longest microbatch, in whose activations the cap is given.
+        count: of a list; 0 for a distribution.
+    """
+
+    sigma: float | None = None
+    source: Callable[[int, int], list[Microbatch]] | None = None
+    longest: int = 0
+    count: int = 0
+
+    @classmethod
+    def parse(cls, text: str | None, longest: int | None) -> Lengths:
+        """Reads the flag.
+
+        Raises:
+            ConfigError: it is none of the forms.
+        """
+        if text is None:
+            return cls()
+        if text in MIXES:
+            mix = MIXES[text]
+            draw = mix.draw
+            return cls(
+                None, lambda s, n: draw(random.Random(f"lengths {s}"), n), longest or mix.longest
+            )
+        if re.fullmatch(r"[0-9]*\.?[0-9]+", text):
+            if float(text) > _MOST_SIGMA:
+                raise ConfigError(f"--lengths {text}: a sigma must be from 0 to {_MOST_SIGMA:g}")
+            return cls(float(text))
+        if text.endswith((".idx", ".bin")):
+            return cls._of_index(text[:-4], longest)
+        given = parse_lengths(text if "," in text else _read(text))
+        if len(given) >= _LEAST_SHOWN:
+            print("\n".join(histogram(given)))
+
+        def take(seed: int, number: int) -> list[Microbatch]:
+            return [(given[(seed * number + i) % len(given)],) for i in range(number)]
+
+        return cls(None, take, longest or max(given), len(given))
+
+    @classmethod
+    def _of_index(cls, prefix: str, longest: int | None) -> Lengths:
+        """Documents of token files, drawn at random as training draws them."""
+        check_index(prefix)
+        given = [max(1, int(length) - 1) for length in read_lengths(prefix)]
+        given = [min(length, longest) for length in given] if longest else given
+        print("\n".join(histogram(given)))
+
+        def draw(seed: int, number: int) -> list[Microbatch]:
+            rng = random.Random(f"lengths {seed}")
+            return [(rng.choice(given),) for _ in range(number)]
+
+        return cls(None, draw, longest or max(given))
+
+    def drawn(self, shape: Shape, seed: int) -> tuple[Shape, list[tuple[int, int]]]:
+        """``shape`` with the sizes of one seed, and the tokens and squared lengths of each
+        microbatch; nothing where they are equal.
+
+        Raises:
+            ConfigError: a microbatch is larger than ``--longest``.
+        """
+        if self.source is None:
+            return shape, []
+        rows = self.source(seed, shape.num_microbatches)
+        sizes = tuple(map(sum, rows))
+        if max(sizes) > self.longest:
+            raise ConfigError(f"--longest {self.longest}: a microbatch has {max(sizes)} tokens")
+        works = [(sum(row), sum(length * length for length in row)) for row in rows]
+        return dataclasses.replace(shape, sizes=sizes, largest=self.longest), works
+
+
+def _read(path: str) -> str:
+    try:
+        return read_bytes(path).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"--lengths {path}: expected {', '.join(MIXES)}, SIGMA, lengths like 1000,8000, or a "
+            f"file of them: {error}"
+        ) from error
+
+
+def changes(args: argparse.Namespace, shape: Shape, sigma: float | None) -> list[Change]:
+    """What varies, in the order of the flags.
+
+    Raises:
+        ConfigError: a flag has another form, or names a rank or link that there is not.
+    """
+    found: list[Change] = []
+    for value, change in (
+        (args.overhead or None, conditions.overhead),
+        (args.head, conditions.heavy_head),
+        (args.jitter, conditions.jitter),
+        (sigma, conditions.lengths),
+    ):
+        found += [change(value)] if value is not None else []
+    if args.slow_rank:
+        rank, factor = _numbers("--slow-rank", args.slow_rank, "#:{}", "1:1.5")
+        if rank >= shape.num_ranks or not factor:
+            last = shape.num_ranks - 1
+            raise ConfigError(
+                f"--slow-rank {args.slow_rank}: expected a rank of 0 .. {last}, x > 0"
+            )
+        found.append(conditions.slow_rank(factor, int(rank)))
+    if args.slow_link:
+        a, b, hop = _numbers("--slow-link", args.slow_link, "#-#:{}", "0-1:2")
+        last = shape.num_ranks - 1
+        wraps = shape.num_chunks > 1 and (a, b) == (last, 0)  # to the next chunk of the first rank
+        if not (wraps or b == a + 1 <= last):
+            raise ConfigError(f"--slow-link {args.slow_link}: {a:g} and {b:g} are not neighbours")
+        found.append(conditions.slow_link(chunk_forwards=hop, rank=int(a)))
+    if args.transient:
+        factor, share = _numbers("--transient", args.transient, "{}x:{}%", "2x:20%")
+        if not (0 < share < 100 and factor > 0):
+            raise ConfigError(f"--transient {args.transient}: expected a share from 0 to 100 %")
+        found.append(conditions.transient_all(factor, share / 100))
+    return found
+
+
+def _numbers(flag: str, text: str, form: str, example: str) -> Sequence[float]:
+    pattern = form.replace("#", r"(\d+)").replace("{}", r"(\d+\.?\d*)")
+    match = re.fullmatch(pattern, text)
+    if match is None:
+        raise ConfigError(f"{flag} {text}: expected a value like {example}")
+    return [float(group) for group in match.groups()]

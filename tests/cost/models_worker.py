@@ -1,12 +1,13 @@
 """Builds models of megatron-core on the ranks of a run, in one process, and counts what they hold.
 
-Arguments: configurations, each as ``TENSOR PIPELINE flags``. For each pipeline rank a JSON line with
-its parameters and, without a pipeline, the bytes that autograd saves in the forward of one
+Arguments: configurations, each as ``TENSOR PIPELINE flags``. For each pipeline rank a JSON line
+with its parameters and, without a pipeline, the bytes that autograd saves in the forward of one
 microbatch. Collectives are PyTorch's fake ones, which send nothing: only sizes are counted.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -22,9 +24,9 @@ from megatron.dpp.core.cpu import install
 from megatron.dpp.core.memory import saved_bytes
 
 ASSUMED = (
-    "--lr 1e-3 --train-iters 1 --eval-iters 0 --transformer-impl local --mock-data --no-rope-fusion "
-    "--no-persist-layer-norm --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
-    "--no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion "
+    "--lr 1e-3 --train-iters 1 --eval-iters 0 --transformer-impl local --mock-data "
+    "--no-rope-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion "
+    "--no-bias-dropout-fusion --no-gradient-accumulation-fusion "
 )
 
 
@@ -42,9 +44,7 @@ def arguments(flags: str, world_size: int) -> Any:
 def model_on(args: Any, rank: int) -> list[torch.nn.Module]:
     """The chunks of one rank."""
     store = FakeStore()  # type: ignore[no-untyped-call]
-    torch.distributed.init_process_group(
-        "fake", store=store, rank=rank, world_size=args.world_size
-    )
+    torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=args.world_size)
     parallel_state.initialize_model_parallel(
         args.tensor_model_parallel_size,
         args.pipeline_model_parallel_size,
@@ -66,14 +66,31 @@ def model_on(args: Any, rank: int) -> list[torch.nn.Module]:
                 get_gpt_decoder_block_spec(config, use_transformer_engine=False, **stage),
                 args.padded_vocab_size,
                 args.max_position_embeddings,
-                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=not stage, **stage),
-                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=not stage, **stage),
+                pre_process=parallel_state.is_pipeline_first_stage(
+                    ignore_virtual=not stage, **stage
+                ),
+                post_process=parallel_state.is_pipeline_last_stage(
+                    ignore_virtual=not stage, **stage
+                ),
                 share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
                 position_embedding_type=args.position_embedding_type,
                 **stage,
             )
         )
     return [chunk.bfloat16() if args.bf16 else chunk for chunk in chunks]
+
+
+def allow_plain_norms() -> None:
+    """PyTorch's norms keep as much with sequence parallelism; megatron-core refuses them there, as
+    nobody would reduce their gradients."""
+    make = WrappedTorchNorm.__new__
+
+    def new(cls: type, config: Any, *args: Any, **keywords: Any) -> Any:
+        config = copy.copy(config)
+        config.sequence_parallel = config.persist_layer_norm = False
+        return make(cls, config, *args, **keywords)
+
+    WrappedTorchNorm.__new__ = new
 
 
 def saved(args: Any, chunk: torch.nn.Module) -> int:
@@ -89,6 +106,7 @@ def saved(args: Any, chunk: torch.nn.Module) -> int:
 def main() -> None:
     """Measure every configuration of the command line."""
     support = install(host=True)
+    allow_plain_norms()
     for text in sys.argv[1:]:
         tensor, pipeline, flags = text.split(" ", 2)
         ranks = int(tensor) * int(pipeline)

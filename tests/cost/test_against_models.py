@@ -67,7 +67,7 @@ def shape(tensor: int, pipeline: int, flags: str) -> RunShape:
 def test_parameters_and_saved_bytes_are_those_of_the_models() -> None:
     words = {f"{t} {p} {MODEL}{flags}": shape(t, p, flags) for t, p, flags in CONFIGURATIONS}
     command = [sys.executable, "-m", "tests.cost.models_worker", *words]
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1"}
     result = subprocess.run(
         command, capture_output=True, text=True, timeout=280, env=environment, check=False
     )
@@ -81,5 +81,6 @@ def test_parameters_and_saved_bytes_are_those_of_the_models() -> None:
         # On a CPU PyTorch's RMSNorm and grouped attention keep what their GPU kernels do not.
         if "saved" in row and LLAMA not in name:
             kept = sum(count * layer_bytes(kind) for kind, count in run.kinds) + head_bytes(run)
-            left_out = _INDICES * 64 + (2 * _TABLES if "rope" in name else 0)
+            left_out = _INDICES * 64 * (2 if EXPERTS in name else 1)  # a router has some, too
+            left_out += 2 * _TABLES if "rope" in name else 0
             assert kept == pytest.approx(row["saved"], rel=0.005, abs=left_out), name

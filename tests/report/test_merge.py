@@ -171,20 +171,6 @@ def test_arrivals_say_how_long_they_travelled_across_clocks(merged):
     assert {event["pid"] for event in arrivals} == {0, 1, 2, 3}
 
 
-def test_arrows_are_bound_to_slices(merged):
-    for phase, cat in (("s", "send"), ("f", "arrival")):
-        slices = {(e["pid"], e["tid"], e["ts"]) for e in of(merged, ph="X", cat=cat)}
-        arrows = {(e["pid"], e["tid"], e["ts"]) for e in of(merged, ph=phase)}
-        assert arrows == slices
-
-
-def test_waits_carry_their_cause_and_counters_their_value(merged):
-    causes = {e["args"]["cause"] for e in of(merged, cat="wait")}
-    assert causes <= {"warm-up", "message"}
-    assert of(merged, name="wait: warm-up", pid=3)
-    assert max(e["args"]["value"] for e in of(merged, ph="C", name="held")) > 1
-
-
 def test_the_alignment_is_stored(merged):
     about = merged["otherData"]
     assert [clock["ranks"] for clock in about["alignment"]] == [[0, 1, 2], [3]]
@@ -256,39 +242,18 @@ def test_directories_without_a_run_or_with_several_are_errors(tmp_path):
         open_run(tmp_path)
 
 
-@pytest.mark.parametrize("start", [ROOT, ROOT / "profiling"])
-def test_the_script_works_from_the_root_and_from_its_own_directory(tmp_path, start):
-    directory = write(Run(ranks=2, iterations=1), tmp_path)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "profiling/aggregate.py"), "--benchmark_dir", str(directory)],
-        cwd=start,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=True,
-    )
-    assert "one clock" in done.stdout
-    assert (directory / "aggregated.json").exists()
-
-
-def test_the_script_says_what_is_wrong(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "profiling/aggregate.py"), "--benchmark_dir", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"aggregate.py: error: {tmp_path}: no trace")
-
-
-def test_tracks_are_no_main_threads_in_older_files_either(directory, tmp_path):
-    """Perfetto took the tasks of rank 1 for those of its main thread, the track of its sends."""
-    for path in directory.glob("benchmark-*.json"):
-        text = path.read_text()
-        assert '"tid":1000000' in text
-        (tmp_path / path.name).write_text(text.replace('"tid":100000', '"tid":'))
-    output = tmp_path / "merged.json"
-    merge(open_run(tmp_path), output)
-    tracks = {event["tid"] for event in json.loads(output.read_text())["traceEvents"]}
-    assert tracks == {TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK}
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("aggregate.py", "one clock"),
+        ("profiling/aggregate.py", "one clock"),
+        ("tools/monitor.py", "ended"),
+    ],
+)
+def test_a_script_of_its_own_is_the_command(tmp_path, script, said):
+    directory = write(Run(ranks=2, iterations=1), tmp_path / "traces")
+    more = ["--once"] if "monitor" in script else []
+    for folder, status, words in ((directory, 0, said), (tmp_path / "none", 1, "no such")):
+        command = [sys.executable, str(ROOT / script), "--benchmark_dir", str(folder), *more]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+        assert done.returncode == status and words in done.stdout + done.stderr

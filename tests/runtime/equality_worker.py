@@ -107,6 +107,8 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
         overlap_param_gather=case.get("gather", False),
     )
     chunks = [build_chunk(case, config, ddp_config, chunk) for chunk in range(v)]
+    if case.get("bare"):
+        return chunks, None
     connected = case.get("overlap") and case.get("no_sync", True)
     config.no_sync_func = [c.no_sync for c in chunks] if connected else None
     if config.no_sync_func and v == 1:
@@ -163,6 +165,8 @@ def build_chunk(case: dict[str, Any], config: Any, ddp_config: Any, chunk: int) 
         model.cuda()
     if config.bf16:
         model = Float16Module(config, model)
+    if case.get("bare"):  # a host without megatron-core's wrapper
+        return model
     wrapped = DistributedDataParallel(config, ddp_config, model, disable_bucketing=chunk > 0)
     wrapped.force_all_reduce = case.get("everywhere", False)
     return wrapped
@@ -409,7 +413,6 @@ def run_case(case: dict[str, Any]) -> None:
         settings = {"policy": "dynamic"} | case.get("config", {}) | settings  # auto is megatron
         kind: Any = StaticSchedule if static else DppSchedule
         trace = recorder_of(case, settings.pop("trace", None), "pp" if static else "dpp")
-        own = {name: settings.pop(name, case.get(name, False)) for name in ("grouped", "as_built")}
         host = settings.pop("host", None)
         most_logits = settings.pop("most_logits", None)
         replays: list[Rerun] = []
@@ -426,7 +429,7 @@ def run_case(case: dict[str, Any]) -> None:
             ) as schedule,
         ):
             told = {"announce": plugin.announce} if host == "announces" else {}
-            got = train(case | own | told, schedule)
+            got = train(case | told, schedule)
         if case.get("bucket_size"):
             assert begun, f"{case['name']} with {settings}: no replay began a reduction"
             assert SUPPORT is not None or all(begun), "a reduction waited for a replay's end"

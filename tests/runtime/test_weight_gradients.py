@@ -73,7 +73,7 @@ def test_weights_wait_for_their_w_and_get_what_a_fused_backward_gives() -> None:
     grads = [p.grad for p in chunk.parameters()]
     chunk.zero_grad()
     store = WeightGradients([chunk])
-    assert store.num_pieces == (3,) and store.delayed_by_modules(0) is None
+    assert store.num_pieces == (3,)
     held: list[int] = []
     with store.bound():
         outputs = [chunk(value).square().sum() for value in given]
@@ -128,6 +128,40 @@ def test_outside_of_a_collection_the_weight_gradient_is_computed_at_once() -> No
     with store.bound():
         chunk(inputs(1)[0]).sum().backward()
     assert chunk.decoder.layers[0].weight.grad is not None and store.held_bytes == 0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("way", ["grad", "backward"])
+def test_a_loss_that_asks_for_the_gradient_of_a_deferred_weight_is_refused(way: str) -> None:
+    """It would get None."""
+    chunk: Any = Chunk(Linear())
+    store, weight = WeightGradients([chunk]), chunk.decoder.layers[0].weight
+    (value,) = inputs(1)
+    with store.bound():
+        loss = chunk(value).sum()
+        assert torch.autograd.grad(loss, value, retain_graph=True)[0].any()
+        with pytest.raises(ConfigError, match=r"gradient of decoder.layers.0.weight, which is def"):
+            if way == "grad":
+                torch.autograd.grad(loss, weight, allow_unused=True)
+            else:
+                loss.backward(inputs=[weight])
+
+
+def test_a_pass_within_a_forward_adds_after_what_earlier_passes_have_deferred() -> None:
+    chunk: Any = Chunk(Linear())
+    said: list[str] = []
+    store, weight = WeightGradients([chunk], said.append), chunk.decoder.layers[0].weight
+    first, second = (chunk(value) for value in inputs(2))
+    with store.bound():
+        first, second = (chunk(value) for value in inputs(2))
+        with store.collect(0, 0):
+            first.sum().backward()
+        second.sum().backward()
+        added = weight.grad.clone()
+        store.run(0, 0, 0)
+    weight.grad = None
+    for value in inputs(2):
+        chunk(value).sum().backward()
+    assert torch.equal(added, weight.grad) and "a backward pass of its own" in said[0]
 
 
 def test_the_model_is_its_own_again_after_a_step_and_after_an_error() -> None:
@@ -339,7 +373,7 @@ def test_gather_buffers_are_those_of_megatron_core(
     assert len(gather_buffers()) == (1 if there else 0)
 
 
-# Modules that delay -------------------------------------------------------------------
+# Collections -------------------------------------------------------------------
 
 
 def test_work_goes_to_the_innermost_collection_and_then_again_to_the_one_around_it() -> None:
@@ -350,60 +384,3 @@ def test_work_goes_to_the_innermost_collection_and_then_again_to_the_one_around_
             store.defer(0, waiting[0])
         store.defer(0, waiting[1])
     assert (inner, outer) == ({0: [waiting[0]]}, {0: [waiting[1]]})
-
-
-class Modules:
-    """Modules of a chunk that delay their weight gradients; they note what they are told."""
-
-    def __init__(self, chunk: Any, layers: Any, ddp: Any) -> None:
-        self.told: list[Any] = []
-
-    def is_like(self, other: Any) -> bool:
-        return True
-
-    def restart(self, order: Any) -> None:
-        self.told.append("restart")
-
-    def check_empty(self) -> None:
-        self.told.append("check")
-
-    def run(self, layer: int, microbatch: int) -> None:
-        self.told.append((layer, microbatch))
-
-    def after_backward(self, microbatch: int) -> None:
-        self.told.append(microbatch)
-
-    def num_bytes(self) -> int:
-        return 5
-
-
-def test_modules_that_delay_alone_make_pieces_of_their_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A step begins and ends with their queues empty, and what they hold counts."""
-    monkeypatch.setattr(linear, "DelayedModules", Modules)
-    chunks: list[torch.nn.Module] = [
-        Chunk(*(torch.nn.Identity() for _ in range(n))) for n in (3, 2)
-    ]
-    store = WeightGradients(chunks)
-    assert store.num_pieces == (3, 2) and store.held_bytes == 10
-    with store.bound():
-        with store.collect(0, 4):
-            pass
-        for piece in range(3):
-            store.run(0, 4, piece)
-    told = [store.delayed_by_modules(chunk).told for chunk in range(2)]  # type: ignore[union-attr]
-    assert told == [["restart", 4, (2, 4), (1, 4), (0, 4), "check"], ["restart", "check"]]
-    with pytest.raises(ValueError, match="of the step"), store.bound():
-        raise ValueError("of the step")
-    assert told[1] == ["restart", "check", "restart"], "the step's own error is told"
-
-
-def test_the_modules_of_a_chunk_hear_of_its_own_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "DelayedModules", Modules)
-    store = WeightGradients([Chunk(torch.nn.Identity()), Chunk(torch.nn.Identity())])
-    for chunk, microbatch in ((1, 5), (1, 6), (0, 7)):
-        with store.collect(chunk, microbatch):
-            pass
-    told = [store.delayed_by_modules(chunk).told for chunk in range(2)]  # type: ignore[union-attr]
-    assert told == [[7], [5, 6]]

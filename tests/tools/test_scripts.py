@@ -71,32 +71,6 @@ def test_a_set_up_without_pybind11_says_so_in_one_line() -> None:
     assert "pip install pybind11" in ran.stderr
 
 
-def test_num_gpus_is_the_most_that_a_benchmark_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "profiling")
-    import bench_scaling
-
-    monkeypatch.setenv("NUM_GPUS", "8")
-    assert bench_scaling.parse(["--cpu"]).devices == [1, 2, 4, 8]
-
-
-@pytest.mark.parametrize(
-    ("script", "words"),
-    [
-        ("run_3d_parallel.sh", "mode 3d"), ("run_multinode.sh --gpu H100", "mode 3d"),
-        ("run_megatron.sh", "mode megatron"), ("run_deepspeed.sh", "mode zero"),
-    ],
-)  # fmt: skip
-def test_an_earlier_launch_script_plans_the_run_of_its_variables(script: str, words: str) -> None:
-    env = {**os.environ, "NUM_GPUS": "4", "TP_SIZE": "2", "PP_SIZE": "2", "ZERO_STAGE": "2"}
-    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"  # else set-up makes an environment
-    ran = subprocess.run(
-        ["bash", *f"{ROOT}/scripts/{script} --dry-run --mock-data".split()],
-        env=env, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith(words) and "--nproc_per_node 4" in ran.stdout
-
-
 def test_every_earlier_script_in_the_root_is_there() -> None:
     names = ["run_single.sh", "run_master.sh", "run_worker.sh", "prerequisites.sh", "aggregate.py"]
     assert all((ROOT / name).is_symlink() and (ROOT / name).is_file() for name in names)

@@ -19,7 +19,7 @@ LAYOUTS = {
     "pp2": (2, "--pipeline-model-parallel-size 2"),
     "tp2-pp2-chunks": (
         4,
-        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
         "--num-virtual-stages-per-pipeline-rank 2",
     ),
     "pp2-dp2": (

@@ -399,10 +399,9 @@ def has_multimodule(keywords: dict[str, Any]) -> bool:
 
 def pipeline_size(groups: Any = None) -> int:
     """Ranks of the pipeline, by the given process groups or else megatron-core's own."""
-    from megatron.core import parallel_state
+    from megatron.dpp.core.groups import group_of
 
-    group = groups.pp if groups else parallel_state.get_pipeline_model_parallel_group()
-    return int(group.size())
+    return group_of(groups, "pp").size()
 
 
 ORIGINAL = "dpp_original"

@@ -17,7 +17,7 @@ ORDERED: dict[str, tuple[object, str]] = {
         False,
         "a split backward defers the weight gradients of all layers, the embedding's too",
     ),
-    "cuda_graph_impl": ("none", "our own cuda_graphs captures the dynamic pipeline's tasks"),
+    "cuda_graph_impl": ("none", "cuda_graphs captures the dynamic pipeline's tasks"),
 }
 """Settings whose bookkeeping needs megatron-core's own order of tasks: the values that do not, and
 the state of things without them.

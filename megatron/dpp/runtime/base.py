@@ -65,6 +65,8 @@ class PipelineSchedule(abc.ABC):
         self.recorder = recorder or NullRecorder()
         """Where a trace of the next calls goes."""
         self._seed = torch.initial_seed() if seed is None else seed
+        self._alert = log or logger.warning
+        """Takes a line that other ranks may not know of."""
         log = log or logger.info
         self._log, self._warn = log, warn or log
         self._capture = capture

@@ -110,7 +110,7 @@ class Sessions:
             self._log(
                 f"dynamic pipeline: rank {ranks[rank]} -> {link.peer}: {link.kind} ({link.reason})"
             )
-        reason = why_not_ahead(config, links.transport)
+        reason = why_not_ahead(links.transport)
         if reason is not None:
             self._warn(f"dynamic pipeline: no task is launched ahead of its input: {reason}")
         board = links.transport.board
@@ -122,11 +122,11 @@ class Sessions:
             group=group,
             links=links,
             boundaries=boundaries,
-            timer=timer_for(config, follow=follow),
+            timer=timer_for(follow=follow),
             injector=injector,
             rng=TaskRng(self._seed, topology.num_ranks, rank),
             decisions=self._decisions,
-            launch_ahead=config.launch_ahead and reason is None,
+            launch_ahead=reason is None,
         )
 
     def _close_links(self) -> None:

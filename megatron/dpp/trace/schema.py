@@ -21,8 +21,7 @@ HEADER_NAME = "megatron-dpp-trace"
 
 TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK = 1_000_000, 1_000_001, 1_000_002
 """``tid`` of the three tracks of a rank (``pid`` is its global rank). Perfetto takes ``tid`` 0, and
-one that equals ``pid``, for the main thread: with 0, 1 and 2 the tasks of ranks 1 and 2 lay on the
-tracks of their messages. Older files have those.
+one that equals ``pid``, for the main thread.
 """
 
 
@@ -66,28 +65,15 @@ class TraceLayout:
 
     def at(self, place: Sequence[int]) -> TraceLayout:
         """The layout of the rank at another place of the same job."""
-        return replace(self, **dict(zip(AXES, place, strict=True)))
+        data, pipeline, tensor, context = place
+        return replace(self, data=data, pipeline=pipeline, tensor=tensor, context=context)
 
     def directory_name(self) -> str:
-        """Name of the directory that the files of all ranks of a run share.
-
-        >>> layout = TraceLayout(
-        ...     data=0, pipeline=1, tensor=0, data_size=1, pipeline_size=4, tensor_size=2
-        ... )
-        >>> layout.directory_name()
-        'data-1-pipeline-4-tensor-2-dpp'
-        """
+        """Name of the directory that the files of all ranks of a run share."""
         return f"{self._named(self.sizes)}-{self.schedule}"
 
     def file_name(self) -> str:
-        """Name of this rank's file.
-
-        >>> layout = TraceLayout(
-        ...     data=0, pipeline=1, tensor=0, data_size=1, pipeline_size=4, tensor_size=2
-        ... )
-        >>> layout.file_name()
-        'benchmark-data-0-pipeline-1-tensor-0.json'
-        """
+        """Name of this rank's file."""
         return f"benchmark-{self._named(self.place)}.json"
 
     def _named(self, numbers: Sequence[int]) -> str:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.locks import lock_directory
-from megatron.dpp.safe_files import private_directory
+from megatron.dpp.files.locks import lock_directory
+from megatron.dpp.files.safe_files import private_directory
 from megatron.dpp_train.hf import checkpoint
 from megatron.dpp_train.hf.families import find_families
 from megatron.dpp_train.hf.fields import CONFIG, HfConfig, parse_config

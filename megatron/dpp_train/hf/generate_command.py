@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.errors import DataError, one_line, require
-from megatron.dpp.safe_files import open_text_to_write
+from megatron.dpp.files.safe_files import open_text_to_write
 from megatron.dpp_train.hf.fields import CONFIG, refuse_other_forms
 from megatron.dpp_train.hf.folder import TOKENIZER
 from megatron.dpp_train.hf.prompts import Chat, encode, tokenizer_of

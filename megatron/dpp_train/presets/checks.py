@@ -26,7 +26,6 @@ NOW = {
     "--benchmark_dir": "--dpp-trace-dir",
     "--trace-granularity": "",
     "--multi-node": "",
-    "--num-gpus": "",
     "--forward-backward-disaggregating": "",
     "--ignore-forward-tensor-parallel": "",
 }

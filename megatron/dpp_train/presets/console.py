@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import statistics
 import sys
@@ -136,10 +135,3 @@ class Progress:
 
 def _loss(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
-
-
-def say(name: str, text: object) -> None:
-    """A line of the header: a word and what it is, cut to 80 columns with paths kept whole."""
-    line = f"{name:<8} {text}"
-    home = os.path.expanduser("~")
-    print(line.replace(home + os.sep, "~/") if len(line) > 80 else line, flush=True)

@@ -63,18 +63,29 @@ def model_flags(name: str) -> Flags:
     """
     folder = Path(name)
     if "/" in name or folder.is_dir():
-        from megatron.dpp_train.hf import flags_of
-
-        return from_argv(flags_of(folder))
+        if not folder.is_dir():
+            raise DataError(f"--model {name}: no such folder")
+        return _of_folder(folder)
     models = shared("configs") / "models"
     names = sorted(path.stem for path in models.glob("*.yaml"))
     if name not in names:
-        near = difflib.get_close_matches(name.lower(), [*names, *_OTHER_NAMES], n=1, cutoff=0.0)[0]
+        near = difflib.get_close_matches(name.lower(), [*names, *_OTHER_NAMES], n=4, cutoff=0.0)
+        some = ", ".join(_OTHER_NAMES.get(each, each) for each in near)
         raise ConfigError(
-            f"--model {name}: neither a folder here nor a file of configs/models; nearest: "
-            f"{_OTHER_NAMES.get(near, near)} (there are {', '.join(names)})"
+            f"--model {name}: neither a folder here nor one of {len(names)} in configs/models; "
+            f"nearest: {some}"
         )
     return read_flags(models / f"{name}.yaml")
+
+
+def _of_folder(folder: Path) -> Flags:
+    """The flags of a Hugging Face model, with those of fine-tuning where it names none."""
+    from megatron.dpp_train.hf import flags_of
+
+    flags = from_argv(flags_of(folder))
+    length = min(4096, number(flags, "--max-position-embeddings", 4096))
+    own = {"--micro-batch-size": 1, "--global-batch-size": 32, "--lr": 1e-5, "--weight-decay": 0.0}
+    return own | {"--seq-length": length} | flags
 
 
 def to_argv(flags: Mapping[str, Any]) -> list[str]:

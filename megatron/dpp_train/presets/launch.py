@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -37,8 +38,7 @@ _ROOT_CAUSE = re.compile(
     r"Root Cause.*?rank\s*: (?P<rank>\d+).*?exitcode\s*: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)",
     re.DOTALL,
 )
-_ERROR_LINE = re.compile(r"^(?:\[rank\d+\]: ?)?(?P<text>(?:[\w.]+(?:Error|Exception)|.{1,40}: error):? .*)$",
-                         re.MULTILINE)  # fmt: skip
+_ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)(: .*)?|.{1,40}: error: .*")
 _TAIL_BYTES = 1 << 18
 
 
@@ -48,19 +48,26 @@ class Command:
 
     Args:
         words: torchrun and everything behind it.
-        log: file of all output of torchrun and its ranks.
         directory: of the run.
-        steps: iterations that the run will make, if it counts them.
-        save: directory of its checkpoints.
+        log: file of all output of torchrun and its ranks.
+        flags: of the training script.
     """
 
     words: Sequence[str]
     env: Mapping[str, str]
-    log: Path
     directory: Path
-    metrics: Path
-    steps: int | None
-    save: str | None
+    log: Path
+    flags: Mapping[str, Any]
+
+    @property
+    def save(self) -> str | None:
+        """Directory of its checkpoints."""
+        return self.flags.get("--save")
+
+    def progress(self) -> Progress:
+        """Follows its metrics."""
+        steps = self.flags.get("--train-iters")
+        return Progress(Path(self.flags["--metrics-file"]), None if steps is None else int(steps))
 
 
 class _Ended(BaseException):
@@ -91,7 +98,7 @@ def run(command: Command) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # ranks of a torchrun that died
     scratch = command.directory / f".torchrun-{os.getpid()}"  # torchrun's own files
     env = {**command.env, "PET_LOG_DIR": str(scratch)}
-    progress = Progress(command.metrics, command.steps)
+    progress = command.progress()
     write_state(command.directory, "starting")
     with _signals_end_it(), command.log.open("ab") as log:
         process = subprocess.Popen(command.words, env=env, stdout=log, stderr=log,
@@ -111,7 +118,7 @@ def run(command: Command) -> int:
         write_state(command.directory, "finished")
         print(progress.summary())
         return 0
-    write_state(command.directory, "failed")
+    write_state(command.directory, "failed", by=failure or None)
     print_error(failure or f"torchrun ended with exit code {code}")
     print(f"log      {command.log}{how_to_go_on(command.save)}", file=sys.stderr)
     return FAILED
@@ -180,10 +187,13 @@ def _told(scratch: Path, rank: str | None) -> str:
 
 
 def _last_error(text: str) -> str:
-    """The last line of the log that names an error, but torchrun's own."""
-    lines = [found["text"] for found in _ERROR_LINE.finditer(text)]
-    lines = [each for each in lines if "ChildFailedError" not in each]
-    return lines[-1].strip() if lines else ""
+    """The last line of the log that names an error, but torchrun's own; behind an error without
+    words the statement that raised it."""
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in text.splitlines()]
+    for before, line in reversed(list(itertools.pairwise(["", *lines]))):
+        if _ERROR_LINE.fullmatch(line) and "ChildFailedError" not in line:
+            return line if ": " in line else f"{line}: {before}"
+    return ""
 
 
 def how_to_go_on(save: str | None) -> str:

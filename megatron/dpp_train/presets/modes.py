@@ -119,7 +119,7 @@ def add_layout(
             flags.pop("--use-dpp", None)
     asked = {flag: getattr(options, name) for name, flag in _LAYOUT.items()}
     flags |= {flag: size for flag, size in asked.items() if size is not None}
-    if options.mode == "3d" and not {TENSOR, PIPELINE} & set(flags) and devices.number % 2 == 0:
+    if options.mode == "3d" and not {*_LAYOUT.values()} & set(flags) and devices.number % 2 == 0:
         flags[PIPELINE] = 2
     dynamic = options.mode in ("3d", "simple") and not options.no_dpp
     if dynamic and number(flags, PIPELINE) > 1:
@@ -167,10 +167,15 @@ def _batch(options: argparse.Namespace, flags: Flags, devices: Devices) -> Flags
     return {"--micro-batch-size": micro, "--global-batch-size": batch}
 
 
-def platform_flags(flags: Flags, arch: str, devices: Devices) -> tuple[Flags, str]:
+def platform_flags(
+    flags: Flags, arch: str, devices: Devices, *, elsewhere: bool
+) -> tuple[Flags, str]:
     """Flags that this machine's packages and devices need, and a word about the layers.
 
     Megatron's defaults are those of Transformer Engine and Apex on NVIDIA's GPUs.
+
+    Args:
+        elsewhere: the devices are another machine's, which has Transformer Engine.
     """
     given = flags.get("--transformer-impl")
     engine = (
@@ -178,7 +183,7 @@ def platform_flags(flags: Flags, arch: str, devices: Devices) -> tuple[Flags, st
         and devices.device.bf16
         and bool({"--bf16", "--fp16"} & set(flags))
         and arch == "gpt"
-        and importlib.util.find_spec("transformer_engine") is not None
+        and (elsewhere or importlib.util.find_spec("transformer_engine") is not None)
     )
     layers = given or ("transformer_engine" if engine else "local")
     found: Flags = {"--transformer-impl": layers}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron.dpp.errors import ConfigError, did_you_mean
 from megatron.dpp.flags import Parser
-from megatron.dpp_train.presets.checks import NOW
+from megatron.dpp_train.presets.checks import NOW, is_flag
 from megatron.dpp_train.presets.flags import Flags, from_argv
 
 MODES = ("simple", "3d", "megatron", "zero", "auto")
@@ -18,15 +18,15 @@ usage: megatron-dpp train [--mode MODE] [options] [any flag of Megatron-LM]
   --mode auto       choose the layout for these devices (default)
   --mode simple     data parallel: every device holds the whole model
   --mode 3d         tensor x pipeline x data parallel, with a dynamic pipeline:
-                    --tp N --pp N --chunks N (model chunks per rank) --cp N --ep N
+                    --tp N --pp N --chunks N (of a rank) --cp N --ep N
                     --no-dpp: megatron-core's static schedule
   --mode megatron   Megatron's flags alone decide
   --mode deepspeed  ZeRO: --zero-stage 0|1|2|3 --engine megatron|deepspeed
-model     --model NAME|DIR (configs/models; a Hugging Face folder) --arch gpt|bert
-          --hidden-size N --num-layers N --config FILE.yaml (lines of flag: value)
+model     --model NAME|DIR (of configs/models; Hugging Face)  --arch gpt|bert
+          --hidden-size N --num-layers N --config FILE.yaml (flag: value)
 devices   --gpus N (per node)  --procs N (processes on the CPU)
 steps     --batch-size N (all devices)  --micro-batch-size N  --seq-length N
-          --max-steps N  --lr X  --fp16 --bf16 --fp32  --recompute selective|full
+          --max-steps N --lr X --fp16 --bf16 --fp32 --recompute selective|full
 data      --data FILE.jsonl|PREFIX (default: the sample)  --skip-bad-lines
           --tokenizer gpt2|DIR|FILE|train:N|sample  --sft (chats)
 files     --save DIR --save-interval N  --resume-from DIR  --run-dir DIR
@@ -75,7 +75,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
         ConfigError: a wrong value, or an option of another mode.
     """
     parser = new_parser()
-    options, rest = parser.parse_known_args([_now(word) for word in argv if _now(word)])
+    options, rest = parser.parse_known_args(_now(argv))
     known = (*MODES, *_ALIASES)
     if options.mode not in known:
         hint = did_you_mean(options.mode, known)
@@ -100,8 +100,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     return options, flags
 
 
-def _now(word: str) -> str:
-    """A word of the command line; a flag of an earlier version by its name of now, empty where it is
+def _now(argv: Sequence[str]) -> list[str]:
+    """A command line with flags of earlier versions by their names of now, without those that are
     not needed any more."""
-    name, equals, value = word.partition("=")
-    return NOW[name] + equals + value if name in NOW and name != "--num-gpus" else word
+    words: list[str] = []
+    dropped = False
+    for word in argv:
+        name, equals, value = word.partition("=")
+        dropped = NOW[name] == "" if name in NOW else dropped and not is_flag(word)
+        if not dropped:
+            words.append(NOW.get(name, name) + equals + value)
+    return words

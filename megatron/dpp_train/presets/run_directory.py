@@ -17,24 +17,24 @@ from megatron.dpp.errors import DataError
 from megatron.dpp_train.presets.flags import Flags, number
 from megatron.dpp_train.presets.modes import CHUNKS, PIPELINE, TENSOR
 
-LOG, METRICS, COMMAND = "train.log", "metrics.jsonl", "command"
+METRICS, COMMAND = "metrics.jsonl", "command"
 
 
-def name_of(arch: str, flags: Mapping[str, Any], world_size: int) -> str:
+def name_of(arch: str, flags: Mapping[str, Any], replicas: int) -> str:
     """Model and layout, as ``gpt-8x128-tp2-pp2-dp1``."""
     tensor, pipeline = number(flags, TENSOR), number(flags, PIPELINE)
-    replicas = world_size // (tensor * pipeline * number(flags, "--context-parallel-size"))
     sizes = f"{flags.get('--num-layers')}x{flags.get('--hidden-size')}"
     chunks = f"-v{flags[CHUNKS]}" if CHUNKS in flags else ""
     return f"{arch}-{sizes}-tp{tensor}-pp{pipeline}{chunks}-dp{replicas}"
 
 
-def make(name: str, named: str | None) -> Path:
+def make(name: str, named: str | None, *, goes_on: bool) -> Path:
     """Make the directory of a run that starts now.
 
     Args:
         name: of model and layout.
         named: the user's directory; None for a new one below ``runs``.
+        goes_on: it loads a checkpoint, and may add to an earlier run's files.
 
     Raises:
         DataError: it cannot be made, or an earlier run's files are in it.
@@ -43,7 +43,7 @@ def make(name: str, named: str | None) -> Path:
         if named:
             path = Path(named).absolute()
             path.mkdir(parents=True, exist_ok=True)
-            if (path / METRICS).exists():
+            if (path / METRICS).exists() and not goes_on:
                 raise DataError(f"{named}: {METRICS} of an earlier run is there; name another "
                                 "directory for this run")  # fmt: skip
             return path
@@ -68,7 +68,7 @@ def _new_directory(path: Path) -> Path:
     raise FileExistsError(17, "File exists", str(path))
 
 
-def places(flags: Mapping[str, Any], path: Path) -> Flags:
+def places(flags: Mapping[str, Any], path: Path, *, saves: bool) -> Flags:
     """Flags that put a run's files into its directory, where the run names no other place."""
     found: Flags = {}
     if "--metrics-file" not in flags:
@@ -76,7 +76,8 @@ def places(flags: Mapping[str, Any], path: Path) -> Flags:
     if "--dpp-trace" in flags and "--dpp-trace-dir" not in flags:
         found["--dpp-trace-dir"] = str(path / "traces")
     steps, every = flags.get("--train-iters"), flags.get("--save-interval")
-    if "--save" not in flags and every and steps and int(every) <= int(steps):
+    saves = saves or bool(every and steps and int(every) <= int(steps))
+    if saves and "--save" not in flags:
         found["--save"] = str(path / "checkpoints")
     return found
 

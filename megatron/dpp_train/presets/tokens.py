@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError, did_you_mean
+from megatron.dpp.files.index_files import check_index
+from megatron.dpp.processes import run_child
 from megatron.dpp_train.data.rows import JSON, PARQUET, files_of, is_rows
 from megatron.dpp_train.data.vocabulary import CHOICES, tokenizer_flags
 from megatron.dpp_train.presets.flags import PACKAGE, Flags, shared, to_argv
@@ -107,11 +110,10 @@ def prepare(tokens: Tokens) -> Flags:
     Raises:
         DataError: they cannot be made; what is wrong has been printed.
     """
-    from megatron.dpp.processes import run_child
-
-    if tokens.preparation and run_child([sys.executable, "-m", "megatron.dpp",
-                                         *tokens.preparation]):  # fmt: skip
-        raise DataError(f"the tokens of {tokens.source} could not be made: see above")
+    if tokens.preparation:
+        words = [sys.executable, "-m", "megatron.dpp", *tokens.preparation]
+        if run_child(words, stdout=subprocess.DEVNULL):
+            raise DataError(f"the tokens of {tokens.source} could not be made: see above")
     prefix = tokens.flags.get("--data-path")
     return _held_out(prefix) if isinstance(prefix, str) else {}
 
@@ -176,8 +178,6 @@ def _prefix_of(text: Path, digest: str, *, own: bool) -> Path:
 def _held_out(prefix: str) -> Flags:
     """``--split`` of token files. Few documents are split so that validation gets one at least; of
     fewer than a hundred all are trained on."""
-    from megatron.dpp.index_files import check_index
-
     documents = check_index(prefix)[1]
     if documents < _FEW:
         return {"--split": "1,0,0", "--eval-iters": 0}

@@ -6,10 +6,9 @@ step, so that a backward pass computes the former and *defers* the latter; ``run
 later, one layer at a time. Autograd adds each weight's contributions in microbatch order, with all
 hooks, so the numbers are bitwise those of a fused backward.
 
-Transformer Engine's layers are ``te_layer``'s, or ``te``'s if they were built to delay weight
-gradients. Embeddings, the LM
-head, biases and norms are not deferred: they would hold much memory for little gain. A layer that a
-host has changed goes its own way (``own_way``), and computes its weight gradient within B.
+Transformer Engine's layers are ``te_layer``'s. Embeddings, the LM head, biases and norms are not
+deferred: they would hold much memory for little gain. A layer that a host has changed goes its own
+way (``own_way``), and computes its weight gradient within B.
 
 Source of the idea: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024).
 """
@@ -17,26 +16,31 @@ Source of the idea: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from megatron.dpp.core import compat
 from megatron.dpp.core.cpu import without_rewriting
 from megatron.dpp.core.grad_sync import replicated
 from megatron.dpp.core.wgrad import accumulate
 from megatron.dpp.core.wgrad.accumulate import OwnHook
 from megatron.dpp.core.wgrad.own_way import Place, places, why_module, why_weight
 from megatron.dpp.core.wgrad.product import DeferredWork, Layer, forward_of, refuse
-from megatron.dpp.core.wgrad.te import DelayedModules
 from megatron.dpp.core.wgrad.te_layer import TELayer, is_te, weights_of, why_layer
 from megatron.dpp.errors import ConfigError, setting
 
+_RUN_BACKWARD, _INPUTS = "_engine_run_backward", 3
+"""The function behind torch.autograd's ``grad`` and ``backward``, and the place of ``inputs``."""
+_OWN_PASS = (
+    "dynamic pipeline: a forward step runs a backward pass of its own: its gradients are added in "
+    "the order of tasks, which megatron-core's schedule may have another of"
+)
 _NAMED = 2
 """Layers that a line names; the others are counted."""
 
@@ -66,7 +70,6 @@ class WeightGradients:
         self._accumulated: dict[torch.nn.Parameter, int] = {}
         self._held_bytes = 0
         self._adding = False
-        self._delayed: list[DelayedModules] = []
         self.num_pieces: tuple[int, ...] = ()
         """Transformer layers of each chunk; 0 if none of them can defer."""
         self.inspect()
@@ -74,16 +77,7 @@ class WeightGradients:
     @property
     def held_bytes(self) -> int:
         """Memory that deferred work holds, beyond activations."""
-        return self._held_bytes + sum(modules.num_bytes() for modules in self._delayed)
-
-    @property
-    def can_fuse(self) -> bool:
-        """True if all layers compute their weight gradients within B where nobody defers them."""
-        return not any(modules.exist for modules in self._delayed)
-
-    def delayed_by_modules(self, chunk: int) -> DelayedModules | None:
-        """The modules of a chunk that delay their weight gradients; None if it has none."""
-        return self._delayed[chunk] or None
+        return self._held_bytes
 
     def inspect(self) -> None:
         """Find the layers that can defer in the next step: a host may have changed them.
@@ -94,7 +88,6 @@ class WeightGradients:
         self._waiting.clear()
         self._layers, self._te, self._held_bytes = [], [], 0
         self._weights = {}
-        before, self._delayed = self._delayed, []
         found = [list(places(chunk)) for chunk in self._chunks]
         modules = {id(place.module): place.module for each in found for place in each}
         uses = Counter(
@@ -104,15 +97,14 @@ class WeightGradients:
             if parameter is not None
         )
         self.num_pieces = tuple(
-            self._prepare(chunk, places_in, before[number] if before else None, uses)
-            for number, (chunk, places_in) in enumerate(zip(self._chunks, found, strict=True))
+            self._prepare(chunk, places_in, uses)
+            for chunk, places_in in zip(self._chunks, found, strict=True)
         )
 
     def _prepare(
         self,
         chunk: torch.nn.Module,
         found: list[Place],
-        before: DelayedModules | None,
         uses: Counter[int],
     ) -> int:
         """Find a chunk's linear layers; returns its number of pieces (transformer layers), 0 if
@@ -128,8 +120,7 @@ class WeightGradients:
             )
         block = decoder_block(chunk)
         layers = list(block.layers) if block is not None else []
-        delayed = DelayedModules(chunk, layers, _ddp_of(chunk))
-        self._delayed.append(before if before is not None and before.is_like(delayed) else delayed)
+        _refuse_wrapper(chunk)
         num_known = len(self._weights)
         self._own_ways = {}
         piece_of = {id(m): number for number, layer in enumerate(layers) for m in layer.modules()}
@@ -143,7 +134,7 @@ class WeightGradients:
                 self._add_te(place, piece, chunk, lambda weight: uses[id(weight)])
         for reason, names in self._own_ways.items():
             self._tell(names, reason)
-        return len(layers) if self._delayed[-1] or len(self._weights) > num_known else 0
+        return len(layers) if len(self._weights) > num_known else 0
 
     def _add(
         self, place: Place, piece: int, chunk: torch.nn.Module, uses: Callable[[Any], int]
@@ -192,16 +183,11 @@ class WeightGradients:
         self._say(f"dynamic pipeline: the weight gradient of {text} is computed within B: {reason}")
 
     @contextmanager
-    def bound(self, order: Sequence[int] = ()) -> Iterator[None]:
-        """Make the layers' backwards defer for one step; the model is restored after it.
-
-        Args:
-            order: microbatches in the order of their backwards; empty for their own order.
-        """
+    def bound(self) -> Iterator[None]:
+        """Make the layers' backwards defer for one step; the model is restored after it."""
         self._accumulated.clear()
-        for modules in self._delayed:
-            modules.restart(order)
         with ExitStack() as around:
+            around.enter_context(compat.replaced(torch.autograd, _RUN_BACKWARD, self._checked))
             for weight in self._weights:
                 hook = weight.register_hook(OwnHook(self._before_autograd_adds, weight))  # type: ignore[no-untyped-call]
                 around.callback(hook.remove)
@@ -211,8 +197,21 @@ class WeightGradients:
             for layer in self._te:
                 around.enter_context(layer.bound())
             yield
-        for modules in self._delayed:
-            modules.check_empty()
+
+    def _checked(self, run: Callable[..., Any], outputs: Any, *given: Any, **options: Any) -> Any:
+        """Run a pass of autograd that a host asks for.
+
+        Raises:
+            ConfigError: it asks for the gradient of a weight, which is no input of the graph.
+        """
+        for wanted in given[_INPUTS] if len(given) > _INPUTS else ():
+            if isinstance(wanted, torch.Tensor) and wanted in self._weights:
+                raise ConfigError(
+                    f"{setting('split_backward')}: torch.autograd.grad, or backward(inputs=...), "
+                    f"asks for the gradient of {self._weights[wanted]}, which is deferred; use "  # type: ignore[index]
+                    f"{setting('split_backward', 'off')}"
+                )
+        return run(outputs, *given, **options)
 
     def _before_autograd_adds(self, weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Keep a weight's order where a pass adds a gradient by itself, as a layer went its own way
@@ -224,6 +223,10 @@ class WeightGradients:
         if self._adding:
             return
         task = self._accumulated[weight] = torch._C._current_graph_task_id()
+        self._compute_waiting(weight, task)
+
+    def _compute_waiting(self, weight: torch.nn.Parameter, task: int) -> None:
+        """Add what earlier passes than ``task`` have deferred of a weight's gradient."""
         for waiting in self._waiting.values():
             for row in waiting.values():
                 for work in [work for work in row if work.touches(weight)]:
@@ -249,7 +252,6 @@ class WeightGradients:
         """Assign the work that one backward pass defers to (chunk, microbatch)."""
         with self.divert() as self._waiting[chunk, microbatch]:
             yield
-        self._delayed[chunk].after_backward(microbatch)
 
     @contextmanager
     def divert(self) -> Iterator[dict[int, list[DeferredWork]]]:
@@ -262,9 +264,12 @@ class WeightGradients:
 
     def defer(self, layer: int, work: DeferredWork) -> None:
         """Defer work of a layer (counted from the chunk's first); outside of :meth:`collect` it
-        runs at once.
+        runs at once, after what earlier passes have deferred.
         """
         if self._current is None:
+            self._say(_OWN_PASS)
+            for weight in filter(work.touches, self._weights):
+                self._compute_waiting(weight, work.task)
             work.compute()
             return
         for weight, task in self._accumulated.items():
@@ -278,8 +283,6 @@ class WeightGradients:
     def run(self, chunk: int, microbatch: int, piece: int) -> None:
         """Compute the weight gradients of one transformer layer; ``piece`` counts from the last."""
         waiting, layer = self._waiting[chunk, microbatch], self.num_pieces[chunk] - 1 - piece
-        if self._delayed[chunk]:
-            self._delayed[chunk].run(layer, microbatch)
         with without_rewriting():
             for item in waiting.pop(layer, ()):
                 item.compute()
@@ -290,13 +293,14 @@ class WeightGradients:
             del self._waiting[chunk, microbatch]
 
 
-def _ddp_of(chunk: torch.nn.Module, weight: torch.nn.Parameter | None = None) -> Any | None:
-    """The DDP of a chunk, or the one that holds ``weight`` where its parts have one each."""
-    if isinstance(chunk, DistributedDataParallel):
-        return chunk
-    for ddp in replicated(chunk):
-        if weight is None or weight in ddp.param_to_bucket_group:
-            return ddp
+def _refuse_wrapper(chunk: torch.nn.Module) -> None:
+    """Refuse a wrapper that expects all gradients within a backward pass.
+
+    Raises:
+        ConfigError: names it.
+    """
+    if replicated(chunk):
+        return
     found: Any = chunk
     while isinstance(found, torch.nn.Module):
         torchs = isinstance(found, torch.nn.parallel.DistributedDataParallel)
@@ -309,7 +313,6 @@ def _ddp_of(chunk: torch.nn.Module, weight: torch.nn.Parameter | None = None) ->
                 off,
             )
         found = getattr(found, "module", None)
-    return None
 
 
 def decoder_block(chunk: torch.nn.Module) -> Any | None:

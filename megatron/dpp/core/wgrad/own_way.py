@@ -9,6 +9,8 @@ Hosts change modules between steps, so all of it is asked in each.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -106,21 +108,29 @@ def why_module(module: torch.nn.Module, kinds: tuple[type, ...]) -> str | None:
         return f"its class is {kind.__name__}"
     if "_forward_impl" in vars(module):
         return "its _forward_impl was replaced"
-    source = vars(sys.modules[kind.__module__])
+    source = sys.modules[kind.__module__]
     for name in ("forward", "_forward_impl"):
-        if getattr(getattr(kind, name), "__globals__", None) is not source:
+        if not is_written_in(getattr(kind, name), source):
             return f"{kind.__name__}.{name} was replaced"
     if not product_is_own():
-        return f"{_PRODUCT} was replaced"
+        return f"{_PRODUCT}, or its autograd function, was replaced"
     return None
 
 
 def product_is_own() -> bool:
     """True if linear layers now call megatron-core's own product."""
-    source = vars(parallel_layers)
-    product = source[_PRODUCT]
-    own: bool = getattr(product, "__globals__", None) is source
-    return own and source[_FUNCTION] is _FUNCTION_CLASS
+    kind = getattr(parallel_layers, _FUNCTION)
+    parts = (getattr(parallel_layers, _PRODUCT), kind.forward, kind.backward)
+    return kind is _FUNCTION_CLASS and all(is_written_in(part, parallel_layers) for part in parts)
+
+
+@functools.lru_cache(maxsize=64)
+def is_written_in(function: Any, module: Any) -> bool:
+    """True if a function is a module's own, within the wrappers that PyTorch has for it."""
+    found = getattr(function, "__globals__", {})
+    if str(found.get("__name__")).startswith("torch."):
+        found = getattr(inspect.unwrap(function), "__globals__", {})
+    return found is vars(module)
 
 
 def why_weight(

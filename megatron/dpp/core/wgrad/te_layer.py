@@ -15,7 +15,7 @@ This holds for Transformer Engine 2.7 to 2.20 by its sources.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from megatron.core.utils import get_te_version, is_te_min_version
 from megatron.dpp.core import compat
 from megatron.dpp.core.memory import tensors_in
 from megatron.dpp.core.wgrad.accumulate import is_hooked
-from megatron.dpp.core.wgrad.own_way import stands_for, why_weight
+from megatron.dpp.core.wgrad.own_way import is_written_in, stands_for, why_weight
 from megatron.dpp.core.wgrad.product import (
     NODE,
     Add,
@@ -35,14 +35,37 @@ from megatron.dpp.core.wgrad.product import (
     LayerWork,
     wants_leaves,
 )
-from megatron.dpp.core.wgrad.te import SINCE, is_delayed
+from megatron.dpp.errors import ConfigError
 
+SINCE = "2.7.0"
+"""The first version with a ``wgrad_store``."""
 _ASIDES = "dpp_asides"
 """Attribute of a parameter that a capture computes with: what stood for it there."""
 _OVERLAPS = (
     *("ub_overlap_rs_fprop", "ub_overlap_ag_dgrad", "ub_overlap_ag_fprop", "ub_overlap_rs_dgrad"),
     *("ub_bulk_dgrad", "ub_bulk_wgrad"),
 )
+
+
+def is_delayed(module: Any) -> bool:
+    """True if a module delays its weight gradients."""
+    store = getattr(module, "wgrad_store", None)
+    return store is not None and hasattr(module, "backward_dw") and store.delay_wgrad_compute()
+
+
+def refuse_delayed(chunks: list[torch.nn.Module]) -> None:
+    """Refuse modules that delay weight gradients by themselves.
+
+    Raises:
+        ConfigError: a chunk has one.
+    """
+    for number, chunk in enumerate(chunks):
+        if any(is_delayed(module) for module in chunk.modules()):
+            raise ConfigError(
+                f"chunk {number}: its Transformer Engine layers were built with "
+                "delay_wgrad_compute, so their weight gradients would be lost: leave it out, as "
+                "layers of all kinds can wait without it"
+            )
 
 
 def is_te(module: torch.nn.Module) -> bool:
@@ -111,11 +134,24 @@ def _is_written(kind: Any, kinds: tuple[Any, ...]) -> bool:
         forward = vars(part).get("forward")
         if forward is not None and forward.__module__ != part.__module__:
             return False
+        if home is not None and not _function_is_written(home, part.__name__):
+            return False
         if part in kinds:
             return True
         if part.__module__ != compat.TE_LAYERS:
             return False
     return False
+
+
+def _function_is_written(home: Any, name: str) -> bool:
+    """True if the autograd function of a class, where it has one, is as Transformer Engine wrote
+    it.
+    """
+    function = getattr(home, f"_{name}", None)
+    if not isinstance(function, type):
+        return True
+    ways = (getattr(function, way) for way in ("forward", "backward"))
+    return function.__module__ == home.__name__ and all(is_written_in(way, home) for way in ways)
 
 
 class _Aside(torch.autograd.Function):
@@ -324,3 +360,18 @@ def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor |
     if one is None or other is None:
         return other if one is None else one
     return one + other
+
+
+@contextmanager
+def adding(modules: Iterable[Any]) -> Iterator[None]:
+    """Make modules add weight gradients to ``main_grad``, which they overwrite in an iteration's
+    first microbatch and a graph would overwrite in all.
+    """
+    firsts = [module for module in modules if getattr(module, "is_first_microbatch", False)]
+    for module in firsts:
+        module.is_first_microbatch = False
+    try:
+        yield
+    finally:
+        for module in firsts:
+            module.is_first_microbatch = True

@@ -94,6 +94,10 @@ class JobShape:
         own = zip(self.replica[rank], several, strict=True)
         return full_name(rank, self.pipeline[rank], *(n if many else None for n, many in own))
 
+    def label_of(self, rank: int) -> str:
+        """A rank by its stage and number, short."""
+        return f"stage {self.pipeline[rank]}, rank {rank}"
+
     def stage_of(self, rank: int) -> list[int]:
         """The ranks of a rank's stage, of all replicas."""
         return [each for each, place in self.pipeline.items() if place == self.pipeline[rank]]

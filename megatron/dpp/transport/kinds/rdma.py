@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,9 +29,8 @@ from megatron.dpp.errors import (
 )
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup, link_faults, undelivered
 from megatron.dpp.transport.kinds import TransportKind, register, tcp
-from megatron.dpp.transport.options import TransportOptions
-from megatron.dpp.transport.rdma_places import Place, read_places, ways
-from megatron.dpp.transport.rdma_ports import find_places
+from megatron.dpp.transport.options import TransportOptions, variable
+from megatron.dpp.transport.rdma_ports import Place, find_places, read_places, way
 
 _NAME = "rdma"
 _ELEMENT_BYTES = 4
@@ -42,7 +41,7 @@ _PATTERN_SECONDS = 5.0
 _LOST_PACKETS = 2
 """Packets of a test pattern that may be lost."""
 _TIMEOUT_UNIT = 4.096e-6
-"""Seconds after which a packet is lost with ``rdma_timeout=0``."""
+"""Seconds after which a packet would be lost with ``DPP_RDMA_TIMEOUT=0``."""
 
 
 def look(
@@ -50,9 +49,9 @@ def look(
 ) -> dict[str, Any]:
     """The ports that this rank may use, or the reason why there is none."""
     places, missing = find_places(library, address, options, device)
-    if not places:
-        return {"missing": to_json(missing)}
-    return {"places": [asdict(place) for place in places]}
+    return (
+        {"places": [asdict(place) for place in places]} if places else {"missing": to_json(missing)}
+    )
 
 
 def obstacle(one: Facts, other: Facts) -> str | None:
@@ -64,7 +63,7 @@ def obstacle(one: Facts, other: Facts) -> str | None:
             why = from_json(found["missing"])
             return Text(f"rank {side.rank} on {side.hostname}: {why}", why)
         places.append(read_places(found["places"]))
-    if not ways(*places):
+    if way(*places) is None:
         networks = [" and ".join(sorted({place.network for place in side})) for side in places]
         return f"rank {one.rank} is on {networks[0]}, rank {other.rank} on {networks[1]}"
     return tcp.obstacle(one, other)  # the control connection's
@@ -76,8 +75,7 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
     Queue pairs connect without a packet, so each link has to deliver a pattern. With a GPU, tensors
     on it are sent and received in place. Each side decides for itself whether the card reads and
     writes its GPU's memory. A link where that does not deliver is set up again with buffers in the
-    host's memory. One that does not deliver at all is set up again over other ports, where there
-    are others of one subnet.
+    host's memory.
 
     A link that cannot be set up is left in ``setup.failed`` where it has another kind to go to.
 
@@ -91,32 +89,21 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
         raise TransportUnavailable(
             f"{on}: rank {setup.facts.rank} has no GPU of NVIDIA (device {setup.facts.device})", on
         )
-    places = {link.peer: _own_places(setup, link.peer) for link in links}
-    said: dict[int, str] = {}
-    given_up: dict[int, str] = {}  # by peer, why the first ports were
-    for number in range(max(map(len, places.values()), default=0)):
-        trying = [link for link in links if number < len(places[link.peer])]
-        trying = [link for link in trying if link.peer not in said]
-        more = {peer for peer, ours in places.items() if len(ours) > number + 1}
-        ports = {link.peer: places[link.peer][number] for link in trying}
-        said |= _Try(setup, ports, _Faults(setup, ports, more)).join(trying)
-        given_up |= {peer: setup.failed.pop(peer) for peer in more & set(setup.failed)}
-    return {
-        peer: text + (f" [{given_up[peer]}]" if peer in given_up else "")
-        for peer, text in said.items()
-    }
+    ports = {link.peer: _own_port(setup, link.peer) for link in links}
+    return _Links(setup, ports, _Faults(setup, ports)).join(links)
 
 
-def _own_places(setup: Setup, peer: int) -> list[Place]:
-    """Our ends of the ways to a peer, the best first."""
+def _own_port(setup: Setup, peer: int) -> Place:
+    """Our end of the way to a peer."""
     sides = sorted((setup.facts, setup.peer_facts[peer]), key=lambda facts: facts.rank)
-    pairs = ways(*(read_places(side.found[_NAME]["places"]) for side in sides))
-    return [pair[setup.facts.rank > peer] for pair in pairs]
+    pair = way(*(read_places(side.found[_NAME]["places"]) for side in sides))
+    assert pair is not None  # obstacle() has asked
+    return pair[setup.facts.rank > peer]
 
 
 @dataclass(frozen=True)
-class _Try:
-    """One try at setting links up, each over one port.
+class _Links:
+    """Links that are set up, each over one port.
 
     Args:
         places: our port by peer.
@@ -138,10 +125,10 @@ class _Try:
         ours |= self._set_up(again, "off")
         said = {}
         for peer, made in ours.items():
-            place, way = self.places[peer], untrue.get(peer) or made.gpu_way
+            place, how = self.places[peer], untrue.get(peer) or made.gpu_way
             routing = ", adaptive routing" if _is_adaptive(setup, place) else ""
             said[peer] = f"; {place.name}, {place.network}, {_settings(made)}{routing}"
-            said[peer] += f"; {way}" if way else ""
+            said[peer] += f"; {how}" if how else ""
         return said
 
     def _set_up(self, links: Sequence[PeerLink], gpudirect: str) -> dict[int, Any]:
@@ -254,11 +241,9 @@ def _patience(options: TransportOptions) -> float:
 class _Faults:
     """The links that cannot be set up, as both ends see them: each hears of the other's faults."""
 
-    def __init__(
-        self, setup: Setup, places: Mapping[int, Place], more: Collection[int] = ()
-    ) -> None:
-        """``places``: our port by peer; ``more``: peers whose links have other ports to go to."""
-        self._setup, self._places, self._more = setup, places, more
+    def __init__(self, setup: Setup, places: Mapping[int, Place]) -> None:
+        """``places``: our port by peer."""
+        self._setup, self._places = setup, places
         self.found = setup.failed
 
     def text(self, link: PeerLink) -> str:
@@ -267,8 +252,8 @@ class _Faults:
 
     @contextlib.contextmanager
     def of(self, link: PeerLink) -> Iterator[None]:
-        """Note a fault of our end; raise it where the link has no other port and no other kind to
-        go to, or where GPUDirect was asked for.
+        """Note a fault of our end; raise it where the link has no other kind to go to, or where
+        GPUDirect was asked for.
         """
         try:
             yield
@@ -282,7 +267,7 @@ class _Faults:
         if not message.get("failed"):
             return
         failed = _fitting(str(message["failed"])) or "no reason given"
-        if link.peer not in self._more and link.peer not in self._setup.has_other_kind:
+        if link.peer not in self._setup.has_other_kind:
             raise SetupError(f"rank {link.rank}: RDMA with rank {link.peer} failed there: {failed}")
         self.found.setdefault(link.peer, failed)
 
@@ -295,24 +280,22 @@ class _Faults:
         asked = setting("gpudirect", "on") if on else setting("transport", "rdma")
         place = self._places[link.peer]
         check = (
-            "check the subnet manager and the partition key's index"
+            f"check the subnet manager and {variable('pkey_index')}"
             if place.infiniband
             else "open UDP port 4791 (RoCE v2) between the hosts, check the MTU of the switches"
         )
-        ports, ips = setting("rdma_devices"), setting("node_ips")
-        tcp = setting("transport", "tcp")
+        node_ips = setting("node_ips")
+        transport = setting("transport", "tcp")
         raise TransportUnavailable(
             f"rank {link.rank}: {asked}: {fault}. An RDMA link has to deliver a test pattern at "
-            f"the start: {check}, name ports of one network with {ports} or {ips}, or use {tcp}",
+            f"the start: {check}, name ports of one network with {variable('devices')} or "
+            f"{node_ips}, or use {transport}",
             asked,
-            ports,
-            ips,
-            tcp,
+            node_ips,
+            transport,
         )
 
     def _may_fail(self, link: PeerLink) -> bool:
-        if link.peer in self._more:
-            return True
         return link.peer in self._setup.has_other_kind and not self._gpudirect_is_asked_for()
 
     def _gpudirect_is_asked_for(self) -> bool:
