@@ -23,7 +23,6 @@ ENGINE, TRAINER = ROOT / "megatron" / "dpp", ROOT / "megatron" / "dpp_train"
 ENGINE_ROOMS = {
     "errors": set(),
     "direction": set(),
-    "slice_sizes": set(),
     "budget": set(),
     "config": {"errors"},
     "hosts": {"errors"},
@@ -34,13 +33,13 @@ ENGINE_ROOMS = {
     "command_line": {"config", "errors", "processes", "schedule"},
     "trace": {"config", "direction", "errors", "files", "schedule"},
     "sim": {
-        *("command_line", "config", "direction", "errors", "files", "schedule", "slice_sizes"),
+        *("command_line", "config", "direction", "errors", "files", "schedule"),
         "trace",
     },
     "transport": {"config", "direction", "errors", "hosts", "processes"},
     "core": {"config", "direction", "errors", "processes", "trace", "transport"},
     "runtime": {
-        *("config", "direction", "errors", "hosts", "inject", "schedule", "slice_sizes"),
+        *("config", "direction", "errors", "hosts", "inject", "schedule"),
         *("trace", "transport", "core"),
     },
     "metrics": {"core", "errors", "files"},
@@ -55,7 +54,7 @@ WITHOUT_MEGATRON = ("schedule", "runtime", "transport", "trace", "sim", "report"
 """Rooms that reach megatron-core through ``core`` alone."""
 OPEN_TO_THE_TRAINER = {
     *("budget", "command_line", "config", "errors", "files", "hosts", "plugin", "processes"),
-    *("report", "run", "schedule", "sim", "slice_sizes", "trace", "metrics"),
+    *("report", "run", "schedule", "sim", "trace", "metrics"),
     *("core.cpu", "core.compat", "core.varlen"),
 }
 """Rooms and modules of the engine that the trainer may import, beside the front door."""
