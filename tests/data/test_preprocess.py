@@ -25,8 +25,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.dpp.files.locks import scratch_directory
 from megatron.dpp_train.data import child
 from megatron.dpp_train.data import preprocess_command as preprocess
-from megatron.dpp_train.data.child import Died
-from megatron.dpp_train.data.encode import Settings
 from megatron.dpp_train.data.tokenizer import TokenizerFiles, build
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -320,7 +318,7 @@ def test_ids_are_stored_in_two_bytes_for_a_small_vocabulary(tmp_path: Path) -> N
 
 
 HANGS = (
-    "{% if messages[0].content == 'bad' %}{% set ns = namespace(a=[1], b=[1]) %}"
+    "{% if 'bad' in messages[0].content | string %}{% set ns = namespace(a=[1], b=[1]) %}"
     "{% for i in range(45) %}{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
     "{{ BAD }}{% endif %}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
 )
@@ -365,7 +363,7 @@ def test_a_chat_with_which_a_template_takes_too_much_is_a_bad_line(
         ("{% for %}", "the chat template is not valid"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "the chat template"),
         ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "the chat template"),
-        (HANGS.replace("messages[0].content == 'bad'", "1").replace("BAD", "ns.a == ns.b"),
+        (HANGS.replace("'bad' in messages[0].content | string", "1").replace("BAD", "ns.a == ns.b"),
          "cannot be read: it takes too much processor time"),
     ],
 )  # fmt: skip
@@ -420,17 +418,3 @@ def test_a_line_at_which_a_tokenizer_fails_is_a_bad_line(
     assert run(source, tmp_path / "out", *flags) == 1
     said = [line for line in capfd.readouterr().err.splitlines() if line and "%|" not in line]
     assert len(said) == 1 and f"error: {source}, line 2: " in said[0] and len(said[0]) < 600
-
-
-def test_a_worker_that_is_killed_from_outside_ends_the_run(tmp_path: Path) -> None:
-    """No line is blamed for what the system does for want of memory."""
-    source = corpus(tmp_path, {"text": "1"})
-    work = preprocess.Work(
-        Settings(tokenizer=TokenizerFiles(kind="NullTokenizer", vocab_size=9), keys=("text",)), 1
-    )
-    batches = preprocess.read_batches([str(source)])
-    first = next(batches)
-    killed = Died(-signal.SIGKILL)
-    assert "SIGKILL" in str(killed)
-    ((_, found),) = work.encoded(iter([first]))
-    assert found.documents["text"].ids.tolist() == [1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,9 +27,19 @@ from megatron.dpp_train.hf.folder import Folder
 from megatron.dpp_train.hf.rules import join
 from megatron.dpp_train.hf.saved import attributes, check_same, completed, write_config
 from megatron.dpp_train.hf.tables import Entry, Part
-from tests.harmful import Harmful
 from tests.hf import tiny
 from tests.hf.test_fields import YARN
+
+
+class Harmful:
+    """Would make the directory ``path`` when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)
+
 
 Change = Callable[[list[Entry]], list[Entry]]
 

@@ -25,7 +25,7 @@ NUMBER = r"([\d.E+-]+)"
 
 
 class Losses:
-    """What a run logged: loss and norm of each step."""
+    """Loss and gradient norm of each step in a run's log."""
 
     def __init__(self, log: Path) -> None:
         text = log.read_text()

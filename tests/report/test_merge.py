@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.report.analysis.work import JobShape
 from megatron.dpp.report.merge import merge
 from megatron.dpp.report.reader import open_run
 from megatron.dpp.trace.lines import EventLines, first_line, header, last_line
@@ -145,18 +146,20 @@ def test_an_arrival_from_a_rank_without_a_file_has_no_latency(tmp_path):
 
 
 def test_tracks_are_sorted_pipeline_by_pipeline(tmp_path):
-    places = [
-        (data, tensor, stage) for data in range(2) for tensor in range(3) for stage in range(4)
+    places = list(itertools.product(range(2), range(3), range(2), range(4)))
+    sizes = {"data_size": 2, "tensor_size": 3, "context_size": 2, "pipeline_size": 4}
+    layouts = [
+        TraceLayout(data=d, tensor=t, context=c, pipeline=s, **sizes) for d, t, c, s in places
     ]
-    sizes = {"data_size": 2, "tensor_size": 3, "pipeline_size": 4}
-    layouts = [TraceLayout(data=d, tensor=t, pipeline=s, **sizes) for d, t, s in places]
     made = merged_of(tmp_path, layouts)
     assert [e["args"]["name"] for e in of(made, name="process_name")] == [
-        f"stage {stage}, replica {data}, tensor rank {tensor} (rank {rank})"
-        for rank, (data, tensor, stage) in enumerate(places)
+        f"stage {stage}, replica {data}, tensor rank {tensor}, context rank {context} (rank {rank})"
+        for rank, (data, tensor, context, stage) in enumerate(places)
     ]
     orders = [e["args"]["sort_index"] for e in of(made, name="process_sort_index")]
-    assert orders == list(range(24))
+    assert orders == list(range(48))
+    shape = JobShape.of(open_run(layouts[0].path(tmp_path).parent))
+    assert len(shape.pipelines()) == 12 and {len(ranks) for ranks in shape.pipelines()} == {4}
 
 
 def test_arrivals_say_how_long_they_travelled_across_clocks(merged):

@@ -14,8 +14,8 @@ import yaml
 
 from megatron.dpp.__main__ import main
 from megatron.dpp.errors import ConfigError
-from megatron.dpp_train.presets import direct, flag_table, recipes
-from megatron.dpp_train.presets.checks import parse
+from megatron.dpp_train.presets import flag_table, recipes
+from megatron.dpp_train.presets.checks import check_direct, parse
 from megatron.dpp_train.presets.nodes import find_nodes
 from tests.conftest import REPOSITORY
 
@@ -109,11 +109,11 @@ REFUSED = {
     "--gpus 4 --gpu H100": "only a plan can be made for it; add --dry-run",
     "--mode simple --config no.yaml": "no.yaml: no such file",
     "--mode 3d --procs 4 --tp 3": "4 processes cannot be divided by",
-    "--mode 3d --procs 2 --pp 2 --num-layers 7": "--num-layers 7 cannot be divided by 2 pipeline",
+    "--mode 3d --procs 2 --pp 2 --num-layers 7": "--num-layers 7 cannot be divided by",
     "--mode 3d --procs 8 --tp 8": "--num-attention-heads 4 cannot be divided by",
     "--mode simple --hidden-size 130": "--hidden-size 130 cannot be divided by",
     "--mode simple --seq-length 9 --max-position-embeddings 8": "--seq-length 9 is above",
-    "--mode simple --procs 3 --batch-size 32": "--global-batch-size 32 is not a multiple of",
+    "--mode simple --procs 3 --batch-size 32": "--global-batch-size 32 cannot be divided by 3 replicas",
     "--mode zero --engine deepspeed": "DeepSpeed is not installed",
 }
 """Command line -> part of its one line."""
@@ -130,11 +130,11 @@ def test_what_cannot_work_is_one_line_within_two_seconds(words: str, train: Trai
 
 
 VARIABLES = {
-    "NUM_LAYERS=7": "NUM_LAYERS=7 cannot be divided by 2 pipeline stages x 2 chunks",
-    "GLOBAL_BATCH_SIZE=30": "GLOBAL_BATCH_SIZE=30 is not a multiple of MICRO_BATCH_SIZE=4",
+    "NUM_LAYERS=7": "NUM_LAYERS=7 cannot be divided by PIPELINE_PARALLEL=2 x 2 chunks = 4",
+    "GLOBAL_BATCH_SIZE=30": "GLOBAL_BATCH_SIZE=30 cannot be divided by MICRO_BATCH_SIZE=4",
     "HIDDEN_SIZE=130": "HIDDEN_SIZE=130 cannot be divided by NUM_ATTENTION_HEADS=4",
     "TRAIN_ITERS=x": "TRAIN_ITERS=x: expected a whole number",
-    "PIPELINE_PARALLEL=3": "4 processes cannot be divided by",
+    "PIPELINE_PARALLEL=3": "divided by TENSOR_PARALLEL=2 x PIPELINE_PARALLEL=3 = 6",
     "PRECISION=fp8": "PRECISION=fp8: must be fp32, bf16 or fp16",
     "USE_DPP=2": "USE_DPP=2: must be 0 or 1",
     "VOCAB_FILE=no": "VOCAB_FILE=no: no such file",
@@ -246,10 +246,10 @@ def test_a_direct_call_is_checked_on_every_rank_and_answered_by_one(
     for rank in (0, 1):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         with pytest.raises(SystemExit) as ended:
-            direct.check_command_line(["--num-layer", "4"])
+            check_direct(["--num-layer", "4"])
         assert ended.value.code == 2
         assert len(capsys.readouterr().err.splitlines()) == (rank == 0)
-    direct.check_command_line(["--help"])
+    check_direct(["--help"])
 
 
 def test_a_folder_that_is_no_model_is_refused(train: Train, tmp_path: Path) -> None:

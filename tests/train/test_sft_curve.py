@@ -73,17 +73,19 @@ def losses_of_theirs(folder: Path, chats: str) -> list[float]:
     return found
 
 
-def test_the_curve_is_that_of_transformers(tmp_path: Path) -> None:
+def test_the_curve_is_that_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.dpp_train.hf import flags_of, to_megatron
 
     folder = tiny.make("llama", tmp_path / "llama", vocab_size=100, max_position_embeddings=64)
     to_megatron(folder, tmp_path / "start")
     chats = write_chats(tmp_path / "x", list(itertools.islice(itertools.cycle(LENGTHS), 80)))
-    theirs = losses_of_theirs(folder, chats)
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", "0")  # megatron-core warns where it finds none
+        theirs = losses_of_theirs(folder, chats)
     model = f"{FLAGS} {' '.join(flags_of(folder))} --load {tmp_path / 'start'}"
     (tmp_path / "runs").mkdir()
     for name, (ranks, flags) in RUNS.items():
         run = train(tmp_path / "runs", ranks, model, f"--data-path {chats}", flags)
-        assert run.column("loss") == pytest.approx(theirs, rel=3e-6), name
+        assert run.column("loss") == pytest.approx(theirs, rel=3e-7), name
         most = max(abs(a - b) for a, b in zip(run.column("loss"), theirs, strict=True))
         print(f"{name}: {most:.1e}")

@@ -194,7 +194,7 @@ def _read(path: str) -> str:
 
 
 def changes(args: argparse.Namespace, shape: Shape, sigma: float | None) -> list[Change]:
-    """What varies, in the order of the flags.
+    """The changes that flags ask for, in their order.
 
     Raises:
         ConfigError: a flag has another form, or names a rank or link that there is not.

@@ -93,8 +93,8 @@ def _end(tokenizer: Any, request: None = None) -> int | None:
 def _in_child(
     work: Callable[[Any, Any], Any], folder: Path, template: str | None, request: Any = None
 ) -> Any:
-    """What ``work`` makes of the request with the folder's tokenizer."""
-    prepare(__name__, "transformers.models.auto.tokenization_auto")
+    """The result of ``work`` with the folder's tokenizer and the request."""
+    prepare(__name__, "transformers.models.auto.tokenization_auto", "transformers.modeling_utils")
     try:
         with contextlib.closing(Child(partial(_begin, work, folder, template, SECONDS))) as child:
             child.send(request)

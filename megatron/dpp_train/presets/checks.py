@@ -9,12 +9,20 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import ConfigError, DataError, did_you_mean
-from megatron.dpp_train.presets.flag_table import Flag, Table
+from megatron.dpp.errors import (
+    BAD_USAGE,
+    ConfigError,
+    DataError,
+    DppError,
+    did_you_mean,
+    print_error,
+)
+from megatron.dpp_train.presets.flag_table import Flag, Table, saved
 
 NOW = {
     "--trace": "--dpp-trace",
@@ -30,7 +38,6 @@ NOW = {
     "--ignore-forward-tensor-parallel": "",
 }
 """Flags of earlier versions -> what they are now; an empty text: not needed any more."""
-_BOOL = ("true", "false", "1", "0", "yes", "no")
 _REMOTE = ("s3://", "msc://", "http://", "https://", "hf://")
 
 
@@ -105,13 +112,8 @@ def _typed(name: str, flag: Flag, text: str) -> Any:
     return text
 
 
-def check(
-    argv: Sequence[str], table: Table, *, world_size: int, also: Iterable[str] = ()
-) -> dict[str, Any]:
+def check(argv: Sequence[str], table: Table, *, world_size: int, also: Iterable[str] = ()) -> None:
     """Refuse a command line of ``pretrain_gpt.py`` or ``pretrain_bert.py`` that cannot work.
-
-    Returns:
-        The given values, by the names that Megatron gives them.
 
     Raises:
         ConfigError: a flag, a value or a combination of sizes.
@@ -119,153 +121,113 @@ def check(
     """
     values = parse(argv, table, also)
     check_files(values)
-    if values.get("yaml_cfg") or values.get("use_checkpoint_args"):
-        return values  # the sizes are elsewhere
-    sizes = Sizes(values, table)
-    sizes.check_positive()
-    sizes.check_model()
-    sizes.check_layout(world_size)
-    sizes.check_batch(world_size)
-    sizes.check_length()
-    return values
+    if values.get("yaml_cfg") or values.get("use_checkpoint_args") or values.get("spec"):
+        return  # the sizes are elsewhere
+    sizes = {flag.dest: flag.default for flag in table.values()} | values
+    _check_values(sizes)
+    for whole, parts in _divisions(sizes, world_size):
+        _require_divides(whole, parts)
+    learned = (sizes["position_embedding_type"] or "learned_absolute") == "learned_absolute"
+    length, positions = sizes["seq_length"], sizes["max_position_embeddings"]
+    if learned and length > positions:
+        raise ConfigError(f"--seq-length {length} is above --max-position-embeddings {positions}")
 
 
-class Sizes:
-    """The sizes of a run, and how they divide each other."""
+def check_direct(argv: Sequence[str]) -> None:
+    """Check the command line of a training script that was started without ``train``: the process
+    ends with status 2 and one line where it cannot work. Does nothing for ``--help``, and where no
+    table of flags was made yet."""
+    table = saved()
+    if table is None or {"--help", "-h"} & set(argv):
+        return
+    try:
+        check(argv, table, world_size=int(os.environ.get("WORLD_SIZE") or 1))
+    except DppError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print_error(error)
+        sys.exit(BAD_USAGE)
 
-    _POSITIVE = (
-        "num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size",
-        "global_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-        "context_parallel_size", "expert_model_parallel_size", "max_position_embeddings",
-        "num_query_groups", "num_experts", "ffn_hidden_size", "kv_channels", "log_interval",
-    )  # fmt: skip
-    _UNEVEN = (
-        "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-        "pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split", "hybrid_layer_pattern", "spec",
-    )  # fmt: skip
 
-    def __init__(self, values: Mapping[str, Any], table: Table) -> None:
-        self._values = values
-        self._defaults = {flag.dest: flag.default for flag in table.values()}
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size",
+           "max_position_embeddings", "lr")  # fmt: skip
+_POSITIVE = (
+    *_NEEDED, "global_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "context_parallel_size", "expert_model_parallel_size", "num_query_groups", "num_experts",
+    "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "kv_channels",
+    "ffn_hidden_size", "log_interval",
+)  # fmt: skip
+_UNEVEN = (
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split", "hybrid_layer_pattern",
+)  # fmt: skip
 
-    def __getitem__(self, name: str) -> Any:
-        return self._values.get(name, self._defaults.get(name))
 
-    def _said(self, name: str) -> str:
-        return f"--{name.replace('_', '-')} {self[name]}"
+def flag_of(name: str) -> str:
+    """A flag by the name of its value."""
+    return f"--{name.replace('_', '-')}"
 
-    def check_positive(self) -> None:
-        """Sizes are at least 1, rates are numbers above 0, and none of the needed ones is missing."""
-        for name in self._POSITIVE:
-            if name in self._values and self[name] is not None and self[name] < 1:
-                raise ConfigError(f"{self._said(name)}: must be at least 1")
-        lr = self._values.get("lr")
-        if lr is not None and not 0 < lr < math.inf:
-            raise ConfigError(f"--lr {lr:g}: must be above 0")
-        needed = ("num_layers", "hidden_size", "num_attention_heads", "seq_length",
-                  "max_position_embeddings", "micro_batch_size", "lr")  # fmt: skip
-        missing = [name for name in needed if self[name] is None]
-        if self["train_iters"] is None and self["train_samples"] is None and not self["skip_train"]:
-            missing.append("train_iters")
-        if missing and not self["hybrid_layer_pattern"]:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-            raise ConfigError(f"{names}: give a value")
 
-    def check_model(self) -> None:
-        """Heads divide the width, groups the heads."""
-        hidden, heads = self["hidden_size"], self["num_attention_heads"]
-        if self["kv_channels"] is None and heads and hidden % heads:
-            raise ConfigError(
-                f"--hidden-size {hidden} cannot be divided by --num-attention-heads {heads}; "
-                f"nearest: {nearest_multiple(hidden, heads)}"
-            )
-        if self["group_query_attention"] and heads % self["num_query_groups"]:
-            raise ConfigError(
-                f"--num-attention-heads {heads} cannot be divided by {self._said('num_query_groups')}"
-            )
+def _check_values(sizes: Mapping[str, Any]) -> None:
+    """Sizes and rates are above 0, and none of the needed ones is missing."""
+    for name in _POSITIVE:
+        value = sizes[name]
+        if value is not None and not 0 < value < math.inf:
+            least = "at least 1" if isinstance(value, int) else "above 0"
+            raise ConfigError(f"{flag_of(name)} {value:g}: must be {least}")
+    missing = [flag_of(name) for name in _NEEDED if sizes[name] is None]
+    if not (sizes["train_iters"] or sizes["train_samples"] or sizes["skip_train"]):
+        missing.append("--train-iters")
+    if missing and not sizes["hybrid_layer_pattern"]:
+        raise ConfigError(f"{', '.join(missing)}: give a value")
 
-    def check_layout(self, world_size: int) -> None:
-        """The parallel sizes divide the ranks, the layers, the heads and the experts."""
-        tensor, pipeline, context = self._parallel()
-        if world_size % (tensor * pipeline * context):
-            raise ConfigError(
-                f"{world_size} processes cannot be divided by tensor x pipeline x context parallel "
-                f"size {tensor} x {pipeline} x {context} = {tensor * pipeline * context}"
-            )
-        layers, stages = self["num_layers"], pipeline * self.chunks()
-        if layers and not any(self[name] for name in self._UNEVEN) and layers % stages:
-            what = f"{pipeline} pipeline stages" + (
-                f" x {self.chunks()} chunks" if self.chunks() > 1 else ""
-            )
-            raise ConfigError(
-                f"--num-layers {layers} cannot be divided by {what}; nearest: "
-                f"{nearest_multiple(layers, stages)}"
-            )
-        heads, experts = self["num_attention_heads"], self["num_experts"]
-        if heads and heads % tensor:
-            raise ConfigError(
-                f"--num-attention-heads {heads} cannot be divided by "
-                f"--tensor-model-parallel-size {tensor}"
-            )
-        if experts and experts % self["expert_model_parallel_size"]:
-            raise ConfigError(
-                f"--num-experts {experts} cannot be divided by "
-                f"{self._said('expert_model_parallel_size')}"
-            )
 
-    def _parallel(self) -> tuple[int, int, int]:
-        return (
-            self["tensor_model_parallel_size"] or 1,
-            self["pipeline_model_parallel_size"] or 1,
-            self["context_parallel_size"] or 1,
-        )
+Part = tuple[str, int]
+"""A size, and its name: of a flag's value, or words with a space in front."""
 
-    def chunks(self) -> int:
-        """Model chunks of a pipeline rank."""
-        per_chunk = self["num_layers_per_virtual_pipeline_stage"]
-        if per_chunk:
-            stage = (self["num_layers"] or 0) // (self["pipeline_model_parallel_size"] or 1)
-            if stage % per_chunk:
-                raise ConfigError(
-                    f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide the "
-                    f"{stage} layers of a pipeline stage"
-                )
-            return max(1, stage // per_chunk)
-        return self["num_virtual_stages_per_pipeline_rank"] or 1
 
-    def check_batch(self, world_size: int) -> None:
-        """The global batch is whole microbatches on every replica; Megatron's interleaved schedule
-        needs a multiple of the pipeline's size."""
-        batch, micro = self["global_batch_size"], self["micro_batch_size"]
-        if batch is None or self["rampup_batch_size"] or not micro:
-            return
-        tensor, pipeline, context = self._parallel()
-        replicas = world_size // (tensor * pipeline * context)
-        unit = micro * replicas
-        static = self.chunks() > 1 and not self["use_dpp"]
-        why = f"--micro-batch-size {micro} x {replicas} replicas"
-        if static:
-            unit, why = unit * pipeline, f"{why} x {pipeline} pipeline stages"
-        if batch % unit:
-            raise ConfigError(
-                f"--global-batch-size {batch} is not a multiple of {why} = {unit}; nearest: "
-                f"{nearest_multiple(batch, unit)}"
-            )
+def _divisions(sizes: Mapping[str, Any], world_size: int) -> Iterator[tuple[Part, list[Part]]]:
+    """What must divide what."""
 
-    def check_length(self) -> None:
-        """Learned positions are as many as a sample's tokens; context ranks share them evenly."""
-        length, positions = self["seq_length"], self["max_position_embeddings"]
-        learned = (self["position_embedding_type"] or "learned_absolute") == "learned_absolute"
-        if length and positions and learned and length > positions:
-            raise ConfigError(
-                f"--seq-length {length} is above --max-position-embeddings {positions}"
-            )
-        context = self["context_parallel_size"] or 1
-        if length and context > 1 and length % (2 * context):
-            raise ConfigError(
-                f"--seq-length {length} cannot be divided by 2 x --context-parallel-size {context}"
-            )
+    def part(name: str) -> Part:
+        return name, sizes[name] or 1
+
+    tensor, pipeline = part("tensor_model_parallel_size"), part("pipeline_model_parallel_size")
+    context = part("context_parallel_size")
+    yield (" processes", world_size), [tensor, pipeline, context]
+    heads, experts = part("num_attention_heads"), part("num_experts")
+    if sizes["kv_channels"] is None:
+        yield part("hidden_size"), [heads]
+    if sizes["group_query_attention"]:
+        yield heads, [part("num_query_groups")]
+    yield heads, [tensor]
+    chunks = (" chunks", sizes["num_virtual_stages_per_pipeline_rank"] or 1)
+    per_chunk = part("num_layers_per_virtual_pipeline_stage")
+    if not any(sizes[name] for name in _UNEVEN):
+        yield part("num_layers"), [pipeline, chunks, per_chunk]
+    if sizes["num_experts"]:
+        yield experts, [part("expert_model_parallel_size")]
+    if context[1] > 1:
+        yield part("seq_length"), [(" halves", 2), context]
+    if sizes["global_batch_size"] and not sizes["rampup_batch_size"]:
+        replicas = (" replicas", world_size // (tensor[1] * pipeline[1] * context[1]))
+        parts = [part("micro_batch_size"), replicas]
+        static = (chunks[1] > 1 or per_chunk[1] > 1) and not sizes["use_dpp"]
+        yield part("global_batch_size"), [*parts, *([pipeline] if static else [])]
+
+
+def _require_divides(whole: Part, parts: list[Part]) -> None:
+    product = math.prod(size for _, size in parts)
+    if whole[1] % product:
+        names = [_said(part) for part in parts if part[1] > 1]
+        total = f" = {product}" if len(names) > 1 else ""
+        near = "" if " " in whole[0] else f"; nearest: {nearest_multiple(whole[1], product)}"
+        raise ConfigError(f"{_said(whole)} cannot be divided by {' x '.join(names)}{total}{near}")
+
+
+def _said(part: Part) -> str:
+    name, size = part
+    return f"{size}{name}" if " " in name else f"{flag_of(name)} {size}"
 
 
 def nearest_multiple(number: int, of: int) -> int:
@@ -286,18 +248,18 @@ def check_files(values: Mapping[str, Any]) -> None:
     """Refuse input files that are not there or cannot be read (DataError)."""
     for name in _FILES:
         if path := values.get(name):
-            require_file(Path(path), f"--{name.replace('_', '-')} {path}")
+            require_file(Path(path), f"{flag_of(name)} {path}")
     model = values.get("tokenizer_model")
     if model and os.path.isabs(model) and not Path(model).exists():
         raise DataError(f"--tokenizer-model {model}: no such file or directory")
     for name in _PREFIXES:
         for word in _prefixes(values.get(name) or ()):
-            _require_tokens(word, f"--{name.replace('_', '-')} {word}")
+            _require_tokens(word, f"{flag_of(name)} {word}")
     needed = ("pretrained_checkpoint", *(["load"] if values.get("finetune") else ()))
     for name in needed:
         path = values.get(name)
         if path and not path.startswith(_REMOTE) and not Path(path).is_dir():
-            raise DataError(f"--{name.replace('_', '-')} {path}: no such directory")
+            raise DataError(f"{flag_of(name)} {path}: no such directory")
 
 
 def _prefixes(words: Iterable[str]) -> list[str]:

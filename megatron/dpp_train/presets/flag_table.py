@@ -24,7 +24,7 @@ from megatron.dpp.command_line import ROOT
 from megatron.dpp.errors import DataError
 
 PACKAGE = Path(__file__).resolve().parents[1]
-_WITH_FLAGS = ("data.datasets", "hf.layers")
+_WITH_FLAGS = ("data.datasets", "hf.layers", "deepspeed")
 _KINDS: dict[object, str] = {int: "int", float: "float", str: "str", None: "str"}
 
 

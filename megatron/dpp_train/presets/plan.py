@@ -53,9 +53,11 @@ class Plan:
         words = [sys.executable, "-m", "torch.distributed.run"]
         words += self.nodes.torchrun(self.devices.per_node)
         script = ROOT / f"pretrain_{self.arch}.py"
-        if not script.is_file():  # an installed package
+        by_deepspeed = "--deepspeed-zero-stage" in self.flags
+        if by_deepspeed or not script.is_file():  # the latter in an installed package
             words += ["-m", "megatron.dpp.run"]
-            script = PACKAGE / "pretrain" / f"{self.arch}.py"
+            inside = "deepspeed.py" if by_deepspeed else f"pretrain/{self.arch}.py"
+            script = PACKAGE / inside
         return [*words, str(script), *to_argv(self.flags)]
 
     @property
@@ -88,6 +90,8 @@ def of_options(words: Sequence[str], env: Mapping[str, str]) -> Plan:
         given.arch, given.data, flags, tokenizer=tokenizer, skip_bad_lines=given.skip_bad_lines
     )
     flags |= {name: value for name, value in tokens.flags.items() if name not in given.given}
+    if flags.pop("--sft", None):  # chats are documents whose answers alone have a loss
+        flags.setdefault("--rows", "as-they-are")
     flags, lines = modes.add_layout(given, flags, devices)
     plan = Plan(
         title=f"train --mode {given.mode}",

@@ -10,9 +10,9 @@ from pathlib import Path
 def main(model: str) -> int:
     """Trains ``gpt`` or ``bert`` with the flags of the command line; returns the exit status."""
     from megatron.dpp import run
-    from megatron.dpp_train.presets.direct import check_command_line
+    from megatron.dpp_train.presets.checks import check_direct
 
-    check_command_line(sys.argv[1:])
+    check_direct(sys.argv[1:])
     if "RANK" not in os.environ:  # started without torchrun: one process
         os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     if not any("fsdp" in word for word in sys.argv):
