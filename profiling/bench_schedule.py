@@ -37,7 +37,6 @@ from bench_gpt import Model, reserved
 
 from megatron.dpp.errors import ConfigError, exit_with, require
 from megatron.dpp.inject import Injector
-from megatron.dpp.naming import flag_name
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.schedule.reference import padded_microbatches
 
@@ -156,7 +155,7 @@ def parse_arguments() -> argparse.Namespace:
 def _check(args: argparse.Namespace) -> None:
     """Refuse a parsed command line that cannot run: a ConfigError names flag, value and rule."""
     for name in _COUNTS:
-        _at_least_one(flag_name(name), getattr(args, name))
+        _at_least_one(f"--{name.replace('_', '-')}", getattr(args, name))
     require(args.sleep_ms > 0, f"--sleep-ms {args.sleep_ms:g}: must be above 0")
     require(
         args.experts % args.expert_parallel == 0 and (args.experts or args.expert_parallel == 1),

@@ -212,7 +212,7 @@ def open_pipeline(
 
 def open_exchange(num_ranks: int, tokens: int, transport: str, *, injector: Any = None) -> Any:
     """Our channels for a static schedule, whose slots hold ``tokens``."""
-    from megatron.dpp.core.static import ChannelExchange, ring_channels
+    from megatron.dpp.runtime.static_exchange import ChannelExchange, ring_channels
     from megatron.dpp.runtime.links import open_links
 
     ranks = tuple(range(num_ranks))
@@ -230,19 +230,23 @@ def run_step(
     Args:
         split: whether W runs apart from B.
         board: of the ranks that agree on each decision; None for a rank that decides alone.
-        more: further arguments of the executor.
+        more: further settings of the iteration.
     """
     from megatron.dpp.runtime.agreement import decider_for
-    from megatron.dpp.runtime.executor import Executor
+    from megatron.dpp.runtime.executor import Executor, Iteration
     from megatron.dpp.runtime.timer import HostTimer
 
     decider = decider_for(scheduler, links.channels.receiving, board)
     decider.start(links.consumed)
     Executor(
-        runner=runner, decider=decider, links=links, recorder=recorder or NullRecorder(),
-        timer=HostTimer(), injector=None, split_backward=split, iteration=iteration, timeout=60.0,
-        **more,
-    ).run()  # fmt: skip
+        runner=runner,
+        decider=decider,
+        links=links,
+        recorder=recorder or NullRecorder(),
+        timer=HostTimer(),
+        injector=None,
+        iteration=Iteration(split_backward=split, number=iteration, timeout=60.0, **more),
+    ).run()
     links.consume(scheduler.geometry)
 
 
@@ -322,7 +326,7 @@ def measure(args: argparse.Namespace, name: Any, m: int) -> dict[str, Any]:
     """Median seconds of a schedule's step, and its ratio to the busiest rank's own work."""
     from megatron.core import parallel_state
 
-    from megatron.dpp.core.static import over_channels
+    from megatron.dpp.runtime.static_exchange import over_channels
 
     static, v = name.kind == "static", name.num_chunks
     parallel_state.initialize_model_parallel(

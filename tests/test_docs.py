@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import pytest
 
 from megatron.dpp.__main__ import COMMANDS
+from megatron.dpp.command_line import flag_of
 from megatron.dpp.config import DppConfig, option_fields
-from megatron.dpp.naming import flag_of
 from megatron.dpp.run import take_flags
 from megatron.dpp_train.presets import checks, flag_table, options
 from megatron.dpp_train.presets.flags import to_argv

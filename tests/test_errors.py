@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from megatron.dpp import run
+from megatron.dpp.command_line import in_flags, renamed
 from megatron.dpp.errors import (
     ConfigError,
     DppError,
@@ -27,7 +28,6 @@ from megatron.dpp.errors import (
     setting,
     to_json,
 )
-from megatron.dpp.naming import in_flags, renamed
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -4,7 +4,7 @@ The import of this module is enough where ``USE_DPP=1`` (or ``DPP_TRACE_ONLY=1``
 schedule that a process asks megatron-core for installs :mod:`megatron.dpp.plugin`, with the
 settings of ``DPP_*``. A process that asks for none loads neither PyTorch nor megatron-core for it.
 ``docs/plugin.md`` has the variable or line by which each host imports a module;
-:mod:`megatron.dpp.plugin_command` serves a host that has none.
+``megatron-dpp doctor --enable-plugin`` serves a host that has none.
 """
 
 from __future__ import annotations

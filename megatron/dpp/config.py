@@ -45,8 +45,10 @@ EIGHT_BIT_RECIPES = ("tensorwise", "blockwise")
 anew in each task.
 """
 
-GRAPHS_PAY_FROM = 0.75
+GRAPHS_PAY_FROM = 0.5
 """Share of launching in the tasks' time from which ``cuda_graphs="auto"`` captures graphs."""
+LAUNCH_BOUND_FROM = 0.75
+"""Share of launching in the tasks' time from which a step without graphs counts as launch-bound."""
 POOL_GROWTH = 2.0
 """Largest measured ratio of an activation's memory with graphs to that without."""
 
@@ -171,11 +173,12 @@ class DppConfig:
         "{policy} breadth-first)",
         *("auto", "on", "off"),
     )
-    slice_tokens: str = _option(
-        "off",
+    slice_tokens: int = _option(
+        0,
         _SCHEDULE,
         "cut each sequence into slices of so many tokens, which run through the pipeline as units "
-        "of their own: off, or a number",
+        "of their own; 0: cut none",
+        *(0, 1 << 40),
     )
     max_tokens: int = _option(
         0,
@@ -206,11 +209,11 @@ class DppConfig:
         *("auto", "on", "off"),
     )
     length_buckets: str = _option(
-        "off",
+        "auto",
         _GRAPHS,
-        "pad sequences of unlike length to few lengths, for each of which CUDA graphs are "
-        "captured: off, geometric (from 256, each 1.4 times the one before), or lengths like "
-        "512,1024,4096",
+        "pad rows of unlike length to few lengths, for each of which CUDA graphs are captured: "
+        "off, geometric (from 256, each 1.4 times the one before), lengths like 512,1024,4096, "
+        "auto (geometric where graphs are captured, but not in deterministic runs)",
     )
     transport: str = _option(
         "auto",
@@ -272,8 +275,6 @@ class DppConfig:
             Backward.of(self.split_backward)
         except ValueError as error:
             self._require(False, "split_backward", str(error))
-        is_cut = re.fullmatch("off|[1-9][0-9]{0,9}", self.slice_tokens)
-        self._require(is_cut, "slice_tokens", "expected off, or a number of tokens")
         self.buckets(sys.maxsize)
         for address in self.node_ips.split(",") if self.node_ips else ():
             wrong = _fault_of_address(address)
@@ -310,8 +311,8 @@ class DppConfig:
         )
 
     def buckets(self, longest: int, multiple: int = 1) -> tuple[int, ...]:
-        """The lengths that ``length_buckets`` pads to, ascending; empty for ``off``. A sequence
-        that is longer than the last one is not padded.
+        """The lengths that ``length_buckets`` pads to, ascending; empty for ``off`` and ``auto``.
+        A sequence that is longer than the last one is not padded.
 
         Args:
             longest: tokens of the longest sequence, the last of geometric buckets.
@@ -321,7 +322,7 @@ class DppConfig:
             ConfigError: it is no list of ascending lengths up to ``longest``.
         """
         text, name = self.length_buckets, "length_buckets"
-        if text == "off":
+        if text in ("off", "auto"):
             return ()
         if text == "geometric":
             step, lengths, length = math.lcm(ENGINE_ROWS, multiple), [], float(_BUCKETS_FROM)
@@ -332,7 +333,7 @@ class DppConfig:
         words = text.split(",")
         given = tuple(int(word) if re.fullmatch("[0-9]{1,11}", word) else 0 for word in words)
         rises = min(given) >= 1 and list(given) == sorted(set(given))
-        rule = "expected off, geometric, or ascending lengths like 512,1024,4096"
+        rule = "expected auto, off, geometric, or ascending lengths like 512,1024,4096"
         self._require(rises, name, rule)
         rule = f"{given[-1]} is above the longest sequence, {longest}"
         self._require(given[-1] <= longest, name, rule)

@@ -152,7 +152,13 @@ class ReplayError(ScheduleError):
 
 
 class TransportError(DppError):
-    """Base of every error between ranks."""
+    """Base of every error between ranks.
+
+    Attributes:
+        cause: the failure alone, where the text also says what it meant here; empty elsewhere.
+    """
+
+    cause: str = ""
 
 
 class SetupError(TransportError):

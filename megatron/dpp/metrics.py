@@ -24,7 +24,7 @@ import torch
 
 from megatron.dpp.core import compat
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.safe_files import open_text_to_write
+from megatron.dpp.files.safe_files import open_text_to_write
 
 
 @contextlib.contextmanager
@@ -41,8 +41,13 @@ def recording(path: str | os.PathLike[str]) -> Iterator[None]:
     An evaluation is ``{"iteration", "validation_loss", "time"}``, or ``test_loss``; a second
     validation set and later ones have ``set``, their number from 1.
 
+    Args:
+        path: of the file, on the node of the last rank. Its directory is made; lines of an earlier
+            run stay.
+
     Raises:
         ConfigError: ``megatron.training`` is not installed, or lacks a function that is needed.
+        OSError: the directory cannot be made.
     """
     if importlib.util.find_spec("megatron.training") is None:
         raise ConfigError(
@@ -50,6 +55,7 @@ def recording(path: str | os.PathLike[str]) -> Iterator[None]:
             "megatron-core from 0.17 on"
         )
     run = _Run(Path(path))
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as replaced:
         for key in compat.TRAINING:
             replaced.enter_context(compat.patched(key, getattr(run, key.partition(":")[2])))

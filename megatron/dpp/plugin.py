@@ -204,7 +204,7 @@ class Plugin:
         if self._schedule is None:
             self._schedule = DppSchedule(self._config, log=self._log, warn=self._say)
         try:
-            if self._rows is None and self._config.slice_tokens != "off":
+            if self._rows is None and self._config.slice_tokens:
                 self._rows = read_ahead(keywords)
             if self._rows is not None:
                 self._schedule.announce([sum(row) for row in self._rows], rows=self._rows)

@@ -20,6 +20,15 @@ try:
     from pathlib import Path
     from typing import Any
 
+    from megatron.dpp.command_line import (
+        Parser,
+        add_dpp_flags,
+        dpp_config,
+        flag_of,
+        given_flags,
+        refuse_unknown,
+        renamed,
+    )
     from megatron.dpp.config import missing_part, option_fields
     from megatron.dpp.errors import (
         BAD_USAGE,
@@ -33,8 +42,6 @@ try:
         require,
         tell_torchrun,
     )
-    from megatron.dpp.flags import Parser, add_dpp_flags, dpp_config, given_flags, refuse_unknown
-    from megatron.dpp.naming import flag_of, renamed
     from megatron.dpp.processes import begin_program, sigint_held_back
     from megatron.dpp.schedule import find_policy
     from megatron.dpp.trace.host import HostTrace, trace_fields

@@ -18,21 +18,20 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from megatron.dpp.command_line import guarded
+from megatron.dpp.command_line import guarded, renamed
 from megatron.dpp.config import Backward
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.naming import renamed
 from megatron.dpp.report.pictures.schedules import draw
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.sim import arms
 from megatron.dpp.sim.conditions import chain, condition_costs, uniform
 from megatron.dpp.sim.costs import Costs, Shape
+from megatron.dpp.sim.flags import Lengths, changes, check_ranges, check_shape, new_sim_parser
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.measured import MeasuredCosts, load_costs
 from megatron.dpp.sim.orders import best_order
 from megatron.dpp.sim.result import Result, format_grid
 from megatron.dpp.sim.schedules import STATIC, find_schedule, run_static
-from megatron.dpp.sim_flags import Lengths, changes, check_ranges, check_shape, new_sim_parser
 
 _GRID_COLUMNS = 260
 """Wider grids are not printed unless asked for: they would wrap."""

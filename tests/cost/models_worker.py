@@ -1,7 +1,7 @@
 """Builds models of megatron-core on the ranks of a run, in one process, and counts what they hold.
 
-Arguments: configurations, each as ``TENSOR PIPELINE flags``. For each pipeline rank a JSON line with
-its parameters and, without a pipeline, the bytes that autograd saves in the forward of one
+Arguments: configurations, each as ``TENSOR PIPELINE flags``. For each pipeline rank a JSON line
+with its parameters and, without a pipeline, the bytes that autograd saves in the forward of one
 microbatch. Collectives are PyTorch's fake ones, which send nothing: only sizes are counted.
 """
 
@@ -24,9 +24,9 @@ from megatron.dpp.core.cpu import install
 from megatron.dpp.core.memory import saved_bytes
 
 ASSUMED = (
-    "--lr 1e-3 --train-iters 1 --eval-iters 0 --transformer-impl local --mock-data --no-rope-fusion "
-    "--no-persist-layer-norm --no-masked-softmax-fusion --no-gradient-accumulation-fusion "
-    "--no-bias-gelu-fusion --no-bias-dropout-fusion "
+    "--lr 1e-3 --train-iters 1 --eval-iters 0 --transformer-impl local --mock-data "
+    "--no-rope-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion "
+    "--no-bias-dropout-fusion --no-gradient-accumulation-fusion "
 )
 
 

@@ -64,6 +64,7 @@ LARGE = (
     "--micro-batch-size 4 "
 )
 DPP2, DPP4 = f"--use-dpp {PP2}", f"--use-dpp {PP4}"
+EAGER2, EAGER4 = OFF + PP2, OFF + PP4
 SEQ = TP2 + "--sequence-parallel "
 
 
@@ -121,8 +122,8 @@ STEPS = [
     ("H200", 1, LARGE + GRAPHS, 4355.8, 0.05),
     ("H200", 2, LARGE + GRAPHS, 2197, 0.05),
     ("H200", 2, LARGE + GRAPHS + SEQ, 2840.6, 0.06),
-    ("H200", 2, LARGE + DPP2 + V2, 2399.1, 0.03),
-    ("H200", 2, LARGE + DPP2 + LAYOUT + "Ettt|tttt|tttt|tttt|ttt|ttt|ttt|L", 2259.3, 0.02),
+    ("H200", 2, LARGE + EAGER2 + V2, 2399.1, 0.03),
+    ("H200", 2, LARGE + EAGER2 + LAYOUT + "Ettt|tttt|tttt|tttt|ttt|ttt|ttt|L", 2259.3, 0.02),
     ("H200", 2, SMALL + GRAPHS + "--overlap-grad-reduce", 401.2, 0.02),
     (
         "H200",
@@ -141,7 +142,7 @@ STEPS = [
     (
         "H200",
         4,
-        LARGE + DPP4 + LAYOUT + "Ettt|tttt|ttt|ttt|ttt|ttt|ttt|ttL --dpp-activation-cap megatron",
+        LARGE + EAGER4 + LAYOUT + "Ettt|tttt|ttt|ttt|ttt|ttt|ttt|ttL --dpp-activation-cap megatron",
         1250,
         0.04,
     ),
@@ -195,12 +196,12 @@ MEMORY = [
     (2, SMALL + "--use-torch-fsdp2", 10403.8, 0.02),
     (1, LARGE + GRAPHS, 16977.9, 0.05),
     (2, LARGE + GRAPHS + SEQ, 8683.5, 0.07),
-    (2, LARGE + DPP2 + V2, 18032.6, 0.02),
+    (2, LARGE + EAGER2 + V2, 18032.6, 0.02),
     (4, SMALL + GRAPHS + TP2, 6307.8, 0.08),
     (4, LARGE + GRAPHS + TP2, 10291.2, 0.06),
     (
         4,
-        LARGE + DPP4 + LAYOUT + "Ettt|tttt|ttt|ttt|ttt|ttt|ttt|ttL --dpp-activation-cap megatron",
+        LARGE + EAGER4 + LAYOUT + "Ettt|tttt|ttt|ttt|ttt|ttt|ttt|ttL --dpp-activation-cap megatron",
         21565.4,
         0.03,
     ),

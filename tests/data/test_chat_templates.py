@@ -26,6 +26,7 @@ LINES_REFUSED = (
 )
 """Beginnings of reasons for which we refuse a line that transformers renders: it would be another
 chat than the line says, or have no answer."""
+ENDED = "the chat template ends an answer by the token of the next message: it is marked as its end"
 PUT_BEHIND = "put answers behind the prompt of generation, which the template changes later"
 CHANGED = "the template changes what comes before message"
 PROMPTS_CHANGED = {
@@ -122,6 +123,8 @@ def same_samples(pair: Pair, template: str, *, changes_prompts: bool = False) ->
             assert not any(marks[end:]), name
             found["marked by the template"] += 1
         else:
+            if ENDED in encoder.notes():  # one more token behind the answer
+                samples[-1] = Sample(samples[-1].ids[:-1], samples[-1].marks[:-1])
             found[same_as_prompt_and_completion(pair, template, chat, last, samples, notes)] += 1
     return found
 

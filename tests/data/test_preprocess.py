@@ -22,11 +22,9 @@ import pytest
 import tokenizers
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.dpp.locks import scratch_directory
+from megatron.dpp.files.locks import scratch_directory
 from megatron.dpp_train.data import child
 from megatron.dpp_train.data import preprocess_command as preprocess
-from megatron.dpp_train.data.child import Died
-from megatron.dpp_train.data.encode import Settings
 from megatron.dpp_train.data.tokenizer import TokenizerFiles, build
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,8 +90,9 @@ def test_documents_come_in_order_and_empty_ones_stay(tmp_path: Path) -> None:
     always_on = ["--keep-sequential-samples", "--legacy-tokenizer"]
     assert run(source, tmp_path / "out", *GPT, "--append-eod", *always_on) == 0
     one, empty, two = documents_of(tmp_path / "out_text_document")
-    files = {"vocab_file": str(VOCAB), "merge_file": str(MERGES)}
-    tokenizer = build(TokenizerFiles(kind="GPT2BPETokenizer", **files))
+    tokenizer = build(
+        TokenizerFiles(kind="GPT2BPETokenizer", vocab_file=str(VOCAB), merge_file=str(MERGES))
+    )
     assert one == [[*tokenizer.encode("one"), tokenizer.eod]]
     assert empty == []
     assert two == [[*tokenizer.encode("two"), tokenizer.eod]]
@@ -120,7 +119,7 @@ def test_gzip_and_glob_give_what_the_plain_file_gives(tmp_path: Path) -> None:
         ).read_bytes()
 
 
-BAD_LINES = {
+BAD_LINES: dict[str, Any] = {
     "not JSON": '{"text": "unfinished',
     "not UTF-8": b'{"text": "\xff"}',
     "empty line": "",
@@ -256,7 +255,7 @@ def test_a_killed_run_leaves_no_process_and_no_partial_folder_for_long(
     try:
         deadline = time.monotonic() + 120
         children: list[psutil.Process] = []
-        while len(children) < 3:  # the resource tracker and two workers
+        while len(children) < 4 or not [*tmp_path.glob(".*partial*/*.bin")]:
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
             children = psutil.Process(process.pid).children(recursive=True)
@@ -318,16 +317,8 @@ def test_ids_are_stored_in_two_bytes_for_a_small_vocabulary(tmp_path: Path) -> N
     assert IndexedDataset(str(tmp_path / "out_text_document"))[0].dtype == np.uint16
 
 
-def test_a_line_of_many_bytes_is_named_before_its_work(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [b"{}", bytes(9 << 20)]
-    batch = preprocess.Batch("corpus.jsonl", "JSON lines", "line", 7, lines, 9 << 20)
-    assert [*preprocess.announced(iter([batch]))] == [batch]
-    (said,) = capsys.readouterr().err.split("\n")[1:-1]
-    assert said.startswith("note: corpus.jsonl, line 8 has 9 MB: ")
-
-
 HANGS = (
-    "{% if messages[0].content == 'bad' %}{% set ns = namespace(a=[1], b=[1]) %}"
+    "{% if 'bad' in messages[0].content | string %}{% set ns = namespace(a=[1], b=[1]) %}"
     "{% for i in range(45) %}{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
     "{{ BAD }}{% endif %}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
 )
@@ -372,7 +363,7 @@ def test_a_chat_with_which_a_template_takes_too_much_is_a_bad_line(
         ("{% for %}", "the chat template is not valid"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "the chat template"),
         ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "the chat template"),
-        (HANGS.replace("messages[0].content == 'bad'", "1").replace("BAD", "ns.a == ns.b"),
+        (HANGS.replace("'bad' in messages[0].content | string", "1").replace("BAD", "ns.a == ns.b"),
          "cannot be read: it takes too much processor time"),
     ],
 )  # fmt: skip
@@ -427,17 +418,3 @@ def test_a_line_at_which_a_tokenizer_fails_is_a_bad_line(
     assert run(source, tmp_path / "out", *flags) == 1
     said = [line for line in capfd.readouterr().err.splitlines() if line and "%|" not in line]
     assert len(said) == 1 and f"error: {source}, line 2: " in said[0] and len(said[0]) < 600
-
-
-def test_a_worker_that_is_killed_from_outside_ends_the_run(tmp_path: Path) -> None:
-    """No line is blamed for what the system does for want of memory."""
-    source = corpus(tmp_path, {"text": "1"})
-    work = preprocess.Work(
-        Settings(tokenizer=TokenizerFiles(kind="NullTokenizer", vocab_size=9), keys=("text",)), 1
-    )
-    batches = preprocess.read_batches([str(source)])
-    first = next(batches)
-    killed = Died(-signal.SIGKILL)
-    assert "SIGKILL" in str(killed)
-    ((_, found),) = work.encoded(iter([first]))
-    assert found.documents["text"].ids.tolist() == [1]

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.dpp.errors import DataError
-from megatron.dpp_train.families import ENTRY_POINTS, find_families
-from megatron.dpp_train.families.left_out import LEFT_OUT
-from megatron.dpp_train.hf import read_config
-from megatron.dpp_train.launch.flags import model_flags
+from megatron.dpp_train.hf import flags_of
+from megatron.dpp_train.hf.convert_command import main as convert
+from megatron.dpp_train.hf.families import find_families
+from megatron.dpp_train.hf.families.left_out import LEFT_OUT
+from megatron.dpp_train.hf.fields import read_config
+from megatron.dpp_train.hf.forms import NAMES
+from tests.conftest import REPOSITORY
+from tests.hf import tiny
 
 FILE = """
 from dataclasses import replace
-from megatron.dpp_train.families.known import llama
+from megatron.dpp_train.hf.families.known.llama import LLAMA
 
-FAMILY = replace(llama.FAMILY, name="{name}")
+FAMILY = replace(LLAMA, name="{name}")
 """
 
 
@@ -48,30 +54,9 @@ def test_a_file_adds_a_family(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "model", "my_llama")
     assert "my_llama" in find_families(file)
     assert read_config(folder, file).family.name == "my_llama"
-    assert model_flags(str(folder), str(file))["--num-layers"] == 2
+    assert flags_of(folder, family_file=file)[:2] == ["--swiglu", "--disable-bias-linear"]
     with pytest.raises(DataError, match=r"'my_llama' is not supported; .*--family-file"):
         read_config(folder)
-
-
-def test_an_installed_package_adds_a_family(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "others_family.py", FILE.format(name="others"))
-    info = tmp_path / "others-1.dist-info"
-    info.mkdir()
-    write(info / "METADATA", "Metadata-Version: 2.1\nName: others\nVersion: 1\n")
-    points = write(info / "entry_points.txt", f"[{ENTRY_POINTS}]\nothers = others_family\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    find_families.cache_clear()
-    try:
-        assert find_families()["others"].class_name == "LlamaForCausalLM"
-        points.write_text(f"[{ENTRY_POINTS}]\nothers = nowhere\n")
-        find_families.cache_clear()
-        with pytest.raises(DataError, match=r"entry point others = nowhere .*No module named"):
-            find_families()
-    finally:
-        find_families.cache_clear()
-        points.unlink()
 
 
 @pytest.mark.parametrize(
@@ -80,7 +65,7 @@ def test_an_installed_package_adds_a_family(
         ("", "expected FAMILY to be a Family, not None"),
         ("FAMILY = 7", "expected FAMILY to be a Family, not 7"),
         ("x = 1\nFAMILY = y", "NameError in line 2: name 'y' is not defined"),
-        ("FAMILY = (", "SyntaxError in line 1: '\\(' was never closed"),
+        ("FAMILY = (", "SyntaxError in line .*: '\\(' was never closed"),
     ],
 )
 def test_a_file_without_a_family_is_refused(text: str, said: str, tmp_path: Path) -> None:
@@ -99,3 +84,33 @@ def test_a_family_that_is_left_out_is_refused_with_the_reason(name: str, tmp_pat
     with pytest.raises(DataError, match=f"model_type '{name}' is left out: "):
         read_config(folder_of(tmp_path / "model", name))
     assert name not in find_families()
+
+
+PAGE = (REPOSITORY / "docs" / "families.md").read_text(encoding="utf-8")
+
+
+def test_the_page_names_each_family_and_each_form() -> None:
+    table = PAGE.partition("## Figures")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| (.*) \|$", table, re.MULTILINE))
+    del rows["model_type"]
+    assert set(rows) == set(find_families())
+    for name, family in find_families().items():
+        forms = {*family.flags, *family.fields.values()} & set(NAMES)
+        assert all(f"`{form}`" in rows[name] for form in forms), name
+    assert all(f"`{name}`" in PAGE for name in LEFT_OUT)
+
+
+def test_the_file_of_the_page_describes_its_family(tmp_path: Path) -> None:
+    import transformers
+
+    (text,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    file, folder = write(tmp_path / "arcee.py", text), tmp_path / "afm"
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    sizes = {**tiny.SIZES, "hidden_act": "relu2", "pad_token_id": None, "rope_parameters": rope}
+    model = transformers.ArceeForCausalLM(transformers.ArceeConfig(**sizes))
+    model.save_pretrained(folder)
+    assert "--squared-relu" in flags_of(folder, family_file=file)
+    for source, target in ((folder, tmp_path / "ours"), (tmp_path / "ours", tmp_path / "back")):
+        assert convert([str(source), str(target), "--family-file", str(file)]) == 0
+    before, after = (tiny.load(each).state_dict() for each in (folder, tmp_path / "back"))
+    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -13,8 +13,9 @@ from tests.runtime.launcher import free_port, run_ranks
 WORKER = Path(__file__).with_name("train_worker.py")
 FLAGS = (
     "--micro-batch-size 2 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 96 "
-    "--lr 1e-3 --lr-decay-style constant --weight-decay 0 --adam-beta2 0.95 --adam-eps 1e-5 --clip-grad 1 "
-    "--log-interval 1 --eval-iters 0 --eval-interval 100 --hidden-dropout 0 --attention-dropout 0 "
+    "--lr 1e-3 --lr-decay-style constant --weight-decay 0 --adam-beta2 0.95 --adam-eps 1e-5 "
+    "--clip-grad 1 --log-interval 1 --eval-iters 0 --eval-interval 100 "
+    "--hidden-dropout 0 --attention-dropout 0 "
     "--transformer-impl local --distributed-backend gloo --use-cpu-initialization "
     "--no-persist-layer-norm --no-gradient-accumulation-fusion --no-masked-softmax-fusion "
     "--no-rope-fusion --no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion "
@@ -24,7 +25,7 @@ NUMBER = r"([\d.E+-]+)"
 
 
 class Losses:
-    """What a run logged: loss and norm of each step."""
+    """Loss and gradient norm of each step in a run's log."""
 
     def __init__(self, log: Path) -> None:
         text = log.read_text()

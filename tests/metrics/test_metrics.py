@@ -57,7 +57,7 @@ def test_megatron_lm_has_the_functions(archive: Path | None) -> None:
     importlib.util.find_spec("megatron.training") is None, reason="there is no megatron.training"
 )
 def test_a_file_has_what_megatron_logs(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
+    file = tmp_path / "new" / "metrics.jsonl"
     command = [sys.executable, "-m", "megatron.dpp.run", str(SCRIPT), "--metrics-file", str(file)]
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     done = subprocess.run(

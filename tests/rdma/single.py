@@ -14,9 +14,9 @@ import subprocess
 import sys
 
 from megatron.core import parallel_state  # noqa: F401  (imported before the ranks are forked)
+from megatron.dpp_train.loop.pretrain import main
 
 import megatron.dpp.runtime.dynamic  # noqa: F401
-from megatron.dpp_train.loop.pretrain import main
 
 RANKS = 2
 

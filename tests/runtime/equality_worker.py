@@ -413,7 +413,6 @@ def run_case(case: dict[str, Any]) -> None:
         settings = {"policy": "dynamic"} | case.get("config", {}) | settings  # auto is megatron
         kind: Any = StaticSchedule if static else DppSchedule
         trace = recorder_of(case, settings.pop("trace", None), "pp" if static else "dpp")
-        own = {name: settings.pop(name, case.get(name, False)) for name in ("grouped", "as_built")}
         host = settings.pop("host", None)
         most_logits = settings.pop("most_logits", None)
         replays: list[Rerun] = []
@@ -430,7 +429,7 @@ def run_case(case: dict[str, Any]) -> None:
             ) as schedule,
         ):
             told = {"announce": plugin.announce} if host == "announces" else {}
-            got = train(case | own | told, schedule)
+            got = train(case | told, schedule)
         if case.get("bucket_size"):
             assert begun, f"{case['name']} with {settings}: no replay began a reduction"
             assert SUPPORT is not None or all(begun), "a reduction waited for a replay's end"

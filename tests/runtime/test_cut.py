@@ -17,7 +17,7 @@ from megatron.dpp.core.memory import saved_bytes
 from megatron.dpp.core.slices import Slices, Unit, attend_in_slice, units_of, why_not
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import Geometry
-from megatron.dpp.slice_sizes import slice_size
+from megatron.dpp.schedule.slice_sizes import slice_size
 
 USUAL = {
     "num_moe_experts": None, "multi_latent_attention": False, "mtp_num_layers": None,

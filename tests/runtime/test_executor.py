@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.dpp.core.boundary import boundaries
 from megatron.dpp.errors import ConfigError, PeerDead, TransferTimeout
 from megatron.dpp.runtime.agreement import decider_for
-from megatron.dpp.runtime.executor import Executor
+from megatron.dpp.runtime.executor import Executor, Iteration
 from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.mail import Mail
 from megatron.dpp.runtime.timer import HostTimer
@@ -98,10 +98,14 @@ def test_what_arrives_within_a_w_comes_before_its_next_piece(late: bool) -> None
     runner = Sending(LAST, (64,), (64,))
     scheduler = Scheduler(geometry, cap=4)
     Executor(
-        runner=runner, decider=decider_for(scheduler, channels.receiving, None), links=links,
-        recorder=NullRecorder(), timer=HostTimer(), injector=None, split_backward=True,
-        iteration=0, timeout=20.0,
-    ).run()  # fmt: skip
+        runner=runner,
+        decider=decider_for(scheduler, channels.receiving, None),
+        links=links,
+        recorder=NullRecorder(),
+        timer=HostTimer(),
+        injector=None,
+        iteration=Iteration(split_backward=True, number=0, timeout=20.0),
+    ).run()
     order = [f"{k}{i}{q}" for k, _, i, q in runner.log]
     before = ["F00", "B00", "W00"] + ["W01"] * late
     after = ["F10", "B10"] + ["W01"] * (not late) + ["W02", "W10", "W11", "W12"]
@@ -129,10 +133,14 @@ def last_rank(
     channels = LAST.channels([64], [64], 2)
     links = Links(network.transport(1), channels)
     return Executor(
-        runner=Arithmetic(LAST), decider=decider_for(scheduler, channels.receiving, None),
-        links=links, recorder=NullRecorder(), timer=timer, injector=None, split_backward=False,
-        iteration=0, timeout=timeout,
-    )  # fmt: skip
+        runner=Arithmetic(LAST),
+        decider=decider_for(scheduler, channels.receiving, None),
+        links=links,
+        recorder=NullRecorder(),
+        timer=timer,
+        injector=None,
+        iteration=Iteration(split_backward=False, number=0, timeout=timeout),
+    )
 
 
 def test_a_peer_that_left_is_named_at_once() -> None:
@@ -184,10 +192,14 @@ def test_a_first_rank_notices_that_its_receiver_left(policy: str) -> None:
     links = Links(network.transport(0), channels)
     scheduler = Scheduler(Geometry(2, 0, 1, 8), policy=policy, split_backward=False)
     executor = Executor(
-        runner=Arithmetic(FIRST), decider=decider_for(scheduler, channels.receiving, None),
-        links=links, recorder=NullRecorder(), timer=HostTimer(), injector=None,
-        split_backward=False, iteration=0, timeout=60.0,
-    )  # fmt: skip
+        runner=Arithmetic(FIRST),
+        decider=decider_for(scheduler, channels.receiving, None),
+        links=links,
+        recorder=NullRecorder(),
+        timer=HostTimer(),
+        injector=None,
+        iteration=Iteration(split_backward=False, number=0, timeout=60.0),
+    )
     with pytest.raises(PeerDead, match="rank 1 has closed its transport"):
         executor.run()
 
@@ -355,7 +367,12 @@ def test_the_deadline_counts_from_when_the_device_began_to_wait() -> None:
     decider.next = lambda arrived: type(decider).next_coming(decider, [1])
     timer = StartsLater()
     Executor(
-        runner=Arithmetic(LAST), decider=decider, links=links, recorder=NullRecorder(),
-        timer=timer, injector=None, split_backward=False, iteration=0, timeout=100.0,
-    ).run()  # fmt: skip
+        runner=Arithmetic(LAST),
+        decider=decider,
+        links=links,
+        recorder=NullRecorder(),
+        timer=timer,
+        injector=None,
+        iteration=Iteration(split_backward=False, number=0, timeout=100.0),
+    ).run()
     assert not timer.waiting(), "it was waited for"

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.core import groups
 from megatron.dpp.direction import Direction
 from megatron.dpp.runtime import links as opening
 from megatron.dpp.runtime import stage_group
@@ -245,7 +246,7 @@ def test_links_are_opened_as_the_configuration_says(
         transport="tcp", timeout=7.0, checksum=True, gpudirect="off", token_file="secret"
     )
     for name, value in {
-        "WORKLOAD": "9", "RDMA_TRAFFIC_CLASS": "5", "PEER_TIMEOUT": "3", "TCP_CONNECTIONS": "2",
+        "WORKLOAD": "9", "PEER_TIMEOUT": "3", "TCP_CONNECTIONS": "2",
         "LISTEN_PORTS": "5000-5009",
     }.items():  # fmt: skip
         monkeypatch.setenv(f"DPP_{name}", value)
@@ -257,7 +258,7 @@ def test_links_are_opened_as_the_configuration_says(
     assert given["board_counters"] == 2 * (3 if own else 1)
     options = given["options"]
     assert (options.timeout, options.checksum, options.workload) == (7.0, True, 9)
-    assert (options.gpudirect, options.rdma.traffic_class) == ("off", 5)
+    assert options.gpudirect == "off"
     assert (options.node_ips, options.token_file) == ("10.0.0.7", "secret")
     assert (options.peer_timeout, options.abandon_after) == (3.0, 3.0)
     assert (options.tcp_connections, options.listen_ports) == (2, (5000, 5009))
@@ -318,10 +319,9 @@ def test_replicas_include_the_context_ranks_of_megatrons_own_groups(
     def default(with_context_parallel: bool = False) -> str:
         return "with context" if with_context_parallel else "without"
 
-    monkeypatch.setattr(stage_group.parallel_state, "get_tensor_and_data_parallel_group", default)
+    monkeypatch.setattr(groups.parallel_state, "get_tensor_and_data_parallel_group", default)
     for given, expected in (({}, "with context"), ({"tp_dp_cp": "the call's"}, "the call's")):
-        call: Any = SimpleNamespace(pg_collection=SimpleNamespace(**given))
-        assert stage_group._all_replicas(call) == expected
+        assert groups.group_of(SimpleNamespace(**given), "tp_dp_cp") == expected
 
 
 def test_groups_in_a_chain_are_joined_to_its_end() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.core.wgrad import accumulate, linear, product
+from megatron.dpp.core.wgrad import accumulate, product
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.product import gather_buffers
 from megatron.dpp.errors import ConfigError
@@ -55,8 +55,7 @@ class Chunk(torch.nn.Module):
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
-    monkeypatch.setattr(linear, "ColumnParallelLinear", Linear)
-    monkeypatch.setattr(linear, "RowParallelLinear", Linear)
+    monkeypatch.setattr(product, "KINDS", (Linear,))
 
 
 def inputs(number: int) -> list[torch.Tensor]:
@@ -73,7 +72,7 @@ def test_weights_wait_for_their_w_and_get_what_a_fused_backward_gives() -> None:
     grads = [p.grad for p in chunk.parameters()]
     chunk.zero_grad()
     store = WeightGradients([chunk])
-    assert store.num_pieces == (3,) and store.delayed_by_modules(0) is None
+    assert store.num_pieces == (3,)
     held: list[int] = []
     with store.bound():
         outputs = [chunk(value).square().sum() for value in given]
@@ -373,7 +372,7 @@ def test_gather_buffers_are_those_of_megatron_core(
     assert len(gather_buffers()) == (1 if there else 0)
 
 
-# Modules that delay -------------------------------------------------------------------
+# Collections -------------------------------------------------------------------
 
 
 def test_work_goes_to_the_innermost_collection_and_then_again_to_the_one_around_it() -> None:
@@ -384,60 +383,3 @@ def test_work_goes_to_the_innermost_collection_and_then_again_to_the_one_around_
             store.defer(0, waiting[0])
         store.defer(0, waiting[1])
     assert (inner, outer) == ({0: [waiting[0]]}, {0: [waiting[1]]})
-
-
-class Modules:
-    """Modules of a chunk that delay their weight gradients; they note what they are told."""
-
-    def __init__(self, chunk: Any, layers: Any, ddp: Any) -> None:
-        self.told: list[Any] = []
-
-    def is_like(self, other: Any) -> bool:
-        return True
-
-    def restart(self, order: Any) -> None:
-        self.told.append("restart")
-
-    def check_empty(self) -> None:
-        self.told.append("check")
-
-    def run(self, layer: int, microbatch: int) -> None:
-        self.told.append((layer, microbatch))
-
-    def after_backward(self, microbatch: int) -> None:
-        self.told.append(microbatch)
-
-    def num_bytes(self) -> int:
-        return 5
-
-
-def test_modules_that_delay_alone_make_pieces_of_their_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A step begins and ends with their queues empty, and what they hold counts."""
-    monkeypatch.setattr(linear, "DelayedModules", Modules)
-    chunks: list[torch.nn.Module] = [
-        Chunk(*(torch.nn.Identity() for _ in range(n))) for n in (3, 2)
-    ]
-    store = WeightGradients(chunks)
-    assert store.num_pieces == (3, 2) and store.held_bytes == 10
-    with store.bound():
-        with store.collect(0, 4):
-            pass
-        for piece in range(3):
-            store.run(0, 4, piece)
-    told = [store.delayed_by_modules(chunk).told for chunk in range(2)]  # type: ignore[union-attr]
-    assert told == [["restart", 4, (2, 4), (1, 4), (0, 4), "check"], ["restart", "check"]]
-    with pytest.raises(ValueError, match="of the step"), store.bound():
-        raise ValueError("of the step")
-    assert told[1] == ["restart", "check", "restart"], "the step's own error is told"
-
-
-def test_the_modules_of_a_chunk_hear_of_its_own_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "DelayedModules", Modules)
-    store = WeightGradients([Chunk(torch.nn.Identity()), Chunk(torch.nn.Identity())])
-    for chunk, microbatch in ((1, 5), (1, 6), (0, 7)):
-        with store.collect(chunk, microbatch):
-            pass
-    told = [store.delayed_by_modules(chunk).told for chunk in range(2)]  # type: ignore[union-attr]
-    assert told == [[7], [5, 6]]

@@ -137,6 +137,43 @@ def test_static_schedules_of_any_shape_end(p, m):
         assert ran == pytest.approx(work)
 
 
+# Unlike sizes
+
+MIXED = (500, 1200, 700, 3000, 16000, 800, 1000, 400, 2500, 900, 6000, 1100, 300, 1500, 2000, 10000)
+KNOWN = [
+    (2, 2, (1000, 8000, 2000, 1000), (55.5, 45, 45, 43.5), (24000, 23000)),
+    (2, 1, (3000, 1000, 9000, 1000, 2000, 5000), (106, 80, 90, 66), (18000, 18000)),
+    (4, 2, MIXED, (334.4, 235.25, 242.05, 177.15), (91000, 91000, 88000, 88000)),
+]
+"""Ranks, chunks, tokens; times of the static schedule, Megatron's order + W, dynamic by a cap in
+microbatches and in tokens; peaks of the latter. F = B = W = tokens / 1000 / chunks, no hops."""
+
+
+@pytest.mark.parametrize(("p", "v", "lengths", "makespans", "peaks"), KNOWN)
+def test_times_and_peaks_of_known_sizes(p, v, lengths, makespans, peaks):
+    shape, equal = Shape(p, v, len(lengths), lengths), Shape(p, v, len(lengths))
+    rows = [[tokens / 1000 / v for tokens in lengths] for _ in range(p * v)]
+    costs = Costs((rows, rows, rows), [Hop(0, 0)] * (p * v - 1))
+    known = {"cap": "megatron", "sizes_at_start": True}
+    ours = ScheduleConfig(**known).run(shape, costs)
+    assert [
+        run_static("interleaved" if v > 1 else "1f1b", shape, costs).makespan,
+        ScheduleConfig(policy="megatron", **known).run(shape, costs).makespan,
+        ScheduleConfig(cap="megatron").run(equal, costs).makespan,
+        ours.makespan,
+    ] == pytest.approx(makespans)
+    assert [held * max(lengths) for held in ours.peak_held] == pytest.approx(peaks)
+
+
+def test_a_fused_backwards_output_leaves_before_its_weight_gradients():
+    """Stage 1's gradient is under way while its W runs: 1 + 1 + 1 + (B and W of stage 0)."""
+    shape, costs = Shape(2, 1, 1), even_costs(2, 1)
+    stock = ScheduleConfig(stock=0).run(shape, costs)
+    whole = ScheduleConfig(split_backward=False).run(shape, costs)
+    assert (stock.makespan, whole.makespan) == (5.0, 6.0)
+    assert [len(slots) for slots in stock.slots] == [2, 2]
+
+
 # Recorded orders
 
 

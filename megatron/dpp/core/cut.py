@@ -251,7 +251,7 @@ def _check_documents(unit: Unit, params: Any) -> None:
         found = sequences_between(ends, unit.total)
         passed = f"passes cu_seqlens of sequences of {found} tokens"
     if found != told:
-        off = setting("slice_tokens", "off")
+        off = setting("slice_tokens", 0)
         raise ConfigError(
             f"microbatch {unit.row} counts as sequences of {told} tokens, and the forward step "
             f"{passed}: announce the sequences of packed rows before the step "
@@ -268,7 +268,7 @@ def _ends_of(params: Any) -> list[int] | None:
 
 
 def _refuse(what: str) -> None:
-    off = setting("slice_tokens", "off")
+    off = setting("slice_tokens", 0)
     raise ConfigError(f"{what}: it cannot run in slices; use {off}", off)
 
 

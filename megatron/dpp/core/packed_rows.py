@@ -15,7 +15,7 @@ import torch
 
 from megatron.dpp.core import compat
 from megatron.dpp.core.cut import sequences_between
-from megatron.dpp.core.steps import default_groups
+from megatron.dpp.core.groups import default_groups
 from megatron.dpp.errors import ConfigError
 
 _MEGATRON_LM = ("sft", "dataloader_inter_document_masking")

@@ -86,17 +86,25 @@ class Draws:
         self.found = False
         """A task has drawn some."""
         self._before: list[bytes] = []
+        self._trackers: bool | None = None
 
-    def begin(self) -> None:
-        """Begin a step: what a host draws between two does not count."""
+    def begin(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """Begin a step: what a host draws between two does not count, nor do the states that
+        Transformer Engine's attention moves without a dropout."""
         self._before = []
+        if self._trackers is None:
+            modules = (module for chunk in chunks for module in chunk.modules())
+            self._trackers = not any(
+                type(module).__module__.startswith("transformer_engine") for module in modules
+            )
 
     def look(self) -> bool:
         """Look at the generators before a task; True the first time that they have moved."""
         if self.found:
             return False
         states = [torch.get_rng_state(), torch.cuda.get_rng_state()]
-        states += get_cuda_rng_tracker().get_states().values()
+        if self._trackers:
+            states += get_cuda_rng_tracker().get_states().values()
         now = [_read(state) for state in states]
         self.found = bool(self._before) and now != self._before
         self._before = now

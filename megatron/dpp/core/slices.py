@@ -106,12 +106,12 @@ class Unit:
         return tuple(range(at.num_keys - at.num_queries, at.num_keys) for at in self.spans)
 
 
-def units_of(lengths: Sequence[int], slice_tokens: int) -> list[Unit]:
+def units_of(lengths: Sequence[int], tokens: int) -> list[Unit]:
     """The slices of rows of one sequence each, of equal tokens; the last one has the rest."""
     return [
-        Unit(row, begin, min(begin + slice_tokens, length), length)
+        Unit(row, begin, min(begin + tokens, length), length)
         for row, length in enumerate(lengths)
-        for begin in range(0, length, slice_tokens)
+        for begin in range(0, length, tokens)
     ]
 
 

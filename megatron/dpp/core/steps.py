@@ -17,26 +17,20 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.core import boundary, compat
+from megatron.dpp.core import boundary, compat, padded
 from megatron.dpp.core.boundary import Boundaries, Tensors, Tokens
 from megatron.dpp.core.cut import Cut, weighted_aux_loss
 from megatron.dpp.core.grad_sync import GradSync
+from megatron.dpp.core.groups import default_groups
 from megatron.dpp.core.head import Head, Kept
 from megatron.dpp.core.memory import is_readable, saved_bytes
 from megatron.dpp.core.refused import ORDERED, UNSUPPORTED
 from megatron.dpp.core.slices import Slices
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.errors import ConfigError, Text, setting
-
-_GROUPS = (
-    *("tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp"),
-    *("tp_dp_cp", "gtp_remat", "expt_gtp_remat", "dp_cp_gtp_remat"),  # some versions
-)
-"""Process groups that a schedule and the finalisation of gradients ask for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,12 +197,30 @@ class StepCall:
         """Rows of this rank's part of each length that ``length_buckets`` names, up to the
         longest that is known: later calls may be longer.
         """
-        parts, longest = self._parts, self.longest(settings.max_tokens)
-        if settings.length_buckets == "geometric":
-            found = settings.buckets(longest, parts)
-        else:
-            found = settings.buckets(sys.maxsize, parts)
-        return [length // parts for length in found if length <= longest]
+        return [length // self._parts for length in self.buckets(settings)]
+
+    def buckets(self, settings: DppConfig) -> list[int]:
+        """Tokens of each length that ``length_buckets`` names for this call, up to the longest that
+        is known."""
+        longest, text = self.longest(settings.max_tokens), settings.length_buckets
+        varies = getattr(self.config, "variable_seq_lengths", False)
+        repeats = torch.are_deterministic_algorithms_enabled()
+        if text == "auto" and varies and not repeats and self.why_not_padded() is None:
+            text = "geometric"
+        chosen = dataclasses.replace(settings, length_buckets=text)
+        found = chosen.buckets(longest if text == "geometric" else sys.maxsize, self._parts)
+        return [length for length in found if length <= longest]
+
+    def why_not_padded(self) -> str | None:
+        """The reason why rows are not padded at the model's door; None if they can be."""
+        return padded.why_not(self.model, self.config, self.pg_collection.cp.size())
+
+    def padded_rows(self, settings: DppConfig) -> padded.PaddedRows | None:
+        """Pads this call's rows to :meth:`buckets`; None where they stay as they are."""
+        lengths = self.buckets(settings)
+        if not lengths or self.why_not_padded() is not None:
+            return None
+        return padded.PaddedRows(self.model, lengths, self._parts)
 
     def boundary_example(self, settings: DppConfig | None = None) -> torch.Tensor:
         """An uninitialised tensor like those between stages, on the device of the model. With
@@ -216,7 +228,7 @@ class StepCall:
         """
         length = self.length
         varies = getattr(self.config, "variable_seq_lengths", False)
-        if settings is not None and (varies or settings.length_buckets != "off"):
+        if settings is not None and (varies or settings.length_buckets not in ("off", "auto")):
             length = self.longest(settings.max_tokens)
         shape, dtype = self._boundary(length)
         return torch.empty(shape, dtype=dtype, device=_device())
@@ -241,15 +253,6 @@ class StepCall:
             config=fixed, tp_group=groups.tp, cp_group=groups.cp,
         )  # fmt: skip
         return torch.Size(shape), dtype or config.params_dtype
-
-
-def default_groups() -> ProcessGroupCollection:
-    """megatron-core's global groups, those of ``_GROUPS`` that this version has."""
-    known = {field.name for field in dataclasses.fields(ProcessGroupCollection)}
-    groups: ProcessGroupCollection = ProcessGroupCollection.use_mpu_process_groups(
-        [name for name in _GROUPS if name in known]
-    )
-    return groups
 
 
 class Stage:

@@ -33,7 +33,7 @@ from megatron.dpp.report.analysis.summary import Analysis, analyse, summary
 from megatron.dpp.report.pictures.plots import plot_timeline
 from megatron.dpp.report.reader import TraceFile, open_run
 from megatron.dpp.report.recorded import Recorded, recorded_runs
-from megatron.dpp.report.run_files import find_run, read_training
+from megatron.dpp.report.run_files import find_run, read_state, read_training
 from megatron.dpp.report.whatif import WhatIf, effects, opposite, predict_all, without_imbalance
 
 
@@ -51,6 +51,16 @@ def look(files: list[TraceFile]) -> Pipeline | None:
         return summary(analyse(files, align(files)))
     except DataError:
         return None
+
+
+def state_of(home: Path, files: list[TraceFile], training: Training) -> tuple[str, list[int]]:
+    """The state of a run, and the ranks that died; where no state was written, by its ranks."""
+    open_files = [file for file in files if not file.complete]
+    dead = [file.rank for file in open_files if file.alive is False]
+    if not files or read_state(home) is not None:
+        return training.state, dead
+    running = len(dead) < len(open_files)
+    return ("running" if running else "ended") + (f", rank {dead[0]} died" if dead else ""), dead
 
 
 def _predict(analysis: Analysis, runs: Sequence[Recorded], into: Pipeline) -> None:

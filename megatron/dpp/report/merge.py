@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron.dpp.files.safe_files import open_to_write
 from megatron.dpp.report.align import Alignment, align, message_key
 from megatron.dpp.report.analysis.places import full_name, slice_names
 from megatron.dpp.report.reader import Event, TraceFile, read_events
-from megatron.dpp.safe_files import open_to_write
 from megatron.dpp.schedule import groups_of
 from megatron.dpp.trace.schema import ARRIVAL_TRACK, SCHEMA_VERSION, SEND_TRACK, TASK_TRACK
 from megatron.dpp.trace.vocabulary import EventKind

@@ -23,9 +23,9 @@ from megatron.dpp.errors import DataError, require
 from megatron.dpp.report.analysis.formats import duration, number, percent, time_left
 from megatron.dpp.report.analysis.report_data import Pipeline, RankRow, Training
 from megatron.dpp.report.analysis.sentences import HOW_TO_TRACE
-from megatron.dpp.report.building import look, names_of
+from megatron.dpp.report.building import look, names_of, state_of
 from megatron.dpp.report.reader import TraceFile, open_run
-from megatron.dpp.report.run_files import find_run, read_state, read_training
+from megatron.dpp.report.run_files import find_run, read_training
 from megatron.dpp.report.web import REST, serve
 
 _BAR, _CURVE = 20, 60
@@ -78,23 +78,15 @@ def _watch(options: argparse.Namespace) -> int:
         with contextlib.suppress(*([] if options.once else [DataError])):  # a header half written
             files = [] if folder is None else open_run(folder, allow_missing=True)
         training = read_training(place.home, options.metrics_file, last_only=True)
-        state, dead = _state(place.home, files, training)
+        state, dead = state_of(place.home, files, training)
         if not files and not training.metrics and state == "ended":
             place.need_traces()
         text = view(folder or place.home, files, training, state)
         erase = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not options.once else ""
         print(erase + text, flush=True)
-        if options.once or state.partition(" ")[0].strip(":") not in ("starting", "running"):
+        if options.once or state.partition(" ")[0].strip(",:") not in ("starting", "running"):
             return 3 if dead or state.startswith("failed") else 0
         time.sleep(max(options.interval, REST * (time.monotonic() - began)))
-
-
-def _state(home: Path, files: list[TraceFile], training: Training) -> tuple[str, bool]:
-    """The state of the run, and True if a rank died; where no state was written, by its ranks."""
-    ranks = {_rank_state(file) for file in files}
-    if ranks and read_state(home) is None:
-        return ("ended" if ranks <= {"ended", "DEAD"} else "running"), "DEAD" in ranks
-    return training.state, "DEAD" in ranks
 
 
 def view(place: Path, files: list[TraceFile], training: Training, state: str) -> str:

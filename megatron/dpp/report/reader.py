@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.dpp.errors import DataError, one_line, shown
-from megatron.dpp.safe_files import open_to_read
+from megatron.dpp.files.safe_files import open_to_read
 from megatron.dpp.trace.schema import HEADER_NAME, SCHEMA_VERSION, TraceLayout
 from megatron.dpp.trace.vocabulary import EventKind
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.errors import DataError
+from megatron.dpp.files.safe_files import open_text_to_write
 from megatron.dpp.report.analysis.sentences import NOT_OF_SLICES
 from megatron.dpp.report.building import build_report
 from megatron.dpp.report.pictures.page import page
 from megatron.dpp.report.recorded import cost_file
-from megatron.dpp.safe_files import open_text_to_write
 
 _PAGE = "report.html"
 

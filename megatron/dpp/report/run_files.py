@@ -21,9 +21,9 @@ import psutil  # type: ignore[import-untyped]
 
 from megatron.dpp.command_line import ROOT
 from megatron.dpp.errors import DataError, require
+from megatron.dpp.files.safe_files import open_to_read, read_bytes, replacing
 from megatron.dpp.report.analysis.report_data import Training
 from megatron.dpp.report.reader import FILE_PATTERN, is_whole
-from megatron.dpp.safe_files import open_to_read, read_bytes, replacing
 
 METRICS, STATE, COMMAND = "metrics.jsonl", "state.json", "command"
 STATES = ("starting", "running", "finished", "stopped", "failed")
@@ -194,7 +194,7 @@ def read_metrics(path: Path, *, last_only: bool = False) -> list[dict[str, Any]]
 def read_training(
     home: Path, metrics_file: str | None = None, *, last_only: bool = False
 ) -> Training:
-    """What the files of the run in ``home`` say; ``last_only``: only the last metrics."""
+    """Reads the files of the run in ``home``; ``last_only``: of the metrics only the last."""
     path = Path(metrics_file) if metrics_file else home / METRICS
     lines = read_metrics(path, last_only=last_only)
     flags = _flags(home / COMMAND)

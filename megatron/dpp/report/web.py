@@ -21,10 +21,10 @@ from typing import Any
 
 from megatron.dpp.errors import ConfigError, DppError, require
 from megatron.dpp.hosts import is_loopback, with_port
-from megatron.dpp.report.building import build_report, names_of
+from megatron.dpp.report.building import build_report, names_of, state_of
 from megatron.dpp.report.pictures.page import fill, page
-from megatron.dpp.report.reader import TraceFile, open_run
-from megatron.dpp.report.run_files import METRICS, STATE, find_run, read_state, read_training
+from megatron.dpp.report.reader import open_run
+from megatron.dpp.report.run_files import METRICS, STATE, find_run, read_training
 
 REST = 10.0
 """Seconds of rest for each second that building the page took."""
@@ -75,8 +75,7 @@ class LivePage:
         place = find_run(names_of(self._options)[0])
         folder = place.traces()
         files = [] if folder is None else open_run(folder)
-        known = read_state(place.home) or not files
-        state = read_training(place.home, last_only=True).state if known else _state(files)
+        state, _ = state_of(place.home, files, read_training(place.home, last_only=True))
         paths = [*(file.path for file in files), place.home / METRICS, place.home / STATE]
         found = [path.stat() for path in paths if path.exists()]
         seen = place, state, [(each.st_mtime_ns, each.st_size) for each in found]
@@ -86,13 +85,6 @@ class LivePage:
         status = f"{state}, {time.strftime('%H:%M:%S')}"
         self._text = page(report, live_s=self._interval, status=status)
         self._seen = seen
-
-
-def _state(files: list[TraceFile]) -> str:
-    if all(file.complete for file in files):
-        return "ended"
-    dead = [file.rank for file in files if not file.complete and file.alive is False]
-    return f"ended: rank {dead[0]} has died" if dead else "running"
 
 
 def _handler(live: LivePage, *, local: bool) -> type[BaseHTTPRequestHandler]:

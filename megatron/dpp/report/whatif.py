@@ -18,9 +18,8 @@ from megatron.dpp.report.analysis.report_data import Prediction
 from megatron.dpp.report.analysis.sentences import EVEN_LAYERS
 from megatron.dpp.report.analysis.stragglers import Culprit
 from megatron.dpp.report.analysis.work import Cell, JobShape
-from megatron.dpp.report.recorded import SECOND, Recorded, Table
+from megatron.dpp.report.recorded import SECOND, Recorded
 from megatron.dpp.schedule import Kind
-from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.schedules import ScheduleConfig
 
 _MOST_ITERATIONS = 5
@@ -134,46 +133,6 @@ def balanced(slowness: Sequence[float]) -> Change:
         return [t * even / own for t in row] if own else row
 
     return _tables(change)
-
-
-def rechunked(num_chunks: int, slowness: Sequence[float]) -> Change:
-    """Cuts the same work into another number of chunks per rank. Work is taken to lie evenly within
-    a stage.
-    """
-
-    def apply(run: Recorded) -> Recorded:
-        places = run.shape.num_ranks
-        old, new = places * run.shape.num_chunks, places * num_chunks
-
-        def cut(table: Table) -> Table:
-            rows = []
-            for stage in range(new):
-                low, high = stage * old / new, (stage + 1) * old / new
-                shares = [
-                    max(0.0, min(high, s + 1) - max(low, s)) / slowness[s % places]
-                    for s in range(old)
-                ]
-                own = slowness[stage % places]
-                columns = zip(*table, strict=True)
-                rows.append(
-                    [own * sum(w * t for w, t in zip(shares, c, strict=True)) for c in columns]
-                )
-            return rows
-
-        first, second, third = (cut(table) for table in run.tasks)
-        shape = Shape(places, num_chunks, run.shape.num_microbatches)
-        usual = statistics.median(run.hops) if run.hops else 0.0
-        even = [usual] * shape.num_microbatches
-        return dataclasses.replace(
-            run,
-            shape=shape,
-            tasks=(first, second, third),
-            hops=[usual] * (new - 1),
-            delays=[(even, even)] * (new - 1),
-            orders=[],
-        )
-
-    return apply
 
 
 def schedule_of(run: Recorded) -> ScheduleConfig:
@@ -302,7 +261,7 @@ def opposite(run: Recorded, config: ScheduleConfig) -> ScheduleConfig:
 def other_schedules(
     run: Recorded, config: ScheduleConfig, slowness: Sequence[float]
 ) -> list[tuple[str, Change | None, ScheduleConfig]]:
-    """Other policies, caps, layouts and numbers of chunks, split or fused."""
+    """Other policies and caps, split or fused, and even layers."""
     split = run.split
 
     def like(policy: str, *, split: bool, cap: str = "auto") -> ScheduleConfig:
@@ -322,10 +281,6 @@ def other_schedules(
         (name, None, other) for name, other in configs if other != config
     ]
     changes.append((EVEN_LAYERS, balanced(slowness), config))
-    for chunks in (1, 2, 4):
-        if chunks != run.shape.num_chunks:
-            name = "1 chunk per rank" if chunks == 1 else f"{chunks} chunks per rank"
-            changes.append((name, rechunked(chunks, slowness), config))
     return changes
 
 

@@ -59,7 +59,7 @@ class Decisions:
         ] = {}
         self._measured: Memory | None = None
         self._as_static = config.activation_cap.strip() == "static"
-        self._cuts = config.slice_tokens != "off"
+        self._cuts = config.slice_tokens > 0
         self._static = StaticSizes()
         self._said: set[str] = set()
         self._record, self._replay = (

@@ -31,7 +31,7 @@ from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.base import PipelineSchedule
-from megatron.dpp.runtime.executor import Executor
+from megatron.dpp.runtime.executor import Executor, Iteration
 from megatron.dpp.runtime.host_time import TOLD_AFTER, allocator_lines, host_lines
 from megatron.dpp.runtime.own_schedule import OwnSchedule
 from megatron.dpp.runtime.prepared import Prepared
@@ -211,7 +211,7 @@ class DppSchedule(PipelineSchedule):
         named = self._wants_rng(call.model, ranks, forward_only=call.forward_only)
         if not named and (ranks == 1 or len(call.model) == 1):
             return call
-        self._draws.begin()
+        self._draws.begin(call.model)
         wanted = (lambda: True) if named else self._look_at_draws
         function = session.rng.wrap(call.forward_step_func, call.model, iteration, wanted)
         return dataclasses.replace(call, forward_step_func=function)
@@ -254,6 +254,8 @@ class DppSchedule(PipelineSchedule):
         links, decisions, most = session.links, session.decisions, self.config.max_tokens
         tokens = stage.call.tokens(stage.call.longest(most), most)
         sizes, self._announced = self._announced, None
+        if self._prepared.pads(stage.call):
+            sizes = None  # rows are longer than they were announced
         cut, largest = stage.call.cut, tokens.largest
         if cut is not None:
             sizes = cut.sizes
@@ -277,13 +279,15 @@ class DppSchedule(PipelineSchedule):
             recorder=self.recorder,
             timer=session.timer,
             injector=session.injector,
-            split_backward=backward.split,
-            iteration=iteration,
-            timeout=self.config.timeout,
-            launch_ahead=session.launch_ahead and (backward.split or stage.call.forward_only),
-            count_tokens=tokens.count,
-            sizes_agree=tells,
-            longer=self._slicing.longer(stage.call),
+            iteration=Iteration(
+                number=iteration,
+                split_backward=backward.split,
+                timeout=self.config.timeout,
+                launch_ahead=session.launch_ahead and (backward.split or stage.call.forward_only),
+                count_tokens=tokens.count,
+                sizes_agree=tells,
+                longer=self._slicing.longer(stage.call),
+            ),
         )
         executor.run()
         links.consume(geometry)

@@ -212,7 +212,11 @@ class Mail:
             f"{self._iteration} ({stall.text})"
         )
         channels = [self.incoming(way, chunk) for way, chunk in stall.channels]
-        specs = {self._transport.described(index) for index in channels if index is not None}
+        specs = {
+            f"{self._channels.spec_in(index)}{self._transport.brought(index)}"
+            for index in channels
+            if index is not None
+        }
         sources: Sequence[str] = sorted(specs) or ["the leader of this stage"]
         either = (
             ", or the policy waits for messages that its neighbours do not send either"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron.dpp.config import GRAPHS_PAY_FROM, DppConfig
+from megatron.dpp.config import LAUNCH_BOUND_FROM, DppConfig
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import Text, setting
 from megatron.dpp.runtime.session import Session
@@ -55,7 +55,7 @@ class OwnSchedule:
                 torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=group)
         least, fewest, minus_most = map(float, found)
         alike = fewest == -minus_most
-        if alike and least >= GRAPHS_PAY_FROM and self._can_run(call):
+        if alike and least >= LAUNCH_BOUND_FROM and self._can_run(call):
             self._model = call.model
             ours = setting("policy", "megatron")
             line = (

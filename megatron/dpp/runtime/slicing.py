@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,7 +16,7 @@ from megatron.dpp.core.slices import Slices, Unit, why_not
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError, Text, setting
 from megatron.dpp.schedule import Kind
-from megatron.dpp.slice_sizes import WHOLE_UP_TO, slice_size
+from megatron.dpp.schedule.slice_sizes import WHOLE_UP_TO, slice_size
 
 _KAPPA = 0.35
 """Memory of keys, values and their gradients over that of activations, until it is measured: that
@@ -114,81 +114,66 @@ class Slicing:
     @property
     def _most_tokens(self) -> int:
         """Most tokens of a unit, as rows of up to 1.5 slices stay whole."""
-        asked = self._config.slice_tokens
-        return int(WHOLE_UP_TO * int(asked))
+        return int(WHOLE_UP_TO * self._config.slice_tokens)
 
     def _packed(self, call: StepCall, rows: Sequence[Sequence[int]]) -> Cut | None:
         """The slices of packed rows; None if none is long enough."""
         asked, groups, config = self._config.slice_tokens, call.pg_collection, call.config
-        if asked == "off" or call.collect_non_loss_data:
+        if not asked or call.collect_non_loss_data:
             return None
         experts = getattr(config, "num_moe_experts", None)
         if experts and config.expert_model_parallel_size > 1 and groups.dp_cp.size() > 1:
-            slice_tokens = setting("slice_tokens", asked)
-            raise ConfigError(
-                f"{slice_tokens}: replicas whose experts are divided among them run one order, "
-                "and their packed rows would have other slices: use off",
-                slice_tokens,
+            self._refuse(
+                "replicas whose experts are divided among them run one order, and their packed "
+                "rows would have other slices"
             )
         multiple = groups.tp.size() if config.sequence_parallel else 1
         known = call.micro_batch_size * call.longest(self._config.max_tokens)
         longest = max([known, *map(sum, rows)])
         cut = packed_cut(
-            rows, lambda row: slice_size(row, int(asked), multiple), call.num_microbatches, longest
+            rows, lambda row: slice_size(row, asked, multiple), call.num_microbatches, longest
         )
         return cut if cut.is_cut else None
 
     def _fixed(self, call: StepCall) -> Cut | None:
         """The slices of microbatches that all have the call's length."""
         asked = self._config.slice_tokens
-        if asked == "off" or call.collect_non_loss_data:
+        if not asked or call.collect_non_loss_data:
             return None
         if self._packs:
-            slice_tokens = setting("slice_tokens", asked)
-            self._say(
-                Text(
-                    f"dynamic pipeline: {slice_tokens}: steps whose rows are not announced, as "
-                    "others were, are not cut",
-                    slice_tokens,
-                )
-            )
+            self._tell("steps whose rows are not announced, as others were, are not cut")
             return None
         if getattr(call.config, "variable_seq_lengths", False):
-            slice_tokens = setting("slice_tokens", asked)
-            raise ConfigError(
-                f"{slice_tokens} cuts microbatches of one length, and variable_seq_lengths tells "
-                "of others: announce their sequences before the step "
-                "(plugin.announce(rows=...)), or use off",
-                slice_tokens,
+            self._refuse(
+                "microbatches of one length are cut, and variable_seq_lengths tells of others: "
+                "announce their sequences before the step (plugin.announce(rows=...))"
             )
         if compat.host_masks_documents():
-            slice_tokens = setting("slice_tokens", asked)
-            raise ConfigError(
-                f"{slice_tokens}: attention across slices is causal, and the host's "
-                "reset_attention_mask asks for masks of documents: use off",
-                slice_tokens,
+            self._refuse(
+                "attention across slices is causal, and the host's reset_attention_mask asks for "
+                "masks of documents"
             )
         groups, length, size = call.pg_collection, call.length, call.micro_batch_size
-        multiple = groups.tp.size() if call.config.sequence_parallel else 1
-        each = slice_size(length, int(asked), multiple)
+        each = slice_size(length, asked, groups.tp.size() if call.config.sequence_parallel else 1)
         if each == length:
-            slice_tokens = setting("slice_tokens", asked)
-            self._say(
-                Text(
-                    f"dynamic pipeline: {slice_tokens}: sequences of {length} tokens are not cut, "
-                    "as those up to 1.5 slices stay whole",
-                    slice_tokens,
-                )
+            self._tell(
+                f"sequences of {length} tokens are not cut, as those up to 1.5 slices stay whole"
             )
             return None
         return fixed_cut(length, call.num_microbatches, size, each)
 
+    def _refuse(self, why: str) -> NoReturn:
+        given = setting("slice_tokens", self._config.slice_tokens)
+        raise ConfigError(f"{given}: {why}; 0 cuts none", given)
+
+    def _tell(self, what: str) -> None:
+        given = setting("slice_tokens", self._config.slice_tokens)
+        self._say(Text(f"dynamic pipeline: {given}: {what}", given))
+
     def _prepare(self, call: StepCall) -> None:
         """Find the model's attention and forwards."""
-        asked = self._config.slice_tokens
         if reason := why_not(call.config):
-            off = setting("slice_tokens", "off")
-            raise ConfigError(f"{reason}: use {off}", off)
+            self._refuse(reason)
         if self._config.cuda_graphs == "on":
             on = setting("cuda_graphs", "on")
             raise ConfigError(f"{on} does not go with slices, whose keys grow: use off", on)
@@ -197,7 +182,8 @@ class Slicing:
         if self._slices is None or self._model != call.model:
             self._model = list(call.model)
             self._slices = Slices(call.model)
-            self._whole = WholeSteps(self._slices, call.model) if asked != "off" else None
+            cuts = self._config.slice_tokens > 0
+            self._whole = WholeSteps(self._slices, call.model) if cuts else None
 
     def slices_of(self, call: StepCall) -> Slices | None:
         """The attention of a call's model; None if it is not cut."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.dpp import strict_json
 from megatron.dpp.config import Backward
 from megatron.dpp.errors import (
     ConfigError,
@@ -27,7 +26,8 @@ from megatron.dpp.errors import (
     setting,
     shown,
 )
-from megatron.dpp.safe_files import open_text_to_write, open_to_read
+from megatron.dpp.files import strict_json
+from megatron.dpp.files.safe_files import open_text_to_write, open_to_read
 from megatron.dpp.schedule.actions import Action, Geometry
 from megatron.dpp.schedule.refusals import allowed, refusal
 from megatron.dpp.schedule.state import View
@@ -115,7 +115,6 @@ class DecisionRecorder:
         """
         owed = _owed(geometry, Backward(split_backward, stock))
         line: dict[str, Any] = {"iteration": self._iteration} | owed
-        line |= _groups(geometry)
         if sizes is not None:
             line["sizes"] = list(sizes)
         self._write(line | {"actions": " ".join(map(str, actions))})
@@ -185,7 +184,6 @@ class Recording:
         line = self.iterations[index]
         owed = _owed(geometry, Backward(split_backward, stock))
         now = _shape(geometry) | {"stock": None, "groups": None} | owed
-        now |= _groups(geometry)
         if changes := _changes(self.header | line, now):
             raise ReplayError(f"{place}: recorded with other settings: {changes}", place)
         text = line.get("actions")
@@ -269,21 +267,14 @@ def _shape(geometry: Geometry) -> dict[str, Any]:
     return {name: getattr(geometry, name) for name in names}
 
 
-def _groups(geometry: Geometry) -> dict[str, Any]:
-    """The field of linked microbatches, which a line without them lacks."""
-    return {"groups": list(geometry.groups)} if geometry.groups else {}
-
-
 def _owed(geometry: Geometry, backward: Backward) -> dict[str, Any]:
-    """The header fields that may differ between the iterations of a run."""
+    """The fields that may differ between the iterations of a run; some lines lack some."""
     split = backward.split and not geometry.forward_only
     pieces = [geometry.pieces(c) if split else 0 for c in range(geometry.num_chunks)]
-    stock = {"stock": backward.stock} if split and math.isfinite(backward.stock) else {}
-    return stock | {
-        "num_microbatches": geometry.num_microbatches,
-        "forward_only": geometry.forward_only,
-        "w_pieces": pieces,
-    }
+    found: dict[str, Any] = {"num_microbatches": geometry.num_microbatches}
+    found |= {"forward_only": geometry.forward_only, "w_pieces": pieces}
+    found |= {"stock": backward.stock} if split and math.isfinite(backward.stock) else {}
+    return found | ({"groups": list(geometry.groups)} if geometry.groups else {})
 
 
 def _changes(was: dict[str, Any], now: dict[str, Any]) -> str:
@@ -296,14 +287,24 @@ def _changes(was: dict[str, Any], now: dict[str, Any]) -> str:
 
 def _read(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the lines of a recording, its header first."""
-    number = 0
-    replay = setting("replay", file)
+    number, replay = 0, setting("replay", file)
     try:
         with io.TextIOWrapper(open_to_read(file), encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                parsed = _parse(file, number, line)
-                if number == 1:
-                    _check_header(file, parsed)
+                try:
+                    parsed = strict_json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    wrong = f"{replay}, line {number}: not JSON: {error}"
+                    raise DataError(wrong, replay) from error
+                if not isinstance(parsed, dict):
+                    raise DataError(f"{replay}, line {number}: expected a JSON object", replay)
+                if number == 1 and parsed.get("format") != _FORMAT:
+                    raise DataError(f"{replay}: not a recording: another format", replay)
+                if number == 1 and (version := parsed.get("version")) != _VERSION:
+                    wrong = (
+                        f"{replay}: format version {shown(version)}, this program reads {_VERSION}"
+                    )
+                    raise DataError(wrong, replay)
                 yield parsed
     except OSError as error:
         raise DataError(f"{replay}: {error.strerror}", replay) from error
@@ -311,26 +312,3 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{replay}: not a recording: {error}", replay) from error
     if not number:
         raise DataError(f"{replay}: not a recording: it is empty", replay)
-
-
-def _check_header(file: Path, header: dict[str, Any]) -> None:
-    replay, record = setting("replay", file), setting("record")
-    if header.get("format") != _FORMAT:
-        raise DataError(f"{replay}: not a recording made with {record}", replay, record)
-    if header.get("version") != _VERSION:
-        raise DataError(
-            f"{replay}: format version {shown(header.get('version'))}, this program reads "
-            f"{_VERSION}",
-            replay,
-        )
-
-
-def _parse(file: Path, number: int, line: str) -> dict[str, Any]:
-    replay = setting("replay", file)
-    try:
-        parsed = strict_json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{replay}, line {number}: not JSON: {error}", replay) from error
-    if not isinstance(parsed, dict):
-        raise DataError(f"{replay}, line {number}: expected a JSON object", replay)
-    return parsed

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 SCHEMA_VERSION = 1
@@ -85,19 +85,12 @@ class TraceLayout:
         """Full path of this rank's file below the trace directory (``benchmark`` by default)."""
         return Path(directory) / self.directory_name() / self.file_name()
 
-    def as_dict(self) -> dict[str, int | str]:
-        """The fields, as the header of a file carries them."""
-        return asdict(self)
-
 
 def parse_iterations(text: str) -> frozenset[int]:
     """Iterations named by a flag such as ``3,10-12``.
 
     Raises:
         ValueError: ``text`` is not a comma-separated list of numbers and ranges.
-
-    >>> sorted(parse_iterations("3,10-12"))
-    [3, 10, 11, 12]
     """
     chosen: set[int] = set()
     for part in text.split(","):

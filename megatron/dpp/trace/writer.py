@@ -15,8 +15,8 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.locks import lock_file
-from megatron.dpp.safe_files import open_to_write
+from megatron.dpp.files.locks import lock_file
+from megatron.dpp.files.safe_files import open_to_write
 from megatron.dpp.trace.clock import DeviceClock, HostClock
 from megatron.dpp.trace.lines import EventLines, first_line, header, last_line
 from megatron.dpp.trace.schema import TraceLayout

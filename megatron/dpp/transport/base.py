@@ -279,8 +279,8 @@ class Transport(abc.ABC):
         """The error to raise when an incoming message is missing after ``seconds``."""
         spec = self.incoming[channel]
         what = (
-            f"rank {self.rank}: microbatch {microbatch} of iteration {iteration} "
-            f"({self.described(channel)}) has not arrived after {seconds:g} s"
+            f"rank {self.rank}: microbatch {microbatch} of iteration {iteration} ({spec}) has not "
+            f"arrived after {seconds:g} s{self.brought(channel)}"
         )
         if self.departed(spec.source):
             return PeerDead(f"{what}, and rank {spec.source} has closed its transport")
@@ -293,13 +293,15 @@ class Transport(abc.ABC):
             timeout,
         )
 
-    def described(self, channel: int) -> str:
-        """An incoming channel with the kind of its link and what it last brought, for errors."""
-        spec = self.incoming[channel]
-        kinds = [link.kind for link in self.links() if link.peer == spec.source]
+    def brought(self, channel: int) -> str:
+        """Text about the kind of an incoming channel's link and what came last; empty where nothing
+        has.
+        """
         last = self.last_taken(channel)
-        brought = f"microbatch {last[1]} of iteration {last[0]}" if last else "nothing yet"
-        return f"{', over '.join([str(spec), *kinds])}, which last brought {brought}"
+        if last is None:
+            return ""
+        kinds = [each.kind for each in self.links() if each.peer == self.incoming[channel].source]
+        return f" (over {kinds[0]} microbatch {last[1]} of iteration {last[0]} came last)"
 
     def last_taken(self, channel: int) -> tuple[int, int] | None:
         """Iteration and microbatch of the last message that was taken from an incoming channel;

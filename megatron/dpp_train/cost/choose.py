@@ -247,9 +247,11 @@ class Search:
         whole = size(self._devices.device.memory_bytes)
         near = "fewer layers, or shorter sequences"
         for factor in (2, 4, 8, 16, 32, 64) if self._devices.on_gpu else ():
-            more = dataclasses.replace(self._devices, number=factor * self._devices.number)
+            number = factor * self._devices.number
+            per_node = max(self._devices.per_node, min(8, number))
+            more = dataclasses.replace(self._devices, number=number, per_node=per_node)
             if next(Search(self._given, more, self._arch).ways(), None):
-                near = f"--gpus {more.number}, or {near}"
+                near = f"--gpus {number}, or {near}"
                 break
         return ConfigError(
             f"no layout fits: the least ({layout}) needs {size(need)} on every device, of whose "

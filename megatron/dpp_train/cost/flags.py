@@ -69,7 +69,7 @@ class Given:
     def word(self, name: str) -> str:
         """A value as text; empty without one."""
         value = self.values.get(name)
-        return str(_DEFAULTS.get(name, "") if value in (None, False) else value)
+        return str(_DEFAULTS.get(name, "") if value is None or value is False else value)
 
     def number(self, name: str, default: int = 0, least: int = 1) -> int:
         """A whole number.

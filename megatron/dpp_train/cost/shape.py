@@ -9,7 +9,7 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron.dpp.slice_sizes import slice_size
+from megatron.dpp.schedule.slice_sizes import slice_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.dpp import strict_json
+from megatron.dpp.files import strict_json
 from megatron.dpp_train.data.json_lines import BadLine, without_null
 
 Message = dict[str, Any]

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateSyntaxError
 
 from megatron.dpp.errors import DataError
-from megatron.dpp_train.data.chat_forms import is_whole, variants
+from megatron.dpp_train.data.chat_forms import is_whole, stands, variants
 from megatron.dpp_train.data.chat_lines import Chat, Message, plain_text, read_chat, texts_of
 from megatron.dpp_train.data.json_lines import BadLine
 from megatron.dpp_train.data.templates import TOOL_USE, ChatTemplate, Rendered, TemplateRefusal
@@ -161,7 +161,7 @@ class ChatEncoder:
         self._refuse_special(chat)
         self._refuse_unused(chat)
         problem: BadLine | None = None
-        usable: Chat | None = None
+        usable: tuple[Chat, str] | None = None
         for each in variants(chat):
             try:
                 text = self._render(each, len(each.messages), ask=False).text
@@ -170,46 +170,30 @@ class ChatEncoder:
                 continue
             if is_whole(each, text):
                 return each
-            usable = usable or each
+            usable = usable or (each, text)
         if usable is None:
             raise problem or BadLine("the chat template takes no form of it")
-        return replace(usable, notes=(*usable.notes, *self._left_out(usable)))
+        found, text = usable
+        return replace(found, notes=(*found.notes, *self._left_out(found, text)))
 
-    def _left_out(self, chat: Chat) -> list[str]:
-        """Notes on messages that the template leaves out, or parts of them.
+    def _left_out(self, chat: Chat, text: str) -> list[str]:
+        """Notes on messages that do not stand in the template's text.
 
         Raises:
-            BadLine: it leaves out a message whose role it may not know.
+            BadLine: one of them has a role that the template may not know.
         """
-        notes: dict[str, None] = {}
-        said = {role: _said_by(role, chat) for role in _USUAL_ROLES}
-        held = [role for role, found in said.items() if found and self._holds(chat, found)]
-        for number, message in enumerate(chat.messages):
-            if message["role"] in held or not _says(message):
-                continue
-            if self._holds(chat, [number]) is not False:
-                continue
+        said = [(number, each) for number, each in enumerate(chat.messages, 1) if _says(each)]
+        missing = [(number, each) for number, each in said if not stands(each, text)]
+        for number, message in missing:
             if message["role"] not in _USUAL_ROLES:
                 raise BadLine(
-                    f"the template leaves out message {number + 1}, whose role is "
+                    f"the template leaves out message {number}, whose role is "
                     f"{message['role']!r}; usual ones are {', '.join(_USUAL_ROLES)}"
                 )
-            notes[f'the template leaves out messages of the role "{message["role"]}"'] = None
-        return list(notes) or [_LEFT_OUT]
-
-    def _holds(self, chat: Chat, numbers: list[int]) -> bool | None:
-        """True if the template writes what is put in the place of the texts of some messages; None
-        if it refuses that."""
-        messages = list(chat.messages)
-        texts = [f"{ANSWER}{number}{ANSWER}" if numbers[1:] else ANSWER for number in numbers]
-        for number, text in zip(numbers, texts, strict=True):
-            content = _other(messages[number], text)["content"]
-            messages[number] = {**messages[number], "content": content}
-        try:
-            found = self._render(replace(chat, messages=messages), len(messages), ask=False).text
-        except BadLine:
-            return None
-        return all(text in found for text in texts)
+        there = {each["role"] for _, each in said if stands(each, text)}
+        roles = dict.fromkeys(each["role"] for _, each in missing if each["role"] not in there)
+        whole = [f'the template leaves out or changes messages of the role "{r}"' for r in roles]
+        return whole or [_LEFT_OUT]
 
     def _template_of(self, chat: Chat) -> ChatTemplate:
         tools = chat.more.get("tools") and self._templates.get(TOOL_USE)
@@ -335,11 +319,6 @@ class ChatEncoder:
 def _says(message: Message) -> bool:
     """True for a message that is a text alone."""
     return not message.get("tool_calls") and bool(plain_text(message.get("content")).strip())
-
-
-def _said_by(role: str, chat: Chat) -> list[int]:
-    """The numbers of a role's messages that are texts."""
-    return [n for n, each in enumerate(chat.messages) if each["role"] == role and _says(each)]
 
 
 def _other(answer: Mapping[str, Any], text: str = ANSWER) -> Message:

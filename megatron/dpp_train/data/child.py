@@ -64,7 +64,7 @@ class Child:
         try:  # Ctrl-C is the parent's
             self.connection, theirs = context.Pipe()
             self._process = context.Process(
-                target=_serve, args=(theirs, begin, memory), daemon=True
+                target=_serve, args=(theirs, begin, memory, BEGIN_SECONDS), daemon=True
             )
             self._process.start()
         except OSError as error:
@@ -187,13 +187,13 @@ def _collect(
         idle.append(child)
 
 
-def _serve(channel: connection.Connection, begin: Begin, memory: int) -> None:
+def _serve(channel: connection.Connection, begin: Begin, memory: int, seconds: float) -> None:
     """The work of a child, until the parent closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 2)  # what libraries print when they abort; the parent tells it on one line
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    limit_time(BEGIN_SECONDS)
+    limit_time(seconds)
     _limit_memory(memory)
     with contextlib.suppress(EOFError, OSError):
         work = _answered(channel, begin)

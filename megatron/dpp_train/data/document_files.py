@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.index_files import check_index, read_documents, read_lengths
+from megatron.dpp.files.index_files import check_index, read_documents, read_lengths
 
 CHAT_SUFFIX, ANSWERS_SUFFIX = "_chat_document", "_answers_document"
 """Endings of the prefixes that ``preprocess --sft`` writes: token ids, and 1 for each token of an

@@ -24,8 +24,8 @@ import numpy as np
 
 from megatron.dpp.command_line import guarded, new_parser, progress_bar
 from megatron.dpp.errors import ConfigError, DataError, require
-from megatron.dpp.locks import scratch_directory
-from megatron.dpp.safe_files import FileState
+from megatron.dpp.files.locks import scratch_directory
+from megatron.dpp.files.safe_files import FileState
 from megatron.dpp_train.data import child
 from megatron.dpp_train.data.chats import ANSWERS_KEY, CHAT_KEY
 from megatron.dpp_train.data.child import Child, Died
@@ -37,8 +37,6 @@ from megatron.dpp_train.data.tokenizer import PIECE_TYPES, TOKENIZER_TYPES, Toke
 
 _BATCH_LINES = 256
 _BATCH_BYTES = 1 << 20
-_LONG_LINE = 8 << 20
-"""Bytes of a line of which a tokenizer has minutes of work, which no progress divides."""
 _MOST_BAD_LINES_SHOWN = 20
 _MOST_NOTES_SHOWN = 40
 _MOST_DEATHS = 20
@@ -108,20 +106,6 @@ def read_batches(paths: list[str]) -> Iterator[Batch]:
                 before, number, lines, size = read, number + len(lines), [], 0
         if lines:
             yield Batch(path, rows.name, rows.unit, number, lines, size_of(Path(path)) - before)
-
-
-def announced(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """``batches``, unchanged; names each line of many bytes before its work begins."""
-    for batch in batches:
-        for number, line in enumerate(batch.lines, batch.first_number):
-            if len(line) >= _LONG_LINE:
-                print(
-                    f"\nnote: {batch.path}, {batch.unit} {number} has {len(line) / 1e6:.0f} MB: a "
-                    "tokenizer may take seconds for each, and until then no progress is shown",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        yield batch
 
 
 class Work:
@@ -263,7 +247,7 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
     )
     with bar, ExitStack() as stack:
         writer = Writer(args.output_prefix, settings.keys, level, work.begun.dtype, stack)
-        for batch, encoded in work.encoded(announced(read_batches(paths))):
+        for batch, encoded in work.encoded(read_batches(paths)):
             _take_batch(batch, encoded, writer, totals, skip_bad_lines=args.skip_bad_lines)
             totals.formats[batch.path] = batch.name
             bar.set_postfix_str(f"{totals.documents} documents", refresh=False)

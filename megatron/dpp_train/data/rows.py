@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp import strict_json
 from megatron.dpp.errors import DataError, one_line, shown
-from megatron.dpp.safe_files import open_to_read
+from megatron.dpp.files import strict_json
+from megatron.dpp.files.safe_files import open_to_read
 from megatron.dpp_train.data.child import Child, Died, limit_time
 from megatron.dpp_train.data.json_lines import without_null
 from megatron.dpp_train.text_files import read_object

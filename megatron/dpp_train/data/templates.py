@@ -69,20 +69,20 @@ class ChatTemplate:
 
         chat = [{k: v for k, v in message.items() if v is not None} for message in messages]
         try:
-            texts, answers = render_jinja_template(
+            found: Any = render_jinja_template(
                 [chat],
                 chat_template=self.text,
                 add_generation_prompt=ask,
                 return_assistant_tokens_mask=self.marks_answers,
                 **{"tools": None, "documents": None, **more, **self._tokens},
             )
-            text: str = texts[0]
+            text: str = found[0][0]
             text.encode("utf-8")
         except Exception as error:  # a template computes what it wants
             raise TemplateRefusal(_reason(error)) from error
         if len(text) > _MOST_CHARACTERS:
             raise TemplateRefusal(f"its text has more than {_MOST_CHARACTERS} characters")
-        return Rendered(text, tuple(answers[0]) if self.marks_answers else ())
+        return Rendered(text, tuple(found[1][0]) if self.marks_answers else ())
 
 
 def _reason(error: Exception) -> str:

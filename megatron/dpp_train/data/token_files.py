@@ -15,8 +15,8 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from megatron.dpp.index_files import MAGIC, TOKEN_TYPES
-from megatron.dpp.safe_files import open_to_write
+from megatron.dpp.files.index_files import MAGIC, TOKEN_TYPES
+from megatron.dpp.files.safe_files import open_to_write
 
 _LARGEST_SHORT = 65500
 """Vocabularies below this size have ids of two bytes, as in megatron-core."""

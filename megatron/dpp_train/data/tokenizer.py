@@ -226,7 +226,7 @@ def _gpt2(vocab_file: str, merge_file: str) -> Tokenizer:
     if not isinstance(vocab, dict) or END_OF_TEXT not in vocab:
         raise DataError(f"--vocab-file {vocab_file}: expected a JSON object with {END_OF_TEXT}")
     lines = read_text(merge_file, "--merge-file").split("\n")
-    merges = [tuple(line.split()) for line in lines if line.strip() and line[:8] != "#version"]
+    merges: Any = [tuple(line.split()) for line in lines if line.strip() and line[:8] != "#version"]
     try:
         tokenizer = Rust(models.BPE(vocab=vocab, merges=merges))
     except Exception as error:  # the package raises plain Exception

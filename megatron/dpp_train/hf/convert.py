@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.locks import lock_directory
-from megatron.dpp.safe_files import private_directory
+from megatron.dpp.files.locks import lock_directory
+from megatron.dpp.files.safe_files import private_directory
 from megatron.dpp_train.hf import checkpoint
-from megatron.dpp_train.hf.families import find_families
+from megatron.dpp_train.hf.families import Sizes, find_families
 from megatron.dpp_train.hf.fields import CONFIG, HfConfig, parse_config
 from megatron.dpp_train.hf.folder import (
     GENERATION,
@@ -127,28 +127,40 @@ def to_hf(
     tensors = _checked(stored, config)
     kinds = {each.key: stored.dtype(each) for each in tensors if not each.full}
     kind = getattr(torch, dtype) if dtype else one_dtype(kinds, found)
-    bytes_of = {
-        part.name: math.prod(part.shape) * (torch.float32 if each.full else kind).itemsize
-        for each in tensors
-        for part in each.parts
-    }
     with unfinished(Path(target)) as scratch:
-        shards = Shards(scratch, bytes_of, shard_bytes)
-        for entry in tensors:
-            whole = cast(stored.read(entry), torch.float32 if entry.full else kind, entry.key)
-            for part, tensor in zip(
-                entry.parts, split(entry.rule, whole, config.sizes), strict=True
-            ):
-                shards.add(part.name, tensor)
-                progress(tensor.nbytes)
-        shards.finish()
+        _write_tensors(stored, tensors, config.sizes, kind, scratch, shard_bytes, progress)
         content = config.content | config.family.written
         name = "dtype" if "dtype" in content else "torch_dtype"
         _write_json(scratch / CONFIG, content | {name: str(kind).removeprefix("torch.")})
         if origin:
             copy_files(origin, scratch)
-        notes = _keep_tokenizer(stored.args, scratch)
+        notes = keep_tokenizer(stored.args, scratch)
     return replace(config, notes=(*config.notes, *notes))
+
+
+def _write_tensors(
+    stored: checkpoint.Stored,
+    tensors: list[Entry],
+    sizes: Sizes,
+    kind: torch.dtype,
+    folder: Path,
+    shard_bytes: int,
+    progress: Progress,
+) -> None:
+    """Read the entries of a checkpoint, and write their parts into a folder."""
+    kinds = [torch.float32 if each.full else kind for each in tensors]
+    bytes_of = {
+        part.name: math.prod(part.shape) * own.itemsize
+        for each, own in zip(tensors, kinds, strict=True)
+        for part in each.parts
+    }
+    shards = Shards(folder, bytes_of, shard_bytes)
+    for entry, own in zip(tensors, kinds, strict=True):
+        whole = cast(stored.read(entry), own, entry.key)
+        for part, tensor in zip(entry.parts, split(entry.rule, whole, sizes), strict=True):
+            shards.add(part.name, tensor)
+            progress(tensor.nbytes)
+    shards.finish()
 
 
 def _origin(found: Path, args: Any) -> Path | None:
@@ -207,7 +219,7 @@ def _checked(stored: checkpoint.Stored, config: HfConfig) -> list[Entry]:
     return list(chosen.values())
 
 
-def _keep_tokenizer(args: Any, folder: Path) -> tuple[str, ...]:
+def keep_tokenizer(args: Any, folder: Path) -> tuple[str, ...]:
     """Put the tokenizer of a run into a model's folder, in the place of that of the model that it
     started from. After training on chats, ``generation_config.json`` names the token that ends an
     answer, too, so that transformers and vLLM stop there.

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron.dpp.errors import DataError, one_line
-from megatron.dpp.safe_files import open_to_read
+from megatron.dpp.files.safe_files import open_to_read
 from megatron.dpp_train.hf.fields import HfConfig, inside
 from megatron.dpp_train.hf.tables import IGNORED, Entry, entries
 from megatron.dpp_train.hf.weights import HEAD, INDEX, WEIGHTS, Weights, read_model

@@ -15,10 +15,10 @@ from typing import Any
 
 from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.errors import DataError, one_line, require
-from megatron.dpp.safe_files import open_text_to_write
+from megatron.dpp.files.safe_files import open_text_to_write
 from megatron.dpp_train.hf.fields import CONFIG, refuse_other_forms
 from megatron.dpp_train.hf.folder import TOKENIZER
-from megatron.dpp_train.hf.prompts import Chat, encode, end_of_answers, tokenizer_of
+from megatron.dpp_train.hf.prompts import Chat, encode, tokenizer_of
 from megatron.dpp_train.text_files import nearest_path, parse_json, read_text
 
 
@@ -70,8 +70,7 @@ def _run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(_folder(args))
         place = args.tokenizer or folder
-        ids = encode(place, prompts, template)
-        end = end_of_answers(place, template) if args.chat is not None else None
+        ids, end = encode(place, prompts, template)
         answers = _Answers(folder, place, args, end)
         file = args.output and stack.enter_context(open_text_to_write(args.output))
         for number, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True), 1):

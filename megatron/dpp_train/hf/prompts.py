@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError, one_line
-from megatron.dpp_train.data.child import Child, Died, limit_time
+from megatron.dpp_train.data.child import Child, Died, limit_time, prepare
 
 Chat = list[dict[str, Any]]
 SECONDS = 60.0
@@ -21,8 +21,11 @@ SECONDS = 60.0
 _ANSWER = "An answer."
 
 
-def encode(folder: Path, prompts: Sequence[str | Chat], template: str | None) -> list[list[int]]:
-    """Token ids of texts, and of chats up to where the answer begins.
+def encode(
+    folder: Path, prompts: Sequence[str | Chat], template: str | None
+) -> tuple[list[list[int]], int | None]:
+    """Token ids of texts, and of chats up to where the answer begins; with chats, also the token
+    that ends an answer, as of :func:`end_of_answers`.
 
     Args:
         folder: of a tokenizer with the names of transformers.
@@ -32,7 +35,7 @@ def encode(folder: Path, prompts: Sequence[str | Chat], template: str | None) ->
         ConfigError: transformers is not installed.
         DataError: a prompt cannot be encoded, or takes too much time or memory.
     """
-    found: list[list[int]] = _in_child(_ids, folder, template, list(prompts))
+    found: tuple[list[list[int]], int | None] = _in_child(_ids, folder, template, list(prompts))
     return found
 
 
@@ -43,8 +46,7 @@ def end_of_answers(folder: Path, template: str | None = None) -> int | None:
         ConfigError: transformers is not installed.
         DataError: the template cannot be read, or takes too much time or memory.
     """
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-    end: int | None = _in_child(_end, folder, template, chat)
+    end: int | None = _in_child(_end, folder, template)
     return end
 
 
@@ -69,17 +71,19 @@ def tokenizer_of(folder: Path) -> Any:
         raise DataError(f"{folder}: no tokenizer ({one_line(error, 200)})") from error
 
 
-def _ids(tokenizer: Any, prompts: list[str | Chat]) -> list[list[int]]:
+def _ids(tokenizer: Any, prompts: list[str | Chat]) -> tuple[list[list[int]], int | None]:
     ask = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
-    return [
+    found = [
         tokenizer(each)["input_ids"]
         if isinstance(each, str)
         else list(tokenizer.apply_chat_template(each, **ask))
         for each in prompts
     ]
+    return found, None if isinstance(prompts[0], str) else _end(tokenizer)
 
 
-def _end(tokenizer: Any, chat: Chat) -> int | None:
+def _end(tokenizer: Any, request: None = None) -> int | None:
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     _, found, end = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(_ANSWER)
     ids = tokenizer(end, add_special_tokens=False)["input_ids"] if found else []
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -87,11 +91,12 @@ def _end(tokenizer: Any, chat: Chat) -> int | None:
 
 
 def _in_child(
-    work: Callable[[Any, Any], Any], folder: Path, template: str | None, request: Any
+    work: Callable[[Any, Any], Any], folder: Path, template: str | None, request: Any = None
 ) -> Any:
-    """What ``work`` makes of the request with the folder's tokenizer."""
+    """The result of ``work`` with the folder's tokenizer and the request."""
+    prepare(__name__, "transformers.models.auto.tokenization_auto", "transformers.modeling_utils")
     try:
-        with contextlib.closing(Child(partial(_begin, work, folder, template))) as child:
+        with contextlib.closing(Child(partial(_begin, work, folder, template, SECONDS))) as child:
             child.send(request)
             return child.receive()
     except Died as error:
@@ -99,14 +104,14 @@ def _in_child(
 
 
 def _begin(
-    work: Callable[[Any, Any], Any], folder: Path, template: str | None
+    work: Callable[[Any, Any], Any], folder: Path, template: str | None, seconds: float
 ) -> Callable[[Any], Any]:
     tokenizer = tokenizer_of(folder)
     if template is not None:
         tokenizer.chat_template = template
 
     def answer(request: Any) -> Any:
-        limit_time(SECONDS)
+        limit_time(seconds)
         try:
             return work(tokenizer, request)
         except MemoryError:

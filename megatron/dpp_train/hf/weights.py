@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import DataError, one_line, shown
-from megatron.dpp.safe_files import open_to_read
+from megatron.dpp.files.safe_files import open_to_read
 from megatron.dpp_train.hf.fields import CONFIG, HfConfig, inside, parse_config, read_config
 from megatron.dpp_train.text_files import read_json
 

@@ -73,7 +73,7 @@ def of_parser(parser: argparse.ArgumentParser) -> Table:
 
 def engine_flags() -> Table:
     """The table of the dynamic pipeline's flags."""
-    from megatron.dpp.flags import add_dpp_flags
+    from megatron.dpp.command_line import add_dpp_flags
     from megatron.dpp.trace.host import trace_fields
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

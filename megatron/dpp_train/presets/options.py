@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from megatron.dpp.command_line import Parser
 from megatron.dpp.errors import ConfigError, did_you_mean
-from megatron.dpp.flags import Parser
 from megatron.dpp_train.presets.checks import NOW, is_flag
 from megatron.dpp_train.presets.flags import Flags, from_argv
 

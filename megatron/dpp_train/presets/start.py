@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron.dpp import __version__
 from megatron.dpp.command_line import ROOT
 from megatron.dpp.errors import DataError
-from megatron.dpp.locks import lock_directory
+from megatron.dpp.files.locks import lock_directory
 from megatron.dpp.processes import run_child
 from megatron.dpp_train.cost import describe
 from megatron.dpp_train.presets import modes, run_directory

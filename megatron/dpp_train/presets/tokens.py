@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.index_files import check_index
+from megatron.dpp.files.index_files import check_index
 from megatron.dpp.processes import run_child
 from megatron.dpp_train.data.rows import JSON, PARQUET, files_of, is_rows
 from megatron.dpp_train.data.vocabulary import CHOICES, tokenizer_flags

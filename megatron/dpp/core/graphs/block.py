@@ -24,10 +24,11 @@ from megatron.dpp.core.graphs.pools import Pools, Slot, alike
 from megatron.dpp.core.graphs.reductions import Additions, Reductions
 from megatron.dpp.core.graphs.rng import CapturedRng, RecomputedDraws
 from megatron.dpp.core.wgrad import accumulate
+from megatron.dpp.core.wgrad.deferrable import DeferredWork
 from megatron.dpp.core.wgrad.linear import WeightGradients, decoder_block
 from megatron.dpp.core.wgrad.own_way import STANDS_FOR, why_eager
-from megatron.dpp.core.wgrad.product import DeferredWork, gather_buffers
-from megatron.dpp.core.wgrad.te import DelayedModules, adding, real_gradient
+from megatron.dpp.core.wgrad.product import gather_buffers
+from megatron.dpp.core.wgrad.te_layer import adding
 from megatron.dpp.errors import one_line
 
 
@@ -62,7 +63,6 @@ class _Graphs:
         self._live: torch.Tensor | None = None
         self._begun: dict[str, torch.Tensor] = {}
         self._deferred: dict[int, list[DeferredWork]] = {}
-        self._waiting: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         self._added: Additions
         self._unfinished = 0
         self._draws = owner.recomputed(partial(owner.run, self._input, self.options), self._input)
@@ -82,7 +82,7 @@ class _Graphs:
     def _run_backward(self) -> None:
         assert self._live is not None
         owner = self._owner
-        self._added, self._waiting = owner.reductions.additions(), {}
+        self._added = owner.reductions.additions()
         with contextlib.ExitStack() as around:
             around.enter_context(owner.using(self._aliases))  # parts may be computed again
             around.enter_context(owner.reductions.held_back())
@@ -97,23 +97,14 @@ class _Graphs:
             torch.autograd.backward(self._live, self._grad_output)
         self._live = None
         self._grad_input.copy_(_taken(self._input))
-        for layer, entry in owner.delayed.take(self._waiting) if owner.delayed is not None else ():
-            self._deferred[layer].append(entry)
-        self._waiting = {}
 
     def _add(self, number: int, alias: Any) -> None:
-        """Add a new gradient to its parameter's, or keep it for a W of Transformer Engine's
-        layers.
-        """
-        parameter, delayed = self._owner.parameters[number], self._owner.delayed
+        """Add a new gradient to its parameter's."""
+        parameter = self._owner.parameters[number]
         if getattr(alias, "grad_added_to_main_grad", False):
             parameter.grad_added_to_main_grad = True
-        if delayed is not None and delayed.knows(parameter):
-            self._waiting[parameter] = real_gradient(alias)
-            alias.grad = None
-        else:
-            accumulate.add(parameter, [_taken(alias)])
-            self._added.add(parameter)
+        accumulate.add(parameter, [_taken(alias)])
+        self._added.add(parameter)
 
     def _run_weight(self, layer: int) -> None:
         for work in self._deferred.pop(layer, ()):
@@ -204,7 +195,6 @@ class GraphedBlock:
     Args:
         chunk: the chunk of the block; its gradients are added as DDP adds them.
         store: takes deferred weight gradients; None for a fused backward.
-        delayed: the chunk's modules that delay theirs by themselves; None if there are none.
         capture: see :data:`Capture`.
         rng: the source of random draws; None if none are drawn.
         say: called with the reason why something runs without graphs.
@@ -214,7 +204,6 @@ class GraphedBlock:
         self,
         chunk: torch.nn.Module,
         store: WeightGradients | None,
-        delayed: DelayedModules | None,
         capture: Capture,
         rng: CapturedRng | None,
         say: Callable[[str], None],
@@ -225,7 +214,7 @@ class GraphedBlock:
         block: Any = decoder_block(chunk)
         self._block = block
         self.chunk: Any = chunk
-        self.store, self.delayed, self.capture, self._say = store, delayed, capture, say
+        self.store, self.capture, self._say = store, capture, say
         self.num_layers = len(block.layers)
         self.parameters = [p for p in block.parameters() if p.requires_grad]
         self.reductions = Reductions(chunk, self.parameters)

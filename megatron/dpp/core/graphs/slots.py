@@ -81,10 +81,9 @@ class ChunkGraphs:
             say = partial(self._say, number)
             reason = why_not(chunk)
             if reason is None:
-                delayed = store.delayed_by_modules(number) if store is not None else None
                 self._numbers.append(number)
                 self._blocks.append(
-                    GraphedBlock(chunk, store, delayed, capture, rng if draws else None, say)
+                    GraphedBlock(chunk, store, capture, rng if draws else None, say)
                 )
             else:
                 say(f"runs without graphs: {reason}")

@@ -26,7 +26,7 @@ class _Give(torch.autograd.Function):
         return parameter.new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.given.pop(), None
 
 

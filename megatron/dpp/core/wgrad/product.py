@@ -1,96 +1,29 @@
-"""The product of a linear layer whose weight gradient waits for its W."""
+"""megatron-core's own parallel linear layers, whose weight gradients wait for a W."""
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron.dpp.core.wgrad import fused as fused_wgrad
 from megatron.dpp.core.wgrad.accumulate import is_hooked
-from megatron.dpp.core.wgrad.own_way import product_is_own, stands_for
-from megatron.dpp.errors import ConfigError, setting
+from megatron.dpp.core.wgrad.deferrable import (
+    NODE,
+    Deferrable,
+    Kept,
+    LayerWork,
+    refuse,
+    wants_leaves,
+)
+from megatron.dpp.core.wgrad.own_way import product_is_own, stands_for, why_module, why_weight
 
-NODE = torch.zeros((), requires_grad=True)
-"""An input of products that defer, in the place of their weights. It gets no gradient itself."""
-_NODE_ACCUMULATES = torch.autograd.graph.get_gradient_edge(NODE).node
-
-Defer = Callable[[int, "DeferredWork"], None]
-"""Takes the work of a layer, counted from the chunk's first."""
-Add = Callable[[Any, list[torch.Tensor]], None]
-
-
-class DeferredWork(abc.ABC):
-    """Work that a backward pass leaves for its W."""
-
-    task = -1
-    """Autograd's number of the pass, where the order of its additions matters."""
-
-    @abc.abstractmethod
-    def num_bytes(self) -> int:
-        """Memory that it holds, beyond the activation."""
-
-    @abc.abstractmethod
-    def compute(self) -> None:
-        """Compute the gradients and hand them over."""
-
-    def touches(self, weight: torch.Tensor) -> bool:
-        """True if it adds to this weight's gradient."""
-        return False
-
-    def join(self, other: DeferredWork) -> bool:
-        """Take over later work of the same pass, if autograd would add up both gradients before it
-        hands them over; False if it would not.
-        """
-        return False
-
-
-def wants_leaves() -> bool:
-    """In the backward of a product of :data:`NODE`: True if the pass accumulates gradients of
-    leaves, and not only asks for those of some tensors, as ``torch.autograd.grad`` does.
-    """
-    wanted: bool = torch._C._will_engine_execute_node(_NODE_ACCUMULATES)
-    return wanted
-
-
-def refuse(name: str, why: str) -> NoReturn:
-    """Refuse to go on with a layer whose gradients would not be those of a fused backward.
-
-    Raises:
-        ConfigError: always.
-    """
-    split, off = setting("split_backward"), setting("split_backward", "off")
-    raise ConfigError(
-        f"{split}: {name} {why}, so that its deferred gradient would differ from that of "
-        f"a fused backward; use {off}",
-        split,
-        off,
-    )
-
-
-class Kept:
-    """A tensor that waits for a W, as it is now. Autograd would add to an output gradient in place
-    if nobody else held it, hence no copy of its handle.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version = tensor, tensor._version
-        self.num_bytes = tensor.numel() * tensor.element_size()
-
-    def get(self, name: str) -> torch.Tensor:
-        """The tensor.
-
-        Raises:
-            ConfigError: it was changed since.
-        """
-        if self._tensor._version != self._version:
-            refuse(name, "has an input or an output gradient that was changed in place after its B")
-        return self._tensor
+KINDS: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear)
 
 
 class _Operands(NamedTuple):
@@ -105,30 +38,48 @@ class _Operands(NamedTuple):
         return self.input.num_bytes + self.grad_output.num_bytes
 
 
-class Layer:
-    """A linear layer whose products defer.
+class Layer(Deferrable):
+    """A linear layer of megatron-core's."""
 
-    Args:
-        piece: its transformer layer.
-        name: for messages.
-        module: of megatron-core's own class.
-        add: adds a gradient to a parameter, see :func:`accumulate.add`.
-        defer: takes the work of a backward pass.
-    """
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.weight: torch.nn.Parameter = self.module.weight
+        self.weights = [self.weight]
+        self.fused = bool(self.module.gradient_accumulation_fusion)
 
-    def __init__(
-        self,
-        piece: int,
-        name: str,
-        module: Any,
-        add: Add,
-        defer: Defer,
-    ) -> None:
-        self.piece, self.name, self.defer, self.add = piece, name, defer, add
-        self.weight: torch.nn.Parameter = module.weight
-        self.fused = bool(module.gradient_accumulation_fusion)
+    @staticmethod
+    def takes(module: torch.nn.Module) -> bool:
+        return isinstance(module, KINDS)
 
-    def why_not(
+    @staticmethod
+    def why_not(module: Any, uses: Callable[[torch.Tensor], int]) -> str | None:
+        weight = module._parameters.get("weight")
+        given = weight is None and vars(module).get("weight", module) is None  # one in each call
+        if given or (weight is not None and not weight.requires_grad):
+            return ""
+        return why_module(module, KINDS) or why_weight(module, uses)
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        self.module._forward_impl = self._forward
+        try:
+            yield
+        finally:
+            vars(self.module).pop("_forward_impl", None)
+
+    def _forward(self, input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        if not self.defers(self._why_not(input, weight, options)):
+            own = type(self.module)._forward_impl
+            return own(self.module, input, weight, **options)  # type: ignore[no-any-return]
+        group = options["tp_group"]
+        gathered_over = group if options["sequence_parallel"] else None
+        output: torch.Tensor = InputGradientNow.apply(  # type: ignore[no-untyped-call]
+            input, options["bias"], NODE, (weight,), self, options["allreduce_dgrad"],
+            gathered_over, group,
+        )  # fmt: skip
+        return output
+
+    def _why_not(
         self, input_: torch.Tensor, weight: torch.Tensor, options: Mapping[str, Any]
     ) -> str | None:
         """The reason why a call does not defer: "" if there is nothing to tell, None if it does."""
@@ -153,44 +104,7 @@ def _wants(bias: torch.Tensor | None) -> bool:
     return bias is not None and bias.requires_grad
 
 
-def _task() -> int:
-    number: int = torch._C._current_graph_task_id()
-    return number
-
-
-class HasBytes(Protocol):
-    """One product's operands, by the memory that they hold."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-
-LayerT = TypeVar("LayerT")
-ProductT = TypeVar("ProductT", bound=HasBytes)
-
-
-@dataclass(eq=False)
-class LayerWork(DeferredWork, Generic[LayerT, ProductT]):
-    """The weight gradients of one layer; of several products if the pass ran it several times."""
-
-    layer: LayerT
-    products: list[ProductT]
-    task: int = field(default_factory=_task)
-
-    def num_bytes(self) -> int:
-        return sum(each.num_bytes for each in self.products)
-
-    def join(self, other: DeferredWork) -> bool:
-        if isinstance(other, LayerWork) and (other.layer, other.task) == (self.layer, self.task):
-            self.products += other.products
-            return True
-        return False
-
-
-class _Deferred(LayerWork[Layer, _Operands]):
-    def touches(self, weight: torch.Tensor) -> bool:
-        return self.layer.weight is weight
-
+class _Deferred(LayerWork["Layer", _Operands]):
     @torch.no_grad()
     def compute(self) -> None:
         layer = self.layer
@@ -206,7 +120,7 @@ class _Deferred(LayerWork[Layer, _Operands]):
                 added = grad_output.t().matmul(total_input)
                 gradients = [gradients.pop() + added if gradients else added]
                 del added
-        layer.add(layer.weight, gradients)
+        layer.store.add(layer.weight, gradients)
 
 
 class InputGradientNow(torch.autograd.Function):
@@ -256,7 +170,7 @@ class InputGradientNow(torch.autograd.Function):
             # Detached: the input's grad_fn would keep the whole graph before it alive until the W.
             given = Kept(input_.detach())
             operands = _Operands(given, Kept(grad_output), ctx.gather_group)
-            layer.defer(layer.piece, _Deferred(layer, [operands]))
+            layer.leave(_Deferred(layer, [operands]))
         grad_bias = None
         if ctx.has_bias:
             grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
@@ -265,38 +179,6 @@ class InputGradientNow(torch.autograd.Function):
         if ctx.gather_group is not None:
             grad_input = scattered
         return grad_input, grad_bias, None, None, None, None, None, None
-
-
-def forward_of(
-    module: Any, layer: Layer, say: Callable[[str], None]
-) -> Callable[..., torch.Tensor]:
-    """The ``_forward_impl`` of a linear layer while its weight gradients are deferred.
-
-    Args:
-        say: called with the reason why a call does not defer.
-    """
-
-    def forward_impl(input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
-        why_not = layer.why_not(input, weight, options)
-        if why_not is not None:
-            if why_not:
-                say(why_not)
-            own: torch.Tensor = type(module)._forward_impl(module, input, weight, **options)
-            return own
-        sequence_parallel = options["sequence_parallel"]
-        output: torch.Tensor = InputGradientNow.apply(  # type: ignore[no-untyped-call]
-            input,
-            options["bias"],
-            NODE,
-            (weight,),
-            layer,
-            options["allreduce_dgrad"],
-            options["tp_group"] if sequence_parallel else None,
-            options["tp_group"],
-        )
-        return output
-
-    return forward_impl
 
 
 def _gather(input_: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:

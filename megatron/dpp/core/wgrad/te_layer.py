@@ -15,7 +15,7 @@ This holds for Transformer Engine 2.7 to 2.20 by its sources.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -26,17 +26,12 @@ from megatron.core.utils import get_te_version, is_te_min_version
 from megatron.dpp.core import compat
 from megatron.dpp.core.memory import tensors_in
 from megatron.dpp.core.wgrad.accumulate import is_hooked
+from megatron.dpp.core.wgrad.deferrable import NODE, Deferrable, Kept, LayerWork, wants_leaves
 from megatron.dpp.core.wgrad.own_way import is_written_in, stands_for, why_weight
-from megatron.dpp.core.wgrad.product import (
-    NODE,
-    Add,
-    DeferredWork,
-    Kept,
-    LayerWork,
-    wants_leaves,
-)
-from megatron.dpp.core.wgrad.te import SINCE, is_delayed
+from megatron.dpp.errors import ConfigError
 
+SINCE = "2.7.0"
+"""The first version with a ``wgrad_store``."""
 _ASIDES = "dpp_asides"
 """Attribute of a parameter that a capture computes with: what stood for it there."""
 _OVERLAPS = (
@@ -45,9 +40,25 @@ _OVERLAPS = (
 )
 
 
-def is_te(module: torch.nn.Module) -> bool:
-    """True for a linear layer of Transformer Engine that was built without a delay."""
-    return getattr(module, "wgrad_store", None) is not None and not is_delayed(module)
+def is_delayed(module: Any) -> bool:
+    """True if a module delays its weight gradients."""
+    store = getattr(module, "wgrad_store", None)
+    return store is not None and hasattr(module, "backward_dw") and store.delay_wgrad_compute()
+
+
+def refuse_delayed(chunks: list[torch.nn.Module]) -> None:
+    """Refuse modules that delay weight gradients by themselves.
+
+    Raises:
+        ConfigError: a chunk has one.
+    """
+    for number, chunk in enumerate(chunks):
+        if any(is_delayed(module) for module in chunk.modules()):
+            raise ConfigError(
+                f"chunk {number}: its Transformer Engine layers were built with "
+                "delay_wgrad_compute, so their weight gradients would be lost: leave it out, as "
+                "layers of all kinds can wait without it"
+            )
 
 
 def weights_of(module: Any) -> list[str]:
@@ -147,7 +158,7 @@ class _Aside(torch.autograd.Function):
         biases = gradients[ctx.num_weights :]
         for bias, gradient in zip(ctx.layer.biases, biases, strict=True):
             if gradient is not None:
-                ctx.layer.add(bias, [gradient])
+                ctx.layer.store.add(bias, [gradient])
         return (None,) * (2 + len(gradients))
 
 
@@ -166,37 +177,19 @@ class _Store:
         """
         layer = self._layer
         if wants_leaves():
-            layer.defer(layer.piece, _Deferred(layer, [_Product.of(tensors, product)]))
+            layer.leave(_Deferred(layer, [_Product.of(tensors, product)]))
         elif layer.fused:
             product(*tensors)  # it adds by itself, whatever the pass asks for
 
 
-class TELayer:
-    """A linear layer, or one of all experts, whose weight gradients wait.
+class TELayer(Deferrable):
+    """A linear layer of Transformer Engine's, or one of all experts."""
 
-    Args:
-        piece: its transformer layer.
-        name: for messages.
-        module: one without :func:`why_layer`, of trained weights.
-        add: adds a gradient to a parameter, see :func:`accumulate.add`.
-        defer: takes the work of a backward pass.
-        say: called with the reason why a call does not defer.
-    """
-
-    def __init__(
-        self,
-        piece: int,
-        name: str,
-        module: Any,
-        add: Add,
-        defer: Callable[[int, DeferredWork], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self.piece, self.name, self.defer, self._say = piece, name, defer, say
-        self.add = add
-        self._module = module
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        module = self.module
         self._names = weights_of(module)
-        self.weights: list[Any] = [module._parameters[name] for name in self._names]
+        self.weights = [module._parameters[name] for name in self._names]
         biases = _biases_of(module, self._names)
         self._names += biases
         self._parameters = [module._parameters[name] for name in self._names]
@@ -208,16 +201,27 @@ class TELayer:
         self._store = _Store(self)
         self._asides: dict[str, Any] = {}
 
+    @staticmethod
+    def takes(module: torch.nn.Module) -> bool:
+        return getattr(module, "wgrad_store", None) is not None
+
+    @staticmethod
+    def why_not(module: Any, uses: Callable[[torch.Tensor], int]) -> str | None:
+        weights = [module._parameters.get(name) for name in weights_of(module)]
+        if not all(weight is None or weight.requires_grad for weight in weights):
+            return ""
+        return why_layer(module, uses)
+
     @contextmanager
     def bound(self) -> Iterator[None]:
         """Let the module's forwards defer for one step."""
-        inner = self._module.forward
+        inner = self.module.forward
         self._asides = self._aside(self._parameters)
-        self._module.forward = lambda *args, **options: self._forward(inner, args, options)
+        self.module.forward = lambda *args, **options: self._forward(inner, args, options)
         try:
             yield
         finally:
-            del self._module.forward
+            del self.module.forward
             self._asides = {}
 
     def _aside(self, parameters: list[Any]) -> dict[str, Any]:
@@ -229,13 +233,10 @@ class TELayer:
         return dict(zip(self._names, given, strict=True))
 
     def _forward(self, inner: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        module = self._module
+        module = self.module
         table = module._parameters
         given = [table[name] for name in self._names]
-        why_not = self._why_not(next(iter((*args, *options.values()))), given)
-        if why_not is not None:
-            if why_not:
-                self._say(why_not)
+        if not self.defers(self._why_not(next(iter((*args, *options.values()))), given)):
             return inner(*args, **options)
         asides = self._asides
         if given[0] is not self._parameters[0]:  # in a capture, which needs its own
@@ -286,9 +287,6 @@ class _Product(NamedTuple):
 
 
 class _Deferred(LayerWork["TELayer", _Product]):
-    def touches(self, weight: torch.Tensor) -> bool:
-        return any(own is weight for own in self.layer.weights)
-
     @torch.no_grad()
     def compute(self) -> None:
         layer = self.layer
@@ -303,12 +301,12 @@ class _Deferred(LayerWork["TELayer", _Product]):
         weights, biases = sums[: len(layer.weights)], sums[len(layer.weights) :]
         del sums
         for weight in layer.weights if layer.fused else ():
-            layer.add(weight, [])
+            layer.store.add(weight, [])
         for parameters, gradients in ((layer.weights, weights), (layer.biases, biases)):
             for parameter in parameters if gradients else ():
                 gradient = gradients.pop(0)
                 if gradient is not None:
-                    layer.add(parameter, [gradient])
+                    layer.store.add(parameter, [gradient])
 
     def _gradients(self, product: _Product) -> list[torch.Tensor | None]:
         """Of the weights, None where they were added, and of the biases, None where B had them."""
@@ -337,3 +335,18 @@ def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor |
     if one is None or other is None:
         return other if one is None else one
     return one + other
+
+
+@contextmanager
+def adding(modules: Iterable[Any]) -> Iterator[None]:
+    """Make modules add weight gradients to ``main_grad``, which they overwrite in an iteration's
+    first microbatch and a graph would overwrite in all.
+    """
+    firsts = [module for module in modules if getattr(module, "is_first_microbatch", False)]
+    for module in firsts:
+        module.is_first_microbatch = False
+    try:
+        yield
+    finally:
+        for module in firsts:
+            module.is_first_microbatch = True

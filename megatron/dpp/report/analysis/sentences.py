@@ -124,18 +124,14 @@ def _other_order_lines(found: Pipeline) -> list[str]:
 
 
 def _host_lines(found: Pipeline) -> list[str]:
-    """The host's time per task, where it was recorded, and what helps if it is the limit."""
-    host = max((row.peaks.get("host", 0.0) for row in found.ranks), default=0.0)
+    """Names the remedy for a run that launching limits."""
     launching = max((row.peaks.get("launching", 0.0) for row in found.ranks), default=0.0)
-    if not host:
+    if launching < GRAPHS_PAY_FROM:
         return []
-    text = f"The host takes up to {host:.0f} us per task"
-    if not launching:
-        return [f"{text}."]
-    text += f" beside launching, which takes up to {percent(launching)} of the tasks' time."
-    if launching >= GRAPHS_PAY_FROM:
-        text += " The run is launch-bound: CUDA graphs or a larger micro-batch shorten it."
-    return [text]
+    return [
+        f"Launching takes up to {percent(launching)} of the tasks' time: CUDA graphs or a larger "
+        "micro-batch shorten a step."
+    ]
 
 
 def training_sentences(training: Training) -> list[str]:
@@ -157,7 +153,7 @@ def training_sentences(training: Training) -> list[str]:
 
 
 def difference_sentences(found: Difference) -> list[str]:
-    """What two runs have in common, and by how much they differ."""
+    """Names the metrics that two runs share bit by bit, and how far the others differ."""
     if not found.common:
         return ["The two runs have no step in common."]
     lines = []

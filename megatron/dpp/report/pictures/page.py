@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -115,6 +117,8 @@ def _comparison(report: Report) -> str:
         one, two = (own[name] for own in times)
         if one and two:
             rows.append((name, duration(one), duration(two), f"{(one / two - 1) * 100:+.1f} %"))
+    if rows and not _is_clear(report, report.baseline):
+        rows.append(("the steps' times differ by less than twice their standard error", *[""] * 3))
     found = report.difference
     if found:
         steps = f"{found.common} common steps"
@@ -125,6 +129,18 @@ def _comparison(report: Report) -> str:
         ]
     names = (report.training.home.name, report.baseline.training.home.name)
     return _section("Beside the baseline", _table(("", *names, "difference"), rows))
+
+
+def _is_clear(one: Report, two: Report) -> bool:
+    """True where the mean times of two runs' traced steps differ by twice their standard error."""
+    means, squares = [], 0.0
+    for pipeline in (one.pipeline, two.pipeline):
+        times = [row.total_ms for row in pipeline.iterations] if pipeline else []
+        if len(times) < 2:
+            return False
+        means.append(statistics.fmean(times))
+        squares += statistics.variance(times) / len(times)
+    return abs(means[0] - means[1]) > 2 * math.sqrt(squares)
 
 
 def _times(report: Report) -> dict[str, float | None]:

@@ -8,8 +8,8 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.dpp.files.safe_files import open_text_to_write
 from megatron.dpp.report.pictures.style import CHUNK_ALPHA, FONT, colour, label_of, style_sheet
-from megatron.dpp.safe_files import open_text_to_write
 
 WIDTH = 1000.0
 """Units of a picture's width; texts have 12."""

@@ -27,10 +27,11 @@ def plot_loss(report: Report) -> Picture | None:
     for name, run in (("this", report), ("other", report.baseline)):
         if run is not None:
             training = run.training
-            label = training.home.name if report.baseline else "training"
-            curves += [(label, list(zip(*training.series("loss"), strict=True)), name, True)]
-            kind = "validation" if name == "this" else "its validation"
-            curves += [(kind, training.evaluations, "good" if name == "this" else "bad", False)]
+            label = f"{training.home.name}, " if report.baseline else ""
+            points = list(zip(*training.series("loss"), strict=True))
+            curves += [(f"{label}training", points, name, True)]
+            dots = "good" if name == "this" else "bad"
+            curves += [(f"{label}validation", training.evaluations, dots, False)]
     curves = [curve for curve in curves if curve[1]]
     if not curves:
         return None
@@ -163,7 +164,7 @@ def mean_parts(pipeline: Pipeline) -> dict[str, float]:
 
 
 def plot_time(report: Report) -> Picture | None:
-    """Where the time of an iteration went: the mean rank's, the baseline's, and each rank's."""
+    """Draws the parts of an iteration's time: the mean rank's, the baseline's, each rank's."""
     found = report.pipeline
     if found is None:
         return None

@@ -7,7 +7,6 @@ is ``csrc/transport/rdma.h``.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,8 +34,8 @@ from megatron.dpp.transport.rdma_ports import Place, find_places, read_places, w
 _NAME = "rdma"
 _ELEMENT_BYTES = 4
 """Bytes of the widest usual element; ``workload`` counts elements."""
-_LONGEST_FAULT = 800
-"""Encoded bytes of a fault that a set-up message has room for."""
+_LONGEST_FAULT = 300
+"""Characters of a fault that a set-up message has room for, also where each takes 12 bytes."""
 _PATTERN_SECONDS = 5.0
 _LOST_PACKETS = 2
 """Packets of a test pattern that may be lost."""
@@ -303,12 +302,9 @@ class _Faults:
 
 
 def _fitting(fault: str) -> str:
-    """The beginning of a fault, as one line of at most ``_LONGEST_FAULT`` bytes of JSON."""
-    text = fault[:_LONGEST_FAULT].encode(errors="replace").decode()  # no half surrogate pairs
-    text = " ".join(text.split())
-    while len(json.dumps(text)) > _LONGEST_FAULT:
-        text = text[:-1].rstrip()
-    return text
+    """The beginning of a fault as one line, for a set-up message."""
+    text = fault.encode(errors="replace").decode()  # no half surrogate pairs
+    return " ".join(text.split())[:_LONGEST_FAULT]
 
 
 def _connect(made: Any, link: PeerLink, message: Mapping[str, Any]) -> None:

@@ -1,12 +1,11 @@
 """Families of models: what of a Hugging Face model becomes which flag and which tensor.
 
-One module describes a family. ``known`` has those of this package. A package of one's own adds
-further ones by an entry point of the group ``megatron_dpp.families``, and ``--family-file`` names a
-file with one.
+One description per family; ``known`` has those of this package, and ``--family-file`` names a file
+with a further one.
 """
 
 from megatron.dpp_train.hf.families import parts
 from megatron.dpp_train.hf.families.base import Config, Family, Row, Sizes, row
-from megatron.dpp_train.hf.families.registry import ENTRY_POINTS, find_families
+from megatron.dpp_train.hf.families.registry import find_families
 
-__all__ = ["ENTRY_POINTS", "Config", "Family", "Row", "Sizes", "find_families", "parts", "row"]
+__all__ = ["Config", "Family", "Row", "Sizes", "find_families", "parts", "row"]

@@ -1,6 +1,7 @@
 """GLM-4.5: dense layers first, then experts with a sigmoid router, a bias and a shared expert."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 from megatron.dpp.errors import DataError
@@ -9,8 +10,8 @@ from megatron.dpp_train.hf.families.base import Config, Family, Sizes, row
 from megatron.dpp_train.hf.families.parts import HF, OURS
 
 
-def read_experts(content: Config) -> dict[str, Any]:
-    """The flags of layers with experts behind some dense ones."""
+def _read(content: Config) -> dict[str, Any]:
+    """The flags of layers with experts behind some dense ones, and of attention."""
     layers, dense = content["num_hidden_layers"], content["first_k_dense_replace"]
     groups, best = content["n_group"] or 1, content["topk_group"] or 1
     if not content["norm_topk_prob"]:
@@ -31,11 +32,15 @@ def read_experts(content: Config) -> dict[str, Any]:
                 "megatron-core knows two experts per group only"
             )
         flags |= {"moe-router-num-groups": groups, "moe-router-group-topk": best}
+    if content["use_qk_norm"]:
+        flags["qk-layernorm"] = True
+    if content["attention_bias"]:
+        flags["add-qkv-bias"] = True
     return flags
 
 
-def write_experts(args: Any) -> Config:
-    """The fields of :func:`read_experts`."""
+def _write(args: Any) -> Config:
+    """The fields of :func:`_read`."""
     every = args.moe_layer_freq
     dense = every.count(0) if isinstance(every, list) else 0
     if isinstance(every, list) and every != [0] * dense + [1] * (args.num_layers - dense):
@@ -48,16 +53,18 @@ def write_experts(args: Any) -> Config:
         "n_group": args.moe_router_num_groups or 1,
         "topk_group": args.moe_router_group_topk or 1,
         "norm_topk_prob": True,
+        "use_qk_norm": bool(args.qk_layernorm),
+        "attention_bias": bool(args.add_qkv_bias),
     }
 
 
-def is_predictor(name: str, sizes: Sizes) -> str:
+def _unread(name: str, sizes: Sizes) -> str:
     """The reason why a tensor of the layers behind the last is left out."""
     found = re.match(r"model\.layers\.(\d+)\.", name)
     return "it predicts further tokens" if found and int(found[1]) >= sizes.layers else ""
 
 
-EXPERT_ROWS = (
+_ROWS = (
     row(
         f"{OURS}mlp.router.expert_bias",
         f"{HF}mlp.gate.e_score_correction_bias: experts",
@@ -82,58 +89,32 @@ EXPERT_ROWS = (
     parts.mlp_norm("post_attention_layernorm.weight", layers="dense"),
     *parts.gated_mlp(layers="dense"),
 )
-EXPERT_FIELDS = {
-    "n_routed_experts": "num-experts",
-    "num_experts_per_tok": "moe-router-topk",
-    "moe_intermediate_size": "moe-ffn-hidden-size",
-}
-EXPERT_FLAGS = {
-    "moe-router-load-balancing-type": "none",
-    "moe-token-dispatcher-type": "alltoall",
-    "moe-router-score-function": "sigmoid",
-    "moe-router-enable-expert-bias": True,
-    "moe-router-bias-update-rate": 0.0,
-    "moe-router-dtype": "fp32",
-}
-EXPERT_SILENT = (
-    *("first_k_dense_replace", "routed_scaling_factor", "n_shared_experts", "n_group"),
-    *("topk_group", "norm_topk_prob"),
-)
-
-
-def _read(content: Config) -> dict[str, Any]:
-    flags = read_experts(content)
-    if content["use_qk_norm"]:
-        flags["qk-layernorm"] = True
-    if content["attention_bias"]:
-        flags["add-qkv-bias"] = True
-    return flags
-
-
-def _write(args: Any) -> Config:
-    biased = bool(args.add_qkv_bias)
-    return write_experts(args) | {"use_qk_norm": bool(args.qk_layernorm), "attention_bias": biased}
-
 
 FAMILY = Family(
     name="glm4_moe",
     models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
     class_name="Glm4MoeForCausalLM",
-    fields=parts.FIELDS | EXPERT_FIELDS | {"partial_rotary_factor": "rotary-percent"},
+    fields=parts.FIELDS
+    | {
+        "n_routed_experts": "num-experts",
+        "num_experts_per_tok": "moe-router-topk",
+        "moe_intermediate_size": "moe-ffn-hidden-size",
+        "partial_rotary_factor": "rotary-percent",
+    },
     rows=(
-        *(*parts.ENDS, *parts.ATTENTION, *EXPERT_ROWS),
-        *(
-            row(
-                each.key,
-                *map(": ".join, zip(each.names, each.shapes, strict=True)),
-                rule=each.rule,
-                only=only,
-            )
-            for only, rows in (("qk-layernorm", parts.QK_NORM), ("add-qkv-bias", parts.QKV_BIAS))
-            for each in rows
-        ),
+        *(*parts.ENDS, *parts.ATTENTION, *_ROWS),
+        *(replace(each, only="qk-layernorm") for each in parts.QK_NORM),
+        *(replace(each, only="add-qkv-bias") for each in parts.QKV_BIAS),
     ),
-    flags=parts.FLAGS | EXPERT_FLAGS,
+    flags=parts.FLAGS
+    | {
+        "moe-router-load-balancing-type": "none",
+        "moe-token-dispatcher-type": "alltoall",
+        "moe-router-score-function": "sigmoid",
+        "moe-router-enable-expert-bias": True,
+        "moe-router-bias-update-rate": 0.0,
+        "moe-router-dtype": "fp32",
+    },
     only={"hidden_act": ("silu",)},
     usual=parts.USUAL
     | {
@@ -149,10 +130,13 @@ FAMILY = Family(
         "topk_group": 1,
         "norm_topk_prob": True,
     },
-    silent=(*EXPERT_SILENT, "use_qk_norm", "attention_bias"),
+    silent=(
+        *("first_k_dense_replace", "routed_scaling_factor", "n_shared_experts", "n_group"),
+        *("topk_group", "norm_topk_prob", "use_qk_norm", "attention_bias"),
+    ),
     prepare=parts.partial_rotary,
     read=_read,
     write=_write,
-    unread=is_predictor,
+    unread=_unread,
     written={"num_nextn_predict_layers": 0},
 )

@@ -82,17 +82,6 @@ GRANITE = replace(
 
 # --- Phi-3 and Phi-4: projections are fused, heads may be rotated in part ---
 
-
-def _read_phi3(content: Config) -> dict[str, Any]:
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise DataError(
-            f"rope_type {shown(kind)} of phi3 is LongRoPE, which cannot be trained here"
-        )
-    return {}
-
-
 PHI3 = replace(
     LLAMA,
     name="phi3",
@@ -112,7 +101,6 @@ PHI3 = replace(
     only={"hidden_act": ("silu",), "attention_bias": (False, None)},
     usual=parts.USUAL | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
     prepare=parts.partial_rotary,
-    read=_read_phi3,
 )
 
 # --- SmolLM3: some layers have no rotary embedding ---

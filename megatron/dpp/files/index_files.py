@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.safe_files import open_to_read
+from megatron.dpp.files.safe_files import open_to_read
 
 MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = 34
@@ -86,7 +86,7 @@ def _fits(file: IO[bytes], sequences: int, documents: int, token_bytes: int) -> 
     lengths = numpy.frombuffer(file.read(sequences * 4), numpy.int32).astype(numpy.int64)
     places = numpy.frombuffer(file.read(sequences * 8), numpy.int64)
     begins = numpy.frombuffer(file.read(documents * 8), numpy.int64)
-    if lengths.min() < 0 or not documents or (begins[0], begins[-1]) != (0, sequences):
+    if (lengths < 0).any() or not documents or (begins[0], begins[-1]) != (0, sequences):
         return False
     ends = numpy.cumsum(lengths * token_bytes)
     return bool((places == ends - lengths * token_bytes).all() and (numpy.diff(begins) >= 0).all())

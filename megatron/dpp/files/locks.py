@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.safe_files import open_to_read, open_to_write
+from megatron.dpp.files.safe_files import check_name, open_to_read, open_to_write
 
 LOCK_NAME = ".lock"
 """File in a directory that only one run may write."""
@@ -76,8 +76,9 @@ def lock_directory(directory: str | Path, flag: str) -> Lock:
             user, which stays as it is then.
     """
     path = Path(directory) / LOCK_NAME
-    was_there = path.parent.exists()
     try:
+        check_name(path)
+        was_there = path.parent.exists()
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open_to_write(path, append=True, private=True, buffered=False)
     except OSError as error:

@@ -60,7 +60,7 @@ def open_to_read(path: str | Path) -> io.BufferedReader:
     Raises:
         OSError: it cannot be opened, is a pipe, a device or a directory, or a pointer of Git LFS.
     """
-    _check_name(path)
+    check_name(path)
     return open(path, "rb", opener=_open_regular)
 
 
@@ -87,7 +87,7 @@ def open_to_write(
             belongs to another user. It is left as it is then.
     """
 
-    _check_name(path)
+    check_name(path)
 
     def opened(path: str, _: int) -> int:
         return _open_own(path, append=append, private=private)
@@ -159,7 +159,8 @@ def _umask() -> int:
     return int(status.partition("Umask:")[2].split()[0], 8)
 
 
-def _check_name(path: str | Path) -> None:
+def check_name(path: str | Path) -> None:
+    """Raises an OSError for what no file can be called."""
     try:
         name = os.fsencode(path)
     except UnicodeEncodeError as error:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from megatron.dpp.command_line import new_parser
 from megatron.dpp.config import Backward
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.index_files import check_index, read_lengths
-from megatron.dpp.safe_files import read_bytes
+from megatron.dpp.files.index_files import check_index, read_lengths
+from megatron.dpp.files.safe_files import read_bytes
 from megatron.dpp.schedule.policies import BUILT_IN
 from megatron.dpp.sim import conditions
 from megatron.dpp.sim.conditions import CONDITIONS, Change
@@ -194,7 +194,7 @@ def _read(path: str) -> str:
 
 
 def changes(args: argparse.Namespace, shape: Shape, sigma: float | None) -> list[Change]:
-    """What varies, in the order of the flags.
+    """The changes that flags ask for, in their order.
 
     Raises:
         ConfigError: a flag has another form, or names a rank or link that there is not.
