@@ -23,7 +23,6 @@ ENGINE, TRAINER = ROOT / "megatron" / "dpp", ROOT / "megatron" / "dpp_train"
 ENGINE_ROOMS = {
     "errors": set(),
     "direction": set(),
-    "budget": set(),
     "config": {"errors"},
     "hosts": {"errors"},
     "inject": {"errors"},
@@ -53,7 +52,7 @@ ENGINE_ROOMS = {
 WITHOUT_MEGATRON = ("schedule", "runtime", "transport", "trace", "sim", "report", "files")
 """Rooms that reach megatron-core through ``core`` alone."""
 OPEN_TO_THE_TRAINER = {
-    *("budget", "command_line", "config", "errors", "files", "hosts", "plugin", "processes"),
+    *("command_line", "config", "errors", "files", "hosts", "plugin", "processes"),
     *("report", "run", "schedule", "sim", "trace", "metrics"),
     *("core.cpu", "core.compat", "core.varlen"),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import resource
@@ -11,7 +10,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,9 +42,8 @@ def test_the_second_of_two_is_refused_in_a_second_and_told_who_is_first(
     named = f"--save {tmp_path}: process {first.pid} on host {socket.gethostname()} writes there"
     try:
         for turn in range(1, 21):
-            for look in (locks.lock_directory, locks.check_free):
-                with pytest.raises(DataError, match=re.escape(named)):
-                    look(tmp_path, "--save")
+            with pytest.raises(DataError, match=re.escape(named)):
+                locks.lock_directory(tmp_path, "--save")
             assert now[0] < turn
     finally:
         first.kill()
@@ -56,9 +53,8 @@ def test_the_second_of_two_is_refused_in_a_second_and_told_who_is_first(
     assert not (tmp_path / locks.LOCK_NAME).read_bytes()
 
 
-@pytest.mark.parametrize("take", [locks.check_free, locks.lock_directory])
 def test_the_processes_of_a_killed_run_have_a_moment_to_end(
-    take: Callable[[Path, str], locks.Lock | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock, waited = locks.lock_directory(tmp_path, "--save"), []
 
@@ -69,8 +65,7 @@ def test_the_processes_of_a_killed_run_have_a_moment_to_end(
 
     clock = SimpleNamespace(monotonic=lambda: sum(waited), sleep=sleep, time=time.time)
     monkeypatch.setattr(locks, "time", clock)
-    with take(tmp_path, "--save") or contextlib.nullcontext():
-        pass
+    locks.lock_directory(tmp_path, "--save").close()
     assert 0.1 < sum(waited) < 0.2
 
 
@@ -121,7 +116,6 @@ def test_an_attempt_on_a_full_disk_or_a_name_of_no_file_leaves_nothing(tmp_path:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     with pytest.raises(DataError, match=r"--save .*is no name of a file"):
         locks.lock_directory(tmp_path / "a\0b", "--save")
-    locks.check_free(tmp_path / "a\0b", "--save")
     assert [path.name for path in tmp_path.rglob("*")] == ["old"]
 
 

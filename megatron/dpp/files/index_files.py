@@ -16,9 +16,9 @@ _HEADER = 34
 
 TOKEN_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
 """NumPy's names of megatron-core's dtype codes that token ids can have."""
-_MOST_LOOKED_AT = 1 << 24
 TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 """Bytes per token of megatron-core's dtype codes."""
+_MOST_LOOKED_AT = 1 << 24
 
 
 def check_index(prefix: str) -> tuple[int, int]:
@@ -39,32 +39,14 @@ def check_index(prefix: str) -> tuple[int, int]:
                 "megatron-dpp preprocess makes both)"
             )
     with open_to_read(index) as file:
-        header: Any = file.read(34)
-        if len(header) < 34 or header[:9] != MAGIC:
-            raise DataError(f"{index}: not a Megatron index (bad header)")
-        version, code, sequences, documents = struct.unpack("<QBQQ", header[9:34])
-        if version != 1 or code not in TOKEN_BYTES:
-            raise DataError(
-                f"{index}: version {version}, dtype code {code}: expected version 1 and a code of "
-                "1 to 8"
-            )
-        expected = 34 + sequences * (4 + 8) + documents * 8
-        actual = index.stat().st_size
-        if actual not in (expected, expected + sequences):  # multimodal indices have modes
-            raise DataError(
-                f"{index}: {actual} bytes, but its header says {expected}: cut short? Copy it again"
-            )
-        if not sequences:
-            raise DataError(f"{index}: holds no sequence")
-        file.seek(34 + (sequences - 1) * 4)
+        sequences, documents, token_bytes = _header(file, index)
+        file.seek(_HEADER + (sequences - 1) * 4)
         (length,) = struct.unpack("<i", file.read(4))
-        file.seek(34 + sequences * 4 + (sequences - 1) * 8)
+        file.seek(_HEADER + sequences * 4 + (sequences - 1) * 8)
         (pointer,) = struct.unpack("<q", file.read(8))
-        if sequences <= _MOST_LOOKED_AT and not _fits(
-            file, sequences, documents, TOKEN_BYTES[code]
-        ):
+        if sequences <= _MOST_LOOKED_AT and not _fits(file, sequences, documents, token_bytes):
             raise DataError(f"{index}: damaged: its lengths and places contradict each other")
-    needed = pointer + length * TOKEN_BYTES[code]
+    needed = pointer + length * token_bytes
     with open_to_read(data) as file:
         actual = os.fstat(file.fileno()).st_size
     if actual != needed:
@@ -75,14 +57,33 @@ def check_index(prefix: str) -> tuple[int, int]:
     return sequences, documents - 1  # it holds where each begins, and the end
 
 
+def _header(file: IO[bytes], index: Path) -> tuple[int, int, int]:
+    """Sequences, entries of documents and bytes of a token, where the file has their size."""
+    header = file.read(_HEADER)
+    if len(header) < _HEADER or header[:9] != MAGIC:
+        raise DataError(f"{index}: not a Megatron index (bad header)")
+    version, code, sequences, documents = struct.unpack("<QBQQ", header[9:])
+    if version != 1 or code not in TOKEN_BYTES:
+        raise DataError(
+            f"{index}: version {version}, dtype code {code}: expected version 1 and a code of 1 "
+            "to 8"
+        )
+    expected = _HEADER + sequences * (4 + 8) + documents * 8
+    actual = os.fstat(file.fileno()).st_size
+    if actual not in (expected, expected + sequences):  # multimodal indices have modes
+        raise DataError(
+            f"{index}: {actual} bytes, but its header says {expected}: cut short? Copy it again"
+        )
+    if not sequences:
+        raise DataError(f"{index}: holds no sequence")
+    return sequences, documents, TOKEN_BYTES[code]
+
+
 def _fits(file: IO[bytes], sequences: int, documents: int, token_bytes: int) -> bool:
-    """True if the sequences lie one behind the other, and the documents begin in their order, or if
-    there are too many to look at."""
+    """True if the sequences lie one behind the other, and the documents begin in their order."""
     import numpy
 
-    if sequences > _MOST_LOOKED_AT:
-        return True
-    file.seek(34)
+    file.seek(_HEADER)
     lengths = numpy.frombuffer(file.read(sequences * 4), numpy.int32).astype(numpy.int64)
     places = numpy.frombuffer(file.read(sequences * 8), numpy.int64)
     begins = numpy.frombuffer(file.read(documents * 8), numpy.int64)

@@ -45,10 +45,6 @@ class Lock:
         self.warning = warning
         self._file, self._own = file, own
 
-    def keep_over_exec(self) -> None:
-        """Let the program that replaces this process hold the lock until it ends."""
-        os.set_inheritable(self._file.fileno(), True)
-
     def close(self) -> None:
         """Release the lock; calling it twice is fine."""
         if self._file.closed:
@@ -117,22 +113,9 @@ def lock_file(file: IO[bytes], named: str) -> None:
     Raises:
         DataError: another process holds the lock; ``file`` is closed then.
     """
-    if not _locked(file, fcntl.LOCK_EX):
+    if not _locked(file):
         with file:
             raise _taken(file, named)
-
-
-def check_free(directory: str | Path, flag: str) -> None:
-    """Refuse a directory that another run writes into: a DataError names host and process. Takes
-    nothing and writes nothing."""
-    path = Path(directory) / LOCK_NAME
-    try:
-        file = open_to_read(path)
-    except OSError:
-        return  # never locked; what else is wrong with it, others say
-    with file:
-        if not _locked(file, fcntl.LOCK_SH):
-            raise _taken(file, f"{flag} {directory}")
 
 
 @contextlib.contextmanager
@@ -166,16 +149,16 @@ def _is_left(directory: Path) -> bool:
         if owner is None or owner[0] != socket.gethostname():
             return False
         own = directory.lstat().st_uid == os.geteuid() and not directory.is_symlink()
-        return own and not Path(f"/proc/{owner[1]}").exists() and _locked(file, fcntl.LOCK_EX)
+        return own and not Path(f"/proc/{owner[1]}").exists() and _locked(file)
 
 
-def _locked(file: IO[bytes], kind: int) -> bool:
+def _locked(file: IO[bytes]) -> bool:
     """True once the file is locked, or where the file system has no locks; False where others hold
     it for longer than :data:`_PATIENCE_S`."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _UNSUPPORTED:
                 return True

@@ -140,23 +140,12 @@ def private_directory(path: Path) -> None:
     _set_mode(path, found, 0o700)
 
 
-def share_directory(path: Path) -> None:
-    """Give a directory from :func:`private_directory` the mode of a new one."""
-    _set_mode(path, path.lstat(), 0o777 & ~_umask())
-
-
 def _set_mode(path: Path, found: os.stat_result, mode: int) -> None:
     """Set the permissions; who inherits the group stays as it is."""
     wanted = stat.S_IMODE(found.st_mode) & ~0o777 | mode
     if stat.S_IMODE(found.st_mode) != wanted:
         with contextlib.suppress(PermissionError):  # a file system without modes
             path.chmod(wanted)
-
-
-def _umask() -> int:
-    """The process's mask of modes; ``os.umask`` would change it for all threads."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(status.partition("Umask:")[2].split()[0], 8)
 
 
 def check_name(path: str | Path) -> None:

@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron.dpp.budget import budget
 from megatron.dpp.errors import DataError, one_line
 from megatron.dpp.files.safe_files import open_to_read, read_bytes
+from megatron.dpp_train.hf.budget import budget
 from megatron.dpp_train.hf.families import Sizes
 from megatron.dpp_train.hf.folder import some
 from megatron.dpp_train.hf.rules import cast
