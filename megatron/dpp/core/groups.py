@@ -1,4 +1,4 @@
-"""Process groups of a schedule's call: the caller's, or else megatron-core's global ones."""
+"""The process groups of a call: those that its host passes, or megatron-core's global ones."""
 
 from __future__ import annotations
 
@@ -25,27 +25,16 @@ def default_groups() -> ProcessGroupCollection:
     return groups
 
 
-def pipeline_group(given: Any = None) -> ProcessGroup:
-    """The ranks of the pipeline."""
-    found: ProcessGroup = given.pp if given else parallel_state.get_pipeline_model_parallel_group()
-    return found
-
-
-def stage_group(given: Any, name: str) -> ProcessGroup:
-    """A group inside of a stage.
-
-    Args:
-        name: ``tp_cp`` (a replica's ranks), ``tp_ep`` (those that share experts) or ``tp_dp_cp``
-            (all replicas').
-    """
-    found: ProcessGroup = getattr(given, name, None) or _DEFAULTS[name]()
-    return found
-
-
-_DEFAULTS = {
-    "tp_cp": lambda: parallel_state.get_tensor_and_context_parallel_group(),
-    "tp_ep": lambda: parallel_state.get_expert_tensor_and_model_parallel_group(),
-    "tp_dp_cp": lambda: parallel_state.get_tensor_and_data_parallel_group(
-        with_context_parallel=True
-    ),
-}
+def group_of(collection: Any, name: str) -> ProcessGroup:
+    """The group ``pp``, ``tp_cp``, ``tp_ep`` or ``tp_dp_cp`` of megatron-core's
+    ``ProcessGroupCollection``, or the global one where that is None or lacks it."""
+    group: ProcessGroup | None = getattr(collection, name, None)
+    if group is not None:
+        return group
+    if name == "tp_dp_cp":
+        return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return {
+        "pp": parallel_state.get_pipeline_model_parallel_group,
+        "tp_cp": parallel_state.get_tensor_and_context_parallel_group,
+        "tp_ep": parallel_state.get_expert_tensor_and_model_parallel_group,
+    }[name]()
