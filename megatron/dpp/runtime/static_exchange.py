@@ -17,8 +17,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
 
 from megatron.dpp.core import compat
 from megatron.dpp.core.expert_trace import traced_experts
@@ -28,15 +26,6 @@ from megatron.dpp.transport.base import ChannelSpec, Direction, Transport
 
 _COMMUNICATE = "pipeline_parallel.p2p_communication:P2PCommunicator._communicate"
 _NAP_SECONDS = 0.05
-
-OWN_SCHEDULE = get_forward_backward_func
-"""megatron-core's, also where a plug-in stands in its place later."""
-
-
-def delays_weights(chunk: torch.nn.Module) -> bool:
-    """True if the model's layers leave weight gradients to a task that this schedule lacks."""
-    config = get_model_config(chunk)
-    return bool(config.delay_wgrad_compute and not config.overlap_moe_expert_parallel_comm)
 
 
 class Step(NamedTuple):
