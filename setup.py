@@ -65,6 +65,7 @@ class BuildWithCompiler(build_ext):
 
 TRAINER = "megatron.dpp_train"
 SHARED = {
+    f"{TRAINER}.configs": "configs",
     f"{TRAINER}.configs.models": "configs/models",
     f"{TRAINER}.datasets_gpt": "datasets_gpt",
     f"{TRAINER}.datasets_bert": "datasets_bert",

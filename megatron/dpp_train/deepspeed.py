@@ -1,8 +1,8 @@
 """``--deepspeed-zero-stage``: DeepSpeed's ZeRO engine inside of Megatron's own loop.
 
-Model, data, learning rate, loop and log stay Megatron's. Forward, backward, clipping, loss scale and
-update are the engine's, and so are its checkpoints. Data parallelism alone. torchrun starts this
-file under ``megatron.dpp.run`` in the place of ``pretrain_gpt.py``; ``megatron-dpp train --mode
+Model, data, learning rate, loop and log stay Megatron's. Forward, backward, clipping, loss scale
+and update are the engine's, and so are its checkpoints. Data parallelism alone. torchrun starts it
+under ``megatron.dpp.run`` in the place of ``pretrain_gpt.py``; ``megatron-dpp train --mode
 deepspeed --engine deepspeed`` does so.
 """
 
@@ -20,8 +20,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.utils import get_model_config
 
-from megatron.dpp.errors import ConfigError, DataError, require
+from megatron.dpp.errors import ConfigError, DataError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -69,8 +70,11 @@ class _Run:
 
         args = get_args()
         sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
-        require(sizes == (1, 1), "--deepspeed-zero-stage: DeepSpeed's engine shards replicas of one "
-                "process: leave tensor and pipeline parallel sizes out")  # fmt: skip
+        if sizes != (1, 1):
+            raise ConfigError(
+                "--deepspeed-zero-stage: DeepSpeed's engine shards replicas of one process: leave "
+                "tensor and pipeline parallel sizes out"
+            )
         own = bool(args.load and next(Path(args.load).glob("iter_*/zero_pp_rank_*"), None))
         given = {"skip_train": args.skip_train, "load": args.load}
         args.skip_train, args.load = True, None if own else args.load
@@ -97,8 +101,11 @@ class _Run:
         from megatron.training import get_args
 
         args = get_args()
-        state = {"iteration": iteration, "samples": args.consumed_train_samples,
-                 "scheduler": self._scheduler.state_dict()}  # fmt: skip
+        state = {
+            "iteration": iteration,
+            "samples": args.consumed_train_samples,
+            "scheduler": self._scheduler.state_dict(),
+        }
         tag = f"iter_{iteration:07d}"
         self._engine.save_checkpoint(args.save, tag=tag, client_state=state, save_latest=False)
         torch.distributed.barrier()
@@ -158,8 +165,9 @@ def _torch_optimizer(args: Any, module: torch.nn.Module) -> torch.optim.Optimize
         is_plain = parameter.ndim == 1 or name.endswith(".bias")
         (plain if is_plain else decayed).append(parameter)
     kinds = ((decayed, 1.0), (plain, 0.0))
-    groups = [{"params": each, "wd_mult": scale, "default_config": True}
-              for each, scale in kinds if each]  # fmt: skip
+    groups = [
+        {"params": each, "wd_mult": scale, "default_config": True} for each, scale in kinds if each
+    ]
     if args.optimizer == "sgd":
         return torch.optim.SGD(groups, lr=args.lr, momentum=args.sgd_momentum)
     return torch.optim.AdamW(
@@ -172,7 +180,7 @@ class EngineChunk:
 
     def __init__(self, engine: Any, module: torch.nn.Module) -> None:
         self.engine, self.module = engine, module
-        self.config = module.config if hasattr(module, "config") else module.module.config
+        self.config: Any = get_model_config(module)
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         """The model's forward."""
@@ -247,6 +255,8 @@ def accumulate(
 
 def main() -> None:
     """Train GPT with the flags of the command line."""
+    from megatron.dpp_train.data.datasets import add_arguments as add_rows
+    from megatron.dpp_train.data.packed_attention import for_local_layers
     from megatron.dpp_train.pretrain import gpt
     from megatron.dpp_train.pretrain.loop import train
 
@@ -255,8 +265,8 @@ def main() -> None:
             gpt.datasets,
             gpt.forward_step,
             model_config=gpt.model_config,
-            add_arguments=lambda parser: add_arguments(gpt.documents.add_arguments(parser)),
-            around=gpt.for_local_layers,
+            add_arguments=lambda parser: add_arguments(add_rows(parser)),
+            around=for_local_layers,
             defaults={"tokenizer_type": "GPT2BPETokenizer"},
         )
 

@@ -327,7 +327,6 @@ BAD = {
     "ns.a == ns.b": "too much processor time",
     "ns.a in [ns.b]": "too much processor time",
     "[ns.a, ns.b] | sort": "too much processor time",
-    "7 ** (10 ** 9)": "too much processor time",
     "'x' * 10 ** 11": "MemoryError|too much memory",
     "raise_exception('no')": "refuses it: no",
     "'\\ud800'": "half a surrogate pair",
@@ -365,13 +364,14 @@ def test_a_chat_with_which_a_template_takes_too_much_is_a_bad_line(
         ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "the chat template"),
         (HANGS.replace("'bad' in messages[0].content | string", "1").replace("BAD", "ns.a == ns.b"),
          "cannot be read: it takes too much processor time"),
+        ("{{ 7 ** (10 ** 9) }}", "cannot be read: it takes too much processor time"),
     ],
 )  # fmt: skip
 def test_a_template_that_cannot_be_used_ends_the_run_in_one_line(
     text: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(child, "BEGIN_SECONDS", 1.0)
+    monkeypatch.setattr(child, "BEGIN_SECONDS", 5.0)
     monkeypatch.setattr(preprocess, "LINE_SECONDS", 1.0)
     source = corpus(tmp_path, chat("a"))
     assert run(source, tmp_path / "out", *GPT, *template(tmp_path, text)) == 1

@@ -371,8 +371,9 @@ def compare_uncut(case: dict[str, Any], cut: dict[str, Any]) -> None:
 
 def initialize(case: dict[str, Any]) -> None:
     """Make the process groups of a case's layout."""
-    own = getattr(moe_utils, "get_moe_metrics_tracker", None)  # 0.19 has another
-    (own or moe_utils.get_moe_layer_wise_logging_tracker)().clear()  # as long as a case's model
+    metrics = getattr(moe_utils, "get_moe_metrics_tracker", None)  # 0.19 has another
+    kept: Any = metrics().metrics if metrics else moe_utils.get_moe_layer_wise_logging_tracker()
+    kept.clear()  # its tensors are as long as a case's model
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.get("tp", 1), pipeline_model_parallel_size=case["p"],
         virtual_pipeline_model_parallel_size=case["v"] if case.get("v", 1) > 1 else None,

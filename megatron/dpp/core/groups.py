@@ -1,4 +1,4 @@
-"""Process groups of a schedule's call: the caller's, or else megatron-core's global ones."""
+"""The process groups of a call: those that its host passes, or megatron-core's global ones."""
 
 from __future__ import annotations
 

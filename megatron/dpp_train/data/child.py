@@ -26,7 +26,7 @@ from megatron.dpp.processes import how_ended, stopped
 Batch = TypeVar("Batch")
 Begin = Callable[[], Callable[[Any], Any]]
 """Runs in a child, can be pickled, and gives what answers each request."""
-BEGIN_SECONDS = 300.0
+BEGIN_SECONDS = 60.0
 """Processor time for beginning, such as reading a tokenizer."""
 MEMORY_BYTES = 8 << 30
 """By which a child may grow."""

@@ -73,7 +73,7 @@ def given_is_full(flag: Flag, given: Sequence[str]) -> bool:
     """True where the flag takes no further word."""
     if flag.kind == "switch":
         return True
-    most = {None: 1, "?": 1}.get(flag.nargs, flag.nargs)
+    most = 1 if flag.nargs in (None, "?") else flag.nargs
     return isinstance(most, int) and len(given) >= most
 
 
@@ -148,8 +148,10 @@ def check_direct(argv: Sequence[str]) -> None:
         sys.exit(BAD_USAGE)
 
 
-_NEEDED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size",
-           "max_position_embeddings", "lr")  # fmt: skip
+_NEEDED = (
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size",
+    "max_position_embeddings", "lr",
+)  # fmt: skip
 _POSITIVE = (
     *_NEEDED, "global_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
     "context_parallel_size", "expert_model_parallel_size", "num_query_groups", "num_experts",
@@ -239,8 +241,7 @@ def nearest_multiple(number: int, of: int) -> int:
     return max(1, round(number / of)) * of
 
 
-_FILES = ("vocab_file", "merge_file", "yaml_cfg", "data_args_path", "per_split_data_args_path",
-          "te_precision_config_file")  # fmt: skip
+_FILES = ["vocab_file", "merge_file", "yaml_cfg", "data_args_path", "per_split_data_args_path"]
 _PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
@@ -253,8 +254,9 @@ def check_files(values: Mapping[str, Any]) -> None:
     if model and os.path.isabs(model) and not Path(model).exists():
         raise DataError(f"--tokenizer-model {model}: no such file or directory")
     for name in _PREFIXES:
-        for word in _prefixes(values.get(name) or ()):
-            _require_tokens(word, f"{flag_of(name)} {word}")
+        for word in values.get(name) or ():
+            if not re.fullmatch(r"[\d.]+", word) and not word.startswith(_REMOTE):
+                _require_tokens(word, f"{flag_of(name)} {word}")
     needed = ("pretrained_checkpoint", *(["load"] if values.get("finetune") else ()))
     for name in needed:
         path = values.get(name)
@@ -262,18 +264,12 @@ def check_files(values: Mapping[str, Any]) -> None:
             raise DataError(f"{flag_of(name)} {path}: no such directory")
 
 
-def _prefixes(words: Iterable[str]) -> list[str]:
-    """The prefixes among weights and prefixes."""
-    return [word for word in words if not re.fullmatch(r"[\d.]+", word)
-            and not word.startswith(_REMOTE)]  # fmt: skip
-
-
 def _require_tokens(prefix: str, named: str) -> None:
     if Path(prefix).is_file():
         return  # rows of chats, say, which a data set reads as they are
     for suffix in (".idx", ".bin"):
         if not Path(prefix + suffix).is_file():
-            near = _nearest(Path(prefix + suffix))
+            near = nearest_name(Path(prefix + suffix))
             raise DataError(
                 f"{named}: {prefix}{suffix} is missing{near}; megatron-dpp preprocess makes token "
                 "files"
@@ -283,12 +279,13 @@ def _require_tokens(prefix: str, named: str) -> None:
 def require_file(path: Path, named: str) -> None:
     """Refuse a path that is no readable file (DataError); ``named`` is how the user wrote it."""
     if not path.is_file():
-        raise DataError(f"{named}: no such file{_nearest(path)}")
+        raise DataError(f"{named}: no such file{nearest_name(path)}")
     if not os.access(path, os.R_OK):
         raise DataError(f"{named}: this user may not read it")
 
 
-def _nearest(path: Path) -> str:
+def nearest_name(path: Path) -> str:
+    """The part of a text about a missing file that names the nearest one beside it."""
     try:
         return did_you_mean(path.name, [each.name for each in path.parent.iterdir()])
     except OSError:

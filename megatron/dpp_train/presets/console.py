@@ -89,8 +89,10 @@ class Progress:
     def line(self) -> str:
         """Step, loss, tokens per second and time left, in at most 80 columns."""
         row, total = self.last, f"/{self._steps}" if self._steps else ""
-        parts = [f"step {row['iteration']:>{len(str(self._steps or 0))}}{total}",
-                 f"loss {_loss(row['loss'])}"]  # fmt: skip
+        parts = [
+            f"step {row['iteration']:>{len(str(self._steps or 0))}}{total}",
+            f"loss {_loss(row['loss'])}",
+        ]
         seconds = statistics.fmean(each for each, _ in self._recent) if self._recent else 0.0
         tokens = sum(count for _, count in self._recent)
         if tokens and seconds:

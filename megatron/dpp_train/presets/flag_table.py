@@ -56,8 +56,9 @@ def of_parser(parser: argparse.ArgumentParser) -> Table:
     table = {}
     for action in parser._actions:
         kind = "switch" if action.nargs == 0 else _KINDS.get(action.type, "other")
-        choices = [each.name if isinstance(each, enum.Enum) else str(each) for each in
-                   action.choices or ()]  # fmt: skip
+        choices = [
+            each.name if isinstance(each, enum.Enum) else str(each) for each in action.choices or ()
+        ]
         plain = isinstance(action.default, str | int | float | bool)
         for name in action.option_strings:
             table[name] = Flag(
@@ -91,8 +92,9 @@ def saved() -> Table | None:
     for path in _places():
         with contextlib.suppress(OSError, ValueError, TypeError):
             rows = json.loads(path.read_text(encoding="utf-8"))
-            megatron = {name: Flag(**row | {"choices": tuple(row["choices"])}) for name, row in
-                        rows.items()}  # fmt: skip
+            megatron = {
+                name: Flag(**row | {"choices": tuple(row["choices"])}) for name, row in rows.items()
+            }
             return megatron | engine_flags()
     return None
 
@@ -111,8 +113,10 @@ def table(python: str = sys.executable) -> Table:
     found = saved()
     if made.returncode or found is None:
         last = (made.stderr.strip().splitlines() or ["no place can be written"])[-1]
-        raise DataError(f"Megatron's flags cannot be read ({last}): run bash tools/setup.sh, or "
-                        "pip install 'megatron-core[training]==0.19.2'")  # fmt: skip
+        raise DataError(
+            f"Megatron's flags cannot be read ({last}): run bash tools/setup.sh, or "
+            "pip install 'megatron-core[training]==0.19.2'"
+        )
     return found
 
 
@@ -126,9 +130,16 @@ def _places() -> list[Path]:
     for path in _sources().values():
         digest.update(path.read_bytes())
     name = f"flags-megatron-core-{version}-{digest.hexdigest()[:8]}.json"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     own = [ROOT / "build" / name] if (ROOT / "setup.py").is_file() else []
-    return [*own, cache / "megatron-dpp" / name]
+    return [*own, user_cache() / name]
+
+
+def user_cache() -> Path:
+    """The user's directory for what can be made again; it is made where it is missing."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-dpp"
+    with contextlib.suppress(OSError):
+        home.mkdir(parents=True, exist_ok=True)
+    return home
 
 
 def _sources() -> dict[str, Path]:
@@ -148,9 +159,11 @@ def main() -> int:
     for path in _places():
         scratch = path.with_name(f".{path.name}-{os.getpid()}")
         with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
             scratch.write_text(text, encoding="utf-8")
             scratch.replace(path)
+            for old in path.parent.glob("flags-megatron-core-*.json"):
+                if old != path:
+                    old.unlink()
             return 0
     return 1
 

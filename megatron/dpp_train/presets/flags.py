@@ -46,8 +46,9 @@ def read_flags(path: Path) -> Flags:
         what = " ".join(str(error).split())
         raise DataError(f"{path}: no YAML file of UTF-8 ({what})") from None
     if not isinstance(loaded, dict) or any(isinstance(each, dict) for each in loaded.values()):
-        raise ConfigError(f"{path}: expected lines of `flag: value` (Megatron's grouped form: "
-                          "--yaml-cfg)")  # fmt: skip
+        raise ConfigError(
+            f"{path}: expected lines of `flag: value` (Megatron's grouped form: --yaml-cfg)"
+        )
     named = {f"--{str(key).replace('_', '-')}": value for key, value in loaded.items()}
     return {
         name: value for name, value in named.items() if value is not None and value is not False

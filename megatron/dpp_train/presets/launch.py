@@ -101,9 +101,15 @@ def run(command: Command) -> int:
     progress = command.progress()
     write_state(command.directory, "starting")
     with _signals_end_it(), command.log.open("ab") as log:
-        process = subprocess.Popen(command.words, env=env, stdout=log, stderr=log,
-                                   stdin=subprocess.DEVNULL, start_new_session=True,
-                                   preexec_fn=bound_to_this())  # fmt: skip
+        process = subprocess.Popen(
+            command.words,
+            env=env,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=bound_to_this(),
+        )
         try:
             code = _follow(process, progress, command)
         except _Ended as ended:

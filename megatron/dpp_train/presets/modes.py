@@ -12,14 +12,18 @@ from typing import Any
 from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.cost import Devices, choose
 from megatron.dpp_train.presets.checks import nearest_multiple
-from megatron.dpp_train.presets.flags import Flags, model_flags, number, read_flags
+from megatron.dpp_train.presets.flags import Flags, model_flags, number, read_flags, shared
 
-_STEPS = 50
 _HALF = ("--fp16", "--bf16")
 TENSOR, PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
-_LAYOUT = {"tp": TENSOR, "pp": PIPELINE, "chunks": CHUNKS, "cp": "--context-parallel-size",
-           "ep": "--expert-model-parallel-size"}  # fmt: skip
+_LAYOUT = {
+    "tp": TENSOR,
+    "pp": PIPELINE,
+    "chunks": CHUNKS,
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+}
 _RECOMPUTE: dict[str | None, Flags] = {
     "full": {
         "--recompute-granularity": "full",
@@ -27,19 +31,6 @@ _RECOMPUTE: dict[str | None, Flags] = {
         "--recompute-num-layers": 1,
     },
     "selective": {"--recompute-granularity": "selective"},
-}
-_COMMON: Flags = {
-    "--hidden-dropout": 0,
-    "--attention-dropout": 0,
-    "--train-iters": _STEPS,
-    "--weight-decay": 0.1,
-    "--adam-beta2": 0.95,
-    "--clip-grad": 1.0,
-    "--lr-decay-style": "cosine",
-    "--lr-warmup-fraction": 0.05,
-    "--eval-interval": 1000,
-    "--eval-iters": 2,
-    "--log-interval": 1,
 }
 
 
@@ -52,7 +43,7 @@ def base_flags(options: argparse.Namespace, given: Flags, devices: Devices) -> F
         DataError: a file that is not there.
     """
     name = options.model or options.load_hf or ("small" if devices.on_gpu else "sample")
-    flags = _COMMON | model_flags(name)
+    flags = read_flags(shared("configs") / "train.yaml") | model_flags(name)
     if options.arch == "bert":
         flags["--seq-length"] = min(512, number(flags, "--seq-length"))
     named: Flags = {"--global-batch-size": options.batch_size, "--train-iters": options.max_steps}
@@ -134,28 +125,40 @@ def add_layout(
     return flags | _batch(options, flags, devices), lines
 
 
+_SHARDS: dict[int, Flags] = {
+    0: {},
+    1: {"--use-distributed-optimizer": True},
+    2: {"--use-torch-fsdp2": True, "--torch-fsdp2-no-reshard-after-forward": True},
+    3: {"--use-torch-fsdp2": True},
+}
+"""ZeRO's stage -> flags: replicas share optimizer state, gradients, parameters."""
+_FSDP2: Flags = {
+    "--no-gradient-accumulation-fusion": True,
+    "--untie-embeddings-and-output-weights": True,
+}
+
+
 def _shards(options: argparse.Namespace) -> Flags:
-    """What replicas share: the optimizer's state, gradients, parameters."""
-    if options.engine == "deepspeed":
-        if importlib.util.find_spec("deepspeed") is None:
-            raise ConfigError("--engine deepspeed: DeepSpeed is not installed (DS_BUILD_OPS=0 pip "
-                              "install deepspeed); without it Megatron shards the same state")  # fmt: skip
-        return {"--deepspeed-zero-stage": options.zero_stage or 1}
-    if options.zero_stage == 0:
-        return {}
-    if options.zero_stage in (2, 3):
-        keep: Flags = {} if options.zero_stage == 3 else {
-            "--torch-fsdp2-no-reshard-after-forward": True}  # fmt: skip
-        return {"--use-torch-fsdp2": True, "--no-gradient-accumulation-fusion": True,
-                "--untie-embeddings-and-output-weights": True} | keep  # fmt: skip
-    return {"--use-distributed-optimizer": True}
+    """What replicas share in mode ``zero``."""
+    stage = 1 if options.zero_stage is None else options.zero_stage
+    if options.engine == "megatron":
+        return _SHARDS[stage] | (_FSDP2 if stage > 1 else {})
+    if importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            "--engine deepspeed: DeepSpeed is not installed (DS_BUILD_OPS=0 pip install "
+            "deepspeed); --engine megatron shards the same state"
+        )
+    return {"--deepspeed-zero-stage": max(1, stage)}
 
 
 def _batch(options: argparse.Namespace, flags: Flags, devices: Devices) -> Flags:
     """Micro-batch and global batch sizes that fit. A size that was not given is adapted."""
     pipeline = number(flags, PIPELINE)
-    replicas = max(1, devices.number // (number(flags, TENSOR) * pipeline
-                                         * number(flags, "--context-parallel-size")))  # fmt: skip
+    replicas = max(
+        1,
+        devices.number
+        // (number(flags, TENSOR) * pipeline * number(flags, "--context-parallel-size")),
+    )
     static = number(flags, CHUNKS) > 1 and "--use-dpp" not in flags
     unit = replicas * (pipeline if static else 1)
     micro, batch = number(flags, "--micro-batch-size"), number(flags, "--global-batch-size")

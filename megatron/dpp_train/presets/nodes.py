@@ -148,14 +148,21 @@ def meet(nodes: Nodes, per_node: int) -> dict[str, str]:
     if nodes.rank:
         _wait_for_master(nodes)
     else:
-        print(f"master   {with_port(nodes.master, nodes.port or 0)}, waiting {nodes.wait} s for "
-              f"{nodes.count - 1} other nodes")  # fmt: skip
+        print(
+            f"master   {with_port(nodes.master, nodes.port or 0)}, waiting {nodes.wait} s for "
+            f"{nodes.count - 1} other nodes"
+        )
     address, interface = own_interface(nodes.master, own)
-    print(f"node     {nodes.rank} of {nodes.count}, {address}, interface {interface or 'unknown'}",
-          flush=True)  # fmt: skip
+    print(
+        f"node     {nodes.rank} of {nodes.count}, {address}, interface {interface or 'unknown'}",
+        flush=True,
+    )
     if is_loopback(address):
-        print(f"warning: MASTER_ADDR={nodes.master} is a loopback address here: other hosts cannot "
-              "reach it", file=sys.stderr)  # fmt: skip
+        print(
+            f"warning: MASTER_ADDR={nodes.master} is a loopback address here: other hosts cannot "
+            "reach it",
+            file=sys.stderr,
+        )
     names = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     return names | ({"NCCL_SOCKET_IFNAME": f"={interface}"} if interface and nodes.ips else {})
 

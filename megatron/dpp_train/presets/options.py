@@ -37,16 +37,14 @@ example   megatron-dpp train --mode 3d --procs 2 --pp 2 --chunks 2
 All flags: python pretrain_gpt.py --help. Guide: docs/USAGE_GUIDE.md"""
 
 _COUNTS = ("tp", "pp", "chunks", "cp", "ep", "gpus", "procs", "batch-size", "max-steps")
-_TEXTS = ("model", "config", "data", "tokenizer", "run-dir", "resume-from", "load-hf", "save-hf",
-          "gpu")  # fmt: skip
+_TEXTS = (
+    "model", "config", "data", "tokenizer", "run-dir", "resume-from", "load-hf", "save-hf", "gpu",
+)  # fmt: skip
 _SWITCHES = ("no-dpp", "fp32", "skip-bad-lines", "dry-run")
-_OF_MODE = {
-    "tp": "3d", "pp": "3d", "chunks": "3d", "cp": "3d", "ep": "3d", "zero_stage": "deepspeed",
-    "engine": "deepspeed",
-}  # fmt: skip
+_OTHERS = ("mode", "arch", "zero-stage", "engine", "recompute")
+_OF_MODE = dict.fromkeys(_COUNTS[:5], "3d") | {"zero_stage": "deepspeed", "engine": "deepspeed"}
 _MOST = 1 << 20
-NAMES = ("--mode", "--arch", "--zero-stage", "--engine", "--recompute",
-         *(f"--{name}" for name in (*_COUNTS, *_TEXTS, *_SWITCHES)))  # fmt: skip
+NAMES = tuple(f"--{name}" for name in (*_COUNTS, *_TEXTS, *_SWITCHES, *_OTHERS))
 """All options of ``train`` itself."""
 
 
@@ -84,8 +82,10 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     given = vars(parser.parse_known_args([])[0])
     for name, mode in _OF_MODE.items():
         if getattr(options, name) != given[name] and _ALIASES.get(mode, mode) != options.mode:
-            raise ConfigError(f"--{name.replace('_', '-')} is an option of --mode {mode}, not of "
-                              f"--mode {options.mode}")  # fmt: skip
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is an option of --mode {mode}, not of "
+                f"--mode {options.mode}"
+            )
     for name in _COUNTS:
         value = getattr(options, name.replace("-", "_"))
         if value is not None and not 1 <= value <= _MOST:

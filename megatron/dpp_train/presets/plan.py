@@ -14,7 +14,7 @@ from megatron.dpp.errors import PROGRAM, ConfigError, DataError, DppError
 from megatron.dpp_train.cost import Devices, find_devices, named_devices
 from megatron.dpp_train.presets import flag_table, modes, options, recipes
 from megatron.dpp_train.presets.checks import check, parse
-from megatron.dpp_train.presets.flags import PACKAGE, Flags, number, to_argv
+from megatron.dpp_train.presets.flags import Flags, number, to_argv
 from megatron.dpp_train.presets.nodes import Nodes, find_nodes, whole
 from megatron.dpp_train.presets.tokens import Tokens, find_tokens
 
@@ -57,7 +57,7 @@ class Plan:
         if by_deepspeed or not script.is_file():  # the latter in an installed package
             words += ["-m", "megatron.dpp.run"]
             inside = "deepspeed.py" if by_deepspeed else f"pretrain/{self.arch}.py"
-            script = PACKAGE / inside
+            script = flag_table.PACKAGE / inside
         return [*words, str(script), *to_argv(self.flags)]
 
     @property

@@ -12,76 +12,29 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, require
-from megatron.dpp_train.presets.flags import Flags, from_argv
-from megatron.dpp_train.presets.modes import CHUNKS, PIPELINE, TENSOR
+from megatron.dpp_train.presets.flags import Flags, from_argv, shared
+from megatron.dpp_train.presets.modes import CHUNKS
 from megatron.dpp_train.presets.nodes import own_address, whole
 
 ROLES = ("node", "master", "worker")
 Variables = dict[str, str]
 
-_SHARED: Variables = {
-    "PIPELINE_PARALLEL": "2", "MODEL_CHUNKS": "4", "TENSOR_PARALLEL": "2", "TRAIN_ITERS": "50",
-    "LR_WARMUP_FRACTION": "0.05", "PRECISION": "fp16", "RECOMPUTE": "1", "USE_DPP": "1",
-    "WORKLOAD": "", "TRACE": "0", "SEED": "1234", "LOG_INTERVAL": "1", "EVAL_INTERVAL": "1000",
-    "EVAL_ITERS": "10", "SAVE_INTERVAL": "10000", "CHECKPOINT_PATH": "", "TENSORBOARD_PATH": "",
-    "DATA_PATH": "", "VOCAB_FILE": "", "MERGE_FILE": "", "TRANSFORMER_IMPL": "", "GPUS_PER_NODE": "",
-}  # fmt: skip
-RECIPES: dict[str, Variables] = {
-    "gpt": {
-        "NUM_LAYERS": "16", "HIDDEN_SIZE": "2048", "NUM_ATTENTION_HEADS": "32",
-        "SEQ_LENGTH": "1024", "MICRO_BATCH_SIZE": "1", "GLOBAL_BATCH_SIZE": "16", "LR": "6.0e-5",
-        "MIN_LR": "6.0e-6", "INIT_METHOD_STD": "0.006",
-    },
-    "bert": {
-        "NUM_LAYERS": "24", "HIDDEN_SIZE": "1024", "NUM_ATTENTION_HEADS": "16",
-        "SEQ_LENGTH": "512", "MICRO_BATCH_SIZE": "4", "GLOBAL_BATCH_SIZE": "32", "LR": "1.0e-4",
-        "MIN_LR": "1.0e-5",
-    },
-}  # fmt: skip
-"""Published recipes: GPT-3's cut to 16 layers of 2048, and BERT-Large."""
-_SAMPLES: dict[tuple[str, bool], Variables] = {
-    ("gpt", False): {
-        "HIDDEN_SIZE": "128", "NUM_ATTENTION_HEADS": "4", "SEQ_LENGTH": "128", "LR": "2.0e-3",
-        "MIN_LR": "2.0e-4", "INIT_METHOD_STD": "0.04", "LR_WARMUP_FRACTION": "0.1",
-    },
-    ("gpt", True): {
-        "HIDDEN_SIZE": "2048", "NUM_ATTENTION_HEADS": "16", "SEQ_LENGTH": "1024",
-        "TRAIN_ITERS": "100", "LR": "3.0e-4", "MIN_LR": "3.0e-5", "INIT_METHOD_STD": "0.02",
-    },
-    ("bert", False): {
-        "HIDDEN_SIZE": "128", "NUM_ATTENTION_HEADS": "4", "SEQ_LENGTH": "128", "LR": "2.0e-3",
-        "MIN_LR": "2.0e-4",
-    },
-    ("bert", True): {
-        "HIDDEN_SIZE": "1024", "NUM_ATTENTION_HEADS": "16", "SEQ_LENGTH": "512",
-        "TRAIN_ITERS": "100", "LR": "2.0e-4", "MIN_LR": "2.0e-5",
-    },
-}  # fmt: skip
-"""(model, on GPUs) -> sizes of ``run_*.sh``."""
+MODELS = ("gpt", "bert")
 _PATHS = {
     "gpt": ("CHECKPOINT_PATH", "TENSORBOARD_PATH", "VOCAB_FILE", "MERGE_FILE", "DATA_PATH"),
     "bert": ("CHECKPOINT_PATH", "TENSORBOARD_PATH", "VOCAB_FILE", "DATA_PATH"),
 }
 """Variables that positional arguments give, as in Megatron-LM's examples."""
-_TRAINING: dict[str, Flags] = {
-    "gpt": {"--weight-decay": "0.1", "--adam-beta1": "0.9", "--adam-beta2": "0.95",
-            "--clip-grad": "1.0", "--lr-decay-style": "cosine"},
-    "bert": {"--weight-decay": "1e-2", "--clip-grad": "1.0", "--lr-decay-style": "linear"},
-}  # fmt: skip
-FLAGS = {
-    "NUM_LAYERS": "--num-layers", "HIDDEN_SIZE": "--hidden-size",
-    "NUM_ATTENTION_HEADS": "--num-attention-heads", "SEQ_LENGTH": "--seq-length",
-    "MICRO_BATCH_SIZE": "--micro-batch-size", "GLOBAL_BATCH_SIZE": "--global-batch-size",
-    "TENSOR_PARALLEL": TENSOR, "PIPELINE_PARALLEL": PIPELINE, "MODEL_CHUNKS": CHUNKS,
-    "TRAIN_ITERS": "--train-iters", "LR": "--lr", "MIN_LR": "--min-lr",
-    "LR_WARMUP_FRACTION": "--lr-warmup-fraction", "INIT_METHOD_STD": "--init-method-std",
-    "SEED": "--seed", "LOG_INTERVAL": "--log-interval", "SAVE_INTERVAL": "--save-interval",
-    "EVAL_INTERVAL": "--eval-interval", "EVAL_ITERS": "--eval-iters", "WORKLOAD": "--workload",
-    "TENSORBOARD_PATH": "--tensorboard-dir", "VOCAB_FILE": "--vocab-file",
-    "MERGE_FILE": "--merge-file", "DATA_PATH": "--data-path",
-    "TRANSFORMER_IMPL": "--transformer-impl", "CHECKPOINT_PATH": "--save",
-}  # fmt: skip
-"""Variable -> the flag that it gives."""
+
+
+def tables() -> dict[str, Variables]:
+    """The recipes of ``configs/recipes.yaml``."""
+    import yaml
+
+    found: dict[str, Variables] = yaml.safe_load(
+        (shared("configs") / "recipes.yaml").read_text(encoding="utf-8")
+    )
+    return found
 
 
 def settings_of(recipe: str, role: str, env: Mapping[str, str], gpus: int) -> Variables:
@@ -94,8 +47,9 @@ def settings_of(recipe: str, role: str, env: Mapping[str, str], gpus: int) -> Va
     Raises:
         ConfigError: no recipe or role, no GPU to count, or a worker does not know its master.
     """
+    known = tables()
     model, _, sample = recipe.partition("-")
-    if model not in RECIPES or role not in ROLES:
+    if model not in MODELS or role not in ROLES:
         raise ConfigError(f"--preset {recipe} {role}: expected gpt, bert, gpt-sample or "
                           f"bert-sample, and {', '.join(ROLES)}")  # fmt: skip
     given = {name: value for name, value in env.items() if value}
@@ -110,10 +64,11 @@ def settings_of(recipe: str, role: str, env: Mapping[str, str], gpus: int) -> Va
     if "NUM_GPUS" in given:  # the earlier scripts' name
         given.setdefault("GPUS_PER_NODE", given["NUM_GPUS"])
     if sample:
-        given = _sample_settings(model, given, gpus)
+        sizes = known.get(f"{model}-sample-{'gpu' if gpus else 'cpu'}", {})
+        given = _sample_settings(sizes, given, gpus)
     elif gpus:
         given.setdefault("GPUS_PER_NODE", str(gpus))
-    settings = _SHARED | RECIPES[model] | given
+    settings = known["shared"] | known[model] | given
     require(
         settings["GPUS_PER_NODE"],
         "no GPU was found; run_single_gpt.sh and run_single_bert.sh run without one, and here "
@@ -122,7 +77,7 @@ def settings_of(recipe: str, role: str, env: Mapping[str, str], gpus: int) -> Va
     return settings
 
 
-def _sample_settings(model: str, given: Variables, gpus: int) -> Variables:
+def _sample_settings(sizes: Variables, given: Variables, gpus: int) -> Variables:
     """``given`` above the sizes of ``run_*.sh``: everything at hand in one pipeline. Without a GPU
     that is four processes on one node, two on each of several."""
     nodes = whole("NUM_NODES", given, 1)
@@ -142,7 +97,7 @@ def _sample_settings(model: str, given: Variables, gpus: int) -> Variables:
     values = {"NUM_LAYERS": str(layers), "MICRO_BATCH_SIZE": "4", **values}
     batch = whole("MICRO_BATCH_SIZE", values) * pipeline * 4
     rest = {"GLOBAL_BATCH_SIZE": str(batch), "RECOMPUTE": "0", "EVAL_ITERS": "2", "TRACE": "1"}
-    return {**rest, **_SAMPLES[model, gpus > 0], **values}
+    return {**rest, **sizes, **values}
 
 
 def take_paths(model: str, words: Sequence[str]) -> tuple[Variables, list[str]]:
@@ -152,7 +107,7 @@ def take_paths(model: str, words: Sequence[str]) -> tuple[Variables, list[str]]:
         ConfigError: more paths than there are settings for them.
     """
     count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    names = _PATHS[model]
+    names = _PATHS.get(model, ())
     if count > len(names):
         raise ConfigError(f"unexpected argument {words[len(names)]!r}: flags start with --")
     return dict(zip(names, words[:count], strict=False)), list(words[count:])
@@ -169,7 +124,8 @@ def flags_of(model: str, settings: Mapping[str, str], further: Sequence[str]) ->
     precision = settings["PRECISION"]
     if precision not in ("fp32", "bf16", "fp16"):
         raise ConfigError(f"PRECISION={precision}: must be fp32, bf16 or fp16")
-    flags: Flags = {flag: settings[name] for name, flag in FLAGS.items() if settings.get(name)}
+    known = tables()
+    flags: Flags = {flag: settings[n] for n, flag in known["flags"].items() if settings.get(n)}
     if settings["TRANSFORMER_IMPL"] == "auto":
         del flags["--transformer-impl"]
     if settings["DATA_PATH"]:
@@ -178,7 +134,7 @@ def flags_of(model: str, settings: Mapping[str, str], further: Sequence[str]) ->
         del flags[CHUNKS]
     if settings["CHECKPOINT_PATH"]:
         flags["--load"] = settings["CHECKPOINT_PATH"]
-    flags |= _TRAINING[model] | {"--split": "949,50,1", "--attention-backend": "auto"}
+    flags |= known[f"{model}-training"] | {"--split": "949,50,1", "--attention-backend": "auto"}
     flags |= {"--max-position-embeddings": settings["SEQ_LENGTH"],
               "--lr-decay-iters": settings["TRAIN_ITERS"]}  # fmt: skip
     switches = {"USE_DPP": "--use-dpp", "TRACE": "--dpp-trace",
@@ -197,7 +153,8 @@ def misspelt(env: Mapping[str, str]) -> list[str]:
     >>> misspelt({"PIPELINE_PARALEL": "4", "HOME": "/root"})
     ['PIPELINE_PARALEL is no setting (did you mean PIPELINE_PARALLEL?)']
     """
-    settings = [*FLAGS, *_SHARED]
+    known = tables()
+    settings = [*known["flags"], *known["shared"]]
     lines = []
     for name in sorted(set(env) - set(settings)):
         near = difflib.get_close_matches(name, settings, n=1, cutoff=0.88)
@@ -211,7 +168,7 @@ def in_variables(text: str, settings: Mapping[str, Any]) -> str:
     >>> in_variables("--num-layers 7 is odd", {"NUM_LAYERS": "7"})
     'NUM_LAYERS=7 is odd'
     """
-    for name, flag in FLAGS.items():
+    for name, flag in tables()["flags"].items():
         if settings.get(name):
             text = re.sub(rf"{flag} {re.escape(str(settings[name]))}(?=[\s:;,]|$)",
                           f"{name}={settings[name]}", text)  # fmt: skip

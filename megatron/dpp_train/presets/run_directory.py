@@ -44,8 +44,10 @@ def make(name: str, named: str | None, *, goes_on: bool) -> Path:
             path = Path(named).absolute()
             path.mkdir(parents=True, exist_ok=True)
             if (path / METRICS).exists() and not goes_on:
-                raise DataError(f"{named}: {METRICS} of an earlier run is there; name another "
-                                "directory for this run")  # fmt: skip
+                raise DataError(
+                    f"{named}: {METRICS} of an earlier run is there; name another "
+                    "directory for this run"
+                )
             return path
         stamp = time.strftime("%Y%m%d-%H%M%S")
         path = _new_directory(Path("runs").absolute() / f"{stamp}-{name}")
@@ -54,8 +56,10 @@ def make(name: str, named: str | None, *, goes_on: bool) -> Path:
         scratch.replace(path.with_name("latest"))
         return path
     except OSError as error:
-        raise DataError(f"{named or Path('runs').absolute()}: {error.strerror}; name a directory "
-                        "for this run with --run-dir or RUN_DIR") from error  # fmt: skip
+        raise DataError(
+            f"{named or Path('runs').absolute()}: {error.strerror}; name a directory "
+            "for this run with --run-dir or RUN_DIR"
+        ) from error
 
 
 def _new_directory(path: Path) -> Path:

@@ -50,8 +50,15 @@ def start(plan: Plan) -> int:
     run_directory.write_command(home, plan.command())
     env = environment(plan) | (meet(plan.nodes, plan.devices.per_node) if node else {})
     with lock_directory(home, "run directory"):
-        code = run(Command(words=plan.command(), env=env, directory=home, flags=flags,
-                           log=home / f"train{node if plan.run_dir else ''}.log"))  # fmt: skip
+        code = run(
+            Command(
+                words=plan.command(),
+                env=env,
+                directory=home,
+                flags=flags,
+                log=home / f"train{node if plan.run_dir else ''}.log",
+            )
+        )
     if code == 0 and plan.save_hf and plan.nodes.rank == 0:
         like = ["--like", plan.load_hf] if plan.load_hf else []
         _convert(str(flags["--save"]), Path(plan.save_hf), *like)
@@ -69,8 +76,12 @@ def header(plan: Plan) -> None:
     """What is about to run, in a few lines."""
     flags, devices = plan.flags, plan.devices
     chunks, pipeline = number(flags, modes.CHUNKS), number(flags, modes.PIPELINE)
-    sizes = {"TP": number(flags, modes.TENSOR), "PP": pipeline,
-             "CP": number(flags, "--context-parallel-size"), "DP": plan.replicas}  # fmt: skip
+    sizes = {
+        "TP": number(flags, modes.TENSOR),
+        "PP": pipeline,
+        "CP": number(flags, "--context-parallel-size"),
+        "DP": plan.replicas,
+    }
     what = [f"{name}{size}" for name, size in sizes.items() if size > 1]
     what += [f"{chunks} chunks"] * (chunks > 1)
     layout = " x ".join(what) or "one replica"
@@ -81,8 +92,11 @@ def header(plan: Plan) -> None:
     model = f"{flags.get('--num-layers')} layers of {flags.get('--hidden-size')}"
     say("model", f"{plan.arch}, {model}, {plan.layers}")
     say("layout", f"{layout}, {devices.number} {kind}")
-    say("batch", f"{flags.get('--global-batch-size')} sequences of {flags.get('--seq-length')} "
-                 f"tokens, {flags.get('--micro-batch-size')} at a time")  # fmt: skip
+    say(
+        "batch",
+        f"{flags.get('--global-batch-size')} sequences of {flags.get('--seq-length')} "
+        f"tokens, {flags.get('--micro-batch-size')} at a time",
+    )
     say("data", plan.tokens.source)
     print(*plan.lines, sep="\n", end="\n" if plan.lines else "", flush=True)
 
@@ -100,6 +114,10 @@ def environment(plan: Plan) -> dict[str, str]:
     # megatron-core's tensor and context parallelism rely on one hardware queue, FSDP2 on several
     one = number(plan.flags, modes.TENSOR) > 1 or "--context-parallel-size" in plan.flags
     one = one and "--use-torch-fsdp2" not in plan.flags
-    defaults = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
-                "CUDA_DEVICE_MAX_CONNECTIONS": "1" if one else "8"}  # fmt: skip
+    defaults = {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1" if one else "8",
+    }
     return defaults | env

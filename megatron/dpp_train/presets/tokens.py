@@ -11,15 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import ConfigError, DataError, did_you_mean
+from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.files.index_files import check_index
 from megatron.dpp.processes import run_child
 from megatron.dpp_train.data.rows import JSON, PARQUET, files_of, is_rows
 from megatron.dpp_train.data.vocabulary import CHOICES, tokenizer_flags
-from megatron.dpp_train.presets.flags import PACKAGE, Flags, shared, to_argv
+from megatron.dpp_train.presets.checks import nearest_name
+from megatron.dpp_train.presets.flag_table import PACKAGE, user_cache
+from megatron.dpp_train.presets.flags import Flags, shared, to_argv
 
-_LOADERS = ("--mock-data", "--data-path", "--train-data-path", "--data-args-path",
-            "--per-split-data-args-path", "--yaml-cfg")  # fmt: skip
+_LOADERS = (
+    "--mock-data", "--data-path", "--train-data-path", "--data-args-path",
+    "--per-split-data-args-path", "--yaml-cfg",
+)  # fmt: skip
 _TOKENIZERS = {"gpt": "GPT2BPETokenizer", "bert": "BertWordPieceLowerCase"}
 _FILES = ("--vocab-file", "--merge-file", "--tokenizer-model")
 _LEVELS = {"gpt": "text_document", "bert": "text_sentence"}
@@ -71,7 +75,7 @@ def find_tokens(
     text = Path(path) if path else shared(f"datasets_{arch}") / "dataset.json"
     is_text = path is None or is_rows(path)
     if is_text and not loaders and not text.exists():
-        raise DataError(f"--data {text}: no such file{_near(text)}")
+        raise DataError(f"--data {text}: no such file{nearest_name(text)}")
     given = {name: flags[name] for name in ("--tokenizer-type", *_FILES) if name in flags}
     if tokenizer and given:
         raise ConfigError(f"--tokenizer and {next(iter(given))} exclude each other")
@@ -84,8 +88,9 @@ def find_tokens(
         raise ConfigError(f"--data {path} needs a tokenizer: {CHOICES}")
     found = {"--tokenizer-type": _TOKENIZERS[arch], **(given or _sample(arch))}
     if not is_text:
-        return Tokens(flags=found | _held_out(prefix := _prefix(str(path)))
-                      | {"--data-path": prefix}, preparation=[], source=prefix)  # fmt: skip
+        prefix = _prefix(str(path))
+        found |= {"--data-path": prefix} | _held_out(prefix)
+        return Tokens(flags=found, preparation=[], source=prefix)
     return _of_text(arch, text, found, flags, own=path is not None, skip=skip_bad_lines)
 
 
@@ -133,18 +138,13 @@ def _prefix(path: str) -> str:
         missing = Path(prefix + ".idx")
         raise DataError(
             f"--data {path}: neither rows ({', '.join((*JSON, PARQUET))}, a saved data set) nor a "
-            f"prefix of token files: {missing} is missing{_near(missing)}"
+            f"prefix of token files: {missing} is missing{nearest_name(missing)}"
         )
     return prefix
 
 
-def _near(path: Path) -> str:
-    there = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
-    return did_you_mean(path.name, there)
-
-
 def _digest(text: Path, found: Mapping[str, Any], how: Sequence[str]) -> str:
-    """A hash of a text, its tokenizer and how it is cut, so that new text never meets old tokens."""
+    """A hash of a text, its tokenizer and how it is cut: new text never meets old tokens."""
     digest = hashlib.sha256(" ".join([str(found["--tokenizer-type"]), *how]).encode())
     named = [Path(str(found[name])) for name in _FILES if name in found]
     folders = [
@@ -162,15 +162,14 @@ def _digest(text: Path, found: Mapping[str, Any], how: Sequence[str]) -> str:
 
 def _prefix_of(text: Path, digest: str, *, own: bool) -> Path:
     stem = text.name.split(".")[0] if own else "sample"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-dpp"
-    beside = [text.parent] if own or not text.is_relative_to(PACKAGE) else []
-    for folder in [*beside, Path.cwd()] if own else [*beside, cache]:
-        if folder is cache:
-            folder.mkdir(parents=True, exist_ok=True)
+    folders = [text.parent, Path.cwd()] if own else [text.parent, user_cache()]
+    if not own and text.is_relative_to(PACKAGE):
+        folders = folders[1:]  # an installed package stays as it is
+    for folder in folders:
         if os.access(folder, os.W_OK | os.X_OK):
             return folder / f"{stem}-{digest}"
     raise DataError(
-        f"the token files of {text} go beside it or into the working directory, and neither can be "
+        f"the token files of {text} go into {folders[0]} or {folders[-1]}, and neither can be "
         "written: start in another directory"
     )
 

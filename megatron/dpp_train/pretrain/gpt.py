@@ -23,6 +23,7 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.data import datasets as documents
 from megatron.dpp_train.data.datasets import Batch
 from megatron.dpp_train.data.packed_attention import for_local_layers
+from megatron.dpp_train.hf import layers
 from megatron.dpp_train.pretrain.loop import (
     checked,
     dataset_values,
@@ -61,7 +62,7 @@ def model_config(args: Any) -> Any:
                 "-m megatron.dpp.run before it, or leave the switch out (chats: --rows)"
             )
     documents.prepare(args)
-    return gpt_config_from_args(args)
+    return layers.adjust(gpt_config_from_args(args), args)
 
 
 def datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
@@ -135,7 +136,7 @@ if __name__ == "__main__":
         datasets,
         forward_step,
         model_config=model_config,
-        add_arguments=documents.add_arguments,
+        add_arguments=lambda parser: layers.add_arguments(documents.add_arguments(parser)),
         around=for_local_layers,
         defaults={"tokenizer_type": "GPT2BPETokenizer"},
     )
