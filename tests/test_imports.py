@@ -63,7 +63,8 @@ TRAINER_ROOMS = {
     "cost": set(),
     "data": {"text_files"},
     "hf": {"data", "text_files"},
-    "presets": {"cost", "data", "hf"},
+    "deepspeed": set(),
+    "presets": {"cost", "data", "deepspeed", "hf"},
     "pretrain": {"data", "presets"},
 }
 DOORS = {*("__init__", "__main__", "autoload", "doctor", "run", "sim_command")}
