@@ -63,9 +63,9 @@ TRAINER_ROOMS = {
     "cost": set(),
     "data": {"text_files"},
     "hf": {"data", "text_files"},
-    "deepspeed": set(),
-    "presets": {"cost", "data", "deepspeed", "hf"},
-    "pretrain": {"data", "presets"},
+    "presets": {"cost", "data", "hf"},
+    "pretrain": {"data", "presets", "hf"},
+    "deepspeed": {"data", "presets", "pretrain"},
 }
 DOORS = {*("__init__", "__main__", "autoload", "doctor", "run", "sim_command")}
 """Entry points of the engine, which may import any of its rooms."""
