@@ -103,7 +103,7 @@ def test_a_trace_tells_the_imbalance_of_experts(tmp_path: Path) -> None:
         assert {(row.imbalance, row.worst) for row in rows} == {(4.0, 4.0)}
         assert {row.rank_imbalance for row in rows} == {2.0}
         assert all(row.group_size == 2 for row in rows)
-        for loads in analysis.loads:
+        for loads in analysis.loads.values():
             assert {f.excess / f.count for f in loads.forwards} == {SEQUENCE_TOKENS}
             assert {line.tokens for line in loads.lines.values()} == {3 * 2 * SEQUENCE_TOKENS}
 

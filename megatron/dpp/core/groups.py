@@ -32,9 +32,11 @@ def group_of(collection: Any, name: str) -> ProcessGroup:
     if group is not None:
         return group
     if name == "tp_dp_cp":
-        return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    return {
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        return group  # type: ignore[no-any-return]
+    own: ProcessGroup = {
         "pp": parallel_state.get_pipeline_model_parallel_group,
         "tp_cp": parallel_state.get_tensor_and_context_parallel_group,
         "tp_ep": parallel_state.get_expert_tensor_and_model_parallel_group,
     }[name]()
+    return own
