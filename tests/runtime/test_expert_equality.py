@@ -31,8 +31,6 @@ from tests.runtime.cases import (
 LEARNED = {"positions": "learned_absolute"}
 """megatron-core's rotary embeddings cut each document of a packed row, and these rows are cut whole.
 """
-SEQUENCE_TOKENS = 32
-"""Tokens of a microbatch of the worker's."""
 
 
 def test_captured_experts_of_a_padded_capacity() -> None:
@@ -94,18 +92,11 @@ def test_a_trace_tells_the_imbalance_of_experts(tmp_path: Path) -> None:
     for schedule in ("dpp", "pp"):
         files = open_run(tmp_path / f"data-2-pipeline-2-tensor-1-{schedule}")
         analysis = analyse(files, align(files))
-        assert [sum(f.count for f in loads.forwards) for loads in analysis.loads.values()] == [
-            2 * 3,
-            2 * 3,
-        ]
         rows = summary(analysis).experts
         assert [(row.layer, row.ranks) for row in rows] == [(1, [0, 1]), (2, [2, 3])]
         assert {(row.imbalance, row.worst) for row in rows} == {(4.0, 4.0)}
         assert {row.rank_imbalance for row in rows} == {2.0}
         assert all(row.group_size == 2 for row in rows)
-        for loads in analysis.loads:
-            assert {f.excess / f.count for f in loads.forwards} == {SEQUENCE_TOKENS}
-            assert {line.tokens for line in loads.lines.values()} == {3 * 2 * SEQUENCE_TOKENS}
 
 
 def test_context_parallel() -> None:

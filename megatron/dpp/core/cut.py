@@ -81,13 +81,6 @@ class Cut:
         rows = itertools.groupby(unit.row for unit in self.units)
         return tuple(len(list(units)) for _, units in rows)
 
-    @property
-    def order(self) -> list[int]:
-        """Units in the order of their backwards: each row's slices in reverse."""
-        ends = list(itertools.accumulate(self.groups))
-        ranges = zip([0, *ends], ends, strict=False)
-        return [unit for begin, end in ranges for unit in range(end - 1, begin - 1, -1)]
-
     def share(self, number: int) -> float:
         """A unit's tokens over those of a mean microbatch."""
         return self.sizes[number] * self.num_microbatches / self._tokens
