@@ -32,7 +32,6 @@ def group_of(collection: Any, name: str) -> ProcessGroup:
     group: ProcessGroup | None = getattr(collection, name, None)
     if group is not None:
         return group
-<<<<<<< HEAD
     if name == "tp_dp_cp":
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     else:
@@ -43,13 +42,3 @@ def group_of(collection: Any, name: str) -> ProcessGroup:
         }[name]()
     assert group is not None
     return group
-=======
-    replicas = parallel_state.get_tensor_and_data_parallel_group
-    own: ProcessGroup = {
-        "pp": parallel_state.get_pipeline_model_parallel_group,
-        "tp_cp": parallel_state.get_tensor_and_context_parallel_group,
-        "tp_ep": parallel_state.get_expert_tensor_and_model_parallel_group,
-        "tp_dp_cp": partial(replicas, with_context_parallel=True),
-    }[name]()
-    return own
->>>>>>> core
