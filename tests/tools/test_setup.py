@@ -156,12 +156,13 @@ def test_a_new_python_is_found_beside_an_old_one(place: str, repository: Path) -
     if sys.version_info < (3, 12):
         pytest.skip("finds Pythons of 3.12 and newer")
     path = put_python3(repository, "exit 127")
+    conda = f"{repository}/conda/bin/conda"
     found = repository / place
     found.parent.mkdir(parents=True, exist_ok=True)
     found.symlink_to(sys.executable)
     ran = subprocess.run(
         [str(shutil.which("bash")), str(repository / "tools" / "setup.sh"), "--which"],
-        env={"PATH": path, "HOME": f"{repository}/home", "CONDA_EXE": f"{repository}/conda/bin/x"},
+        env={"PATH": path, "HOME": f"{repository}/home", "CONDA_EXE": conda},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr

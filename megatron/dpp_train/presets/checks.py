@@ -38,6 +38,15 @@ NOW = {
     "--ignore-forward-tensor-parallel": "",
 }
 """Flags of earlier versions -> what they are now; an empty text: not needed any more."""
+_GONE = {
+    "--variable-length": "--rows as-they-are",
+    "--packing": "--rows packed",
+    "--estimate": "megatron-dpp train --dry-run",
+    "--run-config": "megatron-dpp train --config",
+    "--load-hf": "an option of megatron-dpp train",
+    "--save-hf": "an option of megatron-dpp train",
+}
+"""Flags of earlier versions -> what does their work now."""
 _REMOTE = ("s3://", "msc://", "http://", "https://", "hf://")
 
 
@@ -81,8 +90,10 @@ def _unknown(word: str, known: Sequence[str]) -> str:
     name = word.partition("=")[0]
     if not word.startswith("-"):
         return f"unexpected argument {word!r}: flags start with --"
+    if now := (NOW | _GONE).get(name):
+        return f"{name} is {now} now"
     if name in NOW:
-        return f"{name} is {NOW[name]} now" if NOW[name] else f"{name} is not needed any more"
+        return f"{name} is not needed any more"
     return f"unknown flag {name}{did_you_mean(name, known)}"
 
 
