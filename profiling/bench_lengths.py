@@ -51,8 +51,8 @@ from lengths_plans import (
     print_predictions,
 )
 
-from megatron.dpp.runtime.static_exchange import over_channels
 from megatron.dpp.errors import exit_with
+from megatron.dpp.runtime.static_exchange import over_channels
 from megatron.dpp.schedule import Geometry, Kind, Scheduler, parse_cap
 from megatron.dpp.sim.lengths import LengthCosts
 

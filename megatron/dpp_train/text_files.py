@@ -40,7 +40,7 @@ def read_text(
     except OSError as error:
         raise DataError(f"{named}: {error.strerror}{nearest_path(Path(path))}") from error
     except ValueError as error:
-        why = one_line(error)  # of a path with a zero byte
+        why: str = one_line(error)  # of a path with a zero byte
         if isinstance(error, UnicodeDecodeError):
             why = f"not UTF-8 text ({error.reason} at byte {error.start})"
         raise DataError(f"{named}: {why}") from error

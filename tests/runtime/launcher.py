@@ -139,8 +139,8 @@ def _server(preload: str) -> tuple[socket.socket, dict[str, str] | None]:
     read when it started.
 
     ``preload`` is what it imports, ``"job"``, ``"training"`` or ``"libraries"``; the first two are
-    forks of that of libraries. A process that has met CUDA cannot be forked: with ``"nothing"``, nothing was
-    read either, and each rank begins anew.
+    forks of that of libraries. A process that has met CUDA cannot be forked: with ``"nothing"``,
+    nothing was read either, and each rank begins anew.
     """
     if preload in ("job", "training"):
         return _forked_server(preload), _server("libraries")[1]

@@ -29,8 +29,7 @@ from tests.runtime.cases import (
 )
 
 LEARNED = {"positions": "learned_absolute"}
-"""megatron-core's rotary embeddings cut each document of a packed row, and these rows are cut whole.
-"""
+"""megatron-core's rotary embeddings cut each document of a packed row, these tests whole rows."""
 
 
 def test_captured_experts_of_a_padded_capacity() -> None:

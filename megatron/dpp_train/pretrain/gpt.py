@@ -124,9 +124,10 @@ def forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
 
 
 def loss_of(
-    mask: torch.Tensor, losses: torch.Tensor
+    mask: torch.Tensor | None, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the losses of the tokens that count, their number, and both for the log."""
+    assert mask is not None  # the last stage asks, which has read it
     total, count = masked_sum(losses, mask)
     return checked(total), count, {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}
 

@@ -100,7 +100,7 @@ def next_batch(iterator: Any, layout: Mapping[str, torch.dtype]) -> dict[str, to
         layout: name -> dtype of the tensors to take.
     """
     sample = next(iterator) if is_first_tensor_rank() else None
-    batch = {}
+    batch: dict[str, torch.Tensor] = {}
     for dtype in dict.fromkeys(layout.values()):
         names = [name for name, kind in layout.items() if kind == dtype]
         if sample is not None:
