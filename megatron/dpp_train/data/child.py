@@ -203,7 +203,7 @@ def _serve(channel: connection.Connection, begin: Begin, memory: int, seconds: f
 
 
 def _answered(channel: connection.Connection, work: Callable[..., Any], *request: Any) -> Any:
-    """What ``work`` gives, after the parent has got it; of a beginning it gets None."""
+    """The result of ``work``, after the parent has got it; of a beginning it gets None."""
     try:
         found = work(*request)
     except (DppError, MemoryError) as error:
