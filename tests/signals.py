@@ -58,7 +58,7 @@ class Kind:
 def _losses(folder: Path) -> dict[int, set[float]]:
     found: dict[int, set[float]] = defaultdict(set)
     for row in losses_in(folder / "metrics.jsonl"):
-        found[row["iteration"]].add(row["lm loss"])
+        found[row["iteration"]].add(row["loss"])
     return dict(found)
 
 
@@ -76,7 +76,7 @@ def _run(folder: Path) -> str:
 
 
 def _torchrun(folder: Path) -> str:
-    start = "-m megatron.dpp_train.launch.torchrun --standalone --nproc_per_node 2"
+    start = "-m torch.distributed.run --standalone --nproc_per_node 2"
     return f"{start} pretrain_gpt.py {_run(folder)}"
 
 
@@ -109,11 +109,6 @@ KINDS = {
         3, lambda f: f"-m megatron.dpp convert {f.parent}/model {f}/out", lambda f: _files(f)
     ),
     "generate": Kind(2, _generate, _files),
-    "evaluate": Kind(
-        1,
-        lambda f: f"-m megatron.dpp evaluate {f.parent}/model --data {f.parent}/few.jsonl --json",
-        lambda f: [each for each in (f / "log").read_text().splitlines() if "loss" in each],
-    ),
 }
 
 
@@ -170,7 +165,6 @@ class Signals:
         tiny.make("llama", model, vocab_size=290, bos_token_id=0, eos_token_id=1)
         lines = [json.dumps({"text": f"Ada bakes bread number {i} " * 20}) for i in range(3000)]
         (self._folder / "text.jsonl").write_text("\n".join(lines) + "\n")
-        (self._folder / "few.jsonl").write_text("\n".join(lines[:3]) + "\n")
         for kind in KINDS:
             start = time.monotonic()
             with self._job(kind) as node:
