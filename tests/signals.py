@@ -192,7 +192,7 @@ class Signals:
         settings = {
             "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", MARK: str(os.getpid()),
             "TMPDIR": str(self._temporary), "PYTHONFAULTHANDLER": "", "CUDA_VISIBLE_DEVICES": "",
-            "TORCHDYNAMO_DISABLE": "1", "DPP_STOPPED_SECONDS": "90", "PYTHONPATH": os.getcwd(),
+            "TORCHDYNAMO_DISABLE": "1", "DPP_PEER_TIMEOUT": "5", "PYTHONPATH": os.getcwd(),
         }  # fmt: skip
         node = Node(
             [sys.executable, *KINDS[kind].words(folder).split()], folder / "log", **settings

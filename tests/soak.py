@@ -46,13 +46,12 @@ FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 "
     f"--lr-decay-style constant --train-iters {ITERATIONS} --eval-iters 0 --split 1,0,0 "
-    "--transformer-impl local --distributed-backend gloo --no-persist-layer-norm "
-    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion "
-    "--pipeline-model-parallel-size 2 --use-dpp --num-workers 1 --log-interval 50 "
+    "--transformer-impl local --distributed-backend gloo --no-persist-layer-norm --num-workers 1 "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --log-interval 50 "
+    "--pipeline-model-parallel-size 2 --use-dpp --dpp-timeout 15 --distributed-timeout-minutes 1 "
     "--rows as-they-are --calculate-per-token-loss --hidden-dropout 0.1 "
     f"--tokenizer-type NullTokenizer --vocab-size 100 --save-interval {SAVE_EVERY} "
-    f"--save-retain-interval {100 * ITERATIONS} "
-    "--dpp-timeout 15 --distributed-timeout-minutes 1"
+    f"--save-retain-interval {100 * ITERATIONS}"
 )
 HARMLESS = ("CONT", "WINCH", "URG", "CHLD")
 _IN_THE_START = 0.2
@@ -91,7 +90,7 @@ class Job:
         shared = {
             "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", MARK: str(os.getpid()),
             "TMPDIR": str(self.temporary), "PYTHONFAULTHANDLER": "", "CUDA_VISIBLE_DEVICES": "",
-            "TORCHDYNAMO_DISABLE": "1", "DPP_STOPPED_SECONDS": "90",  # as the launcher sets it
+            "TORCHDYNAMO_DISABLE": "1", "DPP_PEER_TIMEOUT": "5",
         }  # fmt: skip
         if hosts is None:
             torchrun = ["-m", "torch.distributed.run", "--standalone"]
