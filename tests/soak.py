@@ -378,8 +378,6 @@ class Soak:
         disturbance.said = (named or [""])[-1][:300]
         if disturbance.culprit and not named:
             disturbance.faults.append(f"nobody named it: {said[-3000:]}")
-        if "Traceback (most recent call last)" in said:
-            disturbance.faults.append(f"a traceback: {said[-4000:]}")
         if disturbance.victim == "torchrun":  # its folder goes when the next torchrun starts
             self._of_killed |= {path.name for path in job.temporary.glob("torchrun_*")}
         disturbance.faults += self._left(job)
