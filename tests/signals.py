@@ -81,8 +81,8 @@ def _torchrun(folder: Path) -> str:
 
 
 def _launcher(folder: Path) -> str:
-    words = _run(folder).replace("--device cpu ", "")
-    return f"-m megatron.dpp train --mode megatron --procs 2 --run-dir {folder}/run {words}"
+    start = f"-m megatron.dpp train --mode megatron --procs 2 --run-dir {folder}/run"
+    return f"{start} {_run(folder)}"
 
 
 def _preprocess(folder: Path) -> str:
@@ -100,7 +100,7 @@ KINDS = {
     "torchrun": Kind(2, _torchrun, _losses),
     "saves beside training": Kind(
         2,
-        lambda f: f"{_torchrun(f)} --async-save --use-persistent-ckpt-worker --num-workers 2",
+        lambda f: f"{_torchrun(f)} --async-save --async-strategy mcore --num-workers 2",
         _losses,
     ),
     "launcher": Kind(1, _launcher, _losses),
