@@ -34,8 +34,8 @@ DEADLINE = 150.0
 _LONGEST_WAIT = 45.0
 _TRAIN = f"{FLAGS} --train-iters 60 --save-interval 20 --log-interval 20"
 _TRACKER = f'Traceback (most recent call last):\n  File "{resource_tracker.__file__}", line'
-_OF_KILLED = "torchrun_"
-"""Start of the names of folders of killed processes, which go when the next one starts."""
+_OF_KILLED = "torchelastic_"
+"""Start of the names of folders that a killed torchrun leaves."""
 _MODEL_TEXT = "Who is Ada? She bakes bread in the old town, 1234567 loaves a day."
 _TOKENIZER = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
 
@@ -63,10 +63,14 @@ def _losses(folder: Path) -> dict[int, set[float]]:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    """All files of the output; metadata of a converted checkpoint hold times."""
+    """All files of the output; metadata of a converted checkpoint hold its time and number."""
     found = sorted(path for path in folder.glob("out*/**/*") if path.is_file())
     found += sorted(path for path in folder.glob("out*") if path.is_file())
-    return {path.name: path.read_bytes() for path in found if path.suffix != ".json"}
+    return {
+        path.name: path.read_bytes()
+        for path in found
+        if path.suffix != ".json" and path.name != ".metadata"
+    }
 
 
 def _run(folder: Path) -> str:
@@ -297,8 +301,6 @@ class Signals:
             self.unequal += 1
             print(f"UNEQUAL {kind}: {str(found)[:500]} expected {str(expected)[:500]}", flush=True)
         partial = [*folder.glob(".*partial*"), *folder.rglob("*unfinished*")]
-        if KINDS[kind].made is _losses:
-            partial += self._temporary.glob(f"{_OF_KILLED}*")
         if partial and self.done:
             self._note(self.done[-1], f"left beside the output: {partial}")
         self._clear(kind)

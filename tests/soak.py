@@ -378,8 +378,8 @@ class Soak:
         disturbance.said = (named or [""])[-1][:300]
         if disturbance.culprit and not named:
             disturbance.faults.append(f"nobody named it: {said[-3000:]}")
-        if disturbance.victim == "torchrun":  # its folder goes when the next torchrun starts
-            self._of_killed |= {path.name for path in job.temporary.glob("torchrun_*")}
+        if disturbance.victim == "torchrun":  # a killed one leaves its folders
+            self._of_killed |= {path.name for path in job.temporary.glob("torchelastic_*")}
         disturbance.faults += self._left(job)
 
     def _left(self, job: Job) -> list[str]:
