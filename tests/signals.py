@@ -264,12 +264,13 @@ class Signals:
             return
         said = node.said()
         lines = [each for each in said.splitlines() if "error" in each or "warning" in each]
-        sent.said = next((each for each in lines if sent.culprit in each), "")[:300]
+        is_run = KINDS[sent.kind].made is _losses
+        names = (sent.culprit,) if is_run else (sent.culprit, "worker process")
+        sent.said = next((each for each in lines if any(n in each for n in names)), "")[:300]
         if code and not is_root and not sent.said:
             self._note(sent, f"nobody named it: {said[-3000:]}")
         # Megatron's loop and torchrun print some. Python's own: the successor of a killed resource
         # tracker knows none of its names.
-        is_run = KINDS[sent.kind].made is _losses
         if not is_run and "Traceback (most recent call last)" in said.replace(_TRACKER, ""):
             self._note(sent, f"a traceback: {said[-4000:]}")
         for each in self._left():
