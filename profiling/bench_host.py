@@ -24,7 +24,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from bench_sleeping import DynamicPipeline, cpu_rank, megatron_step
+from sleeping import DynamicPipeline, cpu_rank, megatron_step
 
 from megatron.dpp import DppConfig, DppSchedule
 from megatron.dpp.errors import exit_with

@@ -162,7 +162,7 @@ def print_predictions(args: Any, sizes: Sequence[int]) -> None:
     shown = []
     for size, mix in itertools.product(sizes, LENGTHS):
         own = argparse.Namespace(**{**vars(args), "ranks": size, "lengths": mix})
-        costs = LengthCosts.transformer(args.hidden)
+        costs = LengthCosts.transformer()
         batches = drawn_batches(own, longest=longest_of(mix), costs=costs)
         drawn = [each.seconds("static", each.planned("static", "drawn")[1]) for each in batches]
         for schedule in ("static", "ours"):

@@ -158,7 +158,7 @@ def probe_variables() -> Finding:
 
 
 def probe_plugin() -> Finding:
-    """Whether each Python process of this environment looks for USE_DPP."""
+    """Finds out if each Python process of this environment looks for USE_DPP."""
     path = pth_file()
     if path.is_file():
         return Finding("plugin", "ok", f"on: processes with USE_DPP=1 load it ({path})")

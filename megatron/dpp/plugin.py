@@ -142,7 +142,7 @@ class Plugin:
             schedule.iteration = compat.host_iteration(schedule.iteration)
             model = keywords["model"]
             if needs_task_rng(model if isinstance(model, list) else [model]):
-                self._say(line(self._config.task_rng, named=True))
+                self._say(line(seeds=self._config.task_rng, named=True))
             self._sizes = None
         self._rows = None
         with self._trace.step(self._step_number(keywords), keywords, "dpp") as schedule.recorder:

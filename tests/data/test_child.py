@@ -84,6 +84,11 @@ def test_errors_come_back_and_the_child_goes_on() -> None:
     child.close()
 
 
+def test_a_worker_that_dies_at_its_start_ends_the_work() -> None:
+    with pytest.raises(DataError, match="worker process cannot start: .* SIGABRT"):
+        list(in_order(2, os.abort, ["answers"], str))
+
+
 def test_answers_come_in_order_around_deaths() -> None:
     asked = ["answers", "aborts", "answers", "leaves"] + ["answers"] * 20
     before = {each.pid for each in psutil.Process().children(recursive=True)}

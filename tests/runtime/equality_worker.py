@@ -31,9 +31,7 @@ from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.distributed.param_and_grad_buffer import (  # noqa: E402
-    _ParamAndGradBucketGroup,
-)
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
@@ -52,12 +50,7 @@ from megatron.dpp.core.wgrad import fused as fused_wgrad  # noqa: E402
 from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
 from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder  # noqa: E402
 from tests.runtime import layers  # noqa: E402
-from tests.runtime.layers import (  # noqa: E402
-    block_spec,
-    packed_params,
-    positions,
-    prediction_spec,
-)
+from tests.runtime.layers import block_spec, packed_params, positions, prediction_spec  # noqa: E402
 from tests.runtime.losses import OwnLoss, loss_func, token_loss  # noqa: E402
 from tests.runtime.rerun import Rerun  # noqa: E402
 

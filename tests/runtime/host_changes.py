@@ -413,7 +413,7 @@ def hook_the_node_of_a_weight(rng: random.Random, chunks: list[Any]) -> None:
 
 @change
 def make_gradients_views_of_a_buffer(rng: random.Random, chunks: list[Any]) -> None:
-    """Where no wrapper has buffers of its own."""
+    """Only where no wrapper has buffers of its own."""
     for chunk in chunks:
         trained = [p for p in chunk.parameters() if p.requires_grad and not hasattr(p, "main_grad")]
         chunk.flat = torch.zeros(sum(p.numel() for p in trained))

@@ -47,7 +47,7 @@ def test_a_plan_depends_on_sizes_and_settings_alone() -> None:
 
 
 def test_a_simulated_plan_is_that_of_its_schedule() -> None:
-    """What the planner promises, the schedule takes with the microbatches in that order."""
+    """The schedule takes what the planner promises, with the microbatches in that order."""
     sizes = [5000, 100, 9000, 400, 3000, 700]
     plan = plan_order(sizes, 2, simulations=30)
     again = plan_order([sizes[i] for i in plan.order], 2, simulations=0)

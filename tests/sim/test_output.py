@@ -23,7 +23,7 @@ Capsys = pytest.CaptureFixture[str]
 
 
 def output(capsys: Capsys, words: str, status: int = 0) -> str:
-    """What the command prints; its error line where ``status`` is not 0."""
+    """The command's output; its error line where ``status`` is not 0."""
     assert main(words.split()) == status
     out, err = capsys.readouterr()
     return err if status else out

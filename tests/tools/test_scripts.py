@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = "\n".join(json.dumps({"lm loss": loss, "learning rate": 1}) for loss in (5, 4))
+ROWS = "\n".join(json.dumps({"loss": loss, "lr": 1}) for loss in (5, 4))
 FAKE_PYTHON = f"""#!/usr/bin/env bash
 case "$*" in
   -\\ *) exec {sys.executable} "$@" ;;

@@ -72,7 +72,7 @@ def met(store: Any, rank: int, tcp_host: str | None = None, **options: Any) -> M
 
 
 def both(act: Callable[[int], Any]) -> dict[int, Any]:
-    """What ``act`` of rank 0 and of rank 1 return, or their transport's errors, side by side."""
+    """Results of ``act`` of rank 0 and of rank 1, or their transport's errors, side by side."""
     found: dict[int, Any] = {}
 
     def run(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Who is let in: proofs, places of a listener, strangers, and true peers that are turned down."""
+"""Admission: proofs, places of a listener, strangers, and true peers that are turned down."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def test_descriptors_of_a_link_that_sends_nothing_are_closed(ends: Ends) -> None
 def faults_of(
     wrong: dict[int, str], unwritten: dict[int, str] | None = None
 ) -> tuple[dict[int, Any], list[int]]:
-    """What both ranks find, and the ranks that waited for what they had begun to write.
+    """The faults that both ranks find, and the ranks that waited for what they had begun to write.
 
     Args:
         wrong: by rank, the difference that it finds.
@@ -235,6 +235,6 @@ def faults_of(
 def test_both_ends_say_the_same_of_a_link_that_does_not_deliver(
     wrong: dict[int, str], unwritten: dict[int, str], fault: str, waits: list[int]
 ) -> None:
-    """Where both fail, what the lower rank says; what was not begun is not waited for."""
+    """If both fail, it is what the lower rank says; what was not begun is not waited for."""
     expected = {rank: {1 - rank: fault} if fault else {} for rank in range(2)}
     assert faults_of(wrong, unwritten) == (expected, waits)

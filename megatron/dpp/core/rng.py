@@ -116,8 +116,8 @@ def _read(state: Any) -> bytes:
     return tensor.numpy().tobytes()
 
 
-def line(seeds: bool, *, named: bool) -> str:
-    """What a user is told of the random numbers that tasks draw.
+def line(*, seeds: bool, named: bool) -> str:
+    """The line that tells a user of the random numbers that tasks draw.
 
     Args:
         seeds: each task derives its own.

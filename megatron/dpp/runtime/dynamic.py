@@ -220,7 +220,7 @@ class DppSchedule(PipelineSchedule):
         """True if tasks have drawn numbers that the config does not name, and get states."""
         seeds = self.config.task_rng
         if self._draws.look():
-            self._alert(line(seeds, named=False))
+            self._alert(line(seeds=seeds, named=False))
         return self._draws.found and seeds
 
     def own_work_seconds(self, num_microbatches: int) -> float:

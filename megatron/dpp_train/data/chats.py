@@ -81,14 +81,14 @@ class ChatEncoder:
         self._end = self._find_end()
 
     def notes(self) -> tuple[str, ...]:
-        """What a user should know about the template."""
+        """Lines that a user should read about the template."""
         notes = [_DATED] * any("strftime_now" in each.text for each in self._templates.values())
         if self._end != "":
             notes.append(_ENDED if self._end else _ENDLESS)
         return tuple(notes)
 
     def _find_end(self) -> str | None:
-        """What ends an answer behind the template's own text of it: the token of a next user's
+        """The text that ends an answer behind the template's own: the token of a next user's
         message; empty where that text has an end, None where there is no end at all."""
         chat: list[Message] = [
             {"role": "user", "content": "?"},
@@ -284,7 +284,7 @@ class ChatEncoder:
         return [*texts, (done, tuple(spans))]
 
     def _ended(self, chat: Chat, number: int, done: str) -> str:
-        """What follows the text of an answer and ends it; empty where the answer has an end."""
+        """The text that follows an answer and ends it; empty where the answer has an end."""
         if not self._end:
             return ""
         messages = chat.messages[: number + 1]

@@ -137,6 +137,9 @@ def in_order(
     with its death.
 
     At most ``_BATCHES_PER_WORKER`` batches per worker are in flight, so memory stays bounded.
+
+    Raises:
+        DppError: what ``begin`` raises there, or a child ended while it began.
     """
     idle: list[Child] = []
     busy: dict[Child, int] = {}
@@ -154,7 +157,7 @@ def in_order(
             while len(window) >= _BATCHES_PER_WORKER * workers:
                 yield oldest()
             if not idle and len(busy) < workers:
-                idle.append(Child(begin))
+                idle.append(_started(begin))
             while not idle:
                 _collect(begin, idle, busy, answers)
             child = idle.pop()
@@ -166,6 +169,13 @@ def in_order(
     finally:
         for child in (*idle, *busy):
             child.close()
+
+
+def _started(begin: Begin) -> Child:
+    try:
+        return Child(begin)
+    except Died as died:
+        raise DataError(f"a worker process cannot start: {died}") from died
 
 
 def _collect(
@@ -181,7 +191,7 @@ def _collect(
             answers[busy[child]] = died
             child.close()
             del busy[child]
-            idle.append(Child(begin))
+            idle.append(_started(begin))
             continue
         del busy[child]
         idle.append(child)
@@ -203,7 +213,7 @@ def _serve(channel: connection.Connection, begin: Begin, memory: int, seconds: f
 
 
 def _answered(channel: connection.Connection, work: Callable[..., Any], *request: Any) -> Any:
-    """What ``work`` gives, after the parent has got it; of a beginning it gets None."""
+    """The result of ``work``, after the parent has got it; of a beginning it gets None."""
     try:
         found = work(*request)
     except (DppError, MemoryError) as error:

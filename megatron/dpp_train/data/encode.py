@@ -26,7 +26,7 @@ _Document = dict[str, tuple[list[int], list[int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How lines are encoded.
+    """Settings of the encoding of lines.
 
     Args:
         tokenizer: its files.
@@ -53,7 +53,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Begun:
-    """What an encoder says before the first line: the type of stored ids, and notes on the chat
+    """An encoder's word before the first line: the type of stored ids, and notes on the chat
     template."""
 
     dtype: np.dtype[np.integer]

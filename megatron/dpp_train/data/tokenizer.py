@@ -45,7 +45,7 @@ _BETWEEN = re.compile("[a-z](?= [a-z])")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """What names a tokenizer, as the flags of the same names.
+    """The values that name a tokenizer, as the flags of the same names.
 
     Args:
         kind: ``--tokenizer-type``.

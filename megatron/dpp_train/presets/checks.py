@@ -200,7 +200,7 @@ Part = tuple[str, int]
 
 
 def _divisions(sizes: Mapping[str, Any], world_size: int) -> Iterator[tuple[Part, list[Part]]]:
-    """What must divide what."""
+    """Pairs of a number and those that must divide it."""
 
     def part(name: str) -> Part:
         return name, sizes[name] or 1

@@ -1,4 +1,4 @@
-"""What a person sees of a run: one progress line, read from the run's metrics, and its end."""
+"""A run as a person sees it: one progress line, read from the run's metrics, and its end."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _KINDS: dict[object, str] = {int: "int", float: "float", str: "str", None: "str"
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """What a flag takes.
+    """The values that a flag takes.
 
     Args:
         kind: ``switch``, ``int``, ``float``, ``str``, or ``other`` for values that are not checked.

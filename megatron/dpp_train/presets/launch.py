@@ -44,7 +44,7 @@ _TAIL_BYTES = 1 << 18
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What a node runs.
+    """The command that a node runs.
 
     Args:
         words: torchrun and everything behind it.

@@ -139,7 +139,7 @@ _FSDP2: Flags = {
 
 
 def _shards(options: argparse.Namespace) -> Flags:
-    """What replicas share in mode ``zero``."""
+    """Flags of the states that replicas share in mode ``deepspeed``."""
     stage = 1 if options.zero_stage is None else options.zero_stage
     if options.engine == "megatron":
         return _SHARDS[stage] | (_FSDP2 if stage > 1 else {})

@@ -73,7 +73,7 @@ def _convert(source: str, target: Path, *words: str) -> None:
 
 
 def header(plan: Plan) -> None:
-    """What is about to run, in a few lines."""
+    """Prints a few lines about the run that is about to start."""
     flags, devices = plan.flags, plan.devices
     chunks, pipeline = number(flags, modes.CHUNKS), number(flags, modes.PIPELINE)
     sizes = {

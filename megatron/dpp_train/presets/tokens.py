@@ -36,7 +36,7 @@ _SPLIT, _FEW = "949,50,1", 100
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Where a run's tokens come from.
+    """The origin of a run's tokens.
 
     Args:
         flags: those that name data and tokenizer.

@@ -1,4 +1,4 @@
-"""What waits for a W: the protocol of layers whose weight gradients may, and the work of one pass.
+"""The protocol of layers whose weight gradients may wait for a W, and the work of one pass.
 
 :class:`Deferrable` has a kind for megatron-core's own parallel layers (``product``) and one for
 Transformer Engine's (``te_layer``). ``linear.WeightGradients`` finds them and keeps the order.

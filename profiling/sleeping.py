@@ -1,4 +1,4 @@
-"""Schedules on stages that sleep instead of compute: the CPU half of bench_schedule.py.
+"""Pipelines of stages that sleep instead of compute, shared by the benchmarks on a CPU.
 
 Sleeping stages need no cores, so a machine with two can stand for eight ranks: real processes, the
 real executor over the real transport, and megatron-core's own schedules over gloo with the same
@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import arms
 import harness
 import torch
 import torch.distributed as dist
@@ -26,7 +23,7 @@ from megatron.dpp.inject import Injector, Task
 from megatron.dpp.schedule import Geometry, Kind, Scheduler, parse_cap
 from megatron.dpp.trace import NullRecorder
 
-HIDDEN, _SEQUENCE, _SLOTS = 8, 4, 2
+HIDDEN, SEQUENCE, _SLOTS = 8, 4, 2
 TOKEN_BYTES = 4 * HIDDEN
 """Bytes of a token in a message."""
 
@@ -61,7 +58,7 @@ class SleepingChunk(torch.nn.Module):
         self._naps, self._chunk, self._sizes = naps, chunk, sizes
         self._counts = {"F": 0, "B": 0}
         self._given: torch.Tensor | None = None
-        self.start = torch.nn.Parameter(torch.zeros(_SEQUENCE, 1, HIDDEN))
+        self.start = torch.nn.Parameter(torch.zeros(SEQUENCE, 1, HIDDEN))
 
     def set_input_tensor(self, given: list[torch.Tensor | None]) -> None:
         self._given = given[0]
@@ -100,7 +97,7 @@ class SleepingRunner:
 
     def _slept(self, kind: str, chunk: int, microbatch: int) -> torch.Tensor:
         self._naps(kind, chunk, microbatch)
-        return torch.zeros(self._sizes[microbatch] if self._sizes else _SEQUENCE, 1, HIDDEN)
+        return torch.zeros(self._sizes[microbatch] if self._sizes else SEQUENCE, 1, HIDDEN)
 
 
 class ListedNaps:
@@ -123,7 +120,7 @@ class Naps:
         self._unit = args.sleep_ms * 1e-3
         self._fused, self._iteration, self._work = fused, iteration, 0.0
         self._num_chunks = num_chunks
-        self._injector = _injector(args, num_chunks)
+        self._injector = injector_of(args, num_chunks)
         self.total = 0.0
 
     def __call__(self, kind: str, chunk: int, microbatch: int) -> None:
@@ -144,15 +141,8 @@ def _sleep_exactly(seconds: float) -> None:
         time.sleep(max(0.0, left - 1e-4) if left > 2e-4 else 0)
 
 
-def _injector(args: argparse.Namespace, v: int) -> Injector | None:
+def injector_of(args: argparse.Namespace, v: int) -> Injector | None:
     return Injector(args.inject, dist.get_rank(), args.ranks, num_chunks=v) if args.inject else None
-
-
-def run_static(args: argparse.Namespace, v: int, m: int, iteration: int) -> float:
-    """One step of megatron-core's own schedule; seconds this rank's tasks slept."""
-    naps = Naps(args, v, iteration, fused=True)
-    megatron_step(args.ranks, v, m, _SEQUENCE, lambda config, c: SleepingChunk(config, naps, c))
-    return naps.total
 
 
 def megatron_step(
@@ -278,10 +268,12 @@ class DynamicPipeline:
         self.num_chunks, self.split, self.pieces = v, split, pieces
         self._policy, self._cap = policy, cap or args.cap
         self.links = open_pipeline(
-            args.ranks, v, _SEQUENCE, args.transport,
-            injector=injector or _injector(args, v),
+            args.ranks, v, SEQUENCE, args.transport,
+            injector=injector or injector_of(args, v),
         )  # fmt: skip
-        self.recorder = harness.open_trace(args, v, args.trace_dir) if traced else NullRecorder()
+        self.recorder = (
+            harness.open_trace(args.ranks, v, args.trace_dir) if traced else NullRecorder()
+        )
 
     def step(self, args: argparse.Namespace, m: int, iteration: int, runner: Any = None) -> float:
         """Run ``m`` microbatches; seconds this rank's tasks slept. ``runner`` does not sleep."""
@@ -312,62 +304,6 @@ def _delayed(transport: Any, injector: Any, ranks: tuple[int, ...]) -> Any:
     return DelayedTransport(transport, injector, ranks)
 
 
-def open_static(args: argparse.Namespace, v: int, *, links: bool) -> Any:
-    """Our channels under a static schedule that asks for them, or where links are to be slow; None
-    keeps gloo.
-    """
-    injector = _injector(args, v)
-    if not links and (injector is None or not injector.delays_messages):
-        return None
-    return open_exchange(args.ranks, _SEQUENCE, args.transport, injector=injector)
-
-
-def measure(args: argparse.Namespace, name: Any, m: int) -> dict[str, Any]:
-    """Median seconds of a schedule's step, and its ratio to the busiest rank's own work."""
-    from megatron.core import parallel_state
-
-    from megatron.dpp.runtime.static_exchange import over_channels
-
-    static, v = name.kind == "static", name.num_chunks
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=args.ranks,
-        virtual_pipeline_model_parallel_size=v if v > 1 else None,
-    )
-    exchange, pipeline = (open_static(args, v, links=name.links) if static else None), None
-    if not static:
-        arm = arms.ARMS[name.arm]
-        pipeline = DynamicPipeline(
-            args, v, split=arm.split, policy=arm.policy or "dynamic",
-            cap="" if arm.cap == "auto" else arm.cap, traced=name.mode == "traced",
-        )  # fmt: skip
-    took, ratios = [], []
-    for iteration in range(args.rounds + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        if pipeline is None:
-            with over_channels(exchange) if exchange else contextlib.nullcontext():
-                own = run_static(args, v, m, iteration)
-        else:
-            own = pipeline.step(args, m, iteration)
-        seconds, work = harness.over_ranks(time.perf_counter() - start, own)
-        if iteration:  # the first one warms up
-            took.append(seconds)
-            ratios.append(seconds / work)
-    if pipeline is not None:
-        pipeline.close()
-    if exchange is not None:
-        exchange.transport.close()
-    parallel_state.destroy_model_parallel()
-    return {
-        "schedule": name.text,
-        "microbatches": m,
-        "seconds": statistics.median(took),
-        "ms": statistics.median(took) * 1e3,
-        "all_ms": [seconds * 1e3 for seconds in took],
-        "ratio": statistics.median(ratios),
-    }
-
-
 @contextlib.contextmanager
 def cpu_rank() -> Any:
     """This process as a rank on the CPU."""
@@ -378,32 +314,3 @@ def cpu_rank() -> Any:
     yield
     dist.destroy_process_group()
     support.close()
-
-
-def report(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """Print the table, and write JSON when asked to."""
-    print(f"\nsleeping stages, PP={args.ranks}, F = {args.sleep_ms} ms, {args.inject or 'quiet'}\n")
-    static = {(r["schedule"], r["microbatches"]): r["seconds"] for r in rows}
-    shown = []
-    for row in rows:
-        name, m = row["schedule"], row["microbatches"]
-        same = static.get((f"static{name.lstrip('abcdefghijklmnopqrstuvwxyz')}", m))
-        factor = f"{same / row['seconds']:.3f}" if same else "-"
-        shown.append((m, name, f"{row['seconds']:.3f}", f"{row['ratio']:.3f}", factor))
-    harness.print_table(
-        "m | schedule | seconds | / busiest rank's own work | static of this v is slower by", shown
-    )
-    settings = {name: str(value) for name, value in vars(args).items()}
-    harness.write_json(args.json, {"arguments": settings, "rows": rows})
-
-
-def run(args: argparse.Namespace) -> int:
-    """Start one process per rank, or be one of them."""
-    if "RANK" not in os.environ:
-        return harness.start_ranks(args.ranks, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
-    with cpu_rank():
-        rows = [measure(args, name, m) for m in args.microbatches for name in args.names]
-        if dist.get_rank() == 0:
-            report(args, rows)
-            arms.print_schedules(args.names, [("", rows)])
-    return 0
