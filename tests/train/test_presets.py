@@ -113,7 +113,7 @@ REFUSED = {
     "--mode 3d --procs 8 --tp 8": "--num-attention-heads 4 cannot be divided by",
     "--mode simple --hidden-size 130": "--hidden-size 130 cannot be divided by",
     "--mode simple --seq-length 9 --max-position-embeddings 8": "--seq-length 9 is above",
-    "--mode simple --procs 3 --batch-size 32": "--global-batch-size 32 cannot be divided by 3 replicas",
+    "--mode simple --procs 3 --batch-size 32": "--global-batch-size 32 cannot be divided by 3",
     "--mode zero --engine deepspeed": "DeepSpeed is not installed",
 }
 """Command line -> part of its one line."""
