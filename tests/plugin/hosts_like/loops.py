@@ -54,7 +54,7 @@ class Job:
         if case.get("wrapped"):
             self.chunks = [Wrapper(chunk) for chunk in self.chunks]
         if case.get("bare"):
-            self.chunks = [chunk.module for chunk in self.chunks]
+            self.chunks = [getattr(chunk, "module", chunk) for chunk in self.chunks]
         self.generators = [drawn(case) for _ in self.chunks]
         self.losses: list[Any] = []
         self.norms: list[Any] = []
