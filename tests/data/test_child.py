@@ -85,7 +85,7 @@ def test_errors_come_back_and_the_child_goes_on() -> None:
 
 
 def test_a_worker_that_dies_at_its_start_ends_the_work() -> None:
-    with pytest.raises(DataError, match="worker process cannot start: .* SIGABRT"):
+    with pytest.raises(DataError, match=r"worker process cannot start: .* SIGABRT"):
         list(in_order(2, os.abort, ["answers"], str))
 
 

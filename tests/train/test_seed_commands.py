@@ -44,6 +44,7 @@ DRY = (
 )
 """Commands that print the torchrun which they would become."""
 HELP = (
+    "python pretrain_gpt.py --help",
     "python tools/preprocess_data.py --help",
     "python aggregate.py --help",
     "python profiling/aggregate.py --help",

@@ -6,6 +6,7 @@ what users type; comments name the files of megatron-core 0.19.2.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 from collections.abc import Iterator
@@ -30,7 +31,20 @@ def mended() -> Iterator[None]:
             # initialize.py compiles with a Makefile that wheels lack; their helpers are compiled
             undo.enter_context(mock.patch.object(helpers, "compile_helpers", lambda: None))
         undo.enter_context(local_vocabularies())
+        undo.enter_context(mock.patch.object(argparse.HelpFormatter, "_expand_help", _help_of))
         yield
+
+
+_expanded = argparse.HelpFormatter._expand_help
+
+
+def _help_of(formatter: argparse.HelpFormatter, action: argparse.Action) -> str:
+    """A flag's help, as it is where argparse cannot fill it in: core/transformer/
+    transformer_config.py has a text with a percent sign of its own."""
+    try:
+        return _expanded(formatter, action)
+    except ValueError:
+        return action.help or ""
 
 
 @contextlib.contextmanager
