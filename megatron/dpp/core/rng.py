@@ -86,25 +86,17 @@ class Draws:
         self.found = False
         """A task has drawn some."""
         self._before: list[bytes] = []
-        self._trackers: bool | None = None
 
-    def begin(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Begin a step: what a host draws between two does not count, nor do the states that
-        Transformer Engine's attention moves without a dropout."""
+    def begin(self) -> None:
+        """Begin a step: what a host draws between two does not count."""
         self._before = []
-        if self._trackers is None:
-            modules = (module for chunk in chunks for module in chunk.modules())
-            self._trackers = not any(
-                type(module).__module__.startswith("transformer_engine") for module in modules
-            )
 
     def look(self) -> bool:
         """Look at the generators before a task; True the first time that they have moved."""
         if self.found:
             return False
         states = [torch.get_rng_state(), torch.cuda.get_rng_state()]
-        if self._trackers:
-            states += get_cuda_rng_tracker().get_states().values()
+        states += get_cuda_rng_tracker().get_states().values()
         now = [_read(state) for state in states]
         self.found = bool(self._before) and now != self._before
         self._before = now
@@ -134,7 +126,8 @@ def line(*, seeds: bool, named: bool) -> str:
         return f"dynamic pipeline: the model draws random numbers: {how}"
     return (
         f"dynamic pipeline: forward steps draw random numbers that the model's config does not "
-        f"name: {how}. Draws of the CPU's generator stay in the order of tasks"
+        "name, or move their generators as Transformer Engine's attention does without a dropout: "
+        f"{how}. Draws of the CPU's generator stay in the order of tasks"
     )
 
 

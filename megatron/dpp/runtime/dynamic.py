@@ -211,7 +211,7 @@ class DppSchedule(PipelineSchedule):
         named = self._wants_rng(call.model, ranks, forward_only=call.forward_only)
         if not named and (ranks == 1 or len(call.model) == 1):
             return call
-        self._draws.begin(call.model)
+        self._draws.begin()
         wanted = (lambda: True) if named else self._look_at_draws
         function = session.rng.wrap(call.forward_step_func, call.model, iteration, wanted)
         return dataclasses.replace(call, forward_step_func=function)
