@@ -15,6 +15,7 @@ from megatron.dpp.errors import ConfigError, require
 from megatron.dpp_train.presets.flags import Flags, from_argv, shared
 from megatron.dpp_train.presets.modes import CHUNKS
 from megatron.dpp_train.presets.nodes import own_address, whole
+from megatron.dpp_train.presets.tokens import sample_vocabulary
 
 ROLES = ("node", "master", "worker")
 Variables = dict[str, str]
@@ -130,6 +131,8 @@ def flags_of(model: str, settings: Mapping[str, str], further: Sequence[str]) ->
         del flags["--transformer-impl"]
     if settings["DATA_PATH"]:
         flags["--data-path"] = settings["DATA_PATH"].split()
+        if not (settings["VOCAB_FILE"] or {"--vocab-file", "--tokenizer-type"} & {*further}):
+            flags |= sample_vocabulary(model)
     if settings["MODEL_CHUNKS"] == "1":
         del flags[CHUNKS]
     if settings["CHECKPOINT_PATH"]:

@@ -86,7 +86,7 @@ def find_tokens(
         return Tokens(flags=given, preparation=[], source=what)
     if path and is_text and not given:
         raise ConfigError(f"--data {path} needs a tokenizer: {CHOICES}")
-    found = {"--tokenizer-type": _TOKENIZERS[arch], **(given or _sample(arch))}
+    found = {"--tokenizer-type": _TOKENIZERS[arch], **(given or sample_vocabulary(arch))}
     if not is_text:
         prefix = _prefix(str(path))
         found |= {"--data-path": prefix} | _held_out(prefix)
@@ -123,8 +123,8 @@ def prepare(tokens: Tokens) -> Flags:
     return _held_out(prefix) if isinstance(prefix, str) else {}
 
 
-def _sample(arch: str) -> Flags:
-    """The vocabulary of the sample corpus."""
+def sample_vocabulary(arch: str) -> Flags:
+    """The flags of the sample corpus's vocabulary."""
     folder = shared(f"datasets_{arch}")
     if arch == "bert":
         return {"--vocab-file": str(folder / "vocab.txt")}
