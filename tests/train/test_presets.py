@@ -18,6 +18,7 @@ from megatron.dpp_train.presets import flag_table, recipes
 from megatron.dpp_train.presets.checks import check_direct, parse
 from megatron.dpp_train.presets.nodes import find_nodes
 from tests.conftest import REPOSITORY
+from tests.train.runs import write_corpus
 
 Train = Callable[..., tuple[int, str, str]]
 
@@ -150,6 +151,15 @@ def test_a_launch_script_names_the_variable(setting: str, train: Train) -> None:
     assert status == 2
     (line,) = err.splitlines()
     assert VARIABLES[setting] in line
+
+
+def test_token_files_of_ones_own_have_the_vocabulary_of_the_sample(
+    train: Train, tmp_path: Path
+) -> None:
+    prefix = write_corpus(tmp_path / "own", [40] * 9, words=1000).split()[1]
+    status, out, err = train("--preset gpt-sample node", DRY_RUN="1", DATA_PATH=prefix)
+    assert status == 0, err
+    assert "datasets_gpt/vocab.json" in out and "datasets_gpt/merges.txt" in out
 
 
 def test_a_recipe_takes_paths_variables_and_flags(train: Train, tmp_path: Path) -> None:
