@@ -2,7 +2,7 @@
 #
 # With GPUs start from NVIDIA's image, whose PyTorch and Transformer Engine stay as they are:
 #   docker build -t megatron-dpp --build-arg BASE=nvcr.io/nvidia/pytorch:25.06-py3 .
-ARG BASE=python:3.11-slim-bookworm
+ARG BASE=python:3.12-slim-bookworm
 FROM ${BASE}
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]

@@ -1,16 +1,17 @@
-"""Pre-train GPT with megatron-core's models, its static pipeline or (``--use-dpp``) a dynamic one.
+"""Trains GPT with Megatron's own loop; ``--use-dpp`` runs its steps in the dynamic pipeline.
 
-Started by torchrun with Megatron-LM's flags; see docs/training.md.
+torchrun starts it with Megatron-LM's flags; see docs/training.md.
 """
 
 import sys
 
 try:
+    from megatron.dpp.errors import exit_with
     from megatron.dpp.processes import begin_program
-    from megatron.dpp_train.loop.pretrain import main
+    from megatron.dpp_train.pretrain import main
 except KeyboardInterrupt:  # Ctrl-C at any time is no traceback
     sys.exit(130)
 
 if __name__ == "__main__":
     begin_program()
-    sys.exit(main("gpt"))
+    exit_with(lambda: main("gpt"))

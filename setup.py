@@ -1,5 +1,6 @@
 """Builds the C++ extension of the transport; all metadata is in ``pyproject.toml``.
 
+The wheel holds ``configs/`` and the sample corpora inside of the trainer's package.
 Needs a C++17 compiler and pybind11, and nothing of CUDA, torch or libibverbs: those are opened at
 run time where they exist. One build serves machines with and without GPUs.
 """
@@ -17,7 +18,7 @@ except ModuleNotFoundError:
         f"error: {sys.executable} has no package pybind11, which the extension needs: "
         "pip install pybind11; or pip install ., which gets it"
     )
-from setuptools import setup
+from setuptools import find_namespace_packages, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = sorted(
@@ -62,9 +63,24 @@ class BuildWithCompiler(build_ext):
         super().run()
 
 
+TRAINER = "megatron.dpp_train"
+SHARED = {
+    f"{TRAINER}.configs": "configs",
+    f"{TRAINER}.configs.models": "configs/models",
+    f"{TRAINER}.datasets_gpt": "datasets_gpt",
+    f"{TRAINER}.datasets_bert": "datasets_bert",
+}
+"""Folders of the source tree that an installed trainer reads, too."""
+
 ParallelCompile("NPY_NUM_BUILD_JOBS", needs_recompile=is_stale, default=2).install()
 
 setup(
+    packages=[
+        *find_namespace_packages(include=["megatron.dpp*"]),
+        *(SHARED if Path("megatron", "dpp_train").is_dir() else ()),
+    ],
+    package_dir=SHARED,
+    package_data={"": ["*.html", "*.yaml", "*.json", "*.txt"]},
     ext_modules=[
         Pybind11Extension(
             "megatron.dpp.transport._native",

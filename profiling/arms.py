@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -153,40 +152,3 @@ def print_gains(found: Sequence[Measured], *, graphs: bool = False) -> None:
     heads, rows = gain_rows(found, graphs=graphs)
     print("\nWhat comes from what: the parts of a row add up to `all`\n")
     harness.print_table(" | ".join(heads), rows)
-
-
-def print_schedules(
-    names: Sequence[Any], runs: Sequence[tuple[str, Sequence[dict[str, Any]]]]
-) -> None:
-    """Print the gains of bench_schedule.py's ``names``.
-
-    Schedules are compared that have the same chunks, layout, microbatches and way to launch. Where
-    ``auto`` chooses, graphs are assumed if a static schedule has them. Of one run all steps are
-    shown, of several the medians.
-
-    Args:
-        runs: the number of queues and the rows of each run.
-    """
-    for eager in (True, False):
-        mine = [name for name in names if name.kind == "static" or (name.mode == "eager") == eager]
-        if all(name.kind == "static" for name in mine):
-            continue
-        found: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-        for queues, rows in runs:
-            for row, name in itertools.product(rows, mine):
-                if row["schedule"] == name.text and name.lookahead is None and name.ahead:
-                    group = f"v={name.num_chunks}, m={row['microbatches']}"
-                    group += ", planned" if name.laid else ""
-                    found.setdefault((group, name.arm, queues), []).append(row)
-        measured = [
-            Measured(
-                arm, group, queues,
-                [row["ms"] for row in rows] if len(rows) > 1 else rows[0]["all_ms"],
-                max(row.get("peak_gb") or 0.0 for row in rows) * 1e9,
-                str(rows[0].get("equal", "-")),
-            )
-            for (group, arm, queues), rows in found.items()
-        ]  # fmt: skip
-        graphs = not eager and any(one.arm in (GRAPHS, GRAPHS_LINKS) for one in measured)
-        print(f"\nCUDA graphs in dynamic arms: {'yes' if graphs else 'no'}")
-        print_gains(measured, graphs=graphs)

@@ -30,7 +30,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import harness
-from bench_sleeping import Naps, SleepingRunner, run_step
+from sleeping import Naps, SleepingRunner, run_step
 from torch.distributed import TCPStore
 
 from megatron.dpp.errors import exit_with

@@ -24,7 +24,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from bench_sleeping import DynamicPipeline, cpu_rank, megatron_step
+from sleeping import DynamicPipeline, cpu_rank, megatron_step
 
 from megatron.dpp import DppConfig, DppSchedule
 from megatron.dpp.errors import exit_with
@@ -165,7 +165,7 @@ def _count_calls(args: argparse.Namespace, name: str) -> list[float]:
             config = DppConfig(
                 split_backward="off" if name == "fused" else "on",
                 transport=args.transport,
-                slice_tokens=str(_SLICE_TOKENS) if slices > 1 else "off",
+                slice_tokens=_SLICE_TOKENS if slices > 1 else 0,
             )
             function = around.enter_context(DppSchedule(config, log=lambda line: None))
         least = []

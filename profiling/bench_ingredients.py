@@ -47,11 +47,10 @@ def _changed(change: conditions.Change | None) -> Callable[[Shape, int], tuple[S
 def _unlike(name: str) -> Callable[[Shape, int], tuple[Shape, Costs]]:
     def draw(shape: Shape, seed: int) -> tuple[Shape, Costs]:
         rng, mix = random.Random(f"lengths {seed}"), MIXES[name]
-        sizes = tuple(mix.draw(rng) for _ in range(shape.num_microbatches))
-        costs = LengthCosts.transformer().of(
-            [[size] for size in sizes],
-            num_ranks=shape.num_ranks, num_chunks=shape.num_chunks, hop=_HOP,
-        )  # fmt: skip
+        rows = mix.draw(rng, shape.num_microbatches)
+        sizes = tuple(map(sum, rows))
+        works = [(sum(row), sum(length * length for length in row)) for row in rows]
+        costs = LengthCosts.transformer().of_works(works, shape.num_ranks, shape.num_chunks, _HOP)
         return dataclasses.replace(shape, sizes=sizes, largest=mix.longest), costs
 
     return draw

@@ -1,4 +1,7 @@
-"""Schedules for microbatches of unlike length: a GPT on GPUs, else stages that sleep.
+#!/usr/bin/env python3
+"""Schedules for microbatches of unlike length, on stages that sleep.
+
+    python profiling/bench_lengths.py --ranks 4,8
 
 Sleeping stages need no cores: real processes, the real executor over the real transport, and
 megatron-core's own schedule with ``variable_seq_lengths``. A task sleeps as long as its sequences
@@ -25,11 +28,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import bench_lengths_gpu
 import harness
 import torch
 import torch.distributed as dist
-from bench_sleeping import (
+from lengths_plans import (
+    LENGTHS,
+    Microbatches,
+    Plans,
+    drawn_batches,
+    longest_of,
+    mean_tokens,
+    print_predictions,
+)
+from sleeping import (
     HIDDEN,
     ListedNaps,
     SleepingChunk,
@@ -40,19 +51,9 @@ from bench_sleeping import (
     open_pipeline,
     run_step,
 )
-from lengths_plans import (
-    LENGTHS,
-    PACKED_ROW,
-    Microbatches,
-    Plans,
-    drawn_batches,
-    longest_of,
-    mean_tokens,
-    print_predictions,
-)
 
-from megatron.dpp.core.static import over_channels
 from megatron.dpp.errors import exit_with
+from megatron.dpp.runtime.static_exchange import over_channels
 from megatron.dpp.schedule import Geometry, Kind, Scheduler, parse_cap
 from megatron.dpp.sim.lengths import LengthCosts
 
@@ -212,10 +213,10 @@ def report(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
     )
 
 
-def run_sleeping(args: argparse.Namespace, sizes: Sequence[int]) -> int:
+def run_sizes(args: argparse.Namespace, sizes: Sequence[int]) -> int:
     """Start a pipeline of each size, one after the other, and report all of them."""
     rows: list[dict[str, Any]] = []
-    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+    quiet = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "rows.json"
@@ -231,45 +232,32 @@ def parse_arguments() -> tuple[argparse.Namespace, list[int]]:
     """The command line, and the sizes of pipelines; a bad one ends the program with a line."""
     parser = harness.new_parser(
         __doc__,
-        ranks=("2", "pipeline ranks; several sizes like 4,8 where stages sleep"),
+        ranks=("2", "pipeline ranks, or several sizes like 4,8"),
         predict=(False, "only print the simulated time of each plan, of all lengths"),
         chunks=2,
         microbatches=(0, "of a batch as drawn; 0: 8 per rank"),
         lengths=("sft", f"{', '.join(LENGTHS)}"),
-        sleeping=(False, "stages sleep, although there are GPUs"),
-        forward_ms=(8.0, "of a chunk's F of the mean sequence, where stages sleep"),
-        rounds=(0, "timed steps of each batch; 0: 1 where stages sleep, 3 on GPUs"),
+        forward_ms=(8.0, "of a chunk's F of the mean sequence"),
+        batches=(2, "batches drawn"),
+        rounds=(1, "timed steps of each batch"),
         seed=0,
         transport=("auto", "kind of our channels"),
         json=("", "write the rows there"),
-        **bench_lengths_gpu.options(),
     )
     args = parser.parse_args()
-    vars(args).update(bench_lengths_gpu.MODEL)
     words = args.ranks.split(",")
     if not all(word.isdecimal() and int(word) >= 2 for word in words):
         parser.error(f"--ranks {args.ranks}: expected 2 or more, or sizes like 4,8")
     sizes = [int(word) for word in words]
     if args.lengths not in LENGTHS:
         parser.error(f"--lengths {args.lengths}: expected one of {', '.join(LENGTHS)}")
-    if args.lengths == "packed8k" and 0 < args.sequence < PACKED_ROW:
-        parser.error(f"--sequence {args.sequence}: packed8k has rows of {PACKED_ROW} tokens")
     for size in sizes:
         if args.chunks > 1 and args.microbatches % size:
             parser.error(f"--microbatches {args.microbatches}: must be a multiple of {size} ranks")
-    for name in ("chunks", "batches", "forward_ms"):
+    for name in ("chunks", "batches", "rounds", "forward_ms"):
         if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
-    unknown = set(filter(None, args.arms.split(";"))) - set(bench_lengths_gpu.ARMS)
-    if unknown:
-        parser.error(
-            f"--arms: no {', '.join(sorted(unknown))}; expected some of "
-            f"{'; '.join(bench_lengths_gpu.ARMS)}"
-        )
-    args.ranks, args.sleeping = sizes[0], args.sleeping or not torch.cuda.is_available()
-    args.rounds = args.rounds or (1 if args.sleeping else 3)
-    if len(sizes) > 1 and not args.sleeping and not args.predict:
-        parser.error(f"--ranks {','.join(words)}: several sizes need --sleeping")
+    args.ranks = sizes[0]
     return args, sizes
 
 
@@ -278,13 +266,8 @@ def main() -> int:
     if args.predict:
         print_predictions(args, sizes)
         return 0
-    if "RANK" not in os.environ and args.sleeping:
-        return run_sleeping(args, sizes)
     if "RANK" not in os.environ:
-        return harness.start_ranks(args.ranks, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore")
-    if not args.sleeping:
-        bench_lengths_gpu.run(args)
-        return 0
+        return run_sizes(args, sizes)
     with cpu_rank():
         rows = measure(args)
         if dist.get_rank() == 0:

@@ -53,7 +53,6 @@ FUSED = (False, "with --gradient-accumulation-fusion, whose kernel is PyTorch's 
 ROWS = ("equal", "unlike", "bucketed", "packed")
 _DEFAULT = {"policy": "auto", "split_backward": "auto", "activation_cap": "auto"}
 OTHERS: dict[str, dict[str, Any]] = {
-    "late-": {"launch_ahead": False},
     "auto-": {"split_backward": "auto"},
     "default-": _DEFAULT,
     "eagerdefault-": {"cuda_graphs": "off", **_DEFAULT},
@@ -63,9 +62,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "eager-": {"cuda_graphs": "off"},
     "eagerauto-": {"cuda_graphs": "off", "split_backward": "auto"},
 }
-"""Prefix of a dynamic arm -> what it changes: tasks are launched when their input has arrived; a
-backward is split as measured, not at all, or unless N others wait for their weight gradients; all
-is as by default; without CUDA graphs of ours."""
+"""Prefix of a dynamic arm -> what it changes: a backward is split as measured, not at all, or
+unless N others wait for their weight gradients; all is as by default; without our CUDA graphs."""
 _SLICED = re.compile(r"s([1-9][0-9]*)-")
 """Beginning of the name of a dynamic arm that cuts sequences, and the tokens of a slice."""
 NAMES = {name.replace(", ", "-").replace(" ", "-"): name for name in arms.ARMS}
@@ -305,7 +303,7 @@ def arm_of(name: str, row: str = "") -> tuple[str, str, dict[str, Any]]:
     prefix = next((each for each in OTHERS if bare.startswith(each) and bare not in NAMES), "")
     arm = arms.ARMS[NAMES[bare.removeprefix(prefix)]]
     if arm.policy is not None:
-        more = {"slice_tokens": cut[1]} if cut else {}
+        more = {"slice_tokens": int(cut[1])} if cut else {}
         if row == "bucketed":
             more["length_buckets"] = _BUCKETS
         return name, "dynamic", arm.settings() | OTHERS.get(prefix, {}) | more

@@ -3,7 +3,7 @@
 
     python profiling/bench_whatif.py --inject slow-link:1-2:40ms
 
-Real processes and executor over the real transport, as in bench_sleeping.py. Iterations with and
+Real processes and executor over the real transport, as in sleeping.py. Iterations with and
 without the trouble take turns in one run, so both meet the same machine. From those with it the
 report's own search names the cause and predicts the gain of its removal; those without give the
 measured gain. Standard errors are over pairs of neighbours: a busy machine widens them without a
@@ -75,15 +75,15 @@ def _parse() -> argparse.Namespace:
 
 def _rank(args: argparse.Namespace) -> None:
     """Iteration 0 warms up; odd ones have the trouble."""
-    import bench_sleeping
+    import sleeping
     import torch.distributed as dist
 
     from megatron.dpp.inject import Injector
 
-    with bench_sleeping.cpu_rank():
+    with sleeping.cpu_rank():
         plain = Injector(args.inject, dist.get_rank(), args.ranks, num_chunks=args.chunks)
         delays = EverySecond(plain, args.microbatches)
-        pipeline = bench_sleeping.DynamicPipeline(args, args.chunks, delays, traced=True)
+        pipeline = sleeping.DynamicPipeline(args, args.chunks, delays, traced=True)
         quiet = argparse.Namespace(**{**vars(args), "inject": ""})
         for iteration in range(2 * args.pairs + 1):
             dist.barrier()
@@ -141,7 +141,12 @@ def _removed(troubled: Any) -> tuple[str, list[tuple[float, float]]]:
     for culprit in troubled.culprits:
         change = removal(culprit, runs, ranks)
         one = [WhatIf([run]).predict("", change) for run in runs]
-        found.append((f"{culprit.kind} {culprit.name}", [(p.now, p.then) for p in one]))
+        found.append(
+            (
+                f"{culprit.kind} {culprit.where(troubled.shape)}",
+                [(p.now_ms / 1e3, p.then_ms / 1e3) for p in one],
+            )
+        )
     return min(found, key=lambda each: sum(then for _, then in each[1]))
 
 

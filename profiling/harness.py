@@ -15,17 +15,15 @@ import multiprocessing
 import os
 import queue
 import secrets
-import shlex
 import signal
 import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -206,41 +204,13 @@ def start_ranks(num_ranks: int, *flags: str, **variables: str) -> int:
             process.wait()
 
 
-def start_in_turns(
-    num_ranks: int, runs: int, queues: Sequence[str], **variables: str
-) -> list[tuple[str, Any]]:
-    """Start this script's ranks once per run, and return what they wrote to ``--json``.
-
-    Args:
-        runs: how often each number of queues has its turn.
-        queues: numbers of hardware queues; an empty one leaves the environment's.
-
-    Returns:
-        The number of queues and the facts of each run.
-
-    Raises:
-        SystemExit: a run failed.
-    """
-    found = []
-    for _ in range(runs):
-        for number in queues:
-            more = {"CUDA_DEVICE_MAX_CONNECTIONS": number} if number else {}
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "facts.json"
-                status = start_ranks(num_ranks, f"--json={path}", **variables, **more)
-                if status:
-                    raise SystemExit(status)
-                found.append((number, json.loads(path.read_text(encoding="utf-8"))))
-    return found
-
-
-def over_ranks(*values: float, device: str = "cpu", least: bool = False) -> list[float]:
-    """The largest of each value over all ranks of the job, or the least."""
+def over_ranks(*values: float) -> list[float]:
+    """The largest of each value over all ranks of the job."""
     import torch
     import torch.distributed as dist
 
-    tensor = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MIN if least else dist.ReduceOp.MAX)
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return [float(value) for value in tensor.tolist()]
 
 
@@ -297,93 +267,15 @@ def leave(store: Any, rank: int, num: int) -> None:
         store.wait([f"left {other}" for other in range(1, num)])
 
 
-def open_trace(args: argparse.Namespace, num_chunks: int, folder: Path, device: str = "cpu") -> Any:
-    """A recorder of this rank's trace; ``args`` has ``ranks`` and maybe ``tensor``."""
+def open_trace(num_ranks: int, num_chunks: int, folder: Path) -> Any:
+    """A recorder of this rank's trace."""
     import torch.distributed as dist
 
     from megatron.dpp.trace import TraceLayout, open_recorder
 
-    rank, tensor = dist.get_rank(), getattr(args, "tensor", 1)
+    rank = dist.get_rank()
     layout = TraceLayout(
-        data=0, pipeline=rank // tensor, tensor=rank % tensor, data_size=1,
-        pipeline_size=args.ranks, tensor_size=tensor, num_chunks=num_chunks,
+        data=0, pipeline=rank, tensor=0, data_size=1,
+        pipeline_size=num_ranks, tensor_size=1, num_chunks=num_chunks,
     )  # fmt: skip
-    return open_recorder(folder, rank=rank, layout=layout, device=device)
-
-
-class Ran(NamedTuple):
-    """A command: its seconds, and its peaks in bytes: anonymous and resident memory of its main
-    process, and resident memory of all that were looked at.
-    """
-
-    seconds: float
-    anonymous: int
-    resident: int
-    together: int
-
-
-def run_sampled(command: Sequence[str], seconds: float, *, children: bool = False) -> Ran:
-    """Run a command, and look at its memory every so many seconds.
-
-    Args:
-        children: look at its children's memory, too, which takes some milliseconds.
-
-    Raises:
-        SystemExit: the command failed; with its status.
-    """
-    import psutil
-
-    start, peaks = time.monotonic(), (0, 0, 0)
-    with subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr) as process:
-        while process.returncode is None:
-            with contextlib.suppress(psutil.Error):  # it has ended
-                main = psutil.Process(process.pid)
-                own, together = main.memory_info(), 0
-                for each in main.children(recursive=True) if children else ():
-                    with contextlib.suppress(psutil.Error):
-                        together += each.memory_info().rss
-                now = own.rss - own.shared, own.rss, own.rss + together
-                peaks = tuple(map(max, peaks, now))
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(seconds)
-        took = time.monotonic() - start
-    if process.returncode:
-        raise SystemExit(process.returncode)
-    return Ran(took, *peaks)
-
-
-class RunFailed(Exception):
-    """A training run failed; the text has its command and the end of its output."""
-
-
-def train(
-    script: str, num_ranks: int, flags: Sequence[str], variables: Mapping[str, str]
-) -> list[dict[str, Any]]:
-    """Rows of the metrics file of a training script under torchrun.
-
-    Raises:
-        RunFailed: the run ended with an error.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        metrics = Path(folder) / "metrics.jsonl"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc_per_node", str(num_ranks), str(ROOT / script), *flags]
-        command += ["--metrics-file", str(metrics)]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        plain = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        environment = {**os.environ, **plain, **variables}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        if done.returncode:
-            raise RunFailed(f"{shlex.join(command)}\n{(done.stdout + done.stderr)[-6000:]}")
-        return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-
-
-def train_planned(found: Any) -> list[dict[str, Any]]:
-    """As :func:`train`, of a run that ``megatron.dpp_train.launch.main.plan`` resolved."""
-    from megatron.dpp_train.launch.job import hardware_queues
-
-    resolved = found.resolved
-    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") or hardware_queues(resolved.parsed)
-    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": queues}
-    script = f"pretrain_{resolved.arch}.py"
-    return train(script, found.devices.per_node, resolved.argv, variables)
+    return open_recorder(folder, rank=rank, layout=layout, device="cpu")

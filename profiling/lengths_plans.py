@@ -13,21 +13,30 @@ from typing import Any
 
 import harness
 
-from megatron.dpp.sim.batches import BatchSettings, share_batch
+from megatron.dpp.schedule import Kind
+from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.lengths import MIXES, LengthCosts, sft
-from megatron.dpp.sim.packing import orders
-from megatron.dpp.sim.pipeline_model import PipelineModel
+from megatron.dpp.sim.orders import orders
+from megatron.dpp.sim.schedules import ScheduleConfig
 
 PACKED_ROW = 8192
 """Tokens of every microbatch of ``packed8k``."""
 
-LENGTHS = (*MIXES, "packed8k")
+LENGTHS = ("sft", "long", "packed8k")
 """Names of distributions: one sequence per microbatch, or rows full of sequences as drawn."""
 
 PLANS = ("drawn", "sorted", "ordered", "packed", "best")
 """As drawn; ascending by cost; the fastest named order; packed evenly, as drawn; the fastest named
 order of either."""
 
+_HOP = 0.01
+"""Time of a message in chunk forwards."""
+_PER_RANK = 4
+"""Microbatches per rank that packing makes at least, if there are enough sequences."""
+_SCHEDULES = {
+    "static": ScheduleConfig(policy="megatron", cap="megatron", split_backward=False),
+    "ours": ScheduleConfig(policy="dynamic"),
+}
 _PRECISE = 1e-3
 """Precision of an overhead, as a share of a microbatch's mean time."""
 
@@ -54,27 +63,31 @@ class Plans:
         self, mix: str, rng: random.Random, *, rows: int, ranks: int, chunks: int, longest: int,
         costs: LengthCosts,
     ) -> None:  # fmt: skip
-        self.longest, self._ranks, self._costs = longest, ranks, costs
+        self.longest, self._ranks, self._chunks, self._costs = longest, ranks, chunks, costs
         self.lengths: list[int] = []
         self._rows: Microbatches = []
         for _ in range(rows):
-            lengths = [min(MIXES[mix].draw(rng), longest)] if mix in MIXES else _full_row(rng)
+            drawn = MIXES[mix].draw(rng, 1)[0] if mix in MIXES else _full_row(rng)
+            lengths = [min(length, longest) for length in drawn]
             self._rows.append([len(self.lengths) + i for i in range(len(lengths))])
             self.lengths += lengths
         self._packed = self._rows if mix not in MIXES else self._evenly()
-        self._models = {
-            name: PipelineModel(
-                num_ranks=ranks, num_chunks=chunks, longest=longest, policy=policy, costs=costs
-            )
-            for name, policy in (("static", None), ("ours", "dynamic"))
-        }
 
     def _evenly(self) -> Microbatches:
-        settings = BatchSettings(
-            num_ranks=self._ranks, packing="even", budget=self.longest, multiple=self._ranks,
-            costs=self._costs,
-        )  # fmt: skip
-        return share_batch(self.lengths, settings)[0]
+        """The costliest sequence first, into the cheapest of as few microbatches as hold all."""
+        costs, step = [self._costs.total([length]) for length in self.lengths], self._ranks
+        count, total = len(self.lengths), sum(self.lengths)
+        least = max(-(-total // self.longest), min(_PER_RANK * step, count))
+        for number in range(-(-least // step) * step, count + 1, step):
+            bins: Microbatches = [[] for _ in range(number)]
+            for index in sorted(range(count), key=lambda i: -costs[i]):
+                room = [b for b in bins if sum(self.of([[*b, index]])[0]) <= self.longest]
+                if not room:
+                    break
+                min(room, key=lambda b: (sum(costs[i] for i in b), len(b))).append(index)
+            else:
+                return [sorted(each) for each in bins]
+        return [[index] for index in range(count)]
 
     def of(self, microbatches: Microbatches) -> list[list[int]]:
         """The lengths of each microbatch's sequences."""
@@ -87,8 +100,13 @@ class Plans:
             schedule: static or ours.
             overhead: time from a task's end to the next one's start at least, in the same unit.
         """
-        model = replace(self._models[schedule], overhead=overhead)
-        return model.seconds(self.of(microbatches))
+        works = [(sum(row), sum(n * n for n in row)) for row in self.of(microbatches)]
+        unit = statistics.fmean(self._costs.of_work(Kind.F, *work) for work in works)
+        costs = self._costs.of_works(works, self._ranks, self._chunks, _HOP)
+        costs = replace(costs, overhead=dict.fromkeys(range(self._ranks), overhead / unit))
+        sizes = tuple(tokens for tokens, _ in works)
+        shape = Shape(self._ranks, self._chunks, len(works), sizes, self.longest)
+        return _SCHEDULES[schedule].run(shape, costs).makespan * unit
 
     def overhead(self, schedule: str, microbatches: Microbatches, seconds: float) -> float:
         """The overhead of a task with which a step is simulated to take as long as measured."""
@@ -115,7 +133,8 @@ class Plans:
     def _ordered(self, microbatches: Microbatches) -> dict[str, Microbatches]:
         costs = [self._costs.total(lengths) for lengths in self.of(microbatches)]
         named = orders(costs, self._ranks)
-        return {name: [microbatches[i] for i in order] for name, order in named.items()}
+        found = {name: [microbatches[i] for i in order] for name, order in named}
+        return {"drawn": microbatches, **found}
 
 
 def _full_row(rng: random.Random) -> list[int]:
@@ -143,7 +162,7 @@ def print_predictions(args: Any, sizes: Sequence[int]) -> None:
     shown = []
     for size, mix in itertools.product(sizes, LENGTHS):
         own = argparse.Namespace(**{**vars(args), "ranks": size, "lengths": mix})
-        costs = LengthCosts.transformer(args.hidden)
+        costs = LengthCosts.transformer()
         batches = drawn_batches(own, longest=longest_of(mix), costs=costs)
         drawn = [each.seconds("static", each.planned("static", "drawn")[1]) for each in batches]
         for schedule in ("static", "ours"):

@@ -19,31 +19,20 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from megatron.dpp.config import missing_part
-from megatron.dpp.errors import render, use_names
-from megatron.dpp.naming import in_flags
 from tests.runtime.launcher import has_gpu
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LONGEST = (
-    "runtime/test_equality.py", "parity/test_reference.py", "plugin/test_hosts.py",
-    "runtime/test_expert_equality.py", "loop/test_two_nodes.py", "checkpoint/test_failing_saves.py",
-    "plugin/hosts_like/test_hosts_like.py", "launch/test_auto.py",
+    "runtime/test_equality.py", "plugin/test_hosts.py", "runtime/test_expert_equality.py",
+    "train/test_pretrain.py", "train/test_seed_commands.py", "hf/test_training.py",
+    "train/test_rows.py", "plugin/hosts_like/test_hosts_like.py",
     "runtime/test_sliced_training.py", "runtime/test_backwards_alike.py",
-    "transport/test_cuda_fake.py", "runtime/test_host_changes.py", "tools/test_launch_scripts.py",
-    "launch/test_train.py", "runtime/test_te.py", "data/test_sequences.py",
-    "launch/test_program.py", "tools/test_setup.py", "plugin/test_autoload.py",
-    "hf/test_padded_vocabulary.py", "tools/test_first_faults.py", "transport/test_rdma_path.py",
-    "launch/test_layers.py", "tools/test_bench_plugin.py", "loop/test_sliced_runs.py",
-    "report/test_analysis.py", "launch/test_promises.py", "test_house.py",
+    "transport/test_cuda_fake.py", "runtime/test_host_changes.py", "runtime/test_te.py",
+    "tools/test_setup.py", "plugin/test_autoload.py", "tools/test_bench_plugin.py",
+    "report/test_analysis.py", "test_house.py",
 )  # fmt: skip
 """Files of 7 s and more, longest first: where several processes share the suite, the last of them
 to end should not have begun a long one late."""
-
-_WITH_FLAGS = (
-    *("checkpoint", "cost", "data", "generate", "hf", "launch", "loop", "model", "optimizer"),
-    *("options", "preflight", "tokenizers", "tools"),
-)
-"""Folders of tests of what command lines lead to, where errors name flags."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -160,8 +149,7 @@ def _no_rdma(_: pytest.Config) -> str | None:
 
 
 def _no_nixl(_: pytest.Config) -> str | None:
-    missing = missing_part("nixl")
-    return missing and render(missing)
+    return missing_part("nixl")
 
 
 _PROBES: dict[str, Callable[[pytest.Config], str | None]] = {
@@ -181,11 +169,3 @@ def reference() -> Path:
     if not (folder / "expected.json").is_file():
         pytest.skip(f"no reference data in {folder} (DPP_REFERENCE names another folder)")
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _names(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Spells settings as the programs do whose parts a test calls."""
-    folder = request.path.relative_to(REPOSITORY / "tests").parts[0]
-    with use_names(in_flags) if folder in _WITH_FLAGS else contextlib.nullcontext():
-        yield

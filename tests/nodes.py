@@ -114,4 +114,4 @@ def lines(metrics: Path) -> list[dict[str, Any]]:
 
 def numbers(metrics: Path, count: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of the first iterations."""
-    return [(line["lm loss"], line["grad norm"]) for line in lines(metrics)[:count]]
+    return [(line["loss"], line["grad_norm"]) for line in lines(metrics)[:count]]

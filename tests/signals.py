@@ -34,8 +34,8 @@ DEADLINE = 150.0
 _LONGEST_WAIT = 45.0
 _TRAIN = f"{FLAGS} --train-iters 60 --save-interval 20 --log-interval 20"
 _TRACKER = f'Traceback (most recent call last):\n  File "{resource_tracker.__file__}", line'
-_OF_KILLED = "torchrun_"
-"""Start of the names of folders of killed processes, which go when the next one starts."""
+_OF_KILLED = "torchelastic_"
+"""Start of the names of folders that a killed torchrun leaves."""
 _MODEL_TEXT = "Who is Ada? She bakes bread in the old town, 1234567 loaves a day."
 _TOKENIZER = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
 
@@ -58,15 +58,19 @@ class Kind:
 def _losses(folder: Path) -> dict[int, set[float]]:
     found: dict[int, set[float]] = defaultdict(set)
     for row in losses_in(folder / "metrics.jsonl"):
-        found[row["iteration"]].add(row["lm loss"])
+        found[row["iteration"]].add(row["loss"])
     return dict(found)
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    """All files of the output; metadata of a converted checkpoint hold times."""
+    """All files of the output; metadata of a converted checkpoint hold its time and number."""
     found = sorted(path for path in folder.glob("out*/**/*") if path.is_file())
     found += sorted(path for path in folder.glob("out*") if path.is_file())
-    return {path.name: path.read_bytes() for path in found if path.suffix != ".json"}
+    return {
+        path.name: path.read_bytes()
+        for path in found
+        if path.suffix != ".json" and path.name != ".metadata"
+    }
 
 
 def _run(folder: Path) -> str:
@@ -76,13 +80,13 @@ def _run(folder: Path) -> str:
 
 
 def _torchrun(folder: Path) -> str:
-    start = "-m megatron.dpp_train.launch.torchrun --standalone --nproc_per_node 2"
+    start = "-m torch.distributed.run --standalone --nproc_per_node 2"
     return f"{start} pretrain_gpt.py {_run(folder)}"
 
 
 def _launcher(folder: Path) -> str:
-    words = _run(folder).replace("--device cpu ", "")
-    return f"-m megatron.dpp train --mode megatron --procs 2 --run-dir {folder}/run {words}"
+    start = f"-m megatron.dpp train --mode megatron --procs 2 --run-dir {folder}/run"
+    return f"{start} {_run(folder)}"
 
 
 def _preprocess(folder: Path) -> str:
@@ -100,7 +104,7 @@ KINDS = {
     "torchrun": Kind(2, _torchrun, _losses),
     "saves beside training": Kind(
         2,
-        lambda f: f"{_torchrun(f)} --async-save --use-persistent-ckpt-worker --num-workers 2",
+        lambda f: f"{_torchrun(f)} --async-save --async-strategy mcore --num-workers 2",
         _losses,
     ),
     "launcher": Kind(1, _launcher, _losses),
@@ -109,11 +113,6 @@ KINDS = {
         3, lambda f: f"-m megatron.dpp convert {f.parent}/model {f}/out", lambda f: _files(f)
     ),
     "generate": Kind(2, _generate, _files),
-    "evaluate": Kind(
-        1,
-        lambda f: f"-m megatron.dpp evaluate {f.parent}/model --data {f.parent}/few.jsonl --json",
-        lambda f: [each for each in (f / "log").read_text().splitlines() if "loss" in each],
-    ),
 }
 
 
@@ -170,7 +169,6 @@ class Signals:
         tiny.make("llama", model, vocab_size=290, bos_token_id=0, eos_token_id=1)
         lines = [json.dumps({"text": f"Ada bakes bread number {i} " * 20}) for i in range(3000)]
         (self._folder / "text.jsonl").write_text("\n".join(lines) + "\n")
-        (self._folder / "few.jsonl").write_text("\n".join(lines[:3]) + "\n")
         for kind in KINDS:
             start = time.monotonic()
             with self._job(kind) as node:
@@ -198,7 +196,7 @@ class Signals:
         settings = {
             "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", MARK: str(os.getpid()),
             "TMPDIR": str(self._temporary), "PYTHONFAULTHANDLER": "", "CUDA_VISIBLE_DEVICES": "",
-            "TORCHDYNAMO_DISABLE": "1", "DPP_STOPPED_SECONDS": "90", "PYTHONPATH": os.getcwd(),
+            "TORCHDYNAMO_DISABLE": "1", "DPP_PEER_TIMEOUT": "5", "PYTHONPATH": os.getcwd(),
         }  # fmt: skip
         node = Node(
             [sys.executable, *KINDS[kind].words(folder).split()], folder / "log", **settings
@@ -266,11 +264,14 @@ class Signals:
             return
         said = node.said()
         lines = [each for each in said.splitlines() if "error" in each or "warning" in each]
-        sent.said = next((each for each in lines if sent.culprit in each), "")[:300]
+        is_run = KINDS[sent.kind].made is _losses
+        names = (sent.culprit,) if is_run else (sent.culprit, "worker process")
+        sent.said = next((each for each in lines if any(n in each for n in names)), "")[:300]
         if code and not is_root and not sent.said:
             self._note(sent, f"nobody named it: {said[-3000:]}")
-        # Python's own: the successor of a killed resource tracker knows none of its names.
-        if "Traceback (most recent call last)" in said.replace(_TRACKER, ""):
+        # Megatron's loop and torchrun print some. Python's own: the successor of a killed resource
+        # tracker knows none of its names.
+        if not is_run and "Traceback (most recent call last)" in said.replace(_TRACKER, ""):
             self._note(sent, f"a traceback: {said[-4000:]}")
         for each in self._left():
             self._note(sent, f"left: {each}")
@@ -301,8 +302,6 @@ class Signals:
             self.unequal += 1
             print(f"UNEQUAL {kind}: {str(found)[:500]} expected {str(expected)[:500]}", flush=True)
         partial = [*folder.glob(".*partial*"), *folder.rglob("*unfinished*")]
-        if KINDS[kind].made is _losses:
-            partial += self._temporary.glob(f"{_OF_KILLED}*")
         if partial and self.done:
             self._note(self.done[-1], f"left beside the output: {partial}")
         self._clear(kind)

@@ -46,11 +46,12 @@ FLAGS = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 "
     "--max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 "
     f"--lr-decay-style constant --train-iters {ITERATIONS} --eval-iters 0 --split 1,0,0 "
-    "--transformer-impl local --device cpu --pipeline-model-parallel-size 2 --use-dpp "
-    "--num-workers 1 --log-interval 50 --variable-length --hidden-dropout 0.1 "
+    "--transformer-impl local --distributed-backend gloo --no-persist-layer-norm --num-workers 1 "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --log-interval 50 "
+    "--pipeline-model-parallel-size 2 --use-dpp --dpp-timeout 15 --distributed-timeout-minutes 1 "
+    "--rows as-they-are --calculate-per-token-loss --hidden-dropout 0.1 "
     f"--tokenizer-type NullTokenizer --vocab-size 100 --save-interval {SAVE_EVERY} "
-    f"--save-retain-interval {100 * ITERATIONS} "
-    "--dpp-timeout 15 --dpp-peer-timeout 5 --distributed-timeout-minutes 1"
+    f"--save-retain-interval {100 * ITERATIONS}"
 )
 HARMLESS = ("CONT", "WINCH", "URG", "CHLD")
 _IN_THE_START = 0.2
@@ -89,14 +90,14 @@ class Job:
         shared = {
             "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", MARK: str(os.getpid()),
             "TMPDIR": str(self.temporary), "PYTHONFAULTHANDLER": "", "CUDA_VISIBLE_DEVICES": "",
-            "TORCHDYNAMO_DISABLE": "1", "DPP_STOPPED_SECONDS": "90",  # as the launcher sets it
+            "TORCHDYNAMO_DISABLE": "1", "DPP_PEER_TIMEOUT": "5",
         }  # fmt: skip
         if hosts is None:
-            torchrun = ["-m", "megatron.dpp_train.launch.torchrun", "--standalone"]
+            torchrun = ["-m", "torch.distributed.run", "--standalone"]
             command = [sys.executable, *torchrun, "--nproc_per_node", "2", *words]
             self.nodes = [Node(command, folder / "job.log", **shared)]
             return
-        words += ["--multi-node", "--node-ips", ",".join(hosts.addresses)]
+        words += ["--node-ips", ",".join(hosts.addresses)]
         place = {
             "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0",
             "MASTER_ADDR": hosts.addresses[0], "MASTER_PORT": str(free_port()),
@@ -169,7 +170,7 @@ def losses_in(metrics: Path) -> list[dict[str, Any]]:
         for line in metrics.read_text(errors="replace").splitlines():
             with contextlib.suppress(ValueError):
                 rows.append(json.loads(line))
-    return [row for row in rows if "lm loss" in row]
+    return [row for row in rows if "loss" in row]
 
 
 class Growth:
@@ -254,7 +255,7 @@ class Soak:
     def _losses(self) -> dict[int, set[float]]:
         found: dict[int, set[float]] = defaultdict(set)
         for row in losses_in(self._folder / "metrics.jsonl"):
-            found[row["iteration"]].add(row["lm loss"])
+            found[row["iteration"]].add(row["loss"])
         return found
 
     @contextlib.contextmanager
@@ -377,10 +378,8 @@ class Soak:
         disturbance.said = (named or [""])[-1][:300]
         if disturbance.culprit and not named:
             disturbance.faults.append(f"nobody named it: {said[-3000:]}")
-        if "Traceback (most recent call last)" in said:
-            disturbance.faults.append(f"a traceback: {said[-4000:]}")
-        if disturbance.victim == "torchrun":  # its folder goes when the next torchrun starts
-            self._of_killed |= {path.name for path in job.temporary.glob("torchrun_*")}
+        if disturbance.victim == "torchrun":  # a killed one leaves its folders
+            self._of_killed |= {path.name for path in job.temporary.glob("torchelastic_*")}
         disturbance.faults += self._left(job)
 
     def _left(self, job: Job) -> list[str]:

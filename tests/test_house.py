@@ -22,11 +22,12 @@ QUESTION = re.compile(
     r"(?:What|Whether|How|Why|Which|When|Where|Who|Is|Are|Does|Do|Were|Was|Can|Has|Have)\b"
 )
 BOOLEANS_OF_OTHERS = {
-    "megatron/dpp_train/model/fsdp.py: finish_grad_sync(force_all_reduce)",
+    "megatron/dpp_train/pretrain/bert.py: model_provider(pre_process)",
+    "megatron/dpp_train/pretrain/bert.py: model_provider(post_process)",
     "megatron/dpp/core/wgrad/product.py: forward(allreduce_dgrad)",
 }
-"""Positional booleans that another library's signature asks for: DistributedDataParallel's
-``finish_grad_sync`` and ``torch.autograd.Function.forward``.
+"""Positional booleans that another library's signature asks for: Megatron's providers of models and
+``torch.autograd.Function.forward``.
 """
 
 CLOSED_DOCUMENTS = [

@@ -52,10 +52,7 @@ def test_versions_agree_and_the_console_script_exists() -> None:
     assert PROJECT["version"] == cited == next(each for each in newest if each != "Unreleased")
     trainer = tomllib.loads((ROOT / "packaging/trainer/pyproject.toml").read_text())["project"]
     assert PROJECT["version"] == megatron.dpp.__version__ == trainer["version"]
-    needed = {Requirement(line).name: line for line in trainer["dependencies"]}
-    assert needed.pop("megatron-dpp") == f"megatron-dpp=={PROJECT['version']}"
-    extras = {Requirement(line).name: line for line in PROJECT["optional-dependencies"]["train"]}
-    assert needed == extras
+    assert trainer["dependencies"] == [f"megatron-dpp[train]=={PROJECT['version']}"]
     module, _, name = PROJECT["scripts"]["megatron-dpp"].partition(":")
     assert callable(getattr(importlib.import_module(module), name))
 
@@ -149,8 +146,6 @@ def test_wheel_of_the_source_distribution_runs_from_any_directory(
     command = tmp_path / "fresh" / "bin" / "megatron-dpp"
     assert "usage: megatron-dpp" in run(command, "--help", cwd=tmp_path)
     assert "rank 0" in run(command, "sim", "--pp", "2", "--microbatches", "4", cwd=tmp_path)
-    flags = "--ranks 2 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
-    run(command, "estimate", *flags.split(), cwd=tmp_path)
     run(command, "doctor", cwd=tmp_path)
     both = "import megatron.core, megatron.dpp.transport._native as built; print(built.__file__)"
     where = run(python, "-c", both, cwd=tmp_path)

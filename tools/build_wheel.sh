@@ -9,9 +9,17 @@
 # The oldest glibc that the engine runs on is that of the machine's compiler, and its name says it.
 # In the container quay.io/pypa/manylinux_2_28_x86_64 that is 2.28:
 #   tools/build_wheel.sh /opt/python/cp31{0,1,2,3}-*/bin/python
+#
+# --try, the first argument, installs them into an empty folder and trains from there: two steps with
+# two ranks on the CPU.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 target=$(pwd)/dist
+try=
+if [[ ${1:-} == --try ]]; then
+  try=yes
+  shift
+fi
 if [[ ${1:-} == --output-dir ]]; then
   target=$(realpath -- "${2:?--output-dir DIR}")
   shift 2
@@ -28,6 +36,7 @@ engine=$scratch/engine trainer=$scratch/trainer
 mkdir "$engine" "$trainer" "$trainer/megatron"
 git ls-files -z | tar --create --null --files-from=- | tar --extract --directory="$engine"
 mv "$engine/megatron/dpp_train" "$trainer/megatron/"
+mv "$engine"/{configs,datasets_gpt,datasets_bert} "$trainer/megatron/dpp_train/"
 cp "$engine"/{README.md,LICENSE} "$engine/packaging/trainer/pyproject.toml" "$trainer/"
 
 for python in "${pythons[@]}"; do
@@ -42,3 +51,10 @@ for wheel in "$scratch"/built/*.whl; do
   mv "$wheel" "$target/"
   echo "$target/${wheel##*/}"
 done
+if [[ $try ]]; then
+  mkdir "$scratch/elsewhere"
+  "${pythons[0]}" -m pip install --quiet --no-deps --no-index --find-links "$target" \
+    --target "$scratch/elsewhere" megatron-dpp megatron-dpp-train
+  (cd "$scratch" && PYTHONPATH=$scratch/elsewhere CUDA_VISIBLE_DEVICES='' \
+    "${pythons[0]}" -m megatron.dpp train --mode 3d --procs 2 --pp 2 --max-steps 2 --eval-iters 0) >&2
+fi

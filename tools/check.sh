@@ -24,13 +24,14 @@ check() {
 check "ruff check" "$python" -m ruff check .
 check "ruff format" "$python" -m ruff format --check .
 # Types, and versions without a line, depend on the packages that are here: those of the lock count.
-locked=$(sed -n 's/^torch==//p' requirements-lock.txt)
-here=$("$python" -W ignore -c 'import torch; print(torch.__version__.partition("+")[0])')
+locked=$(sed -n 's/^\(megatron-core\|torch\)==/\1 /p' requirements-lock.txt | paste -sd ' ')
+here=$("$python" -c 'from importlib.metadata import version
+print("megatron-core", version("megatron-core"), "torch", version("torch").partition("+")[0])')
 with_the_lock() {
   if [[ $here == "$locked" ]]; then
     "$@"
   else
-    echo "check.sh: $* is left out: it is for PyTorch $locked, and $here is here"
+    echo "check.sh: $* is left out: it is for $locked, and $here is here"
   fi
 }
 check mypy with_the_lock "$python" -m mypy
@@ -44,6 +45,7 @@ check hadolint hadolint
 mapfile -t sources < <(git ls-files 'csrc/*.cc' 'csrc/*.h')
 check clang-format "$bin/clang-format" --dry-run --Werror "${sources[@]}"
 # A dead link or a page that is missing from the navigation fails. The site is build/site.
+check budget "$python" tools/budget.py
 check mkdocs env NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs build --strict
 if [[ -n $only && " ${names[*]} " != *" $only "* ]]; then
   echo "check.sh: error: --only $only: expected one of: $(printf '"%s" ' "${names[@]}")" >&2

@@ -35,7 +35,7 @@ run() {
   shift
   : >"$log" # before the run opens it: its age is asked for at once
   "$PYTHON" train "$@" --model sample --num-layers 4 --batch-size 16 --max-steps 6 \
-    --eval-iters 0 --lr 5e-4 --metrics-file "$metrics" >"$log" 2>&1 &
+    --eval-iters 0 --lr 5e-4 --run-dir "$logs/$name" --metrics-file "$metrics" >"$log" 2>&1 &
   process=$!
   while kill -0 "$process" 2>/dev/null && (($(date +%s) - $(stat -c %Y "$log") <= patience)); do
     sleep 0.5
@@ -54,7 +54,7 @@ run() {
   losses=$("$PYTHON" - "$metrics" <<'PYTHON'
 import json, sys
 rows = [json.loads(line) for line in open(sys.argv[1])]
-losses = [row["lm loss"] for row in rows if "learning rate" in row]
+losses = [row["loss"] for row in rows if "loss" in row]
 print("ok" if losses[-1] < losses[0] else "FAILED", f"loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 PYTHON
   )
@@ -89,7 +89,7 @@ if ((count > 1)); then
   run pipeline --mode 3d --pp 2 --chunks 2 "${devices[@]}" 2
   run tensor --mode 3d --tp 2 "${devices[@]}" 2
   for stage in 1 2 3; do
-    run "zero-$stage" --mode zero --zero-stage "$stage" "${devices[@]}" 2
+    run "zero-$stage" --mode deepspeed --zero-stage "$stage" "${devices[@]}" 2
   done
 else
   verdict skipped "3d, zero" "need two GPUs"

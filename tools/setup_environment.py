@@ -27,7 +27,7 @@ try:
     import subprocess
     import sysconfig
     import time
-    from dataclasses import asdict, dataclass
+    from dataclasses import asdict, dataclass, replace
     from pathlib import Path
     from typing import IO
 except KeyboardInterrupt:  # Ctrl-C at any time is no traceback
@@ -50,7 +50,8 @@ class SetupFailed(Exception):
 
 @dataclass(frozen=True)
 class Environment:
-    """A Python interpreter; ``missing`` holds the requirement lines that it does not meet."""
+    """A Python interpreter; ``missing`` holds the requirement lines that it does not meet, ``core``
+    the version of megatron-core. It ``trains`` from Python 3.12 on."""
 
     python: str
     extension_suffix: str
@@ -58,6 +59,8 @@ class Environment:
     is_writable: bool
     torch: str | None
     missing: list[str]
+    core: str | None = None
+    trains: bool = True
 
 
 def describe(requirement_files: list[str]) -> Environment:
@@ -72,6 +75,8 @@ def describe(requirement_files: list[str]) -> Environment:
         is_writable=os.access(purelib, os.W_OK) and (in_venv or not marker.exists()),
         torch=_installed_version("torch"),
         missing=[line for line in _requirements(requirement_files) if not _is_met(line)],
+        core=_installed_version("megatron-core"),
+        trains=sys.version_info >= (3, 12),
     )
 
 
@@ -125,10 +130,12 @@ def existing_environment(
 
 
 def choose_environment(
-    requirement_files: list[str], *, anew: bool
+    requirement_files: list[str], *, anew: bool, apart: bool = False
 ) -> tuple[Environment, list[str]]:
     """The environment to use, made when needed, and what was done for it."""
     at_hand = describe(requirement_files)
+    if apart:  # of nobody's PATH: nothing is written into it
+        at_hand = replace(at_hand, is_writable=False)
     found = existing_environment(at_hand, requirement_files, anew=anew)
     if found:
         return found, []
@@ -244,6 +251,18 @@ def build_extension(environment: Environment) -> list[str]:
     return [f"built the extension in {time.monotonic() - start:.0f} s"]
 
 
+def read_flags(environment: Environment, done: list[str]) -> list[str]:
+    """Keeps a table of Megatron's flags, by which ``train`` checks a command line at once."""
+    if any(BUILD.glob("flags-*.json")) and not done:
+        return []
+    found = inspect(environment.python, ["requirements.txt"])  # packages may have come just now
+    module = "megatron.dpp_train.presets.flag_table"
+    if not (found.trains and found.core and (ROOT / f"{module.replace('.', '/')}.py").is_file()):
+        return []
+    run_logged([environment.python, "-m", module], "Megatron's flags could not be read")
+    return ["read Megatron's flags"]
+
+
 def run_logged(command: list[str], complaint: str) -> None:
     with LOG.open("a", encoding="utf-8", errors="backslashreplace") as log:
         log.write(f"$ {' '.join(command)}\n")
@@ -346,36 +365,42 @@ def keep(environment: Environment) -> None:
         raise SetupFailed(f"{KEPT}: {error.strerror}; the earlier choice is kept") from error
 
 
-def set_up(requirement_files: list[str], *, anew: bool) -> tuple[Environment, list[str]]:
+def set_up(
+    requirement_files: list[str], *, anew: bool, apart: bool = False
+) -> tuple[Environment, list[str]]:
     """Runs the missing steps; returns the environment and the steps that were run.
 
     Args:
         anew: choose the environment without regard to the one that was kept, and keep it.
+        apart: the Python at hand may be used, and not be written to.
 
     Raises:
         SetupFailed: a compiler, a package or an environment cannot be had.
     """
-    environment, done = choose_environment(requirement_files, anew=anew)
+    environment, done = choose_environment(requirement_files, anew=anew, apart=apart)
     is_stale = extension_is_stale(environment)
     if is_stale:
         check_compiler(environment)  # before minutes of downloads
     done += install(environment)
     if is_stale:
         done += build_extension(environment)
+    done += read_flags(environment, done)
     link_command(environment)
     if anew or not (has_kept() or can_run(VENV_PYTHON)):
         keep(environment)
     return inspect(environment.python, requirement_files) if done else environment, done
 
 
-def set_up_alone(requirement_files: list[str], *, anew: bool) -> tuple[Environment, list[str]]:
+def set_up_alone(
+    requirement_files: list[str], *, anew: bool, apart: bool = False
+) -> tuple[Environment, list[str]]:
     """:func:`set_up` under the lock; where none can be had, only looks."""
     try:
         lock = take_lock()
     except OSError as error:
         return check_ready(requirement_files, error, anew=anew), []
     with lock:
-        return set_up(requirement_files, anew=anew)
+        return set_up(requirement_files, anew=anew, apart=apart)
 
 
 def say(text: str) -> None:
@@ -390,6 +415,7 @@ def main() -> int:
     parser.add_argument("--dev", action="store_true", help="install what the tests need too")
     parser.add_argument("--quiet", action="store_true", help="say nothing if nothing was to do")
     parser.add_argument("--keep", action="store_true", help="use this Python from now on")
+    parser.add_argument("--apart", action="store_true", help="write nothing into this Python")
     parser.add_argument("--describe", nargs="+", metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.describe:
@@ -397,7 +423,7 @@ def main() -> int:
         return 0
     files = ["requirements.txt", *(["requirements-dev.txt"] if args.dev else [])]
     try:
-        environment, done = set_up_alone(files, anew=args.keep)
+        environment, done = set_up_alone(files, anew=args.keep, apart=args.apart)
     except SetupFailed as error:
         name = Path(os.environ.get("DPP_PROGRAM") or "setup.sh").name  # of a launch script
         print(f"{name}: error: set-up: {error}", file=sys.stderr)

@@ -7,9 +7,9 @@
 #   tools/soak.sh --signals N [--hours HOURS] [--seed N] [--log FILE]
 #
 # Default: a third of an hour. --signals sends N signals to short jobs instead: runs, preprocess,
-# convert, generate, evaluate, for at most an hour. The last lines are tables; the exit code is 1
-# where anything was not as it has to be. Blackouts and full disks need root: network namespaces and
-# a tmpfs.
+# convert, generate, for at most an hour. The last lines are tables; the exit code is 1 where
+# anything was not as it has to be. Blackouts and full disks need root: network namespaces and a
+# tmpfs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then

@@ -21,11 +21,9 @@ class Error : public std::runtime_error {
   Fault fault_;
 };
 
-// A setting of DppConfig in a text, which Python spells as the user's program does: see setting()
-// of megatron/dpp/errors.py.
+// A setting of DppConfig in a text, as Python writes it; the binding finds it there again.
 inline std::string setting(const std::string& name, const std::string& value = "") {
-  const std::string given = value.empty() ? "" : "=\"" + value + "\"";
-  return '\x02' + ("DppConfig." + name + given) + '\x03';
+  return "DppConfig(" + name + "=" + (value.empty() ? "..." : "'" + value + "'") + ")";
 }
 
 // "mmap of 4096 bytes: Cannot allocate memory (errno 12)"

@@ -47,13 +47,26 @@ std::string bytes_of(const py::str& text) {
   return py::bytes(text.attr("encode")("utf-8", "backslashreplace"));
 }
 
+// The settings that a text of this library names.
+py::list named_in(const std::string& text, const py::object& setting) {
+  const std::pair<const char*, const char*> all[] = {
+      {"slots", ""}, {"timeout", ""}, {"node_ips", ""}, {"gpudirect", "on"}, {"gpudirect", "off"}};
+  py::list named;
+  for (const auto& [name, value] : all) {
+    if (text.find(dpp::setting(name, value)) == std::string::npos) continue;
+    named.append(*value ? setting(name, value) : setting(name));
+  }
+  return named;
+}
+
 void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const Error& error) {
-    const py::object type =
-        py::module_::import("megatron.dpp.errors").attr(class_of(error.fault()));
-    PyErr_SetObject(type.ptr(), text_of(error.what()).ptr());
+    const py::module_ errors = py::module_::import("megatron.dpp.errors");
+    const py::object type = errors.attr(class_of(error.fault()));
+    const py::list named = named_in(error.what(), errors.attr("setting"));
+    PyErr_SetObject(type.ptr(), type(text_of(error.what()), *named).ptr());
   }
 }
 
@@ -240,6 +253,12 @@ void use_board(Transport& self, int fd, uint32_t index, uint32_t lines, uint32_t
   self.use_board(UniqueFd(fd), index, lines, counters, head, relayed);
 }
 
+std::optional<std::pair<int64_t, int64_t>> last_taken(const Transport& self, size_t channel) {
+  const dpp::Header* header = self.last_taken(channel);
+  if (header == nullptr) return std::nullopt;
+  return std::make_pair(header->iteration, header->microbatch);
+}
+
 std::optional<uint64_t> board_next(Transport& self) {
   uint64_t word = 0;
   if (!self.board_next(word)) return std::nullopt;
@@ -300,6 +319,8 @@ PYBIND11_MODULE(_native, module) {
       .def("board_append", &Transport::board_append, no_gil)
       .def("board_next", &board_next)
       .def("departed", &Transport::departed)
+      .def("silence", &Transport::silence)
+      .def("last_taken", &last_taken, "(iteration, microbatch), or None.")
       .def("abort", &abort_run)
       .def("close", &Transport::close, no_gil)
       .def("disown", &Transport::disown);

@@ -2,11 +2,14 @@
 
 #include <fcntl.h>
 #include <linux/sockios.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <poll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <array>
+#include <cstdio>
 #include <cstring>
 
 #include "base/error.h"
@@ -33,6 +36,37 @@ void wait_until_received(int socket, uint64_t deadline_ns) {
   while (::ioctl(socket, SIOCOUTQ, &unsent) == 0 && unsent > 0 && monotonic_ns() < deadline_ns) {
     if (::poll(&end, 1, kLookMs) > 0) return;  // POLLERR or POLLHUP
   }
+}
+
+namespace {
+// What the kernel knows of a TCP connection; false for other sockets.
+bool read_facts(int socket, tcp_info& facts) {
+  socklen_t size = sizeof(facts);
+  return ::getsockopt(socket, IPPROTO_TCP, TCP_INFO, &facts, &size) == 0;
+}
+
+double seconds_since_last(const tcp_info& facts) {
+  return std::min(facts.tcpi_last_ack_recv, facts.tcpi_last_data_recv) / 1e3;
+}
+}  // namespace
+
+double silence(int socket) {
+  tcp_info facts = {};
+  if (!read_facts(socket, facts)) return 0.0;
+  const bool owes = facts.tcpi_probes != 0 || facts.tcpi_retransmits != 0;
+  return owes ? seconds_since_last(facts) : 0.0;
+}
+
+std::string lost_host(int socket, int error) {
+  if (error != ETIMEDOUT && error != EHOSTUNREACH && error != ENETUNREACH) return "";
+  tcp_info facts = {};
+  std::array<char, 64> since = {};
+  if (read_facts(socket, facts)) {
+    std::snprintf(since.data(), since.size(), "nothing has come from its host for %.1f s",
+                  seconds_since_last(facts));
+  }
+  return " cannot be reached: " + with_errno(since.data(), error) +
+         ": that host is down, or the network between is cut";
 }
 
 Peer::Peer(int rank, std::string description, UniqueFd socket, UniqueFd pidfd,
@@ -92,8 +126,11 @@ bool Peer::receive(const OnNote& on_note, int most_reads) {
     }
     if (got <= 0) {
       if (departed()) return false;
+      const int error = got == 0 ? 0 : errno;
+      const std::string lost = lost_host(socket_.get(), error);
+      if (!lost.empty()) throw Error(Fault::kPeerDead, description_ + lost);
       const std::string cause =
-          got == 0 ? "its socket was closed" : with_errno("reading its socket");
+          error == 0 ? "its socket was closed" : with_errno("reading its socket", error);
       throw Error(Fault::kPeerDead, description_ + " died: " + cause);
     }
     inbox_.append(buffer.data(), static_cast<size_t>(got));

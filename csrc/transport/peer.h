@@ -21,6 +21,13 @@ namespace dpp {
 // `deadline_ns`. Closing before drops it when the other side sends on. Returns at once for others.
 void wait_until_received(int socket, uint64_t deadline_ns);
 
+// Seconds since something came from the other host of a TCP connection, if it owes an answer; 0 if
+// it does not, and for other sockets.
+double silence(int socket);
+
+// The text of an error of a TCP connection whose other host does not answer; "" for other errors.
+std::string lost_host(int socket, int error);
+
 class Peer {
  public:
   // kArrivals, kWord, kLook: of the board, see board.h.

@@ -354,6 +354,8 @@ void TcpLink::end(Connection& connection, int error) {
     error = connection.send_error;
   }
   // A peer that closes causes these, and its goodbye comes over another connection.
+  const std::string lost = lost_host(connection.socket.get(), error);
+  if (!lost.empty()) throw Error(Fault::kPeerDead, peer_->description() + lost);
   if (error != 0 && error != ECONNRESET && error != EPIPE) lose(error);
   if (ended_ns_ != 0) return;
   ended_ns_ = monotonic_ns();

@@ -110,6 +110,13 @@ class Transport {
 
   // Whether a peer has closed, and nothing that it sent is still under way.
   bool departed(int peer);
+  // Seconds that a peer's host owes an answer over the control connection; 0 if it does not.
+  double silence(int peer) const { return dpp::silence(find_peer(peer)->socket()); }
+  // The header of the last message that was taken from a channel; null before the first.
+  const Header* last_taken(size_t channel) const {
+    const Incoming& from = incoming_.at(channel);
+    return from.taken != 0 && !from.has_header ? &from.header : nullptr;
+  }
   void check();                           // throws what went wrong
   std::string failure();                  // any thread: what went wrong, or empty
   void abort(const std::string& reason);  // tells the peers that this rank gives up

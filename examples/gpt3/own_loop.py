@@ -28,11 +28,10 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel as DDP
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-
-from megatron.dpp_train.model.layers import block_spec
 
 CHUNKS, LENGTH, BATCH, VOCABULARY = 2, 32, 4, 64
 
@@ -42,7 +41,7 @@ def build(config: TransformerConfig) -> list[DDP]:
     for stage in range(CHUNKS):
         model = GPTModel(
             config,
-            block_spec(config, vp_stage=stage),
+            get_gpt_layer_local_spec(),
             VOCABULARY,
             LENGTH,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -57,7 +56,8 @@ def forward_step(iterator: Any, model: Any) -> Any:
     tokens = torch.randint(0, VOCABULARY, (BATCH, 1), generator=iterator)
     tokens = ((tokens + torch.arange(LENGTH + 1)) % VOCABULARY).to("cuda")
     positions = torch.arange(LENGTH, device="cuda").expand(BATCH, -1)
-    losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+    unseen = torch.ones(LENGTH, LENGTH, dtype=torch.bool, device="cuda").triu(1)[None, None]
+    losses = model(tokens[:, :-1], positions, unseen, labels=tokens[:, 1:])
     return losses, lambda output: (output.mean(), {"loss": output.mean().item()})
 
 

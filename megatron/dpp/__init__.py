@@ -29,49 +29,34 @@ if sys.version_info < (3, 10):  # noqa: UP036 - started from a source tree, with
 if TYPE_CHECKING:
     from typing import Any
 
-    from megatron.dpp.config import DppConfig
-    from megatron.dpp.errors import ConfigError, DataError, DppError, ScheduleError, TransportError
-    from megatron.dpp.runtime.dynamic import DppSchedule
-    from megatron.dpp.runtime.static import StaticSchedule
-    from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler
-    from megatron.dpp.trace import open_recorder
-    from megatron.dpp.transport import open_transport
+    from megatron.dpp.config import DppConfig as DppConfig
+    from megatron.dpp.errors import ConfigError as ConfigError
+    from megatron.dpp.errors import DataError as DataError
+    from megatron.dpp.errors import DppError as DppError
+    from megatron.dpp.errors import ScheduleError as ScheduleError
+    from megatron.dpp.errors import TransportError as TransportError
+    from megatron.dpp.runtime.dynamic import DppSchedule as DppSchedule
+    from megatron.dpp.runtime.static import StaticSchedule as StaticSchedule
+    from megatron.dpp.schedule import Action as Action
+    from megatron.dpp.schedule import Geometry as Geometry
+    from megatron.dpp.schedule import Kind as Kind
+    from megatron.dpp.schedule import Scheduler as Scheduler
+    from megatron.dpp.trace import open_recorder as open_recorder
+    from megatron.dpp.transport import open_transport as open_transport
 
+_ERRORS = ("ConfigError", "DataError", "DppError", "ScheduleError", "TransportError")
 _HOME = {
-    "Action": "schedule",
-    "ConfigError": "errors",
-    "DataError": "errors",
+    **dict.fromkeys(_ERRORS, "errors"),
+    **dict.fromkeys(("Action", "Geometry", "Kind", "Scheduler"), "schedule"),
     "DppConfig": "config",
-    "DppError": "errors",
     "DppSchedule": "runtime.dynamic",
-    "Geometry": "schedule",
-    "Kind": "schedule",
-    "ScheduleError": "errors",
-    "Scheduler": "schedule",
     "StaticSchedule": "runtime.static",
-    "TransportError": "errors",
     "open_recorder": "trace",
     "open_transport": "transport",
 }
 
-__version__ = "0.2.0"
-__all__ = [
-    "Action",
-    "ConfigError",
-    "DataError",
-    "DppConfig",
-    "DppError",
-    "DppSchedule",
-    "Geometry",
-    "Kind",
-    "ScheduleError",
-    "Scheduler",
-    "StaticSchedule",
-    "TransportError",
-    "__version__",
-    "open_recorder",
-    "open_transport",
-]
+__version__ = "0.3.0"
+__all__ = [*sorted(_HOME), "__version__"]
 
 
 def __getattr__(name: str) -> Any:

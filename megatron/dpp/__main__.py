@@ -20,50 +20,16 @@ except KeyboardInterrupt:  # Ctrl-C at any time is no traceback
 _ENGINE, _TRAINER = "megatron.dpp.", "megatron.dpp_train."
 COMMANDS = {
     "preprocess": (_TRAINER + "data.preprocess_command", "turn JSON lines into token files"),
-    "convert": (
-        _TRAINER + "hf.convert_command",
-        "turn a Hugging Face model into a checkpoint, and back",
-    ),
-    "generate": (_TRAINER + "generate.generate_command", "print a model's answers to prompts"),
-    "evaluate": (
-        _TRAINER + "generate.evaluate_command",
-        "print a model's perplexity, or its scores on tasks",
-    ),
-    "estimate": (
-        _TRAINER + "launch.estimate_command",
-        "print the memory and time that a run will need",
-    ),
-    "plan": (
-        _TRAINER + "cost.plan_command",
-        "choose layers per stage, chunks per rank and the memory cap",
-    ),
-    "run": (_ENGINE + "run", "run a Megatron-LM script of yours with the dynamic pipeline"),
-    "plugin": (
-        _ENGINE + "plugin_command",
-        "let every process of this environment find the plugin (USE_DPP=1)",
-    ),
-    "sim": (_ENGINE + "sim_command", "simulate, compare and draw schedules"),
-    "train": (_TRAINER + "launch.main", "train a model: choose a layout, print it, start torchrun"),
+    "convert": (_TRAINER + "hf.convert_command", "turn Hugging Face models into checkpoints, back"),
+    "train": (_TRAINER + "presets.train_command", "train a model: choose a layout, start torchrun"),
+    "generate": (_TRAINER + "hf.generate_command", "print a model's answers to prompts"),
+    "run": (_ENGINE + "run", "run a script on Megatron-LM with the dynamic pipeline"),
     "monitor": (_ENGINE + "report.monitor_command", "show a run live"),
-    "report": (
-        _ENGINE + "report.report_command",
-        "show curves of runs, and where the time of a traced one went",
-    ),
+    "report": (_ENGINE + "report.report_command", "show runs, and where a traced one's time went"),
     "runs": (_ENGINE + "report.runs_command", "list runs"),
-    "aggregate": (
-        _ENGINE + "report.aggregate_command",
-        "merge the traces of all ranks for Perfetto",
-    ),
-    "compare-losses": (
-        _TRAINER + "compare_losses_command",
-        "compare static and dynamic schedule bit by bit",
-    ),
-    "bench": (_TRAINER + "bench_command", "run a benchmark of the source tree"),
-    "env": (
-        _TRAINER + "options.env_command",
-        "print the environment variables that are read or set",
-    ),
-    "doctor": (_ENGINE + "doctor", "print what this machine offers the transport"),
+    "aggregate": (_ENGINE + "report.aggregate_command", "merge the ranks' traces for Perfetto"),
+    "sim": (_ENGINE + "sim_command", "simulate, compare and draw schedules"),
+    "doctor": (_ENGINE + "doctor", "print what this machine offers, and switch the plugin on"),
 }
 """Sub-command -> (module with ``main(argv) -> int``, summary)."""
 
@@ -97,25 +63,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = did_you_mean(words[0], COMMANDS)
         wrong = f"unknown command {words[0]!r}{hint}: expected one of {', '.join(COMMANDS)}"
         return print_error(ConfigError(wrong), "megatron-dpp")
-    try:
-        command = _main_of(words[0])
-    except MissingTrainer:
+    if is_of_trainer(words[0]) and importlib.util.find_spec(_TRAINER.rstrip(".")) is None:
         wrong = f"{words[0]} is a command of the trainer: install megatron-dpp-train {__version__}"
         return print_error(ConfigError(wrong), "megatron-dpp")
-    status: int = command(words[1:])
-    return status
+    return _main_of(words[0])(words[1:])
 
 
-class MissingTrainer(Exception):
-    """A command of the trainer was asked for, which is not installed."""
+def is_of_trainer(command: str) -> bool:
+    """True for a sub-command of the package of the trainer."""
+    return COMMANDS[command][0].startswith(_TRAINER)
 
 
 def _main_of(command: str) -> Callable[..., int]:
-    name = COMMANDS[command][0]
-    if name.startswith(_TRAINER) and importlib.util.find_spec(_TRAINER.rstrip(".")) is None:
-        raise MissingTrainer
-    module = importlib.import_module(name)
-    main: Callable[..., int] = module.main
+    main: Callable[..., int] = importlib.import_module(COMMANDS[command][0]).main
     return main
 
 

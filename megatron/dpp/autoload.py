@@ -4,7 +4,7 @@ The import of this module is enough where ``USE_DPP=1`` (or ``DPP_TRACE_ONLY=1``
 schedule that a process asks megatron-core for installs :mod:`megatron.dpp.plugin`, with the
 settings of ``DPP_*``. A process that asks for none loads neither PyTorch nor megatron-core for it.
 ``docs/plugin.md`` has the variable or line by which each host imports a module;
-:mod:`megatron.dpp.plugin_command` serves a host that has none.
+``megatron-dpp doctor --enable-plugin`` serves a host that has none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron.dpp import run
-from megatron.dpp.errors import use_names
+from megatron.dpp.errors import ConfigError
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _NAMES = (
@@ -86,16 +86,19 @@ def install(**settings: Any) -> None:
     from megatron.dpp import plugin
     from megatron.dpp.plugin_lengths import packed_lengths
 
-    with use_names(run.names_in((), os.environ)):
-        words = () if run.is_on("DPP_TRACE_ONLY", os.environ) else ("--use-dpp",)
-        given, _ = run.take_flags(words, os.environ)
-        for name, value in settings.items():
-            if not os.environ.get(f"DPP_{name.upper()}"):
-                setattr(given, f"dpp_{name}", value)
-        if not plugin.is_installed():
-            ahead = run.is_on("DPP_ANNOUNCE", os.environ)
-            lengths = packed_lengths if ahead else None
-            plugin.install(**run.plugin_arguments(given), lengths=lengths)
+    naming = run.naming_of((), os.environ)
+    words = () if run.is_on("DPP_TRACE_ONLY", os.environ) else ("--use-dpp",)
+    given, _ = run.take_flags(words, os.environ)
+    for name, value in settings.items():
+        if not os.environ.get(f"DPP_{name.upper()}"):
+            setattr(given, f"dpp_{name}", value)
+    if plugin.is_installed():
+        return
+    lengths = packed_lengths if run.is_on("DPP_ANNOUNCE", os.environ) else None
+    try:
+        plugin.install(**run.plugin_arguments(given, naming), lengths=lengths)
+    except ConfigError as error:
+        raise ConfigError(error.said(naming)) from error
 
 
 def megatron_init(args: Any) -> None:

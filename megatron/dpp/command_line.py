@@ -1,22 +1,138 @@
-"""Parts that the sub-commands share: their parser, their error line, the source tree."""
+"""Parts that the sub-commands share: parsers, the flags of ``DppConfig``, and the spellings of the
+settings that errors name (:func:`megatron.dpp.errors.said`).
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from megatron.dpp.errors import DataError, DppError, Naming, output_fails, print_error, use_names
-from megatron.dpp.naming import in_flags
+from megatron.dpp.config import DppConfig, option_fields
+from megatron.dpp.errors import (
+    ConfigError,
+    DataError,
+    DppError,
+    Naming,
+    Setting,
+    did_you_mean,
+    output_fails,
+    print_error,
+)
 from megatron.dpp.processes import exits_on_sigterm
+from megatron.dpp.schedule.policies import BUILT_IN
 
 WHERE_THE_REST_IS = "All commands: megatron-dpp --help. Pages: docs/index.md"
 """The end of every help."""
 ROOT = Path(__file__).resolve().parents[2]
 """The source tree. In an installed package: the folder of the packages."""
+_OWNERS = {"HostTrace": "--dpp-trace-", "DppConfig": "--dpp-", "install": "--dpp-"}
+"""Owner of a setting -> how its flags begin."""
+
+
+def flag_of(field_name: str) -> str:
+    """The command line flag of a :class:`~megatron.dpp.config.DppConfig` field.
+
+    >>> flag_of("activation_cap")
+    '--dpp-activation-cap'
+    """
+    if field_name == "node_ips":  # older than DppConfig
+        return "--node-ips"
+    return "--dpp-" + field_name.replace("_", "-")
+
+
+def in_flags(given: Setting) -> str:
+    """A setting as a flag, with its value.
+
+    >>> in_flags(Setting("DppConfig", "task_rng", False))
+    '--no-dpp-task-rng'
+    """
+    flag = flag_of(given.name)
+    if given.owner != "DppConfig":
+        flag = _OWNERS[given.owner] + given.name.replace("_", "-")
+    if given.value is False:
+        return flag.replace("--", "--no-", 1)
+    return flag if given.value is ... or given.value is True else f"{flag} {given.value}"
+
+
+def renamed(names: Mapping[str, str], joint: str = " ") -> Naming:
+    """Flags, but for the settings that a program calls otherwise.
+
+    Args:
+        names: name of a setting -> what the program calls it.
+        joint: stands between such a name and a value: ``=`` for variables.
+    """
+
+    def spell(given: Setting) -> str:
+        name = names.get(given.name)
+        if name is None:
+            return in_flags(given)
+        return name if given.value is ... else f"{name}{joint}{given.value}"
+
+    return spell
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises instead of leaving the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+class _SetsWorkload(argparse.Action):
+    """The flag of earlier scripts for the variable that links read."""
+
+    def __call__(self, parser: object, args: object, value: Any, flag: str | None = None) -> None:
+        os.environ["DPP_WORKLOAD"] = str(value)
+
+
+def add_dpp_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one flag per field of :class:`~megatron.dpp.config.DppConfig`, section by section."""
+    names = {field.name: flag_of(field.name) for field in option_fields()}
+    names["policies"] = ", ".join(BUILT_IN)
+    groups: dict[str, Any] = {}
+    for field in option_fields():
+        section, flag = field.metadata["section"], flag_of(field.name)
+        if section not in groups:
+            groups[section] = parser.add_argument_group(f"dynamic pipeline: {section}")
+        options: dict[str, Any] = {
+            "dest": f"dpp_{field.name}",
+            "default": field.default,
+            "help": field.metadata["help"].format_map(names),
+        }
+        if field.name == "split_backward":  # was a switch, whose off was spelled so
+            off = options | {"action": "store_const", "const": "off", "help": argparse.SUPPRESS}
+            groups[section].add_argument(flag.replace("--", "--no-", 1), **off)
+        if isinstance(field.default, bool):
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["type"] = str if field.default is None else type(field.default)
+        groups[section].add_argument(flag, **options)
+    parser.add_argument("--workload", action=_SetsWorkload, type=int, help=argparse.SUPPRESS)
+
+
+def dpp_config(args: object) -> DppConfig:
+    """The settings of the dynamic pipeline, from the attributes ``dpp_*``."""
+    return DppConfig(**{f.name: getattr(args, f"dpp_{f.name}") for f in option_fields()})
+
+
+def given_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, str]:
+    """Destinations of the flags that the command line spells out, with their spelling."""
+    options = parser._option_string_actions
+    names = (text.split("=", 1)[0] for text in argv)
+    return {options[name].dest: name for name in names if name in options}
+
+
+def refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> None:
+    """Refuse flags that ``parser`` lacks: a ConfigError names them, each with the nearest flag."""
+    known = list(parser._option_string_actions)
+    names = [word.partition("=")[0] for word in unknown]
+    if names:
+        raise ConfigError(f"unknown flag {', '.join(n + did_you_mean(n, known) for n in names)}")
 
 
 def new_parser(prog: str, description: str, usage: str = "[options]") -> argparse.ArgumentParser:
@@ -30,18 +146,18 @@ def new_parser(prog: str, description: str, usage: str = "[options]") -> argpars
     )
 
 
-def guarded(prog: str, run: Callable[[], int], *, names: Naming = in_flags) -> int:
+def guarded(prog: str, run: Callable[[], int], *, naming: Naming = in_flags) -> int:
     """Exit status of ``run``; an error becomes one line on standard error, and its
-    status. ``names`` spells the settings of that line."""
+    status. ``naming`` spells the settings of that line."""
     try:
-        with use_names(names), exits_on_sigterm():
+        with exits_on_sigterm():
             return run()
     except BrokenPipeError:
         raise
     except (DppError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None and output_fails():
             raise  # exit_with says so
-        return print_error(error, prog)
+        return print_error(error, prog, naming)
     except MemoryError:
         short = "too little memory: raise the limit (ulimit -v), or use a larger machine"
         return print_error(DataError(short), prog)
@@ -93,15 +209,3 @@ class _NoBar(contextlib.nullcontext["_NoBar"]):
 
     def set_postfix_str(self, text: str, *, refresh: bool) -> None:
         pass
-
-
-def from_source_tree(name: str) -> Path:
-    """A file that only the source tree has.
-
-    Raises:
-        DataError: this is an installed package.
-    """
-    path = ROOT / name
-    if not path.exists():
-        raise DataError(f"{name} needs the source tree: {ROOT} is an installed package")
-    return path

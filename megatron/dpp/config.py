@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.dpp.errors import ConfigError, number_fault, setting
+from megatron.dpp.errors import ConfigError, Text, number_fault, setting
 
 TRANSPORT_KINDS = (
     "auto",
@@ -31,15 +31,6 @@ KIND_PACKAGES = {"nixl": "pip install --no-deps nixl nixl-cu12 (or nixl-cu13)"}
 
 EXTENSION = "_native"
 """Module of the transport that is built from ``csrc/``."""
-
-CUDA_GRAPHS = ("auto", "on", "off")
-"""Values of ``cuda_graphs``."""
-
-FORWARD_ONLY_ORDERS = ("auto", "megatron", "dynamic")
-"""Values of ``forward_only_order``."""
-
-HEAD_IN_FORWARD = ("auto", "on", "off")
-"""Values of ``head_in_forward``."""
 
 SPLIT_BACKWARD = ("auto", "on", "off", "stock:N")
 """Values of ``split_backward``; N is a number of deferred backwards."""
@@ -54,8 +45,10 @@ EIGHT_BIT_RECIPES = ("tensorwise", "blockwise")
 anew in each task.
 """
 
-GRAPHS_PAY_FROM = 0.75
+GRAPHS_PAY_FROM = 0.5
 """Share of launching in the tasks' time from which ``cuda_graphs="auto"`` captures graphs."""
+LAUNCH_BOUND_FROM = 0.75
+"""Share of launching in the tasks' time from which a step without graphs counts as launch-bound."""
 POOL_GROWTH = 2.0
 """Largest measured ratio of an activation's memory with graphs to that without."""
 
@@ -65,36 +58,21 @@ lengths up to 16,384.
 """
 
 GPUDIRECT = ("auto", "on", "off")
-"""Values of ``gpudirect`` and ``rdma_adaptive_routing``."""
+"""Values of ``gpudirect``."""
 
 MOST_SLOTS = 1 << 20
 LONGEST_WAIT = 2_000_000.0
 """Seconds, as many as the kernel counts in milliseconds."""
 
-_RANGES = (
-    ("slots", 1, MOST_SLOTS),
-    ("max_tokens", 0, 1 << 40),
-    ("workload", 1, 1 << 40),
-    ("timeout", 0.001, LONGEST_WAIT),
-    ("peer_timeout", 1.0, LONGEST_WAIT),
-    ("lookahead", -1.0, 1e9),
-    ("tcp_connections", 1, 16),
-    ("rdma_traffic_class", 0, 255),
-    ("rdma_service_level", 0, 15),
-    ("rdma_pkey_index", 0, 65535),
-    ("rdma_gid_index", -1, 255),
-    ("rdma_timeout", 1, 31),
-    ("rdma_retries", 0, 7),
-)
-"""Field, least and greatest value; a timeout of 0 would wait for ever."""
-
 
 def missing_part(kind: str) -> str | None:
     """The error of a transport kind whose package or C++ extension is not there, else None."""
     if kind in KIND_PACKAGES and importlib.util.find_spec(kind) is None:
-        return (
-            f"{setting('transport', kind)}: {sys.executable} has no package {kind}: "
-            f"{KIND_PACKAGES[kind]}, on every node"
+        transport = setting("transport", kind)
+        return Text(
+            f"{transport}: {sys.executable} has no package {kind}: {KIND_PACKAGES[kind]}, on "
+            "every node",
+            transport,
         )
     return missing_extension()
 
@@ -151,34 +129,37 @@ class Backward(NamedTuple):
         return "off"
 
 
-def _option(default: Any, help_text: str, needs: str = "dpp") -> Any:
-    return field(default=default, metadata={"help": help_text, "needs": needs})
+def _option(default: Any, section: str, help_text: str, *allowed: Any) -> Any:
+    """A field with its words, or its least and its greatest value; without either, any value."""
+    return field(default=default, metadata={"section": section, "help": help_text, "of": allowed})
+
+
+_SCHEDULE, _GRAPHS, _LINKS, _STUDY = "schedule", "CUDA graphs", "links", "recordings and delays"
+"""Sections of :class:`DppConfig`, in which help and pages list its fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DppConfig:
     """Settings of the dynamic pipeline and its transport. Command lines have a flag for each field
-    (:mod:`megatron.dpp.naming`).
+    (:mod:`megatron.dpp.command_line`).
     """
 
     policy: str = _option(
         "auto",
+        _SCHEDULE,
         "which ready task runs next: {policies}, or your own as module:function; auto: megatron "
         "on two pipeline ranks, dynamic on more",
     )
     activation_cap: str = _option(
         "auto",
+        _SCHEDULE,
         "activations a rank may hold: auto, megatron (its worst rank's peak), static (and no more "
         "than its batches so far needed), strict (its peak rank by rank), a multiple of the "
         "pipeline size like 1.5p, longest sequences like 1.2seq, or bytes like 20GiB",
     )
-    forward_only_order: str = _option(
-        "auto",
-        "order of forward-only steps over chunks: megatron (megatron-core's own), dynamic (what is "
-        "ready), auto (megatron if the model replays its routing, dynamic otherwise)",
-    )
     split_backward: str = _option(
         "auto",
+        _SCHEDULE,
         "run a layer's weight gradients apart from its input gradients, to fill waiting times: on, "
         "off, stock:N (unless N backwards wait for theirs, and none of the same chunk), auto "
         "(off where layers are recomputed whole, else chosen by what the first steps measure "
@@ -186,184 +167,127 @@ class DppConfig:
     )
     head_in_forward: str = _option(
         "auto",
+        _SCHEDULE,
         "run the backward of LM head and loss in the last chunk's forward, so that the logits of "
         "one microbatch exist at a time: on, off, auto (where several would exist otherwise: with "
         "{policy} breadth-first)",
+        *("auto", "on", "off"),
     )
-    slice_tokens: str = _option(
-        "off",
+    slice_tokens: int = _option(
+        0,
+        _SCHEDULE,
         "cut each sequence into slices of so many tokens, which run through the pipeline as units "
-        "of their own: off, auto (where that is simulated to gain, or needed), or a number",
+        "of their own; 0: cut none",
+        *(0, 1 << 40),
     )
-    transport: str = _option(
-        "auto",
-        "how tensors move between ranks: "
-        + ", ".join(TRANSPORT_KINDS)
-        + "; a kind that is not possible is an error",
-        needs="stages",
-    )
-    slots: int = _option(2, "messages each channel can hold at the receiver", needs="links")
     max_tokens: int = _option(
         0,
+        _SCHEDULE,
         "tokens of the longest microbatch to come, for which links have room from the start; 0: as "
         "many as the longest sequence known has",
+        *(0, 1 << 40),
     )
-    workload: int = _option(
-        1 << 20, "elements per chunk where tensors are staged through host memory", needs="links"
-    )
-    gpudirect: str = _option(
+    forward_only_order: str = _option(
         "auto",
-        "between hosts with RDMA: let the network card read and write GPU memory itself: auto "
-        "(where it can), on (an error where it cannot), off (through the host's memory)",
-        needs="links",
-    )
-    rdma_devices: str | None = _option(
-        None,
-        "over rdma: ports to use, like mlx5_0,mlx5_3:1, or nearest for all of them; a GPU takes "
-        "the nearest one on the PCI bus. By default all, unless {node_ips} has an address per "
-        "rank; without a GPU, or with one card, the port with this host's address",
-        needs="links",
-    )
-    rdma_traffic_class: int = _option(
-        106, "over rdma: traffic class, 0 to 255, by which switches choose a queue", needs="links"
-    )
-    rdma_service_level: int = _option(
-        0, "over rdma: service level, 0 to 15 (the priority on Ethernet)", needs="links"
-    )
-    rdma_pkey_index: int = _option(
-        0, "over rdma: index of the partition key in the port's table", needs="links"
-    )
-    rdma_gid_index: int = _option(
-        -1, "over rdma: index of the address in the port's table; -1 chooses it", needs="links"
-    )
-    rdma_timeout: int = _option(
-        20, "over rdma: a packet is lost after 4.096 us times 2 to this power", needs="links"
-    )
-    rdma_retries: int = _option(
-        7, "over rdma: times that a lost packet is sent again, 0 to 7", needs="links"
-    )
-    rdma_adaptive_routing: str = _option(
-        "auto",
-        "over rdma: the network may reorder packets, so that large data goes ahead of its notice: "
-        "auto (on InfiniBand), on, off",
-        needs="links",
-    )
-    timeout: float = _option(
-        600.0, "seconds that a rank waits for a message before it gives up", needs="links"
-    )
-    lookahead: float = _option(
-        -1.0,
-        "on a GPU: milliseconds of the running task that may be left when the next task is "
-        "chosen; -1 takes the time that launching a task takes",
-    )
-    launch_ahead: bool = _option(
-        True,
-        "on GPUs of one host: where nothing else may run, launch the task whose input is on its "
-        "way, and let the device wait for it; not where whole backwards are fused",
-    )
-    cuda_graphs: str = _option(
-        "auto",
-        "on a GPU: capture each chunk's forward, backward and weight gradients once and replay "
-        "them: auto (in the dynamic pipeline, where launching them takes nearly as long as running "
-        "them), on (in static schedules, too), off",
-        needs="nothing",
-    )
-    length_buckets: str = _option(
-        "off",
-        "pad sequences of unlike length to few lengths, for each of which CUDA graphs are "
-        "captured: off, geometric (from 256, each 1.4 times the one before), or lengths like "
-        "512,1024,4096",
-        needs="nothing",
+        _SCHEDULE,
+        "order of forward-only steps over chunks: megatron (megatron-core's own), dynamic (what is "
+        "ready), auto (megatron if the model replays its routing, dynamic otherwise)",
+        *("auto", "megatron", "dynamic"),
     )
     task_rng: bool = _option(
         True,
+        _SCHEDULE,
         "derive the random state of a task from seed, iteration, microbatch and stage, not from "
         "execution order",
-        needs="stages",
+    )
+    cuda_graphs: str = _option(
+        "auto",
+        _GRAPHS,
+        "on a GPU: capture each chunk's forward, backward and weight gradients once and replay "
+        "them: auto (in the dynamic pipeline, where launching them takes nearly as long as running "
+        "them), on (in static schedules, too), off",
+        *("auto", "on", "off"),
+    )
+    length_buckets: str = _option(
+        "auto",
+        _GRAPHS,
+        "pad rows of unlike length to few lengths, for each of which CUDA graphs are captured: "
+        "off, geometric (from 256, each 1.4 times the one before), lengths like 512,1024,4096, "
+        "auto (geometric where graphs are captured, but not in deterministic runs)",
+    )
+    transport: str = _option(
+        "auto",
+        _LINKS,
+        "how tensors move between ranks: "
+        + ", ".join(TRANSPORT_KINDS)
+        + "; a kind that is not possible is an error",
+        *TRANSPORT_KINDS,
+    )
+    slots: int = _option(
+        2, _LINKS, "messages each channel can hold at the receiver", *(1, MOST_SLOTS)
+    )
+    timeout: float = _option(
+        600.0,
+        _LINKS,
+        "seconds that a rank waits for a message before it gives up",
+        *(0.001, LONGEST_WAIT),  # 0 would wait for ever
+    )
+    checksum: bool = _option(False, _LINKS, "send a CRC32C with every message and check it")
+    gpudirect: str = _option(
+        "auto",
+        _LINKS,
+        "between hosts with RDMA: let the network card read and write GPU memory itself: auto "
+        "(where it can), on (an error where it cannot), off (through the host's memory)",
+        *GPUDIRECT,
     )
     node_ips: str | None = _option(
         None,
+        _LINKS,
         "addresses (IPv4 or IPv6) that links between hosts are bound to, separated by commas: one "
         "per node, or one per rank",
-        needs="nothing",  # launch scripts, which read the addresses, too, hand them to every run
-    )
-    listen_ports: str | None = _option(
-        None,
-        "ports like 29700-29763 that ranks listen on for links between hosts, one per rank of a "
-        "host; by default any free one",
-        needs="links",
-    )
-    tcp_connections: int = _option(
-        4,
-        "over tcp: connections of a link that carry tensors, 1 to 16; large messages are spread "
-        "over them",
-        needs="links",
-    )
-    checksum: bool = _option(False, "send a CRC32C with every message and check it", needs="links")
-    peer_timeout: float = _option(
-        30.0,
-        "over tcp: seconds that a host may be out of reach before its ranks count as gone",
-        needs="links",
     )
     token_file: str | None = _option(
         None,
+        _LINKS,
         "file of mode 0600 with the job's secret (at least 16 bytes), on every node; by default "
         "DPP_TOKEN_FILE, else a random secret that torchrun's store passes between nodes",
-        needs="links",
     )
     record: str | None = _option(
-        None, "file that every scheduling decision is written to (one per rank: .rankN is added)"
+        None,
+        _STUDY,
+        "file that every scheduling decision is written to (one per rank: .rankN is added)",
     )
-    replay: str | None = _option(None, "file written by {record} whose decisions are run again")
+    replay: str | None = _option(
+        None, _STUDY, "file written by {record} whose decisions are run again"
+    )
     inject: str | None = _option(
         None,
+        _STUDY,
         "slow things down on purpose, for measurements: jitter:0.3, transient:2x:20%%, "
         "slow-rank:1:1.5, slow-link:0-1:5ms, lengths:0.5, head:1.5x",
-        needs="nothing",
     )
 
     def __post_init__(self) -> None:
-        if self.transport not in TRANSPORT_KINDS:
-            raise ConfigError(
-                f"{setting('transport', self.transport)}: expected one of "
-                f"{', '.join(TRANSPORT_KINDS)}"
-            )
+        for each in option_fields():
+            fault = _fault(each, getattr(self, each.name))
+            self._require(not fault, each.name, fault)
         try:
             Backward.of(self.split_backward)
         except ValueError as error:
-            given = setting("split_backward", self.split_backward)
-            raise ConfigError(f"{given}: {error}") from None
-        for name, values in (
-            ("cuda_graphs", CUDA_GRAPHS),
-            ("forward_only_order", FORWARD_ONLY_ORDERS),
-            ("head_in_forward", HEAD_IN_FORWARD),
-            ("gpudirect", GPUDIRECT),
-            ("rdma_adaptive_routing", GPUDIRECT),
-        ):
-            if getattr(self, name) not in values:
-                raise ConfigError(
-                    f"{setting(name, getattr(self, name))}: expected one of {', '.join(values)}"
-                )
-        if not re.fullmatch("off|auto|[1-9][0-9]{0,9}", self.slice_tokens):
-            raise ConfigError(
-                f"{setting('slice_tokens', self.slice_tokens)}: expected off, auto, or a number of "
-                "tokens"
-            )
+            self._require(False, "split_backward", str(error))
         self.buckets(sys.maxsize)
-        for name, least, most in _RANGES:
-            value = getattr(self, name)
-            if number_fault(value, least, most, whole=isinstance(least, int)):
-                raise ConfigError(f"{setting(name, value)}: must be from {least} to {most}")
         for address in self.node_ips.split(",") if self.node_ips else ():
-            if fault := _fault_of_address(address):
-                raise ConfigError(f"{setting('node_ips', self.node_ips)}: {address!r} {fault}")
-        self.port_range()
-        files = [os.path.realpath(each) for each in (self.record, self.replay) if each]
-        if len(files) > len(set(files)):
-            raise ConfigError(
-                f"{setting('record', self.record)} and {setting('replay', self.replay)} name one "
-                "file: a replay must not overwrite its source"
-            )
+            wrong = _fault_of_address(address)
+            self._require(not wrong, "node_ips", f"{address!r} {wrong}")
+        paths = [os.path.realpath(path) for path in (self.record, self.replay) if path]
+        record = setting("record", self.record)
+        rule = Text(f"{record} is the same file, and would overwrite its source", record)
+        self._require(len(paths) == len(set(paths)), "replay", rule)
+
+    def _require(self, condition: object, name: str, rule: str) -> None:
+        if not condition:
+            given = setting(name, getattr(self, name))
+            raise ConfigError(f"{given}: {rule}", given, rule)
 
     def node_ip(self, rank: int, world_size: int, ranks_per_node: int) -> str | None:
         """The address of ``node_ips`` that a rank's links to other hosts are bound to.
@@ -379,14 +303,16 @@ class DppConfig:
         num_nodes = -(-world_size // ranks_per_node)
         if len(addresses) == num_nodes:
             return addresses[rank // ranks_per_node]
+        node_ips = setting("node_ips", self.node_ips)
         raise ConfigError(
-            f"{setting('node_ips', self.node_ips)} has {len(addresses)} addresses: expected one "
-            f"per node ({num_nodes}) or one per rank ({world_size})"
+            f"{node_ips} has {len(addresses)} addresses: expected one per node ({num_nodes}) or "
+            f"one per rank ({world_size})",
+            node_ips,
         )
 
     def buckets(self, longest: int, multiple: int = 1) -> tuple[int, ...]:
-        """The lengths that ``length_buckets`` pads to, ascending; empty for ``off``. A sequence
-        that is longer than the last one is not padded.
+        """The lengths that ``length_buckets`` pads to, ascending; empty for ``off`` and ``auto``.
+        A sequence that is longer than the last one is not padded.
 
         Args:
             longest: tokens of the longest sequence, the last of geometric buckets.
@@ -395,47 +321,38 @@ class DppConfig:
         Raises:
             ConfigError: it is no list of ascending lengths up to ``longest``.
         """
-        text, what = self.length_buckets, setting("length_buckets", self.length_buckets)
-        if text == "off":
+        text, name = self.length_buckets, "length_buckets"
+        if text in ("off", "auto"):
             return ()
         if text == "geometric":
-            step, found, length = math.lcm(ENGINE_ROWS, multiple), [], float(_BUCKETS_FROM)
+            step, lengths, length = math.lcm(ENGINE_ROWS, multiple), [], float(_BUCKETS_FROM)
             while length < longest < sys.maxsize:
-                found.append(math.ceil(round(length / step, 6)) * step)
+                lengths.append(math.ceil(round(length / step, 6)) * step)
                 length *= _BUCKET_RATIO
-            return (*dict.fromkeys(each for each in found if each < longest), longest)
+            return (*dict.fromkeys(short for short in lengths if short < longest), longest)
         words = text.split(",")
         given = tuple(int(word) if re.fullmatch("[0-9]{1,11}", word) else 0 for word in words)
-        if min(given) < 1 or list(given) != sorted(set(given)):
-            raise ConfigError(
-                f"{what}: expected off, geometric, or ascending lengths like 512,1024,4096"
-            )
-        if given[-1] > longest:
-            raise ConfigError(f"{what}: {given[-1]} is above the longest sequence, {longest}")
-        if wrong := [length for length in given if length % multiple]:
-            raise ConfigError(
-                f"{what}: {wrong[0]} is no multiple of {multiple}, to which sequence and context "
-                "parallelism pad rows"
-            )
+        rises = min(given) >= 1 and list(given) == sorted(set(given))
+        rule = "expected auto, off, geometric, or ascending lengths like 512,1024,4096"
+        self._require(rises, name, rule)
+        rule = f"{given[-1]} is above the longest sequence, {longest}"
+        self._require(given[-1] <= longest, name, rule)
+        odd = next((length for length in given if length % multiple), None)
+        rule = f"{odd} is no multiple of {multiple}, to which sequence and context parallelism pad"
+        self._require(odd is None, name, f"{rule} rows")
         return given
 
-    def port_range(self) -> tuple[int, int] | None:
-        """First and last port of ``listen_ports``; None without it.
 
-        Raises:
-            ConfigError: it is no range of ports.
-        """
-        if self.listen_ports is None:
-            return None
-        first, dash, last = self.listen_ports.partition("-")
-        if first.isdecimal() and (last.isdecimal() or not dash):
-            found = int(first), int(last or first)
-            if 1 <= found[0] <= found[1] <= 65535:
-                return found
-        raise ConfigError(
-            f"{setting('listen_ports', self.listen_ports)}: expected two ports from 1 to 65535, "
-            "the lower one first, like 29700-29763"
-        )
+def _fault(option: dataclasses.Field[Any], value: Any) -> str:
+    """The reason why a field cannot have a value; empty if it can."""
+    allowed = option.metadata["of"]
+    if not allowed:
+        return ""
+    if isinstance(allowed[0], str):
+        return "" if value in allowed else f"expected one of {', '.join(allowed)}"
+    least, most = allowed
+    wrong = number_fault(value, least, most, whole=isinstance(least, int))
+    return f"must be from {least} to {most}" if wrong else ""
 
 
 def _fault_of_address(text: str) -> str:
@@ -455,11 +372,9 @@ def _fault_of_address(text: str) -> str:
 
 
 def option_fields() -> tuple[dataclasses.Field[Any], ...]:
-    """The fields of :class:`DppConfig` in the order in which flags are listed.
+    """The fields of :class:`DppConfig`, section by section.
 
-    ``metadata["help"]`` says what a field does; ``{policies}`` stands for the built-in policies'
-    names, ``{FIELD}`` for the name of another field. ``metadata["needs"]`` is what a run with a
-    static schedule must have for the field to take effect: ``dpp``, so it never does; ``links`` of
-    ours (several stages and a ``transport``); ``stages``, several of them; or ``nothing``.
+    ``metadata["section"]`` names that of a field, ``metadata["help"]`` says what it does, where
+    ``{policies}`` stands for the built-in policies' names, ``{FIELD}`` for another field's flag.
     """
     return dataclasses.fields(DppConfig)

@@ -1,4 +1,5 @@
-"""``megatron-dpp doctor``: prints what this machine offers the transport, and what to do.
+"""``megatron-dpp doctor``: prints what this machine offers the transport, and what to do; switches
+the plugin of this environment on and off.
 
 Each probe is one function that changes nothing. The exit status is 1 when PyTorch, the C++
 extension or shared memory is missing, which every machine needs.
@@ -6,18 +7,20 @@ extension or shared memory is missing, which every machine needs.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import resource
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.dpp.command_line import new_parser
-from megatron.dpp.errors import TransportError, exit_with, render, use_names
-from megatron.dpp.naming import in_flags
+from megatron.dpp.command_line import command, in_flags, new_parser
+from megatron.dpp.errors import DataError, Text, TransportError, exit_with, said
+from megatron.dpp.files.safe_files import replacing
 from megatron.dpp.processes import begin_program
 
 
@@ -28,17 +31,6 @@ class Finding(NamedTuple):
     state: str
     text: str
     advice: str = ""
-
-
-def probe_extension() -> Finding:
-    """The C++ side of the transport."""
-    from megatron.dpp.transport.native import load_native
-
-    try:
-        native = load_native()
-    except TransportError as error:
-        return Finding("C++ extension", "missing", str(error))
-    return Finding("C++ extension", "ok", f"transport version {native.abi_version}")
 
 
 def probe_packages() -> Finding:
@@ -61,34 +53,36 @@ def probe_memory() -> Finding:
     return Finding("shared memory", "ok", f"memfd works, {available >> 20} GiB available")
 
 
-def probe_locked_memory() -> Finding:
-    """The limit on locked memory, which RDMA and pinned memory need."""
+def probe_limits() -> Iterator[Finding]:
+    """Locked memory, which RDMA and pinned memory need; descriptors, about four for each peer;
+    namespaces, which ranks of a host need in common; cores."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
-        return Finding("locked memory", "ok", "unlimited")
-    advice = "for RDMA: ulimit -l unlimited (docker: --ulimit memlock=-1)"
-    return Finding("locked memory", "note", f"limited to {soft >> 10} KiB", advice)
-
-
-def probe_descriptors() -> Finding:
-    """The limit on open descriptors; each peer needs about four."""
+        yield Finding("locked memory", "ok", "unlimited")
+    else:
+        advice = "for RDMA: ulimit -l unlimited (docker: --ulimit memlock=-1)"
+        yield Finding("locked memory", "note", f"limited to {soft >> 10} KiB", advice)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     advice = "" if soft >= 1024 else "ulimit -n 4096"
-    return Finding("descriptors", "note" if advice else "ok", f"{soft} (at most {hard})", advice)
-
-
-def probe_namespaces() -> Finding:
-    """Namespaces of this process: ranks of a host need a common PID and network namespace."""
+    yield Finding("descriptors", "note" if advice else "ok", f"{soft} (at most {hard})", advice)
     names = ", ".join(f"{kind} {os.readlink(f'/proc/self/ns/{kind}')}" for kind in ("pid", "net"))
     contained = Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
     advice = "start all ranks of a host in one container, or with --pid=host --net=host"
-    return Finding("namespaces", "note" if contained else "ok", names, advice if contained else "")
-
-
-def probe_cores() -> Finding:
-    """Cores; ranks spin before they sleep only when every rank of the host has a core."""
+    state = ("note", advice) if contained else ("ok", "")
+    yield Finding("namespaces", state[0], names, state[1])
     cores = len(os.sched_getaffinity(0))
-    return Finding("cores", "ok", f"{cores} for this process; ranks spin while there are no more")
+    yield Finding("cores", "ok", f"{cores} for this process; ranks spin while there are no more")
+
+
+def probe_extension() -> Finding:
+    """The C++ side of the transport."""
+    from megatron.dpp.transport.native import load_native
+
+    try:
+        native = load_native()
+    except TransportError as error:
+        return Finding("C++ extension", "missing", Text(error, error))
+    return Finding("C++ extension", "ok", f"transport version {native.abi_version}")
 
 
 def probe_gpus() -> Finding:
@@ -114,7 +108,7 @@ def probe_rdma() -> Finding:
     root = Path("/sys/class/infiniband")
     devices = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     if not devices:
-        return Finding("RDMA", "note", "no device; links between hosts use TCP (--node-ips)")
+        return Finding("RDMA", "note", "no device; links between hosts use TCP (node_ips)")
     if not Path("/dev/infiniband").is_dir():
         advice = "docker: --device=/dev/infiniband --cap-add=IPC_LOCK"
         return Finding("RDMA", "note", f"{', '.join(devices)}, but no /dev/infiniband", advice)
@@ -138,7 +132,7 @@ def probe_gpu_direct() -> Finding:
     except ImportError as error:
         return Finding(name, "note", f"not tried: {error}")
     except TransportError as error:
-        return Finding(name, "note", str(error))
+        return Finding(name, "note", Text(error, error))
     devices = sorted({port["device"] for port in ports})
     if not devices:
         return Finding(name, "note", "; ".join(refused) or "no RDMA device")
@@ -157,16 +151,18 @@ def probe_compiler() -> Finding:
     return Finding("C++ compiler", "ok" if path else "note", path or "none", advice)
 
 
-PROBES: tuple[Callable[[], Finding], ...] = (
-    probe_memory,
-    probe_locked_memory,
-    probe_descriptors,
-    probe_namespaces,
-    probe_cores,
-    probe_rdma,
-    probe_gpu_direct,
-    probe_compiler,
-)
+def probe_variables() -> Finding:
+    """The variables of ours that are set."""
+    ours = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(("DPP_", "USE_DPP"))]
+    return Finding("variables", "ok", " ".join(ours) or "none set (docs/environment.md has all)")
+
+
+def probe_plugin() -> Finding:
+    """Finds out if each Python process of this environment looks for USE_DPP."""
+    path = pth_file()
+    if path.is_file():
+        return Finding("plugin", "ok", f"on: processes with USE_DPP=1 load it ({path})")
+    return Finding("plugin", "ok", f"off: no {path} (--enable-plugin writes it)")
 
 
 def findings() -> Iterator[Finding]:
@@ -175,25 +171,66 @@ def findings() -> Iterator[Finding]:
     yield packages
     if packages.state == "ok":
         yield from (probe_extension(), probe_gpus())
-    yield from (probe() for probe in PROBES)
+    yield from (probe_plugin(), probe_variables(), probe_memory(), *probe_limits())
+    yield from (probe_rdma(), probe_gpu_direct(), probe_compiler())
 
 
-@use_names(in_flags)
-def main(words: Sequence[str] = ()) -> int:
-    """Print all findings.
+PTH_LINE = (
+    'import os; any(map(os.environ.get, ("USE_DPP", "DPP_TRACE_ONLY"))) '
+    'and __import__("megatron.dpp.autoload")\n'
+)
+"""What Python runs at each start with the plugin on: nothing is imported where neither variable is
+set."""
 
-    Returns:
-        1 when something necessary is missing, else 0.
-    """
-    text = "Print what this machine offers the transport, and what to do."
-    new_parser("megatron-dpp doctor", text).parse_args(words)
-    found = list(findings())
-    width = max(len(finding.name) for finding in found)
-    for finding in found:
-        print(f"{finding.name:{width}}  {finding.state:7}  {render(finding.text)}")
+
+def pth_file() -> Path:
+    """The file of this environment's site-packages that Python reads at each start."""
+    return Path(sysconfig.get_path("purelib")) / "megatron_dpp_autoload.pth"
+
+
+def _switch_plugin(flag: str) -> None:
+    """Write the file of the plugin, or remove it."""
+    path = pth_file()
+    try:
+        if flag == "--enable-plugin":
+            with replacing(str(path)) as file:
+                file.write(PTH_LINE.encode())
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"{flag}: {path} cannot be changed ({error.strerror}); where {sys.prefix} is not "
+            "yours, take an environment of your own (python -m venv DIR)"
+        ) from error
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = new_parser(
+        prog,
+        "Print what this machine offers the transport, what is set, and what to do. The plugin: "
+        "every Python process of this environment loads the dynamic pipeline where USE_DPP=1 is "
+        "set, for hosts whose workers have no setting that imports a module.",
+    )
+    which = parser.add_mutually_exclusive_group()
+    for flag, does in (("--enable-plugin", "write"), ("--disable-plugin", "remove")):
+        text = f"{does} megatron_dpp_autoload.pth in site-packages"
+        which.add_argument(flag, dest="flag", action="store_const", const=flag, help=text)
+    return parser
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.flag:
+        _switch_plugin(args.flag)
+    results = list(findings()) if args.flag is None else [probe_plugin()]
+    width = max(len(finding.name) for finding in results)
+    for finding in results:
+        print(f"{finding.name:{width}}  {finding.state:7}  {said(finding.text, in_flags)}")
         if finding.advice:
             print(f"{'':{width}}           -> {finding.advice}")
-    return 1 if any(finding.state == "missing" for finding in found) else 0
+    return 1 if any(finding.state == "missing" for finding in results) else 0
+
+
+main = command("megatron-dpp doctor", _parser, _run)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 Every error that a user can meet derives from :class:`DppError`. A message names the values, the
 rule and the remedy. ``assert`` is for this project's own mistakes.
 
-A text names a setting with :func:`setting`, as a field. The program that prints it chooses the
-spelling: a field in Python, a flag on a command line, a variable in a launch script.
+A text spells a setting as Python does, and keeps it beside the words. The program that prints the
+text may spell it otherwise: a flag on a command line, a variable in a launch script.
 """
 
 from __future__ import annotations
@@ -12,25 +12,28 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
-import math
 import numbers
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 _PLAIN_BITS = 128
 """Bits of the longest whole number that a text shows digit by digit."""
 
 
-class Setting(NamedTuple):
-    """A setting that a text names.
+@dataclass(frozen=True)
+class Setting:
+    """A setting that a text names; as a string it is what Python writes.
+
+    >>> f"{Setting('DppConfig', 'slots', 3)}, {Setting('DppConfig', 'slots')}"
+    'DppConfig(slots=3), DppConfig(slots=...)'
 
     Args:
-        owner: the class or function that takes it, such as ``DppConfig``; empty for megatron-core's
-            fields, arguments of a call, and settings of a training program.
+        owner: the class or function that takes it, such as ``DppConfig``.
         name: the field or argument.
         value: as it was given or should be, ``str``, ``bool``, ``int`` or ``float``; ``...`` where
             the text names no value.
@@ -40,114 +43,95 @@ class Setting(NamedTuple):
     name: str
     value: Any = ...
 
+    def __str__(self) -> str:
+        return f"{self.owner}({self.name}={'...' if self.value is ... else repr(self.value)})"
+
 
 Naming = Callable[[Setting], str]
 """Spells a setting as the users of a program write it."""
 
-_BEGIN, _END = "\x02", "\x03"
-"""Characters around a setting in a text that is not rendered yet, which no other text has."""
+
+def setting(name: str, value: Any = ..., *, owner: str = "DppConfig") -> Setting:
+    """A :class:`Setting` of :class:`~megatron.dpp.config.DppConfig`, whose value is a plain one."""
+    if value is not ... and not isinstance(value, str | bool | int | float | None):
+        value = str(value)
+    if isinstance(value, int) and value.bit_length() > _PLAIN_BITS:
+        value = shown(value)
+    return Setting(owner, name, value)
 
 
-def setting(name: str, value: Any = ..., *, owner: str = "DppConfig") -> str:
-    """A setting of :class:`~megatron.dpp.config.DppConfig` as a part of a text; :func:`render`
-    spells it. The arguments are those of :class:`Setting`.
+class Text(str):
+    """A text that keeps the settings it names, for :func:`said`.
+
+    Args:
+        text: the words, with each setting as its string.
+        named: those settings; of texts and errors within this one, the texts and errors.
     """
-    if value is ...:
-        return f"{_BEGIN}{owner}.{name}{_END}"
-    plain = value if isinstance(value, str | bool | int | float | None) else str(value)
-    if isinstance(plain, int) and plain.bit_length() > _PLAIN_BITS:
-        plain = shown(plain)
-    return f"{_BEGIN}{owner}.{name}={json.dumps(plain)}{_END}"
+
+    settings: tuple[Setting, ...]
+
+    def __new__(cls, text: object, *named: object) -> Text:
+        made = super().__new__(cls, text)
+        made.settings = _settings_of(text, *named)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Text, (str(self), *self.settings)
 
 
-def core_setting(name: str, value: Any = ...) -> str:
-    """As :func:`setting`, of one without an owner: a field of megatron-core, an argument of a call,
-    or a setting of a training program."""
-    return setting(name, value, owner="")
+def said(text: object, naming: Naming) -> str:
+    """A text or an error, its settings spelled by ``naming``."""
+    words = str(text)
+    for named in _settings_of(text):
+        words = words.replace(str(named), naming(named))
+    return words
 
 
-def in_python(given: Setting) -> str:
-    """The spelling in Python.
-
-    >>> in_python(Setting("DppConfig", "slots", 3)), in_python(Setting("", "seq_length"))
-    ('DppConfig(slots=3)', 'seq_length')
-    """
-    value = "..." if given.value is ... else repr(given.value)
-    if given.owner:
-        return f"{given.owner}({given.name}={value})"
-    return given.name if given.value is ... else f"{given.name}={value}"
+def to_json(text: object) -> str:
+    """A text or an error for another rank, with its settings; :func:`from_json` reads it."""
+    named = [
+        (owner, name) if value is ... else (owner, name, value)
+        for owner, name, value in map(astuple, _settings_of(text))
+    ]
+    return json.dumps([str(text), named])
 
 
-_naming: Naming = in_python
+def from_json(text: str) -> Text:
+    """The text that :func:`to_json` was given; of anything else the text itself."""
+    try:
+        words, named = json.loads(text)
+        return Text(words, *(Setting(*fields) for fields in named))
+    except (ValueError, TypeError, RecursionError):
+        return Text(text)
 
 
-def render(text: str, naming: Naming | None = None) -> str:
-    """``text`` with its settings spelled by ``naming``; None takes that of :func:`use_names`."""
-    if _BEGIN not in text:
-        return text
-    naming = naming or _naming
-    first, *parts = text.split(_BEGIN)
-    rendered = [first]
+def _settings_of(*parts: object) -> tuple[Setting, ...]:
+    named: dict[Setting, None] = {}
     for part in parts:
-        mark, end, rest = part.partition(_END)
-        given = _read_mark(mark) if end else None  # a peer's text may be cut off, or anything
-        rendered += [mark if given is None else naming(given), rest]
-    return "".join(rendered)
-
-
-def _read_mark(mark: str) -> Setting | None:
-    owner, dot, rest = mark.partition(".")
-    name, equals, value = rest.partition("=")
-    try:
-        return Setting(owner, name, json.loads(value) if equals else ...) if dot else None
-    except ValueError:
-        return None
-
-
-@contextlib.contextmanager
-def use_names(naming: Naming) -> Iterator[None]:
-    """Spell settings by ``naming``, in the whole process, for a block or a decorated function. An
-    error that leaves it keeps its spelling.
-    """
-    global _naming
-    before, _naming = _naming, naming
-    try:
-        yield
-    except BaseException as error:
-        _keep_spelling(error)
-        raise
-    finally:
-        _naming = before
-
-
-def _keep_spelling(error: BaseException | None) -> None:
-    while error is not None:
-        if isinstance(error, DppError):
-            error.args = (str(error),)
-        error = error.__cause__ or error.__context__
+        named |= dict.fromkeys(
+            [part] if isinstance(part, Setting) else getattr(part, "settings", ())
+        )
+    return tuple(named)
 
 
 class DppError(Exception):
-    """Base of every error that this project raises on purpose. Its text may name settings."""
+    """Base of every error that this project raises on purpose.
 
-    def __str__(self) -> str:
-        return render(super().__str__())
+    Args:
+        text: what happened, what was expected, and what to do.
+        named: as those of :class:`Text`.
+
+    Attributes:
+        settings: those that the text names.
+    """
+
+    def __init__(self, text: object = "", *named: object) -> None:
+        super().__init__(str(text))
+        self.settings = _settings_of(text, *named)
 
     def said(self, naming: Naming) -> str:
         """The text, its settings spelled by ``naming``."""
-        return render(super().__str__(), naming)
-
-    @property
-    def settings(self) -> tuple[Setting, ...]:
-        """The settings that the text names."""
-        found: list[Setting] = []
-
-        def note(given: Setting) -> str:
-            found.append(given)
-            return ""
-
-        self.said(note)
-        return tuple(found)
+        return said(self, naming)
 
 
 class ConfigError(DppError, ValueError):
@@ -168,7 +152,13 @@ class ReplayError(ScheduleError):
 
 
 class TransportError(DppError):
-    """Base of every error between ranks."""
+    """Base of every error between ranks.
+
+    Attributes:
+        cause: the failure alone, where the text also says what it meant here; empty elsewhere.
+    """
+
+    cause: str = ""
 
 
 class SetupError(TransportError):
@@ -204,9 +194,9 @@ class UsedAfterFork(TransportError):
     """A transport was used in a child process that inherited it by ``fork``."""
 
 
-def one_line(error: BaseException, limit: int | None = None) -> str:
+def one_line(error: BaseException, limit: int | None = None) -> Text:
     """An error's text without line breaks, cut to ``limit`` characters; its type if it has none."""
-    return " ".join(str(error).split())[:limit] or type(error).__name__
+    return Text(" ".join(str(error).split())[:limit] or type(error).__name__, error)
 
 
 def shown(value: object) -> str:
@@ -249,22 +239,6 @@ def require(condition: object, message: str) -> None:
         raise ConfigError(message)
 
 
-def require_value(args: object, name: str, good: object, rule: str) -> None:
-    """Raises :class:`ConfigError` ``SETTING: must be RULE`` unless ``good`` holds."""
-    if not good:  # the text takes longer than most rules
-        raise ConfigError(f"{core_setting(name, getattr(args, name))}: must be {rule}")
-
-
-def require_multiple(args: object, name: str, *others: str) -> None:
-    """Raises :class:`ConfigError` unless the product of the values of the settings ``others``
-    divides that of the setting ``name``."""
-    sizes = [core_setting(other, getattr(args, other)) for other in others]
-    divisor = math.prod(getattr(args, other) for other in others)
-    value = getattr(args, name)
-    shown = f"{core_setting(name, value)} is not divisible by {' x '.join(sizes)}"
-    require(value % divisor == 0, shown)
-
-
 PROGRAM = "DPP_PROGRAM"
 """Variable with the name of the program that started this one, as its user typed it."""
 _UNTYPED = ("__main__.py", "-m", "-c")
@@ -277,24 +251,25 @@ def program() -> str:
     return "megatron-dpp" if name in _UNTYPED else name
 
 
-def error_line(error: object, prog: str | None = None) -> str:
+def error_line(error: object, prog: str | None = None, naming: Naming = str) -> str:
     """The line of an error that ends a program, as argparse writes it.
 
     Args:
         prog: the program's name; :func:`program` without one.
+        naming: spells the settings that the error names.
 
     >>> error_line(DataError("x.json: No such file"), "megatron-dpp sim")
     'megatron-dpp sim: error: x.json: No such file'
     """
-    return f"{prog or program()}: error: {error}"
+    return f"{prog or program()}: error: {said(error, naming)}"
 
 
-def print_error(error: object, prog: str | None = None) -> int:
+def print_error(error: object, prog: str | None = None, naming: Naming = str) -> int:
     """Print :func:`error_line` on standard error; returns :func:`status_of` the error."""
     if isinstance(error, OSError):
         error = no_scratch(error) or error
     sys.stdout.flush()
-    print(error_line(error, prog), file=sys.stderr, flush=True)
+    print(error_line(error, prog, naming), file=sys.stderr, flush=True)
     return status_of(error)
 
 

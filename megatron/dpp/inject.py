@@ -108,7 +108,8 @@ class Injector:
         except (KeyError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"{setting('inject', item)}: expected {_FORMS}") from error
+            inject = setting("inject", item)
+            raise ConfigError(f"{inject}: expected {_FORMS}", inject) from error
 
     def _add_jitter(self, text: str) -> None:
         sigma = _number(text)
@@ -123,9 +124,8 @@ class Injector:
         factor_text, share_text = text.split(":")
         factor, share = _factor(factor_text), _number(share_text.rstrip("%")) / 100
         if not 0.0 < share < 1.0:
-            raise ConfigError(
-                f"{setting('inject', f'transient:{text}')}: the share must be 1% to 99%"
-            )
+            inject = setting("inject", f"transient:{text}")
+            raise ConfigError(f"{inject}: the share must be 1% to 99%", inject)
 
         def rule(task: Task) -> float:
             slow = self._slow_work(task.iteration, share, task.begin, task.begin + task.cost)
@@ -159,10 +159,11 @@ class Injector:
         self._check_rank(b, f"slow-link:{text}")
         wraps = self._num_chunks > 1 and a == 0 < b == self._num_ranks - 1
         if b != a + 1 and not wraps:
+            inject = setting("inject", f"slow-link:{text}")
             raise ConfigError(
-                f"{setting('inject', f'slow-link:{text}')}: pipeline ranks {a} and {b} share no "
-                "link; those with neighbouring numbers do, and with several chunks 0 and "
-                f"{self._num_ranks - 1}"
+                f"{inject}: pipeline ranks {a} and {b} share no link; those with neighbouring "
+                f"numbers do, and with several chunks 0 and {self._num_ranks - 1}",
+                inject,
             )
         self._links[a, b] = _seconds(late)
 
@@ -195,9 +196,11 @@ class Injector:
 
     def _check_rank(self, rank: int, item: str) -> None:
         if not 0 <= rank < self._num_ranks:
+            inject = setting("inject", item)
             raise ConfigError(
-                f"{setting('inject', item)}: pipeline rank {rank} is outside the pipeline of "
-                f"{self._num_ranks} ranks"
+                f"{inject}: pipeline rank {rank} is outside the pipeline of {self._num_ranks} "
+                "ranks",
+                inject,
             )
 
     def _draw(self, *key: int) -> random.Random:
@@ -224,8 +227,9 @@ def _number(text: str) -> float:
 def _factor(text: str) -> float:
     factor = _number(text.rstrip("x"))
     if factor < 1.0:
+        inject = setting("inject")
         raise ConfigError(
-            f"{setting('inject')}: factor {text}: must be at least 1, nothing gets faster"
+            f"{inject}: factor {text}: must be at least 1, nothing gets faster", inject
         )
     return factor
 

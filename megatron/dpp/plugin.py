@@ -17,14 +17,23 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.dpp.config import DppConfig, missing_part
 from megatron.dpp.core import compat
 from megatron.dpp.core.packed_rows import read_ahead
-from megatron.dpp.core.rng import needs_task_rng
-from megatron.dpp.errors import ConfigError, core_setting, one_line, render, setting
+from megatron.dpp.core.rng import line, needs_task_rng
+from megatron.dpp.errors import (
+    ConfigError,
+    Naming,
+    Text,
+    TransportError,
+    one_line,
+    said,
+    setting,
+)
 from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.runtime.host_trace import StepTrace
 from megatron.dpp.schedule import find_policy
@@ -41,16 +50,7 @@ logger = logging.getLogger("megatron.dpp")
 _MULTIMODULE = "its process groups are those of several modules"
 _NO_COMMUNICATOR = (
     "dynamic pipeline: p2p_communicator is not used: ranks exchange tensors over links of their "
-    f"own ({setting('transport')})"
-)
-
-_TASK_RNG = (
-    "dynamic pipeline: the model draws random numbers, and each task derives its own from seed, "
-    "step, microbatch and stage. A run repeats itself; megatron-core's schedule draws others"
-)
-_NO_TASK_RNG = (
-    f"dynamic pipeline: {setting('task_rng', False)}: the model draws random numbers in the order "
-    "of tasks, which is not the same in every run. No run can be repeated"
+    "own (transport)"
 )
 
 _installed: Plugin | None = None
@@ -63,7 +63,7 @@ class Plugin:
         config: settings of the dynamic pipeline.
         strict: raise where a step would go to megatron-core's own schedule.
         trace: what is recorded, or None.
-        lengths: as :func:`install`.
+        lengths, naming: as :func:`install`.
     """
 
     def __init__(
@@ -73,7 +73,9 @@ class Plugin:
         strict: bool,
         trace: HostTrace | None,
         lengths: Lengths | None = None,
+        naming: Naming = str,
     ) -> None:
+        self._naming = naming
         self._config, self._strict, self._lengths = config, strict, lengths
         self._traces_only = trace is not None and trace.only
         self._trace = StepTrace(trace, self._say)
@@ -140,11 +142,15 @@ class Plugin:
             schedule.iteration = compat.host_iteration(schedule.iteration)
             model = keywords["model"]
             if needs_task_rng(model if isinstance(model, list) else [model]):
-                self._say(_TASK_RNG if self._config.task_rng else _NO_TASK_RNG)
+                self._say(line(seeds=self._config.task_rng, named=True))
             self._sizes = None
         self._rows = None
         with self._trace.step(self._step_number(keywords), keywords, "dpp") as schedule.recorder:
-            return schedule(**keywords)
+            try:
+                return schedule(**keywords)
+            except BaseException as error:
+                self._leave(error)
+                raise
 
     def _look_ahead(self, keywords: dict[str, Any]) -> None:
         """Announce the sizes that the host's adapter knows, unless the host has told them."""
@@ -194,12 +200,11 @@ class Plugin:
         if compat.has_multimodule(keywords):
             return _MULTIMODULE
         if compat.pipeline_size(keywords.get("pg_collection")) == 1:
-            size = core_setting("pipeline_model_parallel_size", 1)
-            return f"there is one pipeline rank ({size})"
+            return "there is one pipeline rank (pipeline_model_parallel_size=1)"
         if self._schedule is None:
-            self._schedule = DppSchedule(self._config, warn=self._say)
+            self._schedule = DppSchedule(self._config, log=self._log, warn=self._say)
         try:
-            if self._rows is None and self._config.slice_tokens != "off":
+            if self._rows is None and self._config.slice_tokens:
                 self._rows = read_ahead(keywords)
             if self._rows is not None:
                 self._schedule.announce([sum(row) for row in self._rows], rows=self._rows)
@@ -213,19 +218,27 @@ class Plugin:
     def _pass_through(self, reason: str) -> None:
         if self._strict:
             strict = setting("strict", True, owner="install")
-            raise ConfigError(f"{strict}: the dynamic pipeline cannot run this step: {reason}")
-        self._say(f"dynamic pipeline: not used, megatron-core's own schedule runs: {reason}")
+            what = f"{strict}: the dynamic pipeline cannot run this step: {reason}"
+            raise ConfigError(what, strict, reason)
+        line = f"dynamic pipeline: not used, megatron-core's own schedule runs: {reason}"
+        self._say(Text(line, reason))
 
-    def _say(self, line: str) -> None:
+    def _log(self, line: str) -> None:
+        logger.info(said(line, self._naming))
+
+    def _say(self, text: str) -> None:
         """Log a line once, on rank 0."""
-        line = render(line)
-        if line not in self._said and os.environ.get("RANK", "0") == "0":
-            logger.warning(line)
-        self._said.add(line)
+        text = said(text, self._naming)
+        if text not in self._said and os.environ.get("RANK", "0") == "0":
+            logger.warning(text)
+        self._said.add(text)
 
     def leave(self, error: BaseException | None) -> None:
         """Close the schedule; with an error, tell the other ranks and raise what explains it."""
         self._trace.close()
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
         schedule, self._schedule = self._schedule, None
         if schedule is not None:
             schedule.__exit__(type(error) if error else None, error, None)
@@ -249,6 +262,7 @@ def install(
     strict: bool = False,
     trace: HostTrace | None = None,
     lengths: Lengths | None = None,
+    naming: Naming = str,
 ) -> None:
     """Let ``get_forward_backward_func`` return the dynamic pipeline, until :func:`uninstall` or the
     end of the process.
@@ -261,6 +275,7 @@ def install(
         lengths: asked before each training step for the tokens of its microbatches, on all ranks;
             :func:`announce` wins. ``plugin_lengths.packed_lengths`` knows slime, miles, verl and
             NeMo-RL.
+        naming: spells settings in the lines of the log.
 
     Raises:
         ConfigError: it is installed already, megatron-core is too old, the policy is unknown, or
@@ -276,8 +291,8 @@ def install(
             "the dynamic pipeline is installed already: call megatron.dpp.plugin.uninstall() "
             "before installing it with other settings"
         )
-    _installed = Plugin(config, strict=strict, trace=trace, lengths=lengths)
-    atexit.register(uninstall)
+    _installed = Plugin(config, strict=strict, trace=trace, lengths=lengths, naming=naming)
+    atexit.register(_end)
 
 
 def is_installed() -> bool:
@@ -310,10 +325,17 @@ def uninstall() -> None:
     _remove(None)
 
 
+def _end() -> None:
+    """At the end of the process: an error that ended it is told to the other ranks."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    with contextlib.suppress(TransportError):  # it is no news here
+        _remove(error if isinstance(error, BaseException) else None)
+
+
 def _remove(error: BaseException | None) -> None:
     global _installed
     plugin, _installed = _installed, None
-    atexit.unregister(uninstall)
+    atexit.unregister(_end)
     if plugin is not None:
         plugin.remove()
         plugin.leave(error)
@@ -326,11 +348,12 @@ def installed(
     strict: bool = False,
     trace: HostTrace | None = None,
     lengths: Lengths | None = None,
+    naming: Naming = str,
 ) -> Iterator[None]:
     """:func:`install` for a block. An error that ends the block is told to the other ranks, and
     becomes the :class:`~megatron.dpp.errors.TransportError` that explains it, if there is one.
     """
-    install(config, strict=strict, trace=trace, lengths=lengths)
+    install(config, strict=strict, trace=trace, lengths=lengths, naming=naming)
     try:
         yield
     except BaseException as error:

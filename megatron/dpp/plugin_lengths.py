@@ -41,7 +41,7 @@ def packed_lengths(step: Mapping[str, Any]) -> list[int] | None:
     if type(engine).__module__.startswith("verl."):
         return _of_verl(engine, iterator, tensor, context)
     if (getattr(function, "__module__", None) or "").startswith("nemo_rl."):
-        return _of_nemo_rl(iterator, step)
+        return _of_nemo_rl(step)
     return None
 
 
@@ -68,7 +68,8 @@ def _of_verl(engine: Any, iterator: Any, tensor: int, context: int) -> list[int]
     """verl's: nested rows of documents, each padded to a multiple."""
     config, model = engine.engine_config, engine.tf_config
     padded = getattr(config, "pad_to_length", False) or not config.use_remove_padding
-    if padded or any(getattr(model, name, None) for name in _FP8):
+    moves = getattr(config, "dynamic_context_parallel", False)  # rows go to other ranks
+    if padded or moves or any(getattr(model, name, None) for name in _FP8):
         return None
     batches: Sequence[Any] = list(copy.copy(iterator))  # the iterator itself stays where it is
     if not all(batch["input_ids"].is_nested for batch in batches):
@@ -80,12 +81,10 @@ def _of_verl(engine: Any, iterator: Any, tensor: int, context: int) -> list[int]
     ]
 
 
-def _of_nemo_rl(iterator: Any, step: Mapping[str, Any]) -> list[int] | None:
-    """NeMo-RL's: with a pipeline each row is padded to the longest, which the call names. Only
-    dynamic batching, which its policy refuses there, has rows of several lengths and numbers.
+def _of_nemo_rl(step: Mapping[str, Any]) -> list[int]:
+    """NeMo-RL's: with a pipeline each row is padded to the longest, which the call names. Dynamic
+    batching, whose rows have several lengths, is refused there by its policy.
     """
-    if iterator.gi_frame.f_locals["cfg"]["dynamic_batching"]["enabled"]:
-        return None
     tokens: int = step["seq_length"] * step["micro_batch_size"]
     return [tokens] * step["num_microbatches"]
 

@@ -37,21 +37,16 @@ def end_with_parent() -> None:
 def stopped(pid: int) -> list[str]:
     """Names the stopped ones (SIGSTOP, a debugger) among a process of this host and all that
     descend from it, as ``process 12 (name)``."""
-    return list(stopped_below(pid).values())
-
-
-def stopped_below(pid: int) -> dict[int, str]:
-    """The names that :func:`stopped` gives, by number."""
     import psutil  # type: ignore[import-untyped]
 
-    found = {}
+    names = []
     with contextlib.suppress(psutil.Error, OSError):  # it has ended, or no file can be opened
         process = psutil.Process(pid)
         for each in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.Error, OSError):
                 if each.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-                    found[each.pid] = f"process {each.pid} ({each.name()})"
-    return found
+                    names.append(f"process {each.pid} ({each.name()})")
+    return names
 
 
 def how_ended(code: int | None) -> str:
@@ -59,13 +54,6 @@ def how_ended(code: int | None) -> str:
     if code is not None and code < 0:
         return f"ended by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
-
-
-def end_stopped_children() -> None:
-    """Kill what descends from this process and is stopped: its exit would wait for it for ever."""
-    for pid in stopped_below(os.getpid()):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def bound_to_this(number: int = signal.SIGTERM) -> Callable[[], None]:

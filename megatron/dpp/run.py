@@ -20,10 +20,20 @@ try:
     from pathlib import Path
     from typing import Any
 
+    from megatron.dpp.command_line import (
+        Parser,
+        add_dpp_flags,
+        dpp_config,
+        flag_of,
+        given_flags,
+        refuse_unknown,
+        renamed,
+    )
     from megatron.dpp.config import missing_part, option_fields
     from megatron.dpp.errors import (
         BAD_USAGE,
         ConfigError,
+        DppError,
         Naming,
         error_line,
         exit_with,
@@ -31,10 +41,7 @@ try:
         print_error,
         require,
         tell_torchrun,
-        use_names,
     )
-    from megatron.dpp.flags import Parser, add_dpp_flags, dpp_config, given_flags, refuse_unknown
-    from megatron.dpp.naming import flag_of, renamed
     from megatron.dpp.processes import begin_program, sigint_held_back
     from megatron.dpp.schedule import find_policy
     from megatron.dpp.trace.host import HostTrace, trace_fields
@@ -61,6 +68,8 @@ Run a training script of Megatron-LM, unmodified, with a dynamic pipeline.
   --dpp-trace    record what every rank does
                  (--dpp-trace-dir, --dpp-trace-interval, --dpp-trace-iterations)
   --dpp-trace-only  the same for the script's own schedule, without --use-dpp
+  --metrics-file FILE  append a JSON line per step: loss, norm, ms, tokens
+                 (scripts on megatron.training, with or without --use-dpp)
 
 Settings, each also a variable (--dpp-policy: DPP_POLICY):
 {textwrap.fill(names, 79, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)}
@@ -71,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(add_help=False, allow_abbrev=False)
     for flag in _SWITCHES:
         parser.add_argument(flag, action="store_true")
+    parser.add_argument("--metrics-file", metavar="FILE")
     for field in _TRACE_VALUES:
         kind = type(field.default or "")
         parser.add_argument(f"--dpp-trace-{field.name}", type=kind, default=field.default)
@@ -116,7 +126,7 @@ def is_on(name: str, environment: Mapping[str, str], *, otherwise: bool = False)
     return _STATES[value.lower()] if value else otherwise
 
 
-def names_in(words: Sequence[str], environment: Mapping[str, str]) -> Naming:
+def naming_of(words: Sequence[str], environment: Mapping[str, str]) -> Naming:
     """Names settings by their variables where these give them, else by flags."""
     flags = given_flags(_parser(), words)
     names = {
@@ -150,7 +160,8 @@ def take_flags(
 
 def _warn_of_idle(spelled: Mapping[str, str], *, traces: bool) -> None:
     """Name the flags that have no effect without the dynamic pipeline."""
-    idle = [flag for name, flag in spelled.items() if not (traces and name.startswith("dpp_trace"))]
+    works = ("metrics_file", "dpp_trace") if traces else ("metrics_file",)
+    idle = [flag for name, flag in spelled.items() if not name.startswith(works)]
     hint = " (--dpp-trace-only records the script's own schedule)" if "dpp_trace" in spelled else ""
     if idle:
         names = ", ".join(idle)
@@ -167,35 +178,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("--help", "-h"):
         print(usage())
         return 0 if words else BAD_USAGE
+    script, *flags = words
+    naming = naming_of(flags, os.environ)
     try:
-        script, *flags = words
         require(Path(script).is_file(), f"{script}: no such script (it comes before its flags)")
-        with use_names(names_in(flags, os.environ)):
-            given, rest = take_flags(flags, os.environ)
-            config = dpp_config(given)
-            find_policy(config.policy)
-            if given.use_dpp and (missing := missing_part(config.transport)):
-                raise ConfigError(missing)
-            _run(script, rest, plugin_arguments(given))
-    except (ConfigError, OSError) as error:
-        refusal = error if isinstance(error, ConfigError) else no_scratch(error)
-        if refusal is None:
-            raise
-        tell_torchrun(error_line(refusal, _PROGRAM), printed=True)
-        return print_error(refusal, _PROGRAM)
+        given, rest = take_flags(flags, os.environ)
+        config = dpp_config(given)
+        find_policy(config.policy)
+        if given.use_dpp and (missing := missing_part(config.transport)):
+            raise ConfigError(missing)
+        _run(script, rest, plugin_arguments(given, naming), given.metrics_file)
+    except (DppError, OSError) as error:
+        refusal = no_scratch(error) if isinstance(error, OSError) else error
+        if isinstance(refusal, ConfigError):
+            tell_torchrun(error_line(refusal, _PROGRAM, naming), printed=True)
+            return print_error(refusal, _PROGRAM, naming)
+        if refusal is not None:
+            refusal.args = (refusal.said(naming),)  # of the traceback
+        raise
     return 0
 
 
-def plugin_arguments(given: argparse.Namespace) -> dict[str, Any]:
+def plugin_arguments(given: argparse.Namespace, naming: Naming) -> dict[str, Any]:
     """The arguments of :func:`megatron.dpp.plugin.install`; none where it is not wanted."""
     if not (given.use_dpp or given.dpp_trace_only):
         return {}
     traces = {field.name: getattr(given, f"dpp_trace_{field.name}") for field in trace_fields()}
     trace = HostTrace(**traces) if given.dpp_trace or given.dpp_trace_only else None
-    return {"config": dpp_config(given), "strict": given.dpp_strict, "trace": trace}
+    return {
+        "config": dpp_config(given),
+        "strict": given.dpp_strict,
+        "trace": trace,
+        "naming": naming,
+    }
 
 
-def _run(script: str, flags: Sequence[str], settings: dict[str, Any]) -> None:
+def _run(
+    script: str, flags: Sequence[str], settings: dict[str, Any], metrics_file: str | None
+) -> None:
     """Run ``script`` as ``python SCRIPT FLAGS`` does, with the plugin if ``settings`` has
     any. On a machine without a GPU megatron-core runs on the CPU.
     """
@@ -214,6 +234,10 @@ def _run(script: str, flags: Sequence[str], settings: dict[str, Any]) -> None:
             from megatron.dpp import plugin
 
             around.enter_context(plugin.installed(**settings))
+        if metrics_file:
+            from megatron.dpp.metrics import recording
+
+            around.enter_context(recording(metrics_file))
         runpy.run_path(script, run_name="__main__")
 
 

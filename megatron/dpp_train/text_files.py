@@ -1,4 +1,4 @@
-"""Reads text, JSON and YAML files, which may be broken or hostile, with errors that name the file.
+"""Reads text and JSON files, which may be broken or hostile, with errors that name the file.
 
 A file's size, the depth of its structures and the digits of its numbers are bounded.
 """
@@ -6,24 +6,18 @@ A file's size, the depth of its structures and the digits of its numbers are bou
 from __future__ import annotations
 
 import difflib
-import math
-import re
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp import strict_json
-from megatron.dpp.errors import DataError, one_line, shown
-from megatron.dpp.safe_files import read_bytes
+from megatron.dpp.errors import DataError, one_line
+from megatron.dpp.files import strict_json
+from megatron.dpp.files.safe_files import read_bytes
 
 _STRUCTURES = (dict, list, tuple, set)
 _DEEPEST = 64
 _MOST_DIGITS = 100
 """transformers writes a number of 31 where a tokenizer has no ``model_max_length``."""
-_MOST_SETTINGS_BYTES = 1 << 20
-_MOST_SETTINGS = 10_000
-"""Entries of a YAML file, each alias counted with what it stands for."""
 
 
 def read_text(
@@ -46,7 +40,7 @@ def read_text(
     except OSError as error:
         raise DataError(f"{named}: {error.strerror}{nearest_path(Path(path))}") from error
     except ValueError as error:
-        why = one_line(error)  # of a path with a zero byte
+        why: str = one_line(error)  # of a path with a zero byte
         if isinstance(error, UnicodeDecodeError):
             why = f"not UTF-8 text ({error.reason} at byte {error.start})"
         raise DataError(f"{named}: {why}") from error
@@ -96,69 +90,6 @@ def parse_json(text: str | bytes, where: object) -> Any:
     return value
 
 
-class _Written:
-    """A number that is printed as its file has it: a run named 1.10 is not 1.1."""
-
-    _text: str
-
-    def __str__(self) -> str:
-        return self._text
-
-
-class _Whole(_Written, int):
-    pass
-
-
-class _Float(_Written, float):
-    pass
-
-
-def read_mapping(path: str | Path, flag: str = "") -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Raises:
-        DataError: the file cannot be read, is no YAML mapping of a bounded size and depth, has a
-            key twice in a mapping, or a number that YAML reads to another base.
-    """
-    import yaml
-
-    named = f"{flag} {path}".strip()
-
-    class Loader(yaml.SafeLoader):
-        depth = 0
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            self.depth += 1
-            if self.depth > _DEEPEST:
-                raise DataError(f"{named}: nested more than {_DEEPEST} deep")
-            node = super().compose_node(parent, index)
-            self.depth -= 1
-            return node
-
-        def compose_mapping_node(self, anchor: Any) -> Any:
-            node = super().compose_mapping_node(anchor)
-            _refuse_repeated(node, named)
-            return node
-
-    Loader.add_constructor("tag:yaml.org,2002:int", partial(_number, named, _Whole))
-    Loader.add_constructor("tag:yaml.org,2002:float", partial(_number, named, _Float))
-    try:
-        loaded = yaml.load(read_text(path, flag, most=_MOST_SETTINGS_BYTES), Loader)
-    except DataError:
-        raise
-    # PyYAML lets errors of dates and numbers out as they are.
-    except (yaml.YAMLError, ValueError, OverflowError, RecursionError, AttributeError) as error:
-        raise DataError(f"{named}: not YAML ({one_line(error, 300)})") from error
-    if not isinstance(loaded, dict):
-        raise DataError(f"{named}: expected a mapping of settings, as in lr: 1.0e-4")
-    count = 0
-    for level in _levels(loaded):
-        count += sum(map(len, level))
-        if count > _MOST_SETTINGS:
-            raise DataError(f"{named}: has more than {_MOST_SETTINGS} entries, aliases counted")
-    return loaded
-
-
 def nearest_path(path: Path) -> str:
     """`` (nearest: ...)``: a file beside a missing ``path`` with a similar name, of token files
     another ``.idx``; empty without any."""
@@ -172,35 +103,6 @@ def nearest_path(path: Path) -> str:
         names = [name for name in names if name.endswith(".idx")]
     near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.6)
     return f" (nearest: {path.parent / near[0]})" if near else ""
-
-
-def _number(named: str, kind: type[_Whole | _Float], loader: Any, node: Any) -> Any:
-    """A number of a YAML file; refuses one that YAML reads to another base than 10."""
-    text = node.value
-    read = loader.construct_yaml_int if kind is _Whole else loader.construct_yaml_float
-    value: Any = kind(read(node))
-    other = r"0[0-9_]+|0[xb].*" if kind is _Whole else r"$^"
-    if ":" in text or re.fullmatch(other, text.lstrip("+-")):
-        raise DataError(
-            f"{named}, line {node.start_mark.line + 1}: YAML reads {text} as {value!r}; write "
-            "that, or put it in quotes"
-        )
-    value._text = text if math.isfinite(value) else repr(float(value))
-    return value
-
-
-def _refuse_repeated(mapping: Any, named: str) -> None:
-    """Refuse a key that stands twice in a YAML mapping; ``<<`` adds what no key names."""
-    first: dict[str, int] = {}
-    for key, _ in mapping.value:
-        if isinstance(key.value, str) and key.value != "<<":
-            line = key.start_mark.line + 1
-            if key.value in first:
-                raise DataError(
-                    f"{named}: the key {shown(key.value)} stands twice in a mapping, in lines "
-                    f"{first[key.value]} and {line}"
-                )
-            first[key.value] = line
 
 
 def _whole(digits: str) -> int:

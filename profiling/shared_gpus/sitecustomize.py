@@ -3,7 +3,7 @@
     nvidia-cuda-mps-control -d
     export CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25  # each rank gets a quarter of its GPU's processors
     NUM_GPUS=1 PYTHONPATH=profiling/shared_gpus \
-        python profiling/bench_schedule.py --ranks 4 --static-transport cuda_ipc
+        python profiling/bench_plugin.py --sources DIR --ranks 4 --arms static-links,dynamic
 
 Local rank r runs on GPU r % NUM_GPUS, at the same time as the others there (NVIDIA's Multi-Process
 Service; without it they take turns). NCCL refuses two ranks on one GPU of one host, so every

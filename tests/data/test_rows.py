@@ -6,7 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from megatron.dpp.errors import DataError
 from megatron.dpp_train.data import preprocess_command as preprocess
 from megatron.dpp_train.data.rows import files_of, is_rows, open_rows, size_of
 from megatron.dpp_train.data.vocabulary import tokenizer_flags
-from megatron.dpp_train.generate.prompts import json_lines
 from tests.conftest import REPOSITORY
 
 GPT = (
@@ -158,15 +157,18 @@ def test_a_column_that_hides_another_one_is_named(tmp_path: Path) -> None:
         rows_of(tmp_path / "x.parquet")
 
 
-def test_a_key_that_stands_twice_is_named_with_its_row(tmp_path: Path) -> None:
+def test_a_key_that_stands_twice_is_named_with_its_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The last value won in silence, and the row's other one was lost."""
     for end, text in (
         ("jsonl", '{"text": "a"}\n{"text": "b", "more": [{"x": 1, "x": 1}]}\n'),
         ("json", '[{"text": "a"},\n {"text": "b",\n  "more": [{"x": 1, "x": 1}]}]'),
     ):
         path = write(tmp_path / f"x.{end}", text)
-        with pytest.raises(DataError, match=rf"x\.{end}, (line|row) 2: the key 'x' stands twice"):
-            list(json_lines(path, "--data"))
+        assert preprocess.main(f"--input {path} --output-prefix {tmp_path}/made {GPT}".split()) == 1
+        said = capsys.readouterr().err
+        assert re.search(rf"x\.{end}, (line|row) 2: the key 'x' stands twice", said)
 
 
 def test_rows_that_are_bad_are_named_by_their_number(
@@ -179,13 +181,11 @@ def test_rows_that_are_bad_are_named_by_their_number(
     broken = write(tmp_path / "y.json", "[\n{},\n{]\n")
     with pytest.raises(DataError, match="begins as a JSON array, but is none"):
         open_rows(broken)
-    assert [number for number, _ in json_lines(array(tmp_path), "--chat")][-1] == len(CHATS)
 
 
-def test_tables_need_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("pyarrow", "pyarrow.parquet", "pyarrow.ipc"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(DataError, match=r"x\.parquet: needs pyarrow; pip install pyarrow"):
+def test_a_file_that_is_no_table_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
+    with pytest.raises(DataError, match=r"x\.parquet: not a Parquet file"):
         rows_of(write(tmp_path / "x.parquet", "PAR1"))
 
 

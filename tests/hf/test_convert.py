@@ -1,4 +1,4 @@
-"""Conversion of tiny random models: bit by bit back, and every bad input in one line."""
+"""Conversions give back what they got, and say in one line what they cannot take."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.dpp.errors import DataError
-from megatron.dpp_train.checkpoint.files import find
-from megatron.dpp_train.families import find_families
-from megatron.dpp_train.hf import checkpoint, entries, read_config
+from megatron.dpp_train import hf
+from megatron.dpp_train.hf.convert import unfinished
 from megatron.dpp_train.hf.convert_command import main
-from megatron.dpp_train.hf.folder import Folder, Shards, one_dtype, some
-from megatron.dpp_train.hf.to_hf import to_hf
-from megatron.dpp_train.hf.to_megatron import to_megatron
+from megatron.dpp_train.hf.families import find_families
+from megatron.dpp_train.hf.fields import read_config
+from megatron.dpp_train.hf.folder import Shards
+from megatron.dpp_train.hf.tables import entries
+from tests.failing_disk import Disk
 from tests.hf import tiny
+from tests.small_disk import small_disk
 
-FAMILIES = tuple(tiny.MODELS)
+Made = Callable[[str], Path]
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Gives the folder of a family's model, made once."""
     root = tmp_path_factory.mktemp("models")
 
@@ -38,6 +41,16 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return find_or_make
 
 
+@pytest.fixture
+def copied(made: Made, tmp_path: Path) -> Made:
+    """Gives a copy of a family's folder that a test may change."""
+
+    def copy(family: str) -> Path:
+        return shutil.copytree(made(family), tmp_path / "copy" / family)
+
+    return copy
+
+
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
@@ -45,358 +58,340 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def converted(*words: str | Path) -> None:
-    assert main([str(word) for word in words]) == 0
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_round_trip_is_bitwise(
-    family: str, made: Callable[[str], Path], tmp_path: Path
-) -> None:
-    source = made(family)
-    (source / "chat_template.jinja").write_text("{{ messages }}")
-    converted(source, tmp_path / "ours")
-    converted(tmp_path / "ours", tmp_path / "back")
-    before, after = tensors_of(source), tensors_of(tmp_path / "back")
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name
-    assert json.loads((source / "config.json").read_text()) == json.loads(
-        (tmp_path / "back" / "config.json").read_text()
-    )
-    assert (tmp_path / "back" / "chat_template.jinja").read_text() == "{{ messages }}"
-    config = read_config(source)
-    model = tiny.load(tmp_path / "back")
-    assert tiny.num_parameters(config.family, config.sizes) == model.num_parameters()
+def config_of(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text())
 
 
-def test_shards_and_types(made: Callable[[str], Path], tmp_path: Path) -> None:
-    """Several files in, several out; bf16 on request, with a ``config.json`` that says so."""
-    source = tiny.make("llama", tmp_path / "sharded", shard="60KB")
-    assert len(list(source.glob("*.safetensors"))) > 2
-    converted(source, tmp_path / "ours")
-    converted(tmp_path / "ours", tmp_path / "back", "--shard-size", "3e-5", "--dtype", "bfloat16")
-    files = list((tmp_path / "back").glob("*.safetensors"))
-    assert len(files) > 2
-    assert max(file.stat().st_size for file in files) < 40_000
-    model = tiny.load(tmp_path / "back")
-    assert model.dtype == torch.bfloat16
-    for name, tensor in tensors_of(source).items():
-        assert torch.equal(tensor.bfloat16(), model.state_dict()[name]), name
+def edit(folder: Path, **changes: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(config_of(folder) | changes))
 
 
-QUICK = ("llama", "mixtral", "gemma3_text")
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Write tensors of a folder anew; None takes one out. Names have ``__`` for dots."""
+    found = load_file(folder / WEIGHTS) | {k.replace("__", "."): v for k, v in tensors.items()}
+    save_file({k: v for k, v in found.items() if v is not None}, folder / WEIGHTS)
 
 
-@pytest.mark.parametrize(
-    "family", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
-)
-def test_a_config_is_written_for_a_model_that_had_none(
-    family: str, made: Callable[[str], Path], tmp_path: Path
-) -> None:
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """The one line that a command ends with."""
+    capsys.readouterr()
+    assert main([str(word) for word in words]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.mark.parametrize("family", tiny.MODELS)
+def test_each_family_comes_back_bit_by_bit(family: str, made: Made, tmp_path: Path) -> None:
+    """Tensors, fields and tokenizer; without the folder, what the arguments say is the same."""
     source, ours = made(family), tmp_path / "ours"
-    converted(source, ours)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    assert main([str(source), str(ours)]) == 0
+    assert main([str(ours), str(tmp_path / "back")]) == 0
+    assert same(tensors_of(source), tensors_of(tmp_path / "back"))
+    written = find_families()[family].written
+    assert config_of(tmp_path / "back") == config_of(source) | written
+    assert (tmp_path / "back" / "chat_template.jinja").read_text() == "{{ messages }}"
     shutil.rmtree(ours / "hf")
-    converted(ours, tmp_path / "back", "--family", family)
-    config = json.loads((tmp_path / "back" / "config.json").read_text())
-    (tmp_path / "back" / "config.json").write_text(json.dumps(config | {"pad_token_id": None}))
-    tokens = torch.arange(40)[None]
-    with torch.no_grad():
-        same = [tiny.load(each)(tokens).logits for each in (source, tmp_path / "back")]
-    assert torch.equal(*same)
+    hf.to_hf(ours, tmp_path / "named", family=family)
+    hf.to_hf(ours, tmp_path / "found")
+    assert same(tensors_of(source), tensors_of(tmp_path / "named"))
+    assert read_config(tmp_path / "named").flags == read_config(source).flags
+    assert read_config(tmp_path / "found").words() == read_config(source).words()
 
 
-def test_a_number_beyond_the_type_is_refused(
-    made: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It became infinite without a word."""
-    from safetensors.torch import load_file, save_file
-
-    source = tmp_path / "large"
-    shutil.copytree(made("llama"), source)
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.0.mlp.down_proj.weight"][0, 0] = -1e5
-    save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    converted(source, tmp_path / "ours", "--dtype", "bfloat16")
-    for which in (source, tmp_path / "ours"):
-        capsys.readouterr()
-        assert main([str(which), str(tmp_path / "half"), "--dtype", "float16"]) == 1
-        error = capsys.readouterr().err
-        assert "linear_fc2.weight holds " in error and "float16 ends at 65504" in error
-        assert error.count("\n") == 1 and not (tmp_path / "half").exists()
+def test_parameters_are_counted_as_transformers_counts_them(made: Made) -> None:
+    for family in ("llama", "gemma3_text", "glm4_moe"):
+        config = read_config(made(family))
+        found = list(entries(config.family, config.sizes))
+        names = [part.name for each in found if not each.twin for part in each.parts]
+        assert len({(each.key, each.place) for each in found}) == len(found)
+        assert len(set(names)) == len(names)
+        count = tiny.num_parameters(config.family, config.sizes)
+        assert count == tiny.load(made(family)).num_parameters()
 
 
-def test_a_killed_conversion_leaves_nothing_that_loads(
-    made: Callable[[str], Path], tmp_path: Path
-) -> None:
-    target = tmp_path / "ours"
-    child = os.fork()
-    if not child:
-        to_megatron(made("llama"), target, progress=lambda _: os._exit(9))
-    os.waitpid(child, 0)
-    assert not target.exists()
-    (left,) = tmp_path.iterdir()
-    assert find(str(left)) is None
-    assert find(str(left / "new")) is None
-    converted(made("llama"), target)
-    assert list(tmp_path.iterdir()) == [target]
-
-    back = tmp_path / "back"
-    child = os.fork()
-    if not child:
-        to_hf(target, back, progress=lambda _: os._exit(9))
-    os.waitpid(child, 0)
-    assert not back.exists()
-    with pytest.raises(DataError, match=r"config\.json"):
-        Folder(tmp_path / ".back.unfinished" / "new")
-    converted(target, back)
-    assert sorted(tmp_path.iterdir()) == [back, target]
-
-
-def test_files_that_are_written_piece_by_piece_are_read(tmp_path: Path) -> None:
-    """The files are those that safetensors reads, several as one."""
-    tensors = {
-        name: torch.randn(size, 3, dtype=torch.float16)
-        for name, size in zip("abc", (2, 5, 1), strict=True)
-    }
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    with Shards(tmp_path, shapes, torch.float16, 40) as shards:
-        for name, tensor in tensors.items():
-            shards.add(name, tensor.t().contiguous().t())
-        shards.finish()
-    assert len(list(tmp_path.glob("*.safetensors"))) == 2
-    found = tensors_of(tmp_path)
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+def test_shards_and_types(tmp_path: Path) -> None:
+    """Several files in, several out; bf16 on request, with a ``config.json`` that says so."""
+    source = tiny.make("glm4_moe", tmp_path / "sharded", shard="60KB")
+    assert len(list(source.glob("*.safetensors"))) > 2
+    hf.to_megatron(source, tmp_path / "ours", dtype="bfloat16")
+    written: list[int] = []
+    hf.to_hf(tmp_path / "ours", tmp_path / "back", shard_bytes=30_000, progress=written.append)
+    files = list((tmp_path / "back").glob("*.safetensors"))
+    assert len(files) > 2 and max(file.stat().st_size for file in files) < 40_000
+    found, full = tensors_of(tmp_path / "back"), "e_score_correction_bias"
+    assert sum(written) == sum(tensor.nbytes for tensor in found.values())
+    for name, tensor in tensors_of(source).items():
+        wanted = tensor if name.endswith(full) else tensor.bfloat16()
+        assert torch.equal(found[name], wanted) and found[name].dtype == wanted.dtype, name
+    assert tiny.load(tmp_path / "back").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
     ("shard_bytes", "groups"), [(12, [["a", "b"], ["c"]]), (11, [["a"], ["b"], ["c"]]),
                                 (1, [["a"], ["b"], ["c"]]), (20, [["a", "b", "c"]])],
 )  # fmt: skip
-def test_a_file_may_be_as_large_as_asked_and_a_large_tensor_has_its_own(
+def test_a_file_may_be_as_large_as_asked(
     shard_bytes: int, groups: list[list[str]], tmp_path: Path
 ) -> None:
-    tensors = {
-        name: torch.full((size,), float(size)) for name, size in zip("abc", (1, 2, 2), strict=True)
-    }
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    with Shards(tmp_path, shapes, torch.float32, shard_bytes) as shards:
-        for name, tensor in tensors.items():
-            shards.add(name, tensor)
-        shards.finish()
+    tensors = {name: torch.full((size,), 1.0) for name, size in zip("abc", (1, 2, 2), strict=True)}
+    shards = Shards(tmp_path, {k: t.nbytes for k, t in tensors.items()}, shard_bytes)
+    for name, tensor in tensors.items():
+        shards.add(name, tensor)
+    shards.finish()
     files = sorted(tmp_path.glob("*.safetensors"))
     assert [list(load_file(file)) for file in files] == groups
-    index = tmp_path / "model.safetensors.index.json"
-    assert index.exists() == (len(groups) > 1)
-    if index.exists():
-        content = json.loads(index.read_text())
+    assert (tmp_path / INDEX).exists() == (len(groups) > 1)
+    if len(groups) > 1:
+        content = json.loads((tmp_path / INDEX).read_text())
+        pairs = zip(files, groups, strict=True)
         assert content["metadata"]["total_size"] == 20
-        assert content["weight_map"] == {
-            name: file.name for file, names in zip(files, groups, strict=True) for name in names
-        }
+        assert content["weight_map"] == {n: file.name for file, names in pairs for n in names}
 
 
-def edit(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+def test_numbers_beyond_a_type_and_several_types_are_refused(
+    copied: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, name = copied("llama"), "model.layers.0.mlp.down_proj.weight"
+    change(source, **{name.replace(".", "__"): torch.full((32, 48), -1e5)})
+    hf.to_megatron(source, tmp_path / "ours")
+    for which in (source, tmp_path / "ours"):
+        error = refused(capsys, which, tmp_path / "half", "--dtype", "float16")
+        assert "linear_fc2.weight holds " in error and "float16 ends at 65504" in error
+    change(source, model__norm__weight=torch.ones(32, dtype=torch.bfloat16))
+    assert "is bfloat16; say which type" in refused(capsys, source, tmp_path / "x")
+    assert main([str(source), str(tmp_path / "x"), "--dtype", "float32"]) == 0
 
 
-def without(folder: Path, name: str) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors[name]
-    save_file(tensors, folder / "model.safetensors")
-
-
-def cut(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def turn(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors[name] = change(tensors[name]).contiguous()
-    save_file(tensors, folder / "model.safetensors")
-
-
-def index(folder: Path) -> None:
-    names = load_file(folder / "model.safetensors")
-    weights = dict.fromkeys(names, "model-00001-of-00001.safetensors")
-    text = json.dumps({"weight_map": weights})
-    (folder / "model.safetensors.index.json").write_text(text)
-
-
-NORM = "model.norm.weight"
+NORM = "model__norm__weight"
+GATE = "model__layers__0__mlp__up_proj__weight"
 BAD: dict[str, tuple[Callable[[Path], None], str]] = {
-    "architecture": (lambda f: edit(f, model_type="mamba"), "model_type 'mamba' is not supported"),
+    "family": (lambda f: edit(f, model_type="mamba"), "model_type 'mamba' is not supported"),
     "activation": (lambda f: edit(f, hidden_act="gelu"), "hidden_act is 'gelu'"),
-    "rotary": (
-        lambda f: edit(f, rope_parameters={"rope_type": "dynamic", "factor": 2, "rope_theta": 1e4}),
-        "rope_type 'dynamic' cannot be trained here",
-    ),
-    "another family": (
-        lambda f: edit(f, model_type="falcon"),
-        "model_type 'falcon' is not supported",
-    ),
     "no heads": (lambda f: edit(f, num_attention_heads=0), "num_attention_heads is 0"),
+    "too large": (lambda f: edit(f, num_hidden_layers=10**6), "num_hidden_layers is 1000000"),
+    "a text": (lambda f: edit(f, rms_norm_eps="x"), "rms_norm_eps is 'x', expected a number"),
     "quantized": (lambda f: edit(f, quantization_config={"bits": 4}), "a quantized model"),
     "no json": (lambda f: (f / "config.json").write_text("{"), "not JSON"),
     "vocabulary": (lambda f: edit(f, vocab_size=95), "has shape [96, 32], config.json says [95"),
-    "turned": (
-        lambda f: turn(f, "model.layers.0.mlp.up_proj.weight", torch.t),
-        "model.layers.0.mlp.up_proj.weight has shape [",
-    ),
-    "shard": (index, "model-00001-of-00001.safetensors: missing"),
-    "truncated": (cut, "damaged or not whole"),
-    "missing": (lambda f: without(f, NORM), f"lacks {NORM}"),
+    "shape": (lambda f: change(f, **{GATE: torch.ones(32, 48)}), "up_proj.weight has shape [32"),
+    "missing": (lambda f: change(f, **{NORM: None}), "lacks model.norm.weight"),
     "extra": (lambda f: edit(f, num_hidden_layers=3), "which llama does not have"),
-    "type": (lambda f: turn(f, NORM, lambda t: t.to(torch.int8)), f"{NORM} is I8"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
+    "type": (
+        lambda f: change(f, **{NORM: torch.ones(32, dtype=torch.int8)}),
+        "model.norm.weight is I8",
+    ),
+    "cut": (
+        lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-100]),
+        "damaged or not whole",
+    ),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), f"neither {WEIGHTS} nor"),
+    "no shard": (
+        lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": "b.safetensors"}})),
+        "b.safetensors: missing",
+    ),
+    "another's": (
+        lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": "../x"}})),
+        "expected the name of a file",
+    ),
+    "pointer": (
+        lambda f: (f / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "pointer of Git LFS",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_is_one_line(
-    name: str,
-    made: Callable[[str], Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, copied: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = shutil.copytree(made("llama"), tmp_path / "source")
+    source = copied("llama")
     spoil, said = BAD[name]
     spoil(source)
-    assert main([str(source), str(tmp_path / "target")]) == 1
-    error = capsys.readouterr().err
-    assert said in error
-    assert error.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+    assert said in refused(capsys, source, tmp_path / "target")
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
 
 
 def test_bad_checkpoints_and_targets_are_one_line(
-    made: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, ours = made("llama"), tmp_path / "ours"
-    converted(source, ours)
-    other = made("qwen3")
-
-    def refused(said: str, *words: str | Path) -> None:
-        capsys.readouterr()
-        assert main([str(word) for word in words]) == 1
-        error = capsys.readouterr().err
-        assert said in error
-        assert error.count("\n") == 1
-
-    refused("exists; name another target", source, ours)
-    refused("no such directory", tmp_path / "nowhere", tmp_path / "x")
-    refused("neither a Hugging Face model nor a checkpoint", tmp_path, tmp_path / "x")
-    refused("--kv-channels is 8, there 16", ours, tmp_path / "x", "--like", other)
-    refused("must be above 0", ours, tmp_path / "x", "--shard-size", "0")
-    refused("no such checkpoint", ours, tmp_path / "x", "--step", "7")
-    refused("config.json is of ", ours, tmp_path / "x", "--family", "mixtral")
-    refused("--family nothing: expected one of", ours, tmp_path / "x", "--family", "nothing")
+    source, ours, x = made("llama"), tmp_path / "ours", tmp_path / "x"
+    hf.to_megatron(source, ours)
+    for said, *words in (
+        ("exists; name another target", source, ours),
+        ("no such directory", tmp_path / "nowhere", x),
+        ("no checkpoint of Megatron is there", tmp_path, x),
+        ("kv_channels is 8, there 16", ours, x, "--like", made("qwen3")),
+        ("must be above 0", ours, x, "--shard-size", "nan"),
+        ("no checkpoint of Megatron is there", ours, x, "--step", "7"),
+        ("config.json is of ", ours, x, "--family", "mixtral"),
+        ("--family nothing: expected one of", ours, x, "--family", "nothing"),
+        ("--step: ", source, x, "--step", "0"),
+        ("a file; a model is a folder", source / WEIGHTS, x),
+    ):
+        assert said in refused(capsys, *words), said
     shutil.rmtree(ours / "hf")
-    refused("--like DIR", ours, tmp_path / "x")
-    refused("--add-qkv-bias is off, there on", ours, tmp_path / "x", "--family", "qwen2")
-    refused("--family nothing: expected one of", ours, tmp_path / "x", "--family", "nothing")
-    refused("the model has no experts", ours, tmp_path / "x", "--family", "mixtral")
+    for said, *words in (
+        ("add_qkv_bias is False, there True", ours, x, "--family", "qwen2"),
+        ("the model has no experts", ours, x, "--family", "mixtral"),
+    ):
+        assert said in refused(capsys, *words), said
     (shard,) = (ours / "release").glob("*.distcp")
-    damaged = bytearray(shard.read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    shard.write_bytes(damaged)
-    refused("damaged since it was saved", ours, tmp_path / "x", "--like", source)
-    assert not (tmp_path / "x").exists()
-
-
-def test_names_without_prefix_and_buffers_are_read(
-    made: Callable[[str], Path], tmp_path: Path
-) -> None:
-    """Files of GPT-2 as they are published."""
-    source = shutil.copytree(made("gpt2"), tmp_path / "published")
-    tensors = tensors_of(source)
-    bare = {name.removeprefix("transformer."): each for name, each in tensors.items()}
-    bare["h.0.attn.bias"] = torch.ones(1)
-    save_file(bare, source / "model.safetensors")
-    found = Folder(source)
-    for entry in found.entries():
-        for part, tensor in zip(entry.parts, found.read(entry), strict=True):
-            assert torch.equal(tensor, tensors[part.name])
-
-
-def test_tied_output_weights_may_be_saved_too(made: Callable[[str], Path], tmp_path: Path) -> None:
-    source = shutil.copytree(made("qwen2"), tmp_path / "tied")
-    tensors = load_file(source / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, source / "model.safetensors")
-    assert "lm_head.weight" not in Folder(source).dtypes
-
-
-def test_notes_name_what_is_not_mapped(made: Callable[[str], Path], tmp_path: Path) -> None:
-    source = shutil.copytree(made("mistral"), tmp_path / "noted")
-    edit(source, sliding_window=16, attention_dropout=0.5)
-    config = read_config(source)
-    assert config.flags["max-position-embeddings"] == 16
-    assert [note.split(": ")[1] for note in config.notes] == [
-        "sliding_window 16 is not mapped",
-        "attention_dropout 0.5 is not mapped to a flag",
-    ]
-
-
-def test_every_tensor_has_one_place(made: Callable[[str], Path]) -> None:
-    for family in FAMILIES:
-        found = list(entries(find_families()[family], read_config(made(family)).sizes))
-        places = [(each.key, each.place) for each in found]
-        names = [part.name for each in found if not each.twin for part in each.parts]
-        assert len(set(places)) == len(places)
-        assert len(set(names)) == len(names)
-
-
-def test_a_checkpoint_has_the_type_that_was_asked_for(
-    made: Callable[[str], Path], tmp_path: Path
-) -> None:
-    source = made("qwen2")
-    to_megatron(source, tmp_path / "ours", dtype=torch.bfloat16, progress=lambda _: None)
-    stored = checkpoint.Stored(tmp_path / "ours" / "release")
-    folder = Folder(source)
-    entry = next(each for each in folder.entries() if each.rule == "same")
-    assert torch.equal(stored.read(entry), folder.read(entry)[0].to(torch.bfloat16))
-    (shard,) = (tmp_path / "ours" / "release").glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:-2000])
+    assert "unreadable" in refused(capsys, ours, x)
     shard.unlink()
-    with pytest.raises(DataError, match=f"{shard.name}: missing; the checkpoint is not whole"):
-        checkpoint.Stored(tmp_path / "ours" / "release")
+    assert "the checkpoint is not whole" in refused(capsys, ours, x)
+    assert not x.exists()
 
 
-def test_the_header_of_a_file_ends_at_a_multiple_of_8(tmp_path: Path) -> None:
-    """Readers map the tensors behind it into memory."""
-    for length in range(8):
-        name = "x" * (length + 1)
-        with Shards(tmp_path, {name: (2,)}, torch.float32, 8) as shards:
-            shards.add(name, torch.ones(2))
-            shards.finish()
-        content = (tmp_path / "model.safetensors").read_bytes()
-        header = int.from_bytes(content[:8], "little")
-        assert header % 8 == 0 and len(content) == 8 + header + 8
-        assert load_file(tmp_path / "model.safetensors")[name].tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize(("count", "text"), [(1, "n0"), (3, "n0, n1, n2"),
-                                             (5, "n0, n1, n2 and 2 more")])  # fmt: skip
-def test_of_many_names_the_first_three_are_told(count: int, text: str) -> None:
-    assert some([f"n{i}" for i in range(count)]) == text
-
-
-def test_types_of_one_size_are_two_types() -> None:
-    with pytest.raises(DataError, match="x: a is float16, b is bfloat16; "):
-        one_dtype({"a": torch.float16, "b": torch.bfloat16}, Path("x"))
-
-
-def test_a_changed_file_beside_a_converted_checkpoint_is_named(
-    made: Callable[[str], Path], tmp_path: Path
+def test_links_out_of_a_folder_are_refused(
+    copied: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its ``config.json`` shapes what is exported."""
-    ours = tmp_path / "ours"
-    to_megatron(made("llama"), ours, progress=lambda _: None)
-    config = ours / "hf" / "config.json"
-    config.write_text(config.read_text().replace("rms_norm_eps", "rms_norm_epx"))
-    with pytest.raises(DataError, match=r"hf/config\.json: damaged since .*convert again"):
-        to_hf(ours, tmp_path / "back", progress=lambda _: None)
-    (ours / "hf" / "checksums.json").unlink()
-    to_hf(ours, tmp_path / "back", progress=lambda _: None)
+    """Inside the folder and the hub's cache they are followed."""
+    cache = tmp_path / "models--a"
+    source, blob = cache / "snapshots" / "1", cache / "blobs" / "w"
+    source.parent.mkdir(parents=True), blob.parent.mkdir()
+    shutil.move(copied("llama"), source)
+    (source / WEIGHTS).rename(blob)
+    (source / WEIGHTS).symlink_to("../../blobs/w")
+    (source / "tokenizer.json").write_text("{}")
+    (source / "vocab.json").symlink_to("tokenizer.json")
+    hf.to_megatron(source, tmp_path / "ours")
+    assert (tmp_path / "ours" / "hf" / "vocab.json").read_text() == "{}"
+    assert not (tmp_path / "ours" / "hf" / "vocab.json").is_symlink()
+    secret = tmp_path / "secret"
+    secret.write_text("{}")
+    for name in ("LICENSE", "config.json", "tokenizer.json", WEIGHTS):
+        kept = (source / name).read_bytes() if (source / name).exists() else None
+        (source / name).unlink(missing_ok=True)
+        (source / name).symlink_to(secret)
+        error = refused(capsys, source, tmp_path / "x")
+        assert f"{source / name}: a link to {secret}, outside of the model's folder" in error
+        (source / name).unlink()
+        if kept is not None:
+            (source / name).write_bytes(kept)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_an_output_layer_of_its_own_is_kept_and_an_equal_one_is_not(
+    family: str, copied: Made, tmp_path: Path
+) -> None:
+    """transformers computes with the one in the file, whatever ``tie_word_embeddings`` says."""
+    source = copied(family)
+    tensors = load_file(source / WEIGHTS)
+    embedding = next(tensors[name] for name in tensors if "embed" in name or "wte" in name)
+    change(source, lm_head__weight=embedding.clone())
+    config = hf.to_megatron(source, tmp_path / "ours")
+    assert not config.sizes.untied
+    assert "left out lm_head.weight: equal to the embedding" in config.notes[-1]
+    change(source, lm_head__weight=embedding + 0.5)
+    config = hf.to_megatron(source, tmp_path / "untied")
+    assert "taken as untied" in config.notes[-1]
+    assert "--untie-embeddings-and-output-weights" in hf.flags_of(source)
+    hf.to_hf(tmp_path / "untied", tmp_path / "back")
+    assert config_of(tmp_path / "back")["tie_word_embeddings"] is False
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        one, other = (tiny.load(each)(tokens).logits for each in (source, tmp_path / "back"))
+    assert torch.equal(one, other)
+
+
+def test_tensors_without_a_place_are_named(copied: Made, tmp_path: Path) -> None:
+    source = copied("glm4_moe")
+    change(source, model__layers__4__mlp__x=torch.ones(1), a__rotary_emb__inv_freq=torch.ones(1))
+    notes = hf.to_megatron(source, tmp_path / "ours").notes[-2:]
+    assert sorted(note.split("left out ")[1] for note in notes) == [
+        "a.rotary_emb.inv_freq: a buffer that is computed",
+        "model.layers.4.mlp.x: it predicts further tokens",
+    ]
+    hf.to_hf(tmp_path / "ours", tmp_path / "back")
+    assert config_of(tmp_path / "back")["num_nextn_predict_layers"] == 0
+
+
+def test_names_without_prefix_are_read(copied: Made, tmp_path: Path) -> None:
+    """Files of GPT-2 as they are published."""
+    source = copied("gpt2")
+    tensors = load_file(source / WEIGHTS)
+    bare = {name.removeprefix("transformer."): each for name, each in tensors.items()}
+    save_file(bare | {"h.0.attn.bias": torch.ones(1)}, source / WEIGHTS)
+    hf.to_megatron(source, tmp_path / "ours")
+    hf.to_hf(tmp_path / "ours", tmp_path / "back")
+    assert same(tensors_of(tmp_path / "back"), tensors)
+
+
+def test_a_killed_conversion_leaves_nothing_that_loads(made: Made, tmp_path: Path) -> None:
+    ours, back = tmp_path / "ours", tmp_path / "back"
+    for convert, source, target in ((hf.to_megatron, made("llama"), ours), (hf.to_hf, ours, back)):
+        child = os.fork()
+        if not child:
+            convert(source, target, progress=lambda _: os._exit(9))
+        os.waitpid(child, 0)
+        assert not target.exists()
+        with pytest.raises(DataError):
+            hf.to_hf(tmp_path / f".{target.name}.unfinished" / "new", tmp_path / "x")
+        convert(source, target)
+    assert sorted(tmp_path.iterdir()) == [back, ours]
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_whichever_call_fails_a_result_is_whole_and_the_next_attempt_succeeds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lasts: bool
+) -> None:
+    def write(target: Path) -> None:
+        with unfinished(target) as new:
+            (new / "release").mkdir()
+            (new / "release" / "common.pt").write_text("whole")
+            (new / "tracker").write_text("release")
+
+    disk, number, failed = Disk(monkeypatch, tmp_path), 0, 0
+    while True:
+        target = tmp_path / str(number) / "result"
+        disk.fail_at(number, lasts=lasts)
+        try:
+            write(target)
+        except (DataError, OSError) as error:
+            failed += 1
+            assert isinstance(error, DataError), (disk.calls[number], error)
+            assert f"{number}/.result.unfinished" in str(error) or str(target) in str(error)
+        calls = len(disk.calls)
+        disk.heal()
+        if target.exists():
+            assert (target / "tracker").exists()
+        else:
+            write(target)
+        assert (target / "release" / "common.pt").read_text() == "whole"
+        if number >= calls:
+            break
+        number += 1
+    assert failed > 5
+    assert [each.name for each in target.parent.iterdir()] == ["result"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_full_disk_is_one_line(
+    made: Made, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hf.to_megatron(made("llama"), tmp_path / "whole")
+    with small_disk(tmp_path, 64 << 10) as disk:
+        for given in (made("llama"), tmp_path / "whole"):
+            error = refused(capfd, given, disk / "target")  # type: ignore[arg-type]
+            assert error.startswith(f"megatron-dpp convert: error: {disk / 'target'}: ")
+            assert "bytes are free there" in error
+            assert os.listdir(disk) == []
+
+
+def test_the_flags_of_a_folder_pad_its_vocabulary(made: Made) -> None:
+    words = hf.flags_of(made("granite"), tensor_parallel=5)
+    assert words[words.index("--padded-vocab-size") + 1] == "100"
+    assert words[-1].startswith("tokens=96,embedding-scale=3.0,logit-scale=0.2,")
+    assert "tokens" not in hf.flags_of(made("granite"), tensor_parallel=4)[-1]
+    assert "--hf-forms" not in hf.flags_of(made("llama"))
+
+
+def test_each_family_is_tested() -> None:
+    assert set(tiny.MODELS) == set(find_families())

@@ -1,26 +1,86 @@
-"""Checkpoints that are read for an export: padded and shared tensors, and what must not be left."""
+"""Checkpoints that are read for an export: what they hold is used, compared, or refused."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import dataclasses
-import json
+import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megatron.dpp.errors import DataError
-from megatron.dpp_train.hf import Entry, Part, checkpoint
-from megatron.dpp_train.hf.to_hf import to_hf
-from tests.harmful import Harmful
-from tests.hf.test_convert import tensors_of
+from megatron.dpp_train import hf
+from megatron.dpp_train.hf import checkpoint
+from megatron.dpp_train.hf.families import find_families
+from megatron.dpp_train.hf.fields import parse_config, read_config
+from megatron.dpp_train.hf.folder import Folder
+from megatron.dpp_train.hf.rules import join
+from megatron.dpp_train.hf.saved import attributes, check_same, completed, write_config
+from megatron.dpp_train.hf.tables import Entry, Part
+from tests.hf import tiny
+from tests.hf.test_fields import YARN
+
+
+class Harmful:
+    """Would make the directory ``path`` when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)
+
+
+Change = Callable[[list[Entry]], list[Entry]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives the folder of a family's model of two layers, made once."""
+    root = tmp_path_factory.mktemp("models")
+
+    def find_or_make(family: str) -> Path:
+        folder = root / family
+        layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": 2}
+        return folder if folder.is_dir() else tiny.make(family, folder, **layers)
+
+    return find_or_make
+
+
+def stored(
+    source: Path, target: Path, change: Change = lambda found: found, **trained: Any
+) -> Path:
+    """A checkpoint of the model in ``source`` with other entries, by a run with other arguments."""
+    folder = Folder(source)
+    args = argparse.Namespace(**attributes(folder.config) | trained)
+
+    def read(entry: Entry) -> torch.Tensor:
+        return join(entry.rule, folder.read(entry), folder.config.sizes)
+
+    target.mkdir()
+    entries = change(folder.entries)
+    checkpoint.write(target, entries, folder.config.sizes, torch.float32, read, args)
+    return target
+
+
+def export(source: Path, target: Path, like: Path) -> dict[str, torch.Tensor]:
+    hf.to_hf(source, target, like=like)
+    return load_file(target / "model.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], other: Path) -> bool:
+    there = load_file(other / "model.safetensors")
+    return one.keys() == there.keys() and all(torch.equal(one[key], there[key]) for key in one)
 
 
 def entry_of(key: str, *shape: int, **changes: Any) -> Entry:
@@ -50,8 +110,9 @@ def metadata_of(folder: Path) -> Iterator[Any]:
 
 
 def test_reading_a_checkpoint_runs_nothing_that_it_names(tmp_path: Path) -> None:
+    harmful = Harmful(tmp_path / "made")
     folder = written(tmp_path / "ckpt", {"k": torch.ones(2)})
-    torch.save(Harmful(tmp_path / "made"), folder / "shard")
+    torch.save(harmful, folder / "shard")
     with metadata_of(folder) as metadata:
         for index, info in metadata.storage_data.items():
             if index.fqn == "k":
@@ -59,6 +120,11 @@ def test_reading_a_checkpoint_runs_nothing_that_it_names(tmp_path: Path) -> None
                 info.length = (folder / "shard").stat().st_size
     with pytest.raises(DataError, match="shard: unreadable"):
         checkpoint.Stored(folder).read(entry_of("k", 2))
+    torch.save({"args": harmful}, folder / "common.pt")
+    checkpoint.Stored(folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(harmful))
+    with pytest.raises((DataError, AttributeError)):
+        checkpoint.Stored(folder)
     assert not (tmp_path / "made").exists()
 
 
@@ -68,12 +134,10 @@ def test_reading_a_checkpoint_runs_nothing_that_it_names(tmp_path: Path) -> None
 def test_a_vocabulary_may_be_padded_and_not_cut(
     rows: int, width: int, fits: bool, tmp_path: Path
 ) -> None:
-    stored = checkpoint.Stored(written(tmp_path / "x", {"k": torch.zeros(rows, width)}))
-    refusal = pytest.raises(
-        DataError, match=rf"x: k is \[{rows}, {width}\], the model's is \[96, 8"
-    )
-    with contextlib.nullcontext() if fits else refusal:
-        stored.check(entry_of("k", 96, 8, by_vocab=True))
+    found = checkpoint.Stored(written(tmp_path / "x", {"k": torch.zeros(rows, width)}))
+    said = rf"x: k is \[{rows}, {width}\], the model's is \[96, 8"
+    with contextlib.nullcontext() if fits else pytest.raises(DataError, match=said):
+        found.check(entry_of("k", 96, 8, by_vocab=True))
 
 
 def test_a_padded_vocabulary_is_read_from_the_parts_of_several_ranks(tmp_path: Path) -> None:
@@ -95,79 +159,115 @@ def test_a_padded_vocabulary_is_read_from_the_parts_of_several_ranks(tmp_path: P
                 metadata.storage_data.pop(MetadataIndex("k", torch.Size((at, 0))), None)
             for at, offset in offsets.items():
                 metadata.storage_data[MetadataIndex("k", offset)] = places[f"{at}"]
-        stored = checkpoint.Stored(folder)
+        found = checkpoint.Stored(folder)
         if kept == firsts:
-            assert torch.equal(stored.read(entry), whole[:96])
+            assert torch.equal(found.read(entry), whole[:96])
             continue
         with pytest.raises(DataError, match="x: k is not whole"):
-            stored.read(entry)
+            found.read(entry)
 
 
-class Written:
-    """A family that adds nothing to a config."""
-
-    name: ClassVar[str] = "f"
-    written: ClassVar[dict[str, Any]] = {}
-
-    def __str__(self) -> str:
-        return "f"
-
-
-class Export:
-    """Exports checkpoints of a model with one matrix, which two names may hold."""
-
-    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._folder, self._count = tmp_path, 0
-        self.config: Any = SimpleNamespace(family=Written(), sizes=None, content={})
-        part = Part("w", (2, 3))
-        both = [entry_of("a", 2, 3, parts=(part,)), entry_of("b", 2, 3, parts=(part,), twin=True)]
-        (tmp_path / "like").mkdir()
-        for name, result in (
-            ("entries", lambda *_: both), ("saved_args", lambda found: None),
-            ("read_config", lambda *_: self.config),
-        ):  # fmt: skip
-            monkeypatch.setattr(f"megatron.dpp_train.hf.to_hf.{name}", result)
-
-    def __call__(self, dtype: torch.dtype | None = None, **tensors: torch.Tensor) -> Path:
-        self._count += 1
-        place = self._folder / str(self._count)
-        place.mkdir()
-        named = {name.replace("__", "."): tensor for name, tensor in tensors.items()}
-        source = written(place / "x", named)
-        to_hf(
-            source, place / "out", like=self._folder / "like", dtype=dtype, progress=lambda _: None
-        )
-        return place / "out"
-
-
-def test_twins_are_read_once_and_nothing_may_be_left_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_parameters_that_the_family_lacks_are_refused(
+    made: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    export, other = Export(tmp_path, monkeypatch), torch.zeros(1)
-    one, two, wrong = torch.ones(2, 3), torch.full((2, 3), 2.0), torch.ones(3, 2)
-    state = {"decoder__layers__mlp__linear_fc1___extra_state": other}
-    for given, first in (
-        ({"a": one, "b": two}, 1.0), ({"a": one, "optimizer__state": other}, 1.0),
-        ({"b": two}, 2.0), ({"a": one, **state}, 1.0),
-    ):  # fmt: skip
-        assert tensors_of(export(**given))["w"].unique().tolist() == [first]
-    for given, said in (
-        ({"a": one, "c": other}, "x: holds c, which f does not have"),
-        ({"optimizer__state": other}, "x: holds no a; it is of another model"),
-        ({"a": wrong, "b": one}, r"x: a is \[3, 2\], the model's is \[2, 3"),
-        ({"b": wrong}, r"x: b is \[3, 2\], the model's is \[2, 3"),
+    """Those of the optimizer are left out."""
+    source = made("llama")
+    for number, (key, fits) in enumerate(
+        [
+            ("optimizer.state.exp_avg.x", True),
+            ("chained_0.optimizer.state.x", True),
+            ("decoder.layers.mlp.linear_fc1._extra_state", True),
+            ("decoder.layers.mlp.shared_experts.x", False),
+            ("mtp.layers.0.x", False),
+        ]
     ):
-        with pytest.raises(DataError, match=said):
-            export(**given)
+        ours = stored(
+            source, tmp_path / f"{number}", lambda f, key=key: [*f, replace(f[0], key=key)]
+        )
+        said = f"holds {key}, which llama does not have"
+        with contextlib.nullcontext() if fits else pytest.raises(DataError, match=said):
+            assert same(export(ours, tmp_path / f"x{number}", source), source)
 
 
-@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
-def test_a_config_says_the_type_under_the_name_that_it_has(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("left", ["mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"])
+def test_either_name_of_the_norm_of_experts_is_read(
+    left: str, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Newer folders have ``dtype``; two names would contradict each other."""
-    export = Export(tmp_path, monkeypatch)
-    export.config.content = {name: "float32", "head_dim": 8}
-    folder = export(torch.bfloat16, a=torch.ones(2, 3))
-    content = json.loads((folder / "config.json").read_text())
-    assert content == {name: "bfloat16", "head_dim": 8}
+    """Local layers have one, Transformer Engine's the other."""
+    source = made("mixtral")
+    ours = stored(source, tmp_path / "ours", lambda found: [e for e in found if left not in e.key])
+    assert same(export(ours, tmp_path / "x", source), source)
+
+
+def test_layers_stored_apart_are_read(made: Callable[[str], Path], tmp_path: Path) -> None:
+    source = made("mixtral")
+
+    def apart(entry: Entry) -> Entry:
+        if not entry.place:
+            return entry
+        key = entry.key.replace("layers.", f"layers.{entry.place[0]}.")
+        return replace(entry, key=key, place=entry.place[1:], counts=entry.counts[1:])
+
+    ours = stored(source, tmp_path / "ours", lambda found: [apart(each) for each in found])
+    assert same(export(ours, tmp_path / "x", source), source)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value"),
+    [
+        ("llama", "rotary_base", 5000000),
+        ("llama", "layernorm_epsilon", 1e-5),
+        ("llama", "rope_scaling_factor", 4.0),
+        ("llama", "use_rope_scaling", False),
+        ("llama", "num_attention_heads", 8),
+        ("llama", "num_query_groups", 4),
+        ("llama", "squared_relu", True),
+        ("llama", "rotary_interleaved", True),
+        ("llama", "hf_forms", "output-norms"),
+        ("gpt2", "quick_geglu", True),
+        ("gpt2", "layernorm_zero_centered_gamma", True),
+        ("qwen3_moe", "moe_shared_expert_intermediate_size", 8),
+        ("qwen3_moe", "moe_router_score_function", "sigmoid"),
+        ("qwen3_moe", "moe_layer_freq", [0, 1]),
+        ("mixtral", "moe_router_pre_softmax", True),
+        ("granite", "hf_forms", "embedding-scale=2.0"),
+    ],
+)
+def test_a_config_that_the_run_did_not_train_is_refused(
+    family: str, name: str, value: Any, made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = made(family)
+    alike = {"moe_layer_freq": [1, 1], "add_qkv_bias": family == "gpt2", "window_size": None}
+    assert same(export(stored(source, tmp_path / "a", **alike), tmp_path / "b", source), source)
+    ours = stored(source, tmp_path / "ours", **{name: value})
+    with pytest.raises(DataError, match=f"{name} is .*, there "):
+        export(ours, tmp_path / "x", source)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        YARN,
+        YARN | {"mscale": 1.2, "mscale_all_dim": 0.7},
+        YARN | {"attention_factor": 1.3, "truncate": False, "beta_fast": 8, "beta_slow": 2},
+        {"rope_type": "linear", "factor": 4.0},
+    ],
+)
+def test_rotary_embeddings_come_back_as_they_were(
+    rope: dict[str, Any], made: Callable[[str], Path]
+) -> None:
+    """The frequencies of transformers are those of the ``config.json`` that is written."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    content = read_config(made("llama")).content | {"rope_parameters": rope | {"rope_theta": 1e4}}
+    config = parse_config(content, "x")
+    args = argparse.Namespace(**attributes(config))
+    again = write_config(find_families()["llama"], completed(args))
+    check_same(args, parse_config(again, "x"), "", "")
+    found = [
+        ROPE_INIT_FUNCTIONS[rope["rope_type"]](LlamaConfig(**each)) for each in (content, again)
+    ]
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == pytest.approx(found[1][1], rel=1e-9)

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from megatron.dpp_train.families import Family, Sizes, find_families
-from megatron.dpp_train.hf import entries, read_config
+from megatron.dpp_train.hf.families import Family, Sizes, find_families
+from megatron.dpp_train.hf.fields import read_config
+from megatron.dpp_train.hf.tables import entries
 
 SIZES = {
     "vocab_size": 96,

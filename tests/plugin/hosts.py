@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -22,7 +23,9 @@ import megatron_sources
 SOURCES = Path(os.environ.get("DPP_MEGATRON_SOURCES", REPOSITORY.parent / "shared" / "megatron-lm"))
 """Archives ``NAME.tar.xz`` of Megatron-LM's sources, each with one folder ``NAME``, or folders."""
 NEWEST = "main-2026-08-22"
-VERSIONS = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0", NEWEST)
+WHEEL, SCRIPTS = "wheel", "core_v0.19.0"
+"""The installed megatron-core with its training code, and the version whose scripts it runs."""
+VERSIONS = ("core_v0.16.1", "core_v0.17.1", "core_v0.18.2", "core_v0.19.0", WHEEL, NEWEST)
 PACKAGES = ("six", "pydantic", "einops", "triton", "pybind11")
 """Packages that Megatron-LM's training code imports, and that its helpers are compiled with."""
 
@@ -74,6 +77,8 @@ class Hosts:
 
     def unpacked(self, version: str) -> Path:
         """The folder of a version; skips the test where it cannot be had."""
+        if version == WHEEL:
+            return self._scripts_of_wheel()
         found = megatron_sources.find(SOURCES, version)
         if found is None:
             pytest.skip(f"no {version}.tar.xz in {SOURCES} (DPP_MEGATRON_SOURCES)")
@@ -84,6 +89,16 @@ class Hosts:
         root = megatron_sources.unpacked(found, self._folder)
         self._add_helpers(root / "megatron" / "core" / "datasets")
         return root
+
+    def _scripts_of_wheel(self) -> Path:
+        """A folder with the scripts that wheels lack."""
+        if importlib.util.find_spec("megatron.training") is None:
+            pytest.skip("the installed megatron-core has no training code")
+        scripts, folder = self.unpacked(SCRIPTS), self._folder / WHEEL
+        folder.mkdir(exist_ok=True)
+        for script in scripts.glob("*.py"):
+            shutil.copy(script, folder)
+        return folder
 
     def _add_helpers(self, datasets: Path) -> None:
         """Those of the installed megatron-core where the source is the same; else compiled without

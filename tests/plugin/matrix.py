@@ -17,7 +17,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "plugin-tests.md"
 COLUMNS = dict(
     zip(
         VERSIONS,
-        ("0.16.1", "0.17.1", "0.18.2", "0.19.0 (0.19.1 inside)", "main of 2026-08-22 (0.20.0)"),
+        (
+            "0.16.1",
+            "0.17.1",
+            "0.18.2",
+            "0.19.0 (0.19.1 inside)",
+            "0.19.2 (wheel)",
+            "main of 2026-08-22 (0.20.0)",
+        ),
         strict=True,
     )
 )

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import pytest
 
-from megatron.dpp.plugin_command import main as plugin_command
+from megatron.dpp.doctor import main as doctor
 from tests.runtime.launcher import REPOSITORY
 
 FETCHES = """
@@ -149,18 +149,16 @@ def test_the_command_writes_a_file_that_python_reads_at_its_start(tmp_path: Path
 
     def command(*words: str) -> str:
         return subprocess.run(
-            [python, "-m", "megatron.dpp", "plugin", *words], capture_output=True, text=True,
+            [python, "-m", "megatron.dpp", "doctor", *words], capture_output=True, text=True,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, timeout=60, check=True,
         ).stdout  # fmt: skip
 
-    assert "not installed" in command()
-    assert ": written." in command("--install-pth")
-    assert ": installed" in command()
+    assert "on: processes" in command("--enable-plugin")
     fetches = FETCHES.format(first="", then="")
     assert fresh(fetches, python, USE_DPP="1").splitlines() == DYNAMIC
     assert fresh("import sys; print('megatron.dpp' in sys.modules)", python) == "False\n"
-    assert ": removed" in command("--remove-pth") and "not installed" in command()
-    assert ": was not installed" in command("--remove-pth")
+    for _ in range(2):
+        assert "off: no" in command("--disable-plugin")
 
 
 def test_a_file_that_cannot_be_written_whole_stays_as_it_was(
@@ -168,13 +166,13 @@ def test_a_file_that_cannot_be_written_whole_stays_as_it_was(
 ) -> None:
     """A full disk left an empty file, without which the plugin is off."""
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
-    assert plugin_command(["--install-pth"]) == 0
+    assert doctor(["--enable-plugin"]) == 0
     (file,) = tmp_path.iterdir()
     whole, before = file.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
-        assert plugin_command(["--install-pth"]) == 1
+        assert doctor(["--enable-plugin"]) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "--install-pth: " in (said := capsys.readouterr().err) and "python -m venv" in said
+    assert "--enable-plugin: " in (said := capsys.readouterr().err) and "python -m venv" in said
     assert [each.read_bytes() for each in tmp_path.iterdir()] == [whole]

@@ -47,10 +47,23 @@ def read_by_all_commands(folder: Path, capsys: pytest.CaptureFixture[str], *, sp
     assert found["run"]["pipeline"] == 2 and found["what_if"] and found["fidelity"] > 0.3
     assert (folder / "report.html").is_file()
     assert monitor.main([*where, "--once"]) == 0
-    assert capsys.readouterr().out.count("ended") == 2
+    assert capsys.readouterr().out.count("ended") == 1 + 2
     words = ["--costs", str(costs), "--microbatches", "8", "--no-grid", "--split-backward", split]
     assert sim.main(words) == 0
     assert "dynamic" in capsys.readouterr().out
+
+
+def check_metrics(file: Path, own: list[str]) -> None:
+    """Compare a metrics file with what the last rank's training steps returned."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    returned = [result for name, result, *_ in map(json.loads, own) if name == "train_step"]
+    assert len(steps) == len(returned) == 3
+    for number, (step, result) in enumerate(zip(steps, returned, strict=True), 1):
+        (loss,) = result[0]["lm loss"]
+        assert step["loss"].hex() == loss and step["grad_norm"].hex() in result
+        assert (step["iteration"], step["train_iters"], step["tokens"]) == (number, 3, 16 * 64)
+    assert [line["iteration"] for line in lines if "validation_loss" in line] == [2, 3]
 
 
 @pytest.mark.slow
@@ -77,8 +90,10 @@ def test_the_dynamic_schedule_is_recorded_and_run_again(
 ) -> None:
     traced = f"{PP2X2} {DYNAMIC} --dpp-trace --dpp-trace-dir"
     decisions = tmp_path / "decisions"
+    metrics = tmp_path / "metrics.jsonl"
     flags = f"{traced} {tmp_path} --dpp-trace-iterations 1-2 --dpp-record {decisions}"
-    hosts.run(version, 2, flags, tmp_path / "first")
+    hosts.run(version, 2, f"{flags} --metrics-file {metrics}", tmp_path / "first")
+    check_metrics(metrics, records(tmp_path / "first", 2)[1])
     assert records(tmp_path / "first", 2) == records(hosts.static(version, 2, PP2X2), 2)
     again = tmp_path / "again"
     flags = f"{traced} {again} --dpp-inject slow-rank:0:3 --dpp-replay {decisions}"

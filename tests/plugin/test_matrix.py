@@ -48,6 +48,6 @@ def test_a_report_becomes_cells() -> None:
         ("test_microbatches_that_the_static_schedule_refuses", "main-2026-08-22"): "passed",
     }
     rows = matrix.table(found).splitlines()[2:]
-    assert rows[0] == "| 2 stages (2) | equal | - | - | - | - |"
-    assert rows[1] == "| 2 stages x 2 chunks (2) | - | - | - | - | **fails** |"
-    assert rows[-2].endswith("| - | - | - | - | runs |")
+    assert rows[0] == "| 2 stages (2) | equal | - | - | - | - | - |"
+    assert rows[1] == "| 2 stages x 2 chunks (2) | - | - | - | - | - | **fails** |"
+    assert rows[-2].endswith("| - | - | - | - | - | runs |")

@@ -99,7 +99,7 @@ def test_rows_are_read_for_slices_alone_and_stay_for_megatrons_own_schedule(
     static_calls: list[Any],
 ) -> None:
     with_arguments(monkeypatch, sft=True)
-    for tokens, expected in (("off", []), ("4", [([8, 8, 8], ROWS), ((), ())])):
+    for tokens, expected in ((0, []), (4, [([8, 8, 8], ROWS), ((), ())])):
         with plugin.installed(DppConfig(split_backward="off", slice_tokens=tokens)):
             run = schedules.get_forward_backward_func()
             run(**keywords(data_iterator=iter(BATCHES), a_newer_keyword=1))

@@ -88,7 +88,7 @@ def test_what_ended_a_block_is_told_and_nothing_is_left_for_the_exit(
     monkeypatch.setattr(plugin, "atexit", exits)
     monkeypatch.setattr(plugin.Plugin, "leave", lambda self, error: told.append(error))
     with plugin.installed():
-        assert at_exit == [plugin.uninstall]
+        assert len(at_exit) == 1
     assert not at_exit
     error = KeyError("a key of the host")
     with pytest.raises(KeyError), plugin.installed():
@@ -401,7 +401,7 @@ def test_one_rank_says_a_line_once(
     warned: list[Any] = []
 
     class Schedule:
-        def __init__(self, config: Any, *, warn: Any) -> None:
+        def __init__(self, config: Any, *, log: Any, warn: Any) -> None:
             warned.append(warn)
 
         def check(self, **_: Any) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.dpp.command_line import dpp_config, flag_of
 from megatron.dpp.config import DppConfig, option_fields
 from megatron.dpp.errors import ConfigError, TransportError
-from megatron.dpp.flags import dpp_config
-from megatron.dpp.naming import flag_of
 from megatron.dpp.run import main, take_flags, usage
 from tests.runtime.launcher import REPOSITORY
 

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.rdma, pytest.mark.slow, pytest.mark.timeout(3 * guest.
 BLACKOUTS = (2.0, 5.0, 20.0)
 ITERATIONS = 2
 SETTINGS = {
+    "VOCAB_FILE": "datasets_gpt/vocab.json", "MERGE_FILE": "datasets_gpt/merges.txt",
     "TENSOR_PARALLEL": "1", "PIPELINE_PARALLEL": "2", "MODEL_CHUNKS": "2", "NUM_LAYERS": "4",
     "HIDDEN_SIZE": "32", "NUM_ATTENTION_HEADS": "2", "SEQ_LENGTH": "32", "MICRO_BATCH_SIZE": "1",
     "GLOBAL_BATCH_SIZE": "8", "TRAIN_ITERS": "100000", "EVAL_ITERS": "0", "TRACE": "0",
@@ -58,7 +59,7 @@ def train(metrics: Path, place: Place | None, *more: str) -> list[Rank]:
     )  # fmt: skip
     _, _, flags = shown.stdout.splitlines()[-1].partition("pretrain_gpt.py ")
     arguments = [*flags.split(), "--metrics-file", str(metrics), *more]
-    return start(REPOSITORY / "pretrain_gpt.py", 2, arguments, place)
+    return start(REPOSITORY / "pretrain_gpt.py", 2, arguments, place, preload="training")
 
 
 def test_blackouts_change_no_loss_and_a_killed_rank_is_named(tmp_path: Path) -> None:

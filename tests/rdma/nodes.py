@@ -24,6 +24,7 @@ ADDRESSES = ("10.99.0.1", "10.99.0.2")
 ITERATIONS = 3
 PATIENCE = 2600.0  # seconds until it trains, or ends on its own: all is slow here
 SETTINGS = {
+    "VOCAB_FILE": "datasets_gpt/vocab.json", "MERGE_FILE": "datasets_gpt/merges.txt",
     "TENSOR_PARALLEL": "1", "PIPELINE_PARALLEL": "2", "MODEL_CHUNKS": "1", "NUM_LAYERS": "2",
     "HIDDEN_SIZE": "32", "NUM_ATTENTION_HEADS": "2", "SEQ_LENGTH": "32", "MICRO_BATCH_SIZE": "1",
     "GLOBAL_BATCH_SIZE": "8", "TRAIN_ITERS": "100000", "EVAL_ITERS": "0", "TRACE": "0",

@@ -13,10 +13,10 @@ import shlex
 import subprocess
 import sys
 
-from megatron.core import parallel_state  # noqa: F401  (imported before the ranks are forked)
+import megatron.training  # noqa: F401  (imported before the ranks are forked)
 
-import megatron.dpp.runtime.dynamic  # noqa: F401
-from megatron.dpp_train.loop.pretrain import main
+from megatron.dpp.errors import exit_with
+from megatron.dpp_train.pretrain import main
 
 RANKS = 2
 
@@ -32,7 +32,7 @@ def flags() -> list[str]:
     )
     words = shlex.split(command.stdout.splitlines()[-1])
     (script,) = [index for index, word in enumerate(words) if word.endswith("/pretrain_gpt.py")]
-    return words[script + 1 :]
+    return words[script:]
 
 
 def run() -> int:
@@ -47,9 +47,8 @@ def run() -> int:
                 "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400",
                 "GLOO_SOCKET_IFNAME": "lo",
             }  # fmt: skip
-            status = main("gpt", words)
-            sys.stdout.flush()
-            os._exit(status)
+            sys.argv = words
+            exit_with(lambda: main("gpt"))
         children.append(child)
     statuses = [os.waitpid(child, 0)[1] for child in children]
     return int(any(statuses))

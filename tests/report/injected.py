@@ -11,9 +11,7 @@ from megatron.dpp.report.analysis.summary import Analysis, analyse
 from megatron.dpp.report.reader import open_run
 from tests.report.synthetic import MS, Run, base_cost, write
 
-CAUSES = (
-    "slow-rank", "slow-link", "jitter", "heavy-stage", "transient", "uneven-microbatches",
-)  # fmt: skip
+CAUSES = ("slow-rank", "slow-link", "jitter", "heavy-stage", "transient")
 
 
 def draw(*key: int | str) -> random.Random:
@@ -32,8 +30,6 @@ def inject(run: Run, cause: str, seed: int) -> Run:
         elif cause == "jitter":
             noise = draw(seed, iteration, rank, kind, chunk, microbatch)
             factor = max(1.0, noise.lognormvariate(-0.045, 0.3))
-        elif cause == "uneven-microbatches":
-            factor = max(1.0, draw(seed, iteration, microbatch).lognormvariate(-0.1, 0.5))
         elif cause == "transient" and rank == culprit:
             factor = 2.0 if draw(seed, iteration, kind, chunk, microbatch).random() < 0.25 else 1.0
         return round(base_cost(run, kind) * factor)

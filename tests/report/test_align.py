@@ -221,13 +221,6 @@ def test_a_short_trace_at_the_border_of_two_windows_is_aligned(late_ns, monkeypa
     assert (offset, uncertainty) == (1_000, 2_000)
 
 
-def test_of_several_messages_the_fastest_bounds_a_clock(monkeypatch):
-    to_b = [arrival(0, S, S + delay) for delay in (9_000, 5_000, 7_000)]
-    to_a = [arrival(1, S, S + delay) for delay in (4_000, 3_000, 8_000)]
-    found = aligned(monkeypatch, files_on("ab"), [to_a, to_b])
-    assert found.offsets["b"].points == ((5 * S + 1_000, -1_000, 4_000),)
-
-
 @pytest.mark.parametrize("early", [0, 1])
 def test_on_one_clock_a_message_may_arrive_when_it_was_sent_and_no_earlier(monkeypatch, early):
     files, found = files_on("aa"), [[], [arrival(0, 5_000 + early, 5_000)]]
@@ -236,15 +229,3 @@ def test_on_one_clock_a_message_may_arrive_when_it_was_sent_and_no_earlier(monke
         return
     with pytest.raises(DataError, match="a from rank 0 arrived 1 ns before it was sent"):
         aligned(monkeypatch, files, found)
-
-
-def test_messages_of_ranks_without_a_file_bound_nothing(monkeypatch):
-    found = [[arrival(7, 9 * S, S)], []]
-    assert aligned(monkeypatch, files_on("aa"), found).offsets.keys() == {"a"}
-
-
-def test_files_are_read_in_order_and_their_reader_is_told(monkeypatch):
-    monkeypatch.setattr("megatron.dpp.report.align.read_events", lambda file, only: iter(()))
-    told = []
-    align(files_on("aaa"), lambda file: told.append(file.rank))
-    assert told == [0, 1, 2]

@@ -1,10 +1,10 @@
-"""One run under all its names; runs without traces; several runs beside each other."""
+"""One run under all its names; runs without traces; two runs compared."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -12,41 +12,27 @@ from typing import Any
 import pytest
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.locks import lock_directory
 from megatron.dpp.report import (
     aggregate_command,
     monitor_command,
     report_command,
     runs_command,
 )
-from megatron.dpp.report.run_files import find_run, read_training
+from megatron.dpp.report.run_files import find_run, write_state
 from tests.report.synthetic import Run, write
 
 
 def metrics(home: Path, count: int = 30, first: float = 9.0) -> Path:
-    """A home with metrics of some iterations, settings and two checkpoints."""
-    home.mkdir(parents=True, exist_ok=True)
+    """A home with metrics of some iterations, a command and a checkpoint."""
+    (home / "checkpoints" / "iter_0000020").mkdir(parents=True)
     lines = [
-        {"iteration": i, "lm loss": first / i, "grad norm": 1.5, "tokens/s": 4200.0 + i,
-         "seconds": 0.5, "peak memory": 3 << 30}
+        {"iteration": i, "train_iters": 50, "loss": first / i, "grad_norm": 1.5, "ms": 500.0,
+         "tokens": 2000 + i, "lr": 0.1}
         for i in range(1, count + 1)
     ]  # fmt: skip
     (home / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (home / "settings.yaml").write_text("num_layers: 8\nhidden_size: 128\ntrain_iters: 50\n")
-    for iteration in (10, 20):
-        (home / "checkpoints" / f"iter_{iteration:07d}").mkdir(parents=True)
+    (home / "command").write_text(f"torchrun x.py --num-layers 8 --save {home}/checkpoints\n")
     return home
-
-
-def test_names_in_settings_count_from_where_a_run_was_started(tmp_path: Path) -> None:
-    """They counted from the run's directory, so that `--save llama-checkpoints` was never found."""
-    home = metrics(tmp_path / "runs" / "a", count=15)
-    (tmp_path / "ck" / "iter_0000012").mkdir(parents=True)
-    (home / "metrics.jsonl").rename(tmp_path / "own.jsonl")
-    with (home / "settings.yaml").open("a") as file:
-        file.write(f'save: "ck"\nmetrics_file: "own.jsonl"\n# working_directory: "{tmp_path}"\n')
-    found = read_training(home)
-    assert found.checkpoints == [12] and found.iteration == 15
 
 
 @pytest.fixture
@@ -69,34 +55,22 @@ SPELLINGS = (
 )  # fmt: skip
 
 
-def report_of(name: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert report_command.main([name, "--json"]) == 0
+def report_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert report_command.main([*words, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
-def test_all_spellings_of_a_run_give_the_same_report(
-    traced: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(traced)
-    first = report_of(str(traced / "runs" / "20260101-gpt"), capsys)
-    assert first["flags"]["--num-layers"] == 8 and first["run"]["pipeline"] == 2
-    page = Path(first["run"]["directory"], "report.html")
-    text = page.read_text()
-    assert "Loss falls from 9 to 0.3" in text
-    for name in SPELLINGS:
-        page.unlink()
-        assert report_of(name, capsys) == first, name
-        assert page.read_text() == text, name
-
-
-def test_all_spellings_mean_one_place_from_everywhere(
-    traced: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_all_spellings_of_a_run_mean_one_place(
+    traced: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     home = traced / "runs" / "20260101-gpt"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    for directory in (traced, elsewhere):  # from another directory names count from the root
+    for directory in (elsewhere, traced):  # from another directory names count from the root
         monkeypatch.chdir(directory)
         for name in SPELLINGS:
             place = find_run(name, traced)
@@ -104,126 +78,101 @@ def test_all_spellings_mean_one_place_from_everywhere(
             assert place.traces() == home / "traces" / "data-1-pipeline-2-tensor-1-dpp"
     with pytest.raises(DataError, match="runs/none: no such directory"):
         find_run("runs/none", traced)
-
-
-def test_the_other_commands_find_it_too(
-    traced: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(traced)
-    folder = find_run("runs/latest").need_traces()
-    for name in SPELLINGS[:5]:
-        assert aggregate_command.main([name]) == 0
-        assert f"in {folder}/aggregated.json" in capsys.readouterr().out
-        assert monitor_command.main([name, "--once"]) == 0
+    first = report_of(capsys, str(home))
+    assert first["training"]["flags"]["--num-layers"] == "8" and first["run"]["pipeline"] == 2
+    assert "Loss falls from 9 to 0.3" in Path(first["run"]["directory"], "report.html").read_text()
+    for words in (["--benchmark_dir", SPELLINGS[4]], [SPELLINGS[3]], []):
+        assert report_of(capsys, *words) == first
+    for words in (["--benchmark_dir", SPELLINGS[4]], []):
+        assert aggregate_command.main(words) == 0
+        assert f"in {place.traces()}/aggregated.json" in capsys.readouterr().out
+        assert monitor_command.main([*words, "--once"]) == 0
         text = capsys.readouterr().out
-        assert text.startswith(f"{folder}\niteration 30 of 50  loss 0.3000  4230 tokens/s")
+        assert text.startswith(f"{place.traces()}: ended\niteration 30 of 50  loss 0.3000")
 
 
 def test_a_run_without_a_trace_has_curves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     home = metrics(tmp_path / "run")
-    assert report_command.main([str(home), "--plots", str(home / "plots")]) == 0
+    write_state(home, "running")
+    assert report_command.main([str(home)]) == 0
     text = capsys.readouterr().out
-    assert "Iteration 30 of 50, about 10 s left, 4,216 tokens/s in the median." in text
-    assert "Loss 9 at iteration 1, 0.3 at iteration 30." in text
-    assert "The last checkpoint is that of iteration 20." in text and "train with --trace" in text
+    assert "Iteration 30 of 50, running, about 10 s left, 4,031 tokens/s in the median." in text
+    assert "Loss 9 at iteration 1, 0.3 at 30." in text and "train with --dpp-trace" in text
     page = (home / "report.html").read_text()
-    for words in ("Loss falls", "Gradient norm", "tokens/s", "Peak memory", "<code>--trace</code>"):
-        assert words in page
+    assert "Loss falls" in page and "--dpp-trace" in page and "<dd>iteration 20</dd>" in page
     assert monitor_command.main([str(home), "--once"]) == 0
     text = capsys.readouterr().out
-    assert "iteration 30 of 50  loss 0.3000" in text and "train with --trace" in text
-    assert "10 s left  memory 3,072 MiB  checkpoint 20" in text
+    assert "iteration 30 of 50  loss 0.3000" in text and "train with --dpp-trace" in text
+    assert "10 s left  checkpoint 20" in text
     assert "█" in text and "(iterations 1 to 30)" in text
-    drawn = {path.stem for path in (home / "plots").iterdir()}
-    assert drawn == {"loss", "grad-norm", "tokens-per-second", "memory", "iteration-time"}
-    for option in (["--costs", "x"], ["--iteration", "3"]):
-        assert report_command.main([str(home), *option]) == 2
-        assert f"{option[0]}" in (error := capsys.readouterr().err) and "trace" in error
+    for option, status in ((["--costs", "x"], 1), (["--iteration", "3"], 2)):
+        assert report_command.main([str(home), *option]) == status
+        assert option[0] in capsys.readouterr().err
+    write_state(home, "failed", "rank 1")
+    assert monitor_command.main([str(home)]) == 3
+    text = capsys.readouterr().out
+    assert "failed: rank 1" in text and "left" not in text
 
 
-def test_several_runs_stand_beside_each_other(
+def test_a_baseline_is_compared_step_by_step(
     traced: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    home = traced / "runs" / "latest"
-    others = [metrics(tmp_path / name, 20, first) for name, first in (("b", 7.0), ("c", 6.0))]
-    names = [str(each) for each in (home, *others)]
-    page = tmp_path / "page.html"
-    assert report_command.main([*names, "--output", str(page)]) == 0
-    text = page.read_text()
-    assert "<h2>3 runs compared</h2>" in text
-    for name, loss in (("20260101-gpt", "0.3"), ("b", "0.35"), ("c", "0.3")):
-        assert f">{name} {loss}<" in text  # at the ends of the curves of the loss
-        assert f'data-label="{name}"' in text
-    assert report_command.main([*names[:2], "--output", str(page), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.split("report:")[-1].split("\n", 1)[1])
-    assert "<h2>Two runs compared</h2>" in page.read_text()
-
-
-@pytest.mark.parametrize(
-    ("homes", "labels"),
-    [
-        (("0102-030405-gpt-tp2-dp1", "0102-040506-gpt-tp1-dp1"), ("tp2", "tp1")),
-        (("0102-030405-gpt-tp2", "0102-040506-gpt-tp2"), ("030405", "040506")),
-        (("0102-030405-gpt-tp2", "wide"), ("0102-030405-gpt…", "wide")),
-    ],
-)
-def test_labels_hold_what_tells_runs_apart(
-    homes: tuple[str, str], labels: tuple[str, str], tmp_path: Path
-) -> None:
-    """Labels of two runs began with one date and ended before what differs."""
-    page, names = tmp_path / "page.html", [str(metrics(tmp_path / name, 20)) for name in homes]
-    assert report_command.main([*names, "--output", str(page)]) == 0
-    assert all(f'data-label="{label}"' in page.read_text() for label in labels)
-
-
-def test_a_run_has_ended_with_its_last_iteration(tmp_path: Path) -> None:
-    """It counted as running for another minute."""
-    for iterations, state in ((50, "ended"), (49, "running")):
-        home = metrics(tmp_path / str(iterations), iterations)
-        assert find_run(str(home)).state() == state
-
-
-def test_a_run_of_another_user_is_named_and_the_others_are_listed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One directory of mode 0700 hid all runs beside it."""
-    for name in ("mine", "theirs"):
-        metrics(tmp_path / name, 5)
-    is_file = Path.is_file
-
-    def checked(path: Path) -> bool:
-        if path.parent.name == "theirs":
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return is_file(path)
-
-    monkeypatch.setattr(Path, "is_file", checked)
-    assert runs_command.main([str(tmp_path)]) == 0
-    said = capsys.readouterr()
-    assert [line.split()[0] for line in said.out.splitlines()] == ["run", "mine"]
-    assert said.err == f"warning: {tmp_path}/theirs: Permission denied\n"
+    home, page = str(traced / "runs" / "latest"), str(tmp_path / "page.html")
+    same, other = metrics(tmp_path / "b", 20), metrics(tmp_path / "c", 20, 7.0)
+    assert report_command.main([home, "--baseline", str(same), "--output", page]) == 0
+    said = "Equal bit by bit in all 20 common steps: loss, grad_norm, lr."
+    assert said in capsys.readouterr().out and "equal bit by bit" in Path(page).read_text()
+    found = report_of(capsys, home, "--baseline", str(other), "--output", page)
+    assert found["difference"] == {
+        "common": 20, "equal": ["grad_norm", "lr"], "largest": {"loss": 2.0},
+    }  # fmt: skip
+    assert "Different in the 20 common steps: loss by at most 2." in found["sentences"]
+    assert report_command.main([home, str(same), str(other)]) == 2
+    assert "3 runs" in capsys.readouterr().err
 
 
 def test_runs_are_listed_with_their_state(
     traced: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(traced)
-    held = metrics(traced / "runs" / "held", 5)
+    states = {"one": ("finished", None), "two": ("stopped", "Ctrl-C"), "three": ("running", None)}
+    for name, (state, by) in states.items():
+        write_state(metrics(traced / "runs" / name, 5), state, by)
+        time.sleep(0.01)
     (traced / "runs" / "no-run").mkdir()
     old = time.time() - 3600
-    for name in ("metrics.jsonl", "settings.yaml"):
-        os.utime(traced / "runs" / "20260101-gpt" / name, (old, old))
-        os.utime(held / name, (old + 60, old + 60))
-    with lock_directory(held, "run"):
-        assert runs_command.main([]) == 0
-    head, first, second = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert head[:3] == ["run", "started", "state"]
-    assert first[0] == "20260101-gpt" and first[3:7] == ["ended", "30", "of", "50"]
-    assert first[-2:] == ["20", "yes"]
-    assert second[0] == "held" and second[3:7] == ["running", "5", "of", "50"]
-    assert second[-1] == "no"
+    for path in (traced / "runs" / "20260101-gpt", traced / "runs" / "20260101-gpt/metrics.jsonl"):
+        os.utime(path, (old, old))
+    assert runs_command.main([]) == 0
+    lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row[0], row[2], *row[5:8]) for row in lines] == [
+        ("run", "iteration", "saved", "trace", "state"),
+        ("20260101-gpt", "30 of 50", "20", "yes", "ended"),
+        ("one", "5 of 50", "20", "no", "finished"),
+        ("two", "5 of 50", "20", "no", "stopped by Ctrl-C"),
+        ("three", "5 of 50", "20", "no", "running, 22 s left"),
+    ]
     assert runs_command.main(["--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[0])["loss"] == "0.3"
     assert runs_command.main([str(traced / "benchmark")]) == 1
     assert "no run" in capsys.readouterr().err
+
+
+def test_the_monitor_follows_a_link_to_the_next_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = tmp_path / "latest"
+    for name, state in (("one", "running"), ("two", "finished")):
+        write_state(metrics(tmp_path / name, 5), state)
+    link.symlink_to("one")
+
+    def move(seconds: float) -> None:
+        link.unlink()
+        link.symlink_to("two")
+
+    monkeypatch.setattr("megatron.dpp.report.monitor_command.time.sleep", move)
+    assert monitor_command.main([str(link)]) == 0
+    found = re.findall(r"^/\S+/(\w+): (\w+)$", capsys.readouterr().out, re.MULTILINE)
+    assert found == [("one", "running"), ("two", "finished")]

@@ -18,8 +18,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.report.building import resolved
 from megatron.dpp.report.monitor_command import build_parser
+from megatron.dpp.report.run_files import write_state
 from megatron.dpp.report.web import LivePage, open_server
 from tests.report.synthetic import Run, write
 
@@ -74,12 +74,12 @@ def test_the_page_waits_for_the_run_and_follows_it_to_its_end(page, tmp_path):
         alive = re.sub(r'"process":\d+', f'"process":{os.getpid()}', content[:cut], count=1)
         path.write_text(alive)
     text = page()[1]
-    assert "<dt>traced</dt><dd>2 iterations" in text
+    assert ", 2 iterations</dd>" in text
     for path, content in whole.items():
         path.write_text(content)
     text = page()[1]
     assert badge(text).startswith("ended, ")
-    assert "<dt>traced</dt><dd>3 iterations, without iteration 0" in text
+    assert ", 3 iterations</dd>" in text
     assert page()[1] == text  # nothing changed: not built again
 
 
@@ -122,28 +122,28 @@ def test_the_command_listens_on_this_machine_alone_and_stops(tmp_path, end):
     assert (process.returncode, errors) == (0, "")
 
 
-def test_a_page_keeps_to_the_run_that_a_link_meant_when_it_began(tmp_path):
-    """A second run moved the link, and the page of the first said that it waits."""
-    homes = [tmp_path / name for name in ("one", "two")]
-    for home in homes:
-        home.mkdir()
-    (homes[0] / "metrics.jsonl").write_text('{"iteration": 3, "lm loss": 3.25}\n')
+def test_a_page_follows_a_link_to_the_next_run(tmp_path):
     link = tmp_path / "latest"
-    link.symlink_to("one")
-    options = resolved(build_parser("monitor").parse_args(["--web", str(link)]))
-    assert options.runs == [str(homes[0])]
-    live = LivePage(options, 0.01)
-    link.unlink()
-    link.symlink_to("two")
-    assert "one: iteration 3" in live.text() and badge(live.text()).startswith("running, ")
+    live = LivePage(build_parser("monitor").parse_args(["--web", str(link)]), 0.01)
+    for name, state in (("one", "running"), ("two", "finished")):
+        home = tmp_path / name
+        home.mkdir()
+        (home / "metrics.jsonl").write_text('{"iteration": 3, "loss": 3.25, "ms": 9.0}\n')
+        write_state(home, state)
+        link.unlink(missing_ok=True)
+        link.symlink_to(name)
+        end = time.monotonic() + 30
+        while f"<h1>{name}</h1>" not in (text := live.text()) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert f"<h1>{name}</h1>" in text and badge(text).startswith(f"{state}, ")
 
 
 def test_the_monitor_finds_traces_and_metrics_in_the_home_of_a_run(tmp_path):
     directory = write(Run(ranks=2), tmp_path / "home" / "traces")
-    line = {"iteration": 3, "lm loss": 3.25, "tokens/s": 4200.0}
+    line = {"iteration": 3, "loss": 3.25, "tokens": 4200, "ms": 1000.0}
     (tmp_path / "home" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     process = monitor("--interval", "0.1", "--benchmark_dir", str(tmp_path / "home"))
     text, errors = process.communicate(timeout=150)
     assert (process.returncode, errors) == (0, "")
-    assert text.splitlines()[0] == str(directory)
-    assert "iteration 3  loss 3.2500  4200 tokens/s" in text
+    assert text.splitlines()[0] == f"{directory}: ended"
+    assert "iteration 3  loss 3.2500  4,200 tokens/s" in text

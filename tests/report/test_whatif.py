@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatron.dpp.report import whatif
+from megatron.dpp.report.analysis.report_data import Prediction
 from megatron.dpp.report.recorded import Recorded
 from megatron.dpp.report.whatif import (
-    Outcome,
     WhatIf,
     effects,
     without_imbalance,
@@ -67,9 +67,9 @@ def test_what_varies_is_removed_before_slowness_that_stays(
     monkeypatch.setattr(whatif, "removal", removal)
     tried: list[list[str]] = []
 
-    def predict(name: str, change: Any) -> Outcome:
+    def predict(name: str, change: Any) -> Prediction:
         tried.append(change([]))
-        return Outcome(name, 10.0, 10.0 - len(tried[-1]))
+        return Prediction(name, 10.0, 10.0 - len(tried[-1]))
 
     model: Any = SimpleNamespace(runs=[], predict=predict)
     culprits: Any = [SimpleNamespace(kind=kind) for kind in kinds]

@@ -31,9 +31,7 @@ from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.distributed.param_and_grad_buffer import (  # noqa: E402
-    _ParamAndGradBucketGroup,
-)
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
@@ -41,22 +39,18 @@ from megatron.core.pipeline_parallel import schedules  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 from megatron.core.transformer.module import Float16Module  # noqa: E402
-from megatron.core.transformer.moe.moe_utils import (  # noqa: E402
-    get_moe_layer_wise_logging_tracker,
-)
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from megatron.core.utils import get_model_config  # noqa: E402
 
 from megatron.dpp import DppConfig, DppSchedule, plugin  # noqa: E402
 from megatron.dpp.core.compat import replaced  # noqa: E402
-from megatron.dpp.core.experts import GroupedExperts  # noqa: E402
 from megatron.dpp.core.graphs.reductions import Reductions  # noqa: E402
 from megatron.dpp.core.wgrad import fused as fused_wgrad  # noqa: E402
 from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
 from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder  # noqa: E402
-from megatron.dpp_train.model import context  # noqa: E402
-from megatron.dpp_train.model.layers import block_spec, prediction_spec  # noqa: E402
-from megatron.dpp_train.model.packed import packed_params, positions  # noqa: E402
+from tests.runtime import layers  # noqa: E402
+from tests.runtime.layers import block_spec, packed_params, positions, prediction_spec  # noqa: E402
 from tests.runtime.losses import OwnLoss, loss_func, token_loss  # noqa: E402
 from tests.runtime.rerun import Rerun  # noqa: E402
 
@@ -71,7 +65,7 @@ def own_part(tokens: torch.Tensor) -> torch.Tensor:
     """This context-parallel rank's part of a sequence [b, s]."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return tokens
-    return context.own_part(tokens.t(), parallel_state.get_context_parallel_group()).t()
+    return layers.own_part(tokens.t(), parallel_state.get_context_parallel_group()).t()
 
 
 def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
@@ -106,6 +100,8 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
         overlap_param_gather=case.get("gather", False),
     )
     chunks = [build_chunk(case, config, ddp_config, chunk) for chunk in range(v)]
+    if case.get("bare"):
+        return chunks, None
     connected = case.get("overlap") and case.get("no_sync", True)
     config.no_sync_func = [c.no_sync for c in chunks] if connected else None
     if config.no_sync_func and v == 1:
@@ -139,8 +135,7 @@ def build_chunk(case: dict[str, Any], config: Any, ddp_config: Any, chunk: int) 
     pre = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
     post = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
     implementation = case.get("spec", "torch")
-    own = {"implementation": implementation, "vp_stage": stage}
-    own["grouped_experts"] = case.get("grouped", False)
+    own = {"spec": implementation, "vp_stage": stage}
     if implementation == "host":  # layers that a host builds, of every version of megatron-core
         block: Any = get_gpt_layer_local_spec()
     else:
@@ -154,8 +149,6 @@ def build_chunk(case: dict[str, Any], config: Any, ddp_config: Any, chunk: int) 
         mtp_block_spec=None if implementation == "host" else prediction_spec(config, **own),
     )  # fmt: skip
     model.model_type = 1
-    found = any(isinstance(module, GroupedExperts) for module in model.modules())
-    assert found == case.get("grouped", False)
     for module in model.modules():
         if case.get("skewed") and isinstance(module, TopKRouter):
             module.expert_bias[0] = 10.0  # every token goes to the first expert
@@ -165,6 +158,8 @@ def build_chunk(case: dict[str, Any], config: Any, ddp_config: Any, chunk: int) 
         model.cuda()
     if config.bf16:
         model = Float16Module(config, model)
+    if case.get("bare"):  # a host without megatron-core's wrapper
+        return model
     wrapped = DistributedDataParallel(config, ddp_config, model, disable_bucketing=chunk > 0)
     wrapped.force_all_reduce = case.get("everywhere", False)
     return wrapped
@@ -369,7 +364,9 @@ def compare_uncut(case: dict[str, Any], cut: dict[str, Any]) -> None:
 
 def initialize(case: dict[str, Any]) -> None:
     """Make the process groups of a case's layout."""
-    get_moe_layer_wise_logging_tracker().clear()  # its tensors are as long as a case's model
+    metrics = getattr(moe_utils, "get_moe_metrics_tracker", None)  # 0.19 has another
+    kept: Any = metrics().metrics if metrics else moe_utils.get_moe_layer_wise_logging_tracker()
+    kept.clear()  # its tensors are as long as a case's model
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.get("tp", 1), pipeline_model_parallel_size=case["p"],
         virtual_pipeline_model_parallel_size=case["v"] if case.get("v", 1) > 1 else None,
@@ -410,7 +407,6 @@ def run_case(case: dict[str, Any]) -> None:
         settings = {"policy": "dynamic"} | case.get("config", {}) | settings  # auto is megatron
         kind: Any = StaticSchedule if static else DppSchedule
         trace = recorder_of(case, settings.pop("trace", None), "pp" if static else "dpp")
-        own = {name: settings.pop(name, case.get(name, False)) for name in ("grouped", "as_built")}
         host = settings.pop("host", None)
         most_logits = settings.pop("most_logits", None)
         replays: list[Rerun] = []
@@ -427,7 +423,7 @@ def run_case(case: dict[str, Any]) -> None:
             ) as schedule,
         ):
             told = {"announce": plugin.announce} if host == "announces" else {}
-            got = train(case | own | told, schedule)
+            got = train(case | told, schedule)
         if case.get("bucket_size"):
             assert begun, f"{case['name']} with {settings}: no replay began a reduction"
             assert SUPPORT is not None or all(begun), "a reduction waited for a replay's end"

@@ -39,14 +39,25 @@ LIBRARIES = (
 """What Megatron-LM imports of others that takes long, where it is installed."""
 
 
+JOB = (
+    "megatron.core.models.gpt", "megatron.core.dist_checkpointing", "megatron.core.optimizer",
+    "megatron.dpp.plugin", "megatron.dpp.runtime.static",
+)  # fmt: skip
+"""What most ranks of tests build a model and a schedule from."""
+
+TRAINING = "megatron.training.arguments", "megatron.training.training"
+"""Megatron's own loop, which megatron-core has from 0.17 on."""
+
+
 def preload(what: str) -> None:
-    """Imports :data:`LIBRARIES`, or what a ``"job"`` needs, as it does it itself: megatron-core
-    after the stand-ins."""
-    if what == "job":
+    """Imports :data:`LIBRARIES`, or what a ``"job"`` or a ``"training"`` needs, as it does it
+    itself: megatron-core after the stand-ins."""
+    if what in ("job", "training"):
         from megatron.dpp.core import cpu
 
-        support = cpu.install()
-        importlib.import_module("megatron.dpp_train.loop.job")
+        support = cpu.install(host=what == "training")
+        for name in TRAINING if what == "training" else JOB:
+            importlib.import_module(name)
         support.close()
     else:
         for name in LIBRARIES:

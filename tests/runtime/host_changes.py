@@ -372,6 +372,56 @@ def compute_a_layer_by_hand(rng: random.Random, chunks: list[Any]) -> None:
     module.forward = forward
 
 
+@change
+def draw_noise(rng: random.Random, chunks: list[Any]) -> None:
+    """As NEFTune does."""
+    chosen(rng, chunks).register_forward_hook(
+        lambda module, given, output: (output[0] + 0.01 * torch.rand_like(output[0]), output[1])
+    )
+
+
+@change
+def patch_the_autograd_function(rng: random.Random, chunks: list[Any]) -> None:
+    """For the rest of the process, as MindSpeed does; the worker puts the function back."""
+    function, name = layers.LinearWithGradAccumulationAndAsyncCommunication, "backward"
+    own = getattr(function, name)
+
+    def halved(ctx: Any, gradient: torch.Tensor) -> Any:
+        return own(ctx, gradient * 0.5)
+
+    setattr(function, name, staticmethod(halved))
+
+
+@change
+def hook_the_node_of_a_weight(rng: random.Random, chunks: list[Any]) -> None:
+    """Before or after autograd adds, as megatron-core does; what is added changes."""
+    weight = chosen(rng, chunks).weight
+    if not (weight.requires_grad and weight.is_leaf):
+        return
+    weight.kept_node = node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    if rng.random() < 0.5:
+        node.register_prehook(lambda given: tuple(each * 0.5 for each in given))
+        return
+
+    def after(*_: Any) -> None:
+        for gradient in (weight.grad, getattr(weight, "main_grad", None)):
+            if gradient is not None:
+                gradient.mul_(0.75)
+
+    node.register_hook(after)
+
+
+@change
+def make_gradients_views_of_a_buffer(rng: random.Random, chunks: list[Any]) -> None:
+    """Only where no wrapper has buffers of its own."""
+    for chunk in chunks:
+        trained = [p for p in chunk.parameters() if p.requires_grad and not hasattr(p, "main_grad")]
+        chunk.flat = torch.zeros(sum(p.numel() for p in trained))
+        parts = chunk.flat.split([p.numel() for p in trained])
+        for parameter, part in zip(trained, parts, strict=False):  # none without parameters
+            parameter.grad = part.view_as(parameter)
+
+
 def quantise_with_modelopt(rng: random.Random, chunks: list[Any]) -> None:
     """INT8 weights of all linear layers in the transformer layers, by NVIDIA's package."""
     import modelopt.torch.quantization as mtq  # type: ignore[import-not-found]
@@ -385,3 +435,39 @@ def quantise_with_modelopt(rng: random.Random, chunks: list[Any]) -> None:
 
 
 CHANGES["quantise_with_modelopt"] = quantise_with_modelopt
+
+Loss = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
+"""A host's loss from the usual one, the model's output and the model."""
+
+
+def _weight(model: Any) -> torch.Tensor:
+    parent, name = linears([model])[-1]
+    return next(getattr(parent, name).parameters())
+
+
+def gradient_of_a_weight(loss: torch.Tensor, output: torch.Tensor, model: Any) -> torch.Tensor:
+    weight = _weight(model)
+    if not weight.requires_grad:
+        return loss
+    (found,) = torch.autograd.grad(loss, weight, retain_graph=True, allow_unused=True)
+    return loss if found is None else loss * (1 + found.norm())
+
+
+def gradient_of_the_output(loss: torch.Tensor, output: torch.Tensor, model: Any) -> torch.Tensor:
+    (found,) = torch.autograd.grad(loss, output, retain_graph=True)
+    return loss * (1 + found.norm())
+
+
+def own_backward(loss: torch.Tensor, output: torch.Tensor, model: Any) -> torch.Tensor:
+    (loss * 0.01).backward(retain_graph=True)
+    return loss
+
+
+def noise(loss: torch.Tensor, output: torch.Tensor, model: Any) -> torch.Tensor:
+    return loss * (1 + 0.01 * torch.rand(()))
+
+
+LOSSES: dict[str, Loss] = {
+    each.__name__: each
+    for each in (gradient_of_a_weight, gradient_of_the_output, own_backward, noise)
+}

@@ -138,11 +138,11 @@ def _server(preload: str) -> tuple[socket.socket, dict[str, str] | None]:
     """The connection to a server of forked ranks, which ends with it, and what Python and PyTorch
     read when it started.
 
-    ``preload`` is what it imports, ``"job"`` or ``"libraries"``; the server of jobs is a fork of
-    that of libraries. A process that has met CUDA cannot be forked: with ``"nothing"``, nothing was
-    read either, and each rank begins anew.
+    ``preload`` is what it imports, ``"job"``, ``"training"`` or ``"libraries"``; the first two are
+    forks of that of libraries. A process that has met CUDA cannot be forked: with ``"nothing"``,
+    nothing was read either, and each rank begins anew.
     """
-    if preload == "job":
+    if preload in ("job", "training"):
         return _forked_server(preload), _server("libraries")[1]
     control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_REQUEST)
@@ -206,7 +206,7 @@ def start(
     Args:
         place: the hosts of the ranks.
         fresh: start Python anew; otherwise PyTorch is imported already and, with ``preload`` a
-            "job" and not only "libraries", megatron-core.
+            "job" and not only "libraries", megatron-core; with "training" Megatron's loop.
 
     Raises:
         AssertionError: variables that Python reads when it starts have changed, and ``fresh`` was

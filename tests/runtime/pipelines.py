@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron.dpp.runtime.agreement import decider_for
-from megatron.dpp.runtime.executor import Executor
+from megatron.dpp.runtime.executor import Executor, Iteration
 from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.mail import Tensors
 from megatron.dpp.runtime.timer import HostTimer
@@ -144,10 +144,14 @@ def run_pipeline(
             decider = decider_for(scheduler, channels.receiving, transport.board)
             decider.start(links.consumed)
             Executor(
-                runner=runner, decider=decider, links=links, recorder=NullRecorder(),
-                timer=StartsLater(), injector=None, split_backward=split,
-                iteration=iteration, timeout=timeout,
-            ).run()  # fmt: skip
+                runner=runner,
+                decider=decider,
+                links=links,
+                recorder=NullRecorder(),
+                timer=StartsLater(),
+                injector=None,
+                iteration=Iteration(split_backward=split, number=iteration, timeout=timeout),
+            ).run()
             links.consume(geometry)
             assert scheduler.peak_held <= cap_chunks
 

@@ -207,6 +207,7 @@ def install(version: str = VERSION) -> None:
         GroupedLinear=type("GroupedLinear", (torch.nn.Module,), {}),
         DotProductAttention=type("DotProductAttention", (torch.nn.Module,), {}),
         LayerNorm=torch.nn.LayerNorm,
+        RMSNorm=torch.nn.RMSNorm,
     )
     operations = {name: _nothing(name) for name in ("Sequential", "FusibleOperation")}
     _module("transformer_engine.pytorch.ops", **operations)
@@ -225,5 +226,6 @@ def install(version: str = VERSION) -> None:
         "transformer_engine.pytorch.fp8",
         FP8GlobalStateManager=_nothing("FP8GlobalStateManager"),
         fp8_autocast=_nothing("fp8_autocast"),
+        fp8_model_init=_nothing("fp8_model_init"),
     )
     _install_kernels()

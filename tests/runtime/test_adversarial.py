@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.dpp.runtime.agreement import decider_for
-from megatron.dpp.runtime.executor import Executor
+from megatron.dpp.runtime.executor import Executor, Iteration
 from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.mail import Tensors
 from megatron.dpp.runtime.timer import HostTimer
@@ -176,10 +176,19 @@ def run(case: Case) -> list[Arithmetic]:
             decider = decider_for(scheduler, channels.receiving, transport.board)
             decider.start(links.consumed)
             Executor(
-                runner=runners[rank], decider=decider, links=links, recorder=NullRecorder(),
-                timer=HostTimer(), injector=None, split_backward=case.pieces is not None,
-                iteration=0, timeout=60.0, count_tokens=torch.Tensor.numel,
-            ).run()  # fmt: skip
+                runner=runners[rank],
+                decider=decider,
+                links=links,
+                recorder=NullRecorder(),
+                timer=HostTimer(),
+                injector=None,
+                iteration=Iteration(
+                    split_backward=case.pieces is not None,
+                    number=0,
+                    timeout=60.0,
+                    count_tokens=torch.Tensor.numel,
+                ),
+            ).run()
             assert scheduler.held == 0
             assert scheduler.sizes.known == list(case.sizes)
             assert scheduler.peak_held <= scheduler.view.cap + 1e-6

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.dpp.config import GRAPHS_PAY_FROM, Backward, DppConfig
+from megatron.dpp.config import LAUNCH_BOUND_FROM, Backward, DppConfig
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime.backward import Backwards, Measured, choose
 
@@ -24,7 +24,7 @@ BOUND = 0.9
         (Measured(apart=1.05, launching=0.3), SPLIT, "launching takes 30%"),
         (Measured(apart=1.05, launching=BOUND), STOCK, "launching takes 90%"),
         (Measured(apart=1.1, launching=BOUND), STOCK, "launching takes 90%"),
-        (Measured(launching=GRAPHS_PAY_FROM), STOCK, "launching takes"),
+        (Measured(launching=LAUNCH_BOUND_FROM), STOCK, "launching takes"),
         (Measured(apart=1.11, launching=BOUND), FUSED, r"\+11 % of a fused"),
         (Measured(apart=1.11, launching=0.3), FUSED, r"\+11 % of a fused"),
         (Measured(apart=1.05, pays=1.04, launching=BOUND), FUSED, r"\+5 % of a fused"),
@@ -49,7 +49,6 @@ def test_layers_that_are_recomputed_whole_have_fused_backwards() -> None:
     (said,) = rank.said
     assert "asks for little memory" in said
     assert rank.steps(1, split_backward="on") == [SPLIT]
-    assert rank.steps(1, can_fuse=False) == [SPLIT]
 
 
 class Rank:
@@ -73,14 +72,12 @@ class Rank:
         return list(values)
 
     def steps(
-        self, number: int, backwards: Backwards | None = None, *, can_fuse: bool = True,
+        self, number: int, backwards: Backwards | None = None, *,
         replays: bool = False, pieces: tuple[int, ...] = (4, 0), **config: Any,
     ) -> list[Backward]:  # fmt: skip
         backwards = backwards or Backwards(DppConfig(**config), self.said.append)
         return [
-            backwards.of_step(
-                self.call, self.session, pieces, can_fuse=can_fuse, replays=lambda: replays
-            )
+            backwards.of_step(self.call, self.session, pieces, lambda: replays)
             for _ in range(number)
         ]
 
@@ -119,10 +116,6 @@ def test_a_stage_chooses_by_the_largest_values_of_its_ranks(
     rank = Rank(*laps(1.0), share=0.2)
     rank.session.largest = lambda call, *own: list(map(max, own, others))
     assert rank.steps(4)[-1] == chosen
-
-
-def test_layers_that_cannot_fuse_are_not_tried() -> None:
-    assert Rank(*laps(9.0)).steps(5, can_fuse=False) == [SPLIT] * 3 + [STOCK] * 2
 
 
 def test_graphs_and_unlike_lengths_keep_weight_gradients_apart() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel import schedules
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core import boundary
@@ -51,6 +52,21 @@ def test_a_sequence_is_shared_out_over_context_and_tensor_ranks(
     tokens = call.tokens(call.length)
     assert (tokens.largest, tokens.hidden) == (length * 3, 8)
     assert tokens.count(call.boundary_example()) == tokens.largest
+
+
+def test_megatron_core_tells_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of its models send several streams per token (enable_hyper_connections)."""
+
+    def streams(*, seq_length: int, micro_batch_size: int, config: Any, **_: Any) -> Any:
+        hidden = 4 * config.hidden_size
+        return [()] if config.variable_seq_lengths else [(seq_length, micro_batch_size, hidden)]
+
+    monkeypatch.setattr(schedules, "get_tensor_shapes", streams)
+    for varies in (False, True):
+        call = call_of(variable_seq_lengths=varies)
+        assert call.boundary_example().shape == (64, 3, 32)
+        assert call.tokens(64).hidden == 32
+        assert call.config.variable_seq_lengths == varies
 
 
 def test_a_rank_counts_its_own_part_of_a_microbatchs_tokens() -> None:

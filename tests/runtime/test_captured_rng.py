@@ -202,7 +202,7 @@ def replayed(machine: Machine, *, recomputes: bool) -> tuple[Chunk, GraphedBlock
     chunk = Chunk()
     chunk.decoder = Dropping(machine)
     chunk.config.recompute_granularity = "selective" if recomputes else None
-    block = GraphedBlock(chunk, None, None, capture, rng, print)
+    block = GraphedBlock(chunk, None, capture, rng, print)
     block.bind(Pools(torch.empty(SHAPE)))
     return chunk, block
 

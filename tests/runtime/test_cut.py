@@ -16,8 +16,7 @@ from megatron.dpp.core.cut import Cut, WholeSteps, fixed_cut, packed_cut, weight
 from megatron.dpp.core.memory import saved_bytes
 from megatron.dpp.core.slices import Slices, Unit, attend_in_slice, units_of, why_not
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.schedule import Geometry
-from megatron.dpp.slice_sizes import slice_size
+from megatron.dpp.schedule.slice_sizes import slice_size
 
 USUAL = {
     "num_moe_experts": None, "multi_latent_attention": False, "mtp_num_layers": None,
@@ -202,7 +201,6 @@ def test_slices_have_equal_tokens_and_the_last_is_not_short_if_that_can_be(
 def test_a_cuts_units_are_those_of_its_geometry() -> None:
     cut = fixed_cut(10, 2, 3, 4)
     assert cut.sizes == (12, 12, 6) * 2 and cut.longest == 30 and cut.groups == (3, 3)
-    assert cut.order == list(Geometry(2, 0, 1, 6, groups=cut.groups).backward_units)
 
 
 @pytest.mark.parametrize("kept", [[0, 2], [1, 0, 2], [0, 1]])

@@ -37,6 +37,7 @@ def call_of(chunks: int = 1, **given: Any) -> Any:
         "forward_step_func": "the user's", "longest": lambda most: max(8, most),
         "boundaries": lambda length: Boundaries(length, (length,), (length,)),
         "boundary_example": lambda *_: torch.zeros(3), "captured_rows": lambda settings: [],
+        "padded_rows": lambda settings: None,
         "tokens": lambda longest, _=0: Tokens(longest, 4), "cut": None,
     }  # fmt: skip
     return SimpleNamespace(**usual | given)
@@ -44,8 +45,6 @@ def call_of(chunks: int = 1, **given: Any) -> Any:
 
 class Weights:
     """Weight gradients of chunks whose names are their numbers of pieces."""
-
-    can_fuse = True
 
     def __init__(self, chunks: Sequence[Any], pieces: Sequence[int] = (2, 0)) -> None:
         self.num_pieces = tuple(pieces[: len(chunks)])
@@ -87,7 +86,7 @@ class FakeExecutor:
     first_size: ClassVar[int | None] = 6
 
     def __init__(self, **given: Any) -> None:
-        self.made.append(given)
+        self.made.append(given | vars(given["iteration"]))
         self.actions = ["a", "b", "c", "d"]
         self.overhead_ns = 8000
 
@@ -97,6 +96,11 @@ class FakeExecutor:
 
 class Step:
     """A schedule with stand-ins for all that a call passes through; ``events`` has their order."""
+
+    @staticmethod
+    def pads(call: Any) -> bool:
+        """Rows stay as they are."""
+        return False
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, call: Any, **config: Any) -> None:
         self.events: list[str] = []
@@ -199,7 +203,7 @@ class Step:
     def _replace(self, call: Any, **changes: Any) -> Any:
         return SimpleNamespace(**vars(call) | changes)
 
-    def _wrap(self, function: Any, model: Any, iteration: int) -> str:
+    def _wrap(self, function: Any, model: Any, iteration: int, *_: Any) -> str:
         assert function == "the user's"
         self.wrapped.append(iteration)
         return "seeded"
@@ -244,7 +248,7 @@ def test_a_training_step_is_measured_run_accounted_and_finished_in_this_order(
     assert step.events == ["open", "bound", "run", "finish", "close"]
     assert step.wrapped == [7, 8] and step.accounts[1:] == [(8 / 6, False)]
     assert step.reduced_in == ["grad-sync"] * 2, "the trace tells it from the tasks"
-    assert [given["iteration"] for given in FakeExecutor.made] == [7, 8]
+    assert [given["number"] for given in FakeExecutor.made] == [7, 8]
 
 
 def test_an_evaluation_measures_nothing_and_takes_no_weight_gradients(
@@ -314,7 +318,7 @@ def test_announced_sizes_serve_one_call_where_all_that_run_it_have_them(
     assert step.consumed == [Geometry(3, 0, 1, 4, w_pieces=(2,))] * 2
     assert (own.peak_held, own.num_out_of_order, own.host_us_per_task) == (2.5, 3, 2.0)
     given = FakeExecutor.made[0]
-    assert (given["iteration"], given["timeout"], given["sizes_agree"]) == (0, 7.0, one_replica)
+    assert (given["number"], given["timeout"], given["sizes_agree"]) == (0, 7.0, one_replica)
     assert given["split_backward"] is True and given["launch_ahead"] is False
     step.decisions.peak_held = 1.0
     for size, longest in ((None, 1.0), (1, 8.0)):

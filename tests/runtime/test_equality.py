@@ -92,7 +92,8 @@ def test_microbatches_of_unlike_length() -> None:
     follows = {"activation_cap": "static"} | late
     drawn = {"lengths": True, "layers": 4}
     told = drawn | {"model": UNLIKE}
-    graphs, few = {"cuda_graphs": "on"}, {"length_buckets": "2,4,5,7,9,11,13"}
+    graphs = {"cuda_graphs": "on", "length_buckets": "off"}  # padded rows have bits of their own
+    few = {"length_buckets": "2,4,5,7,9,11,13"}
     hosts = [follows | {"host": how} for how in ("silent", "announces")]
     check(
         2,
@@ -100,7 +101,7 @@ def test_microbatches_of_unlike_length() -> None:
         case("v1", 2, 5, late, static, **told | {"layers": 2}, dropout=0.1),
         case("v2", 2, 6, fused, late, tight, static, v=2, **told),
         case("v2 drawn", 2, 4, late, v=2, expected_over="shm", **drawn),
-        case("graphs", 2, 4, late | graphs, late | graphs | few, static | graphs | few, v=2,
+        case("graphs", 2, 4, late | graphs, static | graphs | few, v=2,
              **told | {"iterations": 5}),
     )  # fmt: skip
 
@@ -134,7 +135,6 @@ def test_packed_documents() -> None:
         2,
         case("v1", 2, 3, fused, late, static, **told | {"layers": 2}, **groups),
         case("v2 full", 2, 4, late, v=2, **told, **rope, model=UNLIKE, recompute="full"),
-        case("core", 2, 4, late, v=2, **told, **rope, spec="megatron", **groups),
         case("selective", 2, 3, late, **told | {"layers": 2}, **rope, model=UNLIKE,
              recompute="selective", dropout=0.1),
     )  # fmt: skip

@@ -156,7 +156,7 @@ def test_a_trace_file_has_the_gaps_between_its_tasks(
 
     monkeypatch.setattr(FakeTransport, "wait", wait)
     with open_recorder(tmp_path, rank=1, layout=layout) as recorder:
-        executor = rank_of(network, LAST, recorder=recorder, iteration=0)
+        executor = rank_of(network, LAST, recorder=recorder, number=0)
         recorder.begin_iteration(0)
         executor.run()
         recorder.end_iteration()

@@ -28,17 +28,14 @@ from tests.runtime.cases import (
     check,
 )
 
-SEQUENCE_TOKENS = 32
-"""Tokens of a microbatch of the worker's."""
+LEARNED = {"positions": "learned_absolute"}
+"""megatron-core's rotary embeddings cut each document of a packed row, these tests whole rows."""
 
 
 def test_captured_experts_of_a_padded_capacity() -> None:
-    late, fused = {"inject": LATE, "cuda_graphs": "on"}, {"split_backward": "off"}
-    grouped = {"grouped": True, "cuda_graphs": "on"}
-    check(
-        2,
-        case("padded", 2, 3, late, fused | grouped, grouped, layers=2, iterations=4, model=PADDED),
-    )
+    graphs = {"cuda_graphs": "on"}
+    late, fused = graphs | {"inject": LATE}, graphs | {"split_backward": "off"}
+    check(2, case("padded", 2, 3, late, fused, layers=2, iterations=4, model=PADDED))
 
 
 @pytest.mark.slow
@@ -60,12 +57,10 @@ def test_captured_experts_of_further_layouts() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("grouped", [False, True])
-def test_graphs_of_padded_experts(grouped: bool) -> None:
-    """bf16, as GPUs have grouped products for it alone."""
+def test_graphs_of_padded_experts() -> None:
     static, dynamic = ({"static": static, "cuda_graphs": "on"} for static in (True, False))
     fused = dynamic | {"split_backward": "off"}
-    told = {"layers": 3, "iterations": 4, "model": PADDED, "bf16": True, "grouped": grouped}
+    told = {"layers": 3, "iterations": 4, "model": PADDED, "bf16": True}
     check(
         1,
         case("experts", 1, 3, static, dynamic, fused, **told),
@@ -96,15 +91,10 @@ def test_a_trace_tells_the_imbalance_of_experts(tmp_path: Path) -> None:
     for schedule in ("dpp", "pp"):
         files = open_run(tmp_path / f"data-2-pipeline-2-tensor-1-{schedule}")
         analysis = analyse(files, align(files))
-        assert [sum(f.count for f in loads.forwards) for loads in analysis.loads] == [2 * 3, 2 * 3]
         rows = summary(analysis).experts
-        assert [(row.layer, row.ranks) for row in rows] == [(1, [0, 1]), (2, [2, 3])]
-        assert {(row.imbalance, row.worst) for row in rows} == {(4.0, 4.0)}
+        assert [(row.layer, row.imbalance) for row in rows] == [(1, 4.0), (2, 4.0)]
         assert {row.rank_imbalance for row in rows} == {2.0}
         assert all(row.group_size == 2 for row in rows)
-        for loads in analysis.loads:
-            assert {f.excess / f.count for f in loads.forwards} == {SEQUENCE_TOKENS}
-            assert {line.tokens for line in loads.lines.values()} == {3 * 2 * SEQUENCE_TOKENS}
 
 
 def test_context_parallel() -> None:
@@ -113,7 +103,7 @@ def test_context_parallel() -> None:
     check(
         4,
         case("cp2", 2, 4, {"inject": LATE}, v=2, layers=4, **told, deviates=1),
-        case("cp2, packed", 2, 3, {"inject": LATE}, layers=2, **told, packed="together",
+        case("cp2, packed", 2, 3, {"inject": LATE}, layers=2, **told | LEARNED, packed="together",
              model=UNLIKE | {"num_query_groups": 2}),
         case("cp2, dropout", 2, 3, {"inject": LATE}, cp=2, layers=2, dropout=0.1,
              recompute="full"),
@@ -128,7 +118,7 @@ PLAIN_EXPERTS = EXPERTS | {"moe_aux_loss_coeff": 0.0}
 def test_context_parallel_in_further_layouts() -> None:
     fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     two = {"cp": 2, **CUT}
-    packed = two | {"packed": "together", "model": UNLIKE}
+    packed = two | LEARNED | {"packed": "together", "model": UNLIKE}
     check(
         4,
         case("full", 2, 4, fused, late, v=2, layers=4, **two, recompute="full"),
@@ -155,7 +145,7 @@ def test_context_parallel_in_further_layouts() -> None:
 @pytest.mark.slow
 def test_context_parallel_on_eight_ranks() -> None:
     fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
-    packed = CUT | {"packed": "together", "model": UNLIKE}
+    packed = CUT | LEARNED | {"packed": "together", "model": UNLIKE}
     two = {"cp": 2, **TENSOR}
     check(
         8,
@@ -169,20 +159,6 @@ def test_context_parallel_on_eight_ranks() -> None:
         case("cp2 ep4", 2, 4, late, layers=2, cp=2, ep=4, model=EXPERTS),
         case("cp2 dp2", 2, 4, late, v=2, layers=4, cp=2, **OPTIMIZED),
     )
-
-
-def test_grouped_products_of_experts() -> None:
-    """Bitwise those of one expert after the other, fused or split, also where the distributed
-    optimizer moves the weights."""
-    late, fused = {"inject": LATE, "grouped": True}, {"split_backward": "off", "grouped": True}
-    check(
-        2,
-        case("grouped", 2, 3, late, fused, model=EXPERTS | SHARED, layers=2),
-        case("grouped, bf16", 2, 3, late, fused, model=EXPERTS, layers=2, bf16=True),
-        case("grouped, replicas", 1, 3, late, model=EXPERTS, layers=1, **OPTIMIZED),
-        case("grouped, further tokens", 2, 3, late, layers=2, recompute="full",
-             model=EXPERTS | {"mtp_num_layers": 1}),
-    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import DistError, HashStore
 
-from megatron.dpp.errors import PeerDead
+from megatron.dpp.errors import ConfigError, PeerDead, from_json, said, setting
 from megatron.dpp.runtime import failure
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.topology import Topology
@@ -112,7 +112,8 @@ class _Lost:
 
 
 def told(store: HashStore) -> str:
-    return store.get("dpp/failure").decode() if store.check(["dpp/failure"]) else ""
+    found = store.get("dpp/failure").decode() if store.check(["dpp/failure"]) else ""
+    return str(from_json(found))
 
 
 def test_a_rank_tells_the_others_why_it_ends(store: HashStore) -> None:
@@ -186,9 +187,24 @@ def test_what_another_rank_has_told_is_not_told_again(store: HashStore) -> None:
 def test_the_cause_is_told_without_what_it_meant_here() -> None:
     here = "; the oldest missing message here is 3"
     error = PeerDead(f"rank 0: rank 1 (pid 7) died{here}; met here as RuntimeError: reset")
+    error.cause = f"rank 0: rank 1 (pid 7) died{here}"
     assert failure.reason(error) == "rank 1 (pid 7) died"
     own = PeerDead("rank 0: a message was lost")
     assert failure.reason(own) == "rank 0: a message was lost", "no other rank is named"
+
+
+def test_a_cause_crosses_with_the_settings_that_it_names(store: HashStore) -> None:
+    slots = setting("slots", 0)
+    with pytest.raises(ConfigError), Opened():
+        raise ConfigError(f"{slots}: no", slots)
+    text = "rank 0 gave up: ConfigError: DppConfig(slots=0): no"
+    assert told(store) == text and failure.ask() == text
+    assert said(failure.ask(), lambda given: given.name) == "rank 0 gave up: ConfigError: slots: no"
+    with pytest.raises(PeerDead) as raised, Opened():
+        raise RuntimeError(GLOO)
+    assert raised.value.said(lambda given: "--slots").startswith(
+        "rank 0: rank 0 gave up: ConfigError: --slots: no; met here as RuntimeError"
+    )
 
 
 def test_of_a_long_error_the_first_characters_are_told() -> None:

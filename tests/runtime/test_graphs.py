@@ -157,7 +157,7 @@ def test_repeated_draws_are_those_of_the_inputs_shape(
     """A longer microbatch draws more numbers before each recomputed part than a short one."""
     chunk.config.recompute_granularity = "selective"
     monkeypatch.setattr(graphed_block, "RecomputedDraws", lambda forward: forward())
-    block = graphed_block.GraphedBlock(chunk, None, None, Rerun, CapturedRng(), print)
+    block = graphed_block.GraphedBlock(chunk, None, Rerun, CapturedRng(), print)
     runs = iter(("draws of 3 rows", "draws of 5 rows"))
     short, long = torch.empty(3, 2, 4), torch.empty(5, 2, 4)
     for example, found in ((short, 3), (long, 5), (short, 3)):

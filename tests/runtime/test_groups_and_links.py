@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.core import groups
 from megatron.dpp.direction import Direction
 from megatron.dpp.runtime import links as opening
 from megatron.dpp.runtime import stage_group
@@ -242,10 +243,13 @@ def test_links_are_opened_as_the_configuration_says(
         opening, "open_transport", lambda specs, **rest: given.update(rest, specs=specs)
     )
     config = DppConfig(
-        transport="tcp", timeout=7.0, checksum=True, workload=9, gpudirect="off",
-        rdma_traffic_class=5, token_file="secret", peer_timeout=3.0,
-        tcp_connections=2, listen_ports="5000-5009",
-    )  # fmt: skip
+        transport="tcp", timeout=7.0, checksum=True, gpudirect="off", token_file="secret"
+    )
+    for name, value in {
+        "WORKLOAD": "9", "PEER_TIMEOUT": "3", "TCP_CONNECTIONS": "2",
+        "LISTEN_PORTS": "5000-5009",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(f"DPP_{name}", value)
     forward = [ChannelSpec(0, 1, chunk, Direction.FORWARD, 8) for chunk in range(3)]
     specs = [*forward, ChannelSpec(1, 0, 0, Direction.BACKWARD, 8)]
     open_links(specs, config, (own, 2))
@@ -254,10 +258,10 @@ def test_links_are_opened_as_the_configuration_says(
     assert given["board_counters"] == 2 * (3 if own else 1)
     options = given["options"]
     assert (options.timeout, options.checksum, options.workload) == (7.0, True, 9)
-    assert (options.gpudirect, options.rdma.traffic_class) == ("off", 5)
+    assert options.gpudirect == "off"
     assert (options.node_ips, options.token_file) == ("10.0.0.7", "secret")
     assert (options.peer_timeout, options.abandon_after) == (3.0, 3.0)
-    assert (options.tcp_connections, options.listen_ports) == (2, config.port_range())
+    assert (options.tcp_connections, options.listen_ports) == (2, (5000, 5009))
     open_links(specs, config)
     assert given["board_ranks"] is None
     open_links([], config, (own, 2))
@@ -297,16 +301,15 @@ def test_an_evaluation_counts_no_gradients_as_consumed(forward_only: bool) -> No
 
 
 @pytest.mark.parametrize(
-    ("ahead", "kind", "connections", "told"),
-    [(True, "cuda_ipc", "1", True), (False, "cuda_ipc", "1", False), (True, "shm", "1", False),
-     (True, "cuda_ipc", "8", False)],
-)  # fmt: skip
-def test_what_hinders_a_launch_ahead_is_told_where_it_was_asked_for(
-    ahead: bool, kind: str, connections: str, told: bool, monkeypatch: pytest.MonkeyPatch
+    ("kind", "connections", "told"),
+    [("cuda_ipc", "1", True), ("shm", "1", False), ("cuda_ipc", "8", False)],
+)
+def test_what_hinders_a_launch_ahead_is_told(
+    kind: str, connections: str, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
     transport: Any = SimpleNamespace(links=lambda: [SimpleNamespace(kind=kind)])
-    reason = opening.why_not_ahead(DppConfig(launch_ahead=ahead), transport)
+    reason = opening.why_not_ahead(transport)
     assert (reason is not None) is told
 
 
@@ -316,10 +319,9 @@ def test_replicas_include_the_context_ranks_of_megatrons_own_groups(
     def default(with_context_parallel: bool = False) -> str:
         return "with context" if with_context_parallel else "without"
 
-    monkeypatch.setattr(stage_group.parallel_state, "get_tensor_and_data_parallel_group", default)
+    monkeypatch.setattr(groups.parallel_state, "get_tensor_and_data_parallel_group", default)
     for given, expected in (({}, "with context"), ({"tp_dp_cp": "the call's"}, "the call's")):
-        call: Any = SimpleNamespace(pg_collection=SimpleNamespace(**given))
-        assert stage_group._all_replicas(call) == expected
+        assert groups.group_of(SimpleNamespace(**given), "tp_dp_cp") == expected
 
 
 def test_groups_in_a_chain_are_joined_to_its_end() -> None:

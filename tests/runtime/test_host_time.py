@@ -6,7 +6,6 @@ import re
 
 import pytest
 
-from megatron.dpp.errors import render
 from megatron.dpp.runtime.host_time import allocator_lines, host_lines
 
 
@@ -25,7 +24,7 @@ def test_a_launch_bound_run_is_told_what_helps(
 ) -> None:
     """Graphs are named only where they can be captured."""
     given = host_lines(42.4, launching, replayed=replayed, can_replay=can_replay)
-    lines = list(map(render, given))
+    lines = list(given)
     assert len(lines) == len(found)
     for line, expected in zip(lines, found, strict=True):
         assert re.search(expected, line), line
@@ -33,5 +32,5 @@ def test_a_launch_bound_run_is_told_what_helps(
 
 def test_a_full_device_is_told_with_what_takes_less_memory() -> None:
     assert not allocator_lines(0, 4)
-    (line,) = map(render, allocator_lines(3, 4))
+    (line,) = allocator_lines(3, 4)
     assert "again 3 times in 4 steps" in line and re.search("activation.cap.*static", line)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.dpp.runtime.agreement import Decider, decider_for
-from megatron.dpp.runtime.executor import Executor
+from megatron.dpp.runtime.executor import Executor, Iteration
 from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler, View
@@ -50,9 +50,14 @@ def test_an_iteration_of_a_neighbour_that_is_ahead_waits_for_its_turn() -> None:
         decider = decider_for(scheduler, links.channels.receiving, None)
         decider.start(links.consumed)
         Executor(
-            runner=runner, decider=decider, links=links, recorder=NullRecorder(), timer=HostTimer(),
-            injector=None, split_backward=False, iteration=iteration, timeout=5.0,
-        ).run()  # fmt: skip
+            runner=runner,
+            decider=decider,
+            links=links,
+            recorder=NullRecorder(),
+            timer=HostTimer(),
+            injector=None,
+            iteration=Iteration(split_backward=False, number=iteration, timeout=5.0),
+        ).run()
         links.consume(GEOMETRY)
         for microbatch in range(2):
             assert runner.results["F", 0, microbatch] == 2 * (10 * iteration + microbatch) + 1

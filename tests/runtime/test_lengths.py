@@ -12,7 +12,7 @@ import torch
 from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.core.boundary import Tokens
 from megatron.dpp.runtime.decisions import Decisions
-from megatron.dpp.runtime.executor import Executor
+from megatron.dpp.runtime.executor import Iteration
 from megatron.dpp.runtime.mail import Tensors
 from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.schedule import Geometry, Scheduler
@@ -46,9 +46,9 @@ def schedulers(monkeypatch: pytest.MonkeyPatch) -> list[Scheduler]:
         made.append(Scheduler(*given, largest=LONGEST, **options))
         return made[-1]
 
-    executor = partial(Executor, count_tokens=torch.Tensor.numel)
+    iteration = partial(Iteration, count_tokens=torch.Tensor.numel)
     monkeypatch.setattr(pipelines, "Scheduler", scheduler)
-    monkeypatch.setattr(pipelines, "Executor", executor)
+    monkeypatch.setattr(pipelines, "Iteration", iteration)
     monkeypatch.setattr(pipelines, "Arithmetic", Drawn)
     return made
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.config import GRAPHS_PAY_FROM, DppConfig
-from megatron.dpp.errors import render
+from megatron.dpp.config import LAUNCH_BOUND_FROM, DppConfig
 from megatron.dpp.runtime.own_schedule import OwnSchedule
 
 ALONE = SimpleNamespace(size=lambda: 1)
@@ -46,7 +45,7 @@ def chosen(
     microbatches as ``theirs``.
     """
     said: list[str] = []
-    own = OwnSchedule(DppConfig(**config), lambda line: said.append(render(line)))
+    own = OwnSchedule(DppConfig(**config), said.append)
     others = torch.tensor([other, theirs, -theirs], dtype=torch.float64)
     monkeypatch.setattr(
         torch.distributed, "all_reduce", lambda own, op, group: own.copy_(own.minimum(others))
@@ -107,7 +106,7 @@ def test_what_is_asked_for_stays(monkeypatch: pytest.MonkeyPatch, asked: dict[st
 def test_a_step_that_it_cannot_run_as_well_stays_ours(
     monkeypatch: pytest.MonkeyPatch, call: dict[str, Any], runs: bool
 ) -> None:
-    own, _ = chosen(monkeypatch, GRAPHS_PAY_FROM, chunks=call.get("chunks", 2))
+    own, _ = chosen(monkeypatch, LAUNCH_BOUND_FROM, chunks=call.get("chunks", 2))
     assert own.runs(call_of(**call), {}) is runs
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.core.wgrad import linear
+from megatron.dpp.core.wgrad import product
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.own_way import places, why_eager
 from megatron.dpp.errors import ConfigError
@@ -17,8 +17,7 @@ from tests.runtime.test_weight_gradients import Chunk, Linear, inputs
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
-    monkeypatch.setattr(linear, "ColumnParallelLinear", Linear)
-    monkeypatch.setattr(linear, "RowParallelLinear", Linear)
+    monkeypatch.setattr(product, "KINDS", (Linear,))
 
 
 @pytest.mark.parametrize("changed", ["input", "gradient"])

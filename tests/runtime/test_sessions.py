@@ -68,7 +68,7 @@ class Opened:
         transport.close = lambda: self.closed.append("links")
         return transport
 
-    def _timer(self, config: DppConfig, *, follow: bool) -> HostTimer:
+    def _timer(self, *, follow: bool) -> HostTimer:
         self.follow.append(follow)
         timer = HostTimer()
         timer.injected_seconds = 1.5

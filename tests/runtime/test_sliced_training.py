@@ -72,7 +72,6 @@ def test_two_ranks_in_further_slices() -> None:
             **PACKED,
         ),
         case("rows of a host, full", 2, 4, LATE_RUN, rows="host", recompute="full", **PACKED),
-        case("rows of a host, auto", 2, 4, {}, rows="auto", per_token=True, **PACKED),
         case("dropout", 2, 3, LATE_RUN, slices=4, dropout=0.1),
         case("experts", 2, 3, LATE_RUN, slices=4, model=EXPERTS | {"moe_aux_loss_coeff": 0.0}),
         case("balanced experts", 2, 3, LATE_RUN, slices=4, model=EXPERTS, balances=True),

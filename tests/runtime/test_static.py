@@ -14,11 +14,11 @@ import torch
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core.boundary import Boundaries
-from megatron.dpp.core.static import Step
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector, Task
 from megatron.dpp.runtime import static
 from megatron.dpp.runtime.static import StaticSchedule
+from megatron.dpp.runtime.static_exchange import Step
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.transport.base import Direction, Message
 
@@ -33,10 +33,6 @@ class Around:
     """A call whose surroundings are noted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> None:
-        self.config = SimpleNamespace(
-            delay_wgrad_compute=False, overlap_moe_expert_parallel_comm=False
-        )
-        self.told: list[str] = []
         self.given: list[dict[str, Any]] = []
         self.model = torch.nn.Identity()
         patch = monkeypatch.setattr
@@ -44,9 +40,7 @@ class Around:
         self._after: list[Any] = []
         patch(static, "pipeline_of", lambda *_: self.topology)
         patch(static, "around_steps", lambda _, after: nullcontext(self._after.append(after)))
-        patch(static, "get_model_config", lambda _: self.config)
         patch(static, "static_schedule", lambda original, keywords: self._run)
-        patch(static, "refuse_delayed", lambda chunks, why: self.told.append(why))
         patch(static, "TaskRng", self._rng)
         patch("megatron.dpp.runtime.base.needs_task_rng", lambda *_, **__: False)
 
@@ -93,19 +87,6 @@ def test_each_call_has_a_number_and_random_states_of_its_own(
     assert functions == [f"user's{each}" for each in seeded]
     assert asked == [False, True, False] * own_states and own.iteration == 7
     assert own.injected_seconds == 0.0
-
-
-@pytest.mark.parametrize(
-    ("delays", "overlaps", "refused"), [(True, False, 1), (True, True, 0), (False, False, 0)]
-)
-def test_delayed_weight_gradients_are_refused_unless_megatron_core_runs_them(
-    monkeypatch: pytest.MonkeyPatch, delays: bool, overlaps: bool, refused: int
-) -> None:
-    around, own = Around(monkeypatch), schedule_of()
-    around.config.delay_wgrad_compute = delays
-    around.config.overlap_moe_expert_parallel_comm = overlaps
-    around.call(own)
-    assert around.told == ["a static schedule runs no W tasks"] * refused
 
 
 class Links:
@@ -204,7 +185,7 @@ class Timer:
         self.asked: list[bool] = []
         monkeypatch.setattr(static, "timer_for", self._for)
 
-    def _for(self, config: DppConfig, *, follow: bool) -> Timer:
+    def _for(self, *, follow: bool) -> Timer:
         self.asked.append(follow)
         return self
 

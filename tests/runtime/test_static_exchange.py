@@ -11,14 +11,14 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
 from megatron.dpp.core import compat
-from megatron.dpp.core.static import (
+from megatron.dpp.errors import PeerDead, TransferTimeout
+from megatron.dpp.runtime.static_exchange import (
     ChannelExchange,
     around_steps,
     over_channels,
     ring_channels,
     traced,
 )
-from megatron.dpp.errors import PeerDead, TransferTimeout
 from megatron.dpp.transport.base import Direction
 from megatron.dpp.transport.fake import FakeNetwork
 

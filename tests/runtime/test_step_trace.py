@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +82,24 @@ def test_the_trace_is_opened_once_with_the_coordinates_of_the_rank(opened: list[
     folder = "here/data-5-pipeline-4-tensor-3-dpp"
     assert said == [f"trace: {folder} (megatron-dpp report {folder})"]
     assert one.told == [0, "end", 1, "end"]
+
+
+def test_context_parallel_ranks_of_a_stage_have_files_of_their_own(opened: list[Opened]) -> None:
+    for data, context in itertools.product(range(2), range(2)):
+        groups = SimpleNamespace(
+            dp_cp=Group(2 * data + context, 4), dp=Group(data, 2), cp=Group(context, 2),
+            pp=Group(0, 1), tp=Group(0, 1),
+        )  # fmt: skip
+        assert recorded(StepTrace(HostTrace(), lambda line: None), 0, pg_collection=groups)
+    layouts = [one.given["layout"] for one in opened]
+    assert [layout.place for layout in layouts] == [
+        (data, 0, 0, context) for data, context in itertools.product(range(2), range(2))
+    ]
+    assert len({layout.path("here") for layout in layouts}) == 4
+    assert layouts[3].file_name() == "benchmark-data-1-pipeline-0-tensor-0-context-1.json"
+    assert {layout.directory_name() for layout in layouts} == {
+        "data-2-pipeline-1-tensor-1-context-2-pp"
+    }
 
 
 def test_a_run_without_chosen_iterations_records_all_on_its_own_device(

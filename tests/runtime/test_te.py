@@ -1,28 +1,19 @@
-"""Transformer Engine's delayed weight gradients as W tasks, over a stand-in for the package."""
+"""Weight gradients of Transformer Engine's layers as W tasks, over a stand-in for the package."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import weakref
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import megatron.core.utils
 import pytest
 import torch
-from packaging.version import Version
 
-from megatron.dpp.core.wgrad.te import (
-    DelayedModules,
-    _has_trained_weight,
-    adding,
-    delay_weight_gradients,
-    is_delayed,
-    refuse_delayed,
-    why_fused,
-)
+from megatron.dpp.core.wgrad import accumulate, te_layer
+from megatron.dpp.core.wgrad.te_layer import TELayer, adding, refuse_delayed
 from megatron.dpp.errors import ConfigError
 from tests.runtime import te_double
 from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, UNLIKE, case
@@ -39,29 +30,21 @@ def graphed(**more: Any) -> list[dict[str, Any]]:
             {"inject": LATE, **graphs}]  # fmt: skip
 
 
-BOTH = [SPLIT, SPLIT | {"as_built": True}]
-"""Layers that are built to delay their weight gradients, and layers as a host builds them."""
 LAYERS: list[dict[str, Any]] = [
     {"name": "v2", "p": 2, "v": 2, "m": 6, "layers": 4,
-     "runs": [run | {"as_built": built} for built in (False, True)
-              for run in (SPLIT, {"policy": "breadth-first", "activation_cap": "8p",
-                                  "inject": LATE})]},
-    {"name": "overlap", "p": 2, "v": 2, "m": 4, "overlap": True, "runs": BOTH,
+     "runs": [SPLIT, {"policy": "breadth-first", "activation_cap": "8p", "inject": LATE}]},
+    {"name": "overlap", "p": 2, "v": 2, "m": 4, "overlap": True, "runs": [SPLIT],
      "fused_wgrad": True, "distributed_optimizer": True},
-    {"name": "frozen", "p": 2, "m": 4, "runs": BOTH, "layers": 4, "untied": True,
+    {"name": "frozen", "p": 2, "m": 4, "runs": [SPLIT], "layers": 4, "untied": True,
      "frozen": ["linear_qkv"]},
-    # A captured W puts the entry of a module that delays back.
     {"name": "graphs", "p": 2, "v": 2, "m": 4, "fused_wgrad": True, "overlap": True,
-     "runs": [*graphed(), graphed()[-1] | {"as_built": True}], "layers": 4, "iterations": 4},
-    {"name": "main_grad", "p": 2, "v": 2, "m": 4, "fused_wgrad": True, "runs": [FUSED, *BOTH]},
-    {"name": "recompute", "p": 2, "m": 4, "runs": BOTH[:1], "recompute": "selective"},
-    {"name": "as built, bf16", "p": 2, "m": 4, "runs": BOTH[1:], "fused_wgrad": True,
-     "bf16": True},
-    {"name": "as built, no main_grad", "p": 2, "v": 2, "m": 4, "runs": BOTH[1:], "overlap": True},
-    {"name": "as built, recompute", "p": 2, "m": 4, "runs": BOTH[1:], "recompute": "full"},
+     "runs": graphed(), "layers": 4, "iterations": 4},
+    {"name": "main_grad", "p": 2, "v": 2, "m": 4, "fused_wgrad": True, "runs": [FUSED, SPLIT]},
+    {"name": "bf16", "p": 2, "m": 4, "runs": [SPLIT], "fused_wgrad": True, "bf16": True},
+    {"name": "no main_grad", "p": 2, "v": 2, "m": 4, "runs": [SPLIT], "overlap": True},
+    {"name": "recompute", "p": 2, "m": 4, "runs": [SPLIT], "recompute": "full"},
 ]  # fmt: skip
-"""The ranks start once: their imports take longer than the cases. Both kinds of layers share the
-static schedule's runs."""
+"""The ranks start once: their imports take longer than the cases."""
 
 
 def run(cases: list[dict[str, Any]]) -> str:
@@ -74,17 +57,7 @@ def check(cases: list[dict[str, Any]], output: str) -> None:
 
 
 def test_equal_to_the_static_schedule_bit_by_bit() -> None:
-    """Some B run before the W of earlier microbatches, so the queues must keep their order."""
     check(LAYERS, run(LAYERS))
-
-
-@pytest.mark.slow
-def test_one_chunk_is_equal_to_the_static_schedule_bit_by_bit() -> None:
-    cases: list[dict[str, Any]] = [
-        {"name": "v1", "p": 2, "m": 5, "runs": [FUSED, SPLIT], "layers": 4},
-        {"name": "graphs", "p": 2, "m": 5, "runs": graphed(), "layers": 4, "iterations": 4},
-    ]
-    check(cases, run(cases))
 
 
 STRICT = {"policy": "breadth-first", "activation_cap": "8p", "inject": LATE}
@@ -134,24 +107,16 @@ PACKAGE: dict[str, tuple[int, list[dict[str, Any]]]] = {
 """Name -> ranks and cases. Each name is a start of its ranks."""
 
 
-BUILT = ("fp32", "bf16", "graphs", "packed", "experts", "expert parallel")
-"""Those whose layers are also run as a host builds them."""
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(
     importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
 )
-@pytest.mark.parametrize(
-    ("name", "built"), [*((name, False) for name in PACKAGE), *((name, True) for name in BUILT)]
-)
-def test_the_package_itself_is_equal_to_the_static_schedule_bit_by_bit(
-    name: str, built: bool
-) -> None:
-    """Also with layers as a host builds them."""
+@pytest.mark.parametrize("name", PACKAGE)
+def test_the_package_itself_is_equal_to_the_static_schedule_bit_by_bit(name: str) -> None:
     num_ranks, cases = PACKAGE[name]
-    told = json.dumps([one | {"as_built": built} for one in cases])
-    output = run_ranks(WORKER, num_ranks, [told], timeout=150, place=shared_gpus, fresh=True)
+    output = run_ranks(
+        WORKER, num_ranks, [json.dumps(cases)], timeout=150, place=shared_gpus, fresh=True
+    )
     check(cases, output)
     print("\n".join(line for line in output.splitlines() if line.startswith(("CASE", "LAYERS"))))
 
@@ -173,22 +138,6 @@ def backward(layer: Any, value: float) -> None:
     (output * output).sum().backward()
 
 
-def with_hooks(layer: Any) -> Any:
-    """Adds DistributedDataParallel's hooks: each gradient is added to main_grad."""
-
-    def hook_of(parameter: Any) -> Any:
-        def hook() -> None:
-            parameter.main_grad += parameter.grad
-            parameter.grad = None
-
-        return hook
-
-    for parameter in layer.fc.parameters():
-        parameter.main_grad = torch.zeros_like(parameter)
-        layer.fc.register_wgrad_accumulation_and_reduce_hooks(hook_of(parameter))
-    return SimpleNamespace(ddp_config=SimpleNamespace(delay_wgrad_compute=True))
-
-
 def test_nothing_that_is_captured_overwrites_main_grad() -> None:
     """A graph captured in the first microbatch is replayed in all of them."""
     first, later = SimpleNamespace(is_first_microbatch=True), SimpleNamespace()
@@ -198,203 +147,121 @@ def test_nothing_that_is_captured_overwrites_main_grad() -> None:
     assert not hasattr(later, "is_first_microbatch")
 
 
-@pytest.mark.parametrize("return_bias", [False, True])
-def test_every_gradient_waits_for_its_own_microbatch(return_bias: bool) -> None:
-    """A bias added outside the module has its gradient before its turn."""
-    now, later = (layer_of(te_double, return_bias, delay) for delay in (False, True))
-    delayed = DelayedModules(later, [later], with_hooks(later))
-    for _ in range(2):
-        delayed.restart()
-        for microbatch in range(2):
-            backward(now, 1.0 + microbatch)
-            backward(later, 1.0 + microbatch)
-            delayed.after_backward(microbatch)
-        assert delayed.num_bytes() == 2 * 8 * (2 * 4 + 2 * 3)
-        with pytest.raises(AssertionError, match="where the queue has 0"):
-            delayed.run(0, 1)
-        for microbatch in range(2):
-            delayed.run(0, microbatch)
-        delayed.check_empty()
-    for one, other in zip(now.parameters(), later.parameters(), strict=True):
-        assert torch.equal(one.grad, other.main_grad)
-
-
-def test_a_module_outside_of_the_layers_computes_its_gradient_after_a_backward() -> None:
-    """A backward that does not come to it has left nothing there."""
-    layer, head = (layer_of(te_double, return_bias=False, delay=True) for _ in range(2))
-    chunk = torch.nn.ModuleList([layer, head])
-    with_hooks(head)
-    delayed = DelayedModules(chunk, [layer], with_hooks(layer))
-    backward(layer, 1.0)
-    delayed.after_backward(0)
-    assert not head.fc.weight.main_grad.any()
-    backward(layer, 1.0)
-    backward(head, 1.0)
-    delayed.after_backward(1)
-    once = head.fc.weight.main_grad
-    assert once.any() and not layer.fc.weight.main_grad.any()
-    assert not delayed.knows(head.fc.weight) and delayed.knows(layer.fc.weight)
-    for microbatch in range(2):
-        delayed.run(0, microbatch)
-    assert torch.equal(layer.fc.weight.main_grad, 2 * once)
-
-
-def test_a_captured_entry_is_the_newest_and_is_computed_before_those_that_wait() -> None:
-    """Graphs are captured while eager microbatches wait for their W."""
-    layer, alone = (layer_of(te_double, return_bias=True, delay=True) for _ in range(2))
-    delayed, expected = (DelayedModules(each, [each], with_hooks(each)) for each in (layer, alone))
-    parameters = list(layer.fc.parameters())
-    backward(layer, 1.0)
-    delayed.after_backward(0)
-    backward(layer, 2.0)  # captured
-    ((number, entry),) = delayed.take({parameter: parameter.grad for parameter in parameters})
-    layer.zero_grad()
-    entry.compute()
-    backward(alone, 2.0)
-    expected.after_backward(0)
-    expected.run(0, 0)
-    assert number == 0 and entry.num_bytes() == 0
-    for one, other in zip(layer.parameters(), alone.parameters(), strict=True):
-        assert torch.equal(one.main_grad, other.main_grad)
-    delayed.run(0, 0)
-    backward(alone, 1.0)
-    expected.after_backward(1)
-    expected.run(0, 1)
-    delayed.check_empty()
-    for one, other in zip(layer.parameters(), alone.parameters(), strict=True):
-        assert torch.equal(one.main_grad, other.main_grad)
-
-
-def test_a_module_that_was_built_without_the_delay_is_left_alone() -> None:
+def test_modules_that_delay_by_themselves_are_refused() -> None:
     layer = layer_of(te_double, return_bias=False, delay=False)
-    delayed = DelayedModules(layer, [layer], None)
-    assert not delayed and not is_delayed(layer.fc)
-    delayed.after_backward(0)
-    refuse_delayed([layer], "no W")
-    with pytest.raises(ConfigError, match=r"chunk 1: .* would be lost: no W"):
-        refuse_delayed([layer, layer_of(te_double, return_bias=False, delay=True)], "no W")
+    refuse_delayed([layer])
+    with pytest.raises(ConfigError, match=r"chunk 1: .* would be lost"):
+        refuse_delayed([layer, layer_of(te_double, return_bias=False, delay=True)])
 
 
-def test_memory_that_a_weight_has_yet_to_get_is_not_kept() -> None:
-    """A grouped layer leaves it in ``grad``, without numbers."""
-    layer = layer_of(te_double, return_bias=False, delay=True)
-    delayed = DelayedModules(layer, [layer], with_hooks(layer))
-    backward(layer, 1.0)
-    layer.fc.weight.grad = torch.full_like(layer.fc.weight, torch.nan)
-    left = weakref.ref(layer.fc.weight.grad)
-    delayed.after_backward(0)
-    assert left() is None
-    delayed.run(0, 0)
-    assert layer.fc.weight.main_grad.isfinite().all()
+def built(double: Any, *, fused: bool = False, return_bias: bool = False) -> tuple[Any, Any, Any]:
+    """A layer as a host builds it, all that its W adds to, and what waits for a W."""
+    layer = layer_of(double, return_bias, delay=False)
+    layer.fc.fuse_wgrad_accumulation = fused
+    for parameter in layer.fc.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+        parameter.grad_added_to_main_grad = False
+    waiting: list[Any] = []
+    taken: Any = TELayer(0, "fc", layer.fc, store_of(add, waiting), waiting.append)
+    return layer, taken, waiting
 
 
-def test_a_backward_out_of_order_is_our_own_error() -> None:
-    layer = layer_of(te_double, False, True)
-    delayed = DelayedModules(layer, [layer], with_hooks(layer))
-    with pytest.raises(AssertionError, match="microbatch 1 where 0 was due"):
-        delayed.after_backward(1)
-    backward(layer, 1.0)
-    with pytest.raises(AssertionError, match="1 delayed weight gradients were not computed"):
-        delayed.check_empty()
+def store_of(add: Any, waiting: list[Any]) -> Any:
+    return SimpleNamespace(add=add, defer=lambda piece, work: waiting.append(work))
 
 
-def test_gradient_buffers_must_know_of_the_delay() -> None:
-    unaware = SimpleNamespace(ddp_config=SimpleNamespace(delay_wgrad_compute=False))
-    layer = layer_of(te_double, False, True)
-    for ddp in (None, unaware):
-        with pytest.raises(ConfigError, match="whose DistributedDataParallelConfig has it as well"):
-            DelayedModules(layer, [layer], ddp)
+def add(parameter: Any, given: list[torch.Tensor]) -> None:
+    if given:
+        parameter.main_grad += given[0]
+    else:
+        parameter.grad_added_to_main_grad = True
 
 
-def test_without_transformer_engine_the_reason_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert why_fused(SimpleNamespace()) == "Transformer Engine is not installed"
-
-
-@pytest.mark.parametrize(
-    ("version", "cases"),
-    [
-        ("2.6.0", [({}, "Transformer Engine 2.6.0 is too old: 2.7.0 or newer is needed")]),
-        (
-            "2.8.0",
-            [
-                ({"fp8": "hybrid"}, "8- and 4-bit layers"),
-                ({"fp4": "nvfp4"}, "8- and 4-bit layers"),
-                ({"cpu_offloading": True}, "activations are offloaded"),
-                ({"fine_grained_activation_offloading": True}, "activations are offloaded"),
-                ({"tp_comm_overlap": True}, "tp_comm_overlap"),
-                ({"moe_shared_expert_overlap": True}, "moe_shared_expert_overlap"),
-                ({"use_cpu_initialization": True}, "use_cpu_initialization"),
-                ({"num_moe_experts": 4}, "None"),
-                ({}, "None"),
-            ],
-        ),
-    ],
-)
-def test_what_stays_fused(
-    version: str, cases: list[tuple[dict[str, Any], str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(megatron.core.utils, "get_te_version", lambda: Version(version))
-    names = ("fp8", "fp4", "tp_comm_overlap", "moe_shared_expert_overlap", "cpu_offloading",
-             "fine_grained_activation_offloading", "use_cpu_initialization")  # fmt: skip
-    for values, reason in cases:
-        config = SimpleNamespace(**dict.fromkeys(names), delay_wgrad_compute=False)
-        vars(config).update(values)
-        assert reason in str(delay_weight_gradients(config))
-        assert config.delay_wgrad_compute is (reason == "None")
-
-
-def test_a_frozen_weight_with_a_trained_bias_is_refused() -> None:
-    layer = layer_of(te_double, return_bias=False, delay=True)
-    layer.fc.weight.requires_grad_(False)
-    with pytest.raises(ConfigError, match="would lose the bias's gradient"):
-        DelayedModules(layer, [layer], with_hooks(layer))
-    layer.fc.bias.requires_grad_(False)
-    assert not DelayedModules(layer, [layer], with_hooks(layer))
-
-
-class Layer(torch.nn.Module):
-    """Parameters of 1 (a bias) or 2 dimensions; with ``delayed`` they skip the backward's hook."""
-
-    def __init__(self, **parameters: tuple[int, bool, bool]) -> None:
-        super().__init__()
-        for name, (dimensions, trained, delayed) in parameters.items():
-            made = torch.nn.Parameter(torch.zeros([1] * dimensions), requires_grad=trained)
-            if delayed:
-                made.skip_backward_post_hook = True  # type: ignore[attr-defined]
-            self.register_parameter(name, made)
-
-
-def test_only_a_weight_that_is_trained_and_delayed_is_put_into_a_queue() -> None:
-    assert _has_trained_weight(Layer(weight=(2, True, True)))
-    assert _has_trained_weight(Layer(weight=(2, True, True), bias=(1, True, True)))
-    assert _has_trained_weight(Layer(weight=(2, True, True), bias=(1, False, True)))
-    assert not _has_trained_weight(Layer(weight=(2, False, True), bias=(1, False, True)))
-    assert not _has_trained_weight(Layer(weight=(2, True, False), norm=(1, True, False)))
-    assert not _has_trained_weight(Layer(weight=(2, False, True), norm=(1, True, False)))
-    outer = Layer(norm=(1, True, False))
-    outer.inner = Layer(weight=(2, True, True))
-    assert not _has_trained_weight(outer), "its layers have queues of their own"
-    with pytest.raises(ConfigError, match="a Layer of Transformer Engine with a frozen weight"):
-        _has_trained_weight(Layer(weight=(2, False, True), bias=(1, True, True)))
-
-
-def test_a_replayed_backward_leaves_its_weights_to_its_graph() -> None:
-    """It puts nothing into the queues. The next iteration may run the same microbatch eagerly."""
-    layer = layer_of(te_double, return_bias=False, delay=True)
-    delayed = DelayedModules(layer, [layer], with_hooks(layer))
-    backward(layer, 1.0)
-    delayed.after_backward(0)
-    delayed.after_backward(1)  # replayed
-    delayed.run(0, 0)
-    once = layer.fc.weight.main_grad.clone()
-    delayed.run(0, 1)
-    assert torch.equal(layer.fc.weight.main_grad, once)
-    delayed.restart()
-    for microbatch in range(2):
+@pytest.mark.parametrize("return_bias", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_hosts_hooks_do_not_run_within_b(fused: bool, return_bias: bool) -> None:
+    """They would find no gradient, which DDP's refuse where reductions overlap."""
+    layer, taken, waiting = built(te_double, fused=fused, return_bias=return_bias)
+    now = layer_of(te_double, return_bias, delay=False)
+    early: list[str] = []
+    for name, parameter in layer.fc.named_parameters():
+        accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        accumulator.register_hook(lambda *_, name=name: early.append(name))
+        parameter.keeps = accumulator
+    with taken.bound():
         backward(layer, 1.0)
-        delayed.after_backward(microbatch)
-        delayed.run(0, microbatch)
-    delayed.check_empty()
-    assert torch.equal(layer.fc.weight.main_grad, 3 * once)
+    backward(now, 1.0)
+    assert early == (["bias"] if return_bias else [])  # one added outside of the product stays
+    (work,) = waiting
+    assert work.touches(layer.fc.weight) and not layer.fc.weight.main_grad.any()
+    assert work.num_bytes() == 8 * (2 * 4 + 2 * 3)
+    work.compute()
+    for name, parameter in layer.fc.named_parameters():
+        found = parameter.main_grad if parameter.grad is None else parameter.grad
+        assert torch.equal(found, getattr(now.fc, name).grad)
+    assert "forward" not in vars(layer.fc) and layer.fc.weight.is_leaf
+
+
+def test_a_bias_gradient_in_the_dtype_of_main_grad_is_cast_as_by_autograd() -> None:
+    """A product that adds to fp32 gives the gradient of a bf16 bias in fp32, too."""
+    layer = layer_of(te_double, return_bias=False, delay=False).to(torch.bfloat16)
+    layer.fc.fuse_wgrad_accumulation = True
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    waiting: list[Any] = []
+    taken: Any = TELayer(0, "fc", layer.fc, store_of(accumulate.add, waiting), waiting.append)
+    given = torch.full((2, 4), 1.5, dtype=torch.bfloat16, requires_grad=True)
+    with taken.bound():
+        layer.fc(given).square().sum().backward()
+    waiting[0].compute()
+    deferred = layer.fc.bias.grad
+    layer.zero_grad()
+    layer.fc(given).square().sum().backward()
+    assert deferred.any() and torch.equal(deferred, layer.fc.bias.grad)
+
+
+def test_a_layer_that_ran_twice_adds_both_products_as_autograd_does() -> None:
+    layer, taken, waiting = built(te_double)
+    now = layer_of(te_double, return_bias=False, delay=False)
+    with taken.bound():
+        inputs = [torch.full((2, 4), v, dtype=torch.float64, requires_grad=True) for v in (1.0, 3)]
+        for each in (layer, now):
+            sum(each.fc(given).square().sum() for given in inputs).backward()
+    first, second = waiting
+    first.task = second.task = 1
+    assert first.join(second)
+    first.compute()
+    assert torch.equal(layer.fc.weight.main_grad, now.fc.weight.grad)
+    assert torch.equal(layer.fc.bias.main_grad, now.fc.bias.grad)
+
+
+def test_what_a_host_changed_goes_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers that a host built without the delay."""
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", te_double)
+    monkeypatch.setattr(te_layer, "is_te_min_version", lambda version: True)
+
+    def why(change: Any = lambda layer: None, uses: int = 1) -> str | None:
+        layer = layer_of(te_double, return_bias=False, delay=False).fc
+        change(layer)
+        return te_layer.why_layer(layer, lambda weight: uses)
+
+    def subclassed(layer: Any) -> None:
+        layer.__class__ = type("Quantised", (te_double.Linear,), {"forward": lambda self, x: x})
+
+    assert why() is None
+    assert why(subclassed) == "its class is Quantised"
+    assert why(lambda layer: setattr(layer, "forward", print)) == "its forward was replaced"
+    assert why(uses=2) == "its weight is tied"
+    assert why(lambda layer: layer.weight.register_hook(lambda g: g)) == "its weight has hooks"
+    overlapped = why(lambda layer: setattr(layer, "ub_bulk_wgrad", True))
+    assert overlapped is not None and "tp_comm_overlap" in overlapped
+    parts = why(lambda layer: setattr(layer, "weight_names", ["query_weight", "key_weight"]))
+    assert parts == "its weight is a part of another"
+    offloads = SimpleNamespace(cpu_offloading=True)
+    assert why(lambda layer: setattr(layer, "config", offloads)) == "activations are offloaded"
+    narrow = SimpleNamespace(fp8="hybrid")
+    narrow_reason = why(lambda layer: setattr(layer, "config", narrow))
+    assert narrow_reason == "it is faster there in 8 bit, and was not timed in 4"
+    monkeypatch.setattr(te_layer, "is_te_min_version", lambda version: False)
+    monkeypatch.setattr(te_layer, "get_te_version", lambda: "2.3.0")
+    assert why() == "Transformer Engine 2.3.0 is older than 2.7.0"

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.config import DppConfig
 from megatron.dpp.runtime.timer import DeviceTimer, HostTimer, timer_for
 
 KEY, OTHER = ("F", 0), ("B", 0)
@@ -195,15 +194,11 @@ def test_a_host_sleeps_for_the_delay_and_does_not_learn_it(device: Device) -> No
     assert timer.pause() == timer.launch_share([0]) == 0.0 and not timer.waiting()
 
 
-@pytest.mark.parametrize(("given", "seconds"), [(-1.0, None), (0.0, 0.0), (2.5, 0.0025)])
-def test_a_lookahead_is_given_in_milliseconds(
-    monkeypatch: pytest.MonkeyPatch, given: float, seconds: float | None
-) -> None:
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_gpu_has_a_timer_of_its_own(monkeypatch: pytest.MonkeyPatch, follow: bool) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for follow in (False, True):
-        timer = timer_for(DppConfig(lookahead=given), follow=follow)
-        assert isinstance(timer, DeviceTimer)
-        assert timer.follow is follow and timer.lookahead == seconds
+    timer = timer_for(follow=follow)
+    assert isinstance(timer, DeviceTimer) and timer.follow is follow
 
 
 def test_growth_is_forgotten_slowly(device: Device) -> None:

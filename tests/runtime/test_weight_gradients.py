@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.core.wgrad import linear, product
+from megatron.dpp.core.wgrad import accumulate, product
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.product import gather_buffers
 from megatron.dpp.errors import ConfigError
@@ -55,8 +55,7 @@ class Chunk(torch.nn.Module):
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
-    monkeypatch.setattr(linear, "ColumnParallelLinear", Linear)
-    monkeypatch.setattr(linear, "RowParallelLinear", Linear)
+    monkeypatch.setattr(product, "KINDS", (Linear,))
 
 
 def inputs(number: int) -> list[torch.Tensor]:
@@ -73,7 +72,7 @@ def test_weights_wait_for_their_w_and_get_what_a_fused_backward_gives() -> None:
     grads = [p.grad for p in chunk.parameters()]
     chunk.zero_grad()
     store = WeightGradients([chunk])
-    assert store.num_pieces == (3,) and store.delayed_by_modules(0) is None
+    assert store.num_pieces == (3,)
     held: list[int] = []
     with store.bound():
         outputs = [chunk(value).square().sum() for value in given]
@@ -130,6 +129,40 @@ def test_outside_of_a_collection_the_weight_gradient_is_computed_at_once() -> No
     assert chunk.decoder.layers[0].weight.grad is not None and store.held_bytes == 0  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("way", ["grad", "backward"])
+def test_a_loss_that_asks_for_the_gradient_of_a_deferred_weight_is_refused(way: str) -> None:
+    """It would get None."""
+    chunk: Any = Chunk(Linear())
+    store, weight = WeightGradients([chunk]), chunk.decoder.layers[0].weight
+    (value,) = inputs(1)
+    with store.bound():
+        loss = chunk(value).sum()
+        assert torch.autograd.grad(loss, value, retain_graph=True)[0].any()
+        with pytest.raises(ConfigError, match=r"gradient of decoder.layers.0.weight, which is def"):
+            if way == "grad":
+                torch.autograd.grad(loss, weight, allow_unused=True)
+            else:
+                loss.backward(inputs=[weight])
+
+
+def test_a_pass_within_a_forward_adds_after_what_earlier_passes_have_deferred() -> None:
+    chunk: Any = Chunk(Linear())
+    said: list[str] = []
+    store, weight = WeightGradients([chunk], said.append), chunk.decoder.layers[0].weight
+    first, second = (chunk(value) for value in inputs(2))
+    with store.bound():
+        first, second = (chunk(value) for value in inputs(2))
+        with store.collect(0, 0):
+            first.sum().backward()
+        second.sum().backward()
+        added = weight.grad.clone()
+        store.run(0, 0, 0)
+    weight.grad = None
+    for value in inputs(2):
+        chunk(value).sum().backward()
+    assert torch.equal(added, weight.grad) and "a backward pass of its own" in said[0]
+
+
 def test_the_model_is_its_own_again_after_a_step_and_after_an_error() -> None:
     chunk = Chunk(Linear())
     store = WeightGradients([chunk])
@@ -172,24 +205,27 @@ def test_a_product_of_another_dtype_is_the_layers_own() -> None:
     assert not deferred and chunk.decoder.layers[0].weight.grad is not None  # type: ignore[union-attr]
 
 
+def hooked(weight: Any, hook: Any) -> None:
+    """Hook the node that accumulates a gradient, as DistributedDataParallel does."""
+    weight.node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    weight.node.register_hook(hook)
+
+
 def test_a_fused_product_is_told_to_the_wrapper_after_it_was_added(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """DistributedDataParallel counts a weight by its hook, and reads no ``grad`` of it then."""
     told: list[str] = []
 
-    class Wrapper(Chunk):
-        def _make_backward_post_hook(self, weight: Any) -> Any:
-            return lambda: told.append(f"hook {list(weight.grad.shape)}")
-
     def add(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> None:
         assert weight.grad is None and total_input.shape == grad_output.shape == (3, 2)
         told.append("added")
 
-    monkeypatch.setattr(linear, "DistributedDataParallel", Wrapper)
     monkeypatch.setattr(product.fused_wgrad, "accumulate", add)
     monkeypatch.setattr(Linear, "gradient_accumulation_fusion", True)
-    chunk = Wrapper(Linear())
+    layer = Linear()
+    hooked(layer.weight, lambda *_: told.append(f"hook {list(layer.weight.grad.shape)}"))  # type: ignore[union-attr]
+    chunk: Any = Chunk(layer)
     store = WeightGradients([chunk])
     with store.bound():
         output = chunk(inputs(1)[0]).sum()
@@ -198,6 +234,7 @@ def test_a_fused_product_is_told_to_the_wrapper_after_it_was_added(
         assert not told
         store.run(0, 0, 0)
     assert told == ["added", "hook [2, 2]"]
+    assert layer.weight.grad_added_to_main_grad  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("frozen", ["weight", "absent"])
@@ -233,28 +270,27 @@ def test_wrappers_that_reduce_gradients_in_other_ways_are_refused() -> None:
         WeightGradients([chunk])
 
 
-def test_the_hook_of_the_wrapper_gets_each_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """DistributedDataParallel adds ``grad`` to ``main_grad`` and counts the parameter."""
+@pytest.mark.parametrize("own", [True, False])
+def test_gradients_are_added_as_autograd_does(own: bool) -> None:
+    """Into the ``grad`` that is there, and with the hooks of its node."""
     seen: list[Any] = []
+    weight: Any = Linear().weight
 
-    class Wrapper(Chunk):
-        def _make_backward_post_hook(self, weight: Any) -> Any:
-            def hook() -> None:
-                seen.append(weight.grad)
-                weight.grad = None
+    def hook(*_: Any) -> None:
+        seen.append(weight.grad.clone())
 
-            return hook
-
-    monkeypatch.setattr(linear, "DistributedDataParallel", Wrapper)
-    layer = Linear()
-    accumulate = linear.gradient_accumulator(layer.weight, Wrapper(layer))
+    hook.__module__ = "megatron.core.distributed" if own else __name__
+    hooked(weight, hook)
+    kept = []
     for value in (1.0, 2.0):
-        accumulate(torch.full((2, 2), value))
-    assert [grad[0, 0].item() for grad in seen] == [1.0, 2.0]
-    accumulate = linear.gradient_accumulator(layer.weight, Chunk(layer))
-    for value in (1.0, 2.0):
-        accumulate(torch.full((2, 2), value))
-    assert layer.weight.grad is not None and layer.weight.grad[0, 0].item() == 3.0
+        accumulate.add(weight, [torch.full((2, 2), value, dtype=torch.float64)])
+        kept.append(weight.grad)
+    assert [each[0, 0].item() for each in seen] == [1.0, 3.0]
+    assert kept[0] is kept[1] and kept[0].dtype == torch.float32
+    buffer = torch.ones(4)
+    weight.grad = buffer.view(2, 2)
+    accumulate.add(weight, [torch.ones(2, 2)])
+    assert buffer.tolist() == [2.0] * 4
 
 
 class Sums:
@@ -336,74 +372,7 @@ def test_gather_buffers_are_those_of_megatron_core(
     assert len(gather_buffers()) == (1 if there else 0)
 
 
-# Experts and modules that delay -------------------------------------------------------------------
-
-
-class Experts(torch.nn.Module):
-    """Grouped experts as the store sees them."""
-
-    def __init__(self, *linears: Any) -> None:
-        super().__init__()
-        self.linears, self.changed = linears, False
-
-    def are_as_built(self) -> bool:
-        return not self.changed
-
-
-def group(*weights: torch.Tensor) -> Any:
-    """One linear layer of experts with these weights."""
-    layers = [torch.nn.Module() for _ in weights]
-    for layer, weight in zip(layers, weights, strict=True):
-        layer.weight = weight if isinstance(weight, torch.nn.Parameter) else None  # type: ignore[assignment]
-    return SimpleNamespace(layers=layers, weights=list(weights), defer=None)
-
-
-@pytest.fixture
-def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "GroupedExperts", Experts)
-
-
-@pytest.mark.usefixtures("grouped")
-def test_experts_defer_for_one_step_alone() -> None:
-    one = group(torch.nn.Parameter(torch.zeros(2, 2)))
-    store = WeightGradients([Chunk(Experts(one))])
-    with store.bound():
-        assert one.defer.takes(one.weights)
-        assert not one.defer.takes([torch.zeros(2, 2)]), "another weight"
-        one.weights[0].register_hook(lambda gradient: None)
-        assert not one.defer.takes(one.weights), "a hook"
-    assert one.defer is None
-
-
-@pytest.mark.usefixtures("grouped")
-@pytest.mark.parametrize("why", ["frozen", "changed", "hooked"])
-def test_experts_that_cannot_defer_go_their_own_way(why: str) -> None:
-    one = group(*(torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(2)))
-    if why == "frozen":
-        one.weights[1].requires_grad_(False)
-    elif why == "hooked":
-        one.weights[1].register_hook(lambda gradient: None)
-    experts, said = Experts(one), list[str]()
-    experts.changed = why == "changed"
-    store = WeightGradients([Chunk(experts)], said.append)
-    assert store.num_pieces == (0,)
-    assert len(said) == (why != "frozen")
-    with store.bound():
-        assert one.defer is None
-
-
-@pytest.mark.usefixtures("grouped")
-def test_each_product_of_experts_defers_to_its_own_weights() -> None:
-    linears = [group(torch.nn.Parameter(torch.zeros(2, 2))) for _ in range(2)]
-    store = WeightGradients([Chunk(Experts(*linears))])
-    with store.bound():
-        with store.divert() as deferred:
-            for each in linears:
-                each.defer(torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(1))
-        first, second = deferred[0]
-    weights = [each.weights[0] for each in linears]
-    assert [first.touches(weight) for weight in weights] == [True, False]
-    assert [second.touches(weight) for weight in weights] == [False, True]
+# Collections -------------------------------------------------------------------
 
 
 def test_work_goes_to_the_innermost_collection_and_then_again_to_the_one_around_it() -> None:
@@ -414,60 +383,3 @@ def test_work_goes_to_the_innermost_collection_and_then_again_to_the_one_around_
             store.defer(0, waiting[0])
         store.defer(0, waiting[1])
     assert (inner, outer) == ({0: [waiting[0]]}, {0: [waiting[1]]})
-
-
-class Modules:
-    """Modules of a chunk that delay their weight gradients; they note what they are told."""
-
-    def __init__(self, chunk: Any, layers: Any, ddp: Any) -> None:
-        self.told: list[Any] = []
-
-    def is_like(self, other: Any) -> bool:
-        return True
-
-    def restart(self, order: Any) -> None:
-        self.told.append("restart")
-
-    def check_empty(self) -> None:
-        self.told.append("check")
-
-    def run(self, layer: int, microbatch: int) -> None:
-        self.told.append((layer, microbatch))
-
-    def after_backward(self, microbatch: int) -> None:
-        self.told.append(microbatch)
-
-    def num_bytes(self) -> int:
-        return 5
-
-
-def test_modules_that_delay_alone_make_pieces_of_their_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A step begins and ends with their queues empty, and what they hold counts."""
-    monkeypatch.setattr(linear, "DelayedModules", Modules)
-    chunks: list[torch.nn.Module] = [
-        Chunk(*(torch.nn.Identity() for _ in range(n))) for n in (3, 2)
-    ]
-    store = WeightGradients(chunks)
-    assert store.num_pieces == (3, 2) and store.held_bytes == 10
-    with store.bound():
-        with store.collect(0, 4):
-            pass
-        for piece in range(3):
-            store.run(0, 4, piece)
-    told = [store.delayed_by_modules(chunk).told for chunk in range(2)]  # type: ignore[union-attr]
-    assert told == [["restart", 4, (2, 4), (1, 4), (0, 4), "check"], ["restart", "check"]]
-    with pytest.raises(ValueError, match="of the step"), store.bound():
-        raise ValueError("of the step")
-    assert told[1] == ["restart", "check", "restart"], "the step's own error is told"
-
-
-def test_the_modules_of_a_chunk_hear_of_its_own_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "DelayedModules", Modules)
-    store = WeightGradients([Chunk(torch.nn.Identity()), Chunk(torch.nn.Identity())])
-    for chunk, microbatch in ((1, 5), (1, 6), (0, 7)):
-        with store.collect(chunk, microbatch):
-            pass
-    told = [store.delayed_by_modules(chunk).told for chunk in range(2)]  # type: ignore[union-attr]
-    assert told == [[7], [5, 6]]

@@ -4,23 +4,25 @@ import json
 
 import pytest
 
+from megatron.dpp.config import Backward
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, DataError, ReplayError
 from megatron.dpp.schedule import (
     Action,
     DecisionRecorder,
     Geometry,
-    Kind,
     Recording,
     Replay,
     Scheduler,
     check_recording,
     reference_order,
+    replica_path,
 )
 from megatron.dpp.sim.clock import simulate
 from megatron.dpp.sim.conditions import condition_costs
 from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.schedules import ScheduleConfig
+from tests.schedule.pipelines import follow
 
 SHAPE = Shape(3, 2, 6)
 
@@ -47,22 +49,6 @@ def test_a_run_under_jitter_is_replayed_under_other_jitter(tmp_path):
     again = simulate(lanes, costs, split_backward=True)
     assert again.actions == first.actions
     assert ScheduleConfig().run(SHAPE, costs).actions != first.actions
-
-
-def test_a_run_of_the_policy_auto_is_replayed_on_two_ranks(tmp_path):
-    """It kept Megatron's order."""
-    path, shape = str(tmp_path / "order"), Shape(2, 2, 6)
-    costs = condition_costs("jit.3", shape, seed=1)
-    first = ScheduleConfig(policy="auto").run(shape, costs)
-    lanes = []
-    for rank, actions in enumerate(first.actions):
-        own = Geometry(2, rank, 2, 6)
-        with DecisionRecorder(path, own) as recorder:
-            recorder.write(own, actions, split_backward=True)
-        replay = Recording.load(path, rank).replay(0, own, split_backward=True)
-        lanes.append(Scheduler(own, policy=replay))
-        assert [a for a in actions if a.kind is not Kind.W] == reference_order(own)
-    assert simulate(lanes, costs, split_backward=True).actions == first.actions
 
 
 def test_several_iterations_of_different_shape(tmp_path):
@@ -158,14 +144,6 @@ def test_a_replay_needs_the_sizes_of_the_recording(tmp_path, recorded):
         other.next()
 
 
-def test_a_replay_without_its_last_weight_gradient_says_so():
-    replay = Replay([Action.parse(word) for word in ("0F0", "0B0")], "order")
-    scheduler = Scheduler(Geometry(1, 0, 1, 1), policy=replay)
-    assert [str(scheduler.next()) for _ in range(2)] == ["0F0", "0B0"]
-    with pytest.raises(ReplayError, match="order: ends after 2 actions; 0W0 is left"):
-        scheduler.next()
-
-
 def test_broken_sizes_are_named(tmp_path):
     with pytest.raises(DataError, match=r'"sizes" \[1\] are not those of its microbatches'):
         sized(tmp_path, (1,))
@@ -196,17 +174,13 @@ def test_broken_lines_are_named(tmp_path, line):
         recording.replay(0, geometry, split_backward=True)
 
 
-def test_a_recording_that_cannot_be_written_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"record=.*nowhere.*No such file"):
-        DecisionRecorder(str(tmp_path / "nowhere" / "order"), Geometry(1, 0, 1, 1))
-
-
 @pytest.mark.parametrize(
     ("content", "why"),
     [
         (None, "No such file"),
         ("", "not a recording"),
         ("{}\n", "not a recording"),
+        ("\x00\ufffd", "line 1: not JSON"),
         ("nonsense\n", "line 1: not JSON"),
         ("[1]\n", "line 1: expected a JSON object"),
         (json.dumps({"format": "dpp-schedule", "version": 9}) + "\n", "version 9"),
@@ -234,23 +208,42 @@ def test_a_run_of_another_shape_is_refused_before_it_starts(tmp_path):
         check_recording(path, geometry(2))
 
 
-def test_an_iteration_is_in_the_file_as_soon_as_it_is_over(tmp_path):
-    """A run that is killed later loses none."""
+def test_what_cannot_be_written_is_named_and_what_is_written_is_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"record=.*nowhere.*No such file"):
+        DecisionRecorder(str(tmp_path / "nowhere" / "order"), Geometry(1, 0, 1, 1))
     path = str(tmp_path / "order")
-    with DecisionRecorder(path, geometry(0)) as recorder:
+    with DecisionRecorder(path, geometry(0)) as recorder:  # a run that is killed later loses none
         for number in range(3):
             recorder.write(geometry(0), [], split_backward=True)
             assert len(Recording.load(path, 0).iterations) == number + 1
+    assert [replica_path("run", each) for each in range(2)] == ["run", "run.replica1"]
 
 
-def test_a_recording_of_evaluations_alone_fits_any_training(tmp_path):
-    path = str(tmp_path / "order")
-    with DecisionRecorder(path, geometry(1)) as recorder:
-        recorder.write(geometry(1, 2, forward_only=True), [], split_backward=True)
-    check_recording(path, geometry(1))
-
-
-def test_a_binary_file_is_no_recording(tmp_path):
-    (tmp_path / "order.rank0").write_bytes(b"\x93NUMPY\xff")
-    with pytest.raises(DataError, match="not a recording"):
-        Recording.load(str(tmp_path / "order"), 0)
+def test_a_replay_with_other_groups_or_fused_backwards_stops(tmp_path):
+    path, shape = str(tmp_path / "run"), {"w_pieces": (3,)}
+    cut, uncut = (Geometry(1, 0, 1, 3, groups=groups, **shape) for groups in ((2, 1), ()))
+    with DecisionRecorder(path, cut) as recorder:
+        for each in (cut, uncut):
+            recorder.write(each, reference_order(each), split_backward=False)
+        recorder.write(uncut, reference_order(uncut), split_backward=True, stock=0)
+        recorder.write(uncut, [], split_backward=True)
+    recording = Recording.load(path, 0)
+    found = list(map(recording.backward, range(5)))
+    assert found == [Backward(False), Backward(False), Backward(stock=0), Backward(), Backward()]
+    for index, each in enumerate((cut, uncut)):
+        recording.replay(index, each, split_backward=False)
+    replay = recording.replay(2, uncut, split_backward=True, stock=0)
+    scheduler = Scheduler(uncut, policy=replay, cap=4, stock=0)
+    follow(scheduler, "0F0 0B0 0F1 0B1 0F2 0B2")
+    assert scheduler.done
+    other = Geometry(1, 0, 1, 3, groups=(1, 2), **shape)
+    for index, each, backward, why in (
+        (0, other, Backward(False), r"groups was \[2, 1\] and is \[1, 2\]"),
+        (0, uncut, Backward(False), r"groups was \[2, 1\] and is None"),
+        (1, cut, Backward(False), r"groups was None and is \[2, 1\]"),
+        (2, uncut, Backward(), "stock was 0 and is None"),
+        (2, uncut, Backward(False), "w_pieces"),
+        (3, uncut, Backward(stock=1), "stock was None and is 1"),
+    ):
+        with pytest.raises(ReplayError, match=why):
+            recording.replay(index, each, split_backward=backward.split, stock=backward.stock)

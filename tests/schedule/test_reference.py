@@ -1,15 +1,17 @@
 """The reference order is megatron-core's own, and valid where megatron-core has none."""
 
 import itertools
+import random
 import types
 
 import pytest
 
-from megatron.dpp.schedule import Geometry, Kind, peak_in_flight, reference_order
+from megatron.dpp.schedule import Geometry, Kind, peak_in_flight, peak_size, reference_order
 from megatron.dpp.schedule.reference import padded_microbatches
 from megatron.dpp.sim.conditions import uniform
 from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.schedules import ScheduleConfig
+from tests.schedule.pipelines import with_keys
 
 SHAPES = [
     (p, v, m, group)
@@ -84,3 +86,54 @@ def test_every_number_of_microbatches_has_an_order_that_ends(p, v):
 def test_fewer_microbatches_than_a_group_count_as_a_whole_one(num, group, padded):
     assert padded_microbatches(Geometry(4, 0, 2, num, group=group)) == padded
     assert padded_microbatches(Geometry(4, 0, 1, num, group=group)) == num
+
+
+# Linked microbatches
+
+
+def test_units_backwards_and_those_due_of_a_cut():
+    geometry = Geometry(2, 0, 1, 6, groups=(3, 1, 2))
+    assert geometry.backward_units == (2, 1, 0, 3, 5, 4)
+    assert geometry.due == (0, 0, 0, 3, 4, 4, 6)
+    assert [geometry.position(Kind.B, unit) for unit in range(6)] == [2, 1, 0, 3, 5, 4]
+    assert [geometry.position(Kind.F, unit) for unit in range(6)] == list(range(6))
+    assert geometry.uncut == Geometry(2, 0, 1, 3)
+    cut, uncut = Geometry(2, 0, 1, 3, groups=(1, 1, 1)), Geometry(2, 0, 1, 3)
+    assert cut == uncut and hash(cut) == hash(uncut) and cut.uncut is cut, "groups of one are none"
+
+
+def test_the_reference_leads_by_a_group():
+    """With K slices each, one chunk warms up with q + K - 1 forwards; then F and B alternate."""
+    order = reference_order(Geometry(2, 0, 1, 6, groups=(3, 3)))
+    assert " ".join(map(str, order)) == "0F0 0F1 0F2 0F3 0B2 0F4 0B1 0F5 0B0 0B5 0B4 0B3"
+    for p, v, size in itertools.product((1, 2, 4), (1, 2, 3), range(1, 10)):
+        groups = (size,) * 2 * p
+        for rank in range(p):
+            order = reference_order(Geometry(p, rank, v, sum(groups), groups=groups))
+            first = next(place for place, action in enumerate(order) if action.kind is Kind.B)
+            behind, (rounds, rest) = p - 1 - rank, divmod(size - 1, p)
+            more = size - 1 if v == 1 else (v - 1) * p + v * p * rounds + rest
+            assert first - 1 >= min((1 + (v > 1)) * behind + more, sum(groups) * v - 1)
+
+
+def test_the_least_cap_with_one_chunk_is_a_sequence_and_a_slice_per_rank_after():
+    groups, sizes, kappa = (4, 4, 4), (10,) * 12, 0.1
+    for rank in range(4):
+        order = reference_order(Geometry(4, rank, 1, 12, groups=groups))
+        peak = peak_size(order, with_keys(sizes, groups, kappa))
+        assert 0 <= peak - (44 + 10 * (3 - rank)) <= 10 + 4  # up to a unit and kappa L_2
+
+
+def test_a_static_order_of_slices_ends():
+    """Strictly in order with a fused backward: nothing else can unblock a wrong order."""
+    rng = random.Random(0)
+    for _ in range(150):
+        p, v = rng.randint(1, 6), rng.randint(1, 4)
+        groups = tuple(rng.randint(1, 9) for _ in range(rng.randint(1, 2 * p)))
+        group = rng.choice((None, None, p + 1, 2 * p))
+        shape = Shape(p, v, sum(groups), sizes=(1,) * sum(groups), groups=groups)
+        plan = ScheduleConfig(policy="megatron", cap="strict", split_backward=False, group=group)
+        found = plan.run(shape, uniform(shape))
+        for rank, ran in enumerate(found.actions):
+            geometry = Geometry(p, rank, v, sum(groups), group=group, groups=groups)
+            assert ran == reference_order(geometry)

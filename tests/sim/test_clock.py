@@ -7,17 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import ScheduleError
-from megatron.dpp.schedule import Geometry, Kind, Replay, Scheduler
+from megatron.dpp.schedule import Action, Geometry, Kind, Replay, Scheduler
 from megatron.dpp.sim.clock import simulate
 from megatron.dpp.sim.conditions import CONDITIONS, condition_costs
-from megatron.dpp.sim.costs import Costs, Hop, Shape, SlowTimes, even_costs
-from megatron.dpp.sim.schedules import STATIC, ScheduleConfig, run_static
+from megatron.dpp.sim.costs import Costs, Hop, Shape, even_costs
+from megatron.dpp.sim.schedules import STATIC, ScheduleConfig, replay, run_static
 
-
-def test_one_rank_takes_the_sum_of_its_work():
-    result = ScheduleConfig().run(Shape(1, 1, 3), even_costs(1, 3, times=(1.0, 2.0, 4.0)))
-    assert result.makespan == pytest.approx(21.0)
-    assert result.ratio == pytest.approx(1.0)
+STEADY = [name for name in CONDITIONS if not name.startswith("tr")]
 
 
 def test_two_ranks_by_hand():
@@ -54,14 +50,6 @@ def test_messages_share_a_link_and_stay_in_order():
     assert forwards == pytest.approx([10.0, 13.0, 16.0])
 
 
-def test_slow_times_stretch_work():
-    slow = SlowTimes([(10.0, 20.0), (30.0, 32.0)], factor=2.0)
-    assert slow.end(0.0, 5.0) == 5.0
-    assert slow.end(8.0, 4.0) == 14.0
-    assert slow.end(14.0, 4.0) == 21.0
-    assert slow.end(0.0, 26.0) == pytest.approx(32.0)
-
-
 def test_choosing_early_uses_older_knowledge():
     """With a lead the rank commits to a weight gradient although the gradient arrives before it
     starts.
@@ -74,11 +62,11 @@ def test_choosing_early_uses_older_knowledge():
 
 
 def test_a_stuck_simulation_fails_with_its_grid():
-    replay = [
+    lanes = [
         Scheduler(Geometry(2, rank, 1, 2), policy=lambda view: view.forward(0)) for rank in range(2)
     ]
     with pytest.raises(ScheduleError) as caught:
-        simulate(replay, even_costs(2, 2), split_backward=True)
+        simulate(lanes, even_costs(2, 2), split_backward=True)
     text = str(caught.value)
     assert "rank 0   0F0 0F1" in text
     assert "returned None on pipeline rank 1" in text and "0B0 may run" in text
@@ -147,3 +135,85 @@ def test_static_schedules_of_any_shape_end(p, m):
         work = sum(sum(map(sum, kind)) for kind in costs.durations)
         ran = sum(slot.end - slot.start for slots in result.slots for slot in slots)
         assert ran == pytest.approx(work)
+
+
+# Unlike sizes
+
+MIXED = (500, 1200, 700, 3000, 16000, 800, 1000, 400, 2500, 900, 6000, 1100, 300, 1500, 2000, 10000)
+KNOWN = [
+    (2, 2, (1000, 8000, 2000, 1000), (55.5, 45, 45, 43.5), (24000, 23000)),
+    (2, 1, (3000, 1000, 9000, 1000, 2000, 5000), (106, 80, 90, 66), (18000, 18000)),
+    (4, 2, MIXED, (334.4, 235.25, 242.05, 177.15), (91000, 91000, 88000, 88000)),
+]
+"""Ranks, chunks, tokens; times of the static schedule, Megatron's order + W, dynamic by a cap in
+microbatches and in tokens; peaks of the latter. F = B = W = tokens / 1000 / chunks, no hops."""
+
+
+@pytest.mark.parametrize(("p", "v", "lengths", "makespans", "peaks"), KNOWN)
+def test_times_and_peaks_of_known_sizes(p, v, lengths, makespans, peaks):
+    shape, equal = Shape(p, v, len(lengths), lengths), Shape(p, v, len(lengths))
+    rows = [[tokens / 1000 / v for tokens in lengths] for _ in range(p * v)]
+    costs = Costs((rows, rows, rows), [Hop(0, 0)] * (p * v - 1))
+    known = {"cap": "megatron", "sizes_at_start": True}
+    ours = ScheduleConfig(**known).run(shape, costs)
+    assert [
+        run_static("interleaved" if v > 1 else "1f1b", shape, costs).makespan,
+        ScheduleConfig(policy="megatron", **known).run(shape, costs).makespan,
+        ScheduleConfig(cap="megatron").run(equal, costs).makespan,
+        ours.makespan,
+    ] == pytest.approx(makespans)
+    assert [held * max(lengths) for held in ours.peak_held] == pytest.approx(peaks)
+
+
+def test_a_fused_backwards_output_leaves_before_its_weight_gradients():
+    """Stage 1's gradient is under way while its W runs: 1 + 1 + 1 + (B and W of stage 0)."""
+    shape, costs = Shape(2, 1, 1), even_costs(2, 1)
+    stock = ScheduleConfig(stock=0).run(shape, costs)
+    whole = ScheduleConfig(split_backward=False).run(shape, costs)
+    assert (stock.makespan, whole.makespan) == (5.0, 6.0)
+    assert [len(slots) for slots in stock.slots] == [2, 2]
+
+
+# Recorded orders
+
+
+@settings(max_examples=60)
+@given(
+    p=st.integers(1, 5),
+    v=st.integers(1, 3),
+    m=st.integers(1, 9),
+    pieces=st.integers(1, 3),
+    condition=st.sampled_from(STEADY),
+    seed=st.integers(0, 99),
+)
+def test_a_simulated_run_replays_in_its_own_time(
+    p: int, v: int, m: int, pieces: int, condition: str, seed: int
+) -> None:
+    shape = Shape(p, v if p > 1 else 1, m)
+    drawn = condition_costs(condition, shape, seed)
+    hops = [Hop(h.latency, 0.0, h.scale) for h in drawn.hops]
+    costs = Costs(drawn.durations, hops, overhead={0: 0.05, 2: 0.01})
+    result = ScheduleConfig(w_pieces=pieces).run(shape, costs)
+    assert replay(result.actions, costs, shape.num_chunks) == pytest.approx(result.makespan)
+
+
+def test_an_order_is_kept_where_another_would_be_faster() -> None:
+    """Two weight gradients first, although a forward that the next rank waits for is ready."""
+    costs = even_costs(2, 2)
+    good = ScheduleConfig(cap="none").run(Shape(2, 1, 2), costs)
+    bad = [sorted(good.actions[0], key=lambda a: (a.microbatch, a.kind)), good.actions[1]]
+    assert replay(bad, costs, 1) > good.makespan
+
+
+def test_orders_that_wait_for_each_other_are_refused() -> None:
+    order = [Action(Kind.B, 0, 0), Action(Kind.F, 0, 0)]
+    with pytest.raises(ScheduleError, match="stuck"):
+        replay([order, [Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]], even_costs(2, 1), 1)
+
+
+def test_a_message_does_not_overtake_the_one_before() -> None:
+    late = Hop(1.0, 0.0, ([5.0, 0.0], [0.0, 0.0]))
+    zero = [[0.0] * 2] * 2
+    costs = Costs(([[1.0] * 2] * 2, zero, zero), [late])
+    orders = [[Action(Kind.F, 0, 0), Action(Kind.F, 0, 1)]] * 2
+    assert replay(orders, costs, 1) == 1.0 + 5.0 + 2 * 1.0

@@ -1,4 +1,4 @@
-"""The benchmark of unlike lengths: the command lines that it refuses, and its plans."""
+"""The benchmark of unlike lengths: its plans."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from megatron.dpp.sim.lengths import LengthCosts
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "profiling"))
 
-from bench_lengths_gpu import ARMS  # noqa: E402
 from lengths_plans import LENGTHS, PLANS, Plans, longest_of  # noqa: E402
 
 
@@ -35,15 +34,6 @@ def test_all_plans_have_the_same_sequences_and_best_is_best(mix: str) -> None:
             times[plan] = plans.seconds(schedule, microbatches)
         assert times["best"] == min(times.values())
         assert times["ordered"] <= min(times["drawn"], times["sorted"])
-
-
-def test_arms_of_one_plan_run_the_same_microbatches() -> None:
-    plans = Plans(
-        "sft", random.Random(1), rows=8, ranks=2, chunks=2, longest=4096, costs=LengthCosts()
-    )
-    static, ours = (ARMS[name].microbatches(plans) for name in ("static packed", "ours packed"))
-    assert static == ours
-    assert max(each.tokens for each in static) <= 4096
 
 
 @pytest.mark.parametrize("schedule", ["static", "ours"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -10,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp import command_line as common
 from megatron.dpp.__main__ import COMMANDS
 from megatron.dpp.__main__ import main as command
-from megatron.dpp_train import bench_command as bench
 
 ROOT = Path(__file__).resolve().parents[2]
 SCREEN = 43
@@ -28,7 +25,7 @@ def test_help_fits_a_screen(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    if name in ("bench", "run", "train"):
+    if name in ("run", "train"):
         assert command([name, "--help"]) == 0
     else:
         with pytest.raises(SystemExit) as ended:
@@ -55,32 +52,7 @@ def test_a_door_takes_the_options_of_its_command(
     assert done.stdout == capsys.readouterr().out.replace(f"megatron-dpp {name}", door.name)
 
 
-def test_benchmarks_are_listed_and_unknown_ones_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main([]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:-2]]
-    assert {"agreement", "cuda-transport", "transport"} <= set(listed)
-    assert bench.main(["nonsense"]) == 2
-    assert "no benchmark 'nonsense': expected one of agreement, " in capsys.readouterr().err
-
-
-def test_a_benchmark_finds_the_modules_beside_it() -> None:
-    """Also where the command has hidden the script's folder from its own Python."""
-    words = [sys.executable, "-m", "megatron.dpp", "bench", "schedule", "--help"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "--ranks" in done.stdout, done.stderr
-
-
-def test_benchmarks_need_the_source_tree(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(common, "ROOT", tmp_path)
-    assert bench.main(["agreement"]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "profiling needs the source tree" in line
-
-
-@pytest.mark.parametrize("word", ["reprot", "bench schedul", "trian"])
+@pytest.mark.parametrize("word", ["reprot", "trian"])
 def test_an_unknown_name_is_met_with_the_nearest(
     word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

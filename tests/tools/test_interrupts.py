@@ -15,7 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {
     "megatron-dpp": ["-m", "megatron.dpp", "runs"],
     "run": ["-m", "megatron.dpp.run", "x.py"],
-    "torchrun": ["-m", "megatron.dpp_train.launch.torchrun"],
     "a door": ["profiling/aggregate.py"],
     "train": ["train", "--help"],
     "a rank": ["pretrain_gpt.py"],
@@ -47,7 +46,7 @@ def test_ctrl_c_during_imports_is_silent(name: str, tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (130, "")
 
 
-@pytest.mark.parametrize("command", ["convert . x", "generate . --prompt x", "run train"])
+@pytest.mark.parametrize("command", ["run train"])
 def test_ctrl_c_while_pytorch_is_imported_waits_for_its_end(command: str, tmp_path: Path) -> None:
     """Its C++ code ended the process by SIGABRT."""
     (tmp_path / "torch.py").write_text(_ABORTS)

@@ -8,10 +8,23 @@ from pathlib import Path
 
 import make_sample_data
 import pytest
+import tokenizers
 
-from megatron.dpp_train.tokenizers import build_tokenizer
+from megatron.dpp_train.data.tokenizer import Tokenizer, TokenizerFiles, build
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def gpt(folder: Path) -> tuple[Tokenizer, tokenizers.ByteLevelBPETokenizer]:
+    files = str(folder / "vocab.json"), str(folder / "merges.txt")
+    kind = {"kind": "GPT2BPETokenizer", "vocab_file": files[0], "merge_file": files[1]}
+    return build(TokenizerFiles(**kind)), tokenizers.ByteLevelBPETokenizer(*files)
+
+
+def bert_knows(folder: Path, text: str) -> bool:
+    words = str(folder / "vocab.txt")
+    made = build(TokenizerFiles(kind="BertWordPieceLowerCase", vocab_file=words))
+    return made.special["[UNK]"] not in made.encode(text)
 
 
 @pytest.mark.parametrize(("model", "count", "seed"), [("gpt", 5000, 1), ("bert", 2500, 2)])
@@ -40,23 +53,14 @@ def test_vocabularies_can_be_trained_again(tmp_path: Path) -> None:
     texts = [document["text"] for document in make_sample_data.make_documents(200, seed=3)]
     make_sample_data.train_gpt_vocabulary(texts, tmp_path, 400)
     make_sample_data.train_bert_vocabulary(texts, tmp_path, 400)
-    gpt = build_tokenizer(
-        "GPT2BPETokenizer", str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt")
-    )
-    assert gpt.eod == gpt.vocab_size - 1
-    assert gpt.detokenize(gpt.tokenize(texts[0])) == texts[0]
-    bert = build_tokenizer("BertWordPieceLowerCase", str(tmp_path / "vocab.txt"))
-    assert bert.vocab["[UNK]"] not in bert.tokenize(texts[0])
+    ours, whole = gpt(tmp_path)
+    assert ours.eod == ours.vocab_size - 1
+    assert whole.decode(ours.encode(texts[0])) == texts[0]
+    assert bert_knows(tmp_path, texts[0])
 
 
 def test_committed_vocabularies_know_every_word_of_their_samples() -> None:
-    gpt = build_tokenizer(
-        "GPT2BPETokenizer",
-        str(ROOT / "datasets_gpt" / "vocab.json"),
-        str(ROOT / "datasets_gpt" / "merges.txt"),
-    )
-    bert = build_tokenizer("BertWordPieceLowerCase", str(ROOT / "datasets_bert" / "vocab.txt"))
-    for number, document in enumerate(make_sample_data.make_documents(2500, seed=2)):
-        assert bert.vocab["[UNK]"] not in bert.tokenize(document["text"])
-        if number < 200:
-            assert gpt.detokenize(gpt.tokenize(document["text"])) == document["text"]
+    ours, whole = gpt(ROOT / "datasets_gpt")
+    documents = [each["text"] for each in make_sample_data.make_documents(2500, seed=2)]
+    assert bert_knows(ROOT / "datasets_bert", "\n".join(documents))
+    assert all(whole.decode(ours.encode(text)) == text for text in documents[:200])

@@ -18,6 +18,8 @@ from setup_environment import Environment, SetupFailed
 from megatron.dpp import doctor
 
 ROOT = Path(__file__).resolve().parents[2]
+NO_OTHER = {"HOME": "/nowhere", "PYENV_ROOT": "/nowhere", "CONDA_EXE": "/nowhere/bin/conda"}
+"""Hides the Pythons of this user's folders."""
 SETUP_PY = """
 import pathlib, sysconfig
 name = "_native" + sysconfig.get_config_var("EXT_SUFFIX")
@@ -40,7 +42,7 @@ def repository(tmp_path: Path) -> Path:
 def set_up(repository: Path, **settings: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", str(repository / "tools" / "setup.sh")],
-        env={**os.environ, "PYTHON": sys.executable, **settings},
+        env={**os.environ, "PYTHON": sys.executable, **NO_OTHER, **settings},
         capture_output=True,
         text=True,
         timeout=150,
@@ -133,11 +135,38 @@ def test_an_interpreter_that_was_named_once_is_kept(repository: Path) -> None:
     def later() -> subprocess.CompletedProcess[str]:
         return set_up(repository, PYTHON="", PATH=path)
 
-    assert "too old" in later().stderr  # python3 of PATH
+    assert "no Python 3.12 or newer was found" in later().stderr
     assert set_up(repository).returncode == 0
     assert later().stdout.strip() == sys.executable
     (repository / "build" / "python").write_text("/no/such/python\n")
-    assert "too old" in later().stderr
+    assert "no Python 3.12 or newer was found" in later().stderr
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "bin/python3.12",
+        "home/.pyenv/versions/3.12.1/bin/python3",
+        "home/miniconda3/envs/a/bin/python3",
+        "conda/bin/python3",
+    ],
+)
+def test_a_new_python_is_found_beside_an_old_one(place: str, repository: Path) -> None:
+    """``python3`` of PATH is a shim that fails."""
+    if sys.version_info < (3, 12):
+        pytest.skip("finds Pythons of 3.12 and newer")
+    path = put_python3(repository, "exit 127")
+    conda = f"{repository}/conda/bin/conda"
+    found = repository / place
+    found.parent.mkdir(parents=True, exist_ok=True)
+    found.symlink_to(sys.executable)
+    ran = subprocess.run(
+        [str(shutil.which("bash")), str(repository / "tools" / "setup.sh"), "--which"],
+        env={"PATH": path, "HOME": f"{repository}/home", "CONDA_EXE": conda},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert Path(ran.stdout.strip()).name.startswith("python3")
 
 
 @pytest.mark.parametrize("printed", ["ascii", "gbk"])

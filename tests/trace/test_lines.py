@@ -219,7 +219,7 @@ def test_a_header_of_more_ranks_than_there_are_is_refused(tmp_path: Path) -> Non
     """The names of all their files were counted without end."""
     path = next(write(Run(ranks=1, iterations=1), tmp_path).iterdir())
     path.write_text(path.read_text().replace('"data_size":1', '"data_size":9000000000', 1))
-    with pytest.raises(DataError, match="of \\(9000000000, 1, 1\\) ranks with 1 chunks"):
+    with pytest.raises(DataError, match="of \\(9000000000, 1, 1, 1\\) ranks with 1 chunks"):
         open_run(path.parent)
 
 

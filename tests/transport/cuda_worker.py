@@ -20,7 +20,7 @@ from megatron.dpp.transport import (
     ChannelSpec,
     Direction,
     TransportOptions,
-    handshake,
+    messages,
     open_transport,
 )
 from megatron.dpp.transport.kinds import cuda_ipc
@@ -259,7 +259,7 @@ def refuse_first_offers():
         if link.peer in refused:
             return open_offer(cuda, link)
         refused.add(link.peer)
-        for fd in handshake.receive_message(link.sock, 2)[1]:
+        for fd in messages.receive_message(link.sock, 2)[1]:
             os.close(fd)
         return "refused by the test"
 

@@ -27,12 +27,7 @@ import torch
 from torch.distributed import HashStore
 
 from megatron.dpp.errors import DppError
-from megatron.dpp.transport import (
-    ChannelSpec,
-    Direction,
-    TransportOptions,
-    open_transport,
-)
+from megatron.dpp.transport import ChannelSpec, Direction, TransportOptions, open_transport
 from tests.transport.kinds import cpu_as_gpu
 
 SLOT = 1 << 19  # large enough for a take without the interpreter's lock

@@ -40,12 +40,11 @@ from megatron.dpp.transport import (
     FakeNetwork,
     Transport,
     TransportOptions,
-    gpu,
+    meet,
     native,
     open_transport,
-    opening,
-    rendezvous,
 )
+from megatron.dpp.transport import open as opening
 from megatron.dpp.transport.kinds import AUTO, find
 
 GPU_KINDS = ("cuda_ipc", "staged")
@@ -120,10 +119,10 @@ def fake_cuda() -> None:
 @contextlib.contextmanager
 def cpu_as_gpu() -> Iterator[None]:
     """The transport takes the CPU for cuda:0, and CPU tensors for CUDA tensors."""
-    facts = functools.partial(gpu.gpu_facts, device=torch.device("cuda"))
+    facts = functools.partial(opening.gpu_facts, device=torch.device("cuda"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-        for module in (native, gpu, opening):
+        for module in (native, opening):
             patch.setattr(module, "device_index", lambda device: 0)
         patch.setattr(opening, "gpu_facts", lambda library, device: facts(library))
         yield
@@ -186,7 +185,7 @@ def opened(
             settings = TransportOptions(**{"setup_timeout": PATIENCE, **address, **options})
 
             def open_one(rank: int) -> Transport:
-                name_host(f"host {rank}" if apart else rendezvous.host_identity())
+                name_host(f"host {rank}" if apart else meet.host_identity())
                 mine = of_rank(channels, rank)
                 return open_transport(
                     mine, rank=rank, store=store, kind=kind, options=settings, **board

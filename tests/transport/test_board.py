@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 from megatron.dpp.errors import PeerDead, ProtocolError, TransportError, VersionMismatch
 from megatron.dpp.transport import Transport, TransportOptions, open_transport
 from megatron.dpp.transport.base import Board
-from megatron.dpp.transport.board_hosts import hosts_of
+from megatron.dpp.transport.board_hosts import BoardHosts
 from tests.transport.kinds import PATIENCE, several_hosts
 from tests.transport.test_tcp import remembered, until_failure
 
@@ -77,7 +77,7 @@ def read(transport: Transport, count: int) -> list[int]:
 
 def test_the_first_member_of_each_host_talks_with_the_leader() -> None:
     host_of = dict(zip((4, 5, 6, 7, 8, 9), THREE_HOSTS, strict=True))
-    views = {rank: hosts_of(rank, list(host_of), host_of) for rank in host_of}
+    views = {rank: BoardHosts.of(rank, list(host_of), host_of) for rank in host_of}
     partners = {4: [5, 6, 9], 5: [4], 6: [4, 7, 8], 7: [6], 8: [6], 9: [4]}
     assert {rank: view.partners for rank, view in views.items()} == partners
     assert {rank: view.upstream for rank, view in views.items()} == {

@@ -1,11 +1,10 @@
-"""The kind that a link gets: from the facts of both ranks, and from the options."""
+"""The kind that a link gets, and the numbers and words that are refused."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import threading
-from pathlib import Path
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,25 +18,21 @@ from megatron.dpp.transport import (
     ChannelSpec,
     Direction,
     TransportOptions,
-    gpu,
     open_transport,
-    opening,
-    pci,
-    rdma_ports,
 )
-from megatron.dpp.transport.choose import choose
-from megatron.dpp.transport.joining import Facts
-from megatron.dpp.transport.kinds import TransportKind, cuda_ipc, find, shm, staged, tcp
-from tests.transport.kinds import PATIENCE, Library, opened, take_next
-
-
-def facts(rank: int, **changes: Any) -> Facts:
-    fields = {
-        "rank": rank, "abi": 1, "host": "h", "hostname": f"node{rank}", "uid": 7, "pid": 1,
-        "device": "cuda", "unix_address": "", "tcp_address": ("10.0.0.1", 1), "settings": {},
-        "gpu": f"gpu{rank}",
-    }  # fmt: skip
-    return Facts(**{**fields, **changes})
+from megatron.dpp.transport import open as opening
+from megatron.dpp.transport.kinds import (
+    TransportKind,
+    cuda_ipc,
+    kinds_of_links,
+    shm,
+    staged,
+    tcp,
+)
+from megatron.dpp.transport.open import choose
+from megatron.dpp.transport.options import variable
+from tests.transport.kinds import Library, opened
+from tests.transport.meeting import facts
 
 
 def kind(name: str, against: str | None = None, **capabilities: Any) -> TransportKind:
@@ -51,11 +46,9 @@ def kind(name: str, against: str | None = None, **capabilities: Any) -> Transpor
 
 def test_both_ranks_ask_a_kind_in_one_order() -> None:
     asked: list[tuple[int, int]] = []
-
-    def obstacle(one: Facts, other: Facts) -> None:
-        asked.append((one.rank, other.rank))
-
-    asks = TransportKind(name="asks", reason="", obstacle=obstacle)
+    asks = dataclasses.replace(
+        kind("asks"), obstacle=lambda one, other: asked.append((one.rank, other.rank))
+    )
     for own, peer in ((3, 10), (10, 3)):
         choose(facts(own), facts(peer), [asks])
     assert asked == [(3, 10)] * 2
@@ -74,98 +67,83 @@ def test_both_ranks_ask_a_kind_in_one_order() -> None:
 def test_the_reason_says_when_gpu_tensors_pass_through_the_host(
     changes: dict[str, Any], in_place: bool, noted: bool
 ) -> None:
-    one = kind("one", device_memory=in_place)
-    other = facts(1, **changes)
-    if changes.get("device") == "cpu":
-        choice = choose(facts(0, **changes), other, [one])
-    else:
-        choice = choose(facts(0), other, [one])
+    own = facts(0, **changes) if changes.get("device") == "cpu" else facts(0)
+    choice = choose(own, facts(1, **changes), [kind("one", device_memory=in_place)])
     note = "; CUDA tensors pass through the host's memory" if noted else ""
     assert choice.reason == f"one fits{note}"
 
 
-def test_only_a_link_between_hosts_says_which_better_one_was_not_possible() -> None:
-    local, fast = kind("local", "far", between_hosts=False), kind("fast", "no card")
-    fast = dataclasses.replace(fast, between_hosts=True)
+def test_the_choice_says_why_better_kinds_are_not_possible_and_what_is_next() -> None:
+    local, here = kind("local", "far"), kind("here", device_memory=True)
+    fast = kind("fast", "no card", between_hosts=True)
     slow = kind("slow", between_hosts=True, device_memory=True)
-    here = kind("here", device_memory=True)
-    assert choose(facts(0), facts(1), [local, fast, slow]).reason == "slow fits [fast: no card]"
-    assert choose(facts(0), facts(1), [local, slow]).reason == "slow fits"
-    assert choose(facts(0), facts(1), [fast, here]).reason == "here fits"
-
-
-def test_a_kind_that_may_fail_has_the_next_possible_one_behind_it() -> None:
+    pair = facts(0), facts(1)
+    assert choose(*pair, [local, fast, slow]).reason == "slow fits [fast: no card]"
+    assert choose(*pair, [local, slow]).reason == "slow fits"
+    assert choose(*pair, [fast, here]).reason == "here fits", "only a link between hosts"
     may_fail = kind("may-fail", may_fail=True, connections=lambda options: ("a",))
-    kinds = [
-        may_fail,
-        kind("never", "no"),
-        kind("next", connections=lambda options: ("b", "c")),
-        kind("last"),
-    ]
-    choice = choose(facts(0), facts(1), kinds)
-    assert choice.kind is may_fail and choice.instead is not None
-    assert choice.instead.kind.name == "next" and choice.instead.instead is None
+    after = kind("next", connections=lambda options: ("b", "c"))
+    kinds = [may_fail, kind("never", "no"), after, here]
+    choice = choose(*pair, kinds)
+    assert choice.instead is not None and choice.instead.kind is after
+    assert choice.instead.instead is None
     assert choice.connections(TransportOptions()) == ("a", "b", "c")
-    asked_for = choose(facts(0), facts(1), kinds, "may-fail")
+    asked_for = choose(*pair, kinds, "may-fail")
     assert asked_for.instead is None and asked_for.reason.startswith("asked for: may-fail")
-
-
-def test_every_obstacle_is_named_where_no_kind_is_possible() -> None:
-    kinds = [kind("one", "too far"), kind("two", "too old")]
-    text = r"transport='auto'\) between rank 0 \(node0\) and rank 4 \(node4\): one: too far; two:"
+    text = r"transport='auto'\) between rank 0 \(node0\) and rank 4 \(node4\): one: no; two:"
     with pytest.raises(TransportUnavailable, match=text):
-        choose(facts(4), facts(0), kinds)
+        choose(facts(4), facts(0), [kind("one", "no"), kind("two", "too old")])
     with pytest.raises(TransportUnavailable, match="it links no ranks"):
         choose(facts(4), facts(0), [])
 
 
 def test_what_stands_against_a_kind() -> None:
-    good = facts(0), facts(1)
     for module in (shm, staged, cuda_ipc, tcp):
-        assert module.obstacle(*good) is None
-    hosts = facts(0), facts(1, host="g")
-    users = facts(0), facts(1, uid=8)
+        assert module.obstacle(facts(0), facts(1)) is None
     for module in (shm, staged, cuda_ipc):
-        assert module.obstacle(*hosts) == "node0 and node1 do not share memory"
-        assert module.obstacle(*users) == "the processes belong to users 7 and 8"
+        apart = module.obstacle(facts(0), facts(1, host="g"))
+        assert apart == "node0 and node1 do not share memory"
+        users = module.obstacle(facts(0), facts(1, uid=8))
+        assert users == "the processes belong to users 7 and 8"
     for rank in range(2):
         sides = [facts(0), facts(1)]
         sides[rank] = facts(rank, gpu="", device="cpu")
         assert staged.obstacle(*sides) == f"rank {rank} has no GPU of NVIDIA (device cpu)"
         sides[rank] = facts(rank, tcp_address=None)
         assert f"rank {rank} on node{rank} listens on no address" in str(tcp.obstacle(*sides))
-        sides[rank] = facts(rank, gpu_access={f"gpu{1 - rank}": False, f"gpu{rank}": True})
-        text = f"the GPU of rank {rank} has no peer access to the one of rank {1 - rank}"
-        assert cuda_ipc.obstacle(*sides) == text
-        sides[rank] = facts(rank, gpu_access={f"gpu{1 - rank}": True, f"gpu{rank}": False})
-        assert cuda_ipc.obstacle(*sides) is None
+        for ours in (True, False):
+            access = {f"gpu{1 - rank}": not ours, f"gpu{rank}": ours}
+            sides[rank] = facts(rank, gpu_access=access)
+            text = f"the GPU of rank {rank} has no peer access to the one of rank {1 - rank}"
+            assert cuda_ipc.obstacle(*sides) == (text if ours else None)
+
+
+@pytest.mark.parametrize(
+    ("networks", "missing", "kind", "says"),
+    [
+        (("RoCE", "RoCE"), "", "rdma", ""),
+        (("RoCE", "RoCE"), "no RDMA device", "tcp", "rdma: rank 1 on node1: no RDMA device"),
+        (("RoCE", "InfiniBand"), "", "tcp", "rank 0 is on RoCE v2, rank 1 on InfiniBand"),
+    ],
+)
+def test_hosts_with_rdma_use_it_and_others_say_why_not(
+    networks: Sequence[str], missing: str, kind: str, says: str
+) -> None:
+    sides = []
+    for rank, network in enumerate(networks):
+        place = {"device": "", "port": 1, "gid_index": 0, "infiniband": network != "RoCE"}
+        found = {"missing": missing} if missing and rank else {"places": [place]}
+        sides.append(facts(rank, host=f"h{rank}", gpu="", device="cpu", found={"rdma": found}))
+    choice = choose(sides[0], sides[1], kinds_of_links())
+    assert choice.kind.name == kind and says in choice.reason
+    if says:
+        with pytest.raises(TransportUnavailable, match=says):
+            choose(sides[0], sides[1], kinds_of_links("rdma"), "rdma")
 
 
 # Opening ------------------------------------------------------------------------------------------
 
-LINK = [
-    ChannelSpec(0, 1, 1, Direction.FORWARD, 10, 2),
-    ChannelSpec(0, 1, 0, Direction.BACKWARD, 30, 4),
-    ChannelSpec(0, 1, 0, Direction.FORWARD, 40, 5),
-]
-
-
-def test_both_ends_list_the_channels_of_a_link_in_one_order() -> None:
-    store, ends = HashStore(), {}
-
-    def open_one(rank: int) -> None:
-        specs = LINK[::-1] if rank else LINK
-        ends[rank] = open_transport(specs, rank=rank, store=store, kind="shm")
-
-    threads = [threading.Thread(target=open_one, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    with ends[0] as sender, ends[1] as receiver:
-        for channel, spec in enumerate(LINK):
-            sender.put(channel, torch.zeros(spec.slot_bytes // 4), iteration=0, microbatch=channel)
-            assert take_next(receiver, 2 - channel, 0).microbatch == channel
+LINK = [ChannelSpec(0, 1, 0, Direction.FORWARD, 64)]
 
 
 @pytest.mark.parametrize(
@@ -179,7 +157,7 @@ def test_a_rank_listens_for_other_hosts_only_where_it_is_told_to(
     def listen(store: Any, rank: int, options: Any, tcp_host: str | None) -> Any:
         raise SetupError(f"listens on {tcp_host}")
 
-    monkeypatch.setattr(opening, "Rendezvous", listen)
+    monkeypatch.setattr(opening, "Meeting", listen)
     options = TransportOptions(node_ips=node_ips)
     with pytest.raises(SetupError, match=f"listens on {host}"):
         open_transport(LINK, rank=1, store=HashStore(), kind=kind, options=options)
@@ -188,14 +166,10 @@ def test_a_rank_listens_for_other_hosts_only_where_it_is_told_to(
 @pytest.mark.parametrize(
     ("cores", "local", "asked", "spins"),
     [
-        (4, "4", None, True),
-        (3, "4", None, False),
-        (2, None, None, True),
-        (1, None, None, False),
-        (1, "4", True, True),
-        (9, "4", False, False),
+        (4, "4", None, True), (3, "4", None, False), (2, None, None, True),
+        (1, None, None, False), (1, "4", True, True), (9, "4", False, False),
     ],
-)
+)  # fmt: skip
 def test_a_rank_spins_where_every_rank_has_a_core(
     cores: int, local: str | None, asked: bool | None, spins: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -219,76 +193,21 @@ def test_a_rank_spins_where_every_rank_has_a_core(
         assert (options["timeout"], options["max_pending"]) == (8.0, 16)
 
 
-@pytest.mark.parametrize("has_gpu", [True, False])
-def test_what_was_chosen_and_noted_reaches_the_transport(
-    has_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tensors stay where they are on links of a kind that knows GPUs, if there is one."""
-    own = dataclasses.replace(
-        find("shm"), device_memory=True,
-        join=lambda setup, links: (shm.join(setup, links) or {}) | {5: "; noted", 4: "; here"},
-    )  # fmt: skip
-    monkeypatch.setattr(opening, "kinds_of_links", lambda *_: [own])
-    monkeypatch.setattr(opening, "gpu_facts", lambda *_: ("a GPU" * has_gpu, {}))
-    monkeypatch.setattr(opening, "device_index", lambda device: 0)
-    taken: dict[int, dict[str, Any]] = {}
-    kind_of_transport = opening.NativeTransport
-    monkeypatch.setattr(
-        opening, "NativeTransport",
-        lambda native, **given: taken.setdefault(given["rank"], given)
-        and kind_of_transport(native, **given),
-    )  # fmt: skip
-    specs = [ChannelSpec(4, 5, 0, Direction.FORWARD, 64)]
-    with opened("shm", specs, counters=1, abandon_after=60.0) as (_, end):
-        board = end.board
-    given = taken[5]
-    assert given["in_place"] == ({4} if has_gpu else set())
-    (link,) = given["links"]
-    assert (link.peer, link.kind, link.reason) == (4, "shm", "asked for: shm; here")
-    assert board is not None and (board.index, board.size, board.spans_hosts) == (1, 2, False)
-    assert given["abandon_after"] == 60.0
-    assert (given["incoming"], given["outgoing"]) == (specs, [])
+def test_channels_of_other_ranks_are_refused() -> None:
+    own = ChannelSpec(1, 1, 0, Direction.FORWARD, 8)
+    for channels, rank, store, board, says in (
+        (LINK, 2, HashStore(), (), "rank 2 neither sends nor receives on the channel forw"),
+        (LINK, 1, None, (), "no store to find them"),
+        ([own], 1, None, (1, 2), "no store to find them"),
+        ([own, *LINK], 1, HashStore(), (), "rank 1 has a channel to itself beside others"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            open_transport(channels, rank=rank, store=store, board_ranks=board)
+    with open_transport([own], rank=1, store=None, board_ranks=(1,), board_counters=3) as alone:
+        assert alone.board is not None and list(alone.board.common()) == [0, 0, 0]
 
 
-# Options, and the rest of what a rank looks up ----------------------------------------------------
-
-
-@pytest.mark.parametrize("field", ["timeout", "setup_timeout", "peer_timeout", "workload"])
-def test_options_have_least_values(field: str) -> None:
-    least = 1 if field == "workload" else 0.001
-    assert getattr(TransportOptions(**{field: least}), field) == least
-    for wrong in (0, -1):
-        with pytest.raises(
-            ConfigError, match=f"option {field} is {wrong}; expected .* from {least}"
-        ):
-            TransportOptions(**{field: wrong})
-
-
-def test_as_many_puts_may_wait_as_a_power_of_two() -> None:
-    for number in (1, 2, 1024):
-        assert TransportOptions(max_pending=number).max_pending == number
-    for wrong in (0, -4, 3, 6):
-        with pytest.raises(ConfigError, match=f"max_pending is {wrong}; (give a power|expected)"):
-            TransportOptions(max_pending=wrong)
-
-
-def test_options_default_to_those_of_a_run() -> None:
-    config, options = DppConfig(), TransportOptions()
-    for name in ("timeout", "workload", "checksum", "gpudirect", "peer_timeout", "token_file",
-                 "tcp_connections"):  # fmt: skip
-        assert getattr(options, name) == getattr(config, name), name
-    for field in dataclasses.fields(options.rdma):
-        assert getattr(options.rdma, field.name) == getattr(config, f"rdma_{field.name}")
-
-
-def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
-    assert gpu.device_index(torch.device("cuda", 0)) == 0
-    assert gpu.device_index(torch.device("cuda", 2)) == 2
-    assert gpu.device_index(torch.device("cuda")) == 5
-
-
-def test_a_gpu_reaches_itself_and_its_peers_alone() -> None:
+def test_a_gpu_reaches_itself_and_its_peers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = {"a": "same", "b": "yes", "c": "no"}
     own = SimpleNamespace(uuid="a", access_to=ways.__getitem__, visible=lambda: list(ways))
     asked: list[int] = []
@@ -299,87 +218,91 @@ def test_a_gpu_reaches_itself_and_its_peers_alone() -> None:
             raise TransportUnavailable("no driver")
         return own
 
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     library = SimpleNamespace(CudaDevice=device)
-    access = {"a": True, "b": True, "c": False}
-    assert gpu.gpu_facts(library, torch.device("cuda", 3)) == ("a", access)
-    assert gpu.gpu_facts(library, torch.device("cuda", 1)) == ("", {})
-    assert gpu.gpu_facts(library, torch.device("cpu")) == ("", {})
-    assert asked == [3, 1]
+    found = [
+        opening.gpu_facts(library, torch.device(d)) for d in ("cuda:0", "cuda", "cuda:1", "cpu")
+    ]
+    assert found == [("a", {"a": True, "b": True, "c": False})] * 2 + [("", {})] * 2
+    assert asked == [0, 5, 1]
 
 
-def test_channels_of_other_ranks_are_refused() -> None:
-    channel = ChannelSpec(0, 1, 0, Direction.FORWARD, 8)
-    with pytest.raises(ConfigError, match="rank 2 neither sends nor receives on the channel forw"):
-        open_transport([channel], rank=2, store=HashStore())
-    with pytest.raises(ConfigError, match="needs a store to find them"):
-        open_transport([channel], rank=1, store=None)
-    own = ChannelSpec(1, 1, 0, Direction.FORWARD, 8)
-    with pytest.raises(ConfigError, match="needs a store to find them"):
-        open_transport([own], rank=1, store=None, board_ranks=(1, 2))
-    with pytest.raises(ConfigError, match="rank 1 has a channel to itself beside others"):
-        open_transport([own, channel], rank=1, store=HashStore())
-    with open_transport([own], rank=1, store=None, board_ranks=(1,), board_counters=3) as alone:
-        assert alone.board is not None and list(alone.board.common()) == [0, 0, 0]
+# Numbers ------------------------------------------------------------------------------------------
+
+CHANNEL = {
+    "source": 0, "destination": 1, "chunk": 0, "direction": Direction.FORWARD, "slot_bytes": 64,
+    "depth": 2,
+}  # fmt: skip
+HUGE = 10**5000
 
 
-def test_only_the_kinds_over_a_network_are_between_hosts() -> None:
-    names = ("cuda_ipc", "staged", "shm", "rdma", "tcp", "fake")
-    found = {
-        name: [
-            field
-            for field in (
-                "between_hosts",
-                "announces",
-                "device_memory",
-                "carries_board",
-                "may_fail",
-            )
-            if getattr(find(name), field)
-        ]
-        for name in names
-    }
-    assert found == {
-        "cuda_ipc": ["announces", "device_memory"], "staged": ["device_memory"],
-        "shm": ["carries_board"], "rdma": ["between_hosts", "device_memory", "may_fail"],
-        "tcp": ["between_hosts", "carries_board"], "fake": [],
-    }  # fmt: skip
+def test_numbers_that_no_transport_takes_are_refused_by_name() -> None:
+    for name in ("source", "destination", "chunk", "slot_bytes", "depth"):
+        for value in (1 << 32, 1 << 63, HUGE, -1, 2.5, True, "2"):
+            if (name, value) in (("slot_bytes", 1 << 32), ("chunk", -1)):  # of credits
+                continue
+            with pytest.raises(ConfigError, match=rf"{name} is .*; expected a whole number from"):
+                ChannelSpec(**CHANNEL | {name: value})
+    ChannelSpec(**CHANNEL | {"slot_bytes": 0, "depth": 1})
+    ChannelSpec(**CHANNEL | {"slot_bytes": 1 << 46})
+    with pytest.raises(ConfigError, match=f"3 slots of {1 << 46} bytes; the most is {1 << 47}"):
+        ChannelSpec(**CHANNEL | {"slot_bytes": 1 << 46, "depth": 3})
+    with pytest.raises(ConfigError, match=r"depth is 0; expected .* from 1 to 1048576 \(DppConfig"):
+        ChannelSpec(**CHANNEL | {"depth": 0})
+    for counters in (-1, 1 << 32, 2.5):
+        with pytest.raises(ConfigError, match=r"board_counters is .*; expected a whole number"):
+            open_transport(LINK, rank=0, store=None, board_counters=counters)  # type: ignore[arg-type]
 
 
-# Ports --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["timeout", "setup_timeout", "peer_timeout"])
+def test_waits_have_an_end(name: str) -> None:
+    assert getattr(TransportOptions(**{name: 0.001}), name) == 0.001
+    for wrong in (0, -1, float("inf"), float("nan"), 1e300, "3"):
+        with pytest.raises(ConfigError, match=f"option {name} is .*; expected a number from 0.001"):
+            TransportOptions(**{name: wrong})
 
 
-@pytest.mark.parametrize(("interface", "port"), [("ib0", 1), ("ib1", 2), ("ib2", 1), ("eth0", 0)])
-def test_an_interface_names_its_infiniband_port(
-    interface: str, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "good", "wrong", "says"),
+    [
+        ("workload", (1, 1 << 40), (0, 1 << 64), "expected a whole number from 1 to"),
+        ("tcp_connections", (1, 16), (0, 17, 2.5), "expected a whole number from 1 to 16"),
+        ("max_pending", (1, 2, 1024), (0, -4, 1 << 32), "expected a whole number from 1 to"),
+        ("max_pending", (), (3, 6), "give a power of two"),
+        ("gpudirect", ("auto", "on", "off"), ("yes",), "expected one of auto, on, off"),
+    ],
+)
+def test_options_have_ranges(name: str, good: Any, wrong: Any, says: str) -> None:
+    for value in good:
+        assert getattr(TransportOptions(**{name: value}), name) == value
+    for value in wrong:
+        with pytest.raises(ConfigError, match=f"transport option {name} is {value}; {says}"):
+            TransportOptions(**{name: value})
+    config, options = DppConfig(), TransportOptions()
+    assert getattr(options, name) == getattr(config, name, getattr(options, name))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("traffic_class", "96", 96), ("service_level", "15", 15), ("pkey_index", "1", 1),
+        ("gid_index", "-1", -1), ("timeout", "14", 14), ("retries", "2", 2),
+        ("devices", "mlx5_0,mlx5_3:1", "mlx5_0,mlx5_3:1"), ("adaptive_routing", "off", "off"),
+        ("timeout", "", 20),
+        ("traffic_class", "256", "is 256; expected a whole number from 0 to 255"),
+        ("service_level", "-1", "is -1; expected a whole number from 0 to 15"),
+        ("timeout", "0", "is 0; expected a whole number from 1 to 31"),
+        ("retries", "8", "is 8; expected a whole number from 0 to 7"),
+        ("gid_index", "two", "is 'two'; expected a whole number from -1 to 255"),
+        ("adaptive_routing", "yes", "is yes; expected one of auto, on, off"),
+    ],
+)  # fmt: skip
+def test_rdma_is_tuned_by_variables_of_the_environment(
+    name: str, value: str, says: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rdma_ports, "Path", lambda _: tmp_path)
-    monkeypatch.setattr(rdma_ports, "addresses", lambda: {"10.0.0.5": interface})
-    for name in ("ib0", "ib1", "ib2"):
-        (tmp_path / name / "device" / "infiniband" / "mlx5_3").mkdir(parents=True)
-    (tmp_path / "eth0").mkdir()
-    (tmp_path / "ib1" / "dev_port").write_text("1\n")
-    (tmp_path / "ib2" / "dev_port").write_text("no number")
-    common = {"device": "mlx5_3", "infiniband": True, "active": True}
-    ports = [{**common, "port": number, "addresses": [(0, "fe80" * 8, "IB")]} for number in (2, 1)]
-    library = SimpleNamespace(rdma_ports=lambda: (ports, []))
-    options = TransportOptions(address_of="rank")
-    places, _ = rdma_ports.find_places(library, "10.0.0.5", options, torch.device("cpu"))
-    assert [place.port for place in places] == ([port] if port else [])
-
-
-def test_a_rank_without_an_address_looks_for_no_port() -> None:
-    places, why = rdma_ports.find_places(None, None, TransportOptions(), torch.device("cpu"))
-    assert places == [] and "node_ips" in why
-    ports = [{"device": "d", "port": 1, "infiniband": True, "active": True, "addresses": []}]
-    found = rdma_ports.choose_place(ports, "10.0.0.5", rdma_ports.Node(infiniband=[("d", 1)]))
-    assert found[0] is None and "no RDMA port has the address" in found[1]
-
-
-def test_a_gpu_is_found_by_its_address_in_hexadecimal(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x1B, pci_device_id=0x0C)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    path = pci.gpu_path(torch.device("cuda", 0))
-    assert path is not None and path.name == "0001:1b:0c.0"
-    assert pci.gpu_path(torch.device("cpu")) is None
-    del facts.pci_bus_id
-    assert pci.gpu_path(torch.device("cuda", 0)) is None, "an older PyTorch"
+    monkeypatch.setenv(f"DPP_RDMA_{name.upper()}", value)
+    if isinstance(says, str) and says.startswith("is "):
+        with pytest.raises(ConfigError, match=f"{variable(name)} {says}"):
+            TransportOptions()
+    else:
+        assert getattr(TransportOptions().rdma, name) == says

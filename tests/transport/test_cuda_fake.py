@@ -61,61 +61,40 @@ def run(worker: subprocess.Popen[str], *cases: str, **environment: str) -> list[
     return said
 
 
-def test_random_messages_both_ways(worker):
-    cases = ("cuda_ipc", "cuda_ipc checksum", "staged checksum", "rdma checksum")
-    for said in run(worker, *cases):
-        assert said.endswith("\nok\n"), said
+BUSY = {"FAKE_CUDA_SLOW": "100000000", "FAKE_CUDA_BUSY": "20"}
+DIRECT = "gpudirect=on,on direct=dmabuf+flush late-gpu-writes"
 
 
-def test_slots_travel_as_descriptors_where_handles_are_refused(worker):
-    (said,) = run(worker, "cuda_ipc", FAKE_CUDA_REFUSE_IPC="1")
-    assert said.endswith("\nok\n"), said
-
-
-def test_what_is_on_its_way_may_be_taken(worker):
-    (said,) = run(worker, "cuda_ipc ahead", FAKE_CUDA_SLOW="3000")
-    assert said.endswith("\nok\n"), said
-
-
-def test_without_values_written_by_streams_nothing_is_taken_ahead(worker):
-    settings = {"FAKE_CUDA_SLOW": "3000", "FAKE_CUDA_NO_VALUES": "1"}
-    (said,) = run(worker, "cuda_ipc not-ahead", **settings)
-    assert said.endswith("\nok\n"), said
-    assert said.count("nothing is launched ahead: cuStreamWriteValue32 on Fake GPU") == 2, said
-
-
-def test_a_stream_that_waits_for_a_dead_sender_is_let_go(worker):
-    settings = {"FAKE_CUDA_SLOW": "1000000", "FAKE_CUDA_SILENT": "1"}
-    (said,) = run(worker, "cuda_ipc let-go", **settings)
-    assert said.endswith("\nok\n") and "PeerDead" in said and "asked to" in said, said
-
-
-def test_a_link_that_loses_what_is_written_is_refused(worker):
-    (said,) = run(worker, "cuda_ipc", FAKE_CUDA_CORRUPT="1")
-    assert said.endswith("\nrefused\n") and "TransportUnavailable" in said
-    assert "arrived wrong" in said and "DppConfig(transport='staged')" in said
-
-
-def test_a_stream_waits_once_for_what_has_to_wait_for_buffers(worker):
-    (said,) = run(worker, "rdma one-wait")
-    assert said.endswith("\nok\n"), said
-
-
-@pytest.mark.parametrize("kind", ["cuda_ipc", "staged", "rdma", "rdma direct=dmabuf+ordered"])
-def test_memory_that_a_stream_of_ours_uses_is_not_given_up(worker, kind):
-    settings = {"FAKE_CUDA_SLOW": "100000000", "FAKE_CUDA_BUSY": "20"}
-    (said,) = run(worker, f"{kind} close-busy", **settings)
-    assert said.endswith("\nok\n"), said
-
-
-def test_a_mark_is_looked_at_before_it_is_set_again(worker):
-    (said,) = run(worker, "cuda_ipc marks", FAKE_CUDA_SLOW_COPIES="500")
-    assert said.endswith("\nok\n"), said
-
-
-def test_close_is_bounded_with_many_channels_on_a_stuck_gpu(worker):
-    (said,) = run(worker, "cuda_ipc close-stuck", FAKE_CUDA_SLOW="1000000000")
-    assert said.endswith("\nok\n"), said
+@pytest.mark.parametrize(
+    ("cases", "settings", "end", "says"),
+    [
+        # Random messages both ways; slots travel as descriptors where handles are refused.
+        (("cuda_ipc", "cuda_ipc checksum", "staged checksum", "rdma checksum"), {}, "ok", ()),
+        (("cuda_ipc",), {"FAKE_CUDA_REFUSE_IPC": "1"}, "ok", ()),
+        # What is on its way may be taken, unless streams cannot write values.
+        (("cuda_ipc ahead",), {"FAKE_CUDA_SLOW": "3000"}, "ok", ()),
+        (("cuda_ipc not-ahead",), {"FAKE_CUDA_SLOW": "3000", "FAKE_CUDA_NO_VALUES": "1"}, "ok",
+         ("nothing is launched ahead: cuStreamWriteValue32 on Fake GPU",)),
+        # A stream that waits for a dead sender is let go.
+        (("cuda_ipc let-go",), {"FAKE_CUDA_SLOW": "1000000", "FAKE_CUDA_SILENT": "1"}, "ok",
+         ("PeerDead", "asked to")),
+        (("cuda_ipc",), {"FAKE_CUDA_CORRUPT": "1"}, "refused",
+         ("TransportUnavailable", "arrived wrong", "DppConfig(transport='staged')")),
+        (("rdma one-wait",), {}, "ok", ()),
+        # Memory that a stream of ours uses is not given up, and a close is bounded.
+        *(((f"{kind} close-busy",), BUSY, "ok", ())
+          for kind in ("cuda_ipc", "staged", "rdma", "rdma direct=dmabuf+ordered")),
+        (("cuda_ipc marks",), {"FAKE_CUDA_SLOW_COPIES": "500"}, "ok", ()),
+        (("cuda_ipc close-stuck",), {"FAKE_CUDA_SLOW": "1000000000"}, "ok", ()),
+        # GPUDirect waits for single bytes, and opens only slots.
+        ((f"rdma one-by-one {DIRECT}", f"rdma open-slots {DIRECT}"), {}, "ok", ()),
+    ],
+)  # fmt: skip
+def test_what_a_gpu_of_a_driver_that_we_made_shows(worker, cases, settings, end, says):
+    for said in run(worker, *cases, **settings):
+        assert said.endswith(f"\n{end}\n"), said
+        for text in says:
+            assert text in said, said
 
 
 def test_the_card_reads_and_writes_gpu_memory(worker):
@@ -128,13 +107,6 @@ def test_the_card_reads_and_writes_gpu_memory(worker):
     cases = [f"rdma checksum gpudirect=on,on {words}" for words in ways]
     for said, way in zip(run(worker, *cases), ways.values(), strict=True):
         assert said.endswith("\nok\n") and said.count(f"GPUDirect ({way})") == 2, said
-
-
-@pytest.mark.parametrize("scenario", ["one-by-one", "open-slots"])
-def test_gpudirect_waits_for_single_bytes_and_opens_only_slots(worker, scenario):
-    words = "gpudirect=on,on direct=dmabuf+flush late-gpu-writes"
-    (said,) = run(worker, f"rdma {scenario} {words}")
-    assert said.endswith("\nok\n"), said
 
 
 def test_one_side_with_gpudirect_and_one_without(worker):

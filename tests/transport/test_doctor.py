@@ -13,7 +13,7 @@ from megatron.dpp.errors import TransportUnavailable
 def test_every_probe_finds_something_and_all_is_well_here(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert doctor.main() == 0
+    assert doctor.main([]) == 0
     printed = capsys.readouterr().out
     for name in ("C++ extension", "shared memory", "locked memory", "GPUs", "RDMA"):
         assert name in printed
@@ -26,7 +26,7 @@ def test_a_missing_extension_is_named_with_the_command(
         raise TransportUnavailable("not there; build it with `python setup.py build_ext`")
 
     monkeypatch.setattr("megatron.dpp.transport.native.load_native", missing)
-    assert doctor.main() == 1
+    assert doctor.main([]) == 1
     assert "setup.py build_ext" in capsys.readouterr().out
 
 
@@ -35,7 +35,7 @@ def test_without_pytorch_the_rest_is_looked_at(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "torch", None)  # importing it raises
-    assert doctor.main() == 1
+    assert doctor.main([]) == 1
     printed = capsys.readouterr().out
     assert f"{sys.executable} has no PyTorch" in printed
     assert "bash tools/setup.sh" in printed

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import resource
@@ -16,21 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import FileStore, HashStore
 
 from megatron.dpp.errors import (
-    AuthError,
-    ConfigError,
     PeerDead,
     ProtocolError,
-    SetupError,
     TransportError,
     UsedAfterFork,
-    VersionMismatch,
 )
-from megatron.dpp.transport import ChannelSpec, TransportOptions, handshake, open_transport
-from megatron.dpp.transport.job_token import read_token
-from megatron.dpp.transport.rendezvous import Rendezvous
+from megatron.dpp.transport import (
+    ChannelSpec,
+    handshake,
+    messages,
+)
+from megatron.dpp.transport.meet import Meeting
 from tests.shared_memory import none_left
 from tests.transport.kinds import (
     GPU_KINDS,
@@ -40,7 +37,6 @@ from tests.transport.kinds import (
     PATIENCE,
     forked,
     inheritance_kept,
-    of_rank,
     open_from_file,
     opened,
     pair,
@@ -56,19 +52,19 @@ def die() -> None:
 
 
 def die_before_hello(kind: str, path: str, results: Any) -> None:
-    original = Rendezvous.connect
-    Rendezvous.connect = lambda *_: die()  # type: ignore[method-assign,assignment]
+    original = Meeting.connect
+    Meeting.connect = lambda *_: die()  # type: ignore[method-assign,assignment]
     try:
         open_from_file(kind, pair(), 1, path)
     finally:
-        Rendezvous.connect = original  # type: ignore[method-assign]
+        Meeting.connect = original  # type: ignore[method-assign]
 
 
 def die_in_handshake(kind: str, path: str, results: Any) -> None:
     original = handshake.accept_side
 
     def accept_and_die(sock: socket.socket, *_: Any) -> Any:
-        handshake.receive_message(sock)
+        messages.receive_message(sock)
         die()
 
     handshake.accept_side = accept_and_die  # type: ignore[assignment]
@@ -78,15 +74,9 @@ def die_in_handshake(kind: str, path: str, results: Any) -> None:
         handshake.accept_side = original
 
 
-def die_after_put(kind: str, path: str, results: Any) -> None:
+def die_after_puts(kind: str, path: str, results: Any) -> None:
     transport = open_from_file(kind, pair(), 1, path)
-    transport.put(0, torch.ones(100), iteration=0, microbatch=0)
-    die()
-
-
-def die_with_puts_pending(kind: str, path: str, results: Any) -> None:
-    transport = open_from_file(kind, pair(), 1, path)
-    for index in range(10):
+    for index in range(10):  # most of them stay pending
         transport.put(0, torch.ones(100), iteration=0, microbatch=index)
     die()
 
@@ -101,8 +91,7 @@ def die_in_close(kind: str, path: str, results: Any) -> None:
 STAGES: tuple[Callable[[str, str, Any], None], ...] = (
     die_before_hello,
     die_in_handshake,
-    die_after_put,
-    die_with_puts_pending,
+    die_after_puts,
     die_in_close,
 )
 
@@ -183,30 +172,6 @@ def test_a_stopped_peer_is_not_a_dead_one(kind: str, tmp_path: Path) -> None:
         assert "rank 1 is alive" in said or "of rank 1 is stopped (SIGSTOP" in said
 
 
-def test_forked_ranks_collect_nothing_that_they_inherit(tmp_path: Path) -> None:
-    class Loop:
-        def __init__(self) -> None:
-            self.itself = self
-
-        def __del__(self) -> None:
-            collected.append(os.getpid())
-
-    def body(rank: int, path: str, results: Any) -> None:
-        gc.collect()
-        results.put(list(collected))
-
-    collected: list[int] = []
-    gc.disable()  # until the ranks are there
-    try:
-        Loop()
-        with forked(2, body, tmp_path) as (_, results):
-            assert [results.get(timeout=PATIENCE) for _ in range(2)] == [[], []]
-    finally:
-        gc.enable()
-    gc.collect()
-    assert collected == [os.getpid()], "this process still collects it"
-
-
 @pytest.mark.parametrize("kind", (*IN_PROCESS_KINDS, NIXL_KIND))
 def test_a_forked_child_must_not_use_its_parents_transport(kind: str) -> None:
     with opened(kind, pair()) as (a, b), inheritance_kept():
@@ -279,127 +244,6 @@ def test_a_torn_payload_is_found_by_its_checksum() -> None:
         corrupt_slots(4096 + 4096 + 100, b"\xff")
         with pytest.raises(ProtocolError, match="checksum of microbatch 7"):
             b.take(0)
-
-
-HELLOS = (
-    b"",
-    b"\x00",
-    b"\xff\xff",
-    b"\x10\x00{}",
-    b"\x02\x00{}",
-    b"\x02\x00[]",
-    b"\x0a\x00not json!!",
-    b'\x0f\x00{"rank": "one"}'[:17],
-    b'\x24\x00{"rank":1,"purpose":"x","nonce":123}',
-)
-
-
-def test_strangers_and_garbage_do_not_keep_a_job_from_opening() -> None:
-    store, addresses = HashStore(), []
-    ready = threading.Event()
-    original = Rendezvous.connect
-
-    def remember(self: Rendezvous, wanted: Any) -> Any:
-        if wanted[0][0].rank == 0:  # rank 1 accepts
-            addresses.append(self.unix_address)
-            ready.set()
-            time.sleep(0.2)
-        return original(self, wanted)
-
-    def bother() -> None:
-        assert ready.wait(PATIENCE)
-        for hello in HELLOS:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
-                stranger.connect("\0" + addresses[0])
-                if hello:
-                    stranger.send(hello)
-
-    stranger = threading.Thread(target=bother)
-    stranger.start()
-    transports: dict[int, Any] = {}
-
-    def open_one(rank: int) -> None:
-        transports[rank] = open_transport(of_rank(pair(), rank), rank=rank, store=store, kind="shm")
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rendezvous, "connect", remember)
-        threads = [threading.Thread(target=open_one, args=(rank,)) for rank in range(2)]
-        for thread in (*threads, stranger):
-            if thread is not stranger:
-                thread.start()
-        for thread in (*threads, stranger):
-            thread.join(PATIENCE)
-    assert set(transports) == {0, 1}
-    for transport in transports.values():
-        transport.close()
-
-
-def test_a_wrong_token_is_refused_on_both_sides() -> None:
-    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    errors: list[BaseException] = []
-
-    def accept() -> None:
-        try:
-            handshake.accept_side(right, b"one secret", 1)
-        except (AuthError, ProtocolError) as error:
-            errors.append(error)
-        right.close()
-
-    thread = threading.Thread(target=accept)
-    thread.start()
-    with left, pytest.raises(AuthError, match="does not know this job's token"):
-        handshake.connect_side(left, b"another secret", 0, 1, "control", 5.0)
-    thread.join(PATIENCE)
-    assert len(errors) == 1
-
-
-def test_a_token_file_must_be_private_and_long_enough(tmp_path: Path) -> None:
-    secret = tmp_path / "token"
-    with pytest.raises(ConfigError, match="No such file"):
-        read_token(secret)
-    secret.write_text("x" * 32)
-    secret.chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        read_token(secret)
-    secret.chmod(0o600)
-    assert read_token(secret) == b"x" * 32
-    secret.write_text("short")
-    with pytest.raises(ConfigError, match="16 are the least"):
-        read_token(secret)
-
-
-def test_different_settings_are_named_before_any_message() -> None:
-    store = HashStore()
-    errors: list[str] = []
-
-    def open_one(rank: int) -> None:
-        options = TransportOptions(checksum=rank == 0, setup_timeout=PATIENCE)
-        try:
-            open_transport(
-                of_rank(pair(), rank), rank=rank, store=store, kind="shm", options=options
-            )
-        except VersionMismatch as error:
-            errors.append(str(error))
-
-    threads = [threading.Thread(target=open_one, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert len(errors) == 2
-    assert all("checksum is" in text for text in errors)
-
-
-def test_a_peer_that_never_comes_is_named(tmp_path: Path) -> None:
-    options = TransportOptions(setup_timeout=0.3)
-    with pytest.raises(SetupError, match=r"rank 1 has not opened its transport after 0\.3 s"):
-        open_transport(
-            of_rank(pair(), 0),
-            rank=0,
-            store=FileStore(str(tmp_path / "store")),
-            kind="shm",
-            options=options,
-        )
 
 
 def test_memory_that_cannot_be_had_is_an_error_at_set_up(tmp_path: Path) -> None:

@@ -23,21 +23,15 @@ import torch
 from torch.distributed import HashStore
 
 from megatron.dpp.errors import TransportError
-from megatron.dpp.transport import (
-    TransportOptions,
-    handshake,
-    open_transport,
-    rendezvous,
-)
-from megatron.dpp.transport.job_token import read_shared_token
+from megatron.dpp.transport import TransportOptions, handshake, meet, open_transport
 from megatron.dpp.transport.joining import PeerLink, link_faults
 from megatron.dpp.transport.kinds import cuda_ipc, rdma
+from megatron.dpp.transport.meet import _read_shared_token
 from megatron.dpp.transport.native import load_native
-from megatron.dpp.transport.opening import _digest, _Opening
+from megatron.dpp.transport.open import _digest, _Opening
 from tests.transport.hostile import framed, mutated_bytes, text_of
 from tests.transport.kinds import PATIENCE, of_rank, pair, proof_of
-from tests.transport.test_choice import facts
-from tests.transport.test_strangers import TOKEN, census, until_no_more_than
+from tests.transport.meeting import TOKEN, census, facts, until_no_more_than
 
 NONCE = "0123456789abcdef" * 2
 TYPES = (socket.SOCK_SEQPACKET, socket.SOCK_STREAM)
@@ -96,7 +90,7 @@ def accepts_a_connection(rng: random.Random) -> None:
 def connects(rng: random.Random) -> None:
     proof = proof_of("acceptor", 0, 1, NONCE, NONCE, "control", TOKEN)
     answer = {"rank": 1, "nonce": NONCE, "proof": proof}
-    with said(rng, answer, rng.choice(({"welcome": True}, {"again": True}))) as ours:
+    with said(rng, answer, {"welcome": True}) as ours:
         handshake.connect_side(ours, TOKEN, 0, 1, "control", PATIENCE)
 
 
@@ -106,14 +100,14 @@ def reads_facts(rng: random.Random) -> None:
     own = facts(0, settings=settings, gpu_access={"x": True}, found={"rdma": {"places": [place]}})
     theirs = dataclasses.asdict(dataclasses.replace(own, rank=1))
     text = text_of(rng, theirs).decode(errors="replace")
-    found = rendezvous._read_facts(text, 1, own)
+    found = meet._read_facts(text, 1, own, "the store")
     rdma.obstacle(own, found)
     cuda_ipc.obstacle(own, found)
 
 
 def reads_a_tokens_name(rng: random.Random) -> None:
     name = mutated_bytes(rng, b"dpp-token-abcdefgh")
-    read_shared_token(0, name.decode(errors=rng.choice(("replace", "surrogateescape"))))
+    _read_shared_token(0, name.decode(errors=rng.choice(("replace", "surrogateescape"))))
 
 
 def compares_an_offer(rng: random.Random) -> None:
@@ -121,8 +115,7 @@ def compares_an_offer(rng: random.Random) -> None:
     one._rank, one._outgoing = 0, pair()[:2]
     follows = rng.random() < 0.5
     one._board = SimpleNamespace(is_head=not follows, upstream=1, partners=[1]) if follows else None
-    one._board_ranks, one._board_counters = [1, 0], 3
-    one._board_shape = lambda: [2, 3]
+    one._board_ranks, one._request = [1, 0], SimpleNamespace(board_counters=3)
     if follows:
         one._board.members, one._board.num_lines, one._board.is_relayed = [1, 0], 2, False
     native = SimpleNamespace(use_board=lambda fd, *_: os.close(fd))

@@ -23,8 +23,8 @@ from megatron.dpp.errors import ProtocolError, TransportError
 from megatron.dpp.transport.native import load_native
 from tests.transport import raw
 from tests.transport.hostile import mutated_bytes
+from tests.transport.meeting import census
 from tests.transport.raw import Rank, Segment
-from tests.transport.test_strangers import census
 
 SUMMED, SUM_AT = 140, struct.Struct("<I")
 """Bytes of a header that its checksum covers, which follows them."""
@@ -223,6 +223,8 @@ def refusal_of(segment: Segment, *changes: tuple[int, str, int]) -> Exception:
     [
         (6, "<B", len(load_native().dtype_names), "number of the dtype is"),
         (7, "<B", load_native().max_dims + 1, "number of dimensions is"),
+        (8, "<i", 1, "it names chunk 1, direction 0"),
+        (12, "<i", 1, "it names chunk 0, direction 1"),
         (32, "<I", 1, "part 1 of 1"),
         (36, "<I", 0, "part 0 of 0"),
         (48, "<Q", 65, "byte count is 65, expected 64"),

@@ -115,15 +115,6 @@ def test_a_killed_rank_of_any_role_is_named_on_all_others(victim: int, tmp_path:
     print(f"all others named it after {seconds * 1e3:.0f} ms")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", range(RANKS))
-def test_within_a_second(victim: int, tmp_path: Path) -> None:
-    for turn in range(5):
-        folder = tmp_path / str(turn)
-        folder.mkdir()
-        assert kill(victim, folder, lambda _: None) < 1.0
-
-
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     with two_hosts() as made:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import resource
 import shutil
@@ -14,10 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp.transport import nixl_agent
 from megatron.dpp.transport.native import load_native
 from tests.conftest import REPOSITORY
-from tests.transport.kinds import pair
 
 MIB = 1 << 20
 PATIENCE = 60.0
@@ -26,8 +23,6 @@ FIRST = (
     *("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     "memory.memsw.limit_in_bytes",
 )
-UNLIMITED = 9223372036854771712
-"""The limit of a group of version 1 that has none."""
 
 
 def room(tmp_path: Path, line: str, free_swap: int = 0) -> tuple[int, str] | None:
@@ -76,11 +71,6 @@ def test_without_a_limit_or_readable_files_there_is_room(tmp_path: Path) -> None
     assert load_native().memory_room("/none", "/none", 0) is None
 
 
-def test_the_largest_number_of_version_1_is_no_limit(tmp_path: Path) -> None:
-    group(tmp_path / "memory/a", FIRST, str(UNLIMITED), 90 * MIB)
-    assert room(tmp_path, "4:memory:/a") is None
-
-
 def test_caches_of_the_kernel_do_not_count_as_used(tmp_path: Path) -> None:
     group(tmp_path, SECOND, str(100 * MIB), 90 * MIB, cached=10 * MIB)
     with (tmp_path / "memory.stat").open("a") as file:
@@ -110,38 +100,6 @@ def test_free_swap_is_room_too(
     found = room(tmp_path, "0::/a/b", free)
     assert found is not None and found[0] == left
     assert found[1].endswith(f"and {left - 10 * MIB} bytes of swap are free")
-
-
-@pytest.mark.parametrize(
-    ("limit", "left"),
-    [(100 * MIB, 10 * MIB), (115 * MIB, 25 * MIB), (200 * MIB, 40 * MIB), (UNLIMITED, 40 * MIB)],
-)
-def test_limits_of_swap_in_version_1_count_memory_too(
-    limit: int, left: int, tmp_path: Path
-) -> None:
-    folder = tmp_path / "memory"
-    group(folder, FIRST, str(100 * MIB), 90 * MIB)
-    (folder / "memory.memsw.limit_in_bytes").write_text(f"{limit}\n")
-    (folder / "memory.memsw.usage_in_bytes").write_text(f"{90 * MIB}\n")
-    found = room(tmp_path, "4:memory:/", free_swap=30 * MIB)
-    assert found is not None and found[0] == left
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_the_pages_of_nixls_slots_exist_from_the_start(
-    known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class OldKernels(mmap.mmap):
-        def madvise(self, option: int, *rest: int) -> None:
-            super().madvise(option if option == mmap.MADV_REMOVE else 0x7FFF, *rest)
-
-    if not known:
-        monkeypatch.setattr(nixl_agent.mmap, "mmap", OldKernels)
-    slots = nixl_agent.Slots(0, pair(MIB))
-    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
-    slots.memory.fill_(1)
-    assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < 100  # 6 MiB have 1536
-    slots.close()
 
 
 ASKS = """

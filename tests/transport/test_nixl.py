@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import importlib.util
 import logging
 import mmap
@@ -100,20 +99,6 @@ def test_slots_ask_for_room_first(room: int, monkeypatch: pytest.MonkeyPatch) ->
         return
     with pytest.raises(SetupError, match=rf"no memory for {7 * PAGE} bytes .*the group is full"):
         Slots(1, IN)
-
-
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOMEM])
-def test_pages_are_made_on_old_kernels_too(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Memory(mmap.mmap):
-        def madvise(self, option: int, *rest: int) -> None:
-            raise OSError(code, "no")
-
-    monkeypatch.setattr(nixl_agent.mmap, "mmap", Memory)
-    if code == errno.ENOMEM:
-        with pytest.raises(SetupError, match="no memory for"):
-            Slots(1, IN)
-    else:
-        assert not Slots(1, IN).memory.any()
 
 
 class Agents:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import socket
 import sys
 import threading
@@ -59,29 +58,3 @@ def test_other_threads_run_while_the_slots_of_a_tcp_link_are_made(turns: list[in
         native.add_tcp_link(1, [0], [], [data.detach()])
         assert turns[0] > before
         native.close()
-
-
-def test_other_threads_run_while_ways_to_copy_are_measured(turns: list[int]) -> None:
-    before = turns[0]
-    native = made(8 * MIB)
-    assert turns[0] > before
-    native.close()
-
-
-def test_the_measure_of_copies_leaves_the_heap_as_it_is() -> None:
-    """It took 24 MiB of it, which stayed."""
-    libc = ctypes.CDLL(None)
-    libc.free.argtypes, libc.malloc.restype = [ctypes.c_void_p], ctypes.c_void_p
-    libc.free(libc.malloc(31 * MIB))  # from here on the heap takes blocks of up to 31 MiB
-    before = _heap_bytes()
-    made(4 * MIB).close()
-    assert _heap_bytes() - before < MIB
-
-
-def _heap_bytes() -> int:
-    class Mallinfo(ctypes.Structure):
-        _fields_ = [(f"field{i}", ctypes.c_size_t) for i in range(10)]
-
-    libc = ctypes.CDLL(None)
-    libc.mallinfo2.restype = Mallinfo
-    return int(libc.mallinfo2().field0)

@@ -1,7 +1,8 @@
-"""Faults of an RDMA path over the double of libibverbs: each ends in time and names the peer."""
+"""Faults of an RDMA path, and its addresses, over the double of libibverbs."""
 
 from __future__ import annotations
 
+import ctypes
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -12,12 +13,14 @@ import torch
 
 from megatron.dpp.errors import PeerDead, ProtocolError, TransportError, TransportUnavailable
 from megatron.dpp.transport.joining import PeerLink
+from megatron.dpp.transport.options import RdmaOptions
 from tests.transport.conftest import Trouble
 from tests.transport.kinds import PATIENCE, fake_verbs, opened, pair, take_next
 from tests.transport.test_rdma import until_failure
 
 MIB = 1 << 20
 SOON = {"setup_timeout": 6.0}
+"""A link is given a quarter of it to deliver the test pattern."""
 GONE = "cannot be reached over RDMA any more: transport retry counter exceeded"
 REFUSED = f"(refused an RDMA write: remote access error|{GONE})"
 """Or the refused rank's queue pair, which is then in the error state, answers no more."""
@@ -152,3 +155,140 @@ def test_an_offer_of_another_version_is_refused(
     offers(monkeypatch, 1, change)
     with pytest.raises(ProtocolError, match=text), opened(kind, pair(), **SOON):
         pass
+
+
+# Links that connect and carry nothing -------------------------------------------------------------
+
+LOST = r"rank [01]: a write to rank [01] over fake0 port 1 has not completed after 1\.5 s"
+WRONG = r"rank [01]: byte 0 of 4096 arrived wrong over fake0 port 1"
+
+
+@pytest.mark.parametrize(
+    ("fault", "times", "text"),
+    [
+        ("lose-writes", 1000, LOST),  # UDP port 4791 is closed both ways
+        ("lose-writes", 1, LOST),  # one queue pair of one rank finds no way
+        ("lose-host-writes", 1, WRONG),
+        ("error-status", 12, "rank [01]: .*transport retry counter exceeded"),
+    ],
+)
+def test_auto_gives_a_link_that_carries_nothing_to_tcp_on_both_ends(
+    trouble: Trouble, fault: str, times: int, text: str
+) -> None:
+    trouble(fault, times)
+    large = torch.arange(1 << 18)
+    with opened("auto", pair(large.nbytes), **SOON) as (a, b):
+        links = [end.links()[0] for end in (a, b)]
+        for sender, receiver in ((a, b), (b, a)):
+            sender.put(0, large, iteration=0, microbatch=0)
+            assert torch.equal(take_next(receiver, 0, 0).tensor, large)
+    assert [link.kind for link in links] == ["tcp", "tcp"]
+    assert links[0].reason == links[1].reason
+    assert re.search(rf"\[rdma: {text}.*\]$", links[0].reason), links[0].reason
+
+
+@pytest.mark.parametrize(("fault", "text"), [("lose-writes", LOST), ("lose-host-writes", WRONG)])
+def test_a_link_that_was_asked_for_and_carries_nothing_is_an_error(
+    trouble: Trouble, fault: str, text: str
+) -> None:
+    trouble(fault, 1000)
+    with pytest.raises(TransportUnavailable) as caught, opened("rdma", pair(), **SOON):
+        pass
+    said = str(caught.value)
+    assert re.match(rf"rank [01]: DppConfig\(transport='rdma'\): {text}", said), said
+    assert "has to deliver a test pattern" in said
+    for knob in ("UDP port 4791", "DPP_RDMA_DEVICES", "DppConfig(transport='tcp')"):
+        assert knob in said, said
+
+
+def test_the_test_waits_for_packets_that_are_sent_again(trouble: Trouble) -> None:
+    """Two losses of 4.3 s each, or of what the flag says, and no longer."""
+    trouble("lose-writes", 1000)
+    options = RdmaOptions(timeout=18)  # 1.07 s
+    with opened("auto", pair(), rdma=options, setup_timeout=40.0) as (a, _):
+        reason = a.links()[0].reason
+    assert "has not completed after 7.1 s" in reason, reason
+
+
+# Addresses of queue pairs -------------------------------------------------------------------------
+
+HOPS = 64
+
+
+def connected_path() -> dict[str, Any]:
+    """The path of the last queue pair that was connected."""
+    numbers = (ctypes.c_long * 21)()
+    fake_verbs().fake_verbs_path(numbers)
+    names = ("has_route", "lid", "gid_index", "hop_limit", "traffic_class")
+    found: dict[str, Any] = dict(zip(names, numbers, strict=False))
+    return {**found, "gid": bytes(numbers[5:]).hex()}
+
+
+def gid(subnet: int, flid: int = 0) -> str:
+    """The double's address in a subnet of InfiniBand."""
+    return f"fe800000{flid:04x}{subnet:04x}0200000000000001"
+
+
+def connected(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> dict[str, Any]:
+    """The path of a link whose ends offer what is changed, after a message each way."""
+    original = PeerLink.send
+
+    def send(self: PeerLink, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+        if "rdma" in message:
+            message = {"rdma": {**message["rdma"], **changes}}
+        original(self, message, fds)
+
+    monkeypatch.setattr(PeerLink, "send", send)
+    with opened("rdma", pair(), rdma=RdmaOptions(devices="fake0")) as (a, b):
+        for sender, receiver in ((a, b), (b, a)):
+            sender.put(0, torch.ones(3), iteration=0, microbatch=0)
+            assert take_next(receiver, 0, 0).microbatch == 0
+        assert "fake0 port 1, InfiniBand, GID index " in a.links()[0].reason
+    return connected_path()
+
+
+@pytest.mark.parametrize(
+    ("port", "peer", "has_route", "lid", "gid_index"),
+    [
+        ({}, {"lid": 9}, 0, 9, 0),  # the LID is enough within a subnet
+        ({"subnet": 5}, {"lid": 9}, 0, 9, 0),
+        ({"needs-route": 1}, {"lid": 9}, 1, 9, 0),
+        ({}, {"lid": 9, "gid": gid(5)}, 1, 9, 0),
+        ({}, {"lid": 0}, 1, 0, 0),
+        # Routers forward to a LID that is in the address.
+        ({"flid": 0x21}, {"lid": 9, "gid": gid(5, 0x1234)}, 1, 0x1234, 1),
+        ({"flid": 0x21}, {"lid": 9, "gid": gid(0, 0x1234)}, 0, 9, 1),
+    ],
+)
+def test_an_infiniband_path_has_a_route_where_it_needs_one(
+    trouble: Trouble, monkeypatch: pytest.MonkeyPatch, port: dict[str, int],
+    peer: dict[str, Any], has_route: int, lid: int, gid_index: int,
+) -> None:  # fmt: skip
+    for name, value in {"infiniband": 1, **port}.items():
+        trouble(name, value)
+    found = connected(monkeypatch, **peer)
+    assert (found["has_route"], found["lid"]) == (has_route, lid)
+    if has_route:
+        own = gid(port.get("subnet", 0), port.get("flid", 0))
+        assert found["gid"] == peer.get("gid", own)
+        assert (found["gid_index"], found["hop_limit"]) == (gid_index, HOPS)
+
+
+@pytest.mark.parametrize(
+    ("family", "address", "gid"),
+    [
+        ("ipv4", "127.0.0.1", "00000000000000000000ffff7f000001"),
+        ("ipv6", "::1", "00000000000000000000000000000001"),
+    ],
+)
+def test_a_roce_path_has_the_gid_of_the_hosts_family(
+    trouble: Trouble, family: str, address: str, gid: str
+) -> None:
+    trouble(family, 1)
+    with opened("rdma", pair(), node_ips=address) as (a, b):
+        a.put(0, torch.ones(3), iteration=0, microbatch=0)
+        assert take_next(b, 0, 0).microbatch == 0
+        network = "RoCE v2 over IPv6" if family == "ipv6" else "RoCE v2"
+        assert f"{network}, GID index 2, traffic class 106" in a.links()[0].reason
+    expected = {"has_route": 1, "lid": 0, "gid_index": 2, "hop_limit": HOPS, "gid": gid}
+    assert connected_path() == {**expected, "traffic_class": 106}

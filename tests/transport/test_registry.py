@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,39 @@ def test_no_other_code_names_a_kind() -> None:
             if isinstance(node, ast.Constant) and node.value in elsewhere:
                 found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}: {node.value!r}")
     assert not found
+
+
+ALONE = """
+import sys
+from torch.distributed import HashStore
+REFUSED = ("megatron.core", "megatron.training", "psutil", "transformer_engine", "transformers")
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(REFUSED):
+            raise ImportError(name + " is not needed")
+sys.meta_path.insert(0, Refuse())
+import threading, torch
+from megatron.dpp.transport import ChannelSpec, Direction, open_transport
+store, spec = HashStore(), ChannelSpec(0, 1, 0, Direction.FORWARD, 64)
+def run(rank, kind):
+    with open_transport([spec], rank=rank, store=store, kind=kind) as end:
+        if rank == 0:
+            end.put(0, torch.ones(3), iteration=0, microbatch=7)
+            end.flush(30.0)
+            return
+        while not end.poll()[0]:
+            end.wait(30.0)
+        print(kind, end.take(0).microbatch, end.links()[0].kind)
+for kind in ("shm", "tcp"):
+    ranks = [threading.Thread(target=run, args=(rank, kind)) for rank in range(2)]
+    [rank.start() for rank in ranks]
+    [rank.join() for rank in ranks]
+"""
+
+
+def test_links_need_pytorch_and_nothing_of_megatron() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], cwd=PACKAGE.parents[1], capture_output=True, text=True,
+        timeout=100,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == ["shm 7 shm", "tcp 7 tcp"], done.stderr

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.errors import ConfigError, PeerDead, TransportUnavailable
-from megatron.dpp.transport import ChannelSpec, Direction, opening
+from megatron.dpp.errors import PeerDead, TransportUnavailable
+from megatron.dpp.transport import open as opening
 from megatron.dpp.transport.native import load_native
 from tests.transport.kinds import PATIENCE, Library, Wrapped, opened, pair, take_next
 
@@ -70,22 +70,6 @@ def test_a_board_after_close_is_an_error() -> None:
         for call in [*calls, b.board.next]:  # type: ignore[union-attr]
             with pytest.raises(TransportUnavailable, match="the transport is closed"):
                 call()
-
-
-def test_a_board_that_is_not_there_is_an_error() -> None:
-    settings = {"timeout": 1.0, "checksum": False, "max_pending": 2, "spin": False}
-    native = load_native().Transport(rank=0, incoming=[], outgoing=[], **settings)
-    try:
-        native.start()
-        with pytest.raises(TransportUnavailable, match="has no board"):
-            native.board_common()
-    finally:
-        native.close()
-
-
-def test_a_channel_without_slots_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"depth is 0; expected .* from 1 to 1048576 \(DppConfig"):
-        ChannelSpec(0, 1, 0, Direction.FORWARD, 1024, 0)
 
 
 def test_an_interrupt_after_a_put_frees_no_tensor_that_is_still_read(

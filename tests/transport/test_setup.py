@@ -1,145 +1,48 @@
-"""Messages about a peer whose set-up fails."""
+"""Ranks that fail while their links are joined; channels, descriptors and memory of a set-up."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
+import errno
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
-from megatron.dpp.errors import (
-    PeerDead,
-    ProtocolError,
-    SetupError,
-    TransportError,
-    VersionMismatch,
-)
-from megatron.dpp.transport import (
-    ChannelSpec,
-    Direction,
-    TransportOptions,
-    handshake,
-    open_transport,
-    opening,
-)
-from megatron.dpp.transport.joining import Facts, PeerLink
+from megatron.dpp.errors import PeerDead, ProtocolError, SetupError, TransportError, VersionMismatch
+from megatron.dpp.transport import ChannelSpec, Direction
+from megatron.dpp.transport import open as opening
+from megatron.dpp.transport.joining import PeerLink
 from megatron.dpp.transport.native import load_native
-from tests.transport.kinds import (
-    PATIENCE,
-    Library,
-    Wrapped,
-    of_rank,
-    opened,
-    pair,
-    prepared,
-    take_next,
-)
+from tests.transport.kinds import PATIENCE, Library, Wrapped, opened, take_next
+from tests.transport.meeting import errors_of, num_open
 
 REASON = "123 bytes of shared memory: Cannot allocate memory"
+GAVE_UP = f"rank 1 gave up: SetupError: {REASON}"
 
 
-def fail_on_rank_1(patch: pytest.MonkeyPatch, call: str) -> None:
-    """Let a call of the extension fail on rank 1."""
+def call_of_cxx(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Rank 1 fails in a call of the extension."""
 
-    def wrap(native: Any, rank: int) -> Any:
-        return Wrapped(native, call, SetupError(REASON)) if rank == 1 else native
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        def wrap(native: Any, rank: int) -> Any:
+            return Wrapped(native, name, SetupError(REASON)) if rank == 1 else native
 
-    library = Library(wrap)
-    patch.setattr(opening, "load_native", lambda: library)
+        library = Library(wrap)
+        monkeypatch.setattr(opening, "load_native", lambda: library)
 
-
-def errors_of(kind: str, patience: float = PATIENCE) -> dict[int, TransportError]:
-    """Of opening, which waits for so many seconds, and of waiting for a message, by rank."""
-    store, errors = HashStore(), {}
-
-    def run(rank: int) -> None:
-        options = TransportOptions(setup_timeout=patience)
-        try:
-            mine = of_rank(pair(), rank)
-            with open_transport(mine, rank=rank, store=store, kind=kind, options=options) as end:
-                deadline = time.monotonic() + PATIENCE
-                while time.monotonic() < deadline:
-                    end.poll()
-                    end.wait(0.2)
-        except TransportError as error:
-            errors[rank] = error
-
-    with prepared(kind):
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * PATIENCE)
-    return errors
+    return patch
 
 
-def error_of_rank_0(kind: str, patience: float = PATIENCE) -> TransportError:
-    """Rank 1 cannot open."""
-    errors = errors_of(kind, patience)
-    assert str(errors[1]) == REASON
-    return errors[0]
-
-
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_a_link_may_have_thousands_of_channels(kind: str) -> None:
-    """250 were too many for a set-up message, whose length the error gave."""
-    many = [ChannelSpec(0, 1, chunk, Direction.FORWARD, 64, 1) for chunk in range(2049)]
-    with opened(kind, many) as (sender, receiver):
-        sender.put(2048, torch.ones(4), iteration=0, microbatch=0)
-        assert take_next(receiver, 2048, 0).tensor.tolist() == [1.0] * 4
-
-
-def test_one_of_thousands_of_channels_that_differs_is_noticed() -> None:
-    many = [ChannelSpec(0, 1, chunk, Direction.FORWARD, 64, 1) for chunk in range(2049)]
-    other = [*many[:-1], dataclasses.replace(many[-1], depth=2)]
-    store, said = HashStore(), []
-
-    def run(rank: int) -> None:
-        options = TransportOptions(setup_timeout=PATIENCE)
-        with contextlib.suppress(TransportError):
-            try:
-                specs = (many, other)[rank]
-                open_transport(specs, rank=rank, store=store, kind="shm", options=options).close()
-            except VersionMismatch as error:
-                said.append(str(error))
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
-    assert said and all("on the channels [2049, " in text for text in said)
-
-
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_a_peer_that_fails_in_its_last_step_has_not_left_in_good_order(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fail_on_rank_1(monkeypatch, "start")
-    error = error_of_rank_0(kind)
-    assert type(error) is PeerDead
-    assert f"rank 0: rank 1 gave up: SetupError: {REASON}" in str(error)
-
-
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
-@pytest.mark.parametrize("step", ["add_peer", "its offer"])
-def test_a_peer_that_fails_while_links_are_joined_is_named(
-    kind: str, step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def its_offer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 fails before it offers its channels."""
     original = PeerLink.send
 
     def send(self: PeerLink, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
@@ -147,22 +50,11 @@ def test_a_peer_that_fails_while_links_are_joined_is_named(
             raise SetupError(REASON)
         original(self, message, fds)
 
-    if step == "add_peer":
-        fail_on_rank_1(monkeypatch, step)
-    else:
-        monkeypatch.setattr(PeerLink, "send", send)
-    # Rank 1's error keeps its socket here, so that rank 0 waits as long as it may.
-    error = error_of_rank_0(kind, 3.0 if step == "add_peer" else PATIENCE)
-    assert "rank 1" in str(error) and str(error).startswith("rank 0: ")
-    assert type(error) is SetupError
-    # Before it knows rank 0 as a peer it can only hang up.
-    assert step == "add_peer" or f"rank 1 gave up: SetupError: {REASON}" in str(error)
+    monkeypatch.setattr(PeerLink, "send", send)
 
 
-@pytest.mark.parametrize("kind", ["cuda_ipc", "staged", "rdma"])
-def test_a_peer_that_fails_while_a_kind_is_joined_is_named(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def a_kinds_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 fails at the first message of a kind."""
     original = PeerLink.receive
 
     def fail(self: PeerLink, max_fds: int = 0) -> Any:
@@ -174,12 +66,29 @@ def test_a_peer_that_fails_while_a_kind_is_joined_is_named(
         return message, fds
 
     monkeypatch.setattr(PeerLink, "receive", fail)
-    error = error_of_rank_0(kind)
-    assert type(error) is SetupError
-    text = (
-        f"rank 0: the set-up of the links with rank 1 ended: rank 1 gave up: SetupError: {REASON}"
-    )
-    assert text in str(error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fails", "error", "says"),
+    [
+        *((kind, call_of_cxx("start"), PeerDead, GAVE_UP) for kind in ("shm", "tcp")),
+        # Before it knows rank 0 as a peer it can only hang up.
+        *((kind, call_of_cxx("add_peer"), SetupError, "rank 1") for kind in ("shm", "tcp")),
+        *((kind, its_offer, SetupError, GAVE_UP) for kind in ("shm", "tcp")),
+        *((kind, a_kinds_message, SetupError, f"rank 1 ended: {GAVE_UP}")
+          for kind in ("cuda_ipc", "staged", "rdma")),
+    ],
+)  # fmt: skip
+def test_a_peer_that_fails_in_a_step_of_the_set_up_is_named(
+    kind: str, fails: Callable[[pytest.MonkeyPatch], None], error: type[TransportError], says: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    fails(monkeypatch)
+    # Rank 1's error may keep its socket here, so that rank 0 waits as long as it may.
+    found = errors_of(kind, 3.0 if says == "rank 1" else PATIENCE)
+    assert str(found[1]) == REASON
+    assert type(found[0]) is error and str(found[0]).startswith("rank 0: "), found
+    assert says in str(found[0])
 
 
 @pytest.mark.parametrize("kind", ["shm", "cuda_ipc", "staged"])
@@ -200,93 +109,62 @@ def test_a_message_with_too_few_descriptors_is_refused(
     assert re.search(r"rank 1: rank 0 sent 0 descriptors, expected \d", str(error))
 
 
-GOOD = dataclasses.asdict(
-    Facts(
-        rank=1, abi=load_native().abi_version, host="h", hostname="n", uid=0, pid=1, device="cpu",
-        unix_address="", tcp_address=("127.0.0.1", 1),
-        settings={"checksum": False, "workload": 1 << 20, "tcp_connections": 4},
-    )
-)  # fmt: skip
+def test_a_link_that_gets_no_descriptor_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(opening.os, "dup", fail)
+        errors = errors_of("shm")
+    before = num_open()
+    assert type(errors[0]) is type(errors[1]) is SetupError
+    assert any("Too many open files (ulimit -n)" in str(error) for error in errors.values()), errors
+    del errors
+    assert num_open() <= before
 
 
-def refused_facts(text: str) -> str:
-    """The error of rank 0 where the store holds ``text`` as rank 1's facts."""
-    store = HashStore()
-    store.set("dpp/main/1/facts/1", text)
-    options = TransportOptions(setup_timeout=0.5)
-    with pytest.raises(TransportError) as caught:
-        open_transport(of_rank(pair(), 0), rank=0, store=store, kind="shm", options=options)
-    return f"{type(caught.value).__name__}: {caught.value}"
+# Channels -----------------------------------------------------------------------------------------
+
+MANY = [ChannelSpec(0, 1, chunk, Direction.FORWARD, 64, 1) for chunk in range(2049)]
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{", json.dumps({"abi": GOOD["abi"]})])
-def test_facts_that_are_none_are_named(text: str) -> None:
-    said = refused_facts(text)
-    assert said.startswith("ProtocolError: rank 0: the store holds broken facts of rank 1"), said
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_a_link_may_have_thousands_of_channels(kind: str) -> None:
+    """250 were too many for a set-up message, whose length the error gave."""
+    with opened(kind, MANY) as (sender, receiver):
+        sender.put(2048, torch.ones(4), iteration=0, microbatch=0)
+        assert take_next(receiver, 2048, 0).tensor.tolist() == [1.0] * 4
 
 
-WRONG = [
-    (field, value)
-    for field in sorted(GOOD)
-    for value in (7, "\ud800", None, [1], {"a": "\ud800"})
-    if (field, value) not in (("uid", 7), ("pid", 7), ("tcp_address", None))
-]
+def test_both_ends_list_the_channels_of_a_link_in_one_order() -> None:
+    link = [
+        ChannelSpec(0, 1, 1, Direction.FORWARD, 10, 2),
+        ChannelSpec(0, 1, 0, Direction.BACKWARD, 30, 4),
+        ChannelSpec(0, 1, 0, Direction.FORWARD, 40, 5),
+    ]
+    assert errors_of("shm", channels=(link, link[::-1]), seconds=0.01) == {0: None, 1: None}
 
 
-@pytest.mark.parametrize(("field", "value"), WRONG, ids=repr)
-def test_facts_of_wrong_types_are_named(field: str, value: Any) -> None:
-    said = refused_facts(json.dumps({**GOOD, field: value}))
-    kind = "VersionMismatch" if field == "abi" and value in (7, None, [1]) else "ProtocolError"
-    assert said.startswith(kind), said
-    assert "rank 1" in said or kind == "VersionMismatch"
+@pytest.mark.parametrize("many", [False, True])
+def test_a_channel_that_differs_is_noticed(many: bool) -> None:
+    mine = MANY if many else MANY[:2]
+    theirs = [*mine[:-1], dataclasses.replace(mine[-1], depth=2)]
+    found = errors_of("shm", channels=(mine, theirs), seconds=1.0)
+    assert any(type(error) is VersionMismatch for error in found.values()), found
+    assert any(
+        re.search(r"on the channels \[\[?2049, " if many else r"\[1, 0, 64, 1\]", str(error))
+        for error in found.values()
+    ), found
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "text"),
-    [
-        ("tcp_address", ["h", float("inf")], "port inf, expected 1 to 65535"),
-        ("tcp_address", ["h", 99999], "port 99999, expected 1 to 65535"),
-        ("tcp_address", ["h", 0], "port 0, expected"),
-        ("tcp_address", ["h", "80"], "port 80, expected"),
-        ("tcp_address", ["h\0", 80], "host 'h"),
-        ("tcp_address", [5, 80], "host '5'"),
-        ("found", {"rdma": 5}, "found rdma is '5'"),
-        ("found", {"rdma": {}}, "'places'"),
-        ("found", {"rdma": {"places": [{}]}}, "missing 4 required"),
-        ("found", {"rdma": {"places": [5]}}, "must be a mapping"),
-        ("found", {"rdma": {"places": 5}}, "not iterable"),
-    ],
-)
-def test_facts_with_wrong_contents_are_named(field: str, value: Any, text: str) -> None:
-    said = refused_facts(json.dumps({**GOOD, field: value}))
-    assert said.startswith("ProtocolError: rank 0: the store holds broken facts of rank 1"), said
-    assert text in said
+@pytest.mark.parametrize("kind", ["shm", "tcp", "rdma"])
+def test_different_settings_are_named_before_any_message(kind: str) -> None:
+    found = errors_of(kind, options=({"checksum": True}, {"checksum": False}))
+    for error in found.values():
+        assert type(error) is VersionMismatch and "checksum is" in str(error)
 
 
-@pytest.mark.parametrize("kind", [socket.SOCK_SEQPACKET, socket.SOCK_STREAM])
-@pytest.mark.parametrize(
-    ("sent", "error", "text"),
-    [
-        (b"", SetupError, "ended: its connection was closed; its own message says why"),
-        (b"\0\0\2", SetupError, "ended: it has closed its transport"),
-        (b"\4\0\3\1why", SetupError, "ended: why"),
-        (b'\x0e\0{"a":"\\udfff"}', ProtocolError, "sent a broken set-up message: 'utf-8' codec"),
-        (b"\2\0[]", ProtocolError, "rank 0: rank 1 sent a broken set-up message: not an object"),
-    ],
-)
-def test_what_comes_instead_of_a_message_is_said(
-    kind: int, sent: bytes, error: type[TransportError], text: str
-) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
-    with ours:
-        ours.settimeout(PATIENCE)
-        with theirs:
-            if sent:
-                theirs.send(sent)
-        with pytest.raises(error, match="rank 1") as caught, handshake.joining(0, 1, ours):
-            handshake.receive_message(ours)
-    assert type(caught.value) is error and text in str(caught.value)
-
+# Memory -------------------------------------------------------------------------------------------
 
 INTERRUPTED = """
 #include <cerrno>
@@ -298,12 +176,10 @@ extern "C" int posix_fallocate(int fd, off_t from, off_t bytes) {
 }
 """
 ALLOCATES = """
-import importlib.util, sys
-specification = importlib.util.spec_from_file_location("_native", sys.argv[1])
-native = importlib.util.module_from_spec(specification)  # without PyTorch, which takes seconds
-specification.loader.exec_module(native)
+import sys
+from tests.transport import raw
 settings = dict(timeout=1.0, checksum=False, max_pending=2, spin=False)
-native.Transport(rank=0, incoming=[], outgoing=[], **settings).close()
+raw.load(sys.argv[1]).Transport(rank=0, incoming=[], outgoing=[], **settings).close()
 """
 
 
@@ -312,9 +188,9 @@ def test_memory_is_allocated_although_signals_come(tmp_path: Path) -> None:
     library = tmp_path / "interrupted.so"
     command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
     subprocess.run(command, input=INTERRUPTED, text=True, check=True, timeout=PATIENCE)
-    settings = {"LD_PRELOAD": str(library)}
     done = subprocess.run(
         [sys.executable, "-c", ALLOCATES, load_native().__file__],
-        env=os.environ | settings, capture_output=True, text=True, timeout=2 * PATIENCE,
+        env=os.environ | {"LD_PRELOAD": str(library)}, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, timeout=2 * PATIENCE,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,10 +1,9 @@
-"""Strangers at a rank's listeners: they stop no start, and hold nothing for long."""
+"""Strangers at a listener, and true peers that are turned down, come again, or are named."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import os
 import socket
 import subprocess
@@ -12,143 +11,79 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore
 
-from megatron.dpp.errors import AuthError, ProtocolError, SetupError
-from megatron.dpp.transport import TransportOptions, admission, handshake, open_transport
-from megatron.dpp.transport.admission import Admission
-from megatron.dpp.transport.rendezvous import Rendezvous
+from megatron.dpp.errors import AuthError, SetupError, TransportError
+from megatron.dpp.transport import handshake, meet
+from megatron.dpp.transport.handshake import Connection
+from megatron.dpp.transport.meet import Meeting
+from megatron.dpp.transport.messages import PeerEnded, receive_message
 from tests.transport import stranger
-from tests.transport.kinds import PATIENCE, of_rank, pair
+from tests.transport.kinds import PATIENCE
+from tests.transport.meeting import (
+    TOKEN,
+    census,
+    connected,
+    facts,
+    met,
+    none_failed,
+    open_both,
+    token_file,
+    until_no_more_than,
+)  # fmt: skip
 
-TOKEN = b"0123456789abcdef"
 OTHER_USER = 65534
 
 
-def open_both(
-    kind: str,
-    monkeypatch: pytest.MonkeyPatch,
-    bother: Callable[[Rendezvous], None],
-    look: Callable[[], None] = lambda: None,
-    setup_timeout: float = PATIENCE,
-) -> dict[int, Any]:
-    """Open two ranks; ``bother`` runs with the rendezvous of rank 1, before anybody connects, and
-    ``look`` before the transports are closed.
-    """
-    store, found, bothered = HashStore(), {}, threading.Event()
-    original = Rendezvous.connect
-
-    def connect(self: Rendezvous, wanted: Any) -> Any:
-        if self._rank == 1:
-            bother(self)
-            bothered.set()
-        assert bothered.wait(PATIENCE)
-        return original(self, wanted)
-
-    def open_one(rank: int) -> None:
-        options = TransportOptions(setup_timeout=setup_timeout)
-        try:
-            found[rank] = open_transport(
-                of_rank(pair(), rank), rank=rank, store=store, kind=kind, options=options
-            )
-        except Exception as error:
-            found[rank] = error
-
-    threads = [threading.Thread(target=open_one, args=(rank,)) for rank in range(2)]
-    with monkeypatch.context() as patch:
-        patch.setattr(Rendezvous, "connect", connect)
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * PATIENCE)
-    look()
-    for end in found.values():
-        if not isinstance(end, Exception):
-            end.close()
-    return found
-
-
-def knock(kind: str, rendezvous: Rendezvous, hello: bytes = b"") -> socket.socket:
+def knock(kind: str, meeting: Meeting, hello: bytes = b"") -> socket.socket:
     """A stranger's connection."""
     if kind == "tcp":
-        assert rendezvous.tcp_address is not None
-        caller = socket.create_connection(rendezvous.tcp_address)
+        assert meeting.tcp_address is not None
+        caller = socket.create_connection(meeting.tcp_address)
     else:
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        caller.connect("\0" + rendezvous.unix_address)
+        caller.connect("\0" + meeting.unix_address)
     if hello:
         caller.send(hello)
     return caller
 
 
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
-def test_any_number_of_strangers_costs_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def bother(rendezvous: Rendezvous) -> None:
-        for _ in range(100):  # a backlog of them
-            knock(kind, rendezvous, b"\x05\x00hello").close()
-
-    found = open_both(kind, monkeypatch, bother)
-    assert not [end for end in found.values() if isinstance(end, Exception)]
-
-
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_a_crowd_that_says_nothing_keeps_no_place_and_is_hung_up_on(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "MOST_PROOFS", 8)
+    monkeypatch.setattr(handshake, "MOST_PROOFS", 8)
     crowd: list[socket.socket] = []
 
-    def bother(rendezvous: Rendezvous) -> None:
-        crowd.extend(knock(kind, rendezvous) for _ in range(60))
+    def bother(meeting: Meeting) -> None:
+        for _ in range(50):  # a backlog of them
+            knock(kind, meeting, b"\x05\x00hello").close()
+        crowd.extend(knock(kind, meeting) for _ in range(60))
 
-    found = open_both(kind, monkeypatch, bother)
-    assert not [end for end in found.values() if isinstance(end, Exception)]
+    none_failed(open_both(kind, monkeypatch, bother))
     for caller in crowd:
         caller.settimeout(PATIENCE)
         with contextlib.suppress(ConnectionResetError):
-            while caller.recv(4096):
-                pass  # it is asked to come again
+            assert caller.recv(4096) == b""
         caller.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "dpp-proof"]
 
 
-def test_a_connection_that_drips_has_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "HELLO_SECONDS", 0.5)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    stop = threading.Event()
-
-    def drip() -> None:
-        theirs.send(b"\xff\x0f")
-        with contextlib.suppress(OSError):
-            while not stop.wait(0.1):
-                theirs.send(b"x")
-
-    thread = threading.Thread(target=drip)
-    thread.start()
-    patience = threading.Timer(10.0, stop.set)  # 100 bytes: without one deadline for all of them
-    patience.start()
-    with pytest.raises(ProtocolError, match="no answer in time"), ours:
-        handshake.accept_side(ours, TOKEN, 0)
-    assert not stop.is_set()
-    stop.set()
-    patience.cancel()
-    thread.join(PATIENCE)
-    theirs.close()
-
-
 @contextlib.contextmanager
-def bothered(kind: str, *ways: Sequence[str]) -> Iterator[Callable[[Rendezvous], None]]:
+def bothered(kind: str, *ways: Sequence[str]) -> Iterator[Callable[[Meeting], None]]:
     """A ``bother`` for :func:`open_both`: a process of stranger.py for each of ``ways``, until the
     end of the block.
     """
     programs: list[subprocess.Popen[bytes]] = []
 
-    def bother(rendezvous: Rendezvous) -> None:
-        host = rendezvous.tcp_address
-        address = f"{host[0]}:{host[1]}" if kind == "tcp" and host else rendezvous.unix_address
+    def bother(meeting: Meeting) -> None:
+        host = meeting.tcp_address
+        address = f"{host[0]}:{host[1]}" if kind == "tcp" and host else meeting.unix_address
         for way in ways:
             words = [sys.executable, "-S", stranger.__file__, address, *way]
             programs.append(subprocess.Popen(words, stdout=subprocess.PIPE))
@@ -163,142 +98,232 @@ def bothered(kind: str, *ways: Sequence[str]) -> Iterator[Callable[[Rendezvous],
             program.communicate()
 
 
-def census() -> tuple[int, int]:
-    """Sockets and threads of this process."""
-    gc.collect()
-    links = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the listing's own
-            links.append(os.readlink(f"/proc/self/fd/{name}"))
-    return sum(each.startswith("socket:") for each in links), len(os.listdir("/proc/self/task"))
-
-
-def until_no_more_than(most: tuple[int, int]) -> None:
-    """Until there are at most so many: the kernel lists a thread for a moment after its join."""
-    deadline = time.monotonic() + PATIENCE
-    while (now := census()) != (min(now[0], most[0]), min(now[1], most[1])):
-        assert time.monotonic() < deadline, f"{now} where {most} are usual"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("kind", ["shm", "tcp"])
 def test_connections_that_drip_end_with_the_set_up(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No more sockets and threads stay than after a quiet start."""
     quiet: list[tuple[int, int]] = []
-    open_both(kind, monkeypatch, lambda _: None, lambda: quiet.append(census()))
+    open_both(kind, monkeypatch, look=lambda: quiet.append(census()))
     closed = census()
     with bothered(kind, ["drip"]) as bother:
         found = open_both(kind, monkeypatch, bother, lambda: until_no_more_than(quiet[0]))
         until_no_more_than(closed)
-    assert not [end for end in found.values() if isinstance(end, Exception)]
+    none_failed(found)
 
 
-def start_among_strangers(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Open two ranks over shm or tcp while three processes connect, one of another user."""
+@pytest.mark.parametrize(
+    "number", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 20))]
+)
+def test_a_start_succeeds_among_strangers(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over shm or tcp, while three processes connect, one of another user."""
     kind = ("shm", "tcp")[number % 2]
     other = ["flood", *(["--user", str(OTHER_USER)] if os.getuid() == 0 else [])]
     with bothered(kind, ["flood"], ["drip"], other) as bother:
-        found = open_both(kind, monkeypatch, bother)
-    assert not [end for end in found.values() if isinstance(end, Exception)]
+        none_failed(open_both(kind, monkeypatch, bother))
 
 
-@pytest.mark.parametrize("number", range(2))
-def test_a_start_succeeds_among_strangers(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    start_among_strangers(number, monkeypatch)
+# A true peer that is turned down ------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_twenty_starts_succeed_among_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(20):
-        start_among_strangers(number, monkeypatch)
+class Reaching:
+    """A rank that reaches for rank 5, which is the test; it waits before it says anything."""
+
+    def __init__(
+        self, kind: str, monkeypatch: pytest.MonkeyPatch, folder: Path, patience: float = PATIENCE
+    ) -> None:
+        self.speak = threading.Semaphore(0)
+        name = f"dpp-test-{time.monotonic_ns()}"
+        if kind == "tcp":
+            self.listener = socket.create_server(("127.0.0.1", 0))
+            self.peer = facts(5, tcp_address=self.listener.getsockname())
+        else:
+            self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.listener.bind("\0" + name)
+            self.listener.listen(8)
+            self.peer = facts(5, unix_address=name)
+        self.listener.settimeout(PATIENCE)
+        self._wanted = [(self.peer, "control", kind == "tcp")]
+        monkeypatch.setattr(meet, "identify", self._wait)
+        self.found: Any = None
+        secret = str(token_file(folder))
+        self.rank = met(HashStore(), 4, setup_timeout=patience, token_file=secret)
+        self._thread = threading.Thread(target=self._reach)
+        self._thread.start()
+
+    def _wait(self, *_: Any) -> None:
+        assert self.speak.acquire(timeout=PATIENCE)
+
+    def _reach(self) -> None:
+        try:
+            with self.rank:
+                (self.found,) = self.rank.connect(self._wanted).values()
+        except TransportError as error:
+            self.found = error
+
+    def accept(self) -> socket.socket:
+        sock, _ = self.listener.accept()
+        sock.settimeout(PATIENCE)
+        return sock
+
+    def result(self) -> Any:
+        """The connection, or the error."""
+        self._thread.join(PATIENCE)
+        return self.found
+
+    def close(self) -> None:
+        self.speak.release(1000)
+        self.listener.close()
+        self._thread.join(PATIENCE)
+        if isinstance(self.found, Connection):
+            self.found.close()
 
 
-@contextlib.contextmanager
-def admitting() -> Iterator[tuple[Admission, str]]:
-    name = f"\0dpp-test-{os.getpid()}-{time.monotonic_ns()}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(name)
-        listener.listen(8)
-        made = Admission(listener, TOKEN, 0)
-        yield made, name
-        made.close()
+@pytest.fixture(params=["shm", "tcp"])
+def reaching(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Reaching]:
+    made = Reaching(request.param, monkeypatch, tmp_path)
+    yield made
+    made.close()
 
 
-def test_another_users_process_is_refused_before_it_is_read(
-    monkeypatch: pytest.MonkeyPatch,
+def reset(sock: socket.socket) -> None:
+    """As a TCP connection that is closed before all was read."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+
+WAYS = {"away": handshake.send_away, "reset": reset}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("moment", ["before the hello", "after the hello", "before the welcome"])
+def test_a_true_peer_that_is_turned_down_comes_again(
+    way: str, moment: str, reaching: Reaching
 ) -> None:
-    with admitting() as (ours, name):
-        caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        caller.connect(name)
-        monkeypatch.setattr(os, "getuid", lambda: 12345)
-        monkeypatch.setattr(threading.Thread, "start", None)  # no thread is made for it
-        ours.accept()
-        assert ours.refused == 1
-        with caller:
-            assert caller.recv(16) == b""
+    for _ in range(2):
+        sock = reaching.accept()
+        if moment != "before the hello":
+            reaching.speak.release()
+        if moment == "after the hello":
+            receive_message(sock)
+        elif moment == "before the welcome":
+            with pytest.raises(handshake.SentAway):
+                handshake.accept_side(sock, TOKEN, 5, lambda: False)
+        WAYS[way](sock)
+        sock.close()
+        if moment == "before the hello":
+            reaching.speak.release()
+    with reaching.accept() as sock:
+        reaching.speak.release()
+        assert handshake.accept_side(sock, TOKEN, 5) == (4, "control")
+    assert isinstance(reaching.result(), Connection)
 
 
-def test_a_peer_that_is_sent_away_may_come_again() -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with ours, theirs:
-        handshake.send_away(theirs)
-        said, _ = handshake.receive_message(ours)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    with ours, theirs:
-        handshake.send_message(theirs, said)
-        with pytest.raises(handshake.SentAway, match="rank 1 is busy"):
-            handshake.connect_side(ours, TOKEN, 0, 1, "control", PATIENCE)
+def test_another_token_is_an_error_at_once(reaching: Reaching) -> None:
+    with reaching.accept() as sock:
+        reaching.speak.release()
+        with pytest.raises((AuthError, PeerEnded)):
+            handshake.accept_side(sock, b"another job's secret", 5)
+    error = reaching.result()
+    assert type(error) is AuthError
+    assert "what listens as rank 5 does not know this job's token" in str(error)
 
 
-@pytest.mark.parametrize("body", [b"[" * 4000, b'{"rank": 1, "proof": "\\ud800"}'])
-def test_no_message_raises_an_untyped_error(body: bytes) -> None:
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        handshake.send_message(theirs, {"rank": 1, "purpose": "control", "nonce": "n"})
-        theirs.send(len(body).to_bytes(2, "little") + body)
-        with pytest.raises((AuthError, ProtocolError)):
-            handshake.accept_side(ours, TOKEN, 0)
-
-
-@pytest.mark.parametrize("refusal", [BlockingIOError, ConnectionRefusedError])
-def test_a_full_or_missing_listener_is_tried_again(
-    refusal: type[OSError], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_a_peer_that_lets_nobody_in_is_named_at_the_deadline(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    tries: list[Any] = []
-    original = socket.socket.connect
+    reaching = Reaching(kind, monkeypatch, tmp_path, 0.2)
+    reaching.speak.release(1000)
+    reaching.listener.settimeout(0.5)
+    with pytest.raises(TimeoutError):
+        while True:
+            reaching.listener.accept()[0].close()
+    error = reaching.result()
+    assert type(error) is SetupError and "rank 4: cannot reach rank 5 on" in str(error)
+    reaching.close()
 
-    def connect(self: socket.socket, address: Any) -> None:
-        tries.append(address)
-        if len(tries) < 4:
+
+def no_thread(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The first three proofs find no thread; returns how many are still to fail."""
+    start, left = threading.Thread.start, [3]
+
+    def start_later(self: threading.Thread) -> None:
+        if self.name == "dpp-proof" and left[0] > 0:
+            left[0] -= 1
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    return left
+
+
+def no_listener(monkeypatch: pytest.MonkeyPatch, refusal: type[OSError]) -> list[int]:
+    """The first three connections are refused."""
+    connect, left = socket.socket.connect, [3]
+
+    def connect_later(self: socket.socket, address: Any) -> None:
+        if left[0] > 0:
+            left[0] -= 1
             raise refusal
-        original(self, address)
+        connect(self, address)
 
-    monkeypatch.setattr(socket.socket, "connect", connect)
-    found = open_both("shm", monkeypatch, lambda _: None)
-    assert not [end for end in found.values() if isinstance(end, Exception)]
-    assert len(tries) == 4
+    monkeypatch.setattr(socket.socket, "connect", connect_later)
+    return left
 
 
-@pytest.mark.parametrize("failures", [3, 1 << 30])
-def test_a_shortage_of_descriptors_is_survived_or_named(
-    failures: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left, accept = [failures], socket.socket.accept
+def no_descriptor(monkeypatch: pytest.MonkeyPatch, times: int = 3) -> list[int]:
+    """The first ``times`` connections cannot be accepted."""
+    accept, left = socket.socket.accept, [times]
 
     def fall_short(self: socket.socket) -> Any:
-        left[0] -= 1
-        if left[0] >= 0:
+        if left[0] > 0:
+            left[0] -= 1
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return accept(self)
 
     monkeypatch.setattr(socket.socket, "accept", fall_short)
-    patience = PATIENCE if failures == 3 else 1.0
-    found = open_both("shm", monkeypatch, lambda _: None, setup_timeout=patience)
-    if failures == 3:
-        assert not [end for end in found.values() if isinstance(end, Exception)]
-        return
-    assert type(found[1]) is SetupError
+    return left
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    "lack",
+    [no_thread, no_descriptor, lambda patch: no_listener(patch, BlockingIOError),
+     lambda patch: no_listener(patch, ConnectionRefusedError)],
+    ids=["thread", "descriptor", "backlog", "listener"],
+)  # fmt: skip
+def test_what_lacks_at_first_is_survived(
+    kind: str, lack: Callable[[pytest.MonkeyPatch], list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = lack(monkeypatch)
+    none_failed(open_both(kind, monkeypatch))
+    assert left == [0]
+
+
+def test_a_shortage_that_lasts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_descriptor(monkeypatch, 1 << 30)
+    found = open_both("shm", monkeypatch, setup_timeout=1.0)
+    assert type(found[0]) is type(found[1]) is SetupError
     assert "Too many open files" in str(found[1]) and "ulimit -n" in str(found[1])
-    assert type(found[0]) is SetupError
+
+
+def test_a_guest_that_nobody_waits_for_is_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The job's own ranks too: a second connection of one name, and one that no link has."""
+    names = [(9, "control"), (2, "control"), (2, "data 0"), (2, "control"), (3, "control")]
+    with contextlib.ExitStack() as stack:
+        pairs = [stack.enter_context(connected()) for _ in names]
+        guests = [Connection(*name, ends[0]) for name, ends in zip(names, pairs, strict=True)]
+        coming = iter([guests[:4], guests[4:]])
+        admission = SimpleNamespace(
+            proven=lambda: next(coming), crowded=False, accept=lambda: None, close=lambda: None
+        )
+        monkeypatch.setattr(meet, "Admission", lambda *given: admission)
+        one = stack.enter_context(met(HashStore(), 4, token_file=str(token_file(tmp_path))))
+        made = one.connect([(facts(rank), "control", False) for rank in (2, 3)])
+        assert made == {(2, "control"): guests[1], (3, "control"): guests[4]}
+        assert [guest.sock.fileno() >= 0 for guest in guests] == [False, True, False, False, True]

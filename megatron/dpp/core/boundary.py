@@ -91,10 +91,13 @@ class Tokens:
             return None
         found = shape.numel() // self.hidden
         if self.bound and found > self.largest:
+            max_tokens = setting("max_tokens", found * self.parts)
             raise ConfigError(
                 f"a microbatch has {found * self.parts} tokens, and links and the memory cap have "
                 f"room for {self.largest * self.parts} ({self.bound}): give the most tokens of a "
-                f"microbatch ({setting('max_tokens', found * self.parts)}, or more)"
+                f"microbatch ({max_tokens}, or more)",
+                self.bound,
+                max_tokens,
             )
         return found
 

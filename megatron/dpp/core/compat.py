@@ -31,7 +31,8 @@ class PrivateName(NamedTuple):
     """One name.
 
     Args:
-        key: ``module:name`` under ``megatron.core``, or in full for Transformer Engine.
+        key: ``module:name`` under ``megatron.core``, or in full for Transformer Engine and for
+            ``megatron.training``.
         parameters: of a function, separated by spaces; None for a class or a value. One that ends
             in ``?`` is missing in some sources of a version.
         since, until: the first version with this form, and the first without it.
@@ -50,7 +51,8 @@ class PrivateName(NamedTuple):
     def module(self) -> str:
         """Dotted name of the module."""
         module = self.key.partition(":")[0]
-        return module if module.startswith("transformer_engine") else f"megatron.core.{module}"
+        in_full = module.startswith(("transformer_engine", "megatron.training"))
+        return module if in_full else f"megatron.core.{module}"
 
     @property
     def name(self) -> str:
@@ -72,8 +74,6 @@ class PrivateName(NamedTuple):
 
 _BUCKETS = "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 _DDP = "distributed.distributed_data_parallel:DistributedDataParallel"
-_DISTRIBUTED = "optimizer.distrib_optimizer:DistributedOptimizer"
-_WRITES = "dist_checkpointing.strategies.filesystem_async"
 
 GET_SCHEDULE = "pipeline_parallel.schedules:get_forward_backward_func"
 """The function by which every host fetches its schedule."""
@@ -91,6 +91,11 @@ OFFLOAD_RESET = (
 TE_LAYERS = "megatron.core.extensions.transformer_engine"
 """The module of megatron-core's subclasses of Transformer Engine's layers."""
 _TE_DEBUGS = "transformer_engine.debug.pytorch.debug_state:TEDebugState.debug_enabled"
+TRAINING = tuple(
+    f"megatron.training.training:{name}"
+    for name in ("train_step", "training_log", "evaluate", "evaluate_and_print_results")
+)
+"""Functions of Megatron's training loop, which megatron-core's wheels have from 0.17 on."""
 MTP_LAYER = (
     "transformer.multi_token_prediction:MultiTokenPredictionLayerSubmodules.transformer_layer"
 )
@@ -143,34 +148,17 @@ TABLE = (
     PrivateName(
         "tensor_parallel.layers:RowParallelLinear._forward_impl", "self input weight *args **kwargs"
     ),
-    PrivateName(f"{_DDP}._make_backward_post_hook", "self param"),
     PrivateName(f"{_DDP}.bucket_groups"),
     PrivateName(f"{_DDP}.expert_parallel_bucket_groups"),
     PrivateName(f"{_DDP}.param_to_bucket_group"),
     PrivateName(f"{_DDP}.force_all_reduce"),
-    PrivateName(f"{_BUCKETS}.check_grads", "self check_for_nan_or_inf check_for_large"),
     PrivateName(f"{_BUCKETS}.register_grad_ready", "self param force_all_reduce"),
     PrivateName(f"{_BUCKETS}.start_grad_sync", "self force_all_reduce"),
     PrivateName(f"{_BUCKETS}.is_last_microbatch"),
     PrivateName(f"{_BUCKETS}.is_first_batch"),
     PrivateName(f"{_BUCKETS}.grad_reduce_handle"),
     PrivateName(f"{_BUCKETS}.params"),
-    PrivateName("optimizer:_get_param_groups", "model_chunks config config_overrides"),
-    PrivateName("optimizer.optimizer:MegatronOptimizer.init_state_fn"),
-    PrivateName(f"{_DISTRIBUTED}.is_stub_optimizer"),
-    PrivateName(f"{_DISTRIBUTED}._init_optimizer_states_with_dummy_values", "self"),
-    PrivateName(f"{_DISTRIBUTED}._set_main_param_and_optimizer_states", "self model_param tensors"),
-    PrivateName(f"{_DISTRIBUTED}._get_main_param_and_optimizer_states", "self model_param"),
-    PrivateName("optimizer.optimizer:_multi_tensor_copy_this_to_that", "this that overflow_buf"),
     PrivateName("optimizer.optimizer:multi_tensor_scale_impl"),
-    PrivateName(
-        "optimizer.optimizer:get_grad_norm_fp32",
-        "grads_for_norm norm_type grad_stats_parallel_group",
-    ),
-    PrivateName(
-        "optimizer.optimizer:clip_grad_by_total_norm_fp32",
-        "parameters max_norm total_norm use_decoupled_grad",
-    ),
     PrivateName("optimizer.clip_grads:l2_norm_impl"),
     PrivateName("optimizer.clip_grads:multi_tensor_scale_impl"),
     PrivateName("optimizer.clip_grads:multi_tensor_scale_tensor_impl", since="0.17"),
@@ -182,19 +170,6 @@ TABLE = (
     PrivateName("transformer.transformer_block:LayerNormImpl"),
     PrivateName("models.backends:LNImpl"),
     PrivateName("models.gpt.gpt_layer_specs:LNImpl"),
-    PrivateName("dist_checkpointing.optimizer:to_local_if_dtensor", "tensor"),
-    PrivateName(f"{_WRITES}:_get_write_results_queue", "", until="0.17"),
-    PrivateName(
-        f"{_WRITES}:_get_write_results_queue",
-        "mp_mode",
-        since="0.17",
-        renamed="get_write_results_queue",
-    ),
-    PrivateName(f"{_WRITES}:_results_queue"),
-    PrivateName(
-        f"{_WRITES}:FileSystemWriterAsync.write_preloaded_data",
-        "transform_list local_proc_idx write_bucket results_queue count_queue use_fsync **kwargs",
-    ),
     PrivateName(OFFLOAD_RESET, "", until="0.20"),
     PrivateName(OFFLOAD_RESET, "process_group", since="0.20"),
     PrivateName(MTP_LAYER, until="0.17"),
@@ -224,11 +199,7 @@ TABLE = (
         optional=True,
     ),
     PrivateName(_TE_DEBUGS, optional=True),
-    PrivateName(
-        "transformer_engine.pytorch.module.base:TransformerEngineBaseModule.backward_dw",
-        "self",
-        optional=True,
-    ),
+    *(PrivateName(key) for key in TRAINING),
 )  # fmt: skip
 
 
@@ -392,10 +363,9 @@ def has_multimodule(keywords: dict[str, Any]) -> bool:
 
 def pipeline_size(groups: Any = None) -> int:
     """Ranks of the pipeline, by the given process groups or else megatron-core's own."""
-    from megatron.core import parallel_state
+    from megatron.dpp.core.groups import group_of
 
-    group = groups.pp if groups else parallel_state.get_pipeline_model_parallel_group()
-    return int(group.size())
+    return group_of(groups, "pp").size()
 
 
 ORIGINAL = "dpp_original"

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from megatron.dpp.errors import ConfigError, core_setting
+from megatron.dpp.errors import ConfigError
 
 MAX_KEPT_SENDS = 32
 _CPU_TYPE = re.compile(r"^torch\.(?!cuda\.)")
@@ -329,8 +329,8 @@ class _Profiler:
 
 def _refuse_history(*args: Any, **kwargs: Any) -> None:
     raise ConfigError(
-        f"{core_setting('record_memory_history', True)} records the memory of a GPU, and this run "
-        "is on the CPU: leave it out"
+        "record_memory_history=True records the memory of a GPU, and this run is on the CPU: "
+        "leave it out"
     )
 
 

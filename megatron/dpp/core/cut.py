@@ -81,13 +81,6 @@ class Cut:
         rows = itertools.groupby(unit.row for unit in self.units)
         return tuple(len(list(units)) for _, units in rows)
 
-    @property
-    def order(self) -> list[int]:
-        """Units in the order of their backwards: each row's slices in reverse."""
-        ends = list(itertools.accumulate(self.groups))
-        ranges = zip([0, *ends], ends, strict=False)
-        return [unit for begin, end in ranges for unit in range(end - 1, begin - 1, -1)]
-
     def share(self, number: int) -> float:
         """A unit's tokens over those of a mean microbatch."""
         return self.sizes[number] * self.num_microbatches / self._tokens
@@ -251,10 +244,12 @@ def _check_documents(unit: Unit, params: Any) -> None:
         found = sequences_between(ends, unit.total)
         passed = f"passes cu_seqlens of sequences of {found} tokens"
     if found != told:
+        off = setting("slice_tokens", 0)
         raise ConfigError(
             f"microbatch {unit.row} counts as sequences of {told} tokens, and the forward step "
             f"{passed}: announce the sequences of packed rows before the step "
-            f"(plugin.announce(rows=...)), or use {setting('slice_tokens', 'off')}"
+            f"(plugin.announce(rows=...)), or use {off}",
+            off,
         )
 
 
@@ -266,7 +261,8 @@ def _ends_of(params: Any) -> list[int] | None:
 
 
 def _refuse(what: str) -> None:
-    raise ConfigError(f"{what}: it cannot run in slices; use {setting('slice_tokens', 'off')}")
+    off = setting("slice_tokens", 0)
+    raise ConfigError(f"{what}: it cannot run in slices; use {off}", off)
 
 
 class _Repeated:

@@ -19,7 +19,6 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.dpp.core import boundary
 from megatron.dpp.core.boundary import Tensors
-from megatron.dpp.errors import core_setting
 
 
 class Kept(NamedTuple):
@@ -126,7 +125,7 @@ def why_not(chunks: list[torch.nn.Module], num_ranks: int) -> str | None:
     """
     config = get_model_config(chunks[0])
     if (further := getattr(config, "mtp_num_layers", None)) is not None:
-        return f"{core_setting('mtp_num_layers', further)} runs the output layer several times"
+        return f"mtp_num_layers={further!r} runs the output layer several times"
     if num_ranks * len(chunks) == 1 and _attribute(
         chunks[0], "share_embeddings_and_output_weights"
     ):

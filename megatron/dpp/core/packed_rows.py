@@ -15,8 +15,8 @@ import torch
 
 from megatron.dpp.core import compat
 from megatron.dpp.core.cut import sequences_between
-from megatron.dpp.core.steps import default_groups
-from megatron.dpp.errors import ConfigError, core_setting
+from megatron.dpp.core.groups import default_groups
+from megatron.dpp.errors import ConfigError
 
 _MEGATRON_LM = ("sft", "dataloader_inter_document_masking")
 """Settings under which Megatron-LM's batches have ``cu_seqlens``."""
@@ -77,8 +77,8 @@ def _check_middle_stages(step: Mapping[str, Any], name: str) -> None:
     version = tuple(int(part) for part in compat.VERSION.split(".")[:2])
     if chunks * compat.pipeline_size(step.get("pg_collection")) > 2 and version < _TO_MIDDLE_STAGES:
         raise ConfigError(
-            f"{core_setting(name, True)}: Megatron-LM {compat.VERSION} does not tell stages in the "
-            "middle of a pipeline where sequences end; slices of packed rows need 0.17"
+            f"{name}=True: Megatron-LM {compat.VERSION} does not tell stages in the middle of a "
+            "pipeline where sequences end; slices of packed rows need 0.17"
         )
 
 

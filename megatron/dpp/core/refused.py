@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from megatron.dpp.errors import setting
-
 _LONG_SEQUENCES = "a long sequence is divided by context_parallel_size, on all replicas alike"
 ORDERED: dict[str, tuple[object, str]] = {
     "overlap_moe_expert_parallel_comm": (
@@ -19,7 +17,7 @@ ORDERED: dict[str, tuple[object, str]] = {
         False,
         "a split backward defers the weight gradients of all layers, the embedding's too",
     ),
-    "cuda_graph_impl": ("none", f"{setting('cuda_graphs')} captures the dynamic pipeline's tasks"),
+    "cuda_graph_impl": ("none", "cuda_graphs captures the dynamic pipeline's tasks"),
 }
 """Settings whose bookkeeping needs megatron-core's own order of tasks: the values that do not, and
 the state of things without them.

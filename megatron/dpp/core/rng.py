@@ -40,11 +40,13 @@ class TaskRng:
         forward_step_func: Callable[..., Any],
         chunks: Sequence[torch.nn.Module],
         iteration: int,
+        wanted: Callable[[], bool] = lambda: True,
     ) -> Callable[..., Any]:
         """``forward_step_func`` with seeding before it. Each chunk's microbatches run in order.
 
         Args:
             chunks: the rank's model, as its forwards get it, in chunk order.
+            wanted: asked before each; False leaves the generators as they are.
         """
         numbers = {id(chunk): number for number, chunk in enumerate(chunks)}
         run_so_far = [0] * len(chunks)
@@ -52,7 +54,8 @@ class TaskRng:
         def seeded(data_iterator: Any, model: torch.nn.Module, *rest: Any, **options: Any) -> Any:
             chunk = numbers[id(model)]
             stage = chunk * self._num_ranks + self._rank
-            self._enter(iteration, run_so_far[chunk], stage)
+            if wanted():
+                self._enter(iteration, run_so_far[chunk], stage)
             run_so_far[chunk] += 1
             return forward_step_func(data_iterator, model, *rest, **options)
 
@@ -74,6 +77,58 @@ class TaskRng:
                 torch.cuda.manual_seed(seed)
                 tracker.states_[name] = torch.cuda.get_rng_state()
         torch.cuda.manual_seed(derive(*task))
+
+
+class Draws:
+    """Notices that tasks draw random numbers which the model's config does not name."""
+
+    def __init__(self) -> None:
+        self.found = False
+        """A task has drawn some."""
+        self._before: list[bytes] = []
+
+    def begin(self) -> None:
+        """Begin a step: what a host draws between two does not count."""
+        self._before = []
+
+    def look(self) -> bool:
+        """Look at the generators before a task; True the first time that they have moved."""
+        if self.found:
+            return False
+        states = [torch.get_rng_state(), torch.cuda.get_rng_state()]
+        states += get_cuda_rng_tracker().get_states().values()
+        now = [_read(state) for state in states]
+        self.found = bool(self._before) and now != self._before
+        self._before = now
+        return self.found
+
+
+def _read(state: Any) -> bytes:
+    tensor: torch.Tensor = state.get_state() if isinstance(state, torch.Generator) else state
+    return tensor.numpy().tobytes()
+
+
+def line(*, seeds: bool, named: bool) -> str:
+    """The line that tells a user of the random numbers that tasks draw.
+
+    Args:
+        seeds: each task derives its own.
+        named: the model's config names them.
+    """
+    if seeds:
+        how = (
+            "each task derives its own from seed, step, microbatch and stage. A run repeats "
+            "itself; megatron-core's schedule draws others"
+        )
+    else:
+        how = "in the order of tasks, which is not the same in every run. No run can be repeated"
+    if named:
+        return f"dynamic pipeline: the model draws random numbers: {how}"
+    return (
+        f"dynamic pipeline: forward steps draw random numbers that the model's config does not "
+        "name, or move their generators as Transformer Engine's attention does without a dropout: "
+        f"{how}. Draws of the CPU's generator stay in the order of tasks"
+    )
 
 
 def needs_task_rng(model: list[torch.nn.Module], *, forward_only: bool = False) -> bool:

@@ -25,7 +25,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.dpp.core.prefix_attention import Span, attend
 from megatron.dpp.core.wgrad.linear import decoder_block
-from megatron.dpp.errors import ConfigError, core_setting
+from megatron.dpp.errors import ConfigError
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of query [s, b, np, hn] to key and value [k, b, ng, hn]."""
@@ -106,12 +106,12 @@ class Unit:
         return tuple(range(at.num_keys - at.num_queries, at.num_keys) for at in self.spans)
 
 
-def units_of(lengths: Sequence[int], slice_tokens: int) -> list[Unit]:
+def units_of(lengths: Sequence[int], tokens: int) -> list[Unit]:
     """The slices of rows of one sequence each, of equal tokens; the last one has the rest."""
     return [
-        Unit(row, begin, min(begin + slice_tokens, length), length)
+        Unit(row, begin, min(begin + tokens, length), length)
         for row, length in enumerate(lengths)
-        for begin in range(0, length, slice_tokens)
+        for begin in range(0, length, tokens)
     ]
 
 
@@ -431,13 +431,13 @@ def why_not(config: Any) -> str | None:
     of_all = kinds & {"seq_aux_loss", "global_aux_loss"} if config.num_moe_experts else set()
     partial = "num_microbatches_with_partial_activation_checkpoints"
     refused: dict[str, bool] = {
-        core_setting(name, getattr(config, name, None)): getattr(config, name, usual) != usual
+        f"{name}={getattr(config, name, None)!r}": getattr(config, name, usual) != usual
         for name, usual in _REFUSED.items()
     }
-    refused[core_setting(partial, getattr(config, partial, None))] = (
+    refused[f"{partial}={getattr(config, partial, None)!r}"] = (
         getattr(config, partial, None) is not None
     )
-    refused |= {core_setting("moe_router_load_balancing_type", kind): True for kind in of_all}
+    refused |= {f"moe_router_load_balancing_type={kind!r}": True for kind in of_all}
     name = next((text for text, asked in refused.items() if asked), None)
     return f"{name} does not work with slices" if name else None
 

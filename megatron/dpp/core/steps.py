@@ -8,6 +8,7 @@ megatron-core's ``forward_backward_func``, which all schedules take.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator
@@ -16,26 +17,20 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config, get_model_type
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.core import boundary, compat
+from megatron.dpp.core import boundary, compat, padded
 from megatron.dpp.core.boundary import Boundaries, Tensors, Tokens
 from megatron.dpp.core.cut import Cut, weighted_aux_loss
 from megatron.dpp.core.grad_sync import GradSync
+from megatron.dpp.core.groups import default_groups
 from megatron.dpp.core.head import Head, Kept
 from megatron.dpp.core.memory import is_readable, saved_bytes
 from megatron.dpp.core.refused import ORDERED, UNSUPPORTED
 from megatron.dpp.core.slices import Slices
 from megatron.dpp.core.wgrad.linear import WeightGradients
-from megatron.dpp.errors import ConfigError, core_setting, setting
-
-_GROUPS = (
-    *("tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp"),
-    *("tp_dp_cp", "gtp_remat", "expt_gtp_remat", "dp_cp_gtp_remat"),  # some versions
-)
-"""Process groups that a schedule and the finalisation of gradients ask for."""
+from megatron.dpp.errors import ConfigError, Text, setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +127,12 @@ class StepCall:
         config = self.config
         partial = "num_microbatches_with_partial_activation_checkpoints"
         refused = {
-            core_setting(name): f". Without it {gain}"
+            name: f". Without it {gain}"
             for name, (usual, gain) in ORDERED.items()
             if getattr(config, name, usual) != usual
         }
         # A recomputed microbatch counts in its backward, another one in its forward.
-        balanced = core_setting("moe_router_load_balancing_type", "global_aux_loss")
+        balanced = "moe_router_load_balancing_type='global_aux_loss'"
         if self.has_global_aux_loss and getattr(config, partial, None) is not None:
             refused[f"{balanced} with partial checkpoints"] = ""
         for what, gain in refused.items():
@@ -157,9 +152,11 @@ class StepCall:
             ConfigError: names the settings that tell.
         """
         if getattr(self.config, "variable_seq_lengths", False) and longest <= 1:
+            max_tokens = setting("max_tokens")
             raise ConfigError(
-                f"variable_seq_lengths with seq_length {self.seq_length}: slots and the memory cap "
-                f"need the longest length; give {setting('max_tokens')}, or pass it as seq_length"
+                f"variable_seq_lengths with seq_length {self.seq_length}: slots and the memory "
+                f"cap need the longest length; give {max_tokens}, or pass it as seq_length",
+                max_tokens,
             )
 
     def boundaries(self, length: int) -> Boundaries:
@@ -176,9 +173,9 @@ class StepCall:
             value = getattr(self.config, name, None)
             if found.several and value is not None:
                 raise ConfigError(
-                    f"adjust_tensor_shapes_fn: {core_setting(name, value)} needs stages that "
-                    f"exchange one tensor, not {max(len(found.receives), len(found.sends))}: "
-                    "megatron-core finds the device of its loss's scale there"
+                    f"adjust_tensor_shapes_fn: {name}={value!r} needs stages that exchange one "
+                    f"tensor, not {max(len(found.receives), len(found.sends))}: megatron-core "
+                    "finds the device of its loss's scale there"
                 )
         return found
 
@@ -190,22 +187,40 @@ class StepCall:
         shape, _ = self._boundary(longest if varies else self.length)
         hidden = 0 if self.adjust_tensor_shapes_fn else shape[-1]
         if varies and max_tokens and -(-max_tokens // self.micro_batch_size) >= longest:
-            bound = setting("max_tokens", max_tokens)
+            bound: str = Text(given := setting("max_tokens", max_tokens), given)
         else:
-            size = core_setting("micro_batch_size", self.micro_batch_size)
-            bound = f"{core_setting('seq_length', longest if varies else self.length)} times {size}"
+            length = longest if varies else self.length
+            bound = f"seq_length={length} times micro_batch_size={self.micro_batch_size}"
         return Tokens(max(1, shape[0] * shape[1]), hidden, self._parts, bound)
 
     def captured_rows(self, settings: DppConfig) -> list[int]:
         """Rows of this rank's part of each length that ``length_buckets`` names, up to the
         longest that is known: later calls may be longer.
         """
-        parts, longest = self._parts, self.longest(settings.max_tokens)
-        if settings.length_buckets == "geometric":
-            found = settings.buckets(longest, parts)
-        else:
-            found = settings.buckets(sys.maxsize, parts)
-        return [length // parts for length in found if length <= longest]
+        return [length // self._parts for length in self.buckets(settings)]
+
+    def buckets(self, settings: DppConfig) -> list[int]:
+        """Tokens of each length that ``length_buckets`` names for this call, up to the longest that
+        is known."""
+        longest, text = self.longest(settings.max_tokens), settings.length_buckets
+        varies = getattr(self.config, "variable_seq_lengths", False)
+        repeats = torch.are_deterministic_algorithms_enabled()
+        if text == "auto" and varies and not repeats and self.why_not_padded() is None:
+            text = "geometric"
+        chosen = dataclasses.replace(settings, length_buckets=text)
+        found = chosen.buckets(longest if text == "geometric" else sys.maxsize, self._parts)
+        return [length for length in found if length <= longest]
+
+    def why_not_padded(self) -> str | None:
+        """The reason why rows are not padded at the model's door; None if they can be."""
+        return padded.why_not(self.model, self.config, self.pg_collection.cp.size())
+
+    def padded_rows(self, settings: DppConfig) -> padded.PaddedRows | None:
+        """Pads this call's rows to :meth:`buckets`; None where they stay as they are."""
+        lengths = self.buckets(settings)
+        if not lengths or self.why_not_padded() is not None:
+            return None
+        return padded.PaddedRows(self.model, lengths, self._parts)
 
     def boundary_example(self, settings: DppConfig | None = None) -> torch.Tensor:
         """An uninitialised tensor like those between stages, on the device of the model. With
@@ -213,7 +228,7 @@ class StepCall:
         """
         length = self.length
         varies = getattr(self.config, "variable_seq_lengths", False)
-        if settings is not None and (varies or settings.length_buckets != "off"):
+        if settings is not None and (varies or settings.length_buckets not in ("off", "auto")):
             length = self.longest(settings.max_tokens)
         shape, dtype = self._boundary(length)
         return torch.empty(shape, dtype=dtype, device=_device())
@@ -226,21 +241,18 @@ class StepCall:
         return int(groups.cp.size() * tensor)
 
     def _boundary(self, length: int) -> tuple[torch.Size, torch.dtype]:
-        """[s / (cp * tp if sequence parallel), b, h] in the pipeline's dtype."""
-        config = self.config
-        length //= self._parts
+        """megatron-core's shape for a length, usually [s / (cp * tp if sequence parallel), b, h],
+        in the pipeline's dtype.
+        """
+        config, groups = self.config, self.pg_collection
         dtype = torch.float32 if config.fp32_residual_connection else config.pipeline_dtype
-        shape = torch.Size((length, self.micro_batch_size, config.hidden_size))
-        return shape, dtype or config.params_dtype
-
-
-def default_groups() -> ProcessGroupCollection:
-    """megatron-core's global groups, those of ``_GROUPS`` that this version has."""
-    known = {field.name for field in dataclasses.fields(ProcessGroupCollection)}
-    groups: ProcessGroupCollection = ProcessGroupCollection.use_mpu_process_groups(
-        [name for name in _GROUPS if name in known]
-    )
-    return groups
+        fixed = copy.copy(config)
+        fixed.variable_seq_lengths = False  # else it has no shape to tell
+        (shape,) = schedules.get_tensor_shapes(
+            seq_length=length, micro_batch_size=self.micro_batch_size, decoder_seq_length=None,
+            config=fixed, tp_group=groups.tp, cp_group=groups.cp,
+        )  # fmt: skip
+        return torch.Size(shape), dtype or config.params_dtype
 
 
 class Stage:

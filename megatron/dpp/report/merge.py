@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron.dpp.files.safe_files import open_to_write
 from megatron.dpp.report.align import Alignment, align, message_key
 from megatron.dpp.report.analysis.places import full_name, slice_names
 from megatron.dpp.report.reader import Event, TraceFile, read_events
-from megatron.dpp.safe_files import open_to_write
 from megatron.dpp.schedule import groups_of
 from megatron.dpp.trace.schema import ARRIVAL_TRACK, SCHEMA_VERSION, SEND_TRACK, TASK_TRACK
 from megatron.dpp.trace.vocabulary import EventKind
@@ -71,9 +71,12 @@ def _metadata(file: TraceFile) -> Iterator[Event]:
     layout, rank = file.layout, file.rank
     replica = layout.data if layout.data_size > 1 else None
     tensor = layout.tensor if layout.tensor_size > 1 else None
-    order = (layout.data * layout.tensor_size + layout.tensor) * layout.pipeline_size
+    context = layout.context if layout.context_size > 1 else None
+    order = layout.data * layout.tensor_size + layout.tensor
+    order = (order * layout.context_size + layout.context) * layout.pipeline_size
+    name = full_name(rank, layout.pipeline, replica, tensor, context)
     named = (
-        ("process_name", TASK_TRACK, {"name": full_name(rank, layout.pipeline, replica, tensor)}),
+        ("process_name", TASK_TRACK, {"name": name}),
         ("process_labels", TASK_TRACK, {"labels": f"{file.host} {file.device}"}),
         ("process_sort_index", TASK_TRACK, {"sort_index": order + layout.pipeline}),
         ("thread_name", TASK_TRACK, {"name": "tasks"}),
@@ -133,7 +136,6 @@ def _events_of(file: TraceFile, shift: _Shift) -> Iterator[Event]:
     arrows, block, tasks = _Arrows(), list[Event](), list[Event]()
     for event in read_events(file):
         shift(event)
-        event["tid"] = TASK_TRACK + event["tid"] % TASK_TRACK  # an older file's begin at 0
         if event.get("cat") in (EventKind.SEND, EventKind.ARRIVAL):
             arrow = arrows.event(event)
             if arrow is not None:

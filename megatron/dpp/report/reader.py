@@ -6,19 +6,19 @@ holding a whole file.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.dpp.errors import DataError, one_line, shown
-from megatron.dpp.safe_files import open_to_read
+from megatron.dpp.files.safe_files import open_to_read
 from megatron.dpp.trace.schema import HEADER_NAME, SCHEMA_VERSION, TraceLayout
 from megatron.dpp.trace.vocabulary import EventKind
 
@@ -28,12 +28,8 @@ _SAME_START_NS = 600 * 10**9
 _NAMED = 8
 _SAID = 200
 _MOST_STAGES = 1 << 20
-_BLOCK = 256
-"""Lines that are parsed and checked at once."""
 
 Event = dict[str, Any]
-Column = Sequence[Any]
-"""The values of one field in several events."""
 _META_KEYS = frozenset({"ph", "name"})
 _KEYS = _META_KEYS | {"cat", "ts", "args"}
 
@@ -62,6 +58,12 @@ class TraceFile:
     def size(self) -> int:
         """Bytes of the file, for progress bars."""
         return self.path.stat().st_size
+
+    @property
+    def alive(self) -> bool | None:
+        """True while the process of the rank exists; None where it runs on another host."""
+        here = self.host == socket.gethostname()
+        return Path(f"/proc/{self.process}").exists() if here else None
 
     def time_ns(self, event: Event) -> int:
         """Start of an event on this rank's monotonic clock."""
@@ -101,11 +103,12 @@ def read_header(path: Path) -> TraceFile:
             f"{SCHEMA_VERSION}; record the run again or use the version that wrote it"
         )
     try:
-        layout = TraceLayout(**{f.name: args[f.name] for f in fields(TraceLayout)})
+        known = {f.name: f.default for f in fields(TraceLayout) if f.default is not MISSING}
+        layout = TraceLayout(**{f.name: (known | args)[f.name] for f in fields(TraceLayout)})
         names = ("rank", "device", "host", "process", "clock", "run", "start_ns", "start_unix_ns")
         values = {name: args[name] for name in names}
         numbers = [values[name] for name in ("rank", "process", "start_ns", "start_unix_ns")]
-        numbers += [args[f.name] for f in fields(TraceLayout) if f.type in (int, "int")]
+        numbers += [*layout.place, *layout.sizes, layout.num_chunks]
         for number in numbers:
             if not is_whole(number):
                 raise DataError(f"{path}: the header holds {shown(number)} as a whole number")
@@ -121,79 +124,12 @@ def read_header(path: Path) -> TraceFile:
 
 def _check_layout(path: Path, layout: TraceLayout) -> None:
     """Refuse a place outside of its job, and a job of more ranks than there are."""
-    sizes = (layout.data_size, layout.pipeline_size, layout.tensor_size, layout.num_chunks)
-    places = (layout.data, layout.pipeline, layout.tensor, 0)
-    inside = all(0 <= place < size for place, size in zip(places, sizes, strict=True))
-    if not inside or math.prod(sizes) > _MOST_STAGES:
+    inside = all(0 <= place < size for place, size in zip(layout.place, layout.sizes, strict=True))
+    if not inside or not 0 < math.prod(layout.sizes) * layout.num_chunks <= _MOST_STAGES:
         raise DataError(
-            f"{path}: the header holds place {places[:3]} of {sizes[:3]} ranks with "
+            f"{path}: the header holds place {layout.place} of {layout.sizes} ranks with "
             f"{layout.num_chunks} chunks"
         )
-
-
-def parse_event(line: str) -> Event:
-    """One line of a trace file; ValueError where it is no event."""
-    try:
-        event = json.loads(line.rstrip().rstrip(","))
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    whole = isinstance(event, dict) and isinstance(event.get("args", {}), dict)
-    if not whole or not event.keys() >= (_META_KEYS if event.get("ph") == "M" else _KEYS):
-        raise ValueError("no event")
-    if event["ph"] != "M":
-        _check_alike([event])
-    return event  # type: ignore[no-any-return]
-
-
-def _parse_block(lines: list[str]) -> list[Event] | None:
-    """The events of many lines, in about half the time that :func:`parse_event` takes for each;
-    None where it may refuse one of them.
-    """
-    alike: dict[tuple[object, ...], list[Event]] = {}
-    try:
-        events = json.loads("[" + "".join(lines).rstrip().rstrip(",") + "]")
-        for event in events:
-            alike.setdefault((event["ph"], event["cat"], *event["args"]), []).append(event)
-        if len(events) != len(lines) or any(key[0] == "M" for key in alike):
-            return None
-        for group in alike.values():
-            _check_alike(group)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return None
-    return events  # type: ignore[no-any-return]
-
-
-def _check_alike(events: list[Event]) -> None:
-    """Refuse events whose numbers and texts cannot be what the recorder wrote: column by column,
-    as most have the same few fields.
-
-    Args:
-        events: of one category, with the same fields in ``args``, in the same order.
-
-    Raises:
-        ValueError: names the field, and the first event's value.
-    """
-    category, fields_ = events[0]["cat"], events[0]["args"]
-    columns: list[tuple[str, Column, Callable[[Column], bool]]] = [
-        ("ts", [event["ts"] for event in events], _are_times),
-        ("dur", [event.get("dur", 0) for event in events], _are_times),
-        ("name", [event["name"] for event in events], _are_texts),
-        ("cat", [category], _are_texts),
-    ]
-    rows = [event["args"].values() for event in events]
-    for field, values in zip(fields_, zip(*rows, strict=True), strict=True):
-        if field in _CHECKS:
-            columns.append((field, values, _CHECKS[field]))
-    for field, column, are_good in columns:
-        good = False
-        with contextlib.suppress(TypeError, OverflowError):  # no member of a set, no float
-            good = are_good(column)
-        if not good:
-            raise ValueError(f"{field} is {shown(column[0])}")
-    needed = _FIELDS.get(category, ())
-    for field in (*needed, *MessageId._fields) if "source" in fields_ else needed:
-        if field not in fields_:
-            raise ValueError(f"it lacks {field}")
 
 
 def is_whole(value: object) -> bool:
@@ -201,56 +137,65 @@ def is_whole(value: object) -> bool:
     return type(value) is int and abs(value) < 1 << 63
 
 
-def _are_wholes(values: Column) -> bool:
-    return set(map(type, values)) == {int} and min(values) > -_WHOLE and max(values) < _WHOLE
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
 
 
-def _are_counts(values: Column) -> bool:
-    return set(map(type, values)) == {int} and min(values) >= 0 and max(values) < _MOST_COUNTED
+def _is_text(value: object) -> bool:
+    return type(value) is str
 
 
-def _are_texts(values: Column) -> bool:
-    return set(map(type, set(values))) == {str}
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and -_MOST < value < _MOST
 
 
-def _are_numbers(values: Column) -> bool:
-    return set(map(type, values)) <= {int, float} and math.isfinite(sum(values))
-
-
-def _are_times(values: Column) -> bool:
-    return _are_numbers(values) and min(values) > -_LONGEST_US and max(values) < _LONGEST_US
-
-
-def _are_lists_of_counts(values: Column) -> bool:
-    return all(isinstance(value, list) and value and _are_counts(value) for value in values)
-
-
-_LONGEST_US = 1e16
-_MOST_COUNTED, _WHOLE = 1 << 31, 1 << 63
+_MOST = 1e16
+"""Above all times in us and all values of counters."""
+_COUNTS = ("chunk", "microbatch", "piece", "part", "source", "destination")
+_KINDS: dict[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("iteration", "sent_ns", "bytes", "layer", "first", "group"), is_whole),
+    **dict.fromkeys(_COUNTS, _is_count),
+    **dict.fromkeys(("kind", "cause", "detail", "channel", "name", "cat"), _is_text),
+    **dict.fromkeys(("value", "queued_us", "ts", "dur"), _is_number),
+    "direction": lambda value: value in ("forward", "backward"),
+    "tokens": lambda value: isinstance(value, list) and bool(value) and all(map(_is_count, value)),
+    "ahead": lambda value: type(value) is bool,
+}
+"""Field -> tells whether a value can be its own."""
 _FIELDS: dict[str, tuple[str, ...]] = {
     EventKind.TASK: ("iteration", "kind", "chunk", "microbatch", "piece"),
-    EventKind.EXPERTS: (
-        "iteration", "chunk", "microbatch", "layer", "first", "group", "tokens",
-    ),
+    EventKind.EXPERTS: ("iteration", "chunk", "microbatch", "layer", "first", "group", "tokens"),
     EventKind.WAIT: ("iteration", "cause"),
     EventKind.SEND: ("iteration", "microbatch", "bytes", "kind"),
     EventKind.ARRIVAL: ("iteration", "microbatch", "bytes"),
     EventKind.SPAN: ("iteration",),
     EventKind.ITERATION: ("iteration",),
     EventKind.COUNTER: ("value",),
-}  # fmt: skip
-"""Category -> fields that its events have."""
-_CHECKS: dict[str, Callable[[Column], bool]] = {
-    **dict.fromkeys(("iteration", "sent_ns", "bytes", "layer"), _are_wholes),
-    **dict.fromkeys(("first", "group"), _are_wholes),
-    **dict.fromkeys(("chunk", "microbatch", "piece", "part", "source", "destination"), _are_counts),
-    **dict.fromkeys(("kind", "cause", "detail", "channel"), _are_texts),
-    **dict.fromkeys(("value", "queued_us"), _are_numbers),
-    "direction": lambda values: set(values) <= {"forward", "backward"},
-    "tokens": _are_lists_of_counts,
-    "ahead": lambda values: set(map(type, values)) == {bool},
 }
-"""Field -> tells whether values can be its own."""
+"""Category -> fields that its events have."""
+
+
+def parse_event(line: str) -> Event:
+    """One line of a trace file; ValueError where the recorder cannot have written it."""
+    try:
+        event = json.loads(line.rstrip().rstrip(","))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    whole = isinstance(event, dict) and isinstance(event.get("args", {}), dict)
+    if not whole or not event.keys() >= (_META_KEYS if event.get("ph") == "M" else _KEYS):
+        raise ValueError("no event")
+    if event["ph"] == "M":
+        return event  # type: ignore[no-any-return]
+    args = event["args"]
+    for field, value in itertools.chain(event.items(), args.items()):
+        good = _KINDS.get(field)
+        if good is not None and not good(value):
+            raise ValueError(f"{field} is {shown(value)}")
+    needed = _FIELDS.get(event["cat"], ())
+    for field in (*needed, *MessageId._fields) if "source" in args else needed:
+        if field not in args:
+            raise ValueError(f"it lacks {field}")
+    return event  # type: ignore[no-any-return]
 
 
 def read_events(file: TraceFile, only: tuple[str, ...] = ()) -> Iterator[Event]:
@@ -261,31 +206,26 @@ def read_events(file: TraceFile, only: tuple[str, ...] = ()) -> Iterator[Event]:
         DataError: another line is no event; the message names file and line.
     """
     marks = tuple(f'"cat":"{category}"' for category in only)
+    broken = ""
     with io.TextIOWrapper(open_to_read(file.path), encoding="utf-8", errors="replace") as lines:
-        broken, number = "", 2
-        next(itertools.islice(lines, number, number), None)  # the header
-        while block := list(itertools.islice(lines, _BLOCK)):
-            chosen = [line for line in block if any(mark in line for mark in marks)]
-            events = None if broken else _parse_block(chosen if marks else block)
-            if events is not None:
-                yield from events
-                number += len(block)
+        for number, line in enumerate(lines, 1):
+            wanted = not marks or any(mark in line for mark in marks)
+            if number < 3 or line in ("]\n", "]") or not wanted:
                 continue
-            for line in block:
-                number += 1
-                if line in ("]\n", "]") or (marks and not any(mark in line for mark in marks)):
-                    continue
-                if broken:
-                    raise DataError(f"{file.path}: {broken}")
-                try:
-                    event = parse_event(line)
-                except ValueError as error:
-                    why = one_line(error, _SAID)
-                    broken = f"line {number} is not an event ({why}); the file is damaged"
-                    continue
-                if event["ph"] != "M":
-                    yield event
-    if broken and file.complete:
+            if broken:
+                break
+            try:
+                event = parse_event(line)
+            except ValueError as error:
+                why = one_line(error, _SAID)
+                broken = f"line {number} is not an event ({why}); the file is damaged"
+                continue
+            if event["ph"] != "M":
+                yield event
+        else:
+            if not file.complete:
+                return
+    if broken:
         raise DataError(f"{file.path}: {broken}")
 
 
@@ -310,14 +250,9 @@ def _names(paths: list[str]) -> str:
     return ", ".join(paths[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _placed(layout: TraceLayout, data: int, pipeline: int, tensor: int) -> TraceLayout:
-    """The layout of another rank of the same run."""
-    return replace(layout, data=data, pipeline=pipeline, tensor=tensor)
-
-
 def _expected(layout: TraceLayout) -> set[str]:
-    sizes = (layout.data_size, layout.pipeline_size, layout.tensor_size)
-    return {_placed(layout, *place).file_name() for place in itertools.product(*map(range, sizes))}
+    places = itertools.product(*map(range, layout.sizes))
+    return {layout.at(place).file_name() for place in places}
 
 
 def _check_one_run(files: list[TraceFile]) -> None:
@@ -325,7 +260,7 @@ def _check_one_run(files: list[TraceFile]) -> None:
     others = [
         file.path.name
         for file in files
-        if _placed(file.layout, 0, 0, 0) != _placed(first.layout, 0, 0, 0)
+        if file.layout.at(first.layout.place) != first.layout
         or file.run != first.run
         or abs(file.start_unix_ns - first.start_unix_ns) > _SAME_START_NS
     ]

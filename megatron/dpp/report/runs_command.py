@@ -6,17 +6,25 @@ megatron-dpp runs [DIR]
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import sys
 import time
 from pathlib import Path
 
 from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.errors import DataError
 from megatron.dpp.report.analysis.formats import number, time_left
-from megatron.dpp.report.run_files import METRICS, SETTINGS, RunPlace, find_run, read_training
+from megatron.dpp.report.run_files import (
+    COMMAND,
+    METRICS,
+    STATE,
+    RunPlace,
+    find_run,
+    read_state,
+    read_training,
+)
 
-_COLUMNS = ("run", "started", "state", "iteration", "loss", "tokens/s", "left", "saved", "trace")
+_COLUMNS = ("run", "started", "iteration", "loss", "tokens/s", "saved", "trace", "state", "since")
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -37,48 +45,45 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
     for row in (_COLUMNS, *rows):
-        print(
-            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        )
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
     return 0
 
 
 def _is_run(path: Path) -> bool:
-    """True for the directory of a run; a warning names one that this user may not look into."""
-    try:
+    with contextlib.suppress(PermissionError):
         return path.is_dir() and not path.is_symlink() and _holds_a_run(path)
-    except PermissionError as error:
-        print(f"warning: {path}: {error.strerror}", file=sys.stderr, flush=True)
-        return False
+    return False
 
 
 def _holds_a_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in (METRICS, SETTINGS)) or bool(
-        RunPlace(path).traces()
-    )
+    named = any((path / name).is_file() for name in (METRICS, STATE, COMMAND))
+    return named or RunPlace(path).traces() is not None
 
 
 def _began(path: Path) -> float:
-    """Time of the file that a run writes first; of the directory where it is missing."""
-    settings = path / SETTINGS
-    return (settings if settings.is_file() else path).stat().st_mtime
+    state = read_state(path)
+    return min(state.times.values()) if state else path.stat().st_mtime
 
 
 def _row(place: RunPlace) -> list[str]:
-    training, state = read_training(place.home, last_only=True), place.state()
-    loss, speed, left = training.last_loss, training.median("tokens/s"), training.seconds_left
+    training, state = read_training(place.home, last_only=True), read_state(place.home)
+    loss, speed, left = training.last("loss"), training.median("tokens/s"), training.seconds_left
     total = f" of {training.total}" if training.total else ""
     return [
         place.home.name,
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(_began(place.home))),
-        state,
+        _moment(_began(place.home)),
         f"{training.iteration}{total}" if training.metrics else "-",
         "-" if loss is None else f"{loss:.4g}",
         "-" if speed is None else number(speed),
-        time_left(left) if left and state == "running" else "-",
-        str(training.checkpoints[-1]) if training.checkpoints else "-",
+        "-" if training.checkpoint is None else str(training.checkpoint),
         "yes" if place.traces() else "no",
+        training.state + (f", {time_left(left)} left" if left else ""),
+        _moment(state.since) if state else "-",
     ]
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 main = command("megatron-dpp runs", _parser, _run)

@@ -21,13 +21,12 @@ from typing import Any
 
 from megatron.dpp.errors import ConfigError, DppError, require
 from megatron.dpp.hosts import is_loopback, with_port
-from megatron.dpp.report.building import build_report, names_of, resolved
-from megatron.dpp.report.follow import alive
+from megatron.dpp.report.building import build_report, names_of, state_of
 from megatron.dpp.report.pictures.page import fill, page
-from megatron.dpp.report.reader import TraceFile, open_run
-from megatron.dpp.report.run_files import METRICS, find_run
+from megatron.dpp.report.reader import open_run
+from megatron.dpp.report.run_files import METRICS, STATE, find_run, read_training
 
-_REST = 10.0
+REST = 10.0
 """Seconds of rest for each second that building the page took."""
 _SOCKET_S = 20.0
 _HEADERS = {
@@ -64,13 +63,11 @@ class LivePage:
                 try:
                     self._build()
                 except (DppError, OSError) as error:
-                    self._seen, text = (
-                        None,
-                        f"<h1>Waiting for the run</h1><p>{escape(str(error))}</p>",
-                    )
+                    self._seen = None
+                    text = f"<h1>Waiting for the run</h1><p>{escape(str(error))}</p>"
                     self._text = fill("waiting for the run", text, self._interval, "waiting")
                 took = time.monotonic() - started
-                self._due = started + took + max(self._interval, _REST * took)
+                self._due = started + took + max(self._interval, REST * took)
             return self._text
 
     def _build(self) -> None:
@@ -78,23 +75,16 @@ class LivePage:
         place = find_run(names_of(self._options)[0])
         folder = place.traces()
         files = [] if folder is None else open_run(folder)
-        state = _state(files) if files else place.state()
-        paths = [*(file.path for file in files), place.home / METRICS]
-        known = [path.stat() for path in paths if path.exists()]
-        seen = state, [(each.st_mtime_ns, each.st_size) for each in known]
+        state, _ = state_of(place.home, files, read_training(place.home, last_only=True))
+        paths = [*(file.path for file in files), place.home / METRICS, place.home / STATE]
+        found = [path.stat() for path in paths if path.exists()]
+        seen = place, state, [(each.st_mtime_ns, each.st_size) for each in found]
         if seen == self._seen:
             return
         report, _ = build_report(self._options, quiet=True, live=True)
         status = f"{state}, {time.strftime('%H:%M:%S')}"
         self._text = page(report, live_s=self._interval, status=status)
         self._seen = seen
-
-
-def _state(files: list[TraceFile]) -> str:
-    if all(file.complete for file in files):
-        return "ended"
-    dead = [file.rank for file in files if not file.complete and alive(file) is False]
-    return f"ended: rank {dead[0]} has died" if dead else "running"
 
 
 def _handler(live: LivePage, *, local: bool) -> type[BaseHTTPRequestHandler]:
@@ -178,11 +168,12 @@ def _ended_by_sigterm() -> Iterator[None]:
 def serve(options: argparse.Namespace) -> int:
     """Serve the page until Ctrl-C or SIGTERM; returns 0."""
     require(not options.once, "--once prints into the terminal: leave it out with --web")
-    options = resolved(options)
+    name = names_of(options)[0]
+    find_run(name)
     server = open_server(LivePage(options, options.interval), options.host, options.port)
     with server, _ended_by_sigterm():
         where = with_port(options.host, server.server_port)
-        print(f"live report of {', '.join(options.runs)}: http://{where}/", flush=True)
+        print(f"live report of {name}: http://{where}/", flush=True)
         if not is_loopback(options.host):
             print("everybody who reaches this address can read the report", flush=True)
         print("Ctrl-C ends it", flush=True)

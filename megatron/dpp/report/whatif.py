@@ -11,41 +11,21 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.report.analysis import work
+from megatron.dpp.report.analysis.report_data import Prediction
 from megatron.dpp.report.analysis.sentences import EVEN_LAYERS
 from megatron.dpp.report.analysis.stragglers import Culprit
 from megatron.dpp.report.analysis.work import Cell, JobShape
-from megatron.dpp.report.recorded import SECOND, Recorded, Table
+from megatron.dpp.report.recorded import SECOND, Recorded
 from megatron.dpp.schedule import Kind
-from megatron.dpp.sim.costs import Shape
 from megatron.dpp.sim.schedules import ScheduleConfig
 
 _MOST_ITERATIONS = 5
-_UNSTEADY = ("jitter", "transient", "uneven-microbatches")
+_UNSTEADY = ("jitter", "transient")
 _STRIDE = 7919
 """Step through undisturbed times; a prime, so that it reaches all of them."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of one change, averaged over the iterations looked at; seconds per iteration.
-
-    Args:
-        name: the change.
-        now, then: iteration time as measured, and as predicted with the change.
-    """
-
-    name: str
-    now: float
-    then: float
-
-    @property
-    def gain(self) -> float:
-        """Share of the iteration's time that is saved; negative for a loss."""
-        return 1.0 - self.then / self.now if self.now else 0.0
 
 
 Change = Callable[[Recorded], Recorded]
@@ -155,46 +135,6 @@ def balanced(slowness: Sequence[float]) -> Change:
     return _tables(change)
 
 
-def rechunked(num_chunks: int, slowness: Sequence[float]) -> Change:
-    """Cuts the same work into another number of chunks per rank. Work is taken to lie evenly within
-    a stage.
-    """
-
-    def apply(run: Recorded) -> Recorded:
-        places = run.shape.num_ranks
-        old, new = places * run.shape.num_chunks, places * num_chunks
-
-        def cut(table: Table) -> Table:
-            rows = []
-            for stage in range(new):
-                low, high = stage * old / new, (stage + 1) * old / new
-                shares = [
-                    max(0.0, min(high, s + 1) - max(low, s)) / slowness[s % places]
-                    for s in range(old)
-                ]
-                own = slowness[stage % places]
-                columns = zip(*table, strict=True)
-                rows.append(
-                    [own * sum(w * t for w, t in zip(shares, c, strict=True)) for c in columns]
-                )
-            return rows
-
-        first, second, third = (cut(table) for table in run.tasks)
-        shape = Shape(places, num_chunks, run.shape.num_microbatches)
-        usual = statistics.median(run.hops) if run.hops else 0.0
-        even = [usual] * shape.num_microbatches
-        return dataclasses.replace(
-            run,
-            shape=shape,
-            tasks=(first, second, third),
-            hops=[usual] * (new - 1),
-            delays=[(even, even)] * (new - 1),
-            orders=[],
-        )
-
-    return apply
-
-
 def schedule_of(run: Recorded) -> ScheduleConfig:
     """A run's schedule, by the order of its tasks."""
     return ScheduleConfig(
@@ -229,7 +169,7 @@ class WhatIf:
         other = sum(config.run(run.shape, run.costs()).makespan for run in self.runs)
         return other / sum(self._base)
 
-    def in_recorded_order(self, name: str, change: Change) -> Outcome:
+    def in_recorded_order(self, name: str, change: Change) -> Prediction:
         """Iteration time with a change of the costs, and every rank's tasks in the order in which
         they ran.
         """
@@ -237,7 +177,7 @@ class WhatIf:
 
     def predict(
         self, name: str, change: Change | None = None, config: ScheduleConfig | None = None
-    ) -> Outcome:
+    ) -> Prediction:
         """Iteration time with a change of the costs, of the schedule, or of both.
 
         Raises:
@@ -250,13 +190,13 @@ class WhatIf:
 
         return self._outcome(name, makespan)
 
-    def _outcome(self, name: str, makespan: Callable[[Recorded], float]) -> Outcome:
+    def _outcome(self, name: str, makespan: Callable[[Recorded], float]) -> Prediction:
         """``makespan``: of a run's pipeline with the change, as simulated."""
         now = then = 0.0
         for run, base in zip(self.runs, self._base, strict=True):
             now += run.window + run.tail
             then += run.window * makespan(run) / base + run.tail
-        return Outcome(name, now / len(self.runs), then / len(self.runs))
+        return Prediction(name, now / len(self.runs) * 1e3, then / len(self.runs) * 1e3)
 
 
 def removal(culprit: Culprit, runs: Sequence[Recorded], ranks: Sequence[int]) -> Change | None:
@@ -298,7 +238,7 @@ def effects(
 
         return apply
 
-    all_gone = what_if.predict("", without(())).then
+    all_gone = what_if.predict("", without(())).then_ms
     found: list[float | None] = []
     for index, change in enumerate(changes):
         if change is None:
@@ -306,7 +246,7 @@ def effects(
             continue
         alone = what_if.predict("", change).gain
         last = what_if.predict("", without({index}))
-        found.append(max(alone, (last.then - all_gone) / last.now if last.now else 0.0))
+        found.append(max(alone, (last.then_ms - all_gone) / last.now_ms if last.now_ms else 0.0))
     return found
 
 
@@ -321,7 +261,7 @@ def opposite(run: Recorded, config: ScheduleConfig) -> ScheduleConfig:
 def other_schedules(
     run: Recorded, config: ScheduleConfig, slowness: Sequence[float]
 ) -> list[tuple[str, Change | None, ScheduleConfig]]:
-    """Other policies, caps, layouts and numbers of chunks, split or fused."""
+    """Other policies and caps, split or fused, and even layers."""
     split = run.split
 
     def like(policy: str, *, split: bool, cap: str = "auto") -> ScheduleConfig:
@@ -341,14 +281,10 @@ def other_schedules(
         (name, None, other) for name, other in configs if other != config
     ]
     changes.append((EVEN_LAYERS, balanced(slowness), config))
-    for chunks in (1, 2, 4):
-        if chunks != run.shape.num_chunks:
-            name = "1 chunk per rank" if chunks == 1 else f"{chunks} chunks per rank"
-            changes.append((name, rechunked(chunks, slowness), config))
     return changes
 
 
-def predict_all(what_if: WhatIf, culprits: Sequence[Culprit], shape: JobShape) -> list[Outcome]:
+def predict_all(what_if: WhatIf, culprits: Sequence[Culprit], shape: JobShape) -> list[Prediction]:
     """Predictions for the removal of every culprit and for every other schedule that is
     possible."""
     predictions, ranks = [], shape.pipelines()[0]

@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron.dpp.config import GRAPHS_PAY_FROM, Backward, DppConfig
+from megatron.dpp.config import LAUNCH_BOUND_FROM, Backward, DppConfig
 from megatron.dpp.core.steps import StepCall
-from megatron.dpp.errors import core_setting, setting
+from megatron.dpp.errors import Text, setting
 from megatron.dpp.runtime.session import Session
 from megatron.dpp.runtime.timer import Lap
 
@@ -55,7 +55,7 @@ def choose(found: Measured) -> tuple[Backward, str]:
     if found.apart > min(_MOST_APART, found.pays):
         return Backward(split=False), ratio
     share = f"launching takes {found.launching:.0%} of the time that tasks run"
-    if found.launching >= GRAPHS_PAY_FROM:
+    if found.launching >= LAUNCH_BOUND_FROM:
         return Backward(stock=1), share
     return Backward(), share
 
@@ -81,27 +81,27 @@ class Backwards:
         call: StepCall,
         session: Session,
         pieces: Sequence[int],
-        *,
-        can_fuse: bool,
         replays: Callable[[], bool],
     ) -> Backward:
         """The way of the next step's backwards; in some steps a collective of the stage.
 
         Args:
             pieces: of each chunk's W.
-            can_fuse: the model's layers can compute their weight gradients within B.
             replays: tells in the third step if CUDA graphs are replayed from then on.
         """
         if self._chosen is not None:
             return self._chosen
         if self._replays:
             return _recorded(call, session)
-        if can_fuse and getattr(call.config, "recompute_granularity", None) == "full":
+        if getattr(call.config, "recompute_granularity", None) == "full":
             self._chosen = Backward(split=False)
+            off = setting("split_backward", "off")
             self._log(
-                f"dynamic pipeline: {setting('split_backward', 'off')} is chosen: "
-                f"{core_setting('recompute_granularity', 'full')} asks for little memory, and a "
-                "deferred weight gradient keeps what it has freed"
+                Text(
+                    f"dynamic pipeline: {off} is chosen: recompute_granularity='full' asks for "
+                    "little memory, and a deferred weight gradient keeps what it has freed",
+                    off,
+                )
             )
             return self._chosen
         self._num_steps += 1
@@ -109,9 +109,9 @@ class Backwards:
         if lap is None:
             self._chosen = Backward()
         elif self._num_steps == _FUSED_STEP:
-            return Backward(split=not can_fuse)
+            return Backward(split=False)
         elif self._num_steps == _APART_STEP:
-            self._fused = lap if can_fuse else {}
+            self._fused = lap
             if replays():
                 self._chosen = self._choose(call, session, Measured(replayed=True))
         elif self._num_steps > _APART_STEP:
@@ -125,7 +125,8 @@ class Backwards:
             call, own.apart, own.pays, own.launching, float(self.unlike or varies)
         )
         found, why = choose(Measured(apart, pays, launching, bool(unlike), own.replayed))
-        self._log(f"dynamic pipeline: {setting('split_backward', str(found))} is chosen: {why}")
+        split_backward = setting("split_backward", str(found))
+        self._log(Text(f"dynamic pipeline: {split_backward} is chosen: {why}", split_backward))
         return found
 
 

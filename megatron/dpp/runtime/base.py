@@ -12,7 +12,7 @@ import torch
 from megatron.dpp.config import DppConfig, missing_part
 from megatron.dpp.core.graphs.capture import Capture
 from megatron.dpp.core.rng import needs_task_rng
-from megatron.dpp.errors import ConfigError, render
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime.failure import explained, reason, report
 from megatron.dpp.trace import NullRecorder, Recorder
 from megatron.dpp.transport.base import Transport
@@ -65,9 +65,10 @@ class PipelineSchedule(abc.ABC):
         self.recorder = recorder or NullRecorder()
         """Where a trace of the next calls goes."""
         self._seed = torch.initial_seed() if seed is None else seed
+        self._alert = log or logger.warning
+        """Takes a line that other ranks may not know of."""
         log = log or logger.info
-        self._log = _rendering(log)
-        self._warn = _rendering(warn or log)
+        self._log, self._warn = log, warn or log
         self._capture = capture
         self._said: set[str] = set()
 
@@ -120,11 +121,6 @@ class PipelineSchedule(abc.ABC):
         report(cause)
         if cause is not error:
             raise cause from error
-
-
-def _rendering(log: Callable[[str], None]) -> Callable[[str], None]:
-    """``log`` for lines that name settings."""
-    return lambda line: log(render(line))
 
 
 def _is_clean_exit(error: BaseException) -> bool:

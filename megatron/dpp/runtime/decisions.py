@@ -59,7 +59,7 @@ class Decisions:
         ] = {}
         self._measured: Memory | None = None
         self._as_static = config.activation_cap.strip() == "static"
-        self._cuts = config.slice_tokens != "off"
+        self._cuts = config.slice_tokens > 0
         self._static = StaticSizes()
         self._said: set[str] = set()
         self._record, self._replay = (
@@ -302,7 +302,9 @@ def _check_sizes(sizes: Sequence[int], num_microbatches: int, largest: int) -> N
         )
     wrong = next((size for size in sizes if not 0 < size <= largest), None)
     if wrong is not None:
+        max_tokens = setting("max_tokens")
         raise ConfigError(
-            f"announce: microbatch {list(sizes).index(wrong)} has {wrong} tokens on this rank, and "
-            f"must have 1 to {largest}; {setting('max_tokens')} names the most of a microbatch"
+            f"announce: microbatch {list(sizes).index(wrong)} has {wrong} tokens on this rank, "
+            f"and must have 1 to {largest}; {max_tokens} names the most of a microbatch",
+            max_tokens,
         )

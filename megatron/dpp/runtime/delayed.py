@@ -100,6 +100,9 @@ class DelayedTransport(Transport):
     def links(self) -> Sequence[LinkInfo]:
         return self._inner.links()
 
+    def silence(self, peer: int) -> float:
+        return self._inner.silence(peer)
+
     def departed(self, peer: int) -> bool:
         """True if ``peer`` has left and no message of it is delayed here."""
         if not self._inner.departed(peer):

@@ -25,12 +25,13 @@ import torch
 from megatron.dpp.config import Backward
 from megatron.dpp.core.head import Head, why_not
 from megatron.dpp.core.memory import allocator_retries
+from megatron.dpp.core.rng import Draws, line
 from megatron.dpp.core.slices import Unit
 from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.base import PipelineSchedule
-from megatron.dpp.runtime.executor import Executor
+from megatron.dpp.runtime.executor import Executor, Iteration
 from megatron.dpp.runtime.host_time import TOLD_AFTER, allocator_lines, host_lines
 from megatron.dpp.runtime.own_schedule import OwnSchedule
 from megatron.dpp.runtime.prepared import Prepared
@@ -70,6 +71,7 @@ class DppSchedule(PipelineSchedule):
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
         self._sessions = Sessions(self.config, self._seed, self._log, self._warn)
+        self._draws = Draws()
         self._slicing = Slicing(self.config, self._say_once)
         self._own = OwnSchedule(self.config, self._log)
         self._prepared = Prepared(
@@ -196,20 +198,30 @@ class DppSchedule(PipelineSchedule):
     def _refuse_head(self, reason: str) -> None:
         """Refuse to run a head's backward in F, or say why B runs it where none was asked for."""
         if self.config.head_in_forward == "on":
-            raise ConfigError(
-                f"{setting('head_in_forward', 'on')}: {reason}: use "
-                f"{setting('head_in_forward', 'off')}"
-            )
+            on = setting("head_in_forward", "on")
+            off = setting("head_in_forward", "off")
+            raise ConfigError(f"{on}: {reason}: use {off}", on, off)
         self._say_once(f"dynamic pipeline: B runs the backward of the LM head, too: {reason}")
 
     def _seeded(self, call: StepCall, session: Session, iteration: int) -> StepCall:
-        """The call with random states of its tasks, where they need some."""
-        if not self._wants_rng(
-            call.model, session.topology.num_ranks, forward_only=call.forward_only
-        ):
+        """The call with random states of its tasks, where they need some. Of one chunk the forwards
+        keep Megatron's order, and so do draws that its config does not name.
+        """
+        ranks = session.topology.num_ranks
+        named = self._wants_rng(call.model, ranks, forward_only=call.forward_only)
+        if not named and (ranks == 1 or len(call.model) == 1):
             return call
-        function = session.rng.wrap(call.forward_step_func, call.model, iteration)
+        self._draws.begin()
+        wanted = (lambda: True) if named else self._look_at_draws
+        function = session.rng.wrap(call.forward_step_func, call.model, iteration, wanted)
         return dataclasses.replace(call, forward_step_func=function)
+
+    def _look_at_draws(self) -> bool:
+        """True if tasks have drawn numbers that the config does not name, and get states."""
+        seeds = self.config.task_rng
+        if self._draws.look():
+            self._alert(line(seeds=seeds, named=False))
+        return self._draws.found and seeds
 
     def own_work_seconds(self, num_microbatches: int) -> float:
         """Seconds of this rank's own tasks in one step, by the durations measured so far."""
@@ -242,6 +254,8 @@ class DppSchedule(PipelineSchedule):
         links, decisions, most = session.links, session.decisions, self.config.max_tokens
         tokens = stage.call.tokens(stage.call.longest(most), most)
         sizes, self._announced = self._announced, None
+        if self._prepared.pads(stage.call):
+            sizes = None  # rows are longer than they were announced
         cut, largest = stage.call.cut, tokens.largest
         if cut is not None:
             sizes = cut.sizes
@@ -265,13 +279,15 @@ class DppSchedule(PipelineSchedule):
             recorder=self.recorder,
             timer=session.timer,
             injector=session.injector,
-            split_backward=backward.split,
-            iteration=iteration,
-            timeout=self.config.timeout,
-            launch_ahead=session.launch_ahead and (backward.split or stage.call.forward_only),
-            count_tokens=tokens.count,
-            sizes_agree=tells,
-            longer=self._slicing.longer(stage.call),
+            iteration=Iteration(
+                number=iteration,
+                split_backward=backward.split,
+                timeout=self.config.timeout,
+                launch_ahead=session.launch_ahead and (backward.split or stage.call.forward_only),
+                count_tokens=tokens.count,
+                sizes_agree=tells,
+                longer=self._slicing.longer(stage.call),
+            ),
         )
         executor.run()
         links.consume(geometry)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron.dpp.direction import Direction
@@ -54,6 +55,32 @@ class TaskRunner(Protocol):
     def chunk_complete(self, chunk: int) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """The settings of one iteration.
+
+    Args:
+        number: that every message of this iteration carries.
+        split_backward: weight gradients are tasks of their own.
+        timeout: seconds without any progress after which the rank gives up.
+        launch_ahead: launch a task before its input has arrived, if nothing else may run.
+        count_tokens: the tokens of a microbatch by the content of one of its boundaries, or None
+            where it cannot tell.
+        sizes_agree: all ranks that run this order have microbatches of the same sizes. If not,
+            each counts as the longest.
+        longer: by how much a task of each microbatch takes longer than its tokens tell, by the name
+            of the kind; kinds that are missing follow the tokens.
+    """
+
+    number: int
+    split_backward: bool
+    timeout: float
+    launch_ahead: bool = True
+    count_tokens: Callable[[Tensors], int | None] = lambda _: None
+    sizes_agree: bool = True
+    longer: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
 class Executor:
     """Runs all tasks of one iteration.
 
@@ -64,16 +91,7 @@ class Executor:
         recorder: records every task, message and gap.
         timer: says when the next decision is due.
         injector: slows tasks down on purpose, or None.
-        split_backward: weight gradients are tasks of their own.
-        iteration: number that every message of this iteration carries.
-        timeout: seconds without any progress after which the rank gives up.
-        launch_ahead: launch a task before its input has arrived, if nothing else may run.
-        count_tokens: the tokens of a microbatch by the content of one of its boundaries, or None
-            where it cannot tell.
-        sizes_agree: all ranks that run this order have microbatches of the same sizes. If not,
-            each counts as the longest.
-        longer: by how much a task of each microbatch takes longer than its tokens tell, by the name
-            of the kind; kinds that are missing follow the tokens.
+        iteration: its settings.
     """
 
     def __init__(
@@ -85,22 +103,16 @@ class Executor:
         recorder: Recorder,
         timer: TaskTimer,
         injector: Injector | None,
-        split_backward: bool,
-        iteration: int,
-        timeout: float,
-        launch_ahead: bool = True,
-        count_tokens: Callable[[Tensors], int | None] = lambda _: None,
-        sizes_agree: bool = True,
-        longer: Mapping[str, Sequence[float]] | None = None,
+        iteration: Iteration,
     ) -> None:
         self._runner, self._decider, self._recorder = runner, decider, recorder
         self._scheduler, self._geometry = decider.scheduler, decider.scheduler.geometry
-        self._mail = Mail(links, recorder, iteration, timeout, self._geometry.backward_units)
+        self._iteration, self._timeout = iteration, iteration.timeout
+        units = self._geometry.backward_units
+        self._mail = Mail(links, recorder, iteration.number, iteration.timeout, units)
         self._gaps = Gaps(recorder, decider)
         self._timer, self._injector = timer, injector
-        self._split_backward = split_backward
-        self._iteration, self._timeout, self._launch_ahead = iteration, timeout, launch_ahead
-        self._count_tokens, self._sizes_agree = count_tokens, sizes_agree
+        self._split_backward = iteration.split_backward
         self._awaited: tuple[int, int] | None = None
         """Channel and microbatch of the input that the device waits for."""
         self.first_size: int | None = None
@@ -115,7 +127,7 @@ class Executor:
         self._largest = sizes.largest
         self._shares = [1.0 if n is None else n / self._largest for n in sizes.known]
         """The size of each microbatch, in the largest."""
-        self._longer = longer or {}
+        self._longer = iteration.longer
         self._work = 0.0
         self._owed = [self._tasks_owed(chunk) for chunk in range(self._geometry.num_chunks)]
         self._run_kind = {Kind.F: self._forward, Kind.B: self._backward, Kind.W: self._weight}
@@ -164,7 +176,9 @@ class Executor:
         the device then waits for the input, and not for the host.
         """
         self._gaps.describe(self._mail.arrived)
-        return self._decider.next_coming(self._mail.coming()) if self._launch_ahead else None
+        return (
+            self._decider.next_coming(self._mail.coming()) if self._iteration.launch_ahead else None
+        )
 
     def _tasks_owed(self, chunk: int) -> int:
         """Tasks after which a chunk's gradients are complete: its W pieces, or its fused B's."""
@@ -223,10 +237,10 @@ class Executor:
         """Tell the scheduler the microbatch's size at its first forward on this rank, so all ranks
         of the stage learn it between the same two tasks.
         """
-        tokens = self._count_tokens(tensors)
+        tokens = self._iteration.count_tokens(tensors)
         if microbatch == 0:
             self.first_size = tokens
-        if tokens is not None and self._sizes_agree:
+        if tokens is not None and self._iteration.sizes_agree:
             self._scheduler.learn(microbatch, tokens)
             self._shares[microbatch] = tokens / self._largest
 
@@ -313,7 +327,7 @@ class Executor:
         key = (kind, chunk)
         if self._injector is not None:
             cost = self._cost(kind, chunk)
-            task = Task(self._iteration, kind, chunk, microbatch, self._work, cost)
+            task = Task(self._iteration.number, kind, chunk, microbatch, self._work, cost)
             self._work += cost
             begin = time.perf_counter_ns()
             self._timer.prolong(key, self._injector.factor(task), self._injector.seconds(task))

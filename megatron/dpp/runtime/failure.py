@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from megatron.dpp.errors import PeerDead, TransportError
+from megatron.dpp.errors import PeerDead, Text, TransportError, from_json, to_json
 from megatron.dpp.transport.base import Transport
 
 _KEY = "dpp/failure"
@@ -25,8 +25,8 @@ _NAP_SECONDS = 0.02
 _LONGEST = 200
 """Characters of an error's text that are quoted."""
 _SAID_BY = "(says rank"
-_MET_HERE, _MISSING = "; met here as ", "; the oldest missing message here"
-"""Texts that follow the cause; the links append the latter."""
+_MISSING = "; the oldest missing message here"
+"""What the links write behind a cause."""
 
 
 def explained(error: BaseException, transport: Transport | None) -> BaseException:
@@ -35,14 +35,16 @@ def explained(error: BaseException, transport: Transport | None) -> BaseExceptio
     """
     if not isinstance(error, RuntimeError):
         return error
-    met = f"{_MET_HERE}{type(error).__name__}: {_quoted(error)}"
+    met = f"; met here as {type(error).__name__}: {_quoted(error)}"
     if transport is not None:
         try:
             transport.raise_failure()
         except TransportError as failure:
-            return type(failure)(f"{failure}{met}")
+            found = type(failure)(f"{failure}{met}", failure)
+            found.cause = failure.cause or Text(failure, failure)
+            return found
     told = ask() if _is_of_collective(error) else None
-    return PeerDead(f"rank {dist.get_rank()}: {told}{met}") if told else error
+    return PeerDead(f"rank {dist.get_rank()}: {told}{met}", told) if told else error
 
 
 def report(error: BaseException) -> None:
@@ -53,26 +55,25 @@ def report(error: BaseException) -> None:
         return
     rank, text = dist.get_rank(), reason(error)
     if isinstance(error, TransportError):
-        text += f" {_SAID_BY} {rank})"
+        text = Text(f"{text} {_SAID_BY} {rank})", text)
     else:
-        text = f"rank {rank} gave up: {text}"
+        text = Text(f"rank {rank} gave up: {text}", text)
     store = dist.distributed_c10d._get_default_store()
-    within(REPORT_SECONDS, lambda: store.compare_set(_KEY, "", text))
+    within(REPORT_SECONDS, lambda: store.compare_set(_KEY, "", to_json(text)))
 
 
-def reason(error: BaseException) -> str:
+def reason(error: BaseException) -> Text:
     """The text by which other ranks learn why this one ends; a link's failure is cut down to its
     cause.
     """
     if not isinstance(error, TransportError):
-        return f"{type(error).__name__}: {_quoted(error)}"
-    text = str(error)
-    for end in (_MET_HERE, _MISSING):
-        text = text.partition(end)[0]
-    return re.sub(r"^rank \d+: (?=rank )", "", text)
+        return Text(f"{type(error).__name__}: {_quoted(error)}", error)
+    text = (error.cause or str(error)).partition(_MISSING)[0]
+    _, _, other = text.partition(": ")
+    return Text(other if text.startswith("rank ") and other.startswith("rank ") else text, error)
 
 
-def ask() -> str | None:
+def ask() -> Text | None:
     """The cause that a rank has reported, waited for briefly."""
     if not dist.is_initialized():
         return None
@@ -83,7 +84,7 @@ def ask() -> str | None:
         while not store.check([_KEY]) and time.monotonic() < deadline:
             time.sleep(_NAP_SECONDS)
         if store.check([_KEY]):
-            found.append(store.get(_KEY).decode())
+            found.append(from_json(store.get(_KEY).decode()))
 
     within(ASK_SECONDS, look)
     return found[0] if found else None

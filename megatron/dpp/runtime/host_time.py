@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.dpp.config import GRAPHS_PAY_FROM
-from megatron.dpp.errors import core_setting, setting
+from megatron.dpp.errors import Text, setting
 
 TOLD_AFTER = 5
 """Training steps after which the lines are logged, once."""
@@ -30,15 +30,12 @@ def host_lines(
     share = f"{text} beside launching, which takes {launching:.0%} of the tasks' time"
     if launching < GRAPHS_PAY_FROM:
         return [share]
-    graphs = (
-        f"CUDA graphs ({setting('cuda_graphs', 'on')}) would save up to {launching:.0%} of the "
-        "tasks' time, "
-    )
+    on = setting("cuda_graphs", "on")
+    graphs = Text(f"CUDA graphs ({on}) would save up to {launching:.0%} of the tasks' time, ", on)
     return [
         share,
-        f"dynamic pipeline: launch-bound: {graphs if can_replay else ''}a "
-        f"{core_setting('micro_batch_size')} twice as large would save up to {launching / 2:.0%} "
-        "per sample",
+        f"dynamic pipeline: launch-bound: {graphs if can_replay else ''}a micro_batch_size twice "
+        f"as large would save up to {launching / 2:.0%} per sample",
     ]
 
 
@@ -48,9 +45,16 @@ def allocator_lines(retries: int, steps: int) -> Sequence[str]:
     """
     if not retries:
         return []
+    activation_cap = setting("activation_cap", "static")
+    slice_tokens = setting("slice_tokens", "N")
+    off = setting("cuda_graphs", "off")
     return [
-        f"dynamic pipeline: the device's memory is full: PyTorch gave memory back and asked for it "
-        f"again {retries} times in {steps} steps, which waits for all work; less memory: "
-        f"{setting('activation_cap', 'static')} or less, {setting('slice_tokens', 'N')}, "
-        f"{setting('cuda_graphs', 'off')}"
+        Text(
+            "dynamic pipeline: the device's memory is full: PyTorch gave memory back and asked "
+            f"for it again {retries} times in {steps} steps, which waits for all work; less "
+            f"memory: {activation_cap} or less, {slice_tokens}, {off}",
+            activation_cap,
+            slice_tokens,
+            off,
+        )
     ]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from megatron.dpp.core import compat
-from megatron.dpp.core.static import traced
-from megatron.dpp.core.steps import default_groups
+from megatron.dpp.core.groups import default_groups
+from megatron.dpp.runtime.static_exchange import traced
 from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder, parse_iterations
 from megatron.dpp.trace.host import HostTrace
 
@@ -60,19 +60,9 @@ class StepTrace:
             yield
 
     def _open(self, settings: HostTrace, keywords: dict[str, Any], schedule: str) -> Recorder:
-        groups = keywords.get("pg_collection") or default_groups()
         model = keywords["model"]
-        data, pipeline, tensor = groups.dp_cp, groups.pp, groups.tp
-        layout = TraceLayout(
-            data=torch.distributed.get_rank(data),
-            pipeline=torch.distributed.get_rank(pipeline),
-            tensor=torch.distributed.get_rank(tensor),
-            data_size=data.size(),
-            pipeline_size=pipeline.size(),
-            tensor_size=tensor.size(),
-            num_chunks=len(model) if isinstance(model, list) else 1,
-            schedule=schedule,
-        )
+        num_chunks = len(model) if isinstance(model, list) else 1
+        layout = _layout(keywords.get("pg_collection") or default_groups(), num_chunks, schedule)
         folder = Path(settings.dir) / layout.directory_name()
         self._log(f"trace: {folder} (megatron-dpp report {folder})")
         on_gpu = torch.cuda.is_available()
@@ -91,6 +81,17 @@ class StepTrace:
         self._settings = None
         if recorder is not None:
             recorder.close()
+
+
+def _layout(groups: Any, num_chunks: int, schedule: str) -> TraceLayout:
+    """This rank's coordinates in the process groups of a call."""
+    context = getattr(groups, "cp", None)
+    of = {"pipeline": groups.pp, "tensor": groups.tp, "data": groups.dp_cp}
+    if context is not None and context.size() > 1:
+        of |= {"data": groups.dp, "context": context}
+    places = {axis: torch.distributed.get_rank(group) for axis, group in of.items()}
+    sizes = {f"{axis}_size": group.size() for axis, group in of.items()}
+    return TraceLayout(**places, **sizes, num_chunks=num_chunks, schedule=schedule)
 
 
 def _is_capturing() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import fields
 
 import torch
 
@@ -15,7 +14,7 @@ from megatron.dpp.runtime.topology import Channels
 from megatron.dpp.schedule import Geometry
 from megatron.dpp.transport import TransportOptions, kinds, open_transport
 from megatron.dpp.transport.base import ChannelSpec, Transport
-from megatron.dpp.transport.options import RdmaOptions
+from megatron.dpp.transport.options import tuned
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _ABANDON_SECONDS = 3.0
@@ -104,18 +103,12 @@ def open_links(
         options=TransportOptions(
             timeout=config.timeout,
             checksum=config.checksum,
-            workload=config.workload,
             gpudirect=config.gpudirect,
-            rdma=RdmaOptions(
-                **{f.name: getattr(config, f"rdma_{f.name}") for f in fields(RdmaOptions)}
-            ),
             node_ips=own_address(config),
             address_of=_address_of(config),
-            listen_ports=config.port_range(),
-            tcp_connections=config.tcp_connections,
             token_file=config.token_file,
-            peer_timeout=config.peer_timeout,
             abandon_after=_ABANDON_SECONDS,
+            **tuned(),
         ),
         board_ranks=(stage_ranks or None) if specs else None,
         # Two per channel: what has arrived, and what has arrived or is in flight.
@@ -123,11 +116,11 @@ def open_links(
     )
 
 
-def why_not_ahead(config: DppConfig, transport: Transport) -> str | None:
-    """The reason why tasks are not launched ahead of their inputs although ``config`` asks for it;
-    None if they are, or if it makes no difference.
+def why_not_ahead(transport: Transport) -> str | None:
+    """The reason why tasks are not launched ahead of their inputs; None if they are, or if it makes
+    no difference.
     """
     waits = any(kinds.find(link.kind).announces for link in transport.links())
-    if config.launch_ahead and waits and os.environ.get(_CONNECTIONS) == "1":
+    if waits and os.environ.get(_CONNECTIONS) == "1":
         return f"with {_CONNECTIONS}=1 a GPU that waits would hold up what it has to send"
     return None

@@ -212,16 +212,22 @@ class Mail:
             f"{self._iteration} ({stall.text})"
         )
         channels = [self.incoming(way, chunk) for way, chunk in stall.channels]
-        specs = {str(self._channels.spec_in(index)) for index in channels if index is not None}
+        specs = {
+            f"{self._channels.spec_in(index)}{self._transport.brought(index)}"
+            for index in channels
+            if index is not None
+        }
         sources: Sequence[str] = sorted(specs) or ["the leader of this stage"]
         either = (
-            f", or {setting('policy')} waits for messages that its neighbours do not send either"
+            ", or the policy waits for messages that its neighbours do not send either"
             if stall.cause is Cause.POLICY and not followed
             else ""
         )
-        if found := self._transport.stopped_peers():
+        if found := self._transport.trouble():
             return TransferTimeout(f"{begin}; missing from: {', '.join(sources)}. {found}")
+        timeout = setting("timeout")
         return TransferTimeout(
             f"{begin}; missing from: {', '.join(sources)}. Every peer's process is alive: one is "
-            f"stopped or stuck, or slower than {setting('timeout')} allows{either}"
+            f"stopped or stuck, or slower than {timeout} allows{either}",
+            timeout,
         )

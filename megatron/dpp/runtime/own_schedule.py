@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from megatron.dpp.config import GRAPHS_PAY_FROM, DppConfig
+from megatron.dpp.config import LAUNCH_BOUND_FROM, DppConfig
 from megatron.dpp.core.steps import StepCall
-from megatron.dpp.errors import setting
+from megatron.dpp.errors import Text, setting
 from megatron.dpp.runtime.session import Session
 from megatron.dpp.schedule.policies import chosen_policy
 
@@ -55,14 +55,15 @@ class OwnSchedule:
                 torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MIN, group=group)
         least, fewest, minus_most = map(float, found)
         alike = fewest == -minus_most
-        if alike and least >= GRAPHS_PAY_FROM and self._can_run(call):
+        if alike and least >= LAUNCH_BOUND_FROM and self._can_run(call):
             self._model = call.model
-            kept = setting("policy", "megatron")
-            self._log(
+            ours = setting("policy", "megatron")
+            line = (
                 "dynamic pipeline: megatron-core's own schedule runs from now on: launching takes "
                 f"{least:.0%} of the time that tasks run or more, microbatches have one "
-                f"length, and no CUDA graph is replayed; {kept} keeps ours"
+                f"length, and no CUDA graph is replayed; {ours} keeps ours"
             )
+            self._log(Text(line, ours))
 
     def runs(self, call: StepCall, keywords: Mapping[str, Any]) -> bool:
         """True if it runs this call, of these arguments: it takes process groups only with a

@@ -14,15 +14,18 @@ from megatron.dpp.core.graphs.capture import Capture, can_capture
 from megatron.dpp.core.graphs.pools import SPARE
 from megatron.dpp.core.graphs.slots import ChunkGraphs, why_not
 from megatron.dpp.core.memory import room
+from megatron.dpp.core.padded import PaddedRows
 from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.own_way import refuse_shared
-from megatron.dpp.core.wgrad.te import refuse_delayed
-from megatron.dpp.errors import core_setting, setting
+from megatron.dpp.core.wgrad.te_layer import refuse_delayed
+from megatron.dpp.errors import Text, setting
 from megatron.dpp.runtime.backward import Backwards
 from megatron.dpp.runtime.session import Session, Sessions
 from megatron.dpp.schedule import LastRank, Memory
 from megatron.dpp.trace import Recorder
+
+_NO_PADDING = PaddedRows((), (), 1)
 
 
 class Prepared:
@@ -51,6 +54,7 @@ class Prepared:
         """Graphs of the chunks, where they are captured."""
         self._weights: WeightGradients | None = None
         self._backwards, self._backward = Backwards(config, log), Backward()
+        self._padded = _NO_PADDING
         self._model: Sequence[torch.nn.Module] = ()
         self._parameters: Sequence[torch.nn.Parameter] = ()
         self._trained: Sequence[bool] = ()
@@ -86,6 +90,7 @@ class Prepared:
             self._backwards = Backwards(self._config, self._log)
             if self._config.cuda_graphs != "off" and can_capture(self._capture):
                 self.graphs = self._make_graphs(call)
+            self._padded = call.padded_rows(self._config) or _NO_PADDING
             self._model = list(call.model)
             self._parameters = [p for chunk in call.model for p in chunk.parameters()]
             self._trained = [p.requires_grad for p in self._parameters]
@@ -95,8 +100,8 @@ class Prepared:
 
     def _weight_gradients(self, call: StepCall) -> WeightGradients | None:
         """The store of this model's weight gradients; None if its backwards are fused."""
+        refuse_delayed(call.model)
         if self._config.split_backward == "off":
-            refuse_delayed(call.model, f"{setting('split_backward', 'off')} runs no W tasks")
             return None
         found = WeightGradients(call.model, self._say)
         self._log_if_fused(found)
@@ -112,10 +117,7 @@ class Prepared:
             call,
             self._session,
             weights.num_pieces,
-            can_fuse=weights.can_fuse,
-            replays=lambda: (
-                graphs is not None and graphs.settle(call.boundary_example(self._config))
-            ),
+            lambda: graphs is not None and graphs.settle(call.boundary_example(self._config)),
         )
         return self._backward
 
@@ -155,12 +157,19 @@ class Prepared:
         with contextlib.ExitStack() as around:
             if not call.forward_only:
                 if self._weights is not None and self._backward.split:
-                    order = call.cut.order if call.cut is not None else ()
-                    around.enter_context(self._weights.bound(order))
+                    around.enter_context(self._weights.bound())
                 if self.graphs is not None and call.cut is None:
                     around.enter_context(self.graphs.bound(call.boundary_example(self._config)))
+                if self.pads(call):
+                    around.enter_context(self._padded.bound())
                 around.enter_context(traced_experts(call.model, recorder))
             yield
+
+    def pads(self, call: StepCall) -> bool:
+        """Rows of a call are padded to the lengths of graphs."""
+        chosen = self._config.length_buckets != "auto" or self.captures
+        trains = call.cut is None and not call.forward_only
+        return trains and chosen and self._padded is not _NO_PADDING
 
     @property
     def replays(self) -> bool:
@@ -212,7 +221,7 @@ class Prepared:
         recomputes = call.config.recompute_granularity == "full"
         reason = why_no_graphs(self._config.cuda_graphs, share, filled, recomputes_all=recomputes)
         if reason:
-            self._log(f"CUDA graphs: not used, {reason}")
+            self._log(Text(f"CUDA graphs: not used, {reason}", reason))
         else:
             self._log_room(session, growth)
         return not reason
@@ -301,7 +310,7 @@ def why_no_graphs(
     if asked == "on":
         return None
     if recomputes_all:
-        reason = f"as {core_setting('recompute_granularity', 'full')} asks for little memory"
+        reason = "as recompute_granularity='full' asks for little memory"
     elif launch_share < GRAPHS_PAY_FROM:
         reason = f"as launching takes {launch_share:.0%} of the time that tasks run"
     elif filled > 1.0:
@@ -309,4 +318,4 @@ def why_no_graphs(
     else:
         return None
     graphs = setting("cuda_graphs", "on")
-    return f"{reason} ({graphs} uses them all the same, for more memory)"
+    return Text(f"{reason} ({graphs} uses them all the same, for more memory)", graphs)

@@ -11,7 +11,7 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.core.boundary import Boundaries
 from megatron.dpp.core.rng import TaskRng
 from megatron.dpp.core.steps import StepCall
-from megatron.dpp.errors import ConfigError, core_setting
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.delayed import DelayedTransport
@@ -110,7 +110,7 @@ class Sessions:
             self._log(
                 f"dynamic pipeline: rank {ranks[rank]} -> {link.peer}: {link.kind} ({link.reason})"
             )
-        reason = why_not_ahead(config, links.transport)
+        reason = why_not_ahead(links.transport)
         if reason is not None:
             self._warn(f"dynamic pipeline: no task is launched ahead of its input: {reason}")
         board = links.transport.board
@@ -122,11 +122,11 @@ class Sessions:
             group=group,
             links=links,
             boundaries=boundaries,
-            timer=timer_for(config, follow=follow),
+            timer=timer_for(follow=follow),
             injector=injector,
             rng=TaskRng(self._seed, topology.num_ranks, rank),
             decisions=self._decisions,
-            launch_ahead=config.launch_ahead and reason is None,
+            launch_ahead=reason is None,
         )
 
     def _close_links(self) -> None:
@@ -154,7 +154,7 @@ def check_chunks(call: StepCall) -> None:
     if len(call.model) != expected:
         raise ConfigError(
             f"model: {len(call.model)} chunks were given, but "
-            f"{core_setting('virtual_pipeline_model_parallel_size', expected)} asks for {expected}"
+            f"virtual_pipeline_model_parallel_size={expected!r} asks for {expected}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -14,12 +14,9 @@ from megatron.dpp.core import compat
 from megatron.dpp.core.cut import Cut, WholeSteps, fixed_cut, packed_cut
 from megatron.dpp.core.slices import Slices, Unit, why_not
 from megatron.dpp.core.steps import StepCall
-from megatron.dpp.errors import ConfigError, setting
-from megatron.dpp.schedule import Kind, in_bytes
-from megatron.dpp.sim.lengths import LengthCosts
-from megatron.dpp.sim.pipeline_model import PipelineModel
-from megatron.dpp.sim.weighing import Choice, weigh_fixed, weigh_rows, why_needed
-from megatron.dpp.slice_sizes import MOST_TOKENS, WHOLE_UP_TO, auto_tokens, slice_size
+from megatron.dpp.errors import ConfigError, Text, setting
+from megatron.dpp.schedule import Kind
+from megatron.dpp.schedule.slice_sizes import WHOLE_UP_TO, slice_size
 
 _KAPPA = 0.35
 """Memory of keys, values and their gradients over that of activations, until it is measured: that
@@ -40,7 +37,7 @@ class Slicing:
         self._config, self._say = config, say
         self._next: Cut | None = None
         self._rows: Sequence[Sequence[int]] = ()
-        self._packs = self._told = False
+        self._packs = False
         self._model: Sequence[torch.nn.Module] = ()
         self._slices: Slices | None = None
         self._whole: WholeSteps | None = None
@@ -117,117 +114,76 @@ class Slicing:
     @property
     def _most_tokens(self) -> int:
         """Most tokens of a unit, as rows of up to 1.5 slices stay whole."""
-        asked = self._config.slice_tokens
-        return int(WHOLE_UP_TO * (MOST_TOKENS if asked == "auto" else int(asked)))
+        return int(WHOLE_UP_TO * self._config.slice_tokens)
 
     def _packed(self, call: StepCall, rows: Sequence[Sequence[int]]) -> Cut | None:
         """The slices of packed rows; None if none is long enough."""
         asked, groups, config = self._config.slice_tokens, call.pg_collection, call.config
-        if asked == "off" or call.collect_non_loss_data:
+        if not asked or call.collect_non_loss_data:
             return None
         experts = getattr(config, "num_moe_experts", None)
         if experts and config.expert_model_parallel_size > 1 and groups.dp_cp.size() > 1:
-            raise ConfigError(
-                f"{setting('slice_tokens', asked)}: replicas whose experts are divided among them "
-                "run one order, and their packed rows would have other slices: use off"
+            self._refuse(
+                "replicas whose experts are divided among them run one order, and their packed "
+                "rows would have other slices"
             )
         multiple = groups.tp.size() if config.sequence_parallel else 1
         known = call.micro_batch_size * call.longest(self._config.max_tokens)
         longest = max([known, *map(sum, rows)])
-        tokens = self._tokens(call, sum(map(sum, rows)), multiple, lambda given, needed: weigh_rows(
-            dataclasses.replace(given, longest=longest), tuple(map(tuple, rows)),
-            multiple=multiple, needed=needed,
-        ))  # fmt: skip
-        if not tokens:
-            return None
         cut = packed_cut(
-            rows, lambda row: slice_size(row, tokens, multiple), call.num_microbatches, longest
+            rows, lambda row: slice_size(row, asked, multiple), call.num_microbatches, longest
         )
         return cut if cut.is_cut else None
 
     def _fixed(self, call: StepCall) -> Cut | None:
         """The slices of microbatches that all have the call's length."""
         asked = self._config.slice_tokens
-        if asked == "off" or call.collect_non_loss_data:
+        if not asked or call.collect_non_loss_data:
             return None
         if self._packs:
-            self._say(
-                f"dynamic pipeline: {setting('slice_tokens', asked)}: steps whose rows are not "
-                "announced, as others were, are not cut"
-            )
+            self._tell("steps whose rows are not announced, as others were, are not cut")
             return None
         if getattr(call.config, "variable_seq_lengths", False):
-            raise ConfigError(
-                f"{setting('slice_tokens', asked)} cuts microbatches of one length, and "
-                "variable_seq_lengths tells of others: announce their sequences before the step "
-                "(plugin.announce(rows=...)), or use off"
+            self._refuse(
+                "microbatches of one length are cut, and variable_seq_lengths tells of others: "
+                "announce their sequences before the step (plugin.announce(rows=...))"
             )
         if compat.host_masks_documents():
-            raise ConfigError(
-                f"{setting('slice_tokens', asked)}: attention across slices is causal, and the "
-                "host's reset_attention_mask asks for masks of documents: use off"
+            self._refuse(
+                "attention across slices is causal, and the host's reset_attention_mask asks for "
+                "masks of documents"
             )
         groups, length, size = call.pg_collection, call.length, call.micro_batch_size
-        multiple = groups.tp.size() if call.config.sequence_parallel else 1
-        batch = call.num_microbatches * size * length
-        tokens = self._tokens(call, batch, multiple, lambda model, needed: weigh_fixed(
-            model, length, call.num_microbatches, rows=size, multiple=multiple, needed=needed,
-        ))  # fmt: skip
-        each = slice_size(length, tokens, multiple) if tokens else length
+        each = slice_size(length, asked, groups.tp.size() if call.config.sequence_parallel else 1)
         if each == length:
-            if tokens:
-                self._say(
-                    f"dynamic pipeline: {setting('slice_tokens', asked)}: sequences of {length} "
-                    "tokens are not cut, as those up to 1.5 slices stay whole"
-                )
+            self._tell(
+                f"sequences of {length} tokens are not cut, as those up to 1.5 slices stay whole"
+            )
             return None
         return fixed_cut(length, call.num_microbatches, size, each)
 
-    def _tokens(
-        self,
-        call: StepCall,
-        batch: int,
-        multiple: int,
-        weigh: Callable[[PipelineModel, str], Choice],
-    ) -> int:
-        """Tokens of a slice of a batch of so many tokens; 0 for whole sequences. An evaluation
-        takes the rule's: it hardly loses by them, and logits of whole sequences might not fit.
-        """
-        asked, p = self._config.slice_tokens, call.pg_collection.pp.size()
-        if asked != "auto":
-            return int(asked)
-        if call.forward_only:
-            return auto_tokens(batch, p, multiple=multiple)
-        cap = self._config.activation_cap
-        model = PipelineModel(
-            num_ranks=p, num_chunks=len(call.model), longest=call.length,
-            policy=self._config.policy, cap="auto" if in_bytes(cap) else cap,
-            split_backward=self._config.split_backward != "off", costs=_costs(call.config),
-        )  # fmt: skip
-        choice, line = weigh(model, why_needed(cap)), ""
-        if self._packs:
-            line, self._told = "" if self._told else "; it weighs each step's rows", True
-        if line or not self._packs:
-            self._say(
-                f"dynamic pipeline: {setting('slice_tokens', 'auto')} takes {choice.text}{line}"
-            )
-        return choice.tokens
+    def _refuse(self, why: str) -> NoReturn:
+        given = setting("slice_tokens", self._config.slice_tokens)
+        raise ConfigError(f"{given}: {why}; 0 cuts none", given)
+
+    def _tell(self, what: str) -> None:
+        given = setting("slice_tokens", self._config.slice_tokens)
+        self._say(Text(f"dynamic pipeline: {given}: {what}", given))
 
     def _prepare(self, call: StepCall) -> None:
         """Find the model's attention and forwards."""
-        asked = self._config.slice_tokens
         if reason := why_not(call.config):
-            raise ConfigError(f"{reason}: use {setting('slice_tokens', 'off')}")
+            self._refuse(reason)
         if self._config.cuda_graphs == "on":
-            raise ConfigError(
-                f"{setting('cuda_graphs', 'on')} does not go with slices, whose keys grow: use off"
-            )
+            on = setting("cuda_graphs", "on")
+            raise ConfigError(f"{on} does not go with slices, whose keys grow: use off", on)
         if call.adjust_tensor_shapes_fn is not None:
             raise ConfigError("slices: adjust_tensor_shapes_fn is not known to fit a slice")
         if self._slices is None or self._model != call.model:
             self._model = list(call.model)
             self._slices = Slices(call.model)
-            self._whole = WholeSteps(self._slices, call.model) if asked != "off" else None
+            cuts = self._config.slice_tokens > 0
+            self._whole = WholeSteps(self._slices, call.model) if cuts else None
 
     def slices_of(self, call: StepCall) -> Slices | None:
         """The attention of a call's model; None if it is not cut."""
@@ -264,11 +220,8 @@ class Slicing:
         """
         if self.slices_of(call) is None or call.cut is None:
             return {}
-        costs, keys = _costs(call.config), [unit.earlier_keys for unit in call.cut.units]
-        pairs = {
-            kind.name: 2 * costs.per_square[kind] / costs.per_token[kind]
-            for kind in (Kind.F, Kind.B)
-        }
+        keys, pair = [unit.earlier_keys for unit in call.cut.units], 2 * _pair_share(call.config)
+        pairs = {Kind.F.name: pair, Kind.B.name: 2.5 * pair}
         return {kind: [1.0 + each * share for each in keys] for kind, share in pairs.items()}
 
     def forget(self) -> None:
@@ -276,8 +229,9 @@ class Slicing:
         self._model, self._slices, self._whole = (), None, None
 
 
-def _costs(config: Any) -> LengthCosts:
-    """Times of a layer over lengths, by its products."""
+def _pair_share(config: Any) -> float:
+    """Time of a pair of a query and a key in a layer's forward over that of a token without
+    attention, by their products."""
     width, gated = config.ffn_hidden_size, 3 if config.gated_linear_unit else 2
     if config.num_moe_experts:
         width = config.moe_router_topk * (config.moe_ffn_hidden_size or width)
@@ -285,4 +239,4 @@ def _costs(config: Any) -> LengthCosts:
     queries = config.num_attention_heads * config.kv_channels
     keys = (config.num_query_groups or config.num_attention_heads) * config.kv_channels
     weights = config.hidden_size * (2 * queries + 2 * keys + gated * width)
-    return LengthCosts.of_layer(weights, queries)
+    return float(queries / weights)

@@ -6,15 +6,14 @@ forward or backward. Groups that overlap are joined, as a rank waits for all mem
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
+from megatron.dpp.core.groups import group_of
 from megatron.dpp.core.steps import StepCall
 
 
@@ -46,12 +45,12 @@ def stage_group_of(call: StepCall) -> StageGroup:
     own = torch.distributed.get_rank()
     collection, groups = call.pg_collection, []
     if collection.tp.size() * collection.cp.size() > 1:
-        groups.append(_group(call, "tp_cp", parallel_state.get_tensor_and_context_parallel_group))
+        groups.append(group_of(collection, "tp_cp"))
     crossing = _crossing(call)
     if not crossing:
         ranks = [sorted(get_process_group_ranks(group)) for group in groups]
         return StageGroup(tuple(ranks[0]), groups[0]) if groups else StageGroup()
-    everyone = _all_replicas(call)
+    everyone = group_of(call.pg_collection, "tp_dp_cp")
     found: list[Any] = [None] * everyone.size()
     mine = [get_process_group_ranks(group) for group in (*groups, *crossing)]
     torch.distributed.all_gather_object(found, mine, group=everyone)
@@ -79,20 +78,7 @@ def _crossing(call: StepCall) -> list[ProcessGroup]:
     groups = []
     expert_tensor = config.expert_tensor_parallel_size or config.tensor_model_parallel_size
     if config.expert_model_parallel_size > 1 or config.tensor_model_parallel_size % expert_tensor:
-        groups.append(
-            _group(call, "tp_ep", parallel_state.get_expert_tensor_and_model_parallel_group)
-        )
+        groups.append(group_of(call.pg_collection, "tp_ep"))
     if call.has_global_aux_loss and call.pg_collection.dp_cp.size() > call.pg_collection.cp.size():
-        groups.append(_all_replicas(call))
+        groups.append(group_of(call.pg_collection, "tp_dp_cp"))
     return groups
-
-
-def _all_replicas(call: StepCall) -> ProcessGroup:
-    """All ranks of this place in the pipeline, over all replicas."""
-
-    default = partial(parallel_state.get_tensor_and_data_parallel_group, with_context_parallel=True)
-    return _group(call, "tp_dp_cp", default)
-
-
-def _group(call: StepCall, name: str, default: Callable[[], ProcessGroup]) -> ProcessGroup:
-    return getattr(call.pg_collection, name, None) or default()

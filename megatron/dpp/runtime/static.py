@@ -13,14 +13,19 @@ from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
 
+from megatron.dpp.core import compat
 from megatron.dpp.core.compat import static_schedule
 from megatron.dpp.core.graphs.capture import can_capture
 from megatron.dpp.core.graphs.slots import ChunkGraphs
 from megatron.dpp.core.rng import TaskRng
-from megatron.dpp.core.static import (
+from megatron.dpp.core.steps import StepCall
+from megatron.dpp.errors import ConfigError, Text, setting
+from megatron.dpp.inject import Injector, Task
+from megatron.dpp.runtime.base import PipelineSchedule
+from megatron.dpp.runtime.delayed import DelayedTransport
+from megatron.dpp.runtime.links import open_links
+from megatron.dpp.runtime.static_exchange import (
     ChannelExchange,
     Step,
     around_steps,
@@ -28,13 +33,6 @@ from megatron.dpp.core.static import (
     ring_channels,
     traced,
 )
-from megatron.dpp.core.steps import StepCall
-from megatron.dpp.core.wgrad.te import refuse_delayed
-from megatron.dpp.errors import ConfigError, setting
-from megatron.dpp.inject import Injector, Task
-from megatron.dpp.runtime.base import PipelineSchedule
-from megatron.dpp.runtime.delayed import DelayedTransport
-from megatron.dpp.runtime.links import open_links
 from megatron.dpp.runtime.timer import TaskTimer, timer_for
 from megatron.dpp.runtime.topology import Topology, pipeline_of
 from megatron.dpp.schedule.caps import worst_peak
@@ -50,7 +48,7 @@ class StaticSchedule(PipelineSchedule):
     late with a transport of ours only), and ``task_rng``.
     """
 
-    get_schedule: ClassVar[Callable[..., Any]] = staticmethod(get_forward_backward_func)
+    get_schedule: ClassVar[Callable[..., Any]] = staticmethod(compat.lookup(compat.GET_SCHEDULE))
     """megatron-core's, also where a plug-in stands in its place."""
     _transport: Transport | None = None
     _exchange: ChannelExchange | None = None
@@ -65,9 +63,6 @@ class StaticSchedule(PipelineSchedule):
         chunks = list(model) if isinstance(model, list) else [model]
         topology = pipeline_of(chunks, keywords.get("pg_collection"))
         _refuse_several_tensors(keywords, topology)
-        config = get_model_config(chunks[0])
-        if config.delay_wgrad_compute and not config.overlap_moe_expert_parallel_comm:
-            refuse_delayed(chunks, "a static schedule runs no W tasks")
         iteration = self.iteration
         self.iteration += 1
         forward_only = keywords.get("forward_only", False)
@@ -104,7 +99,7 @@ class StaticSchedule(PipelineSchedule):
 
     @cached_property
     def _timer(self) -> TaskTimer:
-        return timer_for(self.config, follow=True)
+        return timer_for(follow=True)
 
     def _wants_graphs(self) -> bool:
         return self.config.cuda_graphs == "on" and can_capture(self._capture)
@@ -148,9 +143,15 @@ class StaticSchedule(PipelineSchedule):
                 num_chunks=topology.num_chunks,
             )
             if self._injector.delays_messages and self.config.transport == "auto":
+                inject = setting("inject", text)
+                transport = setting("transport")
                 self._log(
-                    f"static pipeline: {setting('inject', text)} delays no messages of "
-                    f"megatron-core's own exchange; {setting('transport')} with a kind takes ours"
+                    Text(
+                        f"static pipeline: {inject} delays no messages of megatron-core's own "
+                        f"exchange; {transport} with a kind takes ours",
+                        inject,
+                        transport,
+                    )
                 )
         return self._injector
 

@@ -19,8 +19,6 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.dpp.config import DppConfig
-
 _SMOOTHING = 0.25
 """Weight of the newest duration in the running estimate."""
 _SLOPE_SMOOTHING = 0.1
@@ -185,7 +183,7 @@ class DeviceTimer:
         follow: never wait (a follower of its stage's leader, or a static schedule).
     """
 
-    def __init__(self, lookahead: float | None, *, follow: bool = False) -> None:
+    def __init__(self, lookahead: float | None = None, *, follow: bool = False) -> None:
         self.lookahead, self.follow = lookahead, follow
         self._running: deque[_Running] = deque()
         self.durations: dict[tuple[str, int], float] = {}
@@ -353,9 +351,8 @@ class DeviceTimer:
         return self._cycles_per_second
 
 
-def timer_for(config: DppConfig, *, follow: bool) -> TaskTimer:
+def timer_for(*, follow: bool) -> TaskTimer:
     """The timer of this machine's kind of device; ``follow`` as in :class:`DeviceTimer`."""
     if torch.cuda.is_available():
-        lookahead = None if config.lookahead < 0 else config.lookahead * 1e-3
-        return DeviceTimer(lookahead, follow=follow)
+        return DeviceTimer(follow=follow)
     return HostTimer()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 
+from megatron.dpp.core.groups import group_of
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError
@@ -100,9 +100,7 @@ class Topology:
 
 def pipeline_of(chunks: list[torch.nn.Module], pg_collection: Any = None) -> Topology:
     """The place of this rank, by the given process groups or else megatron-core's own."""
-    group = (
-        pg_collection.pp if pg_collection else parallel_state.get_pipeline_model_parallel_group()
-    )
+    group = group_of(pg_collection, "pp")
     ranks = torch.distributed.get_process_group_ranks(group)
     return Topology(tuple(ranks), torch.distributed.get_rank(group), len(chunks))
 

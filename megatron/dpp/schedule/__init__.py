@@ -6,14 +6,16 @@ Read ``actions.py`` first, then ``state.py`` (tasks that may run) and ``policies
 """
 
 from megatron.dpp.schedule.actions import DIRECTION_OF, Action, Geometry, Kind, groups_of
-from megatron.dpp.schedule.budget import UNIT, Budget, MemoryLimit, group_sizes, key_sizes
 from megatron.dpp.schedule.caps import (
+    UNIT,
     Allowance,
     LastRank,
     Memory,
+    MemoryLimit,
     StaticSizes,
     beside_head,
-    in_bytes,
+    group_sizes,
+    key_sizes,
     parse_cap,
     sliced_allowance,
 )
@@ -34,43 +36,13 @@ from megatron.dpp.schedule.recording import (
 )
 from megatron.dpp.schedule.reference import Reference, peak_in_flight, peak_size, reference_order
 from megatron.dpp.schedule.scheduler import Cause, Scheduler
-from megatron.dpp.schedule.state import View
+from megatron.dpp.schedule.state import Budget, View
 
 __all__ = [
-    "BUILT_IN",
-    "DIRECTION_OF",
-    "HOLDS_ALL",
-    "UNIT",
-    "Action",
-    "Allowance",
-    "Budget",
-    "Cause",
-    "DecisionRecorder",
-    "Geometry",
-    "Kind",
-    "LastRank",
-    "Memory",
-    "MemoryLimit",
-    "Policy",
-    "Recording",
-    "Reference",
-    "Replay",
-    "Scheduler",
-    "StaticSizes",
-    "View",
-    "beside_head",
-    "check_recording",
-    "check_room",
-    "chosen_policy",
-    "find_policy",
-    "group_sizes",
-    "groups_of",
-    "in_bytes",
-    "key_sizes",
-    "parse_cap",
-    "peak_in_flight",
-    "peak_size",
-    "reference_order",
-    "replica_path",
+    "BUILT_IN", "DIRECTION_OF", "HOLDS_ALL", "UNIT", "Action", "Allowance", "Budget", "Cause",
+    "DecisionRecorder", "Geometry", "Kind", "LastRank", "Memory", "MemoryLimit", "Policy",
+    "Recording", "Reference", "Replay", "Scheduler", "StaticSizes", "View", "beside_head",
+    "check_recording", "check_room", "chosen_policy", "find_policy", "group_sizes", "groups_of",
+    "key_sizes", "parse_cap", "peak_in_flight", "peak_size", "reference_order", "replica_path",
     "sliced_allowance",
-]
+]  # fmt: skip

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from megatron.dpp.direction import Direction
-from megatron.dpp.errors import ConfigError, ScheduleError, core_setting
+from megatron.dpp.errors import ConfigError, ScheduleError
 
 
 class Kind(enum.IntEnum):
@@ -123,15 +123,12 @@ class Geometry:
             raise ConfigError(f"pipeline rank {self.rank}: must be in 0 .. {self.num_ranks - 1}")
         if self.num_chunks > 1 and self.group is not None and self.group < self.num_ranks:
             raise ConfigError(
-                f"{core_setting('microbatch_group_size_per_vp_stage', self.group)}: must be at "
-                f"least the number of pipeline ranks, {self.num_ranks}"
+                f"microbatch_group_size_per_vp_stage={self.group!r}: must be at least the number "
+                f"of pipeline ranks, {self.num_ranks}"
             )
-        pieces = self.w_pieces
-        if pieces is not None and (len(pieces) != self.num_chunks or min(pieces) < 0):
-            raise ConfigError(
-                f"w_pieces {pieces}: expected {self.num_chunks} numbers, one per chunk, none below "
-                "0"
-            )
+        pieces, v = self.w_pieces, self.num_chunks
+        if pieces is not None and (len(pieces) != v or min(pieces) < 0):
+            raise ConfigError(f"w_pieces {pieces}: expected {v} numbers, none below 0")
         if self.groups and (min(self.groups) < 1 or sum(self.groups) != self.num_microbatches):
             raise ConfigError(
                 f"groups {self.groups}: expected numbers of at least 1 with the sum "
@@ -155,9 +152,8 @@ class Geometry:
         >>> Geometry(2, 0, 1, 6, groups=(3, 1, 2)).backward_units
         (2, 1, 0, 3, 5, 4)
         """
-        ends = list(itertools.accumulate(self.groups or (1,) * self.num_microbatches))
-        starts = [0, *ends]
-        found = zip(starts, ends, strict=False)
+        ends = itertools.accumulate(self.groups or (1,) * self.num_microbatches, initial=0)
+        found = itertools.pairwise(ends)
         return tuple(i for start, end in found for i in range(end - 1, start - 1, -1))
 
     @functools.cached_property

@@ -11,6 +11,7 @@ slices needs other sizes then, of which :func:`sliced_allowance` takes care.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -19,13 +20,6 @@ from typing import NamedTuple
 
 from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.schedule.actions import Geometry
-from megatron.dpp.schedule.budget import (
-    ROUNDING,
-    UNIT,
-    MemoryLimit,
-    group_sizes,
-    key_sizes,
-)
 from megatron.dpp.schedule.reference import (
     Reference,
     peak_in_flight,
@@ -34,8 +28,35 @@ from megatron.dpp.schedule.reference import (
     static_peak,
 )
 
+UNIT = 1 << 40
+"""Size of a microbatch where sizes do not matter: fine enough for any share of an activation."""
+ROUNDING = 1e-6
+"""Tolerance of a cap in chunk activations: caps are products of fractions."""
+_NUMBER = r"([0-9]*\.?[0-9]+)"
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """A bound on what a rank holds, beside its cap.
+
+    Args:
+        cap: most that may be held, in chunk activations of the largest microbatch.
+        weights: the activation of each chunk, in chunk activations; empty where all are 1.
+        assumed: size of a microbatch whose size is not known; 0 for the largest.
+        soft: Megatron's next forward may pass the limit while no weight gradient is deferred. Such
+            a limit may be as low as one likes.
+        deferred: weight gradients keep their share; otherwise ``B`` frees all.
+        unlike: microbatches differ in size, as far as is known.
+    """
+
+    cap: float
+    weights: tuple[float, ...] = ()
+    assumed: int = 0
+    soft: bool = False
+    deferred: bool = True
+    unlike: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,6 +100,32 @@ class Allowance:
         most = sizes.peak(self.weights) / largest
         limit = MemoryLimit(most, self.weights, sizes.mean, soft=True, unlike=sizes.unlike)
         return dataclasses.replace(self, limits=(*self.limits, limit))
+
+
+def key_sizes(groups: Sequence[int], sizes: Sequence[int], kappa: float) -> dict[int, int]:
+    """The memory of each group's keys, values and gradients, under its first microbatch, whose
+    activation lives as long. Microbatches that are linked to no other keep none.
+
+    Args:
+        groups: as in :class:`Geometry`; empty for none.
+        sizes: of the microbatches.
+        kappa: what they hold, as a share of their microbatches' activations.
+    """
+    found: dict[int, int] = {}
+    first = 0
+    for number in groups if sizes else ():
+        if number > 1:
+            found[first] = math.ceil(kappa * sum(sizes[first : first + number]))
+        first += number
+    return found
+
+
+def group_sizes(groups: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Sizes of the microbatches of :attr:`Geometry.uncut`: of each group."""
+    if not groups:
+        return list(sizes)
+    left = iter(sizes)
+    return [sum(itertools.islice(left, number)) for number in groups]
 
 
 class StaticSizes:
@@ -165,16 +212,11 @@ def parse_cap(
         word = "1.5p" if geometry.num_chunks == 1 else "megatron"
         cap = _named_cap(word, geometry, least)
         return dataclasses.replace(cap, text=f"{cap.text} (auto)")
-    size = re.fullmatch(r"([0-9.]+)\s*([A-Za-z]+)", word)
+    size = re.fullmatch(_NUMBER + r"\s*([A-Za-z]+)", word)
     if size and size[2].upper() in _UNITS:
-        amount = _number(size[1], text)
+        amount = float(size[1])
         return _bytes_cap(word, geometry, least, amount, size, bytes_per_chunk_activation)
     return _named_cap(word, geometry, least)
-
-
-def in_bytes(text: str) -> bool:
-    """A cap is given in bytes, which a measured activation turns into chunk activations."""
-    return text.strip()[-1:] in ("b", "B")
 
 
 def default_cap(geometry: Geometry) -> Cap:
@@ -226,9 +268,11 @@ def sliced_allowance(
     held = [size + keys.get(unit, 0) for unit, size in enumerate(sizes)]
     least = peak_size(Reference.of(geometry).order, held, weights) / largest
     if cap.exact and least > cap.chunks + ROUNDING:
+        activation_cap = setting("activation_cap")
         raise ConfigError(
-            f"{cap.text}; the slices of this step need {least:.2f} there. Raise "
-            f"{setting('activation_cap')}, or cut into smaller slices"
+            f"{cap.text}; the slices of this step need {least:.2f} there. Raise {activation_cap}, "
+            "or cut into smaller slices",
+            activation_cap,
         )
     return Allowance(max(cap.chunks, least), weights)
 
@@ -294,7 +338,7 @@ def worst_peak(geometry: Geometry) -> int:
 
 
 def _named_cap(word: str, geometry: Geometry, least: int) -> Cap:
-    per_p, per_sequence = (re.fullmatch(rf"([0-9.]+){unit}", word) for unit in ("p", "seq"))
+    per_p, per_sequence = (re.fullmatch(_NUMBER + unit, word) for unit in ("p", "seq"))
     if word == "megatron":
         cap = _checked(worst_peak(geometry), geometry, least, "as Megatron's worst rank does")
         return dataclasses.replace(cap, by_order=True)
@@ -306,21 +350,18 @@ def _named_cap(word: str, geometry: Geometry, least: int) -> Cap:
         why = "as in Megatron's own schedule"
         return _checked(peak_in_flight(geometry.uncut), geometry, least, why)
     if per_p:
-        chunks = _number(per_p[1], word) * geometry.num_ranks * geometry.num_chunks
+        chunks = float(per_p[1]) * geometry.num_ranks * geometry.num_chunks
         return _checked(chunks, geometry, least, f"{word} whole-model activations")
     if per_sequence:
-        chunks = _number(per_sequence[1], word) * geometry.num_chunks
+        chunks = float(per_sequence[1]) * geometry.num_chunks
         why = f"{per_sequence[1]} activations of the longest sequence"
-        return _checked(chunks, geometry, least, why, f"{_rounded_up(least, geometry)}seq")
-    raise ConfigError(
-        f"{setting('activation_cap', word)}: expected auto, megatron, static, strict, a multiple "
-        "of the pipeline size like 1.5p, longest sequences like 1.2seq, or bytes like 20GiB"
+        instead = f"{math.ceil(100 * least / geometry.num_chunks) / 100:g}seq"
+        return _checked(chunks, geometry, least, why, instead)
+    raise _wrong(
+        word,
+        "expected auto, megatron, static, strict, a multiple of the pipeline size like 1.5p, "
+        "longest sequences like 1.2seq, or bytes like 20GiB",
     )
-
-
-def _rounded_up(least: int, geometry: Geometry) -> str:
-    """So many chunk activations in those of a whole rank, with two digits."""
-    return f"{math.ceil(100 * least / geometry.num_chunks) / 100:g}"
 
 
 def _bytes_cap(
@@ -332,16 +373,16 @@ def _bytes_cap(
     bytes_per_chunk_activation: float | None,
 ) -> Cap:
     if amount <= 0:
-        raise ConfigError(f"{setting('activation_cap', word)}: must be above 0")
+        raise _wrong(word, "must be above 0")
     if bytes_per_chunk_activation is None:
         default = default_cap(geometry)
         text = f"{default.text}; {word} takes its place once an activation's size is measured"
         return Cap(default.chunks, text, needs_measuring=True)
     if bytes_per_chunk_activation <= 0:
-        raise ConfigError(
-            f"{setting('activation_cap', word)}: a chunk's activation was measured as "
-            f"{bytes_per_chunk_activation} bytes (offloaded ones are not measured); give a "
-            "multiple of the pipeline size"
+        raise _wrong(
+            word,
+            f"a chunk's activation was measured as {bytes_per_chunk_activation} bytes (offloaded "
+            "ones are not measured); give a multiple of the pipeline size",
         )
     chunks = amount * _UNITS[size[2].upper()] / bytes_per_chunk_activation
     mib = bytes_per_chunk_activation / (1 << 20)
@@ -350,22 +391,20 @@ def _bytes_cap(
     return dataclasses.replace(_checked(chunks, geometry, least, why, instead), exact=True)
 
 
-def _number(digits: str, text: str) -> float:
-    try:
-        return float(digits)
-    except ValueError:
-        raise ConfigError(
-            f"{setting('activation_cap', text)}: {digits!r} is not a number"
-        ) from None
+def _wrong(word: str, text: str) -> ConfigError:
+    given = setting("activation_cap", word)
+    return ConfigError(f"{given}: {text}", given)
 
 
 def _checked(chunks: float, geometry: Geometry, least: int, why: str, instead: str = "") -> Cap:
     """A cap that holds ``least``; ``instead`` is what to give if this one does not."""
     if chunks < least - ROUNDING:
+        activation_cap = setting("activation_cap")
         raise ConfigError(
-            f"{setting('activation_cap')}: {why} is {chunks:g} chunk activations on pipeline rank "
+            f"{activation_cap}: {why} is {chunks:g} chunk activations on pipeline rank "
             f"{geometry.rank}, but Megatron's own order needs {least} there; less could stop the "
-            f"pipeline. Give at least {instead or times_p(least, geometry)}, or strict"
+            f"pipeline. Give at least {instead or times_p(least, geometry)}, or strict",
+            activation_cap,
         )
     return Cap(
         chunks, f"pipeline rank {geometry.rank} may hold {chunks:g} chunk activations ({why})"

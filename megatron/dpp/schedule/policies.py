@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -49,16 +50,9 @@ def breadth_first(view: View) -> Action | None:
     A chunk's gradient reduction starts early (Lamy-Poirier, "Breadth-First Pipeline Parallelism",
     2023).
     """
-    num_chunks = view.geometry.num_chunks
-    for chunk in range(num_chunks):
-        action = view.forward(chunk)
-        if action is not None:
-            return action
-    for chunk in range(num_chunks - 1, -1, -1):
-        action = view.backward(chunk)
-        if action is not None:
-            return action
-    return view.weight()
+    chunks = range(view.geometry.num_chunks)
+    tasks = itertools.chain(map(view.forward, chunks), map(view.backward, reversed(chunks)))
+    return next(filter(None, tasks), None) or view.weight()
 
 
 def megatron(view: View) -> Action | None:
@@ -112,35 +106,28 @@ def find_policy(name: str) -> Policy:
     if name in BUILT_IN:
         return BUILT_IN[name]
     module_name, colon, attribute = name.partition(":")
+    given = setting("policy", name)
     if not colon:
         known = ", ".join(BUILT_IN)
-        raise ConfigError(
-            f"{setting('policy', name)}: expected one of {known} or your own as module:function"
-        )
+        raise ConfigError(f"{given}: expected one of {known} or your own as module:function", given)
     try:
         policy = getattr(importlib.import_module(module_name), attribute)
         if isinstance(policy, type):
             policy = policy()
     except Exception as error:  # importing or making it runs a user's own code
-        what = setting("policy", name)
-        raise ConfigError(f"{what}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{given}: {type(error).__name__}: {error}", given) from error
     if not callable(policy):
-        raise ConfigError(f"{setting('policy', name)}: {policy!r} cannot be called")
-    _check_takes_view(policy, name)
-    return policy  # type: ignore[no-any-return]
-
-
-def _check_takes_view(policy: Policy, name: str) -> None:
+        raise ConfigError(f"{given}: {policy!r} cannot be called", given)
     try:
         signature = inspect.signature(policy)
     except ValueError:  # some callables of CPython have no signature
-        return
+        return policy  # type: ignore[no-any-return]
     try:
         signature.bind(None)
     except TypeError as error:
-        raise ConfigError(
-            f"{setting('policy', name)}: it takes {signature}, and is called with one view: {error}"
-        ) from error
+        wrong = f"{given}: it takes {signature}, and is called with one view: {error}"
+        raise ConfigError(wrong, given) from error
+    return policy  # type: ignore[no-any-return]
 
 
 def check_room(
@@ -156,10 +143,12 @@ def check_room(
     name = next((each for each in HOLDS_ALL if BUILT_IN[each] is policy), None)
     if name and not geometry.forward_only and cap < need:
         head = split_backward and geometry.num_ranks > 1
+        larger = setting("activation_cap", times_p(need + head, geometry))
+        named = setting("policy", name), larger, setting("policy", "dynamic")
         raise ConfigError(
-            f"{setting('policy', name)}: pipeline rank {geometry.rank} may hold {cap:g} chunk "
-            f"activations, but {name} holds all {geometry.uncut.num_microbatches} microbatches of "
-            f"{geometry.num_chunks} chunks, {need}. Give "
-            f"{setting('activation_cap', times_p(need + head, geometry))} (or more bytes), or take "
-            f"{setting('policy', 'dynamic')}"
+            f"{named[0]}: pipeline rank {geometry.rank} may hold {cap:g} chunk activations, but "
+            f"{name} holds all {geometry.uncut.num_microbatches} microbatches of "
+            f"{geometry.num_chunks} chunks, {need}. Give {larger} (or more bytes), or take "
+            f"{named[2]}",
+            *named,
         )

@@ -16,10 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron.dpp import strict_json
 from megatron.dpp.config import Backward
-from megatron.dpp.errors import ConfigError, DataError, ReplayError, ScheduleError, setting, shown
-from megatron.dpp.safe_files import open_text_to_write, open_to_read
+from megatron.dpp.errors import (
+    ConfigError,
+    DataError,
+    ReplayError,
+    ScheduleError,
+    Text,
+    setting,
+    shown,
+)
+from megatron.dpp.files import strict_json
+from megatron.dpp.files.safe_files import open_text_to_write, open_to_read
 from megatron.dpp.schedule.actions import Action, Geometry
 from megatron.dpp.schedule.refusals import allowed, refusal
 from megatron.dpp.schedule.state import View
@@ -59,7 +67,8 @@ def check_recording(path: str, geometry: Geometry, *, ramped: bool = False) -> N
         if "num_microbatches" in was:  # otherwise it holds evaluations only
             now["num_microbatches"] = geometry.num_microbatches
     if changes := _changes(was, now):
-        raise DataError(f"{setting('replay', file)}: recorded with other settings: {changes}")
+        replay = setting("replay", file)
+        raise DataError(f"{replay}: recorded with other settings: {changes}", replay)
 
 
 class DecisionRecorder:
@@ -79,7 +88,8 @@ class DecisionRecorder:
         try:
             self._file = open_text_to_write(file)
         except OSError as error:
-            raise ConfigError(f"{setting('record', file)}: {error.strerror}") from error
+            record = setting("record", file)
+            raise ConfigError(f"{record}: {error.strerror}", record) from error
         self._write(header)
 
     def __enter__(self) -> DecisionRecorder:
@@ -105,7 +115,6 @@ class DecisionRecorder:
         """
         owed = _owed(geometry, Backward(split_backward, stock))
         line: dict[str, Any] = {"iteration": self._iteration} | owed
-        line |= _groups(geometry)
         if sizes is not None:
             line["sizes"] = list(sizes)
         self._write(line | {"actions": " ".join(map(str, actions))})
@@ -164,30 +173,32 @@ class Recording:
             ReplayError: the iteration does not exist, or has another shape.
             DataError: its line is broken.
         """
-        place = f"{setting('replay', self.path)}, iteration {index}"
+        replay = setting("replay", self.path)
+        place = Text(f"{replay}, iteration {index}", replay)
         if index >= len(self.iterations):
             raise ReplayError(
-                f"{setting('replay', self.path)} holds {len(self.iterations)} iterations; "
-                f"iteration {index} cannot be replayed"
+                f"{replay} holds {len(self.iterations)} iterations; iteration {index} cannot be "
+                "replayed",
+                replay,
             )
         line = self.iterations[index]
         owed = _owed(geometry, Backward(split_backward, stock))
         now = _shape(geometry) | {"stock": None, "groups": None} | owed
-        now |= _groups(geometry)
         if changes := _changes(self.header | line, now):
-            raise ReplayError(f"{place}: recorded with other settings: {changes}")
+            raise ReplayError(f"{place}: recorded with other settings: {changes}", place)
         text = line.get("actions")
         if not isinstance(text, str):
-            raise DataError(f'{place}: it has no "actions"')
+            raise DataError(f'{place}: it has no "actions"', place)
         try:
             actions = [Action.parse(word) for word in text.split()]
         except ScheduleError as error:
-            raise DataError(f"{place}: {error}") from error
+            raise DataError(f"{place}: {error}", place) from error
         sizes = line.get("sizes")
         if sizes is not None and not (
             isinstance(sizes, list) and len(sizes) == geometry.num_microbatches
         ):
-            raise DataError(f'{place}: "sizes" {shown(sizes)} are not those of its microbatches')
+            wrong = f'{place}: "sizes" {shown(sizes)} are not those of its microbatches'
+            raise DataError(wrong, place)
         return Replay(actions, place, sizes or "largest")
 
 
@@ -256,21 +267,14 @@ def _shape(geometry: Geometry) -> dict[str, Any]:
     return {name: getattr(geometry, name) for name in names}
 
 
-def _groups(geometry: Geometry) -> dict[str, Any]:
-    """The field of linked microbatches, which a line without them lacks."""
-    return {"groups": list(geometry.groups)} if geometry.groups else {}
-
-
 def _owed(geometry: Geometry, backward: Backward) -> dict[str, Any]:
-    """The header fields that may differ between the iterations of a run."""
+    """The fields that may differ between the iterations of a run; some lines lack some."""
     split = backward.split and not geometry.forward_only
     pieces = [geometry.pieces(c) if split else 0 for c in range(geometry.num_chunks)]
-    stock = {"stock": backward.stock} if split and math.isfinite(backward.stock) else {}
-    return stock | {
-        "num_microbatches": geometry.num_microbatches,
-        "forward_only": geometry.forward_only,
-        "w_pieces": pieces,
-    }
+    found: dict[str, Any] = {"num_microbatches": geometry.num_microbatches}
+    found |= {"forward_only": geometry.forward_only, "w_pieces": pieces}
+    found |= {"stock": backward.stock} if split and math.isfinite(backward.stock) else {}
+    return found | ({"groups": list(geometry.groups)} if geometry.groups else {})
 
 
 def _changes(was: dict[str, Any], now: dict[str, Any]) -> str:
@@ -283,37 +287,28 @@ def _changes(was: dict[str, Any], now: dict[str, Any]) -> str:
 
 def _read(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the lines of a recording, its header first."""
-    number = 0
+    number, replay = 0, setting("replay", file)
     try:
         with io.TextIOWrapper(open_to_read(file), encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                parsed = _parse(file, number, line)
-                if number == 1:
-                    _check_header(file, parsed)
+                try:
+                    parsed = strict_json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    wrong = f"{replay}, line {number}: not JSON: {error}"
+                    raise DataError(wrong, replay) from error
+                if not isinstance(parsed, dict):
+                    raise DataError(f"{replay}, line {number}: expected a JSON object", replay)
+                if number == 1 and parsed.get("format") != _FORMAT:
+                    raise DataError(f"{replay}: not a recording: another format", replay)
+                if number == 1 and (version := parsed.get("version")) != _VERSION:
+                    wrong = (
+                        f"{replay}: format version {shown(version)}, this program reads {_VERSION}"
+                    )
+                    raise DataError(wrong, replay)
                 yield parsed
     except OSError as error:
-        raise DataError(f"{setting('replay', file)}: {error.strerror}") from error
+        raise DataError(f"{replay}: {error.strerror}", replay) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{setting('replay', file)}: not a recording: {error}") from error
+        raise DataError(f"{replay}: not a recording: {error}", replay) from error
     if not number:
-        raise DataError(f"{setting('replay', file)}: not a recording: it is empty")
-
-
-def _check_header(file: Path, header: dict[str, Any]) -> None:
-    if header.get("format") != _FORMAT:
-        raise DataError(f"{setting('replay', file)}: not a recording made with {setting('record')}")
-    if header.get("version") != _VERSION:
-        raise DataError(
-            f"{setting('replay', file)}: format version {shown(header.get('version'))}, this "
-            f"program reads {_VERSION}"
-        )
-
-
-def _parse(file: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        parsed = strict_json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{setting('replay', file)}, line {number}: not JSON: {error}") from error
-    if not isinstance(parsed, dict):
-        raise DataError(f"{setting('replay', file)}, line {number}: expected a JSON object")
-    return parsed
+        raise DataError(f"{replay}: not a recording: it is empty", replay)

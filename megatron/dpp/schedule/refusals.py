@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.dpp.errors import setting
 from megatron.dpp.schedule.actions import Action, Kind
 from megatron.dpp.schedule.state import View
 
@@ -85,5 +84,5 @@ def _forward_refusal(view: View, chunk: int) -> Refusal:
         return _missing("input", before, _input_may_arrive(view, chunk))
     return Refusal(
         f"{view.held:g} of {view.cap:g} chunk activations are held, and it would leave no room for "
-        f"Megatron's order of the tasks before it ({setting('activation_cap')})"
+        "Megatron's order of the tasks before it (activation_cap)"
     )

@@ -11,18 +11,16 @@ import enum
 import math
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.dpp.direction import Direction
-from megatron.dpp.errors import ConfigError, DppError, ScheduleError, setting
+from megatron.dpp.errors import ConfigError, DppError, ScheduleError, Text, setting
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.budget import ROUNDING, UNIT, KnownSizes, MemoryLimit, key_sizes
-from megatron.dpp.schedule.caps import default_cap
+from megatron.dpp.schedule.caps import ROUNDING, UNIT, MemoryLimit, default_cap, key_sizes
 from megatron.dpp.schedule.policies import BUILT_IN, Policy, check_room, find_policy
 from megatron.dpp.schedule.reference import Reference
 from megatron.dpp.schedule.refusals import allowed, may_arrive, refusal
-from megatron.dpp.schedule.state import RankState, View
+from megatron.dpp.schedule.state import KnownSizes, RankState, View
 
 
 class Cause(enum.Enum):
@@ -41,8 +39,7 @@ class Cause(enum.Enum):
     DONE = "done"
 
 
-@dataclass(frozen=True)
-class Stall:
+class Stall(NamedTuple):
     """A rank that runs nothing. The next message of any ``(direction, chunk)`` of ``channels``
     would change that.
     """
@@ -105,11 +102,11 @@ class Scheduler:
         )
         # Built-in policies return only what the view offered. A check would double their cost.
         self._is_built_in = self.policy in BUILT_IN.values()
+        v = geometry.num_chunks
         for given in (weights, *(limit.weights for limit in limits)):
-            if given and (len(given) != geometry.num_chunks or min(given) < 0):
+            if given and (len(given) != v or min(given) < 0):
                 raise ConfigError(
-                    f"weights {tuple(given)}: one of at least 0 is needed for each of "
-                    f"{geometry.num_chunks} chunks"
+                    f"weights {tuple(given)}: one of at least 0 is needed for each of {v} chunks"
                 )
         self.limits, self._kappa = tuple(limits), kappa
         self._settings: dict[str, Any] = {
@@ -150,9 +147,11 @@ class Scheduler:
             return
         for cap, least in self._state.least:
             if cap < least - ROUNDING:
+                activation_cap = setting("activation_cap")
                 raise ConfigError(
                     f"pipeline rank {self.geometry.rank} may hold {cap:g} chunk activations, but "
-                    f"Megatron's own order needs {least:g}; raise {setting('activation_cap')}"
+                    f"Megatron's own order needs {least:g}; raise {activation_cap}",
+                    activation_cap,
                 )
 
     def learn(self, microbatch: int, size: int) -> None:
@@ -229,19 +228,15 @@ class Scheduler:
             ScheduleError: the count shrinks or exceeds the microbatches, or there is no such
                 channel.
         """
-        geometry = self.geometry
-        forward = direction == Direction.FORWARD
+        geometry, forward = self.geometry, direction == Direction.FORWARD
         first = forward and geometry.is_first and chunk == 0
         last = not forward and geometry.is_last and chunk == geometry.num_chunks - 1
+        place = f"pipeline rank {geometry.rank}, chunk {chunk}"
         if first or last:
             what = "inputs come from the data" if first else "gradients come from the loss"
-            raise ScheduleError(
-                f"pipeline rank {geometry.rank}, chunk {chunk}: its {what}, not from a channel"
-            )
+            raise ScheduleError(f"{place}: its {what}, not from a channel")
         if not 0 <= chunk < geometry.num_chunks:
-            raise ScheduleError(
-                f"chunk {chunk}: pipeline rank {geometry.rank} has 0 .. {geometry.num_chunks - 1}"
-            )
+            raise ScheduleError(f"{place}: it has 0 .. {geometry.num_chunks - 1}")
         self._state.arrive(direction, chunk, total)
 
     def next(self) -> Action | None:
@@ -284,20 +279,23 @@ class Scheduler:
             place = traceback.extract_tb(error.__traceback__)[-1]
             raise ScheduleError(
                 f"{self._policy_setting} failed on pipeline rank {self.geometry.rank}: "
-                f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
+                f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})",
+                self._policy_setting,
             ) from error
         if isinstance(action, Action):
-            self._run_allowed(action, f"{self._policy_setting}: ")
+            self._run_allowed(action, Text(f"{self._policy_setting}: ", self._policy_setting))
         elif action is not None:
             raise ScheduleError(
                 f"{self._policy_setting} returned {action!r}: expected an action of the "
-                "view's own (view.forward(chunk), view.backward(chunk), view.weight()) or None"
+                "view's own (view.forward(chunk), view.backward(chunk), view.weight()) or None",
+                self._policy_setting,
             )
         elif not self.done and not may_arrive(self._state):
             raise ScheduleError(
                 f"{self._policy_setting} returned None on pipeline rank "
                 f"{self.geometry.rank}, where nothing more will arrive until something "
-                f"runs: {self.stall().text}"
+                f"runs: {self.stall().text}",
+                self._policy_setting,
             )
         return action
 
@@ -315,7 +313,8 @@ class Scheduler:
         if own is not action and own != action:
             raise ScheduleError(
                 f"{whose}pipeline rank {self.geometry.rank}: {action} may not run: "
-                f"{refusal(state, action).text}"
+                f"{refusal(state, action).text}",
+                whose,
             )
         state.apply(action)
 
@@ -323,19 +322,15 @@ class Scheduler:
         """Channels, as ``(direction, chunk)``, whose next message would allow a task at once after
         :meth:`next` returned None: gradients, and inputs for which there is room.
         """
-        state, chunks = self._state, range(self.geometry.num_chunks)
-        gradients = [
-            (Direction.BACKWARD, c)
-            for c in chunks
-            if not self.geometry.forward_only
-            and state.gradients_arrived[c] == state.backwards_run[c] < state.backwards_due(c)
-        ]
-        inputs = [
-            (Direction.FORWARD, c)
-            for c in chunks
-            if state.forwards_arrived[c] == state.forwards_run[c] < self.geometry.num_microbatches
-            and state.forward_fits(c)
-        ]
+        state, inputs, gradients = self._state, [], []
+        for c in range(self.geometry.num_chunks):
+            run, back = state.forwards_run[c], state.backwards_run[c]
+            training = not self.geometry.forward_only
+            if training and state.gradients_arrived[c] == back < state.backwards_due(c):
+                gradients.append((Direction.BACKWARD, c))
+            left = state.forwards_arrived[c] == run < self.geometry.num_microbatches
+            if left and state.forward_fits(c):
+                inputs.append((Direction.FORWARD, c))
         return gradients + inputs
 
     def ready(self) -> list[Action]:
@@ -349,26 +344,18 @@ class Scheduler:
         state = self._state
         if state.done:
             return Stall(Cause.DONE, "all tasks have run")
-        chunks = range(self.geometry.num_chunks)
-        ready = self.ready()
-        total = self.geometry.num_microbatches
-        inputs = [
-            (Direction.FORWARD, c)
-            for c in chunks
-            if state.forwards_arrived[c] == state.forwards_run[c] < total
-        ]
-        blocked = [c for c in chunks if state.forwards_arrived[c] > state.forwards_run[c]]
+        chunks, arrived = range(self.geometry.num_chunks), state.forwards_arrived
+        runs, total = state.forwards_run, self.geometry.num_microbatches
+        inputs = [(Direction.FORWARD, c) for c in chunks if arrived[c] == runs[c] < total]
+        blocked = [c for c in chunks if arrived[c] > runs[c]]
         gradients = [
             (Direction.BACKWARD, c)
             for c in chunks
-            if state.backwards_run[c] < state.backwards_due(c)
+            if not self.geometry.forward_only and state.backwards_run[c] < state.backwards_due(c)
         ]
-        if self.geometry.forward_only:
-            gradients = []
         channels = tuple(inputs + gradients)
-        if ready:
-            text = f"{ready[0]} may run; the policy waits"
-            return Stall(Cause.POLICY, text, channels)
+        if ready := self.ready():
+            return Stall(Cause.POLICY, f"{ready[0]} may run; the policy waits", channels)
         cause, units = self._cause(inputs, blocked), self.geometry.backward_units
         names = ", ".join(
             f"{'gradient' if way is Direction.BACKWARD else 'input'} "

@@ -6,6 +6,7 @@ the read-only :class:`View`. ``docs/policies.md`` has the safe rule and its proo
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -13,90 +14,221 @@ from typing import Protocol
 
 from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.budget import UNIT, Budget, KnownSizes, MemoryLimit
+from megatron.dpp.schedule.caps import ROUNDING, UNIT, MemoryLimit
 from megatron.dpp.schedule.reference import Reference
 
 
-class View(Protocol):
-    """A policy's view of its rank. Lists are indexed by chunk and must not be changed."""
+class KnownSizes:
+    """The sizes of one iteration's microbatches as far as they are known, checked.
+
+    Args:
+        largest: no microbatch may be larger.
+    """
+
+    def __init__(self, geometry: Geometry, largest: int) -> None:
+        self._rank, self.largest = geometry.rank, largest
+        self.known: list[int | None] = [None] * geometry.num_microbatches
+
+    def learn(self, microbatch: int, size: int) -> bool:
+        """Note a size; True if it was not known before.
+
+        Raises:
+            ScheduleError: there is no such microbatch, it is larger than the largest, or it was
+                given another size before.
+        """
+        what = f"pipeline rank {self._rank}: microbatch {microbatch} has size {size}"
+        if not 0 <= microbatch < len(self.known):
+            raise ScheduleError(f"{what}, but there are microbatches 0 .. {len(self.known) - 1}")
+        if not 0 <= size <= self.largest:
+            raise ScheduleError(
+                f"{what}; the memory cap was set for sizes from 0 to {self.largest}"
+            )
+        before = self.known[microbatch]
+        if before is not None and before != size:
+            raise ScheduleError(f"{what}, but had size {before} before")
+        self.known[microbatch] = size
+        return before is None
+
+    def __getitem__(self, microbatch: int) -> int:
+        """Size of a microbatch; the largest where it is not known."""
+        size = self.known[microbatch]
+        return self.largest if size is None else size
+
+    def unlike(self) -> list[int] | None:
+        """All sizes, or None if every microbatch counts as the largest."""
+        sizes = [self[microbatch] for microbatch in range(len(self.known))]
+        return sizes if min(sizes) < self.largest else None
+
+
+class Budget:
+    """The sizes of one iteration's microbatches on one rank, and the sum of what is held.
+
+    Args:
+        reference: Megatron's order of the rank.
+        cap: most that may be held, in chunk activations of the largest microbatch.
+        largest: size of the largest microbatch.
+        deferred: share of an activation that its deferred weight gradients keep. A chunk's part
+            above one activation (the LM head's logits) is not deferred.
+        weights, assumed, soft: see :class:`MemoryLimit`.
+    """
+
+    def __init__(
+        self,
+        reference: Reference,
+        *,
+        cap: float,
+        largest: int = UNIT,
+        deferred: float = 1.0,
+        weights: Sequence[float] = (),
+        assumed: int = 0,
+        soft: bool = False,
+    ) -> None:
+        self.cap, self.largest, self.soft = cap, largest, soft
+        self.limit = math.floor((cap + ROUNDING) * largest)
+        self.in_flight = self.kept = self.peak = 0
+        chunks = range(len(reference.places[Kind.F]))
+        self._weights = tuple(weights) or (1,) * len(chunks)
+        self._deferred = [deferred / max(self._weights[chunk], 1.0) for chunk in chunks]
+        self._places, self._order = reference.places, reference.order
+        first = [self._sized(chunk, assumed or largest) for chunk in chunks]
+        self._steps = [
+            sign * first[action.chunk]
+            for action, sign in zip(reference.order, reference.signs, strict=True)
+        ]
+        self.unrun = sum(step for step in self._steps if step > 0)
+        self.smallest = min(first)
+
+    def _sized(self, chunk: int, size: int) -> int:
+        """The size of chunk ``chunk``'s activation of such a microbatch, rounded down."""
+        weight = self._weights[chunk]
+        return size if weight == 1 else int(weight * size)
 
     @property
-    def geometry(self) -> Geometry: ...
-    @property
-    def cap(self) -> float:
-        """Chunk activations of the largest microbatch that may be held."""
-        ...
+    def least(self) -> float:
+        """The least cap under which Megatron's order of these sizes fits, in chunk activations."""
+        return max(itertools.accumulate(self._steps)) / self.largest
+
+    def fits(self, place: int, after: Sequence[int]) -> bool:
+        """The forward at ``place`` of Megatron's order fits, and so does the rest of that order
+        after it.
+
+        The walk visits the unrun tasks that precede this one in Megatron's order: none while the
+        rank follows that order, a few otherwise.
+
+        Args:
+            after: the next unrun place of each place; the last entry is the first unrun place.
+        """
+        limit, steps = self.limit, self._steps
+        if self.soft and place == after[-1] and not self.kept:
+            return True
+        held = self.in_flight + steps[place]
+        if held + self.kept > limit:
+            return False
+        if self.in_flight + self.unrun <= limit:  # all that is left fits
+            return True
+        at = after[-1]
+        while at != place:
+            held += steps[at]
+            if held > limit:
+                return False
+            at = after[at]
+        return True
+
+    def forward(self, place: int) -> None:
+        """Count the forward at ``place`` as run."""
+        size = self._steps[place]
+        self.unrun -= size
+        self.in_flight += size
+        held = self.in_flight + self.kept
+        if held > self.peak:
+            self.peak = held
+
+    def backward(self, place: int, pieces: int) -> int:
+        """Count the backward at ``place`` as run; returns what its weight gradients keep, if there
+        are ``pieces`` of them.
+        """
+        size = -self._steps[place]
+        self.in_flight -= size
+        if not pieces:
+            return 0
+        kept = math.ceil(self._deferred[self._order[place].chunk] * size)
+        self.kept += kept
+        return kept
+
+    def weight(self, kept: int, left: int, pieces: int) -> None:
+        """Count one of the ``left`` weight gradients of a backward as run, which kept ``kept`` for
+        all ``pieces``. What they keep is rounded up, and 0 without them.
+        """
+        self.kept += -kept * left // pieces - -kept * (left - 1) // pieces
+
+    def learn(self, microbatch: int, size: int, forwards_run: Sequence[int]) -> None:
+        """Replace the assumed size of a microbatch, none of whose backwards has run here."""
+        steps = self._steps
+        for chunk, run in enumerate(forwards_run):
+            place = self._places[Kind.F][chunk][microbatch]
+            held = self._sized(chunk, size)
+            less = steps[place] - held
+            if microbatch < run:
+                self.in_flight -= less
+            else:
+                self.unrun -= less
+            steps[place] = held
+            steps[self._places[Kind.B][chunk][microbatch]] = -held
+            if held < self.smallest:
+                self.smallest = held
+
+
+class View(Protocol):
+    """A policy's view of its rank, to be read only. Lists are indexed by chunk.
+
+    Attributes:
+        cap: chunk activations of the largest microbatch that may be held.
+        weights_first: deferred weight gradients should run before a forward: a soft limit bounds
+            unlike sizes. What they keep lies between pieces that ``B`` has freed, which fit no
+            activation of another size.
+        sizes: of the microbatches as far as they are known.
+        last_kind: of the last ``F`` or ``B`` that ran.
+    """
+
+    geometry: Geometry
+    cap: float
+    weights_first: bool
+    sizes: KnownSizes
+    last_kind: Kind | None
+    forwards_run: list[int]
+    forwards_arrived: list[int]
+    backwards_run: list[int]
+    gradients_arrived: list[int]
 
     @property
     def held(self) -> float:
         """Chunk activations of the largest microbatch that are held."""
         ...
 
-    @property
-    def weights_first(self) -> bool:
-        """Deferred weight gradients should run before a forward: a soft limit bounds unlike sizes.
-        What they keep lies between pieces that ``B`` has freed, which fit no activation of another
-        size.
-        """
-        ...
-
-    @property
-    def sizes(self) -> KnownSizes:
-        """The sizes of the microbatches as far as they are known."""
-        ...
-
-    @property
-    def last_kind(self) -> Kind | None:
-        """Kind of the last ``F`` or ``B`` that ran."""
-        ...
-
-    @property
-    def forwards_run(self) -> list[int]: ...
-    @property
-    def forwards_arrived(self) -> list[int]: ...
-    @property
-    def backwards_run(self) -> list[int]: ...
-    @property
-    def gradients_arrived(self) -> list[int]: ...
-
     def forward(self, chunk: int) -> Action | None:
         """The next forward of ``chunk`` if it may run: its input is here and the cap allows it."""
-        ...
 
     def backward(self, chunk: int) -> Action | None:
         """The next backward of ``chunk`` if it may run."""
-        ...
 
     def weight(self) -> Action | None:
         """The oldest deferred weight gradient, or None."""
-        ...
 
     def first_forward(self) -> Action | None:
         """The forward that may run and comes first in depth-first order."""
-        ...
 
     def first_backward(self) -> Action | None:
         """The backward that may run and comes first in depth-first order."""
-        ...
 
     def next_in_reference(self) -> Action | None:
         """The first task of Megatron's order that has not run, even if it may not run yet."""
-        ...
 
 
 class RankState:
     """The counters of one rank in one iteration. Implements :class:`View`.
 
-    Args:
-        cap: chunk activations of the largest microbatch that may be held.
-        split_backward: ``W`` are tasks of their own.
-        stock: deferred backwards from which a ``B`` includes its ``W``, if no other ``W`` of its
-            chunk is deferred.
-        beta: share of a chunk's activation that ``B`` frees; ``W`` frees the rest.
-        reference: of the same geometry.
-        largest: size of the largest microbatch.
-        weights: the activation of each chunk, in chunk activations; empty where all are 1.
-        limits: further bounds, all of which a forward must keep.
+    Arguments are those of :class:`~megatron.dpp.schedule.scheduler.Scheduler`, checked;
+    ``reference`` is of the same geometry.
     """
 
     def __init__(
@@ -113,12 +245,9 @@ class RankState:
         stock: float = math.inf,
     ) -> None:
         v = geometry.num_chunks
-        self.geometry = geometry
-        self.cap = cap
-        self.forwards_run = [0] * v
-        self.forwards_arrived = [0] * v
-        self.backwards_run = [0] * v
-        self.gradients_arrived = [0] * v
+        self.geometry, self.cap = geometry, cap
+        self.forwards_run, self.forwards_arrived = [0] * v, [0] * v
+        self.backwards_run, self.gradients_arrived = [0] * v, [0] * v
         self.last_kind: Kind | None = None
         self.sizes = KnownSizes(geometry, largest)
         self.num_out_of_order = 0
@@ -263,8 +392,7 @@ class RankState:
             what = "gradients" if direction else "inputs"
             raise ScheduleError(
                 f"pipeline rank {self.geometry.rank}, chunk {chunk}: {total} {what} reported after "
-                f"{counts[chunk]}; the number only grows, to "
-                f"{self.geometry.num_microbatches} microbatches"
+                f"{counts[chunk]}; the number only grows, to {self.geometry.num_microbatches}"
             )
         counts[chunk] = total
 

@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from megatron.dpp import strict_json
-from megatron.dpp.errors import ConfigError, DataError, core_setting, one_line
-from megatron.dpp.safe_files import read_bytes
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.costs import Costs, Hop
 
 _MEDIAN, _MOST_SFT, _LONG = 1000, 16384, (32768, 131072)
+
+Microbatch = tuple[int, ...]
+"""Lengths of a microbatch's sequences, in tokens."""
 
 
 def sft(rng: random.Random) -> int:
@@ -32,22 +33,38 @@ def long_mix(rng: random.Random) -> int:
     return rng.randint(*_LONG) if rng.random() < 0.1 else sft(rng)
 
 
+def packed(rng: random.Random, number: int) -> list[Microbatch]:
+    """Rows of sequences as in :func:`long_mix`, one after the other as long as a row of 131,072
+    tokens has room."""
+    rows: list[Microbatch] = [()]
+    while len(rows) <= number:
+        length = long_mix(rng)
+        if sum(rows[-1]) + length > _LONG[1]:
+            rows.append(())
+        rows[-1] += (length,)
+    return rows[:number]
+
+
 @dataclass(frozen=True)
 class Mix:
-    """A distribution of sequence lengths in tokens, and the longest of them."""
+    """A distribution of microbatches, and the tokens of the largest."""
 
-    draw: Callable[[random.Random], int]
+    draw: Callable[[random.Random, int], list[Microbatch]]
     longest: int
 
 
+def _each(draw: Callable[[random.Random], int]) -> Callable[[random.Random, int], list[Microbatch]]:
+    return lambda rng, number: [(draw(rng),) for _ in range(number)]
+
+
 MIXES: Mapping[str, Mix] = MappingProxyType(
-    {"sft": Mix(sft, _MOST_SFT), "long": Mix(long_mix, _LONG[1])}
+    {
+        "sft": Mix(_each(sft), _MOST_SFT),
+        "long": Mix(_each(long_mix), _LONG[1]),
+        "packed": Mix(packed, _LONG[1]),
+    }
 )
 """The named distributions."""
-
-
-_FIXED_SHARE = 0.03
-"""Share of a slice's time that a task's fixed time may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,66 +107,25 @@ class LengthCosts:
         """
         return self.fixed + self.per_token[kind] * tokens + self.per_square[kind] * squares
 
-    def times(self, rows: int) -> LengthCosts:
-        """Of a microbatch that has as many sequences of each length."""
-        per_token, per_square = (
-            (rows * f, rows * b, rows * w) for f, b, w in (self.per_token, self.per_square)
-        )
-        return LengthCosts(fixed=self.fixed, per_token=per_token, per_square=per_square)
-
-    @property
-    def least_slice(self) -> int:
-        """Tokens of the smallest slice whose fixed time is 3 % of the rest in each task, attention
-        left out; 0 where no fixed time is known.
-        """
-        cheapest = min((each for each in self.per_token if each > 0), default=0.0)
-        return math.ceil(self.fixed / (_FIXED_SHARE * cheapest)) if cheapest else 0
-
     def total(self, lengths: Sequence[int]) -> float:
         """Time of a microbatch's F, B and W."""
         return sum(self.time(kind, lengths) for kind in Kind)
 
-    def of(
-        self,
-        microbatches: Sequence[Sequence[int]],
-        *,
-        num_ranks: int,
-        num_chunks: int,
-        hop: float = 0.0,
+    def of_works(
+        self, works: Sequence[tuple[int, int]], num_ranks: int, num_chunks: int, hop: float = 0.0
     ) -> Costs:
-        """Costs of equal stages, in units of a rank's forward of the mean microbatch; ``hop`` is
-        in chunk forwards.
+        """Costs of equal stages, in units of a rank's forward of the mean microbatch.
+
+        Args:
+            works: tokens and squares of each microbatch.
+            hop: time of a message, in chunk forwards.
         """
-        mean = statistics.fmean(self.time(Kind.F, lengths) for lengths in microbatches)
+        mean = statistics.fmean(self.of_work(Kind.F, *work) for work in works)
         stages = num_ranks * num_chunks
-        rows = [
-            [self.time(kind, lengths) / mean / num_chunks for lengths in microbatches]
-            for kind in Kind
-        ]
+        rows = [[self.of_work(kind, *work) / mean / num_chunks for work in works] for kind in Kind]
         forward, backward, weight = ([list(row) for _ in range(stages)] for row in rows)
         link = Hop(hop / num_chunks / 2, hop / num_chunks / 2)
         return Costs((forward, backward, weight), [link] * (stages - 1))
-
-
-def read_costs(path: str) -> LengthCosts:
-    """Costs that ``megatron-dpp report`` wrote.
-
-    Raises:
-        DataError: the file cannot be read, or holds no costs.
-    """
-    try:
-        found = strict_json.loads(read_bytes(path))
-        fixed = float(found["fixed"])
-        kinds = [tuple(float(x) for x in found[name]) for name in ("per_token", "per_square")]
-        (a, b, c), (d, e, f) = kinds
-        if not all(map(math.isfinite, (fixed, a, b, c, d, e, f))):
-            raise ValueError("a time is no number")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise DataError(
-            f"{core_setting('length_costs', path)}: expected the file that `megatron-dpp report` "
-            f"writes for it ({one_line(error, 200)})"
-        ) from error
-    return LengthCosts(fixed=fixed, per_token=(a, b, c), per_square=(d, e, f))
 
 
 def parse_lengths(text: str) -> list[int]:

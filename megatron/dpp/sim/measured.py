@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp import strict_json
 from megatron.dpp.errors import DataError, one_line, shown
-from megatron.dpp.safe_files import read_bytes
+from megatron.dpp.files import strict_json
+from megatron.dpp.files.safe_files import read_bytes
 from megatron.dpp.schedule import Kind
 from megatron.dpp.sim.costs import Costs, Hop, Shape
 

@@ -1,9 +1,4 @@
-"""Recording, merging and analysing what happened.
-
-Front door for those who record: the executor, the static-schedule wrapper and the training loop.
-Merging (``merge``) and analysis (``analysis``) are imported by the commands that need them; what
-records imports neither. Importing this imports no torch.
-"""
+"""Recording of what every rank does. :mod:`megatron.dpp.report` reads it. Imports no torch."""
 
 from megatron.dpp.trace.recorder import NullRecorder, Recorder, open_recorder
 from megatron.dpp.trace.schema import TraceLayout, parse_iterations

@@ -32,12 +32,12 @@ class HostTrace:
     def __post_init__(self) -> None:
         if self.interval < 1:
             what = setting("interval", self.interval, owner="HostTrace")
-            raise ConfigError(f"{what}: must be at least 1")
+            raise ConfigError(f"{what}: must be at least 1", what)
         try:
             parse_iterations(self.iterations or "0")
         except ValueError as error:
             what = setting("iterations", owner="HostTrace")
-            raise ConfigError(f"{what}: {error}") from error
+            raise ConfigError(f"{what}: {error}", what) from error
 
 
 def trace_fields() -> tuple[dataclasses.Field[Any], ...]:

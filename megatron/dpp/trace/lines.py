@@ -6,6 +6,7 @@ virtual clock. ``docs/trace-format.md`` describes the result.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -57,7 +58,7 @@ def header(
         "args": {
             "schema": SCHEMA_VERSION,
             "rank": rank,
-            **layout.as_dict(),
+            **dataclasses.asdict(layout),
             "device": device,
             "host": socket.gethostname(),
             "process": os.getpid(),

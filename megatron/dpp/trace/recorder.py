@@ -14,7 +14,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.dpp.trace.clock import DeviceClock, HostClock, clock_for
 from megatron.dpp.trace.schema import TraceLayout
@@ -26,19 +26,6 @@ _TASK, _EXPERTS, _WAIT, _SEND, _ARRIVAL, _SPAN, _ITERATION, _COUNTER = EventKind
 
 QUEUE_EVENTS = 1 << 16
 """Most events that wait for the writing thread: about 20 MB, seconds of work of a busy rank."""
-
-
-class TakenMessage(Protocol):
-    """The part of :class:`megatron.dpp.transport.base.Message` that a trace needs."""
-
-    @property
-    def microbatch(self) -> int: ...
-    @property
-    def iteration(self) -> int: ...
-    @property
-    def sent_ns(self) -> int | None: ...
-    @property
-    def arrived_ns(self) -> Any: ...
 
 
 _NOTHING = contextlib.nullcontext()
@@ -97,10 +84,10 @@ class Recorder:
     def put(self, channel: object, microbatch: int, num_bytes: int, kind: str) -> None:
         """Record a message handed to the transport; ``kind`` is the transport's, as ``shm``."""
 
-    def taken(self, channel: object, message: TakenMessage, *, ahead: bool = False) -> None:
-        """Record a message taken. Its ``sent_ns`` is on the sender's clock, its ``arrived_ns`` on
-        this one. ``ahead``: it was taken before it arrived; ``arrived_ns`` is then the device's
-        mark of its arrival.
+    def taken(self, channel: object, message: Any, *, ahead: bool = False) -> None:
+        """Record a message (:class:`~megatron.dpp.transport.base.Message`) taken. Its ``sent_ns``
+        is on the sender's clock, its ``arrived_ns`` on this one. ``ahead``: it was taken before it
+        arrived; ``arrived_ns`` is then the device's mark of its arrival.
         """
 
     def span(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -111,10 +98,6 @@ class Recorder:
         """Record a quantity, such as ``held`` activations. The recorder itself adds ``memory``, the
         most bytes in use so far, at the end of each iteration.
         """
-
-    def scalars(self) -> dict[str, float]:
-        """Numbers of the last iteration written, for TensorBoard (see ``trace.scalars``)."""
-        return {}
 
     def close(self) -> None:
         """Write what is left and end the file. May be called twice."""
@@ -209,7 +192,7 @@ class FileRecorder(Recorder):
             called, ready = time.monotonic_ns(), self._clock.mark()
             self._append(_SEND, called, ready, self.iteration, channel, microbatch, num_bytes, kind)
 
-    def taken(self, channel: object, message: TakenMessage, *, ahead: bool = False) -> None:
+    def taken(self, channel: object, message: Any, *, ahead: bool = False) -> None:
         if self._recording:
             arrived = message.arrived_ns
             taken = time.monotonic_ns() if isinstance(arrived, int) else self._clock.mark()
@@ -233,9 +216,6 @@ class FileRecorder(Recorder):
         if self._recording:
             now = time.monotonic_ns()
             self._append(_COUNTER, now, now, self.iteration, name, value)
-
-    def scalars(self) -> dict[str, float]:
-        return self._writer.scalars.latest
 
     def close(self) -> None:
         self._recording = self._spans = False

@@ -9,7 +9,8 @@ describes every event. The simulator writes the same schema. Imports no torch.
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 SCHEMA_VERSION = 1
@@ -20,8 +21,13 @@ HEADER_NAME = "megatron-dpp-trace"
 
 TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK = 1_000_000, 1_000_001, 1_000_002
 """``tid`` of the three tracks of a rank (``pid`` is its global rank). Perfetto takes ``tid`` 0, and
-one that equals ``pid``, for the main thread: with 0, 1 and 2 the tasks of ranks 1 and 2 lay on the
-tracks of their messages. Older files have those.
+one that equals ``pid``, for the main thread.
+"""
+
+
+AXES = ("data", "pipeline", "tensor", "context")
+"""The coordinates that tell the ranks of a job apart. Expert-parallel ranks are data-parallel,
+context-parallel or tensor-parallel ranks as well, so their coordinate tells nothing more.
 """
 
 
@@ -30,8 +36,8 @@ class TraceLayout:
     """Coordinates of a rank in its job.
 
     Args:
-        data, pipeline, tensor: this rank's coordinates.
-        data_size, pipeline_size, tensor_size: sizes of the three groups.
+        data, pipeline, tensor, context: this rank's coordinates.
+        data_size, pipeline_size, tensor_size, context_size: sizes of the groups.
         num_chunks: model chunks (virtual stages) per rank.
         schedule: ``dpp`` for the dynamic pipeline, ``pp`` for a static schedule.
     """
@@ -42,39 +48,42 @@ class TraceLayout:
     data_size: int
     pipeline_size: int
     tensor_size: int
+    context: int = 0
+    context_size: int = 1
     num_chunks: int = 1
     schedule: str = "dpp"
 
-    def directory_name(self) -> str:
-        """Name of the directory that the files of all ranks of a run share.
+    @property
+    def place(self) -> tuple[int, ...]:
+        """The coordinates in the order of ``AXES``."""
+        return tuple(getattr(self, axis) for axis in AXES)
 
-        >>> layout = TraceLayout(
-        ...     data=0, pipeline=1, tensor=0, data_size=1, pipeline_size=4, tensor_size=2
-        ... )
-        >>> layout.directory_name()
-        'data-1-pipeline-4-tensor-2-dpp'
-        """
-        sizes = f"data-{self.data_size}-pipeline-{self.pipeline_size}-tensor-{self.tensor_size}"
-        return f"{sizes}-{self.schedule}"
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes in the order of ``AXES``."""
+        return tuple(getattr(self, f"{axis}_size") for axis in AXES)
+
+    def at(self, place: Sequence[int]) -> TraceLayout:
+        """The layout of the rank at another place of the same job."""
+        data, pipeline, tensor, context = place
+        return replace(self, data=data, pipeline=pipeline, tensor=tensor, context=context)
+
+    def directory_name(self) -> str:
+        """Name of the directory that the files of all ranks of a run share."""
+        return f"{self._named(self.sizes)}-{self.schedule}"
 
     def file_name(self) -> str:
-        """Name of this rank's file.
+        """Name of this rank's file."""
+        return f"benchmark-{self._named(self.place)}.json"
 
-        >>> layout = TraceLayout(
-        ...     data=0, pipeline=1, tensor=0, data_size=1, pipeline_size=4, tensor_size=2
-        ... )
-        >>> layout.file_name()
-        'benchmark-data-0-pipeline-1-tensor-0.json'
-        """
-        return f"benchmark-data-{self.data}-pipeline-{self.pipeline}-tensor-{self.tensor}.json"
+    def _named(self, numbers: Sequence[int]) -> str:
+        """The numbers with their axes; that of the context only where it is cut."""
+        shown = AXES if self.context_size > 1 else AXES[:-1]
+        return "-".join(f"{axis}-{n}" for axis, n in zip(shown, numbers, strict=False))
 
     def path(self, directory: str | os.PathLike[str]) -> Path:
         """Full path of this rank's file below the trace directory (``benchmark`` by default)."""
         return Path(directory) / self.directory_name() / self.file_name()
-
-    def as_dict(self) -> dict[str, int | str]:
-        """The fields, as the header of a file carries them."""
-        return asdict(self)
 
 
 def parse_iterations(text: str) -> frozenset[int]:
@@ -82,9 +91,6 @@ def parse_iterations(text: str) -> frozenset[int]:
 
     Raises:
         ValueError: ``text`` is not a comma-separated list of numbers and ranges.
-
-    >>> sorted(parse_iterations("3,10-12"))
-    [3, 10, 11, 12]
     """
     chosen: set[int] = set()
     for part in text.split(","):

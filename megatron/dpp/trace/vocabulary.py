@@ -63,12 +63,6 @@ _TEXTS = {
     IdleCause.HOST: ("host", "the host: launching, deciding, Python"),
     IdleCause.SEND: ("waits for the receiver", "waiting for a receiver"),
 }
-_OLDER_NAMES = {"tp-agreement": IdleCause.LATE_LEADER}
-
-
-def read_cause(text: str) -> str:
-    """The cause that a file names: of an older file by its name of today, an unknown one as is."""
-    return str(_OLDER_NAMES.get(text, text))
 
 
 def words_of(cause: str) -> str:

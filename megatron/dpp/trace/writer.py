@@ -15,11 +15,10 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.locks import lock_file
-from megatron.dpp.safe_files import open_to_write
+from megatron.dpp.files.locks import lock_file
+from megatron.dpp.files.safe_files import open_to_write
 from megatron.dpp.trace.clock import DeviceClock, HostClock
 from megatron.dpp.trace.lines import EventLines, first_line, header, last_line
-from megatron.dpp.trace.scalars import IterationScalars
 from megatron.dpp.trace.schema import TraceLayout
 
 _PERIOD_S = 0.2
@@ -43,7 +42,6 @@ class TraceWriter:
     ) -> None:
         self.path = path
         self.dropped = 0
-        self.scalars = IterationScalars()
         self._queue = queue
         self._clock = clock
         self._rank = rank
@@ -102,9 +100,7 @@ class TraceWriter:
         if start_ns is None:
             self.drop((event[0], start, end_ns))  # the end's mark is used up
             return ""
-        resolved = (event[0], start_ns, end_ns, *event[3:])
-        self.scalars.add(resolved)
-        return self._lines.line(resolved)
+        return self._lines.line((event[0], start_ns, end_ns, *event[3:]))
 
     def drop(self, event: tuple[Any, ...]) -> None:
         """Count an event that is lost, and give its marks back: there are only so many."""

@@ -25,7 +25,6 @@ from megatron.dpp.errors import (
     PeerDead,
     TransferTimeout,
     TransportError,
-    core_setting,
     number_fault,
     setting,
     shown,
@@ -35,17 +34,11 @@ from megatron.dpp.processes import stopped
 _MOST_RANKS = (1 << 31) - 1
 _MOST_BYTES = 1 << 47
 """Of a channel's slots: the addresses of a process."""
-_NUMBERS = {
-    "channel": (0, _MOST_RANKS),
-    **dict.fromkeys(("iteration", "microbatch"), (-1 << 63, (1 << 63) - 1)),
-    **dict.fromkeys(("part", "num_parts"), (0, (1 << 32) - 1)),
-}
-_COUNTER = (0, (1 << 64) - 1)
-"""Least and greatest number that a message or a board takes."""
 
 EXPLAIN_SECONDS = 1.0
 """Time in which another rank's reason may arrive after a failure."""
 _NAP_SECONDS = 0.05
+_SILENT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -77,11 +70,14 @@ class ChannelSpec:
             ("depth", 1, MOST_SLOTS),
         ):
             if fault := number_fault(getattr(self, name), least, most):
-                raise ConfigError(f"{self}: {name} {fault} ({setting('slots')})")
+                slots = setting("slots")
+                raise ConfigError(f"{self}: {name} {fault} ({slots})", slots)
         if self.slot_bytes * self.depth > _MOST_BYTES:
+            slots = setting("slots")
             raise ConfigError(
                 f"{self}: {self.depth} slots of {self.slot_bytes} bytes; the most is "
-                f"{_MOST_BYTES} bytes ({setting('slots')})"
+                f"{_MOST_BYTES} bytes ({slots})",
+                slots,
             )
 
     def __str__(self) -> str:
@@ -254,9 +250,11 @@ class Transport(abc.ABC):
                     f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s: "
                     f"rank {spec.destination} has closed its transport"
                 )
+        timeout = setting("timeout")
         return TransferTimeout(
             f"rank {self.rank}: {left} puts are pending, and none left for {seconds:g} s; their "
-            f"receivers are alive but take nothing ({setting('timeout')})"
+            f"receivers are alive but take nothing ({timeout})",
+            timeout,
         )
 
     def _has_unsent(self, channel: int) -> bool:
@@ -282,25 +280,60 @@ class Transport(abc.ABC):
         spec = self.incoming[channel]
         what = (
             f"rank {self.rank}: microbatch {microbatch} of iteration {iteration} ({spec}) has not "
-            f"arrived after {seconds:g} s"
+            f"arrived after {seconds:g} s{self.brought(channel)}"
         )
         if self.departed(spec.source):
             return PeerDead(f"{what}, and rank {spec.source} has closed its transport")
-        if found := self.stopped_peers():
+        if found := self.trouble():
             return TransferTimeout(f"{what}; {found}")
+        timeout = setting("timeout")
         return TransferTimeout(
             f"{what}; rank {spec.source} is alive: it is slow, stopped or waiting itself "
-            f"({setting('timeout')} sets how long to wait)"
+            f"({timeout} sets how long to wait)",
+            timeout,
         )
 
-    def stopped_peers(self) -> str:
-        """Text about peers of this host that are stopped, or of which a child is; else empty."""
-        found = [
-            f"{', '.join(names)} of rank {link.peer} {'is' if len(names) == 1 else 'are'} stopped"
-            for link in self.links()
-            if link.pid and (names := stopped(link.pid))
-        ]
-        return f"{'; '.join(found)} (SIGSTOP or a debugger; kill -CONT)" if found else ""
+    def brought(self, channel: int) -> str:
+        """Text about the kind of an incoming channel's link and what came last; empty where nothing
+        has.
+        """
+        last = self.last_taken(channel)
+        if last is None:
+            return ""
+        kinds = [each.kind for each in self.links() if each.peer == self.incoming[channel].source]
+        return f" (over {kinds[0]} microbatch {last[1]} of iteration {last[0]} came last)"
+
+    def last_taken(self, channel: int) -> tuple[int, int] | None:
+        """Iteration and microbatch of the last message that was taken from an incoming channel;
+        None before the first, and where a kind cannot tell.
+        """
+        return None
+
+    def silence(self, peer: int) -> float:
+        """Seconds for which the host of ``peer`` has owed an answer; 0 where it answers, and where
+        a kind cannot tell.
+        """
+        return 0.0
+
+    def trouble(self) -> str:
+        """Text about peers whose host does not answer, and about those of this host that are
+        stopped, or of which a child is; else empty.
+        """
+        found = []
+        for link in self.links():
+            if link.pid and (names := stopped(link.pid)):
+                are = "is" if len(names) == 1 else "are"
+                found.append(
+                    f"{', '.join(names)} of rank {link.peer} {are} stopped (SIGSTOP or a debugger; "
+                    "kill -CONT)"
+                )
+            elif (seconds := self.silence(link.peer)) >= _SILENT_SECONDS:
+                found.append(
+                    f"nothing has come from the host of rank {link.peer} for {seconds:.0f} s "
+                    f"({link.kind}): it is down, or the network between is cut (DPP_PEER_TIMEOUT "
+                    "sets when it counts as gone)"
+                )
+        return "; ".join(found)
 
     def raise_failure(self) -> None:
         """Raise a link's failure that explains an error met elsewhere, if one shows in a second.
@@ -334,13 +367,6 @@ class Transport(abc.ABC):
             self.close()
 
 
-def refuse_numbers(**given: object) -> None:
-    """Raise ``ValueError`` for the first number, by its name, that no call of a transport takes."""
-    for name, value in given.items():
-        if fault := number_fault(value, *_NUMBERS.get(name, _COUNTER)):
-            raise ValueError(f"{name} {fault}")
-
-
 def check_payload(tensor: torch.Tensor, spec: ChannelSpec) -> None:
     """Raise ``ValueError`` for a tensor that cannot travel on a channel; a :class:`ConfigError` for
     one that is too large.
@@ -350,9 +376,10 @@ def check_payload(tensor: torch.Tensor, spec: ChannelSpec) -> None:
             f"{spec}: a tensor of shape {tuple(tensor.shape)} is not contiguous; call .contiguous()"
         )
     if tensor.nbytes > spec.slot_bytes:
+        max_tokens = setting("max_tokens")
         raise ConfigError(
             f"{spec}: a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} has "
             f"{tensor.nbytes} bytes, the channel's slots have {spec.slot_bytes}: give the longest "
-            f"length ({core_setting('seq_length')}), or the most tokens of a microbatch "
-            f"({setting('max_tokens')})"
+            f"length (seq_length), or the most tokens of a microbatch ({max_tokens})",
+            max_tokens,
         )

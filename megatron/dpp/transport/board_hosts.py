@@ -20,6 +20,15 @@ class BoardHosts:
     members: tuple[int, ...]
     heads: tuple[int, ...]
 
+    @classmethod
+    def of(cls, rank: int, ranks: Sequence[int], host_of: Mapping[int, str]) -> BoardHosts:
+        """The view of ``rank`` of a board of ``ranks``, leader first."""
+        hosts: dict[str, list[int]] = {}
+        for member in ranks:
+            hosts.setdefault(host_of[member], []).append(member)
+        heads = tuple(members[0] for members in hosts.values())
+        return cls(rank, tuple(hosts[host_of[rank]]), heads)
+
     @property
     def is_head(self) -> bool:
         """True if this rank makes the block of its host."""
@@ -57,12 +66,3 @@ class BoardHosts:
         """The members that this rank has a link with."""
         upstream = [] if self.upstream is None else [self.upstream]
         return [*upstream, *self.followers, *self.hosts]
-
-
-def hosts_of(rank: int, ranks: Sequence[int], host_of: Mapping[int, str]) -> BoardHosts:
-    """The view of ``rank`` of a board of ``ranks``, leader first."""
-    hosts: dict[str, list[int]] = {}
-    for member in ranks:
-        hosts.setdefault(host_of[member], []).append(member)
-    heads = tuple(members[0] for members in hosts.values())
-    return BoardHosts(rank, tuple(hosts[host_of[rank]]), heads)

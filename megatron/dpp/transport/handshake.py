@@ -1,22 +1,22 @@
-"""Mutual authentication over a fresh connection, and the messages of a set-up.
+"""Mutual authentication over fresh connections, and who is let in.
 
 Both sides know a random token of the job. Each sends a nonce and proves its knowledge with an
 HMAC-SHA256 over both nonces, both ranks and the purpose of the connection. The token never travels.
-Until the proof is complete, a message has at most ``MAX_HELLO`` bytes, and the acceptor gives a
-connection ``HELLO_SECONDS`` in all.
 
     connector                      acceptor
       hello {rank, nonce}    ->
                              <-    hello {rank, nonce, proof "acceptor"}
       {proof "connector"}    ->
                              <-    {welcome}
+
+Anybody who reaches a listener may connect. A stranger gets one of ``MOST_PROOFS`` places, for
+``HELLO_SECONDS`` in all, and is never a reason to give up.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
-import functools
+import errno
 import hashlib
 import hmac
 import json
@@ -24,212 +24,29 @@ import os
 import secrets
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
-from megatron.dpp.errors import AuthError, ProtocolError, SetupError, setting
-
-_Read = TypeVar("_Read")
-
-MAX_HELLO = 4096
-"""Bytes of the longest set-up message."""
+from megatron.dpp.errors import AuthError, ProtocolError, setting
+from megatron.dpp.transport.messages import PeerEnded, receive_message, send_message
 
 HELLO_SECONDS = 5.0
 """Seconds in which a connection must prove itself."""
 
-_AWAY = {"again": True}
+MOST_PROOFS = 64
+"""Limit on the connections of one listener that are proving themselves."""
 
-_LENGTH = struct.Struct("<H")
+_GRACE_SECONDS = 0.25
+"""Age from which a connection loses its place to a new one while all places are taken."""
 
-_MOST_UNREAD = 8
-"""Limit on the messages that a peer has sent before it gave up; no set-up sends more."""
-
-_FAILED = 3
-_NOTES = (1, 2, _FAILED)
-"""Notes that C++ sends on the same connections (``Peer::Note``), as a message's first byte."""
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class SentAway(AuthError):
     """The acceptor has ended the connection before it judged us; connect again."""
-
-
-class PeerEnded(ProtocolError):
-    """The connection ended, or the peer gave up or stayed silent, in the place of a message."""
-
-
-@contextlib.contextmanager
-def joining(rank: int, peer: int, sock: socket.socket) -> Iterator[None]:
-    """Name both ranks in the errors of a link's set-up.
-
-    Raises:
-        SetupError: the peer failed; with its own error, if it has sent it. Or this process has no
-            room for descriptors.
-        ProtocolError: it sent an invalid message.
-    """
-    try:
-        yield
-    except (PeerEnded, OSError) as error:
-        # Where sending failed, what the peer said before it ended is still to be read.
-        why = _last_words(sock) if isinstance(error, ConnectionError) else str(error)
-        raise SetupError(
-            f"rank {rank}: the set-up of the links with rank {peer} ended: {why}"
-        ) from error
-    except ProtocolError as error:
-        raise ProtocolError(f"rank {rank}: rank {peer} sent {error}") from error
-    except SetupError as error:
-        raise SetupError(
-            f"rank {rank}: the set-up of the links with rank {peer} ended: {error}"
-        ) from error
-
-
-def send_message(
-    sock: socket.socket, message: dict[str, Any], fds: list[int] | None = None
-) -> None:
-    """Send one set-up message, over a unix socket with descriptors."""
-    body = json.dumps(message).encode()
-    if len(body) > MAX_HELLO:
-        raise ProtocolError(f"a set-up message of {len(body)} bytes; the limit is {MAX_HELLO}")
-    frame = _LENGTH.pack(len(body)) + body
-    if fds:
-        socket.send_fds(sock, [frame], fds)
-    else:
-        sock.sendall(frame)
-
-
-def receive_message(
-    sock: socket.socket, max_fds: int = 0, until: float | None = None
-) -> tuple[dict[str, Any], list[int]]:
-    """Receive one set-up message and its descriptors.
-
-    Args:
-        until: the time (``time.monotonic``) by which the whole message must be here; None applies
-            the socket's timeout to each read.
-
-    Raises:
-        PeerEnded: the other side ended the connection or gave up.
-        ProtocolError: the message is invalid.
-        SetupError: this process has no room for its descriptors.
-    """
-    fds: list[int] = []
-    try:
-        body = _receive_body(sock, fds, max_fds, until)
-        message = read_object(body)
-    except BaseException as error:
-        for fd in fds:
-            os.close(fd)
-        if isinstance(error, TimeoutError):
-            raise PeerEnded(
-                "no answer in time" if until else f"no answer after {sock.gettimeout():g} s"
-            ) from error
-        if isinstance(error, OSError):
-            raise PeerEnded(f"{error}; its own message says why") from error
-        if isinstance(error, (ValueError, struct.error, RecursionError)):
-            raise ProtocolError(f"a broken set-up message: {error}") from error
-        raise
-    return message, fds
-
-
-def read_object(text: bytes | str) -> dict[str, Any]:
-    """A JSON object of texts that can be encoded, from anybody.
-
-    Raises:
-        ValueError, RecursionError: it is something else.
-    """
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
-    json.dumps(value, ensure_ascii=False).encode()  # JSON can name half a surrogate pair
-    return value
-
-
-def _receive_body(sock: socket.socket, fds: list[int], max_fds: int, until: float | None) -> bytes:
-    read = functools.partial(_receive_exactly, sock, until=until)
-    if sock.type == socket.SOCK_SEQPACKET:
-        size = array.array("i").itemsize
-        room = (_LENGTH.size + MAX_HELLO, socket.CMSG_SPACE(max_fds * size))
-        _limit(sock, until)
-        packet, control, flags, _ = _despite_reset(
-            lambda: sock.recvmsg(*room, socket.MSG_CMSG_CLOEXEC)
-        )
-        for level, kind, data in control:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                whole = len(data) - len(data) % size
-                fds.extend(array.array("i", data[:whole]))
-        if flags & socket.MSG_TRUNC:
-            raise ValueError("it is too long")
-        # The space for them is rounded up: one more than asked for may have come.
-        if len(fds) > max_fds or (flags & socket.MSG_CTRUNC and len(fds) == max_fds):
-            raise ValueError(f"it has more than {max_fds} descriptors")
-        if flags & socket.MSG_CTRUNC:
-            raise SetupError(
-                f"{max_fds} descriptors may come with a set-up message, and this process had room "
-                f"for {len(fds)} more (ulimit -n)"
-            )
-        if not packet:
-            raise PeerEnded("its connection was closed; its own message says why")
-        (length,) = _LENGTH.unpack_from(packet)
-        body = packet[_LENGTH.size :]
-        if body and body[0] in _NOTES:
-            _take_leave(body[0], body[1:])
-    else:
-        (length,) = _LENGTH.unpack(read(_LENGTH.size))
-        if length > MAX_HELLO:
-            raise ValueError(f"it announces {length} bytes")
-        body = read(1)
-        if body[0] in _NOTES:
-            _take_leave(body[0], read(length))
-        body += read(length - 1)
-    if len(body) != length:
-        raise ValueError(f"{len(body)} bytes where {length} were announced")
-    return body
-
-
-def _last_words(sock: socket.socket) -> str:
-    for _ in range(_MOST_UNREAD):
-        try:
-            _, fds = receive_message(sock, 2)
-        except PeerEnded as error:
-            return str(error)
-        except ProtocolError:
-            continue
-        for fd in fds:
-            os.close(fd)
-    return "its connection was closed"
-
-
-def _take_leave(note: int, body: bytes) -> NoReturn:
-    """Raise ``PeerEnded`` for a note of a peer that gives up, or closes, during the set-up."""
-    if note == _FAILED and len(body) > 1:
-        raise PeerEnded(body[1:].decode(errors="replace"))  # the first byte classes the fault
-    raise PeerEnded("it has closed its transport; its own message says why")
-
-
-def _despite_reset(read: Callable[[], _Read]) -> _Read:
-    """Read again after a reset: Linux may report it before it delivers the peer's last message."""
-    try:
-        return read()
-    except ConnectionResetError:
-        return read()
-
-
-def _limit(sock: socket.socket, until: float | None) -> None:
-    """Let the next call on a socket end at ``until``."""
-    if until is not None:
-        if (left := until - time.monotonic()) <= 0:
-            raise TimeoutError
-        sock.settimeout(left)
-
-
-def _receive_exactly(sock: socket.socket, count: int, *, until: float | None) -> bytes:
-    parts = b""
-    while len(parts) < count:
-        _limit(sock, until)
-        piece = _despite_reset(functools.partial(sock.recv, count - len(parts)))
-        if not piece:
-            raise PeerEnded("its connection was closed; its own message says why")
-        parts += piece
-    return parts
 
 
 def connect_side(
@@ -241,29 +58,23 @@ def connect_side(
         AuthError: the other side does not know the token, is not ``peer``, or refuses us.
         SentAway: it has no place for us now, or has hung up.
     """
-    try:
-        _connect_side(sock, token, rank, peer, purpose, seconds)
-    except ConnectionError as error:  # it hung up before we could send
-        raise SentAway(f"rank {peer} ended the handshake: {error}") from error
-
-
-def _connect_side(
-    sock: socket.socket, token: bytes, rank: int, peer: int, purpose: str, seconds: float
-) -> None:
     sock.settimeout(seconds)
     until = time.monotonic() + seconds
     nonce = secrets.token_hex(16)
-    send_message(sock, {"rank": rank, "purpose": purpose, "nonce": nonce})
-    answer = _receive_proof(sock, f"rank {peer}", until)
-    transcript = _transcript(rank, peer, nonce, _text(answer, "nonce"), purpose)
-    if answer.get("rank") != peer or not _proves(token, "acceptor", transcript, answer):
-        raise AuthError(
-            f"rank {rank}: what listens as rank {peer} does not know this job's token "
-            f"(another job, or a different {setting('token_file')})"
-        )
-    send_message(sock, {"proof": _proof(token, "connector", transcript)})
-    if _receive_proof(sock, f"rank {peer}", until).get("welcome") is not True:
-        raise AuthError(f"rank {rank}: rank {peer} did not let us in")
+    with _as_refusals(f"rank {peer}"):
+        send_message(sock, {"rank": rank, "purpose": purpose, "nonce": nonce})
+        answer, _ = receive_message(sock, until=until)
+        transcript = _transcript(rank, peer, nonce, _text(answer, "nonce"), purpose)
+        if answer.get("rank") != peer or not _proves(token, "acceptor", transcript, answer):
+            token_file = setting("token_file")
+            raise AuthError(
+                f"rank {rank}: what listens as rank {peer} does not know this job's token "
+                f"(another job, or a different {token_file})",
+                token_file,
+            )
+        send_message(sock, {"proof": _proof(token, "connector", transcript)})
+        if receive_message(sock, until=until)[0].get("welcome") is not True:
+            raise AuthError(f"rank {rank}: rank {peer} did not let us in")
 
 
 def accept_side(
@@ -310,26 +121,22 @@ def _accept_side(
 
 
 def send_away(sock: socket.socket) -> None:
-    """Ask the connector to come again, and end the connection. For another thread than the one
-    that is in ``accept_side``, which fails.
+    """End the connection, so that the connector comes again. For another thread than the one that
+    is in ``accept_side``, which fails.
     """
-    body = json.dumps(_AWAY).encode()
-    with contextlib.suppress(OSError):
-        sock.send(_LENGTH.pack(len(body)) + body, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
 
 
-def _receive_proof(sock: socket.socket, who: str, until: float) -> dict[str, Any]:
+@contextlib.contextmanager
+def _as_refusals(who: str) -> Iterator[None]:
+    """Tell a handshake that was broken off, after which one comes again, from a broken one."""
     try:
-        message, _ = receive_message(sock, until=until)
-    except PeerEnded as error:
-        raise SentAway(f"{who} ended the handshake: {error}") from error
+        yield
+    except (PeerEnded, ConnectionError) as error:  # it may hang up before we can send
+        raise SentAway(f"{who} ended the handshake: {error}", error) from error
     except ProtocolError as error:
-        raise AuthError(f"{who} ended the handshake: {error}") from error
-    if message == _AWAY:
-        raise SentAway(f"{who} is busy with other connections")
-    return message
+        raise AuthError(f"{who} ended the handshake: {error}", error) from error
 
 
 def _text(message: dict[str, Any], key: str) -> str:
@@ -354,3 +161,147 @@ def _proves(token: bytes, side: str, transcript: bytes, message: dict[str, Any])
         and proof.isascii()
         and hmac.compare_digest(proof.encode(), _proof(token, side, transcript).encode())
     )
+
+
+@dataclass
+class Connection:
+    """A connection to a peer; ``pidfd`` is of the process at its other end, or -1."""
+
+    peer: int
+    purpose: str
+    sock: socket.socket
+    pidfd: int = -1
+
+    def close(self) -> None:
+        """Close both descriptors; may be called twice."""
+        self.sock.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+class Admission:
+    """The connections of one listener until they are proven; ``close`` ends the unproven ones.
+
+    Attributes:
+        refused: connections so far that could not prove themselves.
+        shortage: the last reason why the system did not accept a connection, or "".
+    """
+
+    def __init__(self, listener: socket.socket, token: bytes, rank: int) -> None:
+        self.refused = 0
+        self.shortage = ""
+        self._listener, self._token, self._rank = listener, token, rank
+        self._proofs: list[_Proof] = []  # oldest first
+        listener.setblocking(False)
+
+    def accept(self) -> None:
+        """Accept what is waiting while there are places.
+
+        Without a place, the oldest connections that have not proven themselves are sent away.
+        """
+        self.shortage = ""
+        while len(self._proofs) < MOST_PROOFS:
+            try:
+                sock, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _SHORTAGES:
+                    raise
+                self.shortage = f"{error} (ulimit -n)"
+                break
+            connection = Connection(-1, "", sock)
+            try:
+                identify(connection, self._rank)
+                proof = _Proof(connection, self._token, self._rank)
+                proof.start()
+            except (AuthError, OSError):  # another user; it has gone
+                connection.close()
+                self.refused += 1
+            except RuntimeError as error:  # no thread
+                send_away(sock)
+                connection.close()
+                self.shortage = f"{error} (ulimit -u)"
+                break
+            else:
+                self._proofs.append(proof)
+        self._make_room()
+
+    @property
+    def crowded(self) -> bool:
+        """True while a waiting connection cannot be accepted."""
+        return len(self._proofs) >= MOST_PROOFS or bool(self.shortage)
+
+    def proven(self) -> list[Connection]:
+        """The connections that have proven themselves since the last call."""
+        ended = [proof for proof in self._proofs if not proof.is_alive()]
+        self._proofs = [proof for proof in self._proofs if proof not in ended]
+        for proof in ended:
+            if not proof.proven:
+                proof.connection.close()
+                self.refused += 1
+        return [proof.connection for proof in ended if proof.proven]
+
+    def close(self) -> None:
+        """End all connections that are proving themselves."""
+        for proof in self._proofs:
+            proof.end()
+        for proof in self._proofs:
+            proof.join()
+            proof.connection.close()
+        self._proofs.clear()
+
+    def _make_room(self) -> None:
+        oldest = time.monotonic() - _GRACE_SECONDS
+        for proof in self._proofs:
+            if proof.since < oldest:
+                proof.end()
+
+
+class _Proof(threading.Thread):
+    """Proves one connection; only the thread that made this object closes its descriptors."""
+
+    def __init__(self, connection: Connection, token: bytes, rank: int) -> None:
+        super().__init__(name="dpp-proof", daemon=True)
+        self.connection = connection
+        self.proven = False
+        self.since = time.monotonic()
+        self._token, self._rank = token, rank
+        self._verdict = threading.Lock()  # taken once, for ever: by the welcome or by end()
+
+    def run(self) -> None:
+        with contextlib.suppress(AuthError, ProtocolError):
+            connection = self.connection
+            connection.peer, connection.purpose = accept_side(
+                connection.sock,
+                self._token,
+                self._rank,
+                lambda: self._verdict.acquire(blocking=False),
+            )
+            self.proven = True
+
+    def end(self) -> None:
+        """Ask a true peer to connect again, and end the thread; nothing once it is let in."""
+        if self._verdict.acquire(blocking=False):
+            send_away(self.connection.sock)
+
+
+def identify(connection: Connection, rank: int) -> None:
+    """Open a pidfd of the process at the other end of a unix socket.
+
+    Raises:
+        AuthError: that process belongs to another user.
+    """
+    sock = connection.sock
+    if sock.family != socket.AF_UNIX:
+        return
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", credentials)
+    if uid != os.getuid():
+        raise AuthError(
+            f"rank {rank}: a process of user {uid} is at the other end; we are {os.getuid()}"
+        )
+    # Another PID namespace or an old kernel has none: the end of the socket has to do.
+    with contextlib.suppress(OSError):
+        connection.pidfd = os.pidfd_open(pid)

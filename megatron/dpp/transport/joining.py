@@ -20,8 +20,8 @@ from megatron.dpp.errors import (
     TransportError,
     one_line,
 )
-from megatron.dpp.transport import handshake
 from megatron.dpp.transport.base import ChannelSpec
+from megatron.dpp.transport.messages import joining, receive_message, send_message
 from megatron.dpp.transport.options import TransportOptions
 
 _LONGEST_FAULT = 400
@@ -43,6 +43,13 @@ class Request:
     board_counters: int
 
     @property
+    def peers(self) -> set[int]:
+        """The other ends of the channels."""
+        return {
+            spec.destination if spec.source == self.rank else spec.source for spec in self.channels
+        }
+
+    @property
     def outgoing(self) -> list[ChannelSpec]:
         """The channels on which this rank sends."""
         return [spec for spec in self.channels if spec.source == self.rank]
@@ -61,6 +68,7 @@ class Facts:
         host: equal for processes that can pass each other shared memory over an abstract socket;
             differs between machines, and between network namespaces of one machine.
         tcp_address: where it listens for other hosts; None if it does not.
+        token: a hash of the job's token and its file, by which a wrong one is known.
         settings: options that both sides of a link must share.
         gpu: UUID of its GPU; empty without a GPU of NVIDIA.
         gpu_access: for each GPU that it sees, whether its own GPU can write there.
@@ -76,6 +84,7 @@ class Facts:
     device: str
     unix_address: str
     tcp_address: tuple[str, int] | None
+    token: str
     settings: dict[str, int | float | bool]
     gpu: str = ""
     gpu_access: dict[str, bool] = field(default_factory=dict)
@@ -127,13 +136,13 @@ class PeerLink:
 
     def send(self, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
         """Send one set-up message; the descriptors stay ours."""
-        with handshake.joining(self.rank, self.peer, self.sock):
-            handshake.send_message(self.sock, message, list(fds))
+        with joining(self.rank, self.peer, self.sock):
+            send_message(self.sock, message, fds)
 
     def receive(self, max_fds: int = 0) -> tuple[dict[str, Any], list[int]]:
         """Receive one set-up message and its descriptors, which the caller then owns."""
-        with handshake.joining(self.rank, self.peer, self.sock):
-            return handshake.receive_message(self.sock, max_fds)
+        with joining(self.rank, self.peer, self.sock):
+            return receive_message(self.sock, max_fds)
 
     def receive_fds(self, count: int) -> list[int]:
         """Receive a message with ``count`` descriptors.

@@ -1,6 +1,6 @@
 """The Python side of the C++ transport: passes addresses of tensors and keeps tensors alive.
 
-``opening.py`` sets it up. CUDA tensors pass through the host unless a link's kind reads them in
+``open.py`` sets it up. CUDA tensors pass through the host unless a link's kind reads them in
 place.
 """
 
@@ -25,9 +25,7 @@ from megatron.dpp.transport.base import (
     Message,
     Transport,
     check_payload,
-    refuse_numbers,
 )
-from megatron.dpp.transport.gpu import device_index
 from megatron.dpp.transport.kinds import find
 
 
@@ -49,6 +47,11 @@ def load_native() -> Any:
     return _native
 
 
+def device_index(device: torch.device) -> int:
+    """The driver's number of a torch device; both count what CUDA_VISIBLE_DEVICES leaves."""
+    return device.index if device.index is not None else torch.cuda.current_device()
+
+
 class NativeBoard(Board):
     """A board in shared memory, which notes connect with those of other hosts."""
 
@@ -59,11 +62,7 @@ class NativeBoard(Board):
         self._native = native
 
     def post(self, counters: Sequence[int]) -> None:
-        try:
-            self._native.board_post(counters)
-        except TypeError:
-            refuse_numbers(**{f"counter {i}": counter for i, counter in enumerate(counters)})
-            raise
+        self._native.board_post(counters)
 
     def common(self) -> Sequence[int]:
         counters: list[int] = self._native.board_common()
@@ -80,7 +79,7 @@ class NativeBoard(Board):
 
 
 class NativeTransport(Transport):
-    """One rank's channels in C++; :func:`open_native` makes it.
+    """One rank's channels in C++; :func:`~megatron.dpp.transport.open.open_native` makes it.
 
     ``in_place``: peers whose links read and write CUDA tensors where they are.
     """
@@ -150,12 +149,7 @@ class NativeTransport(Transport):
                 stream,
             ):
                 self._keep(channel, tensor)
-        except BaseException as error:
-            if isinstance(error, TypeError):  # before anything was sent
-                refuse_numbers(
-                    channel=channel, iteration=iteration, microbatch=microbatch, part=part,
-                    num_parts=num_parts,
-                )  # fmt: skip
+        except BaseException:
             self._keep(channel, tensor)  # Ctrl-C may come between the put and the line above
             raise
 
@@ -234,6 +228,14 @@ class NativeTransport(Transport):
     def departed(self, peer: int) -> bool:
         left: bool = self._native.departed(peer)
         return left
+
+    def last_taken(self, channel: int) -> tuple[int, int] | None:
+        found: tuple[int, int] | None = self._native.last_taken(channel)
+        return found
+
+    def silence(self, peer: int) -> float:
+        seconds: float = self._native.silence(peer)
+        return seconds
 
     def abort(self, reason: str) -> None:
         self._stop_watching()

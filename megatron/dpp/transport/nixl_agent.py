@@ -52,9 +52,9 @@ class Slots:
             self._mapping = mmap.mmap(-1, max(total, page))
             _make_pages(self._mapping)
         except OSError as error:
+            slots = setting("slots")
             raise SetupError(
-                f"rank {rank}: no memory for {total} bytes of slots ({error}): lower "
-                f"{setting('slots')}"
+                f"rank {rank}: no memory for {total} bytes of slots ({error}): lower {slots}", slots
             ) from error
         self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
         keep_for_ever(self._mapping)

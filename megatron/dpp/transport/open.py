@@ -1,20 +1,60 @@
-"""Opens a transport, with a suitable kind for each link."""
+"""Opens a transport: meets the peers, chooses a kind for each link, joins the links.
+
+Each link first exchanges bells (one host only) and *offers* over its authenticated control
+connection: the channels that a side receives, and the stage's board if it leads one. Then each kind
+joins its links, and C++ takes the connections over.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import platform
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
-from megatron.dpp.errors import ConfigError, number_fault
-from megatron.dpp.transport.base import ChannelSpec, Transport
+from megatron.dpp.errors import (
+    ConfigError,
+    SetupError,
+    Text,
+    TransportUnavailable,
+    VersionMismatch,
+    number_fault,
+    setting,
+)
+from megatron.dpp.transport.base import ChannelSpec, LinkInfo, Transport
+from megatron.dpp.transport.board_hosts import BoardHosts
 from megatron.dpp.transport.fake import FakeNetwork
-from megatron.dpp.transport.joining import Request
-from megatron.dpp.transport.kinds import AUTO, find
+from megatron.dpp.transport.handshake import Connection
+from megatron.dpp.transport.joining import Facts, PeerLink, Request, Setup
+from megatron.dpp.transport.kinds import (
+    AUTO,
+    TransportKind,
+    find,
+    kinds_of_boards,
+    kinds_of_links,
+)
+from megatron.dpp.transport.meet import CONTROL, Meeting, host_identity
+from megatron.dpp.transport.native import (
+    NativeBoard,
+    NativeTransport,
+    device_index,
+    load_native,
+)
 from megatron.dpp.transport.options import TransportOptions
 
+_LOOPBACK = "127.0.0.1"
 _MOST_COUNTERS = 1 << 20
+_LONGEST_LIST = 2000
+"""Characters of a list of channels that a set-up message holds beside its other fields."""
 
 
 def open_transport(
@@ -23,7 +63,7 @@ def open_transport(
     rank: int,
     store: Store | None,
     device: torch.device | str = "cpu",
-    kind: str = "auto",
+    kind: str = AUTO,
     options: TransportOptions | None = None,
     board_ranks: Sequence[int] | None = None,
     board_counters: int = 0,
@@ -37,7 +77,7 @@ def open_transport(
         device: where ``take`` puts tensors.
         kind: ``auto`` chooses per link and says why in ``links()``; any other kind is used or is an
             error.
-        options: see :class:`TransportOptions`; equal on all ranks.
+        options: see :class:`TransportOptions`.
         board_ranks: the global ranks of one pipeline stage, leader first; gives
             ``transport.board``.
         board_counters: how many counters each member of the board posts.
@@ -62,21 +102,366 @@ def open_transport(
         board_counters=board_counters,
     )
     if store is None:
-        return _open_in_process(request)
+        if request.peers - {rank} or set(request.board_ranks) - {rank}:
+            raise ConfigError(
+                f"rank {rank} has channels with other ranks and no store to find them"
+            )
+        return FakeNetwork(channels).transport(
+            rank, board_ranks=request.board_ranks, board_counters=board_counters
+        )
     if kind != AUTO and (open_own := find(kind).open):
         return open_own(request)
-    from megatron.dpp.transport.opening import open_native
-
     return open_native(request, kind)
 
 
-def _open_in_process(request: Request) -> Transport:
-    rank, channels = request.rank, request.channels
-    others = {spec.source for spec in channels} | {spec.destination for spec in channels}
-    if others - {rank} or set(request.board_ranks) - {rank}:
-        raise ConfigError(
-            f"rank {rank} has channels with other ranks; open_transport needs a store to find them"
-        )
-    return FakeNetwork(channels).transport(
-        rank, board_ranks=request.board_ranks, board_counters=request.board_counters
+def open_native(request: Request, kind: str) -> NativeTransport:
+    """Open a transport with links of ``kind`` (``auto``: of suitable kinds).
+
+    Raises:
+        SetupError: the system refused a descriptor, a thread or a socket, or the store is gone.
+        TransportError: see ``errors.py``.
+    """
+    try:
+        return _Opening(request, kind).run(request.store)
+    except (OSError, RuntimeError) as error:  # RuntimeError: of a thread, or of the store
+        is_full = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+        raise SetupError(
+            f"rank {request.rank}: the set-up of the links ended: {error}"
+            + (" (ulimit -n)" if is_full else "")
+        ) from error
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kind of a link, and why it was taken."""
+
+    kind: TransportKind
+    reason: str
+    instead: Choice | None = None
+    """The next kind, for a kind whose set-up may fail."""
+
+    def connections(self, options: TransportOptions) -> tuple[str, ...]:
+        """Purposes of the connections that the link may need besides the control connection."""
+        own = self.kind.connections(options)
+        return own + (self.instead.connections(options) if self.instead else ())
+
+
+def choose(own: Facts, peer: Facts, kinds: Sequence[TransportKind], wanted: str = AUTO) -> Choice:
+    """The first of ``kinds`` that can link two ranks: a pure function, equal on both.
+
+    Args:
+        wanted: ``DppConfig.transport``.
+
+    Raises:
+        TransportUnavailable: none of them can; says why.
+    """
+    one, other = sorted((own, peer), key=lambda facts: facts.rank)
+    obstacles: list[str] = []
+    passed_over = ""  # why a better kind for other hosts is not possible
+    for index, kind in enumerate(kinds):
+        assert kind.obstacle is not None
+        against = kind.obstacle(one, other)
+        if against is None:
+            note = ""
+            if any(s.device != "cpu" and not (kind.device_memory and s.gpu) for s in (one, other)):
+                note = "; CUDA tensors pass through the host's memory"
+            if kind.between_hosts and passed_over:
+                note = Text(f"{note} [{passed_over}]", passed_over)
+            if wanted != AUTO:
+                return Choice(kind, Text(f"asked for: {wanted}{note}", note))
+            instead = choose(own, peer, kinds[index + 1 :]) if kind.may_fail else None
+            return Choice(kind, Text(kind.reason + note, note), instead)
+        obstacles.append(Text(f"{kind.name}: {against}", against))
+        if kind.between_hosts:
+            passed_over = obstacles[-1]
+    transport = setting("transport", wanted)
+    raise TransportUnavailable(
+        f"{transport} between rank {one.rank} ({one.hostname}) and rank {other.rank} "
+        f"({other.hostname}): {'; '.join(obstacles) or 'it links no ranks'}",
+        transport,
+        *obstacles,
     )
+
+
+def gpu_facts(library: Any, device: torch.device) -> tuple[str, dict[str, bool]]:
+    """The UUID of our GPU, and for each visible GPU whether ours can write into its memory.
+
+    Empty without a GPU, or without NVIDIA's driver.
+    """
+    if device.type != "cuda":
+        return "", {}
+    try:
+        own = library.CudaDevice(device_index(device))
+    except TransportUnavailable:
+        return "", {}
+    return own.uuid, {uuid: own.access_to(uuid) in ("same", "yes") for uuid in own.visible()}
+
+
+class _Opening:
+    """The steps of opening, in the order in which ``run`` calls them."""
+
+    def __init__(self, request: Request, kind: str) -> None:
+        self._request, self._kind = request, kind
+        self._rank, self._options = request.rank, request.options
+        self._board_ranks = list(request.board_ranks)
+        self._incoming, self._outgoing = request.incoming, request.outgoing
+        self._library = load_native()
+        self._facts: dict[int, Facts] = {}  # of the peers, and of all members of the board
+        self._board: BoardHosts | None = None
+        self._choices: dict[int, Choice] = {}
+        self._notes: dict[int, str] = {}  # appended to the reasons of links
+        if request.rank in request.peers:
+            raise ConfigError(f"rank {request.rank} has a channel to itself beside others")
+
+    def run(self, store: Store) -> NativeTransport:
+        """Open the transport, or leave nothing behind."""
+        others = self._request.peers | set(self._board_ranks) - {self._rank}
+        with Meeting(store, self._rank, self._options, self._tcp_host()) as meeting:
+            own = self._own_facts(meeting)
+            self._facts = meeting.exchange(own, sorted(others))
+            if self._board_ranks:
+                host_of = {rank: facts.host for rank, facts in self._facts.items()}
+                host_of[self._rank] = own.host
+                self._board = BoardHosts.of(self._rank, self._board_ranks, host_of)
+            partners = self._board.partners if self._board else ()
+            for peer in sorted({*self._request.peers, *partners}):
+                self._choices[peer] = self._choose(own, peer)
+            connections = meeting.connect(self._wanted_connections())
+        native = self._make_native()
+        try:
+            self._join(native, own, connections)
+            native.start()
+        except BaseException as error:
+            # A peer that has finished its own set-up would take a goodbye alone for good order.
+            native.abort(f"{type(error).__name__}: {error}")
+            native.close()
+            raise
+        finally:
+            for connection in connections.values():
+                connection.close()
+        return self._wrap(native, own)
+
+    def _wrap(self, native: Any, own: Facts) -> NativeTransport:
+        board = None
+        if self._board is not None:
+            board = NativeBoard(
+                native,
+                index=self._board_ranks.index(self._rank),
+                size=len(self._board_ranks),
+                spans_hosts=len(self._board.heads) > 1,
+            )
+        notes = self._notes
+        links = [
+            LinkInfo(
+                peer,
+                how.kind.name,
+                Text(how.reason + notes.get(peer, ""), how.reason, notes.get(peer)),
+                self._facts[peer].pid if self._facts[peer].host == own.host else 0,
+            )
+            for peer, how in self._choices.items()
+        ]
+        return NativeTransport(
+            native,
+            rank=self._rank,
+            incoming=self._incoming,
+            outgoing=self._outgoing,
+            device=self._request.device,
+            links=links,
+            board=board,
+            in_place={
+                peer for peer, how in self._choices.items() if how.kind.device_memory and own.gpu
+            },
+            abandon_after=self._options.abandon_after,
+        )
+
+    def _tcp_host(self) -> str | None:
+        """The address to listen on for other hosts; None for no address."""
+        forced = self._kind != AUTO and find(self._kind).between_hosts
+        return self._options.node_ips or (_LOOPBACK if forced else None)
+
+    def _own_facts(self, meeting: Meeting) -> Facts:
+        options, device = self._options, self._request.device
+        gpu, gpu_access = gpu_facts(self._library, device)
+        return Facts(
+            rank=self._rank,
+            abi=self._library.abi_version,
+            host=host_identity(),
+            hostname=platform.node(),
+            uid=os.getuid(),
+            pid=os.getpid(),
+            device=device.type,
+            unix_address=meeting.unix_address,
+            tcp_address=meeting.tcp_address,
+            token=meeting.token_name,
+            settings={
+                name: getattr(options, name) for name in ("checksum", "workload", "tcp_connections")
+            },
+            gpu=gpu,
+            gpu_access=gpu_access,
+            found={
+                kind.name: kind.look(self._library, self._tcp_host(), options, device)
+                for kind in kinds_of_links(self._kind)
+                if kind.look
+            },
+        )
+
+    def _choose(self, own: Facts, peer: int) -> Choice:
+        if peer in self._request.peers:
+            return choose(own, self._facts[peer], kinds_of_links(self._kind), self._kind)
+        return choose(own, self._facts[peer], kinds_of_boards())
+
+    def _wanted_connections(self) -> list[tuple[Facts, str, bool]]:
+        return [
+            (self._facts[peer], purpose, choice.kind.between_hosts)
+            for peer, choice in self._choices.items()
+            for purpose in (CONTROL, *choice.connections(self._options))
+        ]
+
+    def _make_native(self) -> Any:
+        spin = self._options.spin
+        if spin is None:
+            # With fewer cores than ranks, a spinning rank takes the core that its peer needs.
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", len(self._choices) + 1))
+            spin = len(os.sched_getaffinity(0)) >= local
+        return self._library.Transport(
+            rank=self._rank,
+            timeout=self._options.timeout,
+            checksum=self._options.checksum,
+            max_pending=self._options.max_pending,
+            spin=spin,
+            incoming=[dataclasses.astuple(spec) for spec in self._incoming],
+            outgoing=[dataclasses.astuple(spec) for spec in self._outgoing],
+        )
+
+    def _join(
+        self, native: Any, own: Facts, connections: dict[tuple[int, str], Connection]
+    ) -> None:
+        """Make all links; every round first sends to all peers, then receives from all."""
+        links = {peer: self._link(peer, connections) for peer in self._choices}
+        on_this_host = {p for p, choice in self._choices.items() if not choice.kind.between_hosts}
+        for peer, link in links.items():
+            link.send({}, [native.bell_fd()] if peer in on_this_host else ())
+        for peer, link in links.items():
+            bell = link.receive_fds(int(peer in on_this_host))
+            self._add_peer(native, connections[peer, CONTROL], bell)
+        board_fd = -1
+        board = self._board
+        if board is not None and board.is_head:
+            leader = -1 if board.upstream is None else board.upstream
+            counters = self._request.board_counters
+            board_fd = native.make_board(counters, board.followers, board.hosts, leader)
+        for link in links.values():
+            self._send_offer(link, board_fd)
+        for link in links.values():
+            self._receive_offer(native, link)
+        gpu = device_index(self._request.device) if own.gpu else -1
+        setup = Setup(
+            extension=self._library, native=native, options=self._options, facts=own, gpu=gpu,
+            peer_facts=self._facts,
+            has_other_kind={peer for peer, choice in self._choices.items() if choice.instead},
+        )  # fmt: skip
+        for kind in kinds_of_links():  # in one order on all ranks
+            mine = [link for peer, link in links.items() if self._choices[peer].kind is kind]
+            if mine and kind.join:
+                self._notes |= kind.join(setup, mine)
+                self._fall_back(setup)
+
+    def _link(self, peer: int, connections: dict[tuple[int, str], Connection]) -> PeerLink:
+        control = connections[peer, CONTROL].sock
+        control.settimeout(self._options.setup_timeout)
+        purposes = self._choices[peer].connections(self._options)
+        return PeerLink(
+            rank=self._rank,
+            peer=peer,
+            sock=control,
+            incoming=_channels_with(self._incoming, peer),
+            outgoing=_channels_with(self._outgoing, peer),
+            data=[connections[peer, use].sock for use in purposes],
+        )
+
+    def _fall_back(self, setup: Setup) -> None:
+        """Give the links whose set-up has failed, which both ends know, to the next kind."""
+        for peer, why in setup.failed.items():
+            failed = self._choices[peer]
+            assert failed.instead is not None
+            before = failed.instead.reason
+            reason = Text(f"{before} [{failed.kind.name}: {why}]", before, why)
+            self._choices[peer] = dataclasses.replace(failed.instead, reason=reason)
+            setup.native.describe_peer(peer, self._description(peer))
+        setup.failed.clear()
+
+    def _add_peer(self, native: Any, control: Connection, bell: list[int]) -> None:
+        peer = control.peer
+        with contextlib.ExitStack() as stack:
+            for fd in bell:
+                stack.callback(os.close, fd)
+            socket_fd = os.dup(control.sock.fileno())
+            stack.pop_all()
+        pidfd, control.pidfd = control.pidfd, -1
+        native.add_peer(peer, self._description(peer), socket_fd, pidfd, bell[0] if bell else -1)
+
+    def _description(self, peer: int) -> str:
+        """A peer's name in errors."""
+        facts, kind = self._facts[peer], self._choices[peer].kind.name
+        return f"rank {peer} (pid {facts.pid} on {facts.hostname}, {kind})"
+
+    def _board_shape(self, peer: int) -> list[int] | None:
+        """Members and counters of the board that this rank and a peer share; None for none."""
+        if self._board is None or peer not in self._board.partners:
+            return None
+        return [len(self._board_ranks), self._request.board_counters]
+
+    def _send_offer(self, link: PeerLink, board_fd: int) -> None:
+        offer = {
+            "channels": _digest(self._incoming, link.incoming),
+            "board": self._board_shape(link.peer),
+        }
+        follows = self._board is not None and link.peer in self._board.followers
+        link.send(offer, [board_fd] if follows else ())
+
+    def _receive_offer(self, native: Any, link: PeerLink) -> None:
+        board = self._board
+        follows = board is not None and not board.is_head and link.peer == board.upstream
+        message, fds = link.receive(int(follows))
+        try:
+            self._compare_offer(message, link)
+            if board is not None and follows:
+                link.require_fds(fds, 1)
+                index, counters = board.members.index(self._rank), self._request.board_counters
+                native.use_board(
+                    fds.pop(), index, board.num_lines, counters, link.peer, board.is_relayed
+                )
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _compare_offer(self, message: dict[str, Any], link: PeerLink) -> None:
+        ours, theirs = _digest(self._outgoing, link.outgoing), message.get("channels")
+        if theirs != ours:
+            raise VersionMismatch(
+                f"rank {self._rank} wants to send on the channels {ours}, rank {link.peer} has "
+                f"opened {theirs} (chunk, direction, slot bytes, depth; of many, number and "
+                "hash); start both with equal settings"
+            )
+        shape = self._board_shape(link.peer)
+        if shape is not None and message.get("board") != shape:
+            raise VersionMismatch(
+                f"rank {self._rank} expects a board of {shape} (members, counters), "
+                f"rank {link.peer} has {message.get('board')}"
+            )
+
+
+def _channels_with(specs: Sequence[ChannelSpec], peer: int) -> list[int]:
+    """Indices of the channels with one peer, in the order on which both sides agree."""
+    mine = [i for i, spec in enumerate(specs) if peer in (spec.source, spec.destination)]
+    return sorted(mine, key=lambda i: (specs[i].chunk, specs[i].direction))
+
+
+def _digest(specs: Sequence[ChannelSpec], indices: Sequence[int]) -> list[Any]:
+    """The text that both ends of a link compare: channels or, of more than a message has room
+    for, their number and a hash."""
+    listed = [list(map(int, dataclasses.astuple(specs[index])))[2:] for index in indices]
+    text = json.dumps(listed)
+    if len(text) <= _LONGEST_LIST:
+        return listed
+    return [len(listed), hashlib.sha256(text.encode()).hexdigest()]

@@ -1,44 +1,69 @@
-"""Settings of a transport, checked once."""
+"""Settings of a transport, checked once, and the variables of the environment that tune RDMA."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from megatron.dpp.config import GPUDIRECT, LONGEST_WAIT
 from megatron.dpp.errors import ConfigError, number_fault
 
 
+def _tuned(default: Any, *allowed: Any) -> Any:
+    """A field with its least and greatest value, or its words; without either, any text."""
+    return field(default=default, metadata={"allowed": allowed})
+
+
 @dataclass(frozen=True, kw_only=True)
 class RdmaOptions:
-    """Settings of queue pairs; ``DppConfig`` checks them (its fields ``rdma_*``).
+    """Settings of RDMA ports and queue pairs. Each is a variable ``DPP_RDMA_NAME`` of the
+    environment, which a node may set for its own cards; ``docs/transport.md`` says what they do.
 
-    Args:
-        devices: ports that may be used, as ``device`` or ``device:port`` with commas between, or
-            ``nearest`` for all; a GPU takes the one that is nearest to it on the PCI bus. None
-            allows those that the host's address leaves (``TransportOptions.address_of``).
-        traffic_class: byte that switches choose a queue by; 106 is UCX's value for RoCE v2.
-        service_level: InfiniBand service level, Ethernet priority.
-        pkey_index: index of the partition key in the port's table.
-        gid_index: index of the port's address in its table; -1 chooses.
-        timeout: a packet counts as lost after 4.096 us x 2^timeout; 20 is NCCL's value.
-        retries: times that a lost packet is sent again; 7 is NCCL's value.
-        adaptive_routing: the network may reorder packets: ``auto`` (on InfiniBand, as NCCL does),
-            ``on``, ``off``.
+    Raises:
+        ConfigError: a value is out of its range.
     """
 
-    devices: str | None = None
-    traffic_class: int = 106
-    service_level: int = 0
-    pkey_index: int = 0
-    gid_index: int = -1
-    timeout: int = 20
-    retries: int = 7
-    adaptive_routing: str = "auto"
+    devices: str = _tuned("")
+    traffic_class: int = _tuned(106, 0, 255)
+    service_level: int = _tuned(0, 0, 15)
+    pkey_index: int = _tuned(0, 0, 65535)
+    gid_index: int = _tuned(-1, -1, 255)
+    timeout: int = _tuned(20, 1, 31)
+    retries: int = _tuned(7, 0, 7)
+    adaptive_routing: str = _tuned("auto", *GPUDIRECT)
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, allowed, fault = getattr(self, each.name), each.metadata["allowed"], ""
+            if isinstance(each.default, int):
+                fault = number_fault(value, *allowed)
+            elif allowed and value not in allowed:
+                fault = f"is {value}; expected one of {', '.join(allowed)}"
+            if fault:
+                raise ConfigError(f"{variable(each.name)} {fault}")
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str] = os.environ) -> RdmaOptions:
+        """The values of the variables; an empty one counts as missing."""
+        given: dict[str, Any] = {}
+        for each in fields(cls):
+            if text := environment.get(variable(each.name)):
+                is_number = isinstance(each.default, int) and re.fullmatch("-?[0-9]{1,9}", text)
+                given[each.name] = int(text) if is_number else text
+        return cls(**given)
+
+
+def variable(name: str) -> str:
+    """The variable of a field of :class:`RdmaOptions`."""
+    return f"DPP_RDMA_{name.upper()}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransportOptions:
-    """Settings of one transport; equal on all ranks of a job.
+    """Settings of one transport; equal on all ranks of a job, but for ``rdma`` and ``node_ips``.
 
     Args:
         timeout: seconds that a wait inside the transport (a lagging board reader, a full queue of
@@ -71,7 +96,7 @@ class TransportOptions:
     checksum: bool = False
     workload: int = 1 << 20
     gpudirect: str = "auto"
-    rdma: RdmaOptions = RdmaOptions()
+    rdma: RdmaOptions = field(default_factory=RdmaOptions.of)
     node_ips: str | None = None
     address_of: str = "rank"
     listen_ports: tuple[int, int] | None = None
@@ -84,7 +109,7 @@ class TransportOptions:
     spin: bool | None = None
 
     def __post_init__(self) -> None:
-        for field, least, most in (
+        for name, least, most in (
             ("timeout", 0.001, LONGEST_WAIT),
             ("setup_timeout", 0.001, LONGEST_WAIT),
             ("peer_timeout", 0.001, LONGEST_WAIT),
@@ -93,8 +118,8 @@ class TransportOptions:
             ("max_pending", 1, 1 << 20),
         ):
             whole = isinstance(least, int)
-            if fault := number_fault(getattr(self, field), least, most, whole=whole):
-                raise ConfigError(f"transport option {field} {fault}")
+            if fault := number_fault(getattr(self, name), least, most, whole=whole):
+                raise ConfigError(f"transport option {name} {fault}")
         if self.gpudirect not in GPUDIRECT:
             raise ConfigError(
                 f"transport option gpudirect is {self.gpudirect}; expected one of "
@@ -104,3 +129,30 @@ class TransportOptions:
             raise ConfigError(
                 f"transport option max_pending is {self.max_pending}; give a power of two"
             )
+
+
+def tuned(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Fields of :class:`TransportOptions` that variables of the environment give: ``DPP_WORKLOAD``,
+    ``DPP_TCP_CONNECTIONS``, ``DPP_PEER_TIMEOUT``, and ``DPP_LISTEN_PORTS`` with one port or two,
+    like ``29700-29763``.
+
+    Raises:
+        ConfigError: a value is no number, or no range of ports.
+    """
+    options: dict[str, Any] = {}
+    for name, kind in (("workload", int), ("tcp_connections", int), ("peer_timeout", float)):
+        if text := environment.get(f"DPP_{name.upper()}"):
+            try:
+                options[name] = kind(text)
+            except ValueError:
+                raise ConfigError(f"DPP_{name.upper()}={text}: expected a number") from None
+    if ports := environment.get("DPP_LISTEN_PORTS"):
+        first, dash, last = ports.partition("-")
+        numbers = [int(port) if port.isdecimal() else 0 for port in (first, last or first)]
+        if not 1 <= numbers[0] <= numbers[1] <= 65535 or (dash and not last):
+            raise ConfigError(
+                f"DPP_LISTEN_PORTS={ports}: expected two ports from 1 to 65535, the lower one "
+                "first, like 29700-29763"
+            )
+        options["listen_ports"] = tuple(numbers)
+    return options

@@ -1,4 +1,4 @@
-"""Finds the RDMA ports that a rank may use, the nearest first, and the address of each."""
+"""The RDMA ports that a rank may use, the nearest first, and those at the two ends of a link."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import ipaddress
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 
-from megatron.dpp.errors import TransportError, setting
+from megatron.dpp.errors import Text, TransportError, setting
 from megatron.dpp.hosts import addresses, family_of
-from megatron.dpp.transport.options import RdmaOptions, TransportOptions
-from megatron.dpp.transport.pci import gpus_of_ranks, pci_distance, pci_path
-from megatron.dpp.transport.rdma_places import Place
+from megatron.dpp.transport.options import RdmaOptions, TransportOptions, variable
 
 NEAREST = "nearest"
-"""Value of ``rdma_devices`` that allows every port."""
+"""Value of ``DPP_RDMA_DEVICES`` that allows every port."""
+
+SYS = Path("/sys")
+"""Root of the kernel's files about devices."""
 
 _MAPPED = "00000000000000000000ffff"  # an IPv4 address as a GID begins so
 _LINK_LOCAL = "fe80"
@@ -31,21 +31,85 @@ Port = Mapping[str, Any]
 """An entry of ``rdma_ports`` of the C++ extension."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """A port of an RDMA device, and the index of this host's address there.
+
+    Args:
+        ipv6: the address of a RoCE port is of IPv6, else of IPv4.
+        subnet: equal for ports that reach each other without a router; "" where it is not known.
+        distance: the first number of ``pci_distance`` from the rank's GPU; 0 without one.
+    """
+
+    device: str
+    port: int
+    gid_index: int
+    infiniband: bool
+    ipv6: bool = False
+    subnet: str = ""
+    distance: int = 0
+
+    @property
+    def network(self) -> str:
+        """Name of the network; a port reaches only ports of an equal network."""
+        if self.infiniband:
+            return "InfiniBand"
+        return "RoCE v2 over IPv6" if self.ipv6 else "RoCE v2"
+
+    @property
+    def name(self) -> str:
+        """Device and port, for log lines."""
+        return f"{self.device} port {self.port}"
+
+
+def read_places(found: Sequence[Mapping[str, Any]]) -> list[Place]:
+    """The ports in a rank's facts, nearest first.
+
+    Raises:
+        TypeError: a field is missing, unknown, or of the wrong type.
+    """
+    places = [Place(**fields_of) for fields_of in found]
+    for place in places:
+        for each in fields(Place):
+            value = getattr(place, each.name)
+            if type(value).__name__ != each.type:
+                raise TypeError(f"{each.name} is {str(value)[:80]!r}")
+    return places
+
+
+def way(one: Sequence[Place], other: Sequence[Place]) -> tuple[Place, Place] | None:
+    """The ports over which two ranks link: the nearest ones, within one subnet where several pairs
+    are as near; None where no network has both.
+
+    Args:
+        one: the lower rank's ports, nearest first.
+        other: the higher rank's.
+    """
+    pairs = [
+        (a.distance + b.distance, a.subnet != b.subnet or not a.subnet, i + j, i, j)
+        for i, a in enumerate(one)
+        for j, b in enumerate(other)
+        if a.network == b.network
+    ]
+    return (one[min(pairs)[3]], other[min(pairs)[4]]) if pairs else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Node:
     """The facts of a node beside its ports.
 
     Args:
-        gpus: paths of the GPUs of the node's ranks up to this one, which is last, in the tree of
-            PCI devices; None for a rank without one.
-        cards: such a path for each device.
+        gpu: path of the rank's GPU in the tree of PCI devices; None without one.
+        turn: of the rank among those that share equally near ports.
+        cards: a path like ``gpu`` for each device.
         subnets: subnet by address of the host, IPv4 or IPv6.
         infiniband: (device, port) pairs behind the interface with the node's address, where it is
             an IP-over-InfiniBand interface.
         refused: reasons why some devices could not be opened.
     """
 
-    gpus: Sequence[Path | None] = (None,)
+    gpu: Path | None = None
+    turn: int = 0
     cards: Mapping[str, Path] = field(default_factory=dict)
     subnets: Mapping[str, str] = field(default_factory=dict)
     infiniband: Sequence[tuple[str, int]] = ()
@@ -64,14 +128,16 @@ def find_places(
         device: of the rank's tensors.
     """
     if address is None:
-        return [], f"this host's address is not known ({setting('node_ips')})"
+        node_ips = setting("node_ips")
+        return [], Text(f"this host's address is not known ({node_ips})", node_ips)
     try:
         ports, refused = library.rdma_ports()
     except TransportError as error:
         return [], str(error)
     names = {port["device"] for port in ports}
     node = Node(
-        gpus=gpus_of_ranks(device, int(os.environ.get("LOCAL_RANK", "0"))),
+        gpu=gpu_path(device),
+        turn=int(os.environ.get("LOCAL_RANK", "0")),
         cards={name: pci_path(f"class/infiniband/{name}/device") for name in names},
         subnets=_subnets(),
         infiniband=_infiniband_interfaces(addresses().get(address, "")),
@@ -94,7 +160,7 @@ def choose_places(
         address: address of this host; preferred among a port's addresses.
         address_of: as in ``TransportOptions``.
     """
-    if options.devices is not None:
+    if options.devices:
         usable, why = _named(ports, options.devices), _unnamed(ports, options.devices)
         if not usable:
             return [], why
@@ -104,7 +170,7 @@ def choose_places(
         if not usable:
             return ([] if own is None else [own]), why
     places, wanted = [], _gid_of(address)
-    for distance, port in _dealt(usable, node):
+    for distance, port in _nearest_first(usable, node):
         index = _best_address(port, wanted) if options.gid_index < 0 else options.gid_index
         place, lacking = _place_on(port, index, node, distance)
         places += [] if place is None else [place]
@@ -140,14 +206,18 @@ def choose_place(
                 )
             return _place_on(port, found if gid_index < 0 else gid_index, node)
     there = "; ".join([", ".join(map(_name, ports)), *node.refused])
+    node_ips = setting("node_ips")
     return None, (
-        f"no RDMA port has the address {address} (there are {there}): name the address of the "
-        f"RDMA interface with {setting('node_ips')}, or its device with {setting('rdma_devices')}"
+        Text(
+            f"no RDMA port has the address {address} (there are {there}): name the address of the "
+            f"RDMA interface with {node_ips}, or its device with {variable('devices')}",
+            node_ips,
+        )
     )
 
 
 def _named(ports: Sequence[Port], wanted: str) -> list[Port]:
-    """The active ports that ``rdma_devices`` names."""
+    """The active ports that ``DPP_RDMA_DEVICES`` names."""
     names = wanted.split(",")
     return [
         port
@@ -161,8 +231,8 @@ def _named(ports: Sequence[Port], wanted: str) -> list[Port]:
 
 def _unnamed(ports: Sequence[Port], wanted: str) -> str:
     there = [_name(port) + ("" if port["active"] else " (not active)") for port in ports]
-    what = setting("rdma_devices", wanted)
-    return f"{what}: no such active port (there are {', '.join(there) or 'none'})"
+    listed = ", ".join(there) or "none"
+    return f"{variable('devices')}={wanted}: no such active port (there are {listed})"
 
 
 def _by_path(ports: Sequence[Port], own: Place | None, node: Node, address_of: str) -> list[Port]:
@@ -175,7 +245,7 @@ def _by_path(ports: Sequence[Port], own: Place | None, node: Node, address_of: s
     usable = [port for port in ports if port["active"] and _is_addressed(port)]
     if own is not None and address_of == "node":
         usable = [port for port in usable if port["infiniband"] == own.infiniband]
-    if node.gpus[-1] is not None and len(usable) > 1:
+    if node.gpu is not None and len(usable) > 1:
         return usable
     # InfiniBand needs no IP address.
     return [port for port in usable if port["infiniband"] and own is None]
@@ -190,21 +260,18 @@ def _is_addressed(port: Port) -> bool:
     )
 
 
-def _dealt(usable: Sequence[Port], node: Node) -> list[tuple[int, Port]]:
-    """Ports with their distances, in the order in which this rank prefers them.
+def _nearest_first(usable: Sequence[Port], node: Node) -> list[tuple[int, Port]]:
+    """Ports with their distances; of equally near ones, each rank of a node begins at another."""
+    found = [(_distance(port, node), at, port) for at, port in enumerate(usable)]
+    found.sort(key=lambda entry: entry[:2])
+    num_nearest = sum(distance == found[0][0] for distance, *_ in found)
+    start = node.turn % num_nearest
+    order = found[start:num_nearest] + found[:start] + found[num_nearest:]
+    return [(distance[0], port) for distance, _, port in order]
 
-    The node's ranks choose one after the other. Each takes a nearest port, of several the one that
-    the fewest have taken before it.
-    """
-    takers = [0] * len(usable)
-    order: list[tuple[tuple[int, int], int, int]] = []
-    for gpu in node.gpus:
-        order = sorted(
-            ((0, 0) if gpu is None else pci_distance(gpu, node.cards[port["device"]]), taken, at)
-            for at, (port, taken) in enumerate(zip(usable, takers, strict=True))
-        )
-        takers[order[0][2]] += 1
-    return [(distance, usable[at]) for (distance, _), _, at in order]
+
+def _distance(port: Port, node: Node) -> tuple[int, int]:
+    return (0, 0) if node.gpu is None else pci_distance(node.gpu, node.cards[port["device"]])
 
 
 def _best_address(port: Port, wanted: str) -> int:
@@ -246,7 +313,7 @@ def _place_on(
         return None, (
             f"{_name(port)} has no {'address' if infiniband else _ROCE + ' address'} with "
             f"index {gid_index}; there are {there or 'none'} "
-            f"({setting('rdma_gid_index')})"
+            f"({variable('gid_index')})"
         )
     gid = gids[gid_index]
     place = Place(
@@ -263,6 +330,8 @@ def _place_on(
 
 def _subnets() -> dict[str, str]:
     """The subnet of each address of this host, like ``10.0.0.0/16``."""
+    import psutil  # type: ignore[import-untyped]
+
     found = {}
     for entries in psutil.net_if_addrs().values():
         for entry in entries:
@@ -297,3 +366,37 @@ def _infiniband_interfaces(interface: str) -> list[tuple[str, int]]:
     except (OSError, ValueError):
         port = 1
     return [(device.name, port) for device in devices.iterdir()]
+
+
+def pci_distance(one: Path, other: Path) -> tuple[int, int]:
+    """Distance between two PCI devices: the kind of connection, then the number of bridges.
+
+    0 is below one port of a host bridge (PCI switches only), 1 below one host bridge, 2 further.
+    The order of these is that of NCCL's PIX and PXB, PHB, and SYS.
+
+    Args:
+        one: path of a device under ``/sys/devices``, links resolved.
+        other: likewise.
+    """
+    ours, theirs = one.parts, other.parts
+    shared = next(
+        (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b),
+        min(len(ours), len(theirs)),
+    )
+    bridges = len(ours) + len(theirs) - 2 * shared
+    root = next((at for at, part in enumerate(ours) if part.startswith("pci")), len(ours))
+    return (0 if shared > root + 1 else 1 if shared > root else 2), bridges
+
+
+def pci_path(entry: str) -> Path:
+    """Path of a device under ``/sys/devices``, by an entry of ``/sys`` that leads there."""
+    return (SYS / entry).resolve()
+
+
+def gpu_path(device: torch.device) -> Path | None:
+    """Path of a GPU in the tree of PCI devices; None on a CPU, and where PyTorch does not say."""
+    facts: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    if not hasattr(facts, "pci_bus_id"):
+        return None
+    address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
+    return pci_path(f"bus/pci/devices/{address}")

@@ -2,164 +2,92 @@
 
 On a GPU the host queues kernels. Small layers run faster than the host launches them; then the host
 sets the pace, unless CUDA graphs are replayed, and the device catches up during large products such
-as the head's. :func:`model_costs` serves the estimate, :func:`planning_costs` the planner; both
-read the same formulas.
+as the head's.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.dpp.config import GRAPHS_PAY_FROM
 from megatron.dpp.schedule import Kind
 from megatron.dpp_train.cost import constants
-from megatron.dpp_train.cost.device import Device, known_gpu
-from megatron.dpp_train.cost.flops import core_products
-from megatron.dpp_train.cost.memory import (
-    deferred_bytes,
-    embedding_parameters,
-    head_bytes,
-    head_parameters,
-    key_bytes,
-    layer_bytes,
-    layer_parameters,
-    logits,
-    optimizer_bytes,
-)
-from megatron.dpp_train.cost.model_costs import ModelCosts, PartCosts, SliceCosts, Times
+from megatron.dpp_train.cost.device import Device
+from megatron.dpp_train.cost.memory import layer_bytes, layer_parameters
 from megatron.dpp_train.cost.shape import RunShape
+
+Times = tuple[float, float, float]
+"""Seconds of ``F``, ``B`` and ``W`` for one microbatch, or a mean slice of one."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartTimes:
-    """Seconds of ``F``, ``B`` and ``W`` for one microbatch, and between two tasks.
+class Parts:
+    """Times of a model's parts.
 
     Args:
-        layer: one transformer layer.
+        layer: one transformer layer, the mean of those of two kinds.
         lookup: the embedding, as far as launching does not hide it.
         head: final norm, output layer and loss, likewise.
-        between: from the end of a task to the next: the host's work while the device waits, and
-            copies of inputs and outputs.
+        between: seconds from the end of a task to the next: the host's work while the device waits,
+            and copies of inputs and outputs.
+        hop: seconds of an activation to the next stage.
         replayed: layers run as CUDA graphs.
+        more: seconds that a layer takes more than the mean, of each slice of a microbatch. Later
+            slices attend to more keys.
     """
 
     layer: Times
     lookup: Times
     head: Times
     between: float
+    hop: float
     replayed: bool
+    more: tuple[Times, ...]
 
 
-def part_times(shape: RunShape, device: Device) -> PartTimes:
+def part_times(shape: RunShape, device: Device) -> Parts:
     """Times of the model's parts as they will be run."""
-    whole = device_times(shape, device)
-    layer, lookup, head = whole.layer, whole.lookup, whole.head
-    if _replays(shape, device, layer, head):
-        return whole
-    dynamic = shape.schedule.dynamic
-    paced = _paced(shape, layer, _launches(shape, device))
-    waits = paced != layer and (dynamic or not device.queues)
-    if device.queues and (dynamic or shape.pipeline == 1):
-        gained = sum(paced) - sum(layer)
-        lookup = _exposed(lookup, shape.layout.rank_layers(0) * gained)
-        last = shape.layout.rank_layers(shape.pipeline - 1)
-        loss = device.launch if gained else 0.0  # it has as many kernels as a layer
-        head = _exposed(head, last * gained, loss)
-    between = device.between if waits else 0.0
-    return PartTimes(layer=paced, lookup=lookup, head=head, between=between, replayed=False)
-
-
-def device_times(shape: RunShape, device: Device) -> PartTimes:
-    """Times of the parts where launching is no limit, as with CUDA graphs."""
-    return PartTimes(
-        layer=_mean_layer_seconds(shape, device),
-        lookup=_lookup_seconds(shape, device),
-        head=_head_seconds(shape, device),
-        between=device.between,
-        replayed=True,
+    each = [_unit(each, device) for each in shape.slices]
+    layer, lookup, head = (
+        _mean([getattr(one, name) for one in each]) for name in ("layer", "lookup", "head")
     )
+    more = tuple(_less(one.layer, layer) for one in each)
+    return dataclasses.replace(each[0], layer=layer, lookup=lookup, head=head, more=more)
 
 
-def model_costs(shape: RunShape, device: Device) -> ModelCosts:
-    """Times and activation sizes of the model's parts in a run, without weights and their state."""
-    units = shape.slices
-    each = [part_times(unit, device) for unit in units]
-    times, first = _mean_times(each), units[0]
-    layer = PartCosts(times.layer, layer_bytes(first), deferred_bytes=deferred_bytes(first))
-    slots = times.replayed and shape.pipeline > 1
+def _less(times: Times, mean: Times) -> Times:
+    forward, backward, weight = map(operator.sub, times, mean)
+    return forward, backward, weight
+
+
+def _mean(times: list[Times]) -> Times:
+    forward, backward, weight = map(statistics.fmean, zip(*times, strict=True))
+    return forward, backward, weight
+
+
+def _unit(shape: RunShape, device: Device) -> Parts:
+    layer, lookup, head = (
+        _mean_layer(shape, device),
+        _lookup_seconds(shape, device),
+        _head_seconds(shape, device),
+    )
     near = shape.pipeline_per_node == shape.pipeline
-    return ModelCosts(
-        shape.num_layers,
-        layer,
-        PartCosts(times.lookup),
-        PartCosts(times.head, head_bytes(first)),
-        hop_bytes(first) / (device.link if near else device.network),
-        between=times.between,
-        slot_layers=constants.GRAPH_LAYERS if slots else None,
-        slices=_slice_costs(units, [one.layer for one in each], times.layer),
-    )
-
-
-def _mean_times(each: Sequence[PartTimes]) -> PartTimes:
-    """The times of a mean slice of a microbatch."""
-
-    def mean(name: str) -> Times:
-        forward, backward, weight = map(
-            statistics.fmean, zip(*(getattr(one, name) for one in each), strict=True)
-        )
-        return forward, backward, weight
-
-    return dataclasses.replace(
-        each[0], layer=mean("layer"), lookup=mean("lookup"), head=mean("head")
-    )
-
-
-def _slice_costs(
-    units: Sequence[RunShape], times: Sequence[Times], mean: Times
-) -> SliceCosts | None:
-    if len(units) == 1:
-        return None
-    keys, gradients = key_bytes(units[0])
-    more = tuple((f - mean[0], b - mean[1], w - mean[2]) for f, b, w in times)
-    tokens = tuple(unit.tokens for unit in units)
-    return SliceCosts(tokens=tokens, more=more, key_bytes=keys, gradient_bytes=gradients)
-
-
-def planning_costs(
-    shape: RunShape,
-    *,
-    units: Sequence[RunShape] = (),
-    device: Device | None = None,
-    sigma: float = 0.0,
-) -> ModelCosts:
-    """Costs of the parts for planning a layout, with weights and their state.
-
-    Times are those with CUDA graphs. Activations are kept until the last ``W``, as in graphs.
-
-    Args:
-        shape: one pipeline rank that holds all layers.
-        units: the slices of a microbatch; empty for a whole one.
-        device: an H200 by default. Layouts depend on the proportions of times only.
-        sigma: spread of task times (of their logarithm) to assume.
-    """
-    device, units = device or known_gpu("H200"), units or [shape]
-    every = [device_times(unit, device) for unit in units]
-    times, unit = _mean_times(every), units[0]
-    each = shape.element_bytes + shape.gradient_bytes + optimizer_bytes(shape)
-    untied = dataclasses.replace(shape.model, tied=False)  # on a stage of its own
-    head = each * head_parameters(dataclasses.replace(shape, model=untied))
-    return ModelCosts(
-        shape.num_layers,
-        PartCosts(times.layer, layer_bytes(unit), each * layer_parameters(shape)),
-        PartCosts(times.lookup, 0.0, each * embedding_parameters(shape)),
-        PartCosts(times.head, head_bytes(unit), head),
-        hop_bytes(unit) / device.link,
-        sigma,
-        times.between,
-        slices=_slice_costs(units, [one.layer for one in every], times.layer),
+    hop = hop_bytes(shape) / (device.link if near else device.network)
+    between, replayed = device.between, _replays(shape, device, layer, head)
+    if not replayed:
+        paced = _paced(shape, layer, _launches(shape, device))
+        if device.queues and (shape.dynamic or shape.pipeline == 1):
+            gained = sum(paced) - sum(layer)
+            lookup = _exposed(lookup, shape.rank_layers(0) * gained)
+            loss = device.launch if gained else 0.0  # it has as many kernels as a layer
+            head = _exposed(head, shape.rank_layers(shape.pipeline - 1) * gained, loss)
+        waits = paced != layer and (shape.dynamic or not device.queues)
+        layer, between = paced, between if waits else 0.0
+    return Parts(
+        layer=layer, lookup=lookup, head=head, between=between, hop=hop, replayed=replayed, more=()
     )
 
 
@@ -190,32 +118,12 @@ def collective_bytes(shape: RunShape) -> float:
     return passes * (shape.tensor - 1) / shape.tensor * shape.element_bytes * shape.elements
 
 
-def collective_seconds(shape: RunShape, device: Device) -> float:
-    """Seconds of one of them; none of it overlaps with other work."""
-    if shape.tensor == 1:
-        return 0.0
-    link = device.group_link(shape.tensor, shape.tensor_per_node)
-    return device.collective + collective_bytes(shape) / (constants.LINK_SHARE * link)
-
-
 def dispatch_bytes(shape: RunShape) -> float:
     """Bytes that a rank sends in one of a layer's two all-to-alls: each token to its experts, or
     what they make of it back.
     """
-    if shape.model.experts is None:
-        return 0.0
     ranks = shape.expert * shape.expert_tensor
-    sent = shape.routed * shape.model.hidden_size * shape.element_bytes
-    return (ranks - 1) / ranks * sent
-
-
-def dispatch_seconds(shape: RunShape, device: Device) -> float:
-    """Seconds of one of them; none of it overlaps with other work."""
-    ranks = shape.expert * shape.expert_tensor
-    if shape.model.experts is None or ranks == 1:
-        return 0.0
-    link = device.group_link(ranks, shape.experts_per_node)
-    return device.collective + dispatch_bytes(shape) / (constants.LINK_SHARE * link)
+    return (ranks - 1) / ranks * shape.routed * shape.model.hidden_size * shape.element_bytes
 
 
 def ring_bytes(shape: RunShape) -> float:
@@ -224,30 +132,25 @@ def ring_bytes(shape: RunShape) -> float:
     return (shape.context - 1) * own
 
 
-def ring_seconds(shape: RunShape, device: Device) -> float:
-    """Seconds of one such round. Attention computes beside it."""
-    if shape.context == 1:
+def _seconds(
+    shape: RunShape, device: Device, ranks: int, stride: int, num_bytes: float, steps: int = 1
+) -> float:
+    """Seconds of a collective of ``ranks`` ranks ``stride`` apart."""
+    if ranks == 1:
         return 0.0
-    link = device.group_link(shape.context, shape.context_per_node)
-    steps = (shape.context - 1) * device.collective
-    return steps + ring_bytes(shape) / (constants.LINK_SHARE * link)
+    link = device.group_link(ranks, shape.on_a_node(ranks, stride))
+    return steps * device.collective + num_bytes / (constants.LINK_SHARE * link)
+
+
+def collective_seconds(shape: RunShape, device: Device) -> float:
+    """Seconds of a tensor-parallel collective; none of it overlaps with other work."""
+    return _seconds(shape, device, shape.tensor, 1, collective_bytes(shape))
 
 
 # On the device
 
 
-def _linear_seconds(shape: RunShape, device: Device) -> float:
-    """One pass of a layer's matrix products. The fullest rank's experts set the pace."""
-    weights = shape.model.layer_weights()
-    experts = shape.model.experts
-    if experts is not None:
-        more = (shape.imbalance - 1) * experts.topk * experts.ffn_hidden_size
-        weights += round(more * shape.model.hidden_size * (3 if shape.model.gated else 2))
-        weights += experts.number * shape.model.hidden_size  # the router
-    return 2 * weights * shape.tokens / shape.tensor / device.flops
-
-
-def _mean_layer_seconds(shape: RunShape, device: Device) -> Times:
+def _mean_layer(shape: RunShape, device: Device) -> Times:
     """Times of the mean layer, of a model that has layers of two kinds."""
     kinds = [(_layer_seconds(kind, device), count) for kind, count in shape.kinds]
     forward, backward, weight = (
@@ -260,43 +163,45 @@ def _mean_layer_seconds(shape: RunShape, device: Device) -> Times:
 def _layer_seconds(shape: RunShape, device: Device) -> Times:
     """Matrix products, collectives, and the kernels between the products."""
     model = shape.model
-    linear = _linear_seconds(shape, device)
-    scores = (2 if model.arch == "gpt" else 4) * core_products(model, shape.begin) * shape.tokens
-    core, core_backward = (
-        passes * slowdown * (scores / shape.tensor / device.flops)
-        for passes, slowdown in zip((1, 2), _slowdowns(shape), strict=True)
-    )
-    ring, dispatch = ring_seconds(shape, device), 2 * dispatch_seconds(shape, device)
-    if shape.gathers_keys:  # before attention and after it
-        core, core_backward = core + ring, core_backward + ring
-    else:
-        core, core_backward = max(core, ring), max(core_backward, 2 * ring)
-    again = shape.recompute != "none"
-    kept = layer_bytes(dataclasses.replace(shape, recompute="none") if again else shape)
+    weights = model.layer_weights + model.experts * model.hidden_size  # with the router
+    linear = 2 * weights * shape.tokens / shape.tensor / device.flops
+    core, core_backward = _core_seconds(shape, device)
+    kept = layer_bytes(dataclasses.replace(shape, recompute="none"))
     before, after = (
         passes * (kept / device.bytes_per_second) for passes in constants.BETWEEN_PRODUCTS
     )
-    each, (sums, sums_backward) = collective_seconds(shape, device), collectives(shape)
-    forward = linear + core + sums * each + before + dispatch
     if not device.queues:
         gathers, back = constants.FSDP_COLLECTIVES.get(shape.shard, (0, 0))
-        forward, after = forward + gathers * device.collective, after + back * device.collective
+        before, after = before + gathers * device.collective, after + back * device.collective
+    dispatch = 0.0
+    if model.experts:
+        ranks = shape.expert * shape.expert_tensor
+        dispatch = 2 * _seconds(shape, device, ranks, 1, dispatch_bytes(shape))
+    each, (sums, sums_backward) = collective_seconds(shape, device), collectives(shape)
+    forward = linear + core + sums * each + before + dispatch
     repeated = {"none": 0.0, "selective": core, "full": forward}[shape.recompute]
-    around = sums_backward * each + dispatch
     weight = linear
     if shape.adds_gradients:
         moved = constants.ADDED_GRADIENT_BYTES * layer_parameters(shape)
         weight += moved / device.bytes_per_second
+    around = sums_backward * each + dispatch
     return forward, linear + core_backward + around + after + repeated, weight
 
 
-def _slowdowns(shape: RunShape) -> tuple[float, float]:
-    """Forward and backward of attention's core, over matrix products with as many operations."""
-    if not shape.engine:
-        return constants.ATTENTION_SLOWDOWN
-    longer = constants.ENGINE_SLICES if shape.row else 1.0
-    forward, backward = constants.ENGINE_ATTENTION_SLOWDOWN
-    return longer * forward, longer * backward
+def _core_seconds(shape: RunShape, device: Device) -> tuple[float, float]:
+    """Forward and backward of attention's core. A ring passes keys and values beside it, and in the
+    backward their gradients too."""
+    model = shape.model
+    scores = (2 if model.arch == "gpt" else 4) * model.core_products(shape.begin) * shape.tokens
+    product = scores / shape.tensor / device.flops
+    slowdowns = constants.ATTENTION_SLOWDOWN
+    if shape.engine:
+        longer = constants.ENGINE_SLICES if shape.row else 1.0
+        forward, backward = constants.ENGINE_ATTENTION_SLOWDOWN
+        slowdowns = longer * forward, longer * backward
+    ranks = shape.context
+    ring = _seconds(shape, device, ranks, shape.tensor, ring_bytes(shape), steps=ranks - 1)
+    return max(slowdowns[0] * product, ring), max(2 * slowdowns[1] * product, 2 * ring)
 
 
 def _table(shape: RunShape) -> float:
@@ -312,19 +217,14 @@ def _head_seconds(shape: RunShape, device: Device) -> Times:
     table, rate = _table(shape), device.bytes_per_second
     product = 2 * table * shape.tokens / device.flops
     loss, loss_backward = constants.LOSS_BYTES[shape.model.fused_loss]
-    forward = product + loss * logits(shape) / rate
+    forward = product + loss * shape.logits / rate
     adding = constants.TABLE_BYTES * table / rate
-    backward = 2 * product + loss_backward * logits(shape) / rate + adding
-    if shape.tensor == 1:
-        return _in_forward(shape, forward, backward)
-    each, gathers = collective_seconds(shape, device), shape.sequence_parallel
-    forward += constants.LOSS_COLLECTIVES * device.collective + gathers * each
-    return _in_forward(shape, forward, backward + (1 + gathers) * each)
-
-
-def _in_forward(shape: RunShape, forward: float, backward: float) -> Times:
-    """The head's times, whose backward F may run, too."""
-    if shape.schedule.head_in_forward:
+    backward = 2 * product + loss_backward * shape.logits / rate + adding
+    if shape.tensor > 1:
+        each, gathers = collective_seconds(shape, device), shape.sequence_parallel
+        forward += constants.LOSS_COLLECTIVES * device.collective + gathers * each
+        backward += (1 + gathers) * each
+    if shape.head_in_forward:
         return forward + backward, 0.0, 0.0
     return forward, backward, 0.0
 
@@ -349,8 +249,7 @@ def _replays(shape: RunShape, device: Device, layer: Times, head: Times) -> bool
         return shape.graphs == "on"
     least = _launches(shape, device)
     took = shape.num_layers * sum(_paced(shape, layer, least))
-    if shape.pipeline * shape.chunks == 1:
-        took += sum(head)
+    took += sum(head) if len(shape.layers) == 1 else 0.0
     return shape.num_layers * sum(least) >= GRAPHS_PAY_FROM * took
 
 
@@ -361,14 +260,13 @@ def _launches(shape: RunShape, device: Device) -> Times:
     alone = constants.ENGINE_LAUNCH if shape.engine else 1.0
     once = device.launch * (alone + around * device.queues)
     again = once if shape.recompute == "full" else 0.0
-    weights = device.launch * constants.WEIGHTS_LAUNCH if shape.schedule.split_backward else 0.0
-    return once, once + again, weights
+    return once, once + again, device.launch * constants.WEIGHTS_LAUNCH * shape.split
 
 
 def _paced(shape: RunShape, layer: Times, least: Times) -> Times:
     """A layer's times, each at least its launching. A fused backward is one task."""
     forward, backward, weight = layer
-    if shape.schedule.split_backward:
+    if shape.split:
         weight = max(weight, least[Kind.W])
         return max(forward, least[Kind.F]), max(backward, least[Kind.B]), weight
     return max(forward, least[Kind.F]), max(backward + weight, least[Kind.B]) - weight, weight

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron.dpp import strict_json
+from megatron.dpp.files import strict_json
 from megatron.dpp_train.data.chat_lines import Chat, Message, plain_text
 from megatron.dpp_train.data.json_lines import BadLine
 
@@ -27,6 +27,12 @@ def variants(chat: Chat) -> Iterator[Chat]:
             if arguments is _turned and messages == [content(m) for m in chat.messages]:
                 continue
             yield replace(chat, messages=messages, notes=(*chat.notes, *note, *more))
+
+
+def stands(message: Message, text: str) -> bool:
+    """True if the text of a message is in a rendered text, as it is or within JSON."""
+    said = plain_text(message.get("content")).strip()
+    return said in text or _inner(said) in text
 
 
 def is_whole(chat: Chat, text: str) -> bool:

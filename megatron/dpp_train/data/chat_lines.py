@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.dpp import strict_json
+from megatron.dpp.files import strict_json
 from megatron.dpp_train.data.json_lines import BadLine, without_null
 
 Message = dict[str, Any]
@@ -33,8 +33,9 @@ _REFUSED = {
     "training_detail": "an answer is trained on as a whole",
 }
 """Fields of a line or a message that change what is trained on, and are not supported."""
-_LOSS = "weight", "train", "training"
-"""Fields of an answer that say whether it has a loss: OpenAI's and axolotl's."""
+LOSS = "weight", "train", "training", "loss"
+"""Fields of a line, of an answer or of its parts that say whether it has a loss: those of OpenAI,
+axolotl and ms-swift."""
 _ROLES = {
     "human": "user",
     "user": "user",
@@ -100,6 +101,9 @@ def read_chat(document: dict[str, Any]) -> Chat:
         notes.append('left out fields of "null", which a table has added to "tools" and calls')
     trained = [_checked(number, message) for number, message in enumerate(messages, 1)]
     trained[: form.prompt] = [False] * form.prompt
+    if not _has_loss(form.given, "the line"):
+        trained = [False] * len(trained)
+    form.taken |= form.given.keys() & set(LOSS)
     notes += [f'field "{key}" is not used' for key in sorted(given.keys() - form.taken)]
     return Chat([_without_loss(m) for m in messages], trained, more, tuple(notes))
 
@@ -261,15 +265,30 @@ def _checked(number: int, message: Message) -> bool:
         return False
     if not calls and not plain_text(content).strip():
         raise BadLine(f"the answer in {where} is empty")
-    losses = {name: message[name] for name in _LOSS if message.get(name) is not None}
-    for name, value in losses.items():
-        if value not in (0, 1):
+    parts = content if isinstance(content, list) else []
+    of_parts = [_has_loss(part, f"a part of {where}") for part in parts] or [True]
+    if any(of_parts) != all(of_parts):
+        raise BadLine(f"{where} has parts with and without a loss: an answer has one as a whole")
+    return of_parts[0] and _has_loss(message, where)
+
+
+def _has_loss(holder: dict[str, Any], where: str) -> bool:
+    """False if a field switches the loss off."""
+    found = [(name, holder[name]) for name in LOSS if holder.get(name) is not None]
+    for name, value in found:
+        if not isinstance(value, int | float) or value not in (0, 1):
             raise BadLine(f'{where}: "{name}" is {value!r}; an answer has a loss (1) or none (0)')
-    return all(losses.values())
+    return all(value for _, value in found)
 
 
 def _without_loss(message: Message) -> Message:
-    return {name: value for name, value in message.items() if name not in _LOSS}
+    found = {name: value for name, value in message.items() if name not in LOSS}
+    if isinstance(found.get("content"), list):
+        found["content"] = [
+            {name: value for name, value in part.items() if name not in LOSS}
+            for part in found["content"]
+        ]
+    return found
 
 
 def plain_text(content: Any) -> str:

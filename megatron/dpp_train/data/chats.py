@@ -1,5 +1,4 @@
-"""Chats for ``preprocess --sft``, ``generate`` and ``evaluate``: a template turns messages into
-text, whose answers are marked.
+"""Chats for ``preprocess --sft``: a template turns messages into text, whose answers are marked.
 
 A template with ``{% generation %}`` blocks says itself what an answer is. With any other, it is the
 text that the template adds to that of the messages before it with ``add_generation_prompt``.
@@ -7,24 +6,20 @@ text that the template adds to that of the messages before it with ``add_generat
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from megatron.dpp.errors import DataError
-from megatron.dpp_train.data.chat_forms import is_whole, variants
+from megatron.dpp_train.data.chat_forms import is_whole, stands, variants
 from megatron.dpp_train.data.chat_lines import Chat, Message, plain_text, read_chat, texts_of
 from megatron.dpp_train.data.json_lines import BadLine
-from megatron.dpp_train.tokenizers import Tokenizer
-from megatron.dpp_train.tokenizers.template_files import TOOL_USE
-from megatron.dpp_train.tokenizers.templates import (
-    ANSWER,
-    ChatTemplate,
-    Rendered,
-    Span,
-    TemplateRefusal,
-    last_token,
-)
+from megatron.dpp_train.data.templates import TOOL_USE, ChatTemplate, Rendered, TemplateRefusal
+from megatron.dpp_train.data.tokenizer import Span, Tokenizer
 
 CHAT_KEY, ANSWERS_KEY = "chat", "answers"
 """Keys of the output: token ids, and 1 for each token of an answer."""
@@ -34,8 +29,21 @@ _LEFT_OUT = (
 )
 _CONTENTS = "tools", "tool_calls", "documents"
 """Fields without which a chat is another one: a template must use them."""
+_READ = "role", "content", "tool_calls", "name"
+"""Fields of an answer that need no note where a template does not name them."""
+_REASONING = "reasoning_content", "thinking", "reasoning"
+"""Names of an answer's reasoning: transformers gives it to templates under all of them."""
+ANSWER = "\ue000"
+"""An answer that no chat has, to find where answers begin and end."""
 _USUAL_ROLES = "system", "developer", "user", "assistant", "tool"
-_DATED = "the template writes today's date into the text (strftime_now), and the data keeps it"
+_DATED = "the chat template may write today's date (strftime_now), which the data then keeps"
+_ENDED = (
+    "the chat template ends an answer by the token of the next message: it is marked as its end"
+)
+_ENDLESS = (
+    "WARNING: the chat template marks no end of an answer (no special token follows it): a model "
+    "that is trained on it does not learn to stop"
+)
 
 
 @dataclass(frozen=True)
@@ -51,37 +59,72 @@ class ChatEncoder:
 
     Args:
         templates: ``default``, and where there is one ``tool_use`` for chats with tools.
-        flag: names a template, for errors.
 
     Raises:
-        DataError: a template is no template, or names a token that the vocabulary lacks; Jinja
-            is not installed.
+        DataError: a template is no template, or names a token that the vocabulary lacks.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        templates: Mapping[str, str],
-        *,
-        flag: str = "--sft-tokenizer-prompt-format",
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, templates: Mapping[str, str]) -> None:
         self._tokenizer = tokenizer
-        named = tokenizer.template_tokens()
         names = {name for name in ("default", TOOL_USE) if name in templates}
-        self._templates = {name: ChatTemplate(templates[name], named) for name in names}
-        self._special = tokenizer.special_tokens()
-        end = named["eos_token"]
+        self._templates = {name: ChatTemplate(templates[name], tokenizer.named) for name in names}
+        end = tokenizer.named.get("eos_token", "")
         texts = [template.text for template in self._templates.values()]
-        if end not in self._special and any(end in t or "eos_token" in t for t in texts):
+        if end not in tokenizer.special and any(
+            "eos_token" in text or (end and end in text) for text in texts
+        ):
             raise DataError(
-                f"the chat template ends answers with {end}, which the vocabulary lacks; name the "
-                f"vocabulary's own token in a template of yours ({flag} FILE)"
+                f"the chat template ends answers with {end or 'eos_token'}, which the vocabulary "
+                "lacks; name the vocabulary's own token in a template of yours "
+                "(--sft-tokenizer-prompt-format FILE)"
             )
+        self._end = self._find_end()
 
-    @property
-    def end(self) -> int | None:
-        """The token with which the template ends an answer; None where it has none."""
-        return last_token(self._templates["default"], self._tokenizer)
+    def notes(self) -> tuple[str, ...]:
+        """Lines that a user should read about the template."""
+        notes = [_DATED] * any("strftime_now" in each.text for each in self._templates.values())
+        if self._end != "":
+            notes.append(_ENDED if self._end else _ENDLESS)
+        return tuple(notes)
+
+    def _find_end(self) -> str | None:
+        """The text that ends an answer behind the template's own: the token of a next user's
+        message; empty where that text has an end, None where there is no end at all."""
+        chat: list[Message] = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": ANSWER},
+        ]
+        template = self._templates["default"]
+        try:
+            whole = template.render(chat, ask=False)
+        except TemplateRefusal as error:
+            if isinstance(error.__cause__, TemplateSyntaxError | SyntaxError | RecursionError):
+                raise DataError(f"the chat template is not valid: {error}") from error
+            return ""
+        text = whole.text[: whole.answers[-1][1]] if whole.answers else whole.text
+        answer = text.rpartition(ANSWER)[2]
+        if not text.endswith(answer) or any(token in answer for token in self._tokenizer.special):
+            return ""
+        if template.marks_answers:
+            return None
+        return self._end_of(chat, whole.text)
+
+    def _end_of(self, messages: list[Message], done: str, **more: Any) -> str | None:
+        """The token of the next message behind the text of an answer, with white space before it;
+        None where there is none."""
+        called = messages[-1].get("tool_calls")
+        following = {"role": "tool" if called else "user", "content": "?"}
+        try:
+            after = self._templates["default"].render([*messages, following], ask=False, **more)
+        except TemplateRefusal:
+            return None
+        return self._token_at(after.text, len(done)) if after.text.startswith(done) else None
+
+    def _token_at(self, text: str, place: int) -> str | None:
+        """The special token at a place of a text, with white space before it."""
+        names = "|".join(sorted(map(re.escape, self._tokenizer.special), key=len, reverse=True))
+        found = re.compile(rf"\s*(?:{names})").match(text, place) if names else None
+        return found and found.group()
 
     def encode(self, document: dict[str, Any]) -> tuple[list[Sample], tuple[str, ...]]:
         """The samples of a chat, and notes on what was done: one sample, or several where the
@@ -100,29 +143,12 @@ class ChatEncoder:
             texts = [self._marked(chat)]
         else:
             texts = self._compared(chat, notes)
-        if self._template_of(chat).wrote_date:
-            notes.append(_DATED)
+        notes += self._unread(chat)
         return [self._sample(text, spans) for text, spans in texts], tuple(dict.fromkeys(notes))
-
-    def ask(self, document: dict[str, Any]) -> tuple[list[int], list[Message]]:
-        """Token ids behind which a model answers, and the messages that they stand for: those of
-        the document without an answer at its end.
-
-        Raises:
-            BadLine: the document holds no chat, or no message to answer.
-        """
-        chat = read_chat(document)
-        if chat.messages[-1]["role"] == "assistant":
-            chat = replace(chat, messages=chat.messages[:-1])
-        if not chat.messages:
-            raise BadLine("no message to answer")
-        chat = self._fit(chat)
-        text = self._render(chat, len(chat.messages), ask=True).text
-        return self._tokenizer.tokenize_chat(text, (), self._special)[0], chat.messages
 
     def _sample(self, text: str, spans: tuple[Span, ...]) -> Sample:
         """The tokens up to the last of an answer."""
-        ids, marks = self._tokenizer.tokenize_chat(text, spans, self._special)
+        ids, marks = self._tokenizer.encode_chat(text, spans)
         end = max((place for place, mark in enumerate(marks, 1) if mark), default=0)
         if not end:
             raise BadLine("its answers have no token")
@@ -135,7 +161,7 @@ class ChatEncoder:
         self._refuse_special(chat)
         self._refuse_unused(chat)
         problem: BadLine | None = None
-        usable: Chat | None = None
+        usable: tuple[Chat, str] | None = None
         for each in variants(chat):
             try:
                 text = self._render(each, len(each.messages), ask=False).text
@@ -144,46 +170,30 @@ class ChatEncoder:
                 continue
             if is_whole(each, text):
                 return each
-            usable = usable or each
+            usable = usable or (each, text)
         if usable is None:
             raise problem or BadLine("the chat template takes no form of it")
-        return replace(usable, notes=(*usable.notes, *self._left_out(usable)))
+        found, text = usable
+        return replace(found, notes=(*found.notes, *self._left_out(found, text)))
 
-    def _left_out(self, chat: Chat) -> list[str]:
-        """Notes on messages that the template leaves out, or parts of them.
+    def _left_out(self, chat: Chat, text: str) -> list[str]:
+        """Notes on messages that do not stand in the template's text.
 
         Raises:
-            BadLine: it leaves out a message whose role it may not know.
+            BadLine: one of them has a role that the template may not know.
         """
-        notes: dict[str, None] = {}
-        said = {role: _said_by(role, chat) for role in _USUAL_ROLES}
-        held = [role for role, found in said.items() if found and self._holds(chat, found)]
-        for number, message in enumerate(chat.messages):
-            if message["role"] in held or not _says(message):
-                continue
-            if self._holds(chat, [number]) is not False:
-                continue
+        said = [(number, each) for number, each in enumerate(chat.messages, 1) if _says(each)]
+        missing = [(number, each) for number, each in said if not stands(each, text)]
+        for number, message in missing:
             if message["role"] not in _USUAL_ROLES:
                 raise BadLine(
-                    f"the template leaves out message {number + 1}, whose role is "
+                    f"the template leaves out message {number}, whose role is "
                     f"{message['role']!r}; usual ones are {', '.join(_USUAL_ROLES)}"
                 )
-            notes[f'the template leaves out messages of the role "{message["role"]}"'] = None
-        return list(notes) or [_LEFT_OUT]
-
-    def _holds(self, chat: Chat, numbers: list[int]) -> bool | None:
-        """True if the template writes what is put in the place of the texts of some messages; None
-        if it refuses that."""
-        messages = list(chat.messages)
-        texts = [f"{ANSWER}{number}{ANSWER}" if numbers[1:] else ANSWER for number in numbers]
-        for number, text in zip(numbers, texts, strict=True):
-            content = _other(messages[number], text)["content"]
-            messages[number] = {**messages[number], "content": content}
-        try:
-            found = self._render(replace(chat, messages=messages), len(messages), ask=False).text
-        except BadLine:
-            return None
-        return all(text in found for text in texts)
+        there = {each["role"] for _, each in said if stands(each, text)}
+        roles = dict.fromkeys(each["role"] for _, each in missing if each["role"] not in there)
+        whole = [f'the template leaves out or changes messages of the role "{r}"' for r in roles]
+        return whole or [_LEFT_OUT]
 
     def _template_of(self, chat: Chat) -> ChatTemplate:
         tools = chat.more.get("tools") and self._templates.get(TOOL_USE)
@@ -191,7 +201,7 @@ class ChatEncoder:
 
     def _refuse_special(self, chat: Chat) -> None:
         for text in texts_of([chat.messages, chat.more]):
-            held = [token for token in self._special if token in text]
+            held = [token for token in self._tokenizer.special if token and token in text]
             if held:
                 raise BadLine(f"a message holds the special token {held[0]}")
 
@@ -202,6 +212,23 @@ class ChatEncoder:
         for name in _CONTENTS:
             if name in names and name not in self._template_of(chat).text:
                 raise BadLine(f'the chat template has no place for "{name}"')
+
+    def _unread(self, chat: Chat) -> list[str]:
+        """Notes on fields of answers that neither the template reads nor this module."""
+        text = self._template_of(chat).text
+        reads_reasoning = any(name in text for name in _REASONING)
+        names = {
+            name
+            for message in chat.messages
+            if message["role"] == "assistant"
+            for name, value in message.items()
+            if value not in (None, "", [], {}) and name not in _READ and name not in text
+        }
+        return [
+            f'field "{name}" of answers is not used'
+            for name in sorted(names)
+            if not (reads_reasoning and name in _REASONING)
+        ]
 
     def _render(
         self, chat: Chat, count: int, *, ask: bool, answer: Message | None = None
@@ -249,11 +276,24 @@ class ChatEncoder:
             if spans and not (len(done) <= start and after.startswith(done)):
                 texts.append((done, tuple(spans)))
                 spans = []
-            done = after
-            spans.append((start, len(after)))
+            end = self._ended(chat, number, after)
+            done = after + end
+            spans.append((start, len(done)))
         if texts:
             notes.append("made one sample per answer: the template changes earlier turns")
         return [*texts, (done, tuple(spans))]
+
+    def _ended(self, chat: Chat, number: int, done: str) -> str:
+        """The text that follows an answer and ends it; empty where the answer has an end."""
+        if not self._end:
+            return ""
+        messages = chat.messages[: number + 1]
+        if number + 1 < len(chat.messages):
+            with contextlib.suppress(BadLine):
+                text = self._render(chat, number + 2, ask=False).text
+                if text.startswith(done):
+                    return self._token_at(text, len(done)) or ""
+        return self._end_of(messages, done, **chat.more) or self._end
 
     def _changed(
         self, chat: Chat, number: int, before: str, after: str, notes: list[str]
@@ -279,11 +319,6 @@ class ChatEncoder:
 def _says(message: Message) -> bool:
     """True for a message that is a text alone."""
     return not message.get("tool_calls") and bool(plain_text(message.get("content")).strip())
-
-
-def _said_by(role: str, chat: Chat) -> list[int]:
-    """The numbers of a role's messages that are texts."""
-    return [n for n, each in enumerate(chat.messages) if each["role"] == role and _says(each)]
 
 
 def _other(answer: Mapping[str, Any], text: str = ANSWER) -> Message:

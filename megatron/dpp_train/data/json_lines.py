@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.dpp import strict_json
+from megatron.dpp.files import strict_json
 
 
 class BadLine(Exception):

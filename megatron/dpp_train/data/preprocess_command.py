@@ -1,8 +1,8 @@
-"""``megatron-dpp preprocess``: turn JSON lines into the token files that training reads.
+"""``megatron-dpp preprocess``: turn text and chats into the token files that training reads.
 
 The flags and the output are those of Megatron-LM's ``preprocess_data.py``, byte for byte. A bad
-line is named with its file and number, sentences are split in the same run, a dead worker is an
-error, and the output gets its names only when all of it is written.
+line is named with its file and number, sentences are split in the same run, and the output gets its
+names only when all of it is written.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import functools
 import glob
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -22,40 +23,28 @@ from pathlib import Path
 import numpy as np
 
 from megatron.dpp.command_line import guarded, new_parser, progress_bar
-from megatron.dpp.errors import ConfigError, DataError, require, require_value
-from megatron.dpp.locks import scratch_directory
-from megatron.dpp.naming import flag_name
-from megatron.dpp.safe_files import FileState
-from megatron.dpp_train.data.chats import ANSWERS_KEY, CHAT_KEY, ChatEncoder
-from megatron.dpp_train.data.json_lines import BadLine, parse_line, text_of
-from megatron.dpp_train.data.pool import in_order
+from megatron.dpp.errors import ConfigError, DataError, require
+from megatron.dpp.files.locks import scratch_directory
+from megatron.dpp.files.safe_files import FileState
+from megatron.dpp_train.data import child
+from megatron.dpp_train.data.chats import ANSWERS_KEY, CHAT_KEY
+from megatron.dpp_train.data.child import Child, Died
+from megatron.dpp_train.data.encode import Begun, EncodedBatch, Encoder, Settings, unread
 from megatron.dpp_train.data.rows import LINES, files_of, open_rows, size_of
-from megatron.dpp_train.data.sentences import SPLITTERS, make_splitter
-from megatron.dpp_train.data.token_files import Documents, TokenFileWriter, token_type
-from megatron.dpp_train.tokenizers import PIECE_TYPES, TOKENIZER_TYPES, tokenizer_for
-from megatron.dpp_train.tokenizers.template_files import find_templates
+from megatron.dpp_train.data.sentences import SPLITTERS
+from megatron.dpp_train.data.token_files import Documents, TokenFileWriter
+from megatron.dpp_train.data.tokenizer import PIECE_TYPES, TOKENIZER_TYPES, TokenizerFiles
 
 _BATCH_LINES = 256
 _BATCH_BYTES = 1 << 20
-_LONG_LINE = 8 << 20
-"""Bytes of a line of which a tokenizer has minutes of work, which no progress divides."""
 _MOST_BAD_LINES_SHOWN = 20
 _MOST_NOTES_SHOWN = 40
+_MOST_DEATHS = 20
+"""Lines that may end a worker in a run that leaves out bad lines."""
+_MOST_WORKERS = 4096
+LINE_SECONDS = 10.0
+"""Processor time that a line may take, beside what its length allows."""
 _CHAT_TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", *PIECE_TYPES)
-
-
-_Document = dict[str, tuple[list[int], list[int]]]
-"""Key -> its token ids, and the length of each sentence."""
-
-
-@dataclass(frozen=True)
-class EncodedBatch:
-    """The documents of a batch by key, what is to be said about its lines, and the numbers of bad
-    lines, from 0, with the reasons."""
-
-    documents: dict[str, Documents]
-    notes: Counter[str]
-    bad_lines: list[tuple[int, str]]
 
 
 @dataclass(frozen=True)
@@ -94,102 +83,6 @@ class Totals:
             self.tokens += each.ids.size
 
 
-class Encoder:
-    """Turns a line into token ids, as the command's options say.
-
-    Raises:
-        DppError: at construction, when vocabulary, tokenizer or sentence data are not usable.
-    """
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._append_eod, self._keys = args.append_eod, _keys(args)
-        self._tokenizer = tokenizer_for(args)
-        self.token_type = token_type(self._tokenizer.vocab_size)
-        self._chats = ChatEncoder(self._tokenizer, _templates(args)) if args.sft else None
-        self._split = None
-        if args.split_sentences:
-            self._split = make_splitter(
-                args.sentence_splitter, args.lang, keep_newlines=args.keep_newlines
-            )
-
-    def encode(self, lines: list[bytes]) -> EncodedBatch:
-        """Encodes the asked keys of JSON lines."""
-        parts: dict[str, tuple[list[int], list[int], list[int]]]
-        parts = {key: ([], [], []) for key in self._keys}
-        notes, bad_lines = Counter[str](), []
-        for number, line in enumerate(lines):
-            try:
-                documents, more = self._encode_line(line)
-            except BadLine as error:
-                bad_lines.append((number, str(error)))
-                continue
-            notes.update(more)
-            for document in documents:
-                for key, (ids, lengths, counts) in parts.items():
-                    ids += document[key][0]
-                    lengths += document[key][1]
-                    counts.append(len(document[key][1]))
-        documents_of = {key: Documents.of(*part, self.token_type) for key, part in parts.items()}
-        return EncodedBatch(documents_of, notes, bad_lines)
-
-    def _encode_line(self, line: bytes) -> tuple[list[_Document], tuple[str, ...]]:
-        """The documents of a line, and what a user should know about them."""
-        document = parse_line(line)
-        if self._chats is None:
-            return [{key: self._encode(text_of(document, key)) for key in self._keys}], ()
-        samples, notes = self._chats.encode(document)
-        for sample in samples:
-            self._check(sample.ids)
-        pairs = [{CHAT_KEY: sample.ids, ANSWERS_KEY: sample.marks} for sample in samples]
-        return [{key: (ids, [len(ids)]) for key, ids in pair.items()} for pair in pairs], notes
-
-    def _encode(self, text: str | list[str]) -> tuple[list[int], list[int]]:
-        ids: list[int] = []
-        lengths: list[int] = []
-        for sentence in self._sentences(text):
-            try:
-                sentence_ids = self._tokenizer.tokenize(sentence)
-            except (ValueError, TypeError) as error:
-                raise BadLine(f"cannot be tokenized: {error}") from error
-            if sentence_ids:
-                ids.extend(sentence_ids)
-                lengths.append(len(sentence_ids))
-        if ids and self._tokenizer.begin:
-            ids[:0] = self._tokenizer.begin
-            lengths[0] += len(self._tokenizer.begin)
-        if ids and self._append_eod:
-            ids.append(self._tokenizer.eod)
-            lengths[-1] += 1
-        self._check(ids)
-        return ids, lengths
-
-    def _check(self, ids: list[int]) -> None:
-        size = min(self._tokenizer.vocab_size, 1 << 31)  # ids are stored in 32 bits
-        if ids and not 0 <= min(ids) <= max(ids) < size:
-            outside = min(ids) if min(ids) < 0 else max(ids)
-            raise BadLine(f"token {outside} is outside a vocabulary of {size}")
-
-    def _sentences(self, text: str | list[str]) -> list[str]:
-        if isinstance(text, list):
-            return text
-        return self._split(text) if self._split else [text]
-
-
-_of_process: list[Encoder] = []
-"""The encoder of this process: building one reads a vocabulary, so a worker does it once."""
-
-
-def _begin(args: argparse.Namespace) -> None:
-    _of_process[:] = [Encoder(args)]
-
-
-def encode_batch(args: argparse.Namespace, batch: Batch) -> EncodedBatch:
-    """Encodes the lines of a batch in a worker."""
-    if not _of_process:  # here, as an error of an initializer ends the worker without its text
-        _begin(args)
-    return _of_process[0].encode(batch.lines)
-
-
 def find_inputs(pattern: str) -> list[str]:
     """The files that ``--input`` names, in sorted order when it is a glob pattern."""
     paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
@@ -215,30 +108,73 @@ def read_batches(paths: list[str]) -> Iterator[Batch]:
             yield Batch(path, rows.name, rows.unit, number, lines, size_of(Path(path)) - before)
 
 
-def announced(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """``batches``, unchanged; names each line of many bytes before its work begins."""
-    for batch in batches:
-        for number, line in enumerate(batch.lines, batch.first_number):
-            if len(line) >= _LONG_LINE:
-                print(
-                    f"\nnote: {batch.path}, {batch.unit} {number} has {len(line) / 1e6:.0f} MB: a "
-                    "tokenizer may take seconds for each, and until then no progress is shown",
-                    file=sys.stderr,
-                    flush=True,
-                )
-        yield batch
+class Work:
+    """The encoding of batches in children.
+
+    Raises:
+        DppError: the settings cannot be used.
+    """
+
+    def __init__(self, settings: Settings, workers: int) -> None:
+        self._settings, self._workers, self._deaths = settings, workers, 0
+        self._begin = functools.partial(Encoder, settings)
+        modules = ["megatron.dpp_train.data.encode"]
+        if settings.tokenizer.kind == "HuggingFaceTokenizer":
+            modules.append("transformers.models.auto.tokenization_auto")
+        child.prepare(*modules)
+        first = self._started()
+        try:
+            first.send(None)
+            self.begun: Begun = first.receive()
+        except Died as died:
+            raise DataError(f"{settings.tokenizer.kind} cannot be used: {died}") from died
+        finally:
+            first.close()
+
+    def encoded(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, EncodedBatch]]:
+        """The batches in their order, encoded; lines that end a worker are bad ones."""
+        for batch, found in child.in_order(self._workers, self._begin, batches, _lines_of):
+            yield batch, self._line_by_line(batch) if isinstance(found, Died) else found
+
+    def _line_by_line(self, batch: Batch) -> EncodedBatch:
+        """A batch that has ended its worker."""
+        parts: list[EncodedBatch] = []
+        worker = self._started()
+        try:
+            for number, line in enumerate(batch.lines, batch.first_number):
+                worker.send([line])
+                try:
+                    parts.append(worker.receive())
+                except Died as died:
+                    where = f"{batch.path}, {batch.unit} {number}"
+                    if died.code == -signal.SIGKILL:
+                        raise DataError(
+                            f"{where}: its process was killed (by the system, for want of memory?):"
+                            f" try fewer than --workers {self._workers}"
+                        ) from died
+                    self._deaths += 1
+                    if self._deaths > _MOST_DEATHS:
+                        raise DataError(
+                            f"{where}: {died}, as with {_MOST_DEATHS} lines before: tokenizer or "
+                            "template cannot be used"
+                        ) from died
+                    parts.append(unread(self._settings.keys, self.begun.dtype, str(died)))
+                    worker.close()
+                    worker = self._started()
+        finally:
+            worker.close()
+        return EncodedBatch.joined(parts)
+
+    def _started(self) -> Child:
+        try:
+            return Child(self._begin)
+        except Died as died:
+            kind = self._settings.tokenizer.kind
+            raise DataError(f"{kind} or the chat template cannot be read: {died}") from died
 
 
-def encode_all(
-    args: argparse.Namespace, batches: Iterator[Batch]
-) -> Iterator[tuple[Batch, EncodedBatch]]:
-    """Encodes batches in ``--workers`` processes and yields them in their order."""
-    if args.workers == 1:
-        for batch in batches:
-            yield batch, encode_batch(args, batch)
-        return
-    work = functools.partial(encode_batch, args)
-    yield from in_order(args.workers, work, batches)
+def _lines_of(batch: Batch) -> list[bytes]:
+    return batch.lines
 
 
 class Writer:
@@ -296,9 +232,11 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
         DataError: a bad line without ``--skip-bad-lines``, no document at all, or a broken input.
     """
     paths = find_inputs(args.input)
+    settings = _settings(args)
     level = "sentence" if args.split_sentences else "document"
-    _begin(args)  # a missing vocabulary is named at once
-    dtype = _of_process[0].token_type
+    work = Work(settings, args.workers)
+    for note in work.begun.notes:
+        print(f"note: {note}", file=sys.stderr)
     totals = Totals()
     before = {file: FileState.of(file) for path in paths for file in files_of(Path(path))}
     bar = progress_bar(
@@ -308,8 +246,8 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
         leave=True,
     )
     with bar, ExitStack() as stack:
-        writer = Writer(args.output_prefix, _keys(args), level, dtype, stack)
-        for batch, encoded in encode_all(args, announced(read_batches(paths))):
+        writer = Writer(args.output_prefix, settings.keys, level, work.begun.dtype, stack)
+        for batch, encoded in work.encoded(read_batches(paths)):
             _take_batch(batch, encoded, writer, totals, skip_bad_lines=args.skip_bad_lines)
             totals.formats[batch.path] = batch.name
             bar.set_postfix_str(f"{totals.documents} documents", refresh=False)
@@ -356,7 +294,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     tokens("--merge-file", metavar="FILE")
     tokens("--tokenizer-model", metavar="FILE", help="its file, or the directory")
     tokens("--vocab-size", type=int, metavar="N", help="for NullTokenizer")
-    tokens("--vocab-extra-ids", type=int, default=0, metavar="N")
     tokens("--append-eod", action="store_true", help="end documents with a token")
     chats = parser.add_argument_group("chats").add_argument
     chats("--sft", action="store_true", help="lines hold chats")
@@ -377,18 +314,14 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-_MOST_WORKERS = 4096
-_WORKERS_RULE = f"at least 1 and at most {_MOST_WORKERS}"
-
-
 def _check_arguments(args: argparse.Namespace) -> None:
-    require_value(args, "workers", 1 <= args.workers <= _MOST_WORKERS, _WORKERS_RULE)
+    if not 1 <= args.workers <= _MOST_WORKERS:
+        raise ConfigError(f"--workers {args.workers}: must be at least 1 and at most 4096")
     require(args.output_prefix, "--output-prefix is empty: name the files to write")
     if len(set(args.json_keys)) != len(args.json_keys):
         raise ConfigError(f"--json-keys {' '.join(args.json_keys)}: a key is named twice")
-    for name in ("partitions", "log_interval"):
-        if getattr(args, name) not in (None, 1):
-            flag = flag_name(name)
+    for flag, value in (("--partitions", args.partitions), ("--log-interval", args.log_interval)):
+        if value not in (None, 1):
             print(f"warning: {flag} has no effect: one run writes one output", file=sys.stderr)
     if args.sft and (args.split_sentences or args.tokenizer_type not in _CHAT_TOKENIZERS):
         kinds = " or ".join(_CHAT_TOKENIZERS)
@@ -397,12 +330,24 @@ def _check_arguments(args: argparse.Namespace) -> None:
         print("warning: BERT's data needs --split-sentences", file=sys.stderr)
 
 
-def _templates(args: argparse.Namespace) -> dict[str, str]:
-    return find_templates(args.sft_tokenizer_prompt_format, args.tokenizer_model or args.vocab_file)
-
-
-def _keys(args: argparse.Namespace) -> tuple[str, ...]:
-    return (CHAT_KEY, ANSWERS_KEY) if args.sft else tuple(args.json_keys)
+def _settings(args: argparse.Namespace) -> Settings:
+    return Settings(
+        tokenizer=TokenizerFiles(
+            kind=args.tokenizer_type,
+            vocab_file=args.vocab_file,
+            merge_file=args.merge_file,
+            tokenizer_model=args.tokenizer_model,
+            vocab_size=args.vocab_size,
+        ),
+        keys=(CHAT_KEY, ANSWERS_KEY) if args.sft else tuple(args.json_keys),
+        append_eod=args.append_eod,
+        chats=args.sft,
+        template=args.sft_tokenizer_prompt_format,
+        splitter=args.sentence_splitter if args.split_sentences else None,
+        language=args.lang,
+        keep_newlines=args.keep_newlines,
+        seconds=LINE_SECONDS,
+    )
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp preprocess") -> int:

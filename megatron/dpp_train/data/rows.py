@@ -3,18 +3,21 @@ and data sets of Hugging Face that were saved to disk. The last two need pyarrow
 
 from __future__ import annotations
 
+import functools
 import gzip
 import importlib
+import itertools
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp import strict_json
 from megatron.dpp.errors import DataError, one_line, shown
-from megatron.dpp.safe_files import open_to_read
+from megatron.dpp.files import strict_json
+from megatron.dpp.files.safe_files import open_to_read
+from megatron.dpp_train.data.child import Child, Died, limit_time
 from megatron.dpp_train.data.json_lines import without_null
 from megatron.dpp_train.text_files import read_object
 
@@ -39,6 +42,10 @@ _FOREIGN = {
 """The first bytes of files of other formats, and their text."""
 _ROWS = 256
 """Rows of a table that are read at a time."""
+_SECONDS = 120.0
+"""Processor time for that many rows."""
+_MEMORY_BYTES = 32 << 30
+_LONGEST_LINE = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -111,9 +118,9 @@ def open_rows(path: Path) -> Rows:
         name = "a data set of Hugging Face"
         if files[0].parent != path:
             name += f", its split {files[0].parent.name}"
-        return Rows(_arrow(files), name, "row")
+        return Rows(_in_child(path, _arrow, files), name, "row")
     if path.name.endswith(PARQUET):
-        return Rows(_parquet(path), "Parquet", "row")
+        return Rows(_in_child(path, _parquet, path), "Parquet", "row")
     array = _array(path)
     if array is not None:
         return Rows(_spread(array, path.stat().st_size), "a JSON array", "row")
@@ -137,12 +144,14 @@ def _json_lines(path: Path) -> Iterator[tuple[bytes, int]]:
         stream = _opened(raw, path)
         while True:
             try:
-                line = stream.readline()
+                line = stream.readline(_LONGEST_LINE)
             except (OSError, EOFError, zlib.error) as error:
                 raise DataError(f"{path}, behind line {number}: {one_line(error)}") from error
             if not line:
                 return
             number += 1
+            if len(line) == _LONGEST_LINE:
+                raise DataError(f"{path}, line {number}: has {_LONGEST_LINE} bytes or more")
             yield line.removeprefix(_MARK) if number == 1 else line, raw.tell()
 
 
@@ -207,6 +216,37 @@ def _spread(rows: list[str], size: int) -> Iterator[tuple[bytes, int]]:
 
 
 # --- tables ---
+
+
+class _Reader:
+    """Reads a table in a child, some rows for each request."""
+
+    def __init__(self, read: Callable[[Any], Iterator[tuple[bytes, int]]], source: Any) -> None:
+        self._rows = read(source)
+
+    def __call__(self, _: None) -> list[tuple[bytes, int]]:
+        limit_time(_SECONDS)
+        return list(itertools.islice(self._rows, _ROWS))
+
+
+def _in_child(
+    path: Path, read: Callable[[Any], Iterator[tuple[bytes, int]]], source: Any
+) -> Iterator[tuple[bytes, int]]:
+    """The rows of a table, read in a process of its own."""
+    reader: Child | None = None
+    try:
+        reader = Child(functools.partial(_Reader, read, source), memory=_MEMORY_BYTES)
+        while True:
+            reader.send(None)
+            rows = reader.receive()
+            if not rows:
+                return
+            yield from rows
+    except Died as died:
+        raise DataError(f"{path}: cannot be read: {died}") from died
+    finally:
+        if reader is not None:
+            reader.close()
 
 
 def _parquet(path: Path) -> Iterator[tuple[bytes, int]]:

@@ -6,17 +6,17 @@ numbers for each document until the end.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
 import numpy as np
 
-from megatron.dpp.index_files import MAGIC, TOKEN_TYPES
-from megatron.dpp.safe_files import open_to_write
-from megatron.dpp_train.checkpoint import durable
+from megatron.dpp.files.index_files import MAGIC, TOKEN_TYPES
+from megatron.dpp.files.safe_files import open_to_write
 
 _LARGEST_SHORT = 65500
 """Vocabularies below this size have ids of two bytes, as in megatron-core."""
@@ -67,7 +67,7 @@ class TokenFileWriter:
 
     def add(self, documents: Documents) -> None:
         """Write documents behind those that are there."""
-        with durable.naming(self._path):
+        with _naming(self._path):
             self._file.write(documents.ids.astype(self._dtype, copy=False).tobytes())
         begins = len(self._lengths) + np.cumsum(documents.counts)
         self._lengths.frombytes(documents.lengths.astype(np.int32, copy=False).tobytes())
@@ -75,11 +75,11 @@ class TokenFileWriter:
 
     def finish(self, index: Path) -> None:
         """Close the data, and write the index to ``index``."""
-        with durable.naming(self._path):
+        with _naming(self._path):
             self.close()
         code = {name: code for code, name in TOKEN_TYPES.items()}[self._dtype.str[1:]]
         place = 0
-        with durable.naming(index), open_to_write(index) as file:
+        with _naming(index), open_to_write(index) as file:
             file.write(MAGIC + struct.pack("<QB", 1, code))
             file.write(struct.pack("<QQ", len(self._lengths), len(self._begins)))
             file.write(self._lengths)
@@ -93,3 +93,14 @@ class TokenFileWriter:
     def close(self) -> None:
         """Close the data; it may be called twice, and after an error, which comes once."""
         self._file.close()
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Gives an error of a write this file's name, which the kernel does not tell."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error

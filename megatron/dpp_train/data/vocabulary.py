@@ -13,11 +13,10 @@ from typing import Any
 
 from megatron.dpp.command_line import ROOT
 from megatron.dpp.errors import ConfigError, DataError, require
-from megatron.dpp.locks import scratch_directory
+from megatron.dpp.files.locks import scratch_directory
 from megatron.dpp_train.data.rows import files_of, open_rows, size_of
+from megatron.dpp_train.data.tokenizer import END_OF_TEXT, PIECES
 from megatron.dpp_train.text_files import read_json
-from megatron.dpp_train.tokenizers import PIECES
-from megatron.dpp_train.tokenizers.base import END_OF_TEXT
 
 Flags = dict[str, Any]
 """Flags with their values."""

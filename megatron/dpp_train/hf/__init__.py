@@ -1,16 +1,40 @@
-"""Models that people know: their tensors, and their ``config.json`` as Megatron's flags."""
+"""Hugging Face models as checkpoints of Megatron, and back.
 
-from megatron.dpp_train.families import Sizes
-from megatron.dpp_train.hf.fields import HfConfig, read_config
-from megatron.dpp_train.hf.tables import Entry, Part, entries
-from megatron.dpp_train.hf.write import write_config
+The names here load PyTorch only when a conversion needs it.
+"""
 
-__all__ = [
-    "Entry",
-    "HfConfig",
-    "Part",
-    "Sizes",
-    "entries",
-    "read_config",
-    "write_config",
-]
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.dpp_train.hf.weights import read_model
+
+if TYPE_CHECKING:
+    from megatron.dpp_train.hf.convert import to_hf, to_megatron
+
+__all__ = ["flags_of", "to_hf", "to_megatron"]
+
+
+def flags_of(
+    folder: str | Path, *, tensor_parallel: int = 1, family_file: Path | None = None
+) -> list[str]:
+    """Megatron's flags of the model in a folder, as words of a command line.
+
+    Args:
+        folder: with a ``config.json``.
+        tensor_parallel: ranks that must divide the rows of the vocabulary, which is padded.
+        family_file: a Python file with a further family.
+
+    Raises:
+        DataError: there is no ``config.json``, or a model of this kind cannot be trained here.
+    """
+    return read_model(Path(folder), family_file).words(tensor_parallel)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(name)
+    from megatron.dpp_train.hf import convert
+
+    return getattr(convert, name)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import io
 import json
 import math
+import pickle
 import re
 import warnings
+import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -21,7 +24,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -32,14 +34,14 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.dpp.errors import DataError, one_line
-from megatron.dpp.safe_files import open_to_read
-from megatron.dpp_train.checkpoint import durable
-from megatron.dpp_train.checkpoint import files as files
-from megatron.dpp_train.checkpoint.reader import load_plain
-from megatron.dpp_train.hf import Entry, Sizes
+from megatron.dpp.files.safe_files import open_to_read, read_bytes
+from megatron.dpp_train.hf.budget import budget
+from megatron.dpp_train.hf.families import Sizes
 from megatron.dpp_train.hf.folder import some
 from megatron.dpp_train.hf.rules import cast
+from megatron.dpp_train.hf.tables import Entry
 
+TRACKER = "latest_checkpointed_iteration.txt"
 _HEAD = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -47,6 +49,10 @@ _HEAD = {
     "common_backend_version": 1,
 }
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+_COMMON = "common.pt"
+_COMMON_KEY = "common_state/shard_0_1"
+"""The plain state: a file of its own up to megatron-core 0.16, an object of the checkpoint since.
+Newer releases read both, so that is what :func:`write` makes."""
 _STATES = (
     *("self_attention.linear_qkv", "self_attention.core_attention", "self_attention.linear_proj"),
     *("mlp.linear_fc1", "mlp.linear_fc2"),
@@ -59,6 +65,8 @@ _NO_MODEL = re.compile(
     r"|.*\._extra_state"
 )
 """Starts of the names of tensors that are no parameters."""
+_SECONDS, _MEMORY_BYTES = 60.0, 1 << 32
+"""Bounds of one pickle: a damaged one may ask for a memo of 32 GiB."""
 
 Read = Callable[[Entry], torch.Tensor]
 
@@ -166,9 +174,83 @@ def write(
         "num_floating_point_operations_so_far": 0.0,
         "content_metadata": _CONTENT,
     }
-    with durable.naming(target / "common.pt", RuntimeError):
-        torch.save(common, target / "common.pt")
-    durable.write_text(target / "metadata.json", json.dumps(_HEAD))
+    torch.save(common, target / _COMMON)
+    (target / "metadata.json").write_text(json.dumps(_HEAD), encoding="utf-8")
+
+
+def find(source: Path, step: int | None = None) -> Path:
+    """The checkpoint at ``source``, which is one or a directory of them.
+
+    Args:
+        step: its iteration; the latest by default.
+
+    Raises:
+        DataError: there is none.
+    """
+    if (source / "metadata.json").is_file() and step is None:
+        return source
+    name = f"iter_{step:07d}" if step is not None else ""
+    if step is None and (source / TRACKER).is_file():
+        word = read_bytes(source / TRACKER, 64).decode("utf-8", "replace").strip()
+        name = f"iter_{int(word):07d}" if word.isdecimal() else "release"
+    found = source / name
+    if not name or not found.is_dir():
+        raise DataError(
+            f"{found}: no checkpoint of Megatron is there, nor a folder with config.json"
+        )
+    if not (found / "metadata.json").is_file():
+        raise DataError(f"{found}: not whole, or not in the format torch_dist (--ckpt-format)")
+    return found
+
+
+class _Anything:
+    """Stands for an object of any class, and keeps its attributes."""
+
+    state: Any = None
+
+    def __init__(self, *values: object) -> None:
+        self.values = values
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+        for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
+            if isinstance(part, dict):
+                vars(self).update(part)
+
+
+def _sizes(sizes: Iterable[int] = ()) -> tuple[int, ...]:
+    """Stands for ``torch.Size``."""
+    return tuple(sizes)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds plain data, and stand-ins for all else; it imports nothing and runs nothing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        known = {"OrderedDict": collections.OrderedDict, "set": set, "Size": _sizes}
+        return known.get(name) or type(name, (_Anything,), {})
+
+    def persistent_load(self, pid: object) -> None:
+        return None
+
+
+def _unpickled(content: bytes, where: object) -> Any:
+    """The content of a pickle, or of a file of ``torch.save`` without its tensors.
+
+    Raises:
+        DataError: it is broken.
+    """
+    try:
+        if content[:2] == b"PK":
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                inner = [n for n in archive.namelist() if n.endswith("/data.pkl")]
+                content = archive.read(inner[0])
+        with budget(_SECONDS, _MEMORY_BYTES):
+            return _Unpickler(io.BytesIO(content)).load()
+    except Exception as error:  # a broken file raises anything
+        raise DataError(f"{where}: unreadable ({one_line(error, 200)})") from error
 
 
 class _Chunk(NamedTuple):
@@ -182,39 +264,57 @@ class _Chunk(NamedTuple):
 class Stored:
     """The tensors of a ``torch_dist`` checkpoint of any layout.
 
+    Attributes:
+        args: the arguments of the run that saved it, as attributes; None where it holds none.
+
     Raises:
-        DataError: it is damaged, or of another format.
+        DataError: it is damaged.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        if not (path / "metadata.json").is_file():
-            raise DataError(
-                f"{path}: not in the format torch_dist, which convert reads (--ckpt-format)"
-            )
-        files.check_whole(files.Found(path, 0), 1, 1)
-        metadata = load_plain(path / ".metadata")
+        metadata = self._read_metadata(path / ".metadata")
         self._tensors = {
             key: each
             for key, each in metadata.state_dict_metadata.items()
-            if isinstance(each, TensorStorageMetadata)
+            if type(each).__name__ == "TensorStorageMetadata"
         }
         sizes = {
-            (key, chunk.offsets): tuple(chunk.sizes)
+            (key, chunk.offsets): chunk.sizes
             for key, each in self._tensors.items()
             for chunk in each.chunks
         }
         self._chunks: dict[tuple[str, tuple[int, ...]], list[_Chunk]] = defaultdict(list)
+        common = None
         for index, info in metadata.storage_data.items():
             if index.fqn in self._tensors:
-                offset = tuple(index.offset)
-                chunk = _Chunk(offset, sizes[index.fqn, index.offset], info)
-                for leading in range(min(3, len(offset))):
-                    self._chunks[index.fqn, offset[:leading]].append(chunk)
+                chunk = _Chunk(index.offset, sizes[index.fqn, index.offset], info)
+                for leading in range(min(3, len(chunk.offset))):
+                    self._chunks[index.fqn, chunk.offset[:leading]].append(chunk)
+            elif index.fqn == _COMMON_KEY:
+                common = info
+        self.args: Any = self._read_common(common).get("args")
+
+    @staticmethod
+    def _read_metadata(path: Path) -> Any:
+        try:
+            return _unpickled(read_bytes(path), path)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; the checkpoint is not whole") from error
+
+    def _read_common(self, info: Any) -> dict[str, Any]:
+        """The plain state, from its own file or from the part of a file."""
+        path = self._path / _COMMON
+        if info is None and not path.is_file():
+            return {}
+        found = _unpickled(read_bytes(path), path) if info is None else None
+        if info is not None:
+            found = _unpickled(self._bytes(info), self._path / info.relative_path)[0]
+        return found if isinstance(found, dict) else {}
 
     def dtype(self, entry: Entry) -> torch.dtype:
         """The type of an entry's tensor."""
-        found: torch.dtype = self._tensors[self._find(entry)[0]].properties.dtype
+        found: torch.dtype = self._tensors[self._find(entry)[0]].properties.state[0]
         return found
 
     def holds(self, entry: Entry) -> bool:
@@ -280,12 +380,22 @@ class Stored:
         return whole
 
     def _load(self, info: Any) -> torch.Tensor:
-        path = self._path / info.relative_path
+        try:
+            content = io.BytesIO(self._bytes(info))
+            tensor: torch.Tensor = torch.load(content, map_location="cpu", weights_only=True)
+        except DataError:
+            raise
+        except Exception as error:  # a damaged file raises anything
+            where = self._path / info.relative_path
+            raise DataError(f"{where}: unreadable ({one_line(error, 200)})") from error
+        return tensor
+
+    def _bytes(self, info: Any) -> bytes:
+        """The bytes of one tensor or object, in one of the checkpoint's own files."""
+        path = self._path / Path(info.relative_path).name
         try:
             with open_to_read(path) as file:
                 file.seek(info.offset)
-                content = io.BytesIO(file.read(info.length))
-            tensor: torch.Tensor = torch.load(content, map_location="cpu", weights_only=True)
-        except Exception as error:  # a damaged file raises anything
-            raise DataError(f"{path}: unreadable ({one_line(error)})") from error
-        return tensor
+                return file.read(info.length)
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}; the checkpoint is not whole") from error

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from megatron.dpp.command_line import command, new_parser, progress_bar
 from megatron.dpp.errors import DataError
@@ -32,7 +34,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     group.add_argument(
         "--like", type=Path, metavar="DIR", help="Hugging Face folder of the same model"
     )
-    group.add_argument("--family", metavar="NAME", help="kind of model, without --like")
+    group.add_argument(
+        "--family", metavar="NAME", help="kind of model, without --like (default: that which fits)"
+    )
     group.add_argument("--step", type=int, metavar="N", help="iteration (default: the latest)")
     group.add_argument(
         "--shard-size", type=float, default=5.0, metavar="GB", help="largest file (default 5)"
@@ -41,11 +45,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    with sigint_held_back():
-        import torch
-    from megatron.dpp_train.hf.to_hf import to_hf
-    from megatron.dpp_train.hf.to_megatron import to_megatron
-
     refuse_other_forms(args.source)
     if not args.source.is_dir():
         raise DataError(f"{args.source}: no such directory")
@@ -55,7 +54,8 @@ def _run(args: argparse.Namespace) -> int:
     for name in ("like", "family", "step"):
         if from_hf and getattr(args, name) is not None:
             raise DataError(f"--{name}: {args.source} is a Hugging Face model, not a checkpoint")
-    dtype = getattr(torch, args.dtype) if args.dtype else None
+    with sigint_held_back():
+        from megatron.dpp_train.hf.convert import to_hf, to_megatron
     start, total = time.monotonic(), 0
     with progress_bar(_bytes_of(args.source)) as bar:
 
@@ -64,32 +64,20 @@ def _run(args: argparse.Namespace) -> int:
             total += done
             bar.update(done)
 
-        if from_hf:
-            notes = to_megatron(
-                args.source,
-                args.target,
-                dtype=dtype,
-                family_file=args.family_file,
-                progress=progress,
-            )
-        else:
-            config = to_hf(
-                args.source,
-                args.target,
-                like=args.like,
-                family=args.family,
-                family_file=args.family_file,
-                step=args.step,
-                dtype=dtype,
-                shard_bytes=int(args.shard_size * 10**9),
-                run_files=args.like is None,
-                progress=progress,
-            )
-            notes = list(config.notes)
-    for note in notes:
+        values: dict[str, Any] = {"dtype": args.dtype, "family_file": args.family_file}
+        if not from_hf:
+            values |= {name: getattr(args, name) for name in ("like", "family", "step")}
+            values["shard_bytes"] = int(args.shard_size * 10**9)
+        convert = to_megatron if from_hf else to_hf
+        config = convert(args.source, args.target, progress=progress, **values)
+    for note in config.notes:
         print(f"note: {note}", file=sys.stderr)
     seconds = time.monotonic() - start
     print(f"{args.target}: {total / 10**9:.3f} GB in {seconds:.1f} s")
+    if from_hf:
+        print(
+            f"flags: --load {shlex.quote(str(args.target))} --finetune {shlex.join(config.words())}"
+        )
     return 0
 
 

@@ -6,17 +6,18 @@ generate may be left, and a note names it.
 
 from __future__ import annotations
 
+import ast
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.dpp.errors import DataError, one_line, shown
-from megatron.dpp_train.families import Config, Family, Sizes, find_families
-from megatron.dpp_train.families.left_out import LEFT_OUT
-from megatron.dpp_train.families.rotary import add_rotary
-from megatron.dpp_train.options.flags_special import pattern
+from megatron.dpp_train.hf.families import Config, Family, Sizes, find_families
+from megatron.dpp_train.hf.families.left_out import LEFT_OUT
+from megatron.dpp_train.hf.families.rotary import add_rotary
+from megatron.dpp_train.hf.forms import FLAG, NAMES, Forms
 from megatron.dpp_train.text_files import read_json
 
 CONFIG, ADAPTER = "config.json", "adapter_config.json"
@@ -48,7 +49,8 @@ class HfConfig:
 
     Args:
         content: the file's, as it is.
-        flags: flags of training, without dashes in front; True for a switch.
+        flags: Megatron's flags, without dashes in front, and forms of :class:`Forms`; True for a
+            switch.
         notes: fields that no flag stands for.
     """
 
@@ -58,10 +60,27 @@ class HfConfig:
     flags: dict[str, Any]
     notes: tuple[str, ...] = ()
 
-    def words(self) -> list[str]:
-        """The flags as words of a command line."""
+    @property
+    def forms(self) -> Forms:
+        """The forms among the flags."""
+        found = {name: value for name, value in self.flags.items() if name in NAMES}
+        return Forms(**{name.replace("-", "_"): value for name, value in found.items()})
+
+    def words(self, tensor_parallel: int = 1) -> list[str]:
+        """The flags as words of a command line.
+
+        Args:
+            tensor_parallel: ranks that must divide the rows of the vocabulary, which is padded.
+        """
+        tokens, forms = self.sizes.vocab, self.forms
+        flags = {name: value for name, value in self.flags.items() if name not in NAMES}
+        flags["padded-vocab-size"] = -(-tokens // tensor_parallel) * tensor_parallel
+        if flags["padded-vocab-size"] > tokens:
+            forms = replace(forms, tokens=tokens)
+        if str(forms):
+            flags[FLAG.removeprefix("--")] = str(forms)
         words: list[str] = []
-        for name, value in self.flags.items():
+        for name, value in flags.items():
             words += [f"--{name}", *([] if value is True else [str(value)])]
         return words
 
@@ -77,10 +96,28 @@ def read_config(folder: str | Path, family_file: str | Path | None = None) -> Hf
     """
     refuse_other_forms(Path(folder))
     path = Path(folder) / CONFIG
-    content = read_json(path, most=_MOST_CONFIG_BYTES)
+    content = read_json(inside(Path(folder), CONFIG), most=_MOST_CONFIG_BYTES)
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object")
     return parse_config(content, str(path), family_file)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file in a model's folder.
+
+    Raises:
+        DataError: a link leads out of the folder, and of the hub's cache around it.
+    """
+    root, path = folder.resolve(), folder / name
+    real = path.resolve()
+    roots = [root]
+    if root.parent.name == "snapshots":  # models--NAME/snapshots/REVISION beside models--NAME/blobs
+        roots.append(root.parent.parent / "blobs")
+    if not any(real.is_relative_to(each) for each in roots):
+        raise DataError(
+            f"{path}: a link to {real}, outside of the model's folder: copy the file there"
+        )
+    return path
 
 
 def refuse_other_forms(path: Path) -> None:
@@ -105,7 +142,7 @@ def parse_config(content: Config, where: str, family_file: str | Path | None = N
         DataError: a field is missing, or has a value that cannot be trained here.
     """
     family = _family_of(content.get("model_type"), where, family_file)
-    original, content = content, _renamed(family, _asked(family.prepare, content, family, where))
+    original, content = content, _renamed(family, asked(family.prepare, content, family, where))
     if content.get("quantization_config"):
         raise DataError(f"{where}: a quantized model; convert needs one in 16 or 32 bits")
     for key, values in family.only.items():
@@ -120,7 +157,7 @@ def parse_config(content: Config, where: str, family_file: str | Path | None = N
         flags[flag] = filled[key]
     if flags.get("position-embedding-type") == "rope":
         add_rotary(flags, filled, where)
-    flags |= _asked(family.read, filled, family, where)
+    flags |= asked(family.read, filled, family, where)
     notes = [f"{where}: {text}" for text in _window(flags, filled, where)]
     if flags.pop("num-query-groups", flags["num-attention-heads"]) != flags["num-attention-heads"]:
         flags |= {"group-query-attention": True, "num-query-groups": filled["num_key_value_heads"]}
@@ -128,8 +165,6 @@ def parse_config(content: Config, where: str, family_file: str | Path | None = N
         flags["untie-embeddings-and-output-weights"] = True
     if not filled.get("norm_topk_prob", True):
         flags["moe-router-pre-softmax"] = True
-    if family.layer is not None:
-        flags["family"] = family.name
     known = {*family.fields, *family.only, *family.silent, *_SILENT}
     notes += [
         f"{where}: {key} {shown(value)} is not mapped to a flag"
@@ -153,10 +188,10 @@ def _family_of(name: Any, where: str, family_file: str | Path | None) -> Family:
     )
 
 
-def _asked(
-    function: Callable[[Config], dict[str, Any]], content: Config, family: Family, where: str
+def asked(
+    function: Callable[[Any], dict[str, Any]], content: Any, family: Family, where: str
 ) -> dict[str, Any]:
-    """The result of a family's own function."""
+    """The result of a family's own function; raises DataError where it fails."""
     try:
         return function(content)
     except DataError as error:
@@ -245,7 +280,7 @@ def _sparse(flags: dict[str, Any]) -> tuple[bool, ...]:
     every = flags.get("moe-layer-freq", 1)
     if "num-experts" not in flags or every == 1:
         return ()
-    pattern_of = pattern(str(every))
-    if isinstance(pattern_of, list):
-        return tuple(map(bool, pattern_of))
-    return tuple(layer % pattern_of == 0 for layer in range(flags["num-layers"]))
+    found = ast.literal_eval(str(every))
+    if isinstance(found, list):
+        return tuple(map(bool, found))
+    return tuple(layer % found == 0 for layer in range(flags["num-layers"]))

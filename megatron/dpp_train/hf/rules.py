@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron.dpp.errors import DataError
-from megatron.dpp_train.hf import Sizes
+from megatron.dpp_train.hf.families import Sizes
 
 Tensors = Sequence[torch.Tensor]
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.dpp_train.families import Family, Row, Sizes
-from megatron.dpp_train.families.parts import OURS
+from megatron.dpp_train.hf.families import Family, Row, Sizes
+from megatron.dpp_train.hf.families.parts import OURS
 
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Ends of the names of buffers in older files, which hold no parameter."""

@@ -16,7 +16,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
-from megatron.dpp.core.steps import default_groups
+from megatron.dpp.core.groups import default_groups
 from tests.runtime.equality_worker import (
     HIDDEN,
     MICRO_BATCH,
@@ -54,7 +54,7 @@ class Job:
         if case.get("wrapped"):
             self.chunks = [Wrapper(chunk) for chunk in self.chunks]
         if case.get("bare"):
-            self.chunks = [chunk.module for chunk in self.chunks]
+            self.chunks = [getattr(chunk, "module", chunk) for chunk in self.chunks]
         self.generators = [drawn(case) for _ in self.chunks]
         self.losses: list[Any] = []
         self.norms: list[Any] = []

@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.dpp.plugin_command import PTH_LINE
+from megatron.dpp.doctor import PTH_LINE
 from megatron.dpp.report.reader import open_run, read_events
 from tests.plugin.real.size import Size
 from tests.runtime.launcher import REPOSITORY, free_port, has_gpu, shared_gpus

@@ -23,11 +23,13 @@ from megatron.dpp.core.graphs.eight_bit import CachedWeights
 from megatron.dpp.core.graphs.pools import Pools, Slot, alike
 from megatron.dpp.core.graphs.reductions import Additions, Reductions
 from megatron.dpp.core.graphs.rng import CapturedRng, RecomputedDraws
-from megatron.dpp.core.wgrad.linear import WeightGradients, decoder_block, gradient_accumulator
+from megatron.dpp.core.wgrad import accumulate
+from megatron.dpp.core.wgrad.deferrable import DeferredWork
+from megatron.dpp.core.wgrad.linear import WeightGradients, decoder_block
 from megatron.dpp.core.wgrad.own_way import STANDS_FOR, why_eager
-from megatron.dpp.core.wgrad.product import DeferredWork, gather_buffers
-from megatron.dpp.core.wgrad.te import DelayedModules, adding, real_gradient
-from megatron.dpp.errors import one_line, setting
+from megatron.dpp.core.wgrad.product import gather_buffers
+from megatron.dpp.core.wgrad.te_layer import adding
+from megatron.dpp.errors import one_line
 
 
 class _Graphs:
@@ -61,7 +63,6 @@ class _Graphs:
         self._live: torch.Tensor | None = None
         self._begun: dict[str, torch.Tensor] = {}
         self._deferred: dict[int, list[DeferredWork]] = {}
-        self._waiting: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         self._added: Additions
         self._unfinished = 0
         self._draws = owner.recomputed(partial(owner.run, self._input, self.options), self._input)
@@ -81,7 +82,7 @@ class _Graphs:
     def _run_backward(self) -> None:
         assert self._live is not None
         owner = self._owner
-        self._added, self._waiting = owner.reductions.additions(), {}
+        self._added = owner.reductions.additions()
         with contextlib.ExitStack() as around:
             around.enter_context(owner.using(self._aliases))  # parts may be computed again
             around.enter_context(owner.reductions.held_back())
@@ -96,23 +97,14 @@ class _Graphs:
             torch.autograd.backward(self._live, self._grad_output)
         self._live = None
         self._grad_input.copy_(_taken(self._input))
-        for layer, entry in owner.delayed.take(self._waiting) if owner.delayed is not None else ():
-            self._deferred[layer].append(entry)
-        self._waiting = {}
 
     def _add(self, number: int, alias: Any) -> None:
-        """Add a new gradient to its parameter's, or keep it for a W of Transformer Engine's
-        layers.
-        """
-        (parameter, accumulate), delayed = self._owner.accumulators[number], self._owner.delayed
+        """Add a new gradient to its parameter's."""
+        parameter = self._owner.parameters[number]
         if getattr(alias, "grad_added_to_main_grad", False):
             parameter.grad_added_to_main_grad = True
-        if delayed is not None and delayed.knows(parameter):
-            self._waiting[parameter] = real_gradient(alias)
-            alias.grad = None
-        else:
-            accumulate(_taken(alias))
-            self._added.add(parameter)
+        accumulate.add(parameter, [_taken(alias)])
+        self._added.add(parameter)
 
     def _run_weight(self, layer: int) -> None:
         for work in self._deferred.pop(layer, ()):
@@ -155,7 +147,7 @@ class _Graphs:
 
     def adds_to(self, weight: torch.Tensor) -> bool:
         """True if this is a parameter of the block."""
-        return any(parameter is weight for parameter, _ in self._owner.accumulators)
+        return any(parameter is weight for parameter in self._owner.parameters)
 
     def weight(self, layer: int) -> None:
         """Replay one layer's W; the last one gives the slot back."""
@@ -203,7 +195,6 @@ class GraphedBlock:
     Args:
         chunk: the chunk of the block; its gradients are added as DDP adds them.
         store: takes deferred weight gradients; None for a fused backward.
-        delayed: the chunk's modules that delay theirs by themselves; None if there are none.
         capture: see :data:`Capture`.
         rng: the source of random draws; None if none are drawn.
         say: called with the reason why something runs without graphs.
@@ -213,7 +204,6 @@ class GraphedBlock:
         self,
         chunk: torch.nn.Module,
         store: WeightGradients | None,
-        delayed: DelayedModules | None,
         capture: Capture,
         rng: CapturedRng | None,
         say: Callable[[str], None],
@@ -224,14 +214,10 @@ class GraphedBlock:
         block: Any = decoder_block(chunk)
         self._block = block
         self.chunk: Any = chunk
-        self.store, self.delayed, self.capture, self._say = store, delayed, capture, say
+        self.store, self.capture, self._say = store, capture, say
         self.num_layers = len(block.layers)
-        self.accumulators = [
-            (parameter, gradient_accumulator(parameter, chunk))
-            for parameter in block.parameters()
-            if parameter.requires_grad
-        ]
-        self.reductions = Reductions(chunk, [parameter for parameter, _ in self.accumulators])
+        self.parameters = [p for p in block.parameters() if p.requires_grad]
+        self.reductions = Reductions(chunk, self.parameters)
         self._pools: Pools | None = None
         self._signatures: dict[int, Any] = {}
         self._failed = False
@@ -305,7 +291,7 @@ class GraphedBlock:
         that stream wait for the captured one, which CUDA refuses.
         """
         aliases = []
-        for parameter, _ in self.accumulators:
+        for parameter in self.parameters:
             alias = torch.nn.Parameter(parameter.detach())  # compiled parts expect a Parameter
             alias.__dict__.update(parameter.__dict__)  # Megatron's marks, and main_grad
             alias.grad_added_to_main_grad = False  # type: ignore[attr-defined]
@@ -316,8 +302,7 @@ class GraphedBlock:
     @contextlib.contextmanager
     def using(self, aliases: list[torch.nn.Parameter]) -> Iterator[None]:
         """Let the block compute with these instead of its parameters."""
-        originals = (parameter for parameter, _ in self.accumulators)
-        alias_of = dict(zip(originals, aliases, strict=True))
+        alias_of = dict(zip(self.parameters, aliases, strict=True))
         tables = [module._parameters for module in self._block.modules()]
         own = [dict(table) for table in tables]
         for table in tables:
@@ -362,7 +347,7 @@ class GraphedBlock:
         options = {name: value for name, value in kwargs.items() if name != "hidden_states"}
         hidden = kwargs["hidden_states"] if block.pre_process else block.input_tensor
         if isinstance(hidden, torch.Tensor) and not hidden.requires_grad:
-            if not self.accumulators:
+            if not self.parameters:
                 return self._original(**kwargs)
             # All layers before it are frozen, and the parameters are no inputs of the replay:
             # autograd would not run its backward.
@@ -395,8 +380,8 @@ class GraphedBlock:
         """Graphs in a free slot; None if this call must run eagerly."""
         if not pools.knows(hidden):
             self._say(
-                f"microbatches that are not of {pools.lengths} run without graphs "
-                f"({setting('length_buckets')} names lengths)"
+                f"microbatches that are not of {pools.lengths} run without graphs (length_buckets "
+                "names lengths)"
             )
             return None
         signature, rows = _signature(hidden, options), len(hidden)
@@ -410,7 +395,7 @@ class GraphedBlock:
         if slot is None:
             self._say(
                 "microbatches for which the memory of the activation cap is spent run without "
-                f"graphs ({setting('length_buckets')})"
+                "graphs (length_buckets)"
             )
             return None
         if (self, rows) not in slot.graphs:

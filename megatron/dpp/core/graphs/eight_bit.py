@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from megatron.dpp.config import EIGHT_BIT_RECIPES
-from megatron.dpp.errors import core_setting
 
 _WITHOUT_WEIGHTS = {"core_attn", "layernorm", "moe_act"}
 """Modules whose recomputation runs no layer with 8-bit weights."""
@@ -163,8 +162,7 @@ def _why_not_cached(config: Any, block: torch.nn.Module) -> str | None:
         # The forward without gradients drops their transposes, and B's makes new weights.
         modules = "" if granularity == "full" else f" of {', '.join(sorted(again))}"
         return (
-            f"{core_setting('recompute_granularity', granularity)}{modules} moves their 8-bit "
-            "weights in each task"
+            f"recompute_granularity={granularity!r}{modules} moves their 8-bit weights in each task"
         )
     layers = (layer for layer in block.modules() if hasattr(layer, "is_first_microbatch"))
     if not all(isinstance(getattr(layer, "_fp8_workspaces", None), dict) for layer in layers):

@@ -33,7 +33,6 @@ from megatron.dpp.core.graphs.pools import Pools
 from megatron.dpp.core.graphs.rng import CapturedRng
 from megatron.dpp.core.rng import needs_task_rng
 from megatron.dpp.core.wgrad.linear import WeightGradients, decoder_block
-from megatron.dpp.errors import core_setting
 
 WARM_UP_STEPS = 2
 """Eager training steps before the capture, for initialisation and measurements."""
@@ -82,10 +81,9 @@ class ChunkGraphs:
             say = partial(self._say, number)
             reason = why_not(chunk)
             if reason is None:
-                delayed = store.delayed_by_modules(number) if store is not None else None
                 self._numbers.append(number)
                 self._blocks.append(
-                    GraphedBlock(chunk, store, delayed, capture, rng if draws else None, say)
+                    GraphedBlock(chunk, store, capture, rng if draws else None, say)
                 )
             else:
                 say(f"runs without graphs: {reason}")
@@ -240,12 +238,8 @@ def why_not(chunk: torch.nn.Module) -> str | None:
         "some microbatches are recomputed and others are not": (
             config.num_microbatches_with_partial_activation_checkpoints is not None
         ),
-        f"{core_setting('overlap_param_gather')} waits inside the layers": (
-            chunk.ddp_config.overlap_param_gather
-        ),
-        f"{core_setting('cuda_graph_impl')} captures them already": (
-            config.cuda_graph_impl != "none"
-        ),
+        "overlap_param_gather waits inside the layers": (chunk.ddp_config.overlap_param_gather),
+        "cuda_graph_impl captures them already": (config.cuda_graph_impl != "none"),
         "activations are offloaded": config.cpu_offloading
         or config.fine_grained_activation_offloading,
         "Transformer Engine's tensor-parallel layers have not been tried": (
@@ -267,9 +261,8 @@ def reasons_of_experts(config: Any, block: torch.nn.Module) -> dict[str, bool]:
         return {}
     balancing = config.moe_router_load_balancing_type
     kinds = {balancing} if isinstance(balancing, str) else set(balancing)
-    padded = core_setting("moe_pad_expert_input_to_capacity")
     return {
-        f"experts take varying shapes, unless {padded} pads them": (
+        "experts take varying shapes, unless moe_pad_expert_input_to_capacity pads them": (
             not config.moe_pad_expert_input_to_capacity
         ),
         "only the dispatcher alltoall keeps the numbers of tokens off the device": (

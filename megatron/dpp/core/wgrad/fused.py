@@ -31,7 +31,7 @@ def provide() -> None:
 
 
 def accumulate(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> None:
-    """Add one microbatch's weight gradient to ``weight.main_grad`` and mark it as added.
+    """Add one microbatch's weight gradient to ``weight.main_grad``.
 
     Args:
         weight: [out, in], with a ``main_grad`` of its shape in fp32 or in its own dtype.
@@ -42,7 +42,6 @@ def accumulate(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor
     half = main_grad.dtype in (torch.float16, torch.bfloat16)
     kernel = kernels.wgrad_gemm_accum_fp16 if half else kernels.wgrad_gemm_accum_fp32
     kernel(total_input, grad_output, main_grad)
-    weight.grad_added_to_main_grad = True
 
 
 @torch.no_grad()

@@ -3,13 +3,12 @@
 The previous stage waits for the gradient of a linear layer's input; the gradient of its weight is
 needed only by the optimizer step. ``WeightGradients`` rebinds the linear layers of a chunk for a
 step, so that a backward pass computes the former and *defers* the latter; ``run`` computes it
-later, one layer at a time. Each weight gets its contributions in microbatch order through
-DistributedDataParallel's own hook, so the numbers are bitwise those of a fused backward.
+later, one layer at a time. Autograd adds each weight's contributions in microbatch order, with all
+hooks, so the numbers are bitwise those of a fused backward.
 
-Transformer Engine's layers are ``te_layer``'s, or ``te``'s if they were built to delay weight
-gradients. Embeddings, the LM
-head, biases and norms are not deferred: they would hold much memory for little gain. A layer that a
-host has changed goes its own way (``own_way``), and computes its weight gradient within B.
+Transformer Engine's layers are ``te_layer``'s. Embeddings, the LM head, biases and norms are not
+deferred: they would hold much memory for little gain. A layer that a host has changed goes its own
+way (``own_way``), and computes its weight gradient within B.
 
 Source of the idea: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024).
 """
@@ -17,25 +16,33 @@ Source of the idea: Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from megatron.dpp.core import compat
 from megatron.dpp.core.cpu import without_rewriting
-from megatron.dpp.core.experts import GroupedExperts, GroupedLinear
 from megatron.dpp.core.grad_sync import replicated
-from megatron.dpp.core.wgrad.own_way import Place, places, why_module, why_weight
-from megatron.dpp.core.wgrad.product import DeferredWork, Group, Layer, forward_of, refuse
-from megatron.dpp.core.wgrad.te import DelayedModules
-from megatron.dpp.core.wgrad.te_layer import TELayer, is_te, weights_of, why_layer
+from megatron.dpp.core.wgrad import accumulate
+from megatron.dpp.core.wgrad.accumulate import OwnHook
+from megatron.dpp.core.wgrad.deferrable import Deferrable, DeferredWork, refuse
+from megatron.dpp.core.wgrad.own_way import Place, places
+from megatron.dpp.core.wgrad.product import Layer
+from megatron.dpp.core.wgrad.te_layer import TELayer
 from megatron.dpp.errors import ConfigError, setting
 
+_RUN_BACKWARD, _INPUTS = "_engine_run_backward", 3
+"""The function behind torch.autograd's ``grad`` and ``backward``, and the place of ``inputs``."""
+_OWN_PASS = (
+    "dynamic pipeline: a forward step runs a backward pass of its own: its gradients are added in "
+    "the order of tasks, which megatron-core's schedule may have another of"
+)
+KINDS: tuple[type[Deferrable], ...] = (Layer, TELayer)
+"""The kinds of layers whose weight gradients may wait."""
 _NAMED = 2
 """Layers that a line names; the others are counted."""
 
@@ -58,15 +65,12 @@ class WeightGradients:
         self._chunks, self._say = chunks, say
         self._current: dict[int, list[DeferredWork]] | None = None
         self._waiting: dict[tuple[int, int], dict[int, list[DeferredWork]]] = {}
-        self._layers: list[tuple[Any, Callable[..., torch.Tensor]]] = []
-        self._groups: list[tuple[GroupedLinear, Group]] = []
-        self._te: list[TELayer] = []
+        self._layers: list[Deferrable] = []
         self._weights: dict[torch.nn.Parameter, str] = {}
-        self._accumulators: dict[torch.nn.Parameter, Callable[[torch.Tensor], None]] = {}
         self._own_ways: dict[str, list[str]] = {}
         self._accumulated: dict[torch.nn.Parameter, int] = {}
         self._held_bytes = 0
-        self._delayed: list[DelayedModules] = []
+        self._adding = False
         self.num_pieces: tuple[int, ...] = ()
         """Transformer layers of each chunk; 0 if none of them can defer."""
         self.inspect()
@@ -74,16 +78,7 @@ class WeightGradients:
     @property
     def held_bytes(self) -> int:
         """Memory that deferred work holds, beyond activations."""
-        return self._held_bytes + sum(modules.num_bytes() for modules in self._delayed)
-
-    @property
-    def can_fuse(self) -> bool:
-        """True if all layers compute their weight gradients within B where nobody defers them."""
-        return not any(modules.exist for modules in self._delayed)
-
-    def delayed_by_modules(self, chunk: int) -> DelayedModules | None:
-        """The modules of a chunk that delay their weight gradients; None if it has none."""
-        return self._delayed[chunk] or None
+        return self._held_bytes
 
     def inspect(self) -> None:
         """Find the layers that can defer in the next step: a host may have changed them.
@@ -92,10 +87,7 @@ class WeightGradients:
             ConfigError: as of the class.
         """
         self._waiting.clear()
-        self._layers, self._groups, self._te, self._held_bytes = [], [], [], 0
-        self._accumulators = {weight: self._accumulators[weight] for weight in self._weights}
-        self._weights = {}
-        before, self._delayed = self._delayed, []
+        self._layers, self._weights, self._held_bytes = [], {}, 0
         found = [list(places(chunk)) for chunk in self._chunks]
         modules = {id(place.module): place.module for each in found for place in each}
         uses = Counter(
@@ -105,114 +97,55 @@ class WeightGradients:
             if parameter is not None
         )
         self.num_pieces = tuple(
-            self._prepare(chunk, places_in, before[number] if before else None, uses)
-            for number, (chunk, places_in) in enumerate(zip(self._chunks, found, strict=True))
+            self._prepare(chunk, places_in, uses)
+            for chunk, places_in in zip(self._chunks, found, strict=True)
         )
 
     def _prepare(
         self,
         chunk: torch.nn.Module,
         found: list[Place],
-        before: DelayedModules | None,
         uses: Counter[int],
     ) -> int:
         """Find a chunk's linear layers; returns its number of pieces (transformer layers), 0 if
         nothing can be deferred.
         """
         if getattr(get_model_config(chunk), "enable_autocast", False):
+            split, off = setting("split_backward"), setting("split_backward", "off")
             raise ConfigError(
-                f"{setting('split_backward')} computes weight gradients outside of autocast (the "
-                f"model's enable_autocast): use {setting('split_backward', 'off')}, or parameters "
-                "of the dtype that is computed with"
+                f"{split} computes weight gradients outside of autocast (the model's "
+                f"enable_autocast): use {off}, or parameters of the dtype that is computed with",
+                split,
+                off,
             )
         block = decoder_block(chunk)
         layers = list(block.layers) if block is not None else []
-        delayed = DelayedModules(chunk, layers, _ddp_of(chunk))
-        self._delayed.append(before if before is not None and before.is_like(delayed) else delayed)
+        _refuse_wrapper(chunk)
         num_known = len(self._weights)
         self._own_ways = {}
         piece_of = {id(m): number for number, layer in enumerate(layers) for m in layer.modules()}
         for place in found:
             piece = piece_of.get(id(place.module))
-            if piece is None:
-                continue
-            if isinstance(place.module, ColumnParallelLinear | RowParallelLinear):
-                self._add(place, piece, chunk, lambda weight: uses[id(weight)])
-            elif isinstance(place.module, GroupedExperts):
-                self._add_group(place, piece, chunk, lambda weight: uses[id(weight)])
-            elif is_te(place.module):
-                self._add_te(place, piece, chunk, lambda weight: uses[id(weight)])
+            if piece is not None:
+                self._add(place, piece, uses)
         for reason, names in self._own_ways.items():
             self._tell(names, reason)
-        return len(layers) if self._delayed[-1] or len(self._weights) > num_known else 0
+        return len(layers) if len(self._weights) > num_known else 0
 
-    def _add(
-        self, place: Place, piece: int, chunk: torch.nn.Module, uses: Callable[[Any], int]
-    ) -> None:
-        module: Any = place.module
-        weight = module._parameters.get("weight")
-        if weight is not None and not weight.requires_grad:
+    def _add(self, place: Place, piece: int, uses: Counter[int]) -> None:
+        """Take a layer of a kind whose weight gradients may wait, or note the reason why not."""
+        kind = next((kind for kind in KINDS if kind.takes(place.module)), None)
+        if kind is None:
             return
-        kinds = (ColumnParallelLinear, RowParallelLinear)
-        reason = place.around or why_module(module, kinds) or why_weight(module, uses)
-        if weight is None and vars(module).get("weight", self) is None:
-            return  # it is given one in each call
-        if reason is not None:
+        reason = kind.why_not(place.module, lambda weight: uses[id(weight)])
+        if reason == "":
+            return
+        if reason := place.around or reason:
             self._own_ways.setdefault(reason, []).append(place.name)
             return
-        layer = Layer(piece, place.name, module, self._accumulator(weight, chunk), self.defer)
-        self._layers.append((module, forward_of(module, layer, partial(self._tell, [place.name]))))
-        self._weights[weight] = f"{place.name}.weight"
-
-    def _add_group(
-        self, place: Place, piece: int, chunk: torch.nn.Module, uses: Callable[[Any], int]
-    ) -> None:
-        experts: Any = place.module
-        if not experts.are_as_built():
-            changed = "its experts were changed, and run one after the other"
-            self._own_ways.setdefault(changed, []).append(place.name)
-            return
-        for linear in experts.linears:
-            if not all(weight.requires_grad for weight in linear.weights):
-                continue
-            reasons = (place.around or why_weight(layer, uses) for layer in linear.layers)
-            reason = next(filter(None, reasons), None)
-            if reason is not None:
-                self._own_ways.setdefault(reason, []).append(place.name)
-                continue
-            accumulate = [self._accumulator(weight, chunk) for weight in linear.weights]
-            group = Group(piece, place.name, linear.weights, accumulate, self.defer)
-            self._groups.append((linear, group))
-            self._weights.update(dict.fromkeys(linear.weights, f"{place.name}: a weight"))
-
-    def _add_te(
-        self, place: Place, piece: int, chunk: torch.nn.Module, uses: Callable[[Any], int]
-    ) -> None:
-        weights = [place.module._parameters.get(name) for name in weights_of(place.module)]
-        if not all(weight is None or weight.requires_grad for weight in weights):
-            return
-        reason = place.around or why_layer(place.module, uses)
-        if reason is not None:
-            self._own_ways.setdefault(reason, []).append(place.name)
-            return
-        layer = TELayer(
-            piece,
-            place.name,
-            place.module,
-            lambda weight: self._accumulator(weight, chunk),
-            self.defer,
-            partial(self._tell, [place.name]),
-        )
-        self._te.append(layer)
-        self._weights.update(dict.fromkeys(layer.weights, f"{place.name}: a weight"))
-
-    def _accumulator(
-        self, weight: torch.nn.Parameter, chunk: torch.nn.Module
-    ) -> Callable[[torch.Tensor], None]:
-        """The one of the step before, if there is one."""
-        if weight not in self._accumulators:
-            self._accumulators[weight] = gradient_accumulator(weight, chunk)
-        return self._accumulators[weight]
+        layer = kind(piece, place.name, place.module, self, partial(self._tell, [place.name]))
+        self._layers.append(layer)
+        self._weights.update(dict.fromkeys(layer.weights, f"{place.name}.weight"))
 
     def _tell(self, names: list[str], reason: str) -> None:
         """Say why layers go their own way."""
@@ -222,30 +155,34 @@ class WeightGradients:
         self._say(f"dynamic pipeline: the weight gradient of {text} is computed within B: {reason}")
 
     @contextmanager
-    def bound(self, order: Sequence[int] = ()) -> Iterator[None]:
-        """Make the layers' backwards defer for one step; the model is restored after it.
-
-        Args:
-            order: microbatches in the order of their backwards; empty for their own order.
-        """
+    def bound(self) -> Iterator[None]:
+        """Make the layers' backwards defer for one step; the model is restored after it."""
         self._accumulated.clear()
-        for modules in self._delayed:
-            modules.restart(order)
         with ExitStack() as around:
+            around.enter_context(compat.replaced(torch.autograd, _RUN_BACKWARD, self._checked))
             for weight in self._weights:
-                hook = weight.register_hook(partial(self._before_autograd_adds, weight))  # type: ignore[no-untyped-call]
+                hook = weight.register_hook(OwnHook(self._before_autograd_adds, weight))  # type: ignore[no-untyped-call]
                 around.callback(hook.remove)
-            for module, forward_impl in self._layers:
-                module._forward_impl = forward_impl
-                around.callback(vars(module).pop, "_forward_impl", None)
-            for linear, group in self._groups:
-                linear.defer = group
-                around.callback(setattr, linear, "defer", None)
-            for layer in self._te:
+            for layer in self._layers:
                 around.enter_context(layer.bound())
             yield
-        for modules in self._delayed:
-            modules.check_empty()
+
+    def _checked(self, run: Callable[..., Any], outputs: Any, *given: Any, **options: Any) -> Any:
+        """Run a pass of autograd that a host asks for.
+
+        Raises:
+            ConfigError: it asks for the gradient of a weight, which is no input of the graph.
+        """
+        for wanted in given[_INPUTS] if len(given) > _INPUTS else ():
+            if isinstance(wanted, torch.Tensor) and wanted in self._weights:
+                split, off = setting("split_backward"), setting("split_backward", "off")
+                raise ConfigError(
+                    f"{split}: torch.autograd.grad, or backward(inputs=...), asks for the gradient "
+                    f"of {self._weights[wanted]}, which is deferred; use {off}",  # type: ignore[index]
+                    split,
+                    off,
+                )
+        return run(outputs, *given, **options)
 
     def _before_autograd_adds(self, weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
         """Keep a weight's order where a pass adds a gradient by itself, as a layer went its own way
@@ -254,7 +191,13 @@ class WeightGradients:
         Raises:
             ConfigError: the same pass has deferred one, and would have added up both.
         """
+        if self._adding:
+            return
         task = self._accumulated[weight] = torch._C._current_graph_task_id()
+        self._compute_waiting(weight, task)
+
+    def _compute_waiting(self, weight: torch.nn.Parameter, task: int) -> None:
+        """Add what earlier passes than ``task`` have deferred of a weight's gradient."""
         for waiting in self._waiting.values():
             for row in waiting.values():
                 for work in [work for work in row if work.touches(weight)]:
@@ -264,6 +207,14 @@ class WeightGradients:
                     work.compute()
                     self._held_bytes -= work.num_bytes()
 
+    def add(self, parameter: torch.nn.Parameter, given: list[torch.Tensor]) -> None:
+        """:func:`accumulate.add` of a deferred gradient."""
+        before, self._adding = self._adding, True
+        try:
+            accumulate.add(parameter, given)
+        finally:
+            self._adding = before
+
     def _refuse_mixture(self, weight: torch.nn.Parameter) -> None:
         refuse(self._weights[weight], "is also used outside of its layer's own product")
 
@@ -272,7 +223,6 @@ class WeightGradients:
         """Assign the work that one backward pass defers to (chunk, microbatch)."""
         with self.divert() as self._waiting[chunk, microbatch]:
             yield
-        self._delayed[chunk].after_backward(microbatch)
 
     @contextmanager
     def divert(self) -> Iterator[dict[int, list[DeferredWork]]]:
@@ -285,9 +235,12 @@ class WeightGradients:
 
     def defer(self, layer: int, work: DeferredWork) -> None:
         """Defer work of a layer (counted from the chunk's first); outside of :meth:`collect` it
-        runs at once.
+        runs at once, after what earlier passes have deferred.
         """
         if self._current is None:
+            self._say(_OWN_PASS)
+            for weight in filter(work.touches, self._weights):
+                self._compute_waiting(weight, work.task)
             work.compute()
             return
         for weight, task in self._accumulated.items():
@@ -301,8 +254,6 @@ class WeightGradients:
     def run(self, chunk: int, microbatch: int, piece: int) -> None:
         """Compute the weight gradients of one transformer layer; ``piece`` counts from the last."""
         waiting, layer = self._waiting[chunk, microbatch], self.num_pieces[chunk] - 1 - piece
-        if self._delayed[chunk]:
-            self._delayed[chunk].run(layer, microbatch)
         with without_rewriting():
             for item in waiting.pop(layer, ()):
                 item.compute()
@@ -313,43 +264,26 @@ class WeightGradients:
             del self._waiting[chunk, microbatch]
 
 
-def gradient_accumulator(
-    weight: torch.nn.Parameter, chunk: torch.nn.Module
-) -> Callable[[torch.Tensor], None]:
-    """A function that adds a gradient to ``weight``, through DDP's hook if DDP wraps the chunk.
+def _refuse_wrapper(chunk: torch.nn.Module) -> None:
+    """Refuse a wrapper that expects all gradients within a backward pass.
 
-    As autograd does, it casts the gradient to the weight's dtype.
+    Raises:
+        ConfigError: names it.
     """
-    ddp = _ddp_of(chunk, weight)
-    hook = None if ddp is None else ddp._make_backward_post_hook(weight)
-
-    def accumulate(gradient: torch.Tensor) -> None:
-        gradient = gradient.to(weight.dtype)
-        weight.grad = gradient if weight.grad is None else weight.grad + gradient
-        if hook is not None:
-            hook()
-
-    return accumulate
-
-
-def _ddp_of(chunk: torch.nn.Module, weight: torch.nn.Parameter | None = None) -> Any | None:
-    """The DDP of a chunk, or the one that holds ``weight`` where its parts have one each."""
-    if isinstance(chunk, DistributedDataParallel):
-        return chunk
-    for ddp in replicated(chunk):
-        if weight is None or weight in ddp.param_to_bucket_group:
-            return ddp
+    if replicated(chunk):
+        return
     found: Any = chunk
     while isinstance(found, torch.nn.Module):
         torchs = isinstance(found, torch.nn.parallel.DistributedDataParallel)
         if torchs or hasattr(found, "start_grad_sync"):
+            split, off = setting("split_backward"), setting("split_backward", "off")
             raise ConfigError(
-                f"{setting('split_backward')} cannot defer weight gradients under "
-                f"{type(found).__name__}; use {setting('split_backward', 'off')} or "
-                "megatron-core's DistributedDataParallel"
+                f"{split} cannot defer weight gradients under {type(found).__name__}; "
+                f"use {off} or megatron-core's DistributedDataParallel",
+                split,
+                off,
             )
         found = getattr(found, "module", None)
-    return None
 
 
 def decoder_block(chunk: torch.nn.Module) -> Any | None:

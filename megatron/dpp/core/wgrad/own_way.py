@@ -9,14 +9,17 @@ Hosts change modules between steps, so all of it is asked in each.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.tensor_parallel import layers as parallel_layers
 from torch.nn.modules import module as torch_module
 
+from megatron.dpp.core.wgrad import accumulate
 from megatron.dpp.errors import ConfigError
 
 _PRODUCT = "linear_with_grad_accumulation_and_async_allreduce"
@@ -105,21 +108,29 @@ def why_module(module: torch.nn.Module, kinds: tuple[type, ...]) -> str | None:
         return f"its class is {kind.__name__}"
     if "_forward_impl" in vars(module):
         return "its _forward_impl was replaced"
-    source = vars(sys.modules[kind.__module__])
+    source = sys.modules[kind.__module__]
     for name in ("forward", "_forward_impl"):
-        if getattr(getattr(kind, name), "__globals__", None) is not source:
+        if not is_written_in(getattr(kind, name), source):
             return f"{kind.__name__}.{name} was replaced"
     if not product_is_own():
-        return f"{_PRODUCT} was replaced"
+        return f"{_PRODUCT}, or its autograd function, was replaced"
     return None
 
 
 def product_is_own() -> bool:
     """True if linear layers now call megatron-core's own product."""
-    source = vars(parallel_layers)
-    product = source[_PRODUCT]
-    own: bool = getattr(product, "__globals__", None) is source
-    return own and source[_FUNCTION] is _FUNCTION_CLASS
+    kind = getattr(parallel_layers, _FUNCTION)
+    parts = (getattr(parallel_layers, _PRODUCT), kind.forward, kind.backward)
+    return kind is _FUNCTION_CLASS and all(is_written_in(part, parallel_layers) for part in parts)
+
+
+@functools.lru_cache(maxsize=64)
+def is_written_in(function: Any, module: Any) -> bool:
+    """True if a function is a module's own, within the wrappers that PyTorch has for it."""
+    found = getattr(function, "__globals__", {})
+    if str(found.get("__name__")).startswith("torch."):
+        found = getattr(inspect.unwrap(function), "__globals__", {})
+    return found is vars(module)
 
 
 def why_weight(
@@ -139,16 +150,11 @@ def why_weight(
         return f"its weight is a {type(weight).__name__}"
     if not weight.is_leaf:
         return "its weight is computed from others"
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+    if accumulate.is_hooked(weight):
         return "its weight has hooks"
     if uses(weight) > 1:
         return "its weight is tied"
     return None
-
-
-def untouched(module: torch.nn.Module, kinds: Container[type]) -> bool:
-    """True if a call of a module runs the forward of one of these classes, and nothing else."""
-    return type(module) in kinds and "forward" not in vars(module) and not has_hooks(module)
 
 
 def has_hooks(module: torch.nn.Module) -> bool:
@@ -172,7 +178,7 @@ def why_eager(module: torch.nn.Module) -> str | None:
         for kind, parameter in place.module._parameters.items():
             if parameter is None:
                 continue
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            if parameter.requires_grad and accumulate.has_hooks(parameter):
                 return f"{name}.{kind} has hooks"
     return None
 

@@ -1,80 +1,29 @@
-"""The product of a linear layer whose weight gradient waits for its W."""
+"""megatron-core's own parallel linear layers, whose weight gradients wait for a W."""
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
-from megatron.dpp.core.experts import NODE, wants_leaves, weight_gradients
 from megatron.dpp.core.wgrad import fused as fused_wgrad
-from megatron.dpp.core.wgrad.own_way import product_is_own, stands_for
-from megatron.dpp.errors import ConfigError, setting
+from megatron.dpp.core.wgrad.accumulate import is_hooked
+from megatron.dpp.core.wgrad.deferrable import (
+    NODE,
+    Deferrable,
+    Kept,
+    LayerWork,
+    refuse,
+    wants_leaves,
+)
+from megatron.dpp.core.wgrad.own_way import product_is_own, stands_for, why_module, why_weight
 
-Defer = Callable[[int, "DeferredWork"], None]
-"""Takes the work of a layer, counted from the chunk's first."""
-
-
-class DeferredWork(abc.ABC):
-    """Work that a backward pass leaves for its W."""
-
-    task = -1
-    """Autograd's number of the pass, where the order of its additions matters."""
-
-    @abc.abstractmethod
-    def num_bytes(self) -> int:
-        """Memory that it holds, beyond the activation."""
-
-    @abc.abstractmethod
-    def compute(self) -> None:
-        """Compute the gradients and hand them over."""
-
-    def touches(self, weight: torch.Tensor) -> bool:
-        """True if it adds to this weight's gradient."""
-        return False
-
-    def join(self, other: DeferredWork) -> bool:
-        """Take over later work of the same pass, if autograd would add up both gradients before it
-        hands them over; False if it would not.
-        """
-        return False
-
-
-def refuse(name: str, why: str) -> NoReturn:
-    """Refuse to go on with a layer whose gradients would not be those of a fused backward.
-
-    Raises:
-        ConfigError: always.
-    """
-    raise ConfigError(
-        f"{setting('split_backward')}: {name} {why}, so that its deferred gradient would differ "
-        f"from that of a fused backward; use {setting('split_backward', 'off')}"
-    )
-
-
-class Kept:
-    """A tensor that waits for a W, as it is now. Autograd would add to an output gradient in place
-    if nobody else held it, hence no copy of its handle.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version = tensor, tensor._version
-        self.num_bytes = tensor.numel() * tensor.element_size()
-
-    def get(self, name: str) -> torch.Tensor:
-        """The tensor.
-
-        Raises:
-            ConfigError: it was changed since.
-        """
-        if self._tensor._version != self._version:
-            refuse(name, "has an input or an output gradient that was changed in place after its B")
-        return self._tensor
+KINDS: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear)
 
 
 class _Operands(NamedTuple):
@@ -89,30 +38,48 @@ class _Operands(NamedTuple):
         return self.input.num_bytes + self.grad_output.num_bytes
 
 
-class Layer:
-    """A linear layer whose products defer.
+class Layer(Deferrable):
+    """A linear layer of megatron-core's."""
 
-    Args:
-        piece: its transformer layer.
-        name: for messages.
-        module: of megatron-core's own class.
-        accumulate: adds a gradient to its weight.
-        defer: takes the work of a backward pass.
-    """
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.weight: torch.nn.Parameter = self.module.weight
+        self.weights = [self.weight]
+        self.fused = bool(self.module.gradient_accumulation_fusion)
 
-    def __init__(
-        self,
-        piece: int,
-        name: str,
-        module: Any,
-        accumulate: Callable[[torch.Tensor], None],
-        defer: Defer,
-    ) -> None:
-        self.piece, self.name, self.defer, self.accumulate = piece, name, defer, accumulate
-        self.weight: torch.nn.Parameter = module.weight
-        self.fused = bool(module.gradient_accumulation_fusion)
+    @staticmethod
+    def takes(module: torch.nn.Module) -> bool:
+        return isinstance(module, KINDS)
 
-    def why_not(
+    @staticmethod
+    def why_not(module: Any, uses: Callable[[torch.Tensor], int]) -> str | None:
+        weight = module._parameters.get("weight")
+        given = weight is None and vars(module).get("weight", module) is None  # one in each call
+        if given or (weight is not None and not weight.requires_grad):
+            return ""
+        return why_module(module, KINDS) or why_weight(module, uses)
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        self.module._forward_impl = self._forward
+        try:
+            yield
+        finally:
+            vars(self.module).pop("_forward_impl", None)
+
+    def _forward(self, input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
+        if not self.defers(self._why_not(input, weight, options)):
+            own = type(self.module)._forward_impl
+            return own(self.module, input, weight, **options)  # type: ignore[no-any-return]
+        group = options["tp_group"]
+        gathered_over = group if options["sequence_parallel"] else None
+        output: torch.Tensor = InputGradientNow.apply(  # type: ignore[no-untyped-call]
+            input, options["bias"], NODE, (weight,), self, options["allreduce_dgrad"],
+            gathered_over, group,
+        )  # fmt: skip
+        return output
+
+    def _why_not(
         self, input_: torch.Tensor, weight: torch.Tensor, options: Mapping[str, Any]
     ) -> str | None:
         """The reason why a call does not defer: "" if there is nothing to tell, None if it does."""
@@ -124,7 +91,7 @@ class Layer:
             return ""
         if not stands_for(weight, self.weight):
             return "a call gets another weight"
-        if has_hooks(self.weight):
+        if is_hooked(self.weight):
             return "its weight has hooks"
         if type(input_) is not torch.Tensor:
             return f"its input is a {type(input_).__name__}"
@@ -133,57 +100,15 @@ class Layer:
         return None if product_is_own() else "megatron-core's product is replaced in a call"
 
 
-def has_hooks(weight: torch.nn.Parameter) -> bool:
-    """True if a weight that is being deferred has hooks besides the project's own."""
-    return bool(weight._post_accumulate_grad_hooks) or len(weight._backward_hooks or ()) > 1
-
-
 def _wants(bias: torch.Tensor | None) -> bool:
     return bias is not None and bias.requires_grad
 
 
-def _task() -> int:
-    number: int = torch._C._current_graph_task_id()
-    return number
-
-
-class HasBytes(Protocol):
-    """One product's operands, by the memory that they hold."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-
-LayerT = TypeVar("LayerT")
-ProductT = TypeVar("ProductT", bound=HasBytes)
-
-
-@dataclass(eq=False)
-class LayerWork(DeferredWork, Generic[LayerT, ProductT]):
-    """The weight gradients of one layer; of several products if the pass ran it several times."""
-
-    layer: LayerT
-    products: list[ProductT]
-    task: int = field(default_factory=_task)
-
-    def num_bytes(self) -> int:
-        return sum(each.num_bytes for each in self.products)
-
-    def join(self, other: DeferredWork) -> bool:
-        if isinstance(other, LayerWork) and (other.layer, other.task) == (self.layer, self.task):
-            self.products += other.products
-            return True
-        return False
-
-
-class _Deferred(LayerWork[Layer, _Operands]):
-    def touches(self, weight: torch.Tensor) -> bool:
-        return self.layer.weight is weight
-
+class _Deferred(LayerWork["Layer", _Operands]):
     @torch.no_grad()
     def compute(self) -> None:
         layer = self.layer
-        gradient: torch.Tensor | None = None
+        gradients: list[torch.Tensor] = []
         for each in self.products:
             total_input = _gather(each.input.get(layer.name), each.gather_group)
             grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
@@ -193,64 +118,9 @@ class _Deferred(LayerWork[Layer, _Operands]):
                 fused_wgrad.accumulate(layer.weight, total_input, grad_output)
             else:
                 added = grad_output.t().matmul(total_input)
-                gradient = added if gradient is None else gradient + added
-        layer.accumulate(torch.empty_like(layer.weight) if gradient is None else gradient)
-
-
-class Group:
-    """One linear layer of all experts, whose products defer.
-
-    Args:
-        piece, name: as of a :class:`Layer`.
-        weights: of each expert.
-        accumulate: adds a gradient to each.
-        defer: takes the work of a backward pass.
-    """
-
-    def __init__(
-        self,
-        piece: int,
-        name: str,
-        weights: list[torch.nn.Parameter],
-        accumulate: list[Callable[[torch.Tensor], None]],
-        defer: Defer,
-    ) -> None:
-        self.piece, self.name, self.weights = piece, name, weights
-        self.accumulate, self._defer = accumulate, defer
-
-    def takes(self, weights: list[Any]) -> bool:
-        """True if a product with these weights defers."""
-        return all(
-            stands_for(given, own) and own.requires_grad and not has_hooks(own)
-            for given, own in zip(weights, self.weights, strict=True)
-        )
-
-    def __call__(self, tokens: torch.Tensor, grad_output: torch.Tensor, ends: torch.Tensor) -> None:
-        """Defer the weight gradients of a product."""
-        self._defer(self.piece, _DeferredGroup(self, Kept(tokens), Kept(grad_output), ends))
-
-
-@dataclass(frozen=True, eq=False)
-class _DeferredGroup(DeferredWork):
-    """The operands of the weight gradients of one linear layer of all experts."""
-
-    group: Group
-    input: Kept
-    grad_output: Kept
-    ends: torch.Tensor
-    task: int = field(default_factory=_task)
-
-    def num_bytes(self) -> int:
-        return self.input.num_bytes + self.grad_output.num_bytes
-
-    def touches(self, weight: torch.Tensor) -> bool:
-        return any(own is weight for own in self.group.weights)
-
-    def compute(self) -> None:
-        name = self.group.name
-        gradients = weight_gradients(self.input.get(name), self.grad_output.get(name), self.ends)
-        for accumulate, gradient in zip(self.group.accumulate, gradients, strict=True):
-            accumulate(gradient)
+                gradients = [gradients.pop() + added if gradients else added]
+                del added
+        layer.store.add(layer.weight, gradients)
 
 
 class InputGradientNow(torch.autograd.Function):
@@ -295,12 +165,12 @@ class InputGradientNow(torch.autograd.Function):
             )
         layer: Layer = ctx.layer
         if layer.weight.requires_grad and wants_leaves():
-            if has_hooks(layer.weight):
+            if is_hooked(layer.weight):
                 refuse(layer.name, "got hooks on its weight between F and B")
             # Detached: the input's grad_fn would keep the whole graph before it alive until the W.
             given = Kept(input_.detach())
             operands = _Operands(given, Kept(grad_output), ctx.gather_group)
-            layer.defer(layer.piece, _Deferred(layer, [operands]))
+            layer.leave(_Deferred(layer, [operands]))
         grad_bias = None
         if ctx.has_bias:
             grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0)
@@ -309,38 +179,6 @@ class InputGradientNow(torch.autograd.Function):
         if ctx.gather_group is not None:
             grad_input = scattered
         return grad_input, grad_bias, None, None, None, None, None, None
-
-
-def forward_of(
-    module: Any, layer: Layer, say: Callable[[str], None]
-) -> Callable[..., torch.Tensor]:
-    """The ``_forward_impl`` of a linear layer while its weight gradients are deferred.
-
-    Args:
-        say: called with the reason why a call does not defer.
-    """
-
-    def forward_impl(input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
-        why_not = layer.why_not(input, weight, options)
-        if why_not is not None:
-            if why_not:
-                say(why_not)
-            own: torch.Tensor = type(module)._forward_impl(module, input, weight, **options)
-            return own
-        sequence_parallel = options["sequence_parallel"]
-        output: torch.Tensor = InputGradientNow.apply(  # type: ignore[no-untyped-call]
-            input,
-            options["bias"],
-            NODE,
-            (weight,),
-            layer,
-            options["allreduce_dgrad"],
-            options["tp_group"] if sequence_parallel else None,
-            options["tp_group"],
-        )
-        return output
-
-    return forward_impl
 
 
 def _gather(input_: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ This holds for Transformer Engine 2.7 to 2.20 by its sources.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -24,14 +24,14 @@ import torch
 from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron.dpp.core import compat
-from megatron.dpp.core.experts import NODE, wants_leaves
 from megatron.dpp.core.memory import tensors_in
-from megatron.dpp.core.wgrad.own_way import stands_for, why_weight
-from megatron.dpp.core.wgrad.product import DeferredWork, Kept, LayerWork, has_hooks
-from megatron.dpp.core.wgrad.te import SINCE, is_delayed
-from megatron.dpp.errors import core_setting
+from megatron.dpp.core.wgrad.accumulate import is_hooked
+from megatron.dpp.core.wgrad.deferrable import NODE, Deferrable, Kept, LayerWork, wants_leaves
+from megatron.dpp.core.wgrad.own_way import is_written_in, stands_for, why_weight
+from megatron.dpp.errors import ConfigError
 
-Accumulate = Callable[[torch.Tensor], None]
+SINCE = "2.7.0"
+"""The first version with a ``wgrad_store``."""
 _ASIDES = "dpp_asides"
 """Attribute of a parameter that a capture computes with: what stood for it there."""
 _OVERLAPS = (
@@ -40,9 +40,25 @@ _OVERLAPS = (
 )
 
 
-def is_te(module: torch.nn.Module) -> bool:
-    """True for a linear layer of Transformer Engine that was built without a delay."""
-    return getattr(module, "wgrad_store", None) is not None and not is_delayed(module)
+def is_delayed(module: Any) -> bool:
+    """True if a module delays its weight gradients."""
+    store = getattr(module, "wgrad_store", None)
+    return store is not None and hasattr(module, "backward_dw") and store.delay_wgrad_compute()
+
+
+def refuse_delayed(chunks: list[torch.nn.Module]) -> None:
+    """Refuse modules that delay weight gradients by themselves.
+
+    Raises:
+        ConfigError: a chunk has one.
+    """
+    for number, chunk in enumerate(chunks):
+        if any(is_delayed(module) for module in chunk.modules()):
+            raise ConfigError(
+                f"chunk {number}: its Transformer Engine layers were built with "
+                "delay_wgrad_compute, so their weight gradients would be lost: leave it out, as "
+                "layers of all kinds can wait without it"
+            )
 
 
 def weights_of(module: Any) -> list[str]:
@@ -82,7 +98,7 @@ def why_layer(module: Any, uses: Callable[[torch.Tensor], int]) -> str | None:
     if not is_te_min_version(SINCE):
         return f"Transformer Engine {get_te_version()} is older than {SINCE}"
     if any(getattr(module, name, False) for name in _OVERLAPS):
-        return f"{core_setting('tp_comm_overlap')} computes it with its communication"
+        return "tp_comm_overlap computes it with its communication"
     offloads = ("cpu_offloading", "fine_grained_activation_offloading")
     if any(getattr(getattr(module, "config", None), name, False) for name in offloads):
         return "activations are offloaded"
@@ -106,11 +122,24 @@ def _is_written(kind: Any, kinds: tuple[Any, ...]) -> bool:
         forward = vars(part).get("forward")
         if forward is not None and forward.__module__ != part.__module__:
             return False
+        if home is not None and not _function_is_written(home, part.__name__):
+            return False
         if part in kinds:
             return True
         if part.__module__ != compat.TE_LAYERS:
             return False
     return False
+
+
+def _function_is_written(home: Any, name: str) -> bool:
+    """True if the autograd function of a class, where it has one, is as Transformer Engine wrote
+    it.
+    """
+    function = getattr(home, f"_{name}", None)
+    if not isinstance(function, type):
+        return True
+    ways = (getattr(function, way) for way in ("forward", "backward"))
+    return function.__module__ == home.__name__ and all(is_written_in(way, home) for way in ways)
 
 
 class _Aside(torch.autograd.Function):
@@ -127,9 +156,9 @@ class _Aside(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
         biases = gradients[ctx.num_weights :]
-        for accumulate, gradient in zip(ctx.layer.add_bias, biases, strict=True):
+        for bias, gradient in zip(ctx.layer.biases, biases, strict=True):
             if gradient is not None:
-                accumulate(gradient)
+                ctx.layer.store.add(bias, [gradient])
         return (None,) * (2 + len(gradients))
 
 
@@ -148,67 +177,51 @@ class _Store:
         """
         layer = self._layer
         if wants_leaves():
-            layer.defer(layer.piece, _Deferred(layer, [_Product.of(tensors, product)]))
+            layer.leave(_Deferred(layer, [_Product.of(tensors, product)]))
         elif layer.fused:
             product(*tensors)  # it adds by itself, whatever the pass asks for
 
 
-class TELayer:
-    """A linear layer, or one of all experts, whose weight gradients wait.
+class TELayer(Deferrable):
+    """A linear layer of Transformer Engine's, or one of all experts."""
 
-    Args:
-        piece: its transformer layer.
-        name: for messages.
-        module: one without :func:`why_layer`, of trained weights.
-        accumulator: makes what adds a gradient to a parameter.
-        defer: takes the work of a backward pass.
-        say: called with the reason why a call does not defer.
-    """
-
-    def __init__(
-        self,
-        piece: int,
-        name: str,
-        module: Any,
-        accumulator: Callable[[Any], Accumulate],
-        defer: Callable[[int, DeferredWork], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self.piece, self.name, self.defer, self._say = piece, name, defer, say
-        self._module = module
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        module = self.module
         self._names = weights_of(module)
-        self.weights: list[Any] = [module._parameters[name] for name in self._names]
+        self.weights = [module._parameters[name] for name in self._names]
         biases = _biases_of(module, self._names)
         self._names += biases
         self._parameters = [module._parameters[name] for name in self._names]
-        self.add_weight = [accumulator(weight) for weight in self.weights]
-        self.add_bias = [accumulator(module._parameters[name]) for name in biases]
+        self.biases: list[Any] = [module._parameters[name] for name in biases]
         self.fused = bool(module.fuse_wgrad_accumulation)
         self.grouped = "num_gemms" in vars(module)
-        self._stand_ins = [weight.new_empty(()).expand(weight.shape) for weight in self.weights]
         self.adds_alone = self.fused and not self.grouped and not biases and len(self.weights) == 1
         """A W is one product that adds to one weight, and nothing else."""
         self._store = _Store(self)
         self._asides: dict[str, Any] = {}
 
-    def stand_ins(self) -> list[torch.Tensor]:
-        """Gradients of the weights, without memory of their own, where the real ones are added to
-        ``main_grad``. Only zeros are read: a capture must have its own.
-        """
-        if any(getattr(weight, "zero_out_wgrad", False) for weight in self.weights):
-            return [weight.new_zeros(()).expand(weight.shape) for weight in self.weights]
-        return self._stand_ins
+    @staticmethod
+    def takes(module: torch.nn.Module) -> bool:
+        return getattr(module, "wgrad_store", None) is not None
+
+    @staticmethod
+    def why_not(module: Any, uses: Callable[[torch.Tensor], int]) -> str | None:
+        weights = [module._parameters.get(name) for name in weights_of(module)]
+        if not all(weight is None or weight.requires_grad for weight in weights):
+            return ""
+        return why_layer(module, uses)
 
     @contextmanager
     def bound(self) -> Iterator[None]:
         """Let the module's forwards defer for one step."""
-        inner = self._module.forward
+        inner = self.module.forward
         self._asides = self._aside(self._parameters)
-        self._module.forward = lambda *args, **options: self._forward(inner, args, options)
+        self.module.forward = lambda *args, **options: self._forward(inner, args, options)
         try:
             yield
         finally:
-            del self._module.forward
+            del self.module.forward
             self._asides = {}
 
     def _aside(self, parameters: list[Any]) -> dict[str, Any]:
@@ -220,13 +233,10 @@ class TELayer:
         return dict(zip(self._names, given, strict=True))
 
     def _forward(self, inner: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-        module = self._module
+        module = self.module
         table = module._parameters
         given = [table[name] for name in self._names]
-        why_not = self._why_not(next(iter((*args, *options.values()))), given)
-        if why_not is not None:
-            if why_not:
-                self._say(why_not)
+        if not self.defers(self._why_not(next(iter((*args, *options.values()))), given)):
             return inner(*args, **options)
         asides = self._asides
         if given[0] is not self._parameters[0]:  # in a capture, which needs its own
@@ -250,7 +260,7 @@ class TELayer:
             return ""  # all layers before it are frozen: none waits for its B
         if not all(map(stands_for, given, self._parameters)):
             return "a call gets another weight"
-        if any(map(has_hooks, self.weights)):
+        if any(map(is_hooked, self.weights)):
             return "its weight has hooks"
         if torch.is_autocast_enabled(input_.device.type):
             return "autocast is on"
@@ -277,9 +287,6 @@ class _Product(NamedTuple):
 
 
 class _Deferred(LayerWork["TELayer", _Product]):
-    def touches(self, weight: torch.Tensor) -> bool:
-        return any(own is weight for own in self.layer.weights)
-
     @torch.no_grad()
     def compute(self) -> None:
         layer = self.layer
@@ -292,19 +299,14 @@ class _Deferred(LayerWork["TELayer", _Product]):
                 continue
             sums = [_sum(*pair) for pair in zip_longest(sums, self._gradients(each))]
         weights, biases = sums[: len(layer.weights)], sums[len(layer.weights) :]
-        if layer.fused:
-            for weight, add, stand_in in zip(
-                layer.weights, layer.add_weight, layer.stand_ins(), strict=True
-            ):
-                weight.grad_added_to_main_grad = True
-                add(stand_in)
-        else:
-            for add, gradient in zip(layer.add_weight, weights, strict=True):
+        del sums
+        for weight in layer.weights if layer.fused else ():
+            layer.store.add(weight, [])
+        for parameters, gradients in ((layer.weights, weights), (layer.biases, biases)):
+            for parameter in parameters if gradients else ():
+                gradient = gradients.pop(0)
                 if gradient is not None:
-                    add(gradient)
-        for add, gradient in zip(layer.add_bias, biases, strict=False):
-            if gradient is not None:
-                add(gradient)
+                    layer.store.add(parameter, [gradient])
 
     def _gradients(self, product: _Product) -> list[torch.Tensor | None]:
         """Of the weights, None where they were added, and of the biases, None where B had them."""
@@ -333,3 +335,18 @@ def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor |
     if one is None or other is None:
         return other if one is None else one
     return one + other
+
+
+@contextmanager
+def adding(modules: Iterable[Any]) -> Iterator[None]:
+    """Make modules add weight gradients to ``main_grad``, which they overwrite in an iteration's
+    first microbatch and a graph would overwrite in all.
+    """
+    firsts = [module for module in modules if getattr(module, "is_first_microbatch", False)]
+    for module in firsts:
+        module.is_first_microbatch = False
+    try:
+        yield
+    finally:
+        for module in firsts:
+            module.is_first_microbatch = True

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from megatron.dpp.report.analysis.model import Iteration
 from megatron.dpp.report.analysis.report_data import LayerRow
@@ -19,145 +19,97 @@ from megatron.dpp.report.analysis.work import Cell
 _MS = 1e6
 
 
-class Line:
-    """Sums of a straight line through points (tokens, time in ns)."""
+@dataclass(slots=True)
+class LayerLoad:
+    """Sums of one layer's experts, whose size does not grow with the run.
 
-    def __init__(self) -> None:
-        self.count = self.tokens = self.times = self.squares = self.products = 0
+    Args:
+        points: number, sums of tokens, times in ns, squares of tokens, and products of both.
+        experts: tokens by expert.
+        meetings: per group of cells (rank, chunk): forwards, and the sum over them of the fullest
+            rank's tokens less the mean rank's.
+        ratios: forwards with tokens, and the sum of the fullest rank's over the mean rank's.
+    """
 
-    def add(self, tokens: int, time: int) -> None:
-        """Take a point."""
-        self.count += 1
-        self.tokens += tokens
-        self.times += time
-        self.squares += tokens * tokens
-        self.products += tokens * time
+    points: list[int] = field(default_factory=lambda: [0] * 5)
+    experts: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    meetings: dict[tuple[Cell, ...], list[float]] = field(
+        default_factory=lambda: defaultdict(lambda: [0.0, 0.0])
+    )
+    ratios: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def meet(self, cells: tuple[Cell, ...], tokens: Sequence[int]) -> None:
+        """Take a forward by the tokens of each rank."""
+        mean, most = statistics.fmean(tokens), max(tokens)
+        _add(self.meetings[cells], (1, most - mean))
+        if mean:
+            _add(self.ratios, (1, most / mean))
 
     def ns_per_token(self) -> float:
         """The slope: at least 0, at most the mean of time over that of tokens; 0 where all points
         have one number of tokens.
         """
-        spread = self.count * self.squares - self.tokens**2
-        if not spread:
-            return 0.0
-        slope = (self.count * self.products - self.tokens * self.times) / spread
-        return min(max(slope, 0.0), self.times / self.tokens)
-
-    @classmethod
-    def through(cls, lines: Iterable[Line]) -> Line:
-        """The line through the points of several."""
-        whole = cls()
-        for line in lines:
-            for name, value in vars(line).items():
-                setattr(whole, name, getattr(whole, name) + value)
-        return whole
+        count, tokens, times, squares, products = self.points
+        spread = count * squares - tokens**2
+        slope = (count * products - tokens * times) / spread if spread else 0.0
+        return min(max(slope, 0.0), times / tokens) if tokens else 0.0
 
 
-@dataclass(slots=True)
-class Forwards:
-    """Sums over the forwards of one layer's experts on the ranks of a group, ``cells``: tokens of
-    the rank with the most less the mean, and over the mean where there are any.
-    """
-
-    layer: int
-    cells: tuple[Cell, ...]
-    count: int = 0
-    excess: float = 0.0
-    filled: int = 0
-    ratio: float = 0.0
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """Take a forward by the tokens of each rank."""
-        mean = statistics.fmean(tokens)
-        self.count += 1
-        self.excess += max(tokens) - mean
-        if mean:
-            self.filled += 1
-            self.ratio += max(tokens) / mean
+Loads = dict[int, LayerLoad]
+"""By layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loads:
-    """Load of one iteration's experts. ``imbalance[layer]`` is the tokens of a layer's fullest
-    expert over the mean, of layers that had any; ``lines[layer]`` has its ranks' times.
-    """
-
-    imbalance: dict[int, float]
-    lines: dict[int, Line]
-    forwards: list[Forwards]
+def _add(sums: list[float], more: Sequence[float]) -> None:
+    sums[:] = [a + b for a, b in zip(sums, more, strict=True)]
 
 
-def loads_of(iteration: Iteration) -> Loads:
-    """The loads of all ranks in one iteration."""
-    experts: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    lines: dict[int, Line] = defaultdict(Line)
+def add_loads(loads: Loads, iteration: Iteration) -> None:
+    """Add the loads of all ranks in one iteration."""
     meetings: dict[tuple[int, int, int], list[tuple[Cell, int]]] = defaultdict(list)
     for rank in iteration.ranks.values():
         for run in rank.experts:
+            load = loads.setdefault(run.layer, LayerLoad())
             for expert, count in enumerate(run.tokens, run.first):
-                experts[run.layer][expert] += count
-            tokens = sum(run.tokens)
-            lines[run.layer].add(tokens, run.end - run.start)
+                load.experts[expert] += count
+            tokens, time = sum(run.tokens), run.end - run.start
+            more = (1, tokens, time, tokens * tokens, tokens * time)
+            load.points = [a + b for a, b in zip(load.points, more, strict=True)]
             key = run.layer, run.group, run.microbatch
             meetings[key].append(((rank.rank, run.chunk), tokens))
-    found: dict[tuple[int, tuple[Cell, ...]], Forwards] = {}
     for (layer, _, _), members in meetings.items():
-        cells = tuple(cell for cell, _ in members)
-        found.setdefault((layer, cells), Forwards(layer, cells)).add([n for _, n in members])
-    imbalance = {
-        layer: max(counts.values()) / statistics.fmean(counts.values())
-        for layer, counts in experts.items()
-        if any(counts.values())
-    }
-    return Loads(imbalance, dict(lines), list(found.values()))
+        cells, counts = zip(*members, strict=True)
+        loads[layer].meet(cells, counts)
 
 
-def _by_layer(loads: Sequence[Loads]) -> dict[int, tuple[float, list[Forwards]]]:
-    """Per layer: ns per token, and all forwards."""
-    layers: dict[int, list[Forwards]] = defaultdict(list)
-    for one in loads:
-        for forwards in one.forwards:
-            layers[forwards.layer].append(forwards)
-    lines = {
-        layer: Line.through(one.lines[layer] for one in loads if layer in one.lines)
-        for layer in layers
-    }
-    return {layer: (lines[layer].ns_per_token(), layers[layer]) for layer in sorted(layers)}
-
-
-def lost_per_forward(loads: Sequence[Loads]) -> dict[Cell, float]:
+def lost_per_forward(loads: Loads) -> dict[Cell, float]:
     """Per (rank, chunk): ns by which the experts of a forward would be faster if all ranks of their
     group had as many tokens.
     """
     lost: dict[Cell, float] = defaultdict(float)
-    for slope, layer in _by_layer(loads).values():
-        excess: dict[Cell, float] = defaultdict(float)
-        count: dict[Cell, int] = defaultdict(int)
-        for forwards in layer:
-            for cell in forwards.cells:
-                excess[cell] += forwards.excess
-                count[cell] += forwards.count
-        for cell, own in excess.items():
-            lost[cell] += slope * own / count[cell]
+    for load in loads.values():
+        of_cells: dict[Cell, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for cells, sums in load.meetings.items():
+            for cell in cells:
+                _add(of_cells[cell], sums)
+        for cell, (count, excess) in of_cells.items():
+            lost[cell] += load.ns_per_token() * excess / count
     return dict(lost)
 
 
-def layer_rows(loads: Sequence[Loads]) -> list[LayerRow]:
-    """A row per layer with experts, in the order of layers."""
+def layer_rows(loads: Loads) -> list[LayerRow]:
+    """A row per layer whose experts had tokens, in the order of layers."""
     rows = []
-    for layer, (slope, found) in _by_layer(loads).items():
-        steps = [one.imbalance[layer] for one in loads if layer in one.imbalance]
-        if not steps:
+    for layer, load in sorted(loads.items()):
+        if not any(load.experts.values()):
             continue
+        sums = [sum(column) for column in zip(*load.meetings.values(), strict=True)]
         rows.append(
             LayerRow(
                 layer=layer,
-                ranks=sorted({rank for forwards in found for rank, _ in forwards.cells}),
-                group_size=len(found[0].cells),
-                imbalance=statistics.fmean(steps),
-                worst=max(steps),
-                rank_imbalance=sum(f.ratio for f in found) / sum(f.filled for f in found),
-                lost_ms=slope * sum(f.excess for f in found) / sum(f.count for f in found) / _MS,
+                group_size=len(next(iter(load.meetings))),
+                imbalance=max(load.experts.values()) / statistics.fmean(load.experts.values()),
+                rank_imbalance=load.ratios[1] / load.ratios[0],
+                lost_ms=load.ns_per_token() * sums[1] / sums[0] / _MS,
             )
         )
     return rows

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatron.dpp.report.align import Alignment
 from megatron.dpp.report.reader import Event, MessageId, TraceFile, message_of, read_events
 from megatron.dpp.schedule import groups_of
-from megatron.dpp.trace.vocabulary import EventKind, read_cause
+from megatron.dpp.trace.vocabulary import EventKind
 
 
 class TaskRun(NamedTuple):
@@ -173,8 +173,7 @@ class IterationBuilder:
             where = (args[name] for name in ExpertsRun._fields[2:])
             current.experts.append(ExpertsRun(start, end, *where))
         elif cat == EventKind.WAIT:
-            cause = read_cause(args["cause"])
-            current.waits.append(Wait(start, end, cause, args.get("detail", "")))
+            current.waits.append(Wait(start, end, args["cause"], args.get("detail", "")))
         elif cat == EventKind.SPAN:
             current.spans.append(Span(start, end, event["name"]))
         elif cat in (EventKind.SEND, EventKind.ARRIVAL):

@@ -1,12 +1,10 @@
-"""The contents of a report: typed, filled by the analysis, read by sentences, pictures and page.
+"""The contents of a report: typed, filled by the analysis, read by sentences and page.
 
-Units are in the names of the fields. Values are means per iteration unless they say otherwise, so
-that a total is the mean times the number of iterations.
+Units are in the names of the fields. Values are means per iteration unless they say otherwise.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from dataclasses import asdict, dataclass, field
@@ -15,16 +13,18 @@ from typing import Any
 
 from megatron.dpp.report.analysis.stragglers import Culprit
 
-Slice = tuple[int, float, float, str, str, str]
-"""Track, start and end in us, class (a kind of task, a cause, ``span``), name, detail."""
-
 
 @dataclass(frozen=True)
 class TracedRun:
-    """Facts of a traced run. ``schedule`` is ``dpp`` or ``pp``. Data, pipeline, tensor are sizes;
-    ``microbatches`` and the ``slices`` into which they are cut (0: none) are those of the first
-    iteration, ``sliced`` holds for any; ``skipped`` iterations count nowhere; ranks that are
-    ``cut_short`` have no end.
+    """Facts of a traced run.
+
+    Args:
+        schedule: ``dpp`` or ``pp``.
+        data, pipeline, tensor, context: sizes of the groups.
+        microbatches: of the first iteration.
+        sliced: microbatches were slices of sequences in some iteration.
+        skipped: iterations that count nowhere.
+        cut_short: ranks whose files have no end.
     """
 
     directory: str
@@ -32,9 +32,9 @@ class TracedRun:
     data: int
     pipeline: int
     tensor: int
+    context: int
     chunks: int
     microbatches: int
-    slices: int
     sliced: bool
     started: str
     device: str
@@ -58,58 +58,34 @@ class Totals:
     tail_ms: float
     bubble: float
     bubble_by_cause: dict[str, float]
-    stragglers: int
+    stragglers: int = 0
 
 
 @dataclass(frozen=True)
 class IterationRow:
-    """One iteration; ``expert_imbalance`` is that of its worst layer."""
+    """One iteration."""
 
     iteration: int
     total_ms: float
-    window_ms: float
-    ideal_ms: float
     bubble: float
-    expert_imbalance: float | None
 
 
 @dataclass(frozen=True)
 class RankRow:
-    """One rank, its place in the job, and its times."""
+    """One rank, by its place (``stage 1, replica 0 (rank 2)``), and its times; ``peaks`` are the
+    largest values of its counters.
+    """
 
     rank: int
-    data: int
-    pipeline: int
-    tensor: int
+    name: str
     busy_ms: float
     kinds_ms: dict[str, float]
     other_ms: float
     idle_ms: dict[str, float]
     tail_ms: dict[str, float]
     bubble: float
-    compute_ratio: float
-    compute_window_ms: float
-    sending_ratio: float
-    sending_ms: float
-    overlap: float
     sent_bytes: float
     peaks: dict[str, float]
-    differing_decisions: float
-
-
-@dataclass(frozen=True)
-class LinkRow:
-    """One directed pair of ranks."""
-
-    source: int
-    destination: int
-    kind: str
-    messages: float
-    bytes: float
-    delay_us: float
-    p95_us: float
-    bandwidth_mb_s: float
-    measured_while_waiting: float
 
 
 @dataclass(frozen=True)
@@ -119,17 +95,15 @@ class LayerRow:
     """
 
     layer: int
-    ranks: list[int]
     group_size: int
     imbalance: float
-    worst: float
     rank_imbalance: float
     lost_ms: float
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A culprit, its place, and the share of an iteration that it costs (None: not simulated)."""
+    """A culprit in words, and the share of an iteration that it costs (None: not simulated)."""
 
     culprit: Culprit
     where: str
@@ -138,8 +112,8 @@ class Finding:
 
     def numbers(self) -> dict[str, Any]:
         """As JSON."""
-        culprit = asdict(self.culprit) | {"name": self.where}
-        return culprit | {"text": self.text, "effect": self.effect}
+        own = {"name": self.where, "text": self.text, "effect": self.effect}
+        return asdict(self.culprit) | own
 
 
 @dataclass(frozen=True)
@@ -171,120 +145,57 @@ class OtherOrder:
     stretched: float
 
 
-@dataclass(frozen=True)
-class SizeClass:
-    """Microbatches of up to so many tokens: their count, mean tokens, and microseconds per token of
-    each kind of task.
-    """
-
-    up_to: int
-    microbatches: int
-    tokens: float
-    F: float | None
-    B: float | None
-    W: float | None
-
-
-@dataclass(frozen=True)
-class PlanRow:
-    """A step as simulated under a schedule and an order. ``ran`` marks the run's own; ``saves`` is
-    the share of that one's time, ``gain`` is over the first row.
-    """
-
-    schedule: str
-    plan: str
-    seconds: float
-    ran: bool
-    saves: float
-    gain: float
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Sequences of unlike length: what padding costs, and what other plans would save."""
-
-    iteration: int
-    tokens_per_step: float
-    padding: float
-    longest: int
-    costs: dict[str, Any] | None
-    size_classes: list[SizeClass]
-    gains: list[PlanRow]
-    sentence: str
-    gains_sentence: str
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """One iteration as slices, of the ranks ``ranks`` from top to bottom."""
-
-    iteration: int
-    ranks: list[int]
-    length_us: float
-    slices: list[Slice]
-
-
 @dataclass
 class Pipeline:
-    """Numbers of a run's traces."""
+    """Numbers of a run's traces. ``shown`` is the iteration of the timeline, whose rows are the
+    ranks of ``ranks`` in order.
+    """
 
     run: TracedRun
     totals: Totals
     iterations: list[IterationRow]
     ranks: list[RankRow]
-    links: list[LinkRow]
     experts: list[LayerRow]
     stragglers: list[Finding] = field(default_factory=list)
     without_effect: list[Finding] = field(default_factory=list)
     what_if: list[Prediction] = field(default_factory=list)
     fidelity: float = 0.0
     other_order: OtherOrder | None = None
-    timeline: Timeline | None = None
-    lengths: Lengths | None = None
 
     @property
     def name(self) -> str:
         """``dynamic`` or ``static``."""
         return "dynamic" if self.run.schedule == "dpp" else "static"
 
-    def row(self, rank: int) -> RankRow:
-        """The row of a global rank."""
-        return next(row for row in self.ranks if row.rank == rank)
-
     def numbers(self) -> dict[str, Any]:
-        """As JSON, without the timeline."""
-        shallow = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
-        del shallow["timeline"]
-        return {name: _plain(value) for name, value in shallow.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_plain(each) for each in value]
-    if isinstance(value, Finding | Prediction):
-        return value.numbers()
-    return asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
+        """As JSON."""
+        return asdict(self) | {
+            name: [each.numbers() for each in getattr(self, name)]
+            for name in ("stragglers", "without_effect", "what_if")
+        }
 
 
 @dataclass
 class Training:
-    """The metrics and settings of a run.
+    """The metrics of a run, and what its directory tells of it.
 
     Args:
         home: the run's directory.
-        metrics: a line per iteration.
-        model: its sizes in words; empty where unknown.
-        flags: those that were given, and their values.
-        total: iterations that the run shall have, None where unknown.
-        checkpoints: iterations of its checkpoints.
+        metrics: a line per training step, as ``megatron.dpp.metrics`` writes them.
+        evaluations: (iteration, validation loss).
+        flags: of the command that started it, and their values.
+        state: in words; empty where unknown.
+        runs: it goes on.
+        checkpoint: iteration of the last checkpoint.
     """
 
     home: Path
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    model: str = ""
-    flags: dict[str, Any] = field(default_factory=dict)
-    total: int | None = None
-    checkpoints: list[int] = field(default_factory=list)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    flags: dict[str, str] = field(default_factory=dict)
+    state: str = ""
+    runs: bool = False
+    checkpoint: int | None = None
 
     @property
     def iteration(self) -> int:
@@ -292,12 +203,19 @@ class Training:
         return int(self.metrics[-1]["iteration"]) if self.metrics else 0
 
     @property
+    def total(self) -> int | None:
+        """Iterations that the run shall have; None where unknown."""
+        return self.metrics[-1].get("train_iters") if self.metrics else None
+
+    @property
     def seconds_left(self) -> float | None:
-        """Time to the last iteration, at the median of the last 20; None where unknown."""
-        recent = self.series("seconds")[1][-20:]
-        if not recent or self.total is None:
+        """Time to the last iteration, at the median of the last 20; None where it is unknown, and
+        for a run that has ended.
+        """
+        recent = self.series("ms")[1][-20:]
+        if not recent or self.total is None or not self.runs:
             return None
-        return max(self.total - self.iteration, 0) * statistics.median(recent)
+        return max(self.total - self.iteration, 0) * statistics.median(recent) / 1e3
 
     @property
     def progress(self) -> str:
@@ -305,13 +223,17 @@ class Training:
         total = f" of {self.total}" if self.total else ""
         return f"iteration {self.iteration}{total}" if self.metrics else "no iteration yet"
 
-    def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Iterations and values of a metric, without those that are missing or not finite."""
-        found = [
-            (line["iteration"], line[name])
-            for line in self.metrics
-            if isinstance(line.get(name), (int, float)) and math.isfinite(line[name])
-        ]
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Iterations and values of a metric, without those that are missing; ``tokens/s`` is one,
+        too.
+        """
+        found = []
+        for line in self.metrics:
+            value = line.get(name)
+            if name == "tokens/s" and line.get("ms") and line.get("tokens"):
+                value = line["tokens"] / line["ms"] * 1e3
+            if isinstance(value, int | float) and math.isfinite(value):
+                found.append((line["iteration"], float(value)))
         return [x for x, _ in found], [y for _, y in found]
 
     def median(self, name: str) -> float | None:
@@ -319,41 +241,66 @@ class Training:
         values = self.series(name)[1]
         return statistics.median(values) if values else None
 
-    @property
-    def loss_name(self) -> str:
-        """The first metric that is a loss; ``lm loss`` of GPT."""
-        names = [name for line in self.metrics[-1:] for name in line if name.endswith("loss")]
-        return names[0] if names else "lm loss"
-
-    @property
-    def last_loss(self) -> float | None:
-        """The loss of the last iteration that has one."""
-        values = self.series(self.loss_name)[1]
+    def last(self, name: str) -> float | None:
+        """The last value of a metric, None where there is none."""
+        values = self.series(name)[1]
         return values[-1] if values else None
+
+    def numbers(self) -> dict[str, Any]:
+        """As JSON, without the series."""
+        return {
+            "iteration": self.iteration,
+            "train_iters": self.total,
+            "state": self.state,
+            "loss": self.last("loss"),
+            "tokens/s": self.median("tokens/s"),
+            "flags": self.flags,
+        }
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two runs' metrics, step by step.
+
+    Args:
+        common: steps that both have.
+        equal: metrics that are equal in all of them, bit by bit.
+        largest: the others, and their largest difference.
+    """
+
+    common: int
+    equal: list[str]
+    largest: dict[str, float]
 
 
 @dataclass
 class Report:
-    """All that is known of a run, and of others to set beside it.
+    """All that is known of a run, and of a baseline to set beside it.
 
     Args:
-        training: its metrics and settings.
+        training: its metrics.
         pipeline: its traces, None without any.
-        others: further runs, without others of their own.
+        baseline: the other run, without a baseline of its own.
+        difference: of the two runs' metrics.
         sentences: the findings in words, most important first.
+        timeline: one iteration as a picture, SVG.
     """
 
     training: Training
     pipeline: Pipeline | None = None
-    others: list[Report] = field(default_factory=list)
+    baseline: Report | None = None
+    difference: Difference | None = None
     sentences: list[str] = field(default_factory=list)
+    timeline: str = ""
 
     def numbers(self) -> dict[str, Any]:
-        """As JSON, without the series."""
+        """As JSON, without series and timeline."""
         found = self.pipeline.numbers() if self.pipeline else {}
-        found |= {"model": self.training.model, "flags": self.training.flags}
+        found["training"] = self.training.numbers()
         if self.sentences:
             found["sentences"] = self.sentences
-        if self.others:
-            found["baseline"] = self.others[0].numbers()
+        if self.baseline:
+            found["baseline"] = self.baseline.numbers()
+        if self.difference:
+            found["difference"] = asdict(self.difference)
         return found

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from megatron.dpp.config import GRAPHS_PAY_FROM
 from megatron.dpp.report.analysis.formats import duration, number, percent, time_left
-from megatron.dpp.report.analysis.report_data import Pipeline, Prediction, Totals, Training
+from megatron.dpp.report.analysis.report_data import (
+    Difference,
+    Pipeline,
+    Prediction,
+    Totals,
+    Training,
+)
 from megatron.dpp.report.analysis.stragglers import Culprit
 from megatron.dpp.report.analysis.work import JobShape
 from megatron.dpp.trace.vocabulary import words_of
@@ -13,7 +19,7 @@ LEAST = 0.01
 """A cause that costs a smaller share of an iteration is none."""
 
 HOW_TO_TRACE = (
-    "No trace: train with --trace, or with TRACE=1 in a launch script, for the timeline of the "
+    "No trace: train with --dpp-trace, or with TRACE=1 in a launch script, for the timeline of the "
     "ranks and the causes of idle time."
 )
 
@@ -36,11 +42,10 @@ _KINDS = {
     "slow-link": "messages between {name} take {factor:.1f} times as long as they should",
     "transient": "{name} is slow now and then (slowest tenth: {factor:.2f} times its usual)",
     "jitter": "task times vary on {name} (slowest tenth: {factor:.2f} times the usual)",
-    "uneven-microbatches": "some microbatches are larger: the same ones are slow on {name}",
 }
 
 
-_REMEDIES = {"heavy-stage": "; megatron-dpp plan moves layers away from it"}
+_REMEDIES = {"heavy-stage": "; another layout of the layers takes work from it"}
 
 
 def straggler_text(culprit: Culprit, shape: JobShape) -> str:
@@ -119,36 +124,45 @@ def _other_order_lines(found: Pipeline) -> list[str]:
 
 
 def _host_lines(found: Pipeline) -> list[str]:
-    """The host's time per task, where it was recorded, and what helps if it is the limit."""
-    host = max((row.peaks.get("host", 0.0) for row in found.ranks), default=0.0)
+    """Names the remedy for a run that launching limits."""
     launching = max((row.peaks.get("launching", 0.0) for row in found.ranks), default=0.0)
-    if not host:
+    if launching < GRAPHS_PAY_FROM:
         return []
-    text = f"The host takes up to {host:.0f} us per task"
-    if not launching:
-        return [f"{text}."]
-    text += f" beside launching, which takes up to {percent(launching)} of the tasks' time."
-    if launching >= GRAPHS_PAY_FROM:
-        text += " The run is launch-bound: CUDA graphs or a larger micro-batch shorten it."
-    return [text]
+    return [
+        f"Launching takes up to {percent(launching)} of the tasks' time: CUDA graphs or a larger "
+        "micro-batch shorten a step."
+    ]
 
 
 def training_sentences(training: Training) -> list[str]:
-    """Progress, loss and checkpoint of a run; empty without metrics."""
+    """Progress and loss of a run; empty without metrics."""
     if not training.metrics:
         return []
     left, speed = training.seconds_left, training.median("tokens/s")
-    parts = [training.progress[0].upper() + training.progress[1:]]
+    parts = [training.progress[0].upper() + training.progress[1:], training.state]
     parts += [f"about {time_left(left)} left"] if left else []
     parts += [f"{number(speed)} tokens/s in the median"] if speed else []
     lines = [", ".join(parts) + "."]
-    x, y = training.series(training.loss_name)
+    x, y = training.series("loss")
     if y:
-        lines.append(
-            f"Loss {number(y[0])} at iteration {x[0]:g}, {number(y[-1])} at iteration {x[-1]:g}."
-        )
-    if training.checkpoints:
-        lines.append(f"The last checkpoint is that of iteration {training.checkpoints[-1]}.")
+        lines.append(f"Loss {number(y[0])} at iteration {x[0]}, {number(y[-1])} at {x[-1]}.")
+    if training.evaluations:
+        at, loss = training.evaluations[-1]
+        lines.append(f"Validation loss {number(loss)} at iteration {at}.")
+    return lines
+
+
+def difference_sentences(found: Difference) -> list[str]:
+    """Names the metrics that two runs share bit by bit, and how far the others differ."""
+    if not found.common:
+        return ["The two runs have no step in common."]
+    lines = []
+    if found.equal:
+        names = ", ".join(found.equal)
+        lines.append(f"Equal bit by bit in all {found.common} common steps: {names}.")
+    if found.largest:
+        each = ", ".join(f"{name} by at most {size:.3g}" for name, size in found.largest.items())
+        lines.append(f"Different in the {found.common} common steps: {each}.")
     return lines
 
 

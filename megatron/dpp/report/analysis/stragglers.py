@@ -5,22 +5,15 @@ chunk) undisturbed time per microbatch against the typical cell of the same chun
 against the typical link, and how far a rank's task times lie above their own undisturbed ones.
 
 - ``slow-rank``: every chunk of the rank is slow by about the same factor, its replicas are not.
-- ``heavy-stage``: one chunk is slow on all replicas (the last one carries the LM head); layers
-  should move.
-- ``slow-link``: messages between two ranks take much longer than between others, or than they
-  should.
-- ``transient``: one rank is slow now and then.
-- ``jitter``: all ranks are slow now and then.
-- ``uneven-microbatches``: the same microbatches are slow everywhere.
-
-With one chunk per rank and one replica a slow last rank and a heavy last stage look alike; the
-stage is named then, since the last stage is expected to carry more.
+- ``heavy-stage``: one chunk is slow on all replicas (the last one carries the LM head), from the
+  first iteration on. With one chunk per rank and one replica a slow last rank looks alike.
+- ``slow-link``: messages between two ranks take much longer than between others.
+- ``transient``: one rank is slow now and then; ``jitter``: most ranks are.
 
 A finding is one that noise does not reach. A rank or stage must be slow in most iterations, five
-at least, or in all of the last quarter, as many at least. Its slowness exceeds several standard
-errors of what times vary from iteration to iteration. A stage is heavy from the first iteration on.
-The ranks of a tensor-parallel group meet in each layer and count once: microbatches are uneven if
-two stages say so, or the lengths of their sequences.
+at least, or in all of the last quarter. Its slowness exceeds several standard errors of what times
+vary from iteration to iteration. Ranks of a tensor-parallel group meet in each layer and count
+once.
 """
 
 from __future__ import annotations
@@ -28,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from megatron.dpp.report.analysis.link_times import ENOUGH, Link, LinkSamples, merge_links
@@ -48,9 +41,6 @@ _LINKED = 5.0
 _SPREAD_TAIL, _SPREAD_MEAN = 1.2, 1.05
 _APART = 2.0
 """Spread of a rank that is slow now and then, over that of the others."""
-_SHARED = 0.5
-_UNLIKE = 1.05
-"""Longest over shortest microbatch, in tokens, of unlike ones."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +121,6 @@ class StragglerSearch:
         links: link samples per iteration, in the same order.
         waits: per rank, time waited for messages in ns, to name the victims.
         threshold: factor above the expected time that counts as slow.
-        sizes: tokens of each microbatch by iteration, where they are known.
     """
 
     def __init__(
@@ -142,9 +131,7 @@ class StragglerSearch:
         waits: dict[int, int],
         *,
         threshold: float = _SLOW,
-        sizes: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        self._sizes = sizes or {}
         self._shape, self._works, self._links = shape, works, links
         self._waits, self._threshold = waits, threshold
         self._factors = [_cell_factors(work) for work in works]
@@ -271,9 +258,8 @@ class StragglerSearch:
             return []
         first = self._numbers[0]
         if len(spread) > len(ratios) / 2:
-            kind = "uneven-microbatches" if self._uneven() else "jitter"
             factor = statistics.median(factor for factor, _ in spread.values())
-            return [Culprit(kind, factor, 1.0, first)]
+            return [Culprit("jitter", factor, 1.0, first)]
         usual = statistics.median(tails.values())
         return [
             Culprit("transient", factor, share, first, rank, victims=self._victims({rank}))
@@ -302,36 +288,6 @@ class StragglerSearch:
             ]
             found += [own] if own else []
         return found
-
-    def _uneven(self) -> bool:
-        """True where the same microbatches are slow on all stages, and their sizes do not deny it.
-
-        Replicas have microbatches of their own.
-        """
-        sizes = [own for number, own in self._sizes.items() if number in self._numbers]
-        if sizes:
-            return any(max(own) > _UNLIKE * min(own) for own in sizes)
-        groups: list[list[float]] = []
-        for work in self._works:
-            stages: dict[tuple[int, int], dict[int, list[float]]] = {}
-            for rank in self._leaders():
-                replica, place = self._shape.replica[rank][0], self._shape.pipeline[rank]
-                for microbatch, value in _of_microbatches(work, rank).items():
-                    by_stage = stages.setdefault((replica, microbatch), {})
-                    by_stage.setdefault(place, []).append(value)
-            groups += [[statistics.fmean(v) for v in each.values()] for each in stages.values()]
-        return _shared_part(groups) > _SHARED
-
-
-def _of_microbatches(work: Work, rank: int) -> dict[int, float]:
-    """Mean of the logarithms of a rank's task times over the undisturbed ones, by microbatch."""
-    logs: dict[int, list[float]] = {}
-    for cell, kinds in work.tasks.items():
-        for kind, times in kinds.items() if cell[0] == rank else ():
-            typical = work.typical(cell, kind)
-            for microbatch, time in times.items() if typical else ():
-                logs.setdefault(microbatch, []).append(math.log(max(time / typical, 1e-3)))
-    return {microbatch: statistics.fmean(own) for microbatch, own in logs.items()}
 
 
 def _noise(factors: Sequence[dict[Cell, float]]) -> float:
@@ -364,17 +320,3 @@ def _spread(ratios: Sequence[float]) -> float:
     """The 90th percentile over the undisturbed time where the spread matters, else 1."""
     tail = _tail(ratios)
     return tail if tail > _SPREAD_TAIL and statistics.fmean(ratios) > _SPREAD_MEAN else 1.0
-
-
-def _shared_part(groups: Sequence[Sequence[float]]) -> float:
-    """Part of the variance that the members of a group share (intraclass correlation); 0 without
-    two members.
-    """
-    size = min((len(group) for group in groups), default=0)
-    if size < 2 or len(groups) < 2:
-        return 0.0
-    means = [statistics.fmean(group) for group in groups]
-    between = size * statistics.variance(means)
-    within = statistics.fmean(statistics.variance(group) for group in groups)
-    total = between + (size - 1) * within
-    return (between - within) / total if total else 0.0

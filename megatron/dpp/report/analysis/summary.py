@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.report.align import Alignment
-from megatron.dpp.report.analysis.decisions import differing_decisions
-from megatron.dpp.report.analysis.experts import Loads, layer_rows, loads_of
-from megatron.dpp.report.analysis.link_times import Link, LinkSamples, link_samples, merge_links
+from megatron.dpp.report.analysis.experts import Loads, add_loads, layer_rows
+from megatron.dpp.report.analysis.link_times import Link, LinkSamples, link_samples
 from megatron.dpp.report.analysis.model import Iteration, read_iterations
 from megatron.dpp.report.analysis.report_data import (
     IterationRow,
-    LinkRow,
     Pipeline,
     RankRow,
     Totals,
@@ -25,7 +23,6 @@ from megatron.dpp.report.analysis.stragglers import Culprit, StragglerSearch
 from megatron.dpp.report.analysis.times import IterationTimes, RankTimes, iteration_times
 from megatron.dpp.report.analysis.work import JobShape, Work, work_of
 from megatron.dpp.report.reader import TraceFile
-from megatron.dpp.trace.step_lengths import read_steps
 from megatron.dpp.trace.vocabulary import IdleCause
 
 _MS = 1e6
@@ -42,8 +39,7 @@ class Analysis:
     times: list[IterationTimes] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     links: list[dict[Link, LinkSamples]] = field(default_factory=list)
-    loads: list[Loads] = field(default_factory=list)
-    differing: dict[int, list[int]] = field(default_factory=dict)
+    loads: Loads = field(default_factory=dict)
     culprits: list[Culprit] = field(default_factory=list)
 
     def add(self, iteration: Iteration) -> None:
@@ -51,18 +47,11 @@ class Analysis:
         self.times.append(iteration_times(iteration))
         self.works.append(work_of(iteration))
         self.links.append(link_samples(iteration))
-        self.loads.append(loads_of(iteration))
-        for rank in iteration.ranks.values():
-            count = differing_decisions(rank, self.shape)
-            if count is not None:
-                self.differing.setdefault(rank.rank, []).append(count)
 
     def skip(self, count: int) -> None:
         """Forget the first ``count`` iterations."""
         self.skipped += [times.number for times in self.times[:count]]
-        del self.times[:count], self.works[:count], self.links[:count], self.loads[:count]
-        for counts in self.differing.values():
-            del counts[:count]
+        del self.times[:count], self.works[:count], self.links[:count]
 
     @property
     def sliced(self) -> bool:
@@ -75,11 +64,7 @@ class Analysis:
         for times in self.times:
             for rank in times.ranks.values():
                 waits[rank.rank] = waits.get(rank.rank, 0) + rank.idle.get(IdleCause.MESSAGE, 0)
-        steps = read_steps(self.files[0].path.parent)
-        sizes = {number: [sum(each) for each in s.microbatches] for number, s in steps.items()}
-        search = StragglerSearch(
-            self.shape, self.works, self.links, waits, threshold=threshold, sizes=sizes
-        )
+        search = StragglerSearch(self.shape, self.works, self.links, waits, threshold=threshold)
         self.culprits = search.find()
 
     def typical(self) -> IterationTimes:
@@ -108,8 +93,10 @@ def analyse(
         DataError: no iteration was finished by every rank, or none is left after ``skip``.
     """
     analysis = Analysis(files, JobShape.of(files), alignment)
-    for iteration in read_iterations(files, alignment):
+    for number, iteration in enumerate(read_iterations(files, alignment)):
         analysis.add(iteration)
+        if number >= (1 if skip is None else skip):
+            add_loads(analysis.loads, iteration)
     found = len(analysis.times)
     analysis.skip((1 if found > 2 else 0) if skip is None else skip)
     if not analysis.times:
@@ -126,8 +113,7 @@ def _mean_of(parts: list[dict[str, int]]) -> dict[str, float]:
     return {name: sum(part.get(name, 0) for part in parts) / len(parts) / _MS for name in names}
 
 
-def _rank_row(analysis: Analysis, file: TraceFile) -> RankRow:
-    rank = file.rank
+def _rank_row(analysis: Analysis, rank: int) -> RankRow:
     own: list[RankTimes] = [times.ranks[rank] for times in analysis.times]
 
     def mean(pick: Callable[[RankTimes], float]) -> float:
@@ -135,49 +121,19 @@ def _rank_row(analysis: Analysis, file: TraceFile) -> RankRow:
 
     return RankRow(
         rank=rank,
-        data=file.layout.data,
-        pipeline=file.layout.pipeline,
-        tensor=file.layout.tensor,
+        name=analysis.shape.name_of(rank),
         busy_ms=mean(lambda t: t.busy) / _MS,
         kinds_ms=_mean_of([t.kinds for t in own]),
         other_ms=mean(lambda t: t.other) / _MS,
         idle_ms=_mean_of([t.idle for t in own]),
         tail_ms=_mean_of([t.tail for t in own]),
         bubble=mean(lambda t: t.bubble),
-        compute_ratio=mean(lambda t: t.busy / t.window if t.window else 0.0),
-        compute_window_ms=mean(lambda t: t.last_task - t.first_task) / _MS,
-        sending_ratio=mean(lambda t: t.sending / t.window if t.window else 0.0),
-        sending_ms=mean(lambda t: t.sending) / _MS,
-        overlap=mean(lambda t: t.overlap / t.sending if t.sending else 0.0),
         sent_bytes=mean(lambda t: t.sent_bytes),
         peaks={name: max(t.peaks.get(name, 0.0) for t in own) for t in own for name in t.peaks},
-        differing_decisions=statistics.fmean(analysis.differing.get(rank) or [0]),
     )
 
 
-def _link_rows(analysis: Analysis) -> list[LinkRow]:
-    count = len(analysis.links)
-    rows = []
-    for (source, destination), samples in sorted(merge_links(analysis.links).items()):
-        ordered = sorted(samples.clean or samples.any)
-        rows.append(
-            LinkRow(
-                source=source,
-                destination=destination,
-                kind=samples.kind,
-                messages=len(samples.any) / count,
-                bytes=samples.num_bytes / count,
-                delay_us=samples.delay / 1000,
-                p95_us=ordered[int(len(ordered) * 0.95)] / 1000,
-                bandwidth_mb_s=samples.bandwidth / 1e6,
-                measured_while_waiting=len(samples.clean) / len(samples.any),
-            )
-        )
-    return rows
-
-
-def _totals(analysis: Analysis) -> Totals:
-    times = analysis.times
+def _totals(times: list[IterationTimes]) -> Totals:
     idle: dict[str, float] = {}
     for one in times:
         for rank in one.ranks.values():
@@ -195,13 +151,11 @@ def _totals(analysis: Analysis) -> Totals:
         tail_ms=statistics.fmean(t.total - t.window for t in times) / _MS,
         bubble=statistics.fmean(t.bubble for t in times),
         bubble_by_cause=dict(sorted(idle.items(), key=lambda item: -item[1])),
-        stragglers=len(analysis.culprits),
     )
 
 
 def _run(analysis: Analysis) -> TracedRun:
     first, work = analysis.files[0], analysis.works[0]
-    num_tasks = max(len(m) for k in work.tasks.values() for m in k.values())
     groups = next(filter(None, work.groups.values()), ())
     return TracedRun(
         directory=str(first.path.parent),
@@ -209,9 +163,9 @@ def _run(analysis: Analysis) -> TracedRun:
         data=first.layout.data_size,
         pipeline=first.layout.pipeline_size,
         tensor=first.layout.tensor_size,
+        context=first.layout.context_size,
         chunks=first.layout.num_chunks,
-        microbatches=len(groups) or num_tasks,
-        slices=num_tasks if groups else 0,
+        microbatches=len(groups) or max(len(m) for k in work.tasks.values() for m in k.values()),
         sliced=analysis.sliced,
         started=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(first.start_unix_ns / 1e9)),
         device=first.device,
@@ -223,22 +177,13 @@ def _run(analysis: Analysis) -> TracedRun:
 
 
 def summary(analysis: Analysis) -> Pipeline:
-    """The numbers of a run, without findings, predictions and timeline."""
+    """The numbers of a run, without findings and predictions; ranks in the order of stages."""
+    shape = analysis.shape
+    ranks = sorted(shape.pipeline, key=lambda rank: (shape.pipeline[rank], shape.replica[rank]))
     return Pipeline(
         run=_run(analysis),
-        totals=_totals(analysis),
-        iterations=[
-            IterationRow(
-                iteration=t.number,
-                total_ms=t.total / _MS,
-                window_ms=t.window / _MS,
-                ideal_ms=t.ideal / _MS,
-                bubble=t.bubble,
-                expert_imbalance=max(loads.imbalance.values(), default=None),
-            )
-            for t, loads in zip(analysis.times, analysis.loads, strict=True)
-        ],
-        ranks=[_rank_row(analysis, file) for file in analysis.files],
-        links=_link_rows(analysis),
+        totals=_totals(analysis.times),
+        iterations=[IterationRow(t.number, t.total / _MS, t.bubble) for t in analysis.times],
+        ranks=[_rank_row(analysis, rank) for rank in ranks],
         experts=layer_rows(analysis.loads),
     )

@@ -29,10 +29,6 @@ class RankTimes:
     other: int
     idle: dict[str, int]
     tail: dict[str, int]
-    first_task: int
-    last_task: int
-    sending: int
-    overlap: int
     sent_bytes: int
     peaks: dict[str, float]
 
@@ -134,18 +130,7 @@ def _tail(rank: RankIteration, start: int) -> dict[str, int]:
     return tail
 
 
-def _in_flight(rank: RankIteration, arrived: dict[object, int]) -> list[Interval]:
-    """Intervals in which messages of this rank were in flight."""
-    return union(
-        [
-            (send.ready, arrived[send.message])
-            for send in rank.sends
-            if arrived.get(send.message, 0) > send.ready
-        ]
-    )
-
-
-def _rank_times(rank: RankIteration, start: int, end: int, arrived: dict[object, int]) -> RankTimes:
+def _rank_times(rank: RankIteration, start: int, end: int) -> RankTimes:
     tasks = union([(task.start, task.end) for task in rank.tasks])
     first = tasks[0][0] if tasks else end
     last = tasks[-1][1] if tasks else start
@@ -156,7 +141,6 @@ def _rank_times(rank: RankIteration, start: int, end: int, arrived: dict[object,
     kinds: dict[str, int] = {}
     for task in rank.tasks:
         kinds[task.kind] = kinds.get(task.kind, 0) + task.length
-    sending = _in_flight(rank, arrived)
     return RankTimes(
         rank=rank.rank,
         window=end - start,
@@ -165,10 +149,6 @@ def _rank_times(rank: RankIteration, start: int, end: int, arrived: dict[object,
         other=length(other),
         idle=_idle(rank, gaps, first, last),
         tail=_tail(rank, end),
-        first_task=first - start,
-        last_task=last - start,
-        sending=length(sending),
-        overlap=length(sending) - length(subtract(sending, busy)),
         sent_bytes=sum(send.num_bytes for send in rank.sends),
         peaks=rank.peaks,
     )
@@ -180,9 +160,6 @@ def iteration_times(iteration: Iteration) -> IterationTimes:
     start = iteration.start
     ends = [task.end for rank in ranks for task in rank.tasks[-1:]]
     end = max(ends, default=start)
-    arrived: dict[object, int] = {
-        arrival.message: arrival.arrived for rank in ranks for arrival in rank.arrivals
-    }
-    times = {rank.rank: _rank_times(rank, start, end, arrived) for rank in ranks}
+    times = {rank.rank: _rank_times(rank, start, end) for rank in ranks}
     ideal = max((rank.busy for rank in times.values()), default=0)
     return IterationTimes(iteration.number, iteration.end - start, end - start, ideal, times)

@@ -70,7 +70,7 @@ class JobShape:
     num_ranks: int
     num_chunks: int
     pipeline: dict[int, int]
-    replica: dict[int, tuple[int, int]]
+    replica: dict[int, tuple[int, int, int]]
     schedule: str
 
     @classmethod
@@ -81,16 +81,22 @@ class JobShape:
             num_ranks=layout.pipeline_size,
             num_chunks=layout.num_chunks,
             pipeline={file.rank: file.layout.pipeline for file in files},
-            replica={file.rank: (file.layout.data, file.layout.tensor) for file in files},
+            replica={
+                file.rank: (file.layout.data, file.layout.tensor, file.layout.context)
+                for file in files
+            },
             schedule=layout.schedule,
         )
 
     def name_of(self, rank: int) -> str:
         """A rank by its place and number, as all reports name it."""
-        replica, tensor = self.replica[rank]
         several = [len(set(numbers)) > 1 for numbers in zip(*self.replica.values(), strict=True)]
-        place = replica if several[0] else None, tensor if several[1] else None
-        return full_name(rank, self.pipeline[rank], *place)
+        own = zip(self.replica[rank], several, strict=True)
+        return full_name(rank, self.pipeline[rank], *(n if many else None for n, many in own))
+
+    def label_of(self, rank: int) -> str:
+        """A rank by its stage and number, short."""
+        return f"stage {self.pipeline[rank]}, rank {rank}"
 
     def stage_of(self, rank: int) -> list[int]:
         """The ranks of a rank's stage, of all replicas."""
@@ -98,7 +104,7 @@ class JobShape:
 
     def pipelines(self) -> list[list[int]]:
         """Ranks of every pipeline, in order of their stages."""
-        groups: dict[tuple[int, int], list[int]] = {}
+        groups: dict[tuple[int, int, int], list[int]] = {}
         for rank in sorted(self.pipeline, key=lambda r: self.pipeline[r]):
             groups.setdefault(self.replica[rank], []).append(rank)
         return [groups[key] for key in sorted(groups)]

@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron.dpp.report.analysis.formats import percent
-from megatron.dpp.report.pictures.axes import draw_legend
-from megatron.dpp.report.pictures.picture import Picture
+from megatron.dpp.report.pictures.picture import Picture, Slice
 from megatron.dpp.report.pictures.style import in_order
-from megatron.dpp.report.pictures.time_axis import Slice, draw_timeline
 from megatron.dpp.sim.result import Result
-
-_WIDTH = 1200.0
 
 
 def draw(results: Mapping[str, Result], unit: str = "") -> Picture:
@@ -25,18 +21,16 @@ def draw(results: Mapping[str, Result], unit: str = "") -> Picture:
     longest = max(result.makespan for result in results.values())
     picture = Picture(
         _title(results, unit),
-        _WIDTH,
-        "the number in a task is its microbatch; later chunks are paler",
+        note="the number in a task is its microbatch; later chunks are paler",
     )
     tasks = {name: _slices(result) for name, result in results.items()}
-    kinds = {task.kind for each in tasks.values() for task in each}
-    picture.height = draw_legend(picture, in_order(kinds)) - 8
+    picture.legend(in_order({task.kind for each in tasks.values() for task in each}))
     for name, result in results.items():
         own = f"{result.ratio:.3f} x the busiest rank's own work"
-        panel = Picture(f"{name}: {result.makespan:.4g}{unit}, {own}", _WIDTH)
+        panel = f"{name}: {result.makespan:.4g}{unit}, {own}"
+        picture.text(0, picture.height + 18, panel, size=13, bold=True)
         ranks = [f"rank {rank}" for rank in range(len(result.slots))]
-        draw_timeline(panel, ranks, tasks[name], longest, tick="{:g}".format)
-        picture.stack(panel, gap=16)
+        picture.timeline(ranks, tasks[name], longest, unit)
     return picture
 
 

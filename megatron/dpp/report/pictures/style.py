@@ -17,10 +17,6 @@ COLOURS = {
     "on": ("#ffffff", "#ffffff"),
     "this": ("#6a3fb5", "#b49af0"),
     "other": ("#7d8792", "#8d97a3"),
-    "run3": ("#0d7f86", "#43b5bd"),
-    "run4": ("#b4690e", "#e0a04a"),
-    "run5": ("#a8326e", "#e47db0"),
-    "run6": ("#4a63c4", "#8ea2f0"),
     "good": ("#1f7a46", "#5fc78a"),
     "bad": ("#b3403a", "#ee8a80"),
     "F": ("#2b6cb8", "#3f83d1"),
@@ -39,7 +35,7 @@ COLOURS = {
     "send": ("#e0b8d6", "#7a5571"),
 }
 """Name -> colour on a light and on a dark page. F, B and W mean forward, backward and weight
-gradient; ``this``, ``other``, ``run3`` ... are runs; the last rows are causes of idle time."""
+gradient; ``this`` and ``other`` are runs; the last rows are causes of idle time."""
 
 CHUNK_ALPHA = (1.0, 0.68, 0.46, 0.32)
 """Opacity of a task by its chunk: later chunks are paler."""

@@ -87,7 +87,7 @@ def find(name: str) -> TransportKind:
         importlib.import_module(f"{__name__}.{name}")
     if name not in _registered:
         what = setting("transport", name)
-        raise ConfigError(f"{what}: expected one of {', '.join(TRANSPORT_KINDS)}")
+        raise ConfigError(f"{what}: expected one of {', '.join(TRANSPORT_KINDS)}", what)
     return _registered[name]
 
 

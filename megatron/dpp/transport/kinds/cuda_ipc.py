@@ -46,11 +46,12 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
             _offer(cuda, link, legacy=False)
     for link in links:
         if refused[link.peer] and (again := _open(cuda, link)):
+            transport = setting("transport", "staged")
             raise SetupError(
                 f"rank {link.rank} cannot open the GPU memory of rank {link.peer}: "
                 f"{refused[link.peer]}; {again}. Containers must share the IPC and PID namespaces "
-                f"(docker's options ipc=host, pid=host); {setting('transport', 'staged')} does "
-                "without"
+                f"(docker's options ipc=host, pid=host); {transport} does without",
+                transport,
             )
     faults = link_faults(
         links,
@@ -59,9 +60,11 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
     )
     for link in links:
         if link.peer in faults:
+            transport = setting("transport", "staged")
             raise TransportUnavailable(
                 f"rank {link.rank}: {undelivered(link, 'GPU', faults[link.peer])}: turn it off in "
-                f"the firmware, or use {setting('transport', 'staged')}"
+                f"the firmware, or use {transport}",
+                transport,
             )
     ahead = {link.peer: cuda.ahead_fault(link.peer) for link in links}
     return {peer: f"; nothing is launched ahead: {why}" for peer, why in ahead.items() if why}

@@ -410,6 +410,9 @@ class NixlTransport(Transport):
     def departed(self, peer: int) -> bool:
         return peer in self._departed
 
+    def silence(self, peer: int) -> float:
+        return self._control.silence(peer)
+
     def abort(self, reason: str) -> None:
         self._stop_watching()
         self._control.abort(reason)
@@ -441,7 +444,7 @@ class NixlTransport(Transport):
 
 def _open_control(request: Request) -> NativeTransport:
     """The native transport: the announcements of all channels, then the credit of all channels."""
-    from megatron.dpp.transport.opening import open_native
+    from megatron.dpp.transport.open import open_native
 
     announcing = [dataclasses.replace(spec, slot_bytes=_NOTE_BYTES) for spec in request.channels]
     crediting = [

@@ -7,10 +7,9 @@ is ``csrc/transport/rdma.h``.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,27 +18,29 @@ import torch
 from megatron.dpp.errors import (
     ProtocolError,
     SetupError,
+    Text,
     TransportError,
     TransportUnavailable,
+    from_json,
     one_line,
     setting,
+    to_json,
 )
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup, link_faults, undelivered
 from megatron.dpp.transport.kinds import TransportKind, register, tcp
-from megatron.dpp.transport.options import TransportOptions
-from megatron.dpp.transport.rdma_places import Place, read_places, ways
-from megatron.dpp.transport.rdma_ports import find_places
+from megatron.dpp.transport.options import TransportOptions, variable
+from megatron.dpp.transport.rdma_ports import Place, find_places, read_places, way
 
 _NAME = "rdma"
 _ELEMENT_BYTES = 4
 """Bytes of the widest usual element; ``workload`` counts elements."""
-_LONGEST_FAULT = 800
-"""Encoded bytes of a fault that a set-up message has room for."""
+_LONGEST_FAULT = 300
+"""Characters of a fault that a set-up message has room for, also where each takes 12 bytes."""
 _PATTERN_SECONDS = 5.0
 _LOST_PACKETS = 2
 """Packets of a test pattern that may be lost."""
 _TIMEOUT_UNIT = 4.096e-6
-"""Seconds after which a packet is lost with ``rdma_timeout=0``."""
+"""Seconds after which a packet would be lost with ``DPP_RDMA_TIMEOUT=0``."""
 
 
 def look(
@@ -47,7 +48,9 @@ def look(
 ) -> dict[str, Any]:
     """The ports that this rank may use, or the reason why there is none."""
     places, missing = find_places(library, address, options, device)
-    return {"places": [asdict(place) for place in places]} if places else {"missing": missing}
+    return (
+        {"places": [asdict(place) for place in places]} if places else {"missing": to_json(missing)}
+    )
 
 
 def obstacle(one: Facts, other: Facts) -> str | None:
@@ -56,9 +59,10 @@ def obstacle(one: Facts, other: Facts) -> str | None:
     for side in (one, other):
         found = side.found.get(_NAME, {"missing": "no RDMA device was looked for"})
         if "missing" in found:
-            return f"rank {side.rank} on {side.hostname}: {found['missing']}"
+            why = from_json(found["missing"])
+            return Text(f"rank {side.rank} on {side.hostname}: {why}", why)
         places.append(read_places(found["places"]))
-    if not ways(*places):
+    if way(*places) is None:
         networks = [" and ".join(sorted({place.network for place in side})) for side in places]
         return f"rank {one.rank} is on {networks[0]}, rank {other.rank} on {networks[1]}"
     return tcp.obstacle(one, other)  # the control connection's
@@ -70,8 +74,7 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
     Queue pairs connect without a packet, so each link has to deliver a pattern. With a GPU, tensors
     on it are sent and received in place. Each side decides for itself whether the card reads and
     writes its GPU's memory. A link where that does not deliver is set up again with buffers in the
-    host's memory. One that does not deliver at all is set up again over other ports, where there
-    are others of one subnet.
+    host's memory.
 
     A link that cannot be set up is left in ``setup.failed`` where it has another kind to go to.
 
@@ -81,36 +84,25 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
             is asked for and not possible, or does not deliver the data that was written.
     """
     if setup.gpu < 0 and setup.options.gpudirect == "on":
+        on = setting("gpudirect", "on")
         raise TransportUnavailable(
-            f"{setting('gpudirect', 'on')}: rank {setup.facts.rank} has no GPU of NVIDIA "
-            f"(device {setup.facts.device})"
+            f"{on}: rank {setup.facts.rank} has no GPU of NVIDIA (device {setup.facts.device})", on
         )
-    places = {link.peer: _own_places(setup, link.peer) for link in links}
-    said: dict[int, str] = {}
-    given_up: dict[int, str] = {}  # by peer, why the first ports were
-    for number in range(max(map(len, places.values()), default=0)):
-        trying = [link for link in links if number < len(places[link.peer])]
-        trying = [link for link in trying if link.peer not in said]
-        more = {peer for peer, ours in places.items() if len(ours) > number + 1}
-        ports = {link.peer: places[link.peer][number] for link in trying}
-        said |= _Try(setup, ports, _Faults(setup, ports, more)).join(trying)
-        given_up |= {peer: setup.failed.pop(peer) for peer in more & set(setup.failed)}
-    return {
-        peer: text + (f" [{given_up[peer]}]" if peer in given_up else "")
-        for peer, text in said.items()
-    }
+    ports = {link.peer: _own_port(setup, link.peer) for link in links}
+    return _Links(setup, ports, _Faults(setup, ports)).join(links)
 
 
-def _own_places(setup: Setup, peer: int) -> list[Place]:
-    """Our ends of the ways to a peer, the best first."""
+def _own_port(setup: Setup, peer: int) -> Place:
+    """Our end of the way to a peer."""
     sides = sorted((setup.facts, setup.peer_facts[peer]), key=lambda facts: facts.rank)
-    pairs = ways(*(read_places(side.found[_NAME]["places"]) for side in sides))
-    return [pair[setup.facts.rank > peer] for pair in pairs]
+    pair = way(*(read_places(side.found[_NAME]["places"]) for side in sides))
+    assert pair is not None  # obstacle() has asked
+    return pair[setup.facts.rank > peer]
 
 
 @dataclass(frozen=True)
-class _Try:
-    """One try at setting links up, each over one port.
+class _Links:
+    """Links that are set up, each over one port.
 
     Args:
         places: our port by peer.
@@ -132,10 +124,10 @@ class _Try:
         ours |= self._set_up(again, "off")
         said = {}
         for peer, made in ours.items():
-            place, way = self.places[peer], untrue.get(peer) or made.gpu_way
+            place, how = self.places[peer], untrue.get(peer) or made.gpu_way
             routing = ", adaptive routing" if _is_adaptive(setup, place) else ""
             said[peer] = f"; {place.name}, {place.network}, {_settings(made)}{routing}"
-            said[peer] += f"; {way}" if way else ""
+            said[peer] += f"; {how}" if how else ""
         return said
 
     def _set_up(self, links: Sequence[PeerLink], gpudirect: str) -> dict[int, Any]:
@@ -219,10 +211,12 @@ class _Try:
             if link.peer in faults
         }
         if found and self.setup.options.gpudirect == "on":
+            on, off = setting("gpudirect", "on"), setting("gpudirect", "off")
             raise TransportUnavailable(
-                f"{setting('gpudirect', 'on')}: rank {self.setup.facts.rank}: "
-                f"{next(iter(found.values()))}: turn it off in the firmware, or use "
-                f"{setting('gpudirect', 'off')}"
+                f"{on}: rank {self.setup.facts.rank}: {next(iter(found.values()))}: turn it off "
+                f"in the firmware, or use {off}",
+                on,
+                off,
             )
         return {peer: f"staged in the host's memory: {why}" for peer, why in found.items()}
 
@@ -233,7 +227,7 @@ def _by(rank: int) -> Iterator[None]:
     try:
         yield
     except TransportError as error:
-        raise SetupError(f"rank {rank}: {one_line(error)}") from error
+        raise SetupError(f"rank {rank}: {one_line(error)}", error) from error
 
 
 def _patience(options: TransportOptions) -> float:
@@ -246,11 +240,9 @@ def _patience(options: TransportOptions) -> float:
 class _Faults:
     """The links that cannot be set up, as both ends see them: each hears of the other's faults."""
 
-    def __init__(
-        self, setup: Setup, places: Mapping[int, Place], more: Collection[int] = ()
-    ) -> None:
-        """``places``: our port by peer; ``more``: peers whose links have other ports to go to."""
-        self._setup, self._places, self._more = setup, places, more
+    def __init__(self, setup: Setup, places: Mapping[int, Place]) -> None:
+        """``places``: our port by peer."""
+        self._setup, self._places = setup, places
         self.found = setup.failed
 
     def text(self, link: PeerLink) -> str:
@@ -259,8 +251,8 @@ class _Faults:
 
     @contextlib.contextmanager
     def of(self, link: PeerLink) -> Iterator[None]:
-        """Note a fault of our end; raise it where the link has no other port and no other kind to
-        go to, or where GPUDirect was asked for.
+        """Note a fault of our end; raise it where the link has no other kind to go to, or where
+        GPUDirect was asked for.
         """
         try:
             yield
@@ -274,7 +266,7 @@ class _Faults:
         if not message.get("failed"):
             return
         failed = _fitting(str(message["failed"])) or "no reason given"
-        if link.peer not in self._more and link.peer not in self._setup.has_other_kind:
+        if link.peer not in self._setup.has_other_kind:
             raise SetupError(f"rank {link.rank}: RDMA with rank {link.peer} failed there: {failed}")
         self.found.setdefault(link.peer, failed)
 
@@ -287,19 +279,22 @@ class _Faults:
         asked = setting("gpudirect", "on") if on else setting("transport", "rdma")
         place = self._places[link.peer]
         check = (
-            f"check the subnet manager and {setting('rdma_pkey_index')}"
+            f"check the subnet manager and {variable('pkey_index')}"
             if place.infiniband
             else "open UDP port 4791 (RoCE v2) between the hosts, check the MTU of the switches"
         )
+        node_ips = setting("node_ips")
+        transport = setting("transport", "tcp")
         raise TransportUnavailable(
             f"rank {link.rank}: {asked}: {fault}. An RDMA link has to deliver a test pattern at "
-            f"the start: {check}, name ports of one network with {setting('rdma_devices')} or "
-            f"{setting('node_ips')}, or use {setting('transport', 'tcp')}"
+            f"the start: {check}, name ports of one network with {variable('devices')} or "
+            f"{node_ips}, or use {transport}",
+            asked,
+            node_ips,
+            transport,
         )
 
     def _may_fail(self, link: PeerLink) -> bool:
-        if link.peer in self._more:
-            return True
         return link.peer in self._setup.has_other_kind and not self._gpudirect_is_asked_for()
 
     def _gpudirect_is_asked_for(self) -> bool:
@@ -307,12 +302,9 @@ class _Faults:
 
 
 def _fitting(fault: str) -> str:
-    """The beginning of a fault, as one line of at most ``_LONGEST_FAULT`` bytes of JSON."""
-    text = fault[:_LONGEST_FAULT].encode(errors="replace").decode()  # no half surrogate pairs
-    text = " ".join(text.split())
-    while len(json.dumps(text)) > _LONGEST_FAULT:
-        text = text[:-1].rstrip()
-    return text
+    """The beginning of a fault as one line, for a set-up message."""
+    text = fault.encode(errors="replace").decode()  # no half surrogate pairs
+    return " ".join(text.split())[:_LONGEST_FAULT]
 
 
 def _connect(made: Any, link: PeerLink, message: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from megatron.dpp.errors import setting
+from megatron.dpp.errors import Text, setting
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup
 from megatron.dpp.transport.kinds import TransportKind, register
 from megatron.dpp.transport.options import TransportOptions
@@ -17,9 +17,11 @@ def obstacle(one: Facts, other: Facts) -> str | None:
     """Reason why two ranks cannot connect over TCP."""
     for side in (one, other):
         if side.tcp_address is None:
-            return (
+            node_ips = setting("node_ips")
+            return Text(
                 f"rank {side.rank} on {side.hostname} listens on no address; name this host's "
-                f"address with {setting('node_ips')}"
+                f"address with {node_ips}",
+                node_ips,
             )
     return None
 

@@ -1,0 +1,115 @@
+"""Microbatches padded to few lengths at the model's door, so that CUDA graphs can replay them.
+
+The first stage pads tokens, and every later one gets activations of the padded length. Causal
+attention does not see what follows a row, and losses or logits are cut back to it: what the host's
+forward step gets is as long as what it gave. Numbers are those of a host that pads its rows itself
+and gives the padding no loss.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+
+_OF_TOKENS = ("input_ids", "position_ids", "labels", "loss_mask")
+"""Arguments of a GPT's forward of shape [b, s]."""
+_NOT_PADDED = ("packed_seq_params", "decoder_input", "inference_context", "padding_mask")
+"""Arguments with which a microbatch stays as it is."""
+
+
+def why_not(chunks: Sequence[torch.nn.Module], config: Any, context_size: int) -> str | None:
+    """The reason why rows of these chunks are not padded; None if they can be.
+
+    Args:
+        config: megatron-core's configuration of the model.
+        context_size: ranks that share a sequence.
+    """
+    if any(_gpt(chunk) is None for chunk in chunks):
+        return "a chunk is no GPTModel, whose attention is causal"
+    if config.num_moe_experts:
+        return "routers would count padding"
+    if config.mtp_num_layers:
+        return "multi-token prediction reads behind a row"
+    if context_size > 1:
+        return "ranks share each sequence"
+    return None
+
+
+class PaddedRows:
+    """Pads the rows of some chunks for a step.
+
+    Args:
+        chunks: each a GPT within its wrappers, for which :func:`why_not` is None.
+        lengths: ascending; a row that is longer than the last one is not padded.
+        parts: ranks among which a sequence is divided between stages.
+    """
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], lengths: Sequence[int], parts: int
+    ) -> None:
+        self._models = [model for chunk in chunks if (model := _gpt(chunk)) is not None]
+        self._lengths, self._parts = list(lengths), parts
+
+    @contextlib.contextmanager
+    def bound(self) -> Iterator[None]:
+        """Let the models take padded rows in the block."""
+        with contextlib.ExitStack() as around:
+            for model in self._models:
+                if model.pre_process or model.post_process:
+                    around.callback(vars(model).pop, "forward", None)
+                    model.forward = self._forward_of(model)
+            yield
+
+    def _forward_of(self, model: Any) -> Callable[..., Any]:
+        own = model.forward
+        names = tuple(inspect.signature(own).parameters)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            length, padded = self._lengths_of(model, given)
+            if padded <= length or any(given.get(name) is not None for name in _NOT_PADDED):
+                return own(*args, **kwargs)
+            output = own(**_padded(given, padded - length))
+            return output[:, :length].contiguous() if model.post_process else output
+
+        return forward
+
+    def _lengths_of(self, model: Any, given: dict[str, Any]) -> tuple[int, int]:
+        """Tokens of a row as the host gave it, and with padding. A stage that gets activations
+        takes the length that the first one chose."""
+        rows = given.get("input_ids" if model.pre_process else "labels")
+        if rows is None:
+            rows = given.get("input_ids")
+        if rows is None or rows.dim() != 2:
+            return 0, 0
+        length = rows.shape[1]
+        if not model.pre_process:
+            hidden = model.decoder.input_tensor
+            return length, 0 if hidden is None else len(hidden) * self._parts
+        place = bisect.bisect_left(self._lengths, length)
+        return length, self._lengths[place] if place < len(self._lengths) else length
+
+
+def _gpt(chunk: torch.nn.Module) -> Any:
+    module: Any = chunk
+    while module is not None and not isinstance(module, GPTModel):
+        module = getattr(module, "module", None)
+    return module
+
+
+def _padded(given: dict[str, Any], more: int) -> dict[str, Any]:
+    """Arguments of rows with ``more`` tokens behind them, which no token before them sees."""
+    wider = dict(given)
+    for name in _OF_TOKENS:
+        if given.get(name) is not None:
+            wider[name] = F.pad(given[name], (0, more))
+    if given.get("attention_mask") is not None:  # [b or 1, 1, s, s], True where it hides a key
+        wider["attention_mask"] = F.pad(given["attention_mask"], (0, more, 0, more), value=True)
+    return wider

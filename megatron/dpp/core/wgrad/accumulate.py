@@ -1,0 +1,99 @@
+"""Gradients that are added to a parameter outside of a backward pass, as autograd adds them.
+
+A host may keep references to a parameter's ``grad``, make it a view of one buffer, or hook the node
+that accumulates it, as DistributedDataParallel does. All of it works, since autograd itself adds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_OWN = "megatron.core."
+
+
+class _Give(torch.autograd.Function):
+    """The root of a pass that gives one gradient to a parameter, which autograd may keep as it is,
+    since nobody else holds it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
+        ctx.given = given
+        return parameter.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.given.pop(), None
+
+
+def add(parameter: Any, given: list[torch.Tensor]) -> None:
+    """Add a gradient to a parameter, with all hooks.
+
+    Args:
+        given: the gradient, in any dtype, which is taken out of the list. An empty list stands for
+            one that a product has added to ``main_grad``.
+    """
+    if not given:
+        parameter.grad_added_to_main_grad = True
+    if parameter.grad is None and not has_hooks(parameter):
+        # What autograd would do, which waits for other streams and cannot be captured.
+        _, after = _hooks_of(parameter)
+        parameter.grad = given.pop().to(parameter.dtype) if given else _stand_in(parameter)
+        for hook in after:
+            hook((), ())
+        return
+    if not given:
+        given = [_stand_in(parameter).contiguous()]
+    with torch.enable_grad():
+        root = _Give.apply(parameter, given)  # type: ignore[no-untyped-call]
+    torch.autograd.backward(root, root.detach())
+
+
+class OwnHook(functools.partial[None]):
+    """A hook of the project's on a parameter."""
+
+
+def is_hooked(parameter: torch.Tensor) -> bool:
+    """True if a host has hooked a parameter itself."""
+    hooks = (parameter._backward_hooks or {}).values()
+    ours = all(isinstance(hook, OwnHook) for hook in hooks)
+    return bool(parameter._post_accumulate_grad_hooks) or not ours
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """True if a host has hooked a parameter, or the node that accumulates its gradient."""
+    if is_hooked(parameter):
+        return True
+    before, after = _hooks_of(parameter)
+    return bool(before) or not all(map(_is_own, after))
+
+
+def _hooks_of(parameter: torch.Tensor) -> tuple[list[Callable[..., Any]], ...]:
+    """The hooks that run before and after autograd's node adds a gradient."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    found = []
+    for register in (node.register_prehook, node.register_hook):
+        handle: Any = register(_nothing)
+        found.append([hook for hook in handle.hooks_dict_ref().values() if hook is not _nothing])
+        handle.remove()
+    return tuple(found)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _is_own(hook: Callable[..., Any]) -> bool:
+    """True for a hook of DistributedDataParallel, which reads no argument."""
+    return getattr(hook, "__module__", "").startswith(_OWN)
+
+
+def _stand_in(parameter: Any) -> torch.Tensor:
+    """A gradient without memory, of which only zeros are read."""
+    if getattr(parameter, "zero_out_wgrad", False):
+        return parameter.new_zeros(()).expand(parameter.shape)  # type: ignore[no-any-return]
+    return parameter.new_empty(()).expand(parameter.shape)  # type: ignore[no-any-return]

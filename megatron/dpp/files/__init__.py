@@ -1,0 +1,1 @@
+"""Files that others may write, too: opened safely, locked, replaced whole, and read strictly."""

@@ -1,0 +1,1 @@
+"""The families of this package: each module holds one or several :class:`Family`."""

@@ -1,0 +1,303 @@
+"""Checks of a run's command line before any process starts: spelling, types, files, sizes.
+
+Each error is one line that names the flag as it was typed. Whatever is not checked here, Megatron
+itself refuses later.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.errors import (
+    BAD_USAGE,
+    ConfigError,
+    DataError,
+    DppError,
+    did_you_mean,
+    print_error,
+)
+from megatron.dpp_train.presets.flag_table import Flag, Table, saved
+
+NOW = {
+    "--trace": "--dpp-trace",
+    "--trace-dir": "--dpp-trace-dir",
+    "--trace-interval": "--dpp-trace-interval",
+    "--trace-iterations": "--dpp-trace-iterations",
+    "--continuous-trace-iterations": "--dpp-trace-iterations",
+    "--benchmark-dir": "--dpp-trace-dir",
+    "--benchmark_dir": "--dpp-trace-dir",
+    "--trace-granularity": "",
+    "--multi-node": "",
+    "--forward-backward-disaggregating": "",
+    "--ignore-forward-tensor-parallel": "",
+}
+"""Flags of earlier versions -> what they are now; an empty text: not needed any more."""
+_GONE = {
+    "--variable-length": "--rows as-they-are",
+    "--packing": "--rows packed",
+    "--estimate": "megatron-dpp train --dry-run",
+    "--run-config": "megatron-dpp train --config",
+    "--load-hf": "an option of megatron-dpp train",
+    "--save-hf": "an option of megatron-dpp train",
+}
+"""Flags of earlier versions -> what does their work now."""
+_REMOTE = ("s3://", "msc://", "http://", "https://", "hf://")
+
+
+def parse(argv: Sequence[str], table: Table, also: Iterable[str] = ()) -> dict[str, Any]:
+    """The values of a command line, typed, by the names that Megatron gives them.
+
+    Args:
+        also: further flags that a misspelt one may be nearer to.
+
+    Raises:
+        ConfigError: an unknown flag, a value of another type, or none of its choices.
+    """
+    values: dict[str, Any] = {}
+    words = list(argv)
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        flag = table.get(name)
+        if flag is None:
+            raise ConfigError(_unknown(name + equals + value, [*also, *table]))
+        given = [value] if equals else []
+        while words and not given_is_full(flag, given) and not is_flag(words[0]):
+            given.append(words.pop(0))
+        values[flag.dest] = _value(name, flag, given)
+    return values
+
+
+def is_flag(word: str) -> bool:
+    """True for a flag; False for a negative number."""
+    return word.startswith("-") and not re.fullmatch(r"-[\d.]+(e[+-]?\d+)?", word)
+
+
+def given_is_full(flag: Flag, given: Sequence[str]) -> bool:
+    """True where the flag takes no further word."""
+    if flag.kind == "switch":
+        return True
+    most = 1 if flag.nargs in (None, "?") else flag.nargs
+    return isinstance(most, int) and len(given) >= most
+
+
+def _unknown(word: str, known: Sequence[str]) -> str:
+    name = word.partition("=")[0]
+    if not word.startswith("-"):
+        return f"unexpected argument {word!r}: flags start with --"
+    if now := (NOW | _GONE).get(name):
+        return f"{name} is {now} now"
+    if name in NOW:
+        return f"{name} is not needed any more"
+    return f"unknown flag {name}{did_you_mean(name, known)}"
+
+
+def _value(name: str, flag: Flag, given: Sequence[str]) -> Any:
+    if flag.kind == "switch":
+        if given:
+            raise ConfigError(f"{name} is a switch, and takes no value ({given[0]!r})")
+        return not name.startswith("--no-") or flag.dest.startswith("no_")
+    if not given and flag.nargs not in ("*", "?"):
+        raise ConfigError(f"{name}: expected a value")
+    typed = [_typed(name, flag, text) for text in given]
+    return typed if flag.nargs not in (None, "?") else (typed or [None])[0]
+
+
+def _typed(name: str, flag: Flag, text: str) -> Any:
+    if flag.choices and text not in flag.choices:
+        near = did_you_mean(text, flag.choices)
+        raise ConfigError(f"{name} {text}: expected one of {', '.join(flag.choices)}{near}")
+    try:
+        if flag.kind == "int":
+            return int(text)
+        if flag.kind == "float":
+            return float(text)
+    except ValueError:
+        kind = {"int": "a whole number", "float": "a number"}[flag.kind]
+        raise ConfigError(f"{name} {text}: expected {kind}") from None
+    return text
+
+
+def check(argv: Sequence[str], table: Table, *, world_size: int, also: Iterable[str] = ()) -> None:
+    """Refuse a command line of ``pretrain_gpt.py`` or ``pretrain_bert.py`` that cannot work.
+
+    Raises:
+        ConfigError: a flag, a value or a combination of sizes.
+        DataError: a file that is not there, or cannot be read.
+    """
+    values = parse(argv, table, also)
+    check_files(values)
+    if values.get("yaml_cfg") or values.get("use_checkpoint_args") or values.get("spec"):
+        return  # the sizes are elsewhere
+    sizes = {flag.dest: flag.default for flag in table.values()} | values
+    _check_values(sizes)
+    for whole, parts in _divisions(sizes, world_size):
+        _require_divides(whole, parts)
+    learned = (sizes["position_embedding_type"] or "learned_absolute") == "learned_absolute"
+    length, positions = sizes["seq_length"], sizes["max_position_embeddings"]
+    if learned and length > positions:
+        raise ConfigError(f"--seq-length {length} is above --max-position-embeddings {positions}")
+
+
+def check_direct(argv: Sequence[str]) -> None:
+    """Check the command line of a training script that was started without ``train``: the process
+    ends with status 2 and one line where it cannot work. Does nothing for ``--help``, and where no
+    table of flags was made yet."""
+    table = saved()
+    if table is None or {"--help", "-h"} & set(argv):
+        return
+    try:
+        check(argv, table, world_size=int(os.environ.get("WORLD_SIZE") or 1))
+    except DppError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            print_error(error)
+        sys.exit(BAD_USAGE)
+
+
+_NEEDED = (
+    "num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size",
+    "max_position_embeddings", "lr",
+)  # fmt: skip
+_POSITIVE = (
+    *_NEEDED, "global_batch_size", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "context_parallel_size", "expert_model_parallel_size", "num_query_groups", "num_experts",
+    "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage", "kv_channels",
+    "ffn_hidden_size", "log_interval",
+)  # fmt: skip
+_UNEVEN = (
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split", "hybrid_layer_pattern",
+)  # fmt: skip
+
+
+def flag_of(name: str) -> str:
+    """A flag by the name of its value."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_values(sizes: Mapping[str, Any]) -> None:
+    """Sizes and rates are above 0, and none of the needed ones is missing."""
+    for name in _POSITIVE:
+        value = sizes[name]
+        if value is not None and not 0 < value < math.inf:
+            least = "at least 1" if isinstance(value, int) else "above 0"
+            raise ConfigError(f"{flag_of(name)} {value:g}: must be {least}")
+    missing = [flag_of(name) for name in _NEEDED if sizes[name] is None]
+    if not (sizes["train_iters"] or sizes["train_samples"] or sizes["skip_train"]):
+        missing.append("--train-iters")
+    if missing and not sizes["hybrid_layer_pattern"]:
+        raise ConfigError(f"{', '.join(missing)}: give a value")
+
+
+Part = tuple[str, int]
+"""A size, and its name: of a flag's value, or words with a space in front."""
+
+
+def _divisions(sizes: Mapping[str, Any], world_size: int) -> Iterator[tuple[Part, list[Part]]]:
+    """Pairs of a number and those that must divide it."""
+
+    def part(name: str) -> Part:
+        return name, sizes[name] or 1
+
+    tensor, pipeline = part("tensor_model_parallel_size"), part("pipeline_model_parallel_size")
+    context = part("context_parallel_size")
+    yield (" processes", world_size), [tensor, pipeline, context]
+    heads, experts = part("num_attention_heads"), part("num_experts")
+    if sizes["kv_channels"] is None:
+        yield part("hidden_size"), [heads]
+    if sizes["group_query_attention"]:
+        yield heads, [part("num_query_groups")]
+    yield heads, [tensor]
+    chunks = (" chunks", sizes["num_virtual_stages_per_pipeline_rank"] or 1)
+    per_chunk = part("num_layers_per_virtual_pipeline_stage")
+    if not any(sizes[name] for name in _UNEVEN):
+        yield part("num_layers"), [pipeline, chunks, per_chunk]
+    if sizes["num_experts"]:
+        yield experts, [part("expert_model_parallel_size")]
+    if context[1] > 1:
+        yield part("seq_length"), [(" halves", 2), context]
+    if sizes["global_batch_size"] and not sizes["rampup_batch_size"]:
+        replicas = (" replicas", world_size // (tensor[1] * pipeline[1] * context[1]))
+        parts = [part("micro_batch_size"), replicas]
+        static = (chunks[1] > 1 or per_chunk[1] > 1) and not sizes["use_dpp"]
+        yield part("global_batch_size"), [*parts, *([pipeline] if static else [])]
+
+
+def _require_divides(whole: Part, parts: list[Part]) -> None:
+    product = math.prod(size for _, size in parts)
+    if whole[1] % product:
+        names = [_said(part) for part in parts if part[1] > 1]
+        total = f" = {product}" if len(names) > 1 else ""
+        near = "" if " " in whole[0] else f"; nearest: {nearest_multiple(whole[1], product)}"
+        raise ConfigError(f"{_said(whole)} cannot be divided by {' x '.join(names)}{total}{near}")
+
+
+def _said(part: Part) -> str:
+    name, size = part
+    return f"{size}{name}" if " " in name else f"{flag_of(name)} {size}"
+
+
+def nearest_multiple(number: int, of: int) -> int:
+    """The multiple of ``of`` (not 0) that is nearest to ``number``.
+
+    >>> nearest_multiple(30, 8)
+    32
+    """
+    return max(1, round(number / of)) * of
+
+
+_FILES = ["vocab_file", "merge_file", "yaml_cfg", "data_args_path", "per_split_data_args_path"]
+_PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+
+
+def check_files(values: Mapping[str, Any]) -> None:
+    """Refuse input files that are not there or cannot be read (DataError)."""
+    for name in _FILES:
+        if path := values.get(name):
+            require_file(Path(path), f"{flag_of(name)} {path}")
+    model = values.get("tokenizer_model")
+    if model and os.path.isabs(model) and not Path(model).exists():
+        raise DataError(f"--tokenizer-model {model}: no such file or directory")
+    for name in _PREFIXES:
+        for word in values.get(name) or ():
+            if not re.fullmatch(r"[\d.]+", word) and not word.startswith(_REMOTE):
+                _require_tokens(word, f"{flag_of(name)} {word}")
+    needed = ("pretrained_checkpoint", *(["load"] if values.get("finetune") else ()))
+    for name in needed:
+        path = values.get(name)
+        if path and not path.startswith(_REMOTE) and not Path(path).is_dir():
+            raise DataError(f"{flag_of(name)} {path}: no such directory")
+
+
+def _require_tokens(prefix: str, named: str) -> None:
+    if Path(prefix).is_file():
+        return  # rows of chats, say, which a data set reads as they are
+    for suffix in (".idx", ".bin"):
+        if not Path(prefix + suffix).is_file():
+            near = nearest_name(Path(prefix + suffix))
+            raise DataError(
+                f"{named}: {prefix}{suffix} is missing{near}; megatron-dpp preprocess makes token "
+                "files"
+            )
+
+
+def require_file(path: Path, named: str) -> None:
+    """Refuse a path that is no readable file (DataError); ``named`` is how the user wrote it."""
+    if not path.is_file():
+        raise DataError(f"{named}: no such file{nearest_name(path)}")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{named}: this user may not read it")
+
+
+def nearest_name(path: Path) -> str:
+    """The part of a text about a missing file that names the nearest one beside it."""
+    try:
+        return did_you_mean(path.name, [each.name for each in path.parent.iterdir()])
+    except OSError:
+        return ""

@@ -1,0 +1,172 @@
+"""A table of the training scripts' flags, for checks that cannot wait for Megatron's parser.
+
+Importing that parser takes seconds. The table is made from the installed package once, by set-up or
+by the first run, and is kept in ``build/`` of the source tree or in the user's cache directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import enum
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.command_line import ROOT
+from megatron.dpp.errors import DataError
+
+PACKAGE = Path(__file__).resolve().parents[1]
+_WITH_FLAGS = ("data.datasets", "hf.layers", "deepspeed")
+_KINDS: dict[object, str] = {int: "int", float: "float", str: "str", None: "str"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """The values that a flag takes.
+
+    Args:
+        kind: ``switch``, ``int``, ``float``, ``str``, or ``other`` for values that are not checked.
+        nargs: as of argparse; None for one value.
+        choices: texts of the possible values; empty where all are.
+        default: what the parser takes without the flag, where it is a plain value.
+        dest: name of the parsed value.
+    """
+
+    kind: str
+    nargs: str | int | None = None
+    choices: tuple[str, ...] = ()
+    default: Any = None
+    dest: str = ""
+
+
+Table = dict[str, Flag]
+"""Flag with its dashes -> what it takes."""
+
+
+def of_parser(parser: argparse.ArgumentParser) -> Table:
+    """The table of a parser's flags."""
+    table = {}
+    for action in parser._actions:
+        kind = "switch" if action.nargs == 0 else _KINDS.get(action.type, "other")
+        choices = [
+            each.name if isinstance(each, enum.Enum) else str(each) for each in action.choices or ()
+        ]
+        plain = isinstance(action.default, str | int | float | bool)
+        for name in action.option_strings:
+            table[name] = Flag(
+                kind=kind,
+                nargs=None if action.nargs == 0 else action.nargs,
+                choices=tuple(choices),
+                default=action.default if plain and action.default != "==SUPPRESS==" else None,
+                dest=action.dest,
+            )
+    return table
+
+
+def engine_flags() -> Table:
+    """The table of the dynamic pipeline's flags."""
+    from megatron.dpp.command_line import add_dpp_flags
+    from megatron.dpp.trace.host import trace_fields
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_dpp_flags(parser)
+    for switch in ("--use-dpp", "--dpp-strict", "--dpp-trace", "--dpp-trace-only"):
+        parser.add_argument(switch, action="store_true")
+    for field in trace_fields():
+        if field.name != "only":
+            parser.add_argument(f"--dpp-trace-{field.name}", type=type(field.default or ""))
+    parser.add_argument("--metrics-file")
+    return of_parser(parser)
+
+
+def saved() -> Table | None:
+    """The table of the installed Megatron; None where none was made yet."""
+    for path in _places():
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            rows = json.loads(path.read_text(encoding="utf-8"))
+            megatron = {
+                name: Flag(**row | {"choices": tuple(row["choices"])}) for name, row in rows.items()
+            }
+            return megatron | engine_flags()
+    return None
+
+
+def table(python: str = sys.executable) -> Table:
+    """The table, made first where none is kept.
+
+    Raises:
+        DataError: Megatron's parser cannot be imported; names what to install.
+    """
+    found = saved()
+    if found is not None:
+        return found
+    print("reading Megatron's flags, once (10 s)", file=sys.stderr, flush=True)
+    made = subprocess.run([python, "-m", __name__], capture_output=True, text=True)
+    found = saved()
+    if made.returncode or found is None:
+        last = (made.stderr.strip().splitlines() or ["no place can be written"])[-1]
+        raise DataError(
+            f"Megatron's flags cannot be read ({last}): run bash tools/setup.sh, or "
+            "pip install 'megatron-core[training]==0.19.2'"
+        )
+    return found
+
+
+def _places() -> list[Path]:
+    """Files that may hold the table, the first that can be written first."""
+    try:
+        version = importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    digest = hashlib.sha256()
+    for path in _sources().values():
+        digest.update(path.read_bytes())
+    name = f"flags-megatron-core-{version}-{digest.hexdigest()[:8]}.json"
+    own = [ROOT / "build" / name] if (ROOT / "setup.py").is_file() else []
+    return [*own, user_cache() / name]
+
+
+def user_cache() -> Path:
+    """The user's directory for what can be made again; it is made where it is missing."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-dpp"
+    with contextlib.suppress(OSError):
+        home.mkdir(parents=True, exist_ok=True)
+    return home
+
+
+def _sources() -> dict[str, Path]:
+    """Modules that add flags to Megatron's, and their files."""
+    found = {name: PACKAGE / f"{name.replace('.', '/')}.py" for name in _WITH_FLAGS}
+    return {name: path for name, path in found.items() if path.is_file()}
+
+
+def main() -> int:
+    """Make the table, and keep it at the first place that can be written."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    for name in _sources():
+        importlib.import_module(f"megatron.dpp_train.{name}").add_arguments(parser)
+    text = json.dumps({name: asdict(flag) for name, flag in of_parser(parser).items()})
+    for path in _places():
+        scratch = path.with_name(f".{path.name}-{os.getpid()}")
+        with contextlib.suppress(OSError):
+            scratch.write_text(text, encoding="utf-8")
+            scratch.replace(path)
+            for old in path.parent.glob("flags-megatron-core-*.json"):
+                if old != path:
+                    old.unlink()
+            return 0
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

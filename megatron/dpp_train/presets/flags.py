@@ -1,0 +1,134 @@
+"""Megatron's flags as a mapping, and the files of ``configs/`` that hold them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.dpp.command_line import ROOT
+from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp_train.presets.checks import is_flag, require_file
+from megatron.dpp_train.presets.flag_table import PACKAGE
+
+_OTHER_NAMES = {
+    **dict.fromkeys(("117m", "124m"), "small"),
+    **dict.fromkeys(("345m", "355m"), "medium"),
+    **dict.fromkeys(("gpt3", "1.3b"), "gpt3-1.3b"),
+}
+"""Common names of models -> files of ``configs/models``, for hints."""
+
+Flags = dict[str, Any]
+"""Flag with its dashes -> its value: True for a switch, a list for several values."""
+
+
+def shared(name: str) -> Path:
+    """A folder of the source tree that wheels hold inside of the package."""
+    own = ROOT / name
+    return own if own.is_dir() else PACKAGE / name
+
+
+def read_flags(path: Path) -> Flags:
+    """The flags of a YAML file of lines ``flag: value``. ``false`` and an empty value leave a flag
+    out.
+
+    Raises:
+        ConfigError: it holds something else.
+        DataError: it cannot be read.
+    """
+    import yaml
+
+    require_file(path, str(path))
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        what = " ".join(str(error).split())
+        raise DataError(f"{path}: no YAML file of UTF-8 ({what})") from None
+    if not isinstance(loaded, dict) or any(isinstance(each, dict) for each in loaded.values()):
+        raise ConfigError(
+            f"{path}: expected lines of `flag: value` (Megatron's grouped form: --yaml-cfg)"
+        )
+    named = {f"--{str(key).replace('_', '-')}": value for key, value in loaded.items()}
+    return {
+        name: value for name, value in named.items() if value is not None and value is not False
+    }
+
+
+def model_flags(name: str) -> Flags:
+    """The flags of ``configs/models/NAME.yaml``, or of a Hugging Face model's folder.
+
+    Raises:
+        ConfigError: there is none.
+        DataError: the folder's model cannot be trained.
+    """
+    folder = Path(name)
+    if "/" in name or folder.is_dir():
+        if not folder.is_dir():
+            raise DataError(f"--model {name}: no such folder")
+        return _of_folder(folder)
+    models = shared("configs") / "models"
+    names = sorted(path.stem for path in models.glob("*.yaml"))
+    if name not in names:
+        near = difflib.get_close_matches(name.lower(), [*names, *_OTHER_NAMES], n=4, cutoff=0.0)
+        some = ", ".join(_OTHER_NAMES.get(each, each) for each in near)
+        raise ConfigError(
+            f"--model {name}: neither a folder here nor one of {len(names)} in configs/models; "
+            f"nearest: {some}"
+        )
+    return read_flags(models / f"{name}.yaml")
+
+
+def _of_folder(folder: Path) -> Flags:
+    """The flags of a Hugging Face model, with those of fine-tuning where it names none."""
+    from megatron.dpp_train.hf import flags_of
+
+    flags = from_argv(flags_of(folder))
+    length = min(4096, number(flags, "--max-position-embeddings", 4096))
+    own = {"--micro-batch-size": 1, "--global-batch-size": 32, "--lr": 1e-5, "--weight-decay": 0.0}
+    return own | {"--seq-length": length} | flags
+
+
+def to_argv(flags: Mapping[str, Any]) -> list[str]:
+    """The flags as the words of a command line."""
+    words: list[str] = []
+    for name, value in flags.items():
+        words.append(name)
+        if isinstance(value, list | tuple):
+            words += [str(each) for each in value]
+        elif value is not True:
+            words.append(str(value))
+    return words
+
+
+def from_argv(words: Sequence[str]) -> Flags:
+    """The mapping of a command line's flags.
+
+    Raises:
+        ConfigError: a word that belongs to no flag.
+    """
+    flags: Flags = {}
+    last = ""
+    for word in words:
+        if is_flag(word):
+            last, equals, value = word.partition("=")
+            flags[last] = value if equals else True
+        elif not last:
+            raise ConfigError(f"unexpected argument {word!r}: options start with --")
+        else:
+            before = flags[last]
+            several = before if isinstance(before, list) else []
+            flags[last] = word if before is True else [*(several or [before]), word]
+    return flags
+
+
+def number(flags: Mapping[str, Any], name: str, default: int = 1) -> int:
+    """A flag's value as a number of things.
+
+    Raises:
+        ConfigError: it is no whole number, or below 1.
+    """
+    text = str(flags.get(name, default))
+    if not text.lstrip("+-").isdecimal() or int(text) < 1:
+        raise ConfigError(f"{name} {text}: expected a whole number of at least 1")
+    return int(text)

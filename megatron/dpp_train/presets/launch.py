@@ -1,0 +1,211 @@
+"""One torchrun per node, and an end for everything that it started.
+
+torchrun and its ranks write into the run's log; this process shows the progress and stays until the
+run has ended. Ctrl-C, SIGTERM and SIGHUP end the run in one line; when this process is killed, the
+kernel ends torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from megatron.dpp.errors import FAILED, print_error
+from megatron.dpp.processes import bound_to_this
+from megatron.dpp.report.run_files import write_state
+from megatron.dpp_train.presets.console import Progress
+
+_BETWEEN = 0.2
+_GRACE_SECONDS = 40.0
+"""torchrun gives its ranks 30 seconds after a SIGTERM."""
+_PR_SET_CHILD_SUBREAPER = 36
+_NAMES = {signal.SIGINT: "Ctrl-C"}
+_ROOT_CAUSE = re.compile(
+    r"Root Cause.*?rank\s*: (?P<rank>\d+).*?exitcode\s*: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)",
+    re.DOTALL,
+)
+_ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)(: .*)?|.{1,40}: error: .*")
+_TAIL_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """The command that a node runs.
+
+    Args:
+        words: torchrun and everything behind it.
+        directory: of the run.
+        log: file of all output of torchrun and its ranks.
+        flags: of the training script.
+    """
+
+    words: Sequence[str]
+    env: Mapping[str, str]
+    directory: Path
+    log: Path
+    flags: Mapping[str, Any]
+
+    @property
+    def save(self) -> str | None:
+        """Directory of its checkpoints."""
+        return self.flags.get("--save")
+
+    def progress(self) -> Progress:
+        """Follows its metrics."""
+        steps = self.flags.get("--train-iters")
+        return Progress(Path(self.flags["--metrics-file"]), None if steps is None else int(steps))
+
+
+class _Ended(BaseException):
+    """A signal that ends the run."""
+
+    def __init__(self, number: int) -> None:
+        self.number = signal.Signals(number)
+
+
+@contextlib.contextmanager
+def _signals_end_it() -> Iterator[None]:
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        raise _Ended(number)
+
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            before[number] = signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run(command: Command) -> int:
+    """Start torchrun, show the progress, and wait until nothing of it is left; the exit status."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # ranks of a torchrun that died
+    scratch = command.directory / f".torchrun-{os.getpid()}"  # torchrun's own files
+    env = {**command.env, "PET_LOG_DIR": str(scratch)}
+    progress = command.progress()
+    write_state(command.directory, "starting")
+    with _signals_end_it(), command.log.open("ab") as log:
+        process = subprocess.Popen(
+            command.words,
+            env=env,
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=bound_to_this(),
+        )
+        try:
+            code = _follow(process, progress, command)
+        except _Ended as ended:
+            progress.end()
+            return _stop(process, ended.number, command)
+        finally:
+            _end_all(process)
+            failure = "" if process.returncode == 0 else _failure(command.log, scratch)
+            shutil.rmtree(scratch, ignore_errors=True)
+    progress.end()
+    if code == 0:
+        write_state(command.directory, "finished")
+        print(progress.summary())
+        return 0
+    write_state(command.directory, "failed", by=failure or None)
+    print_error(failure or f"torchrun ended with exit code {code}")
+    print(f"log      {command.log}{how_to_go_on(command.save)}", file=sys.stderr)
+    return FAILED
+
+
+def _follow(process: subprocess.Popen[bytes], progress: Progress, command: Command) -> int:
+    """The exit code of torchrun, once it has ended."""
+    running = False
+    while (code := process.poll()) is None:
+        progress.look()
+        if progress.last and not running:
+            running = True
+            write_state(command.directory, "running")
+        time.sleep(_BETWEEN)
+    progress.look()
+    return code
+
+
+def _stop(process: subprocess.Popen[bytes], number: signal.Signals, command: Command) -> int:
+    """End a run that a signal asks to end; a second one ends it at once."""
+    by = _NAMES.get(number, number.name)
+    with contextlib.suppress(_Ended, subprocess.TimeoutExpired):
+        process.send_signal(signal.SIGTERM)
+        process.wait(_GRACE_SECONDS)
+    with contextlib.suppress(_Ended):
+        _end_all(process)
+    write_state(command.directory, "stopped", by=by)
+    print(f"stopped by {by}; nothing is left running{how_to_go_on(command.save)}", file=sys.stderr)
+    return 128 + number
+
+
+def _end_all(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of torchrun and its ranks. Its orphans are children of this process."""
+    import psutil  # type: ignore[import-untyped]
+
+    left = psutil.Process().children(recursive=True)
+    for each in left:
+        with contextlib.suppress(psutil.Error):
+            each.kill()
+    psutil.wait_procs(left, timeout=5)
+    process.wait()
+
+
+def _failure(log: Path, scratch: Path) -> str:
+    """One line about the rank that failed first: its number, process, exit code and error."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
+        text = file.read().decode(errors="replace")
+    found = _ROOT_CAUSE.search(text)
+    error = _told(scratch, found["rank"] if found else None) or _last_error(text)
+    if found is None:
+        return error
+    code = int(found["code"])
+    how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"rank {found['rank']} (process {found['pid']}) {how}" + (f": {error}" if error else "")
+
+
+def _told(scratch: Path, rank: str | None) -> str:
+    """The error that a rank left for torchrun."""
+    for path in sorted(scratch.glob(f"*/attempt_*/{rank or '*'}/error.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            message: Any = json.loads(path.read_text(encoding="utf-8"))["message"]
+            message = message["message"] if isinstance(message, dict) else message
+            return " ".join(str(message).split())
+    return ""
+
+
+def _last_error(text: str) -> str:
+    """The last line of the log that names an error, but torchrun's own; behind an error without
+    words the statement that raised it."""
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in text.splitlines()]
+    for before, line in reversed(list(itertools.pairwise(["", *lines]))):
+        if _ERROR_LINE.fullmatch(line) and "ChildFailedError" not in line:
+            return line if ": " in line else f"{line}: {before}"
+    return ""
+
+
+def how_to_go_on(save: str | None) -> str:
+    """The checkpoint that an ended run leaves, and the option that goes on from it."""
+    tracker = Path(save or ".") / "latest_checkpointed_iteration.txt"
+    if not save or not tracker.is_file():
+        return ""
+    step = tracker.read_text(encoding="utf-8").strip()
+    return f"; go on from step {step} with --resume-from {save}"

@@ -1,0 +1,475 @@
+"""The door of the cost model, and its formulas against definitions and the papers'."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.dpp.errors import ConfigError
+from megatron.dpp_train.cost import Devices, choose, describe, find_devices, named_devices
+from megatron.dpp_train.cost.choose import Search
+from megatron.dpp_train.cost.device import Device, gpu_device
+from megatron.dpp_train.cost.estimate import estimate, outside_seconds, traffic
+from megatron.dpp_train.cost.flags import Given, shape_of
+from megatron.dpp_train.cost.memory import (
+    head_bytes,
+    key_bytes,
+    layer_bytes,
+    layer_parameters,
+    least_bytes,
+    model_parameters,
+    rank_memory,
+    rank_parameters,
+    shared_parameters,
+)
+from megatron.dpp_train.cost.pipeline import balanced, least_seconds, planned, predict
+from megatron.dpp_train.cost.shape import RunShape
+from megatron.dpp_train.cost.times import collective_bytes, collectives, hop_bytes, part_times
+
+FLAGS = (
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 8 --seq-length 128 --bf16 "
+    "--max-position-embeddings 128 --micro-batch-size 2 --global-batch-size 64 "
+    "--transformer-impl local --padded-vocab-size 1024 "
+)
+EXPERTS = "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 96 --disable-bias-linear "
+MEDIUM = (
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --bf16 "
+    "--max-position-embeddings 1024 --global-batch-size 64 "
+)
+LLAMA = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --ffn-hidden-size 14336 --swiglu "
+    "--group-query-attention --num-query-groups 8 --normalization RMSNorm --disable-bias-linear "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --bf16 "
+    "--seq-length 4096 --max-position-embeddings 4096 --vocab-size 128255 --global-batch-size 128 "
+)
+H200 = gpu_device("NVIDIA H200", 141 * 2**30)
+
+
+def shape(flags: str = "", number: int = 1, **changes: Any) -> RunShape:
+    """The shape of a small run with some of it changed."""
+    run = shape_of(Given((FLAGS + flags).split()), number, number, on_gpu=True, arch="gpt")
+    return dataclasses.replace(run, **changes)
+
+
+def plain_device(**more: Any) -> Device:
+    """Matrix products and what is given alone take time."""
+    free = {"bytes_per_second": 1e30, "link": 1e30, "network": 1e30}
+    free |= {"collective": 0.0, "launch": 0.0, "between": 0.0, "flops": 1e12}
+    return dataclasses.replace(H200, **free | more)  # type: ignore[arg-type]
+
+
+# The door
+
+
+def test_describe_names_what_a_run_needs() -> None:
+    flags = MEDIUM + "--pipeline-model-parallel-size 2 --use-dpp --tensor-model-parallel-size 2 "
+    flags += "--transformer-impl local"
+    text = describe(flags.split(), named_devices("h100", 8))
+    assert text[0] == "layout      tensor 2 x pipeline 2 x data 2 = 8 ranks, policy megatron"
+    assert "354,871,296 in 16 bit" in text[2]
+    assert [line.split()[:2] for line in text[4:6]] == [["stage", "0"], ["stage", "1"]]
+    assert text[4].count("GiB") + text[4].count("MiB") == 6
+    kinds = ("CUDA graphs", "simulated:", "pipeline", "tensor", "ms per iteration", "80.00 GiB")
+    assert all(any(kind in line for line in text) for kind in kinds)
+    words = {"--bf16": True, "num-layers": 24, "hidden_size": 1024, "--num-attention-heads": 16}
+    words |= {"--seq-length": 1024, "--max-position-embeddings": 1024, "--global-batch-size": 64}
+    assert describe(words, named_devices("H100", 8)) == describe(
+        MEDIUM.split(), named_devices("NVIDIA H100 80GB", 8)
+    )
+
+
+def test_words_may_be_joined_and_switches_off() -> None:
+    joined = Given([word.replace(" ", "=") for word in ("--num-layers 24", "--hidden-size 64")])
+    assert joined.values == {"num_layers": "24", "hidden_size": "64"}
+    run = Given(["--moe-layer-freq", "[0]*2", "+[1]", "--bf16", "--lr", "-1"])
+    assert run.values == {"moe_layer_freq": "[0]*2 +[1]", "bf16": True, "lr": "-1"}
+    assert not Given({"--use-dpp": False}).on("use_dpp")
+    zero = Given({"--hidden-dropout": 0, "--sgd-momentum": 0.0, "--num-experts": 0})
+    assert (zero.word("hidden_dropout"), zero.word("sgd_momentum")) == ("0", "0.0")
+    assert zero.word("attention_dropout") == "0.1" and zero.number("num_experts", 3, 0) == 0
+
+
+REFUSED = {
+    "--num-layers 0": "--num-layers 0: expected a whole number of at least 1",
+    "--seq-length many": "--seq-length many: expected a whole number",
+    "--tensor-model-parallel-size 3": "pipeline 1 x context 1 = 3 does not divide 8 ranks",
+    "--tensor-model-parallel-size 8 --num-attention-heads 4": "does not divide 4 attention heads",
+    "--pipeline-model-parallel-size 8 --num-layers 12": "does not divide 12 layers",
+    "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 5": "divide 4 layers",
+    "--micro-batch-size 3": "--micro-batch-size 3 x 8 replicas does not divide 64 samples",
+    "--expert-model-parallel-size 2": "does not divide 1 experts",
+    "--multi-latent-attention": "models with it are not estimated",
+    "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tL": "2 layers on 2",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_is_refused_in_one_line(words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        describe([*FLAGS.split(), *words.split()], named_devices("H100", 8))
+    assert REFUSED[words] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_flag_is_named() -> None:
+    with pytest.raises(ConfigError, match="--hidden-size is needed: a whole number"):
+        describe(["--num-layers", "4"], named_devices("H100", 1))
+    with pytest.raises(ConfigError, match="--global-batch-size is needed"):
+        choose(["--num-layers", "4"], named_devices("H100", 1))
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpu", "number"),
+    [(MEDIUM, "H100", 4), (LLAMA, "H200", 4), (f"{LLAMA}{EXPERTS}--num-layers 8", "H100", 8)],
+)
+def test_a_chosen_layout_is_what_its_flags_describe(flags: str, gpu: str, number: int) -> None:
+    devices = named_devices(gpu, number)
+    found = choose(flags.split(), devices)
+    words = [w for f, v in found.flags.items() for w in ([f] if v is True else [f, str(v)])]
+    lines = describe([*flags.split(), *words], devices)
+    seconds = next(line for line in lines if line.startswith("time  ")).split()[1]
+    assert found.lines[1].split()[1] == seconds
+    times = [float(line.split()[1]) for line in found.lines[1:-1]]
+    assert min(times) >= 0.9 * times[0] and found.lines[-1].startswith("why: ")
+
+
+def test_given_flags_stay_and_the_others_are_chosen() -> None:
+    devices = named_devices("H200", 4)
+    fixed = "--pipeline-model-parallel-size 4 --tensor-model-parallel-size 1 "
+    found = choose((LLAMA + fixed).split(), devices).flags
+    assert "--use-dpp" in found and not set(fixed.split()) & set(found)
+    layers = found.get("--pipeline-model-parallel-layout", "")
+    assert str(layers).count("t") in (0, 32)
+    static = choose({**Given((LLAMA + fixed).split()).values, "--use-dpp": False}, devices).flags
+    assert "--use-dpp" not in static
+    micro = choose([*(LLAMA + fixed).split(), "--micro-batch-size", "2"], devices).flags
+    assert "--micro-batch-size" not in micro
+
+
+def test_no_layout_that_is_left_out_is_better() -> None:
+    """Every layout that fits, simulated."""
+    devices = named_devices("H200", 4)
+    search = Search(Given(MEDIUM.split()), devices, "gpt")
+    best = search.best()[0]
+    for way in search.ways():
+        found = estimate(way.shape, devices.device)
+        share = way.least_cost / way.shape.global_batch  # a bound, whatever the parts
+        assert share > 0 and least_seconds(
+            way.shape, devices.device
+        ) <= found.prediction.seconds * (1 + 1e-9)
+        if found.peak_bytes <= 0.92 * devices.device.memory_bytes:
+            parts = way.least_cost / (
+                least_seconds(way.shape, devices.device)
+                + outside_seconds(way.shape, devices.device)
+            )
+            assert best.cost <= found.seconds * parts * (1 + 1e-9)
+
+
+def test_tensor_parallel_groups_stay_on_a_node_and_shares_of_memory_free() -> None:
+    devices = named_devices("H100", 8, per_node=2)
+    ways = list(Search(Given(LLAMA.split()), devices, "gpt").ways())
+    assert {way.shape.tensor for way in ways} == {1, 2}
+    assert max(least_bytes(way.shape) for way in ways) <= 0.92 * 80 * 2**30
+    assert all(way.shape.num_microbatches >= way.shape.pipeline for way in ways)
+
+
+def test_what_fits_nowhere_names_the_nearest_number_that_does() -> None:
+    with pytest.raises(ConfigError, match=r"no layout fits: .* needs .* nearest: --gpus \d+") as e:
+        choose(LLAMA.split(), named_devices("RTX 4090", 1))
+    number = int(str(e.value).split("--gpus ")[1].split(",")[0])
+    assert choose(LLAMA.split(), named_devices("RTX 4090", number)).flags
+    with pytest.raises(ConfigError, match="no layout fits"):
+        choose(LLAMA.split(), named_devices("RTX 4090", number // 2))
+
+
+# Devices
+
+
+def test_gpus_have_many_spellings() -> None:
+    for name in ("H100", "h100", "NVIDIA H100 PCIe", "nvidia-h100"):
+        assert named_devices(name, 16).device.memory_bytes == 80 * 2**30
+    assert named_devices("rtx4090", 1).device.name == "RTX 4090"
+    assert (named_devices("H100", 16).per_node, named_devices("H100", 4).per_node) == (8, 4)
+    own = named_devices(None, 2, tflops=500, memory=64, bandwidth=2000).device
+    assert (own.flops, own.memory_bytes, own.bytes_per_second) == (5e14, 64 * 2**30, 2e12)
+    for words in ({"name": "H1000"}, {"name": None}, {"name": "H100", "tflops": 0.0}):
+        with pytest.raises(ConfigError):
+            named_devices(number=1, **words)  # type: ignore[arg-type]
+    kinds = [gpu_device(name, 1) for name in ("NVIDIA A100", "Tesla V100", "NVIDIA H20")]
+    assert [(gpu.bf16, gpu.fp8) for gpu in kinds] == [(True, False), (False, False), (True, True)]
+    assert kinds[2].flops == 1.1e14, "not an H200"
+
+
+def test_this_machines_gpus_are_those_that_are_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    lines = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA H100 MIG, [N/A]\nwarning: noise\n"
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf '{lines}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert shutil.which("nvidia-smi") == str(program)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = find_devices(nodes=2)
+    assert (found.number, found.per_node, found.on_gpu) == (4, 2, True)
+    assert found.device.memory_bytes == 81559 * 2**20
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert find_devices().number == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    cpu = find_devices(3)
+    assert (cpu.number, cpu.on_gpu) == (3, False)
+    assert subprocess.run(["nvidia-smi"], capture_output=True, check=True).stdout
+
+
+# Parameters and memory, by definition
+
+
+def test_a_tied_table_is_on_the_first_rank_and_on_the_last() -> None:
+    whole = shape()
+    table, norm, each = 1024 * 256, 2 * 256, layer_parameters(whole)
+    places = 128 * 256
+    cut = dataclasses.replace(whole, layers=(3, 5), pipeline=2)
+    assert rank_parameters(whole, 0) == 8 * each + table + places + norm == model_parameters(cut)
+    assert rank_parameters(cut, 0) == 3 * each + table + places
+    assert rank_parameters(cut, 1) == 5 * each + table + norm
+    untied = shape("--untie-embeddings-and-output-weights")
+    assert model_parameters(untied) == model_parameters(whole) + table
+
+
+def test_experts_are_shared_by_their_own_replicas() -> None:
+    alone, shared = (
+        shape(f"{EXPERTS}{more}--use-distributed-optimizer", 8)
+        for more in ("", "--expert-model-parallel-size 4 ")
+    )
+    each = 8 * 2 * 96 * 256
+    assert rank_parameters(alone, 0) - rank_parameters(shared, 0) == 8 * each * 3 // 4
+    assert model_parameters(shared) == rank_parameters(alone, 0)
+    dense = rank_parameters(shared, 0) - 8 * each // 4
+    assert shared_parameters(shared, 0) == dense / 8 + 8 * each / 4 / 2
+    # Two all-to-alls in F and in B; a rank keeps a quarter of its 2 * 256 routed tokens.
+    sent = 8 * shared.num_microbatches * 4 * 3 / 4 * 2 * 256 * 256 * 2
+    assert (traffic(alone)["experts"], traffic(shared)["experts"]) == (0, sent)
+
+
+def test_dense_layers_beside_experts_cost_what_theirs_do() -> None:
+    words = f"{EXPERTS}--expert-model-parallel-size 2 --moe-layer-freq"
+    none, half, every = (shape(f"{words} {each}", 2) for each in ("[0]*8", "2", "1"))
+    assert model_parameters(none) + model_parameters(every) == 2 * model_parameters(half)
+    times = [part_times(each, plain_device()).layer for each in (none, half, every)]
+    mean = [(first + last) / 2 for first, last in zip(times[0], times[2], strict=True)]
+    assert times[1] == pytest.approx(mean) and times[1] != pytest.approx(times[0])
+
+
+@pytest.mark.parametrize(
+    ("flags", "state"),
+    [
+        ("", 18.0),
+        ("--use-distributed-optimizer", 6 + 12 / 4),
+        ("--use-torch-fsdp2", (2 + 2 + 12) / 4),
+        ("--optimizer sgd", 2 + 4 + 4 + 4),
+        ("--optimizer sgd --sgd-momentum 0", 2 + 4 + 4),
+    ],
+)
+def test_state_bytes_of_a_parameter(flags: str, state: float) -> None:
+    run = shape(flags, 4)
+    memory = rank_memory(run, 0, 7.0)
+    held = memory.weights + memory.gradients + memory.optimizer
+    assert held == pytest.approx(state * model_parameters(run))
+    assert memory.total == held + 7.0 + memory.workspace
+
+
+def test_activations_of_a_layer_are_what_the_paper_counts() -> None:
+    """Korthikanti et al., 2022, equations 1, 2, 4: with dropout, in 16 bits, flash attention, whose
+    log-sum-exp counts here. The paper leaves the norms' statistics out: 16 bytes a token."""
+    unit, tokens = 2 * 128 * 256, 2 * 128
+    more = 16 * tokens + 4 * tokens * 8
+    assert layer_bytes(shape()) == unit * 34 + more
+    tensor = shape("--tensor-model-parallel-size 4", 4)
+    assert layer_bytes(tensor) == unit * (10 + 24 / 4) + 16 * tokens + 4 * tokens * 8 / 4
+    spread = shape("--tensor-model-parallel-size 4 --sequence-parallel", 4)
+    assert layer_bytes(spread) == layer_bytes(shape()) / 4
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
+    assert layer_bytes(shape(full)) == 2 * unit / 2
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("microbatches", [4, 8, 16])
+def test_even_static_stages_have_the_bubble_and_memory_of_the_formulas(
+    chunks: int, microbatches: int
+) -> None:
+    run = shape(pipeline=4, layers=(2,) * 4 * chunks, num_microbatches=microbatches, data=1)
+    run = dataclasses.replace(run, model=dataclasses.replace(run.model, vocab_size=0))
+    found = predict(run, plain_device())
+    formula = 3 / (chunks * microbatches)
+    assert found.bubble == pytest.approx(formula / (1 + formula), abs=1e-6)
+    if microbatches == 16:  # section 4.2.3 of the same paper
+        factor = 1.0 if chunks == 1 else 1 + 3 / (4 * chunks)
+        assert found.peak_bytes[0] == pytest.approx(8 * chunks * layer_bytes(run) * factor)
+
+
+def test_a_heads_backward_in_forward_keeps_one_microbatchs_logits() -> None:
+    whole = shape(layers=(4, 4), pipeline=2, num_microbatches=8)
+    cut = dataclasses.replace(whole, dynamic=True, head_in_forward=True)
+    assert head_bytes(whole) - head_bytes(cut) == 4 * whole.logits - 2 * whole.elements
+    heads = [part_times(each, plain_device()).head for each in (whole, cut)]
+    assert heads[1] == (pytest.approx(sum(heads[0])), 0.0, 0.0)
+
+
+def test_a_policy_that_holds_all_microbatches_is_simulated_with_all() -> None:
+    for policy, cap, held in (("breadth-first", "32p", 64), ("megatron", "megatron", 2)):
+        run = shape(layers=(4, 4), pipeline=2, num_microbatches=64, dynamic=True)
+        run = dataclasses.replace(run, policy=policy, cap=cap)
+        assert predict(run, plain_device()).peak_bytes[0] == pytest.approx(
+            held * 4 * layer_bytes(run)
+        )
+
+
+# Times and traffic
+
+
+def test_collectives_are_those_that_are_sent() -> None:
+    plain = shape("--tensor-model-parallel-size 4", 4)
+    spread = dataclasses.replace(plain, sequence_parallel=True)
+    assert collective_bytes(plain) == 2 * 3 / 4 * 2 * plain.elements == 2 * collective_bytes(spread)
+    assert (collectives(plain), collectives(spread)) == ((2, 2), (4, 6))
+    count = plain.num_layers * plain.num_microbatches
+    assert traffic(plain)["tensor"] == count * 4 * collective_bytes(plain)
+    again = dataclasses.replace(plain, recompute="full")
+    assert traffic(again)["tensor"] == 1.5 * traffic(plain)["tensor"]
+    ring = dataclasses.replace(shape(), context=4)
+    assert traffic(ring)["context"] == 8 * ring.num_microbatches * 3 * 3 * 2 * 64 * 256 * 2
+    uneven = shape(layers=(2, 6), pipeline=2, data=2)
+    assert traffic(uneven)["data"] == 2 * 1 / 2 * rank_parameters(uneven, 1) * 4
+    sharded = dataclasses.replace(uneven, shard="optimizer")
+    assert traffic(sharded)["data"] == 1 / 2 * rank_parameters(uneven, 1) * (4 + 2)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_what_is_recomputed_runs_once_more_in_a_backward(recompute: str) -> None:
+    forward, backward, weight = part_times(shape(recompute=recompute), plain_device()).layer
+    plain = part_times(shape(), plain_device()).layer
+    again = {"none": 0.0, "selective": forward - weight, "full": forward}[recompute]
+    assert (forward, weight) == (plain[0], plain[2])
+    assert backward == pytest.approx(plain[1] + again)
+
+
+def test_what_spans_nodes_travels_over_the_network() -> None:
+    device = plain_device(link=1e9, network=1e6)
+    near = shape(layers=(4, 4), pipeline=2, data=2, per_node=4)
+    assert part_times(near, device).hop == hop_bytes(near) / 1e9
+    far = dataclasses.replace(near, per_node=2)
+    assert part_times(far, device).hop == hop_bytes(far) / 1e6
+    assert part_times(dataclasses.replace(far, mapped=True), device).hop == hop_bytes(far) / 1e9
+    assert H200.group_link(16, 2) == 2 * H200.network  # a ring through the adapters of both
+    slow = dataclasses.replace(H200, network=1e7)
+    for run in (shape(tensor=16), shape(data=16)):
+        assert estimate(dataclasses.replace(run, per_node=16), slow).seconds < (
+            estimate(dataclasses.replace(run, per_node=8), slow).seconds
+        )
+
+
+@settings(max_examples=100)
+@given(
+    sizes=st.tuples(*[st.sampled_from([1, 2, 3, 4, 6, 8])] * 3),
+    per_node=st.integers(1, 16),
+    mapped=st.booleans(),
+)
+def test_a_nodes_share_of_a_group_is_the_least_that_there_is(
+    sizes: tuple[int, int, int], per_node: int, mapped: bool
+) -> None:
+    tensor, data, pipeline = sizes
+    run = shape(
+        tensor=tensor, data=data, pipeline=pipeline, per_node=per_node, mapped=mapped,
+        layers=(1,) * pipeline,
+    )  # fmt: skip
+    inner = ["pipeline", "replicas"] if mapped else ["replicas", "pipeline"]
+    counts = {"tensor": tensor, "pipeline": pipeline, "replicas": data}
+    order = ["tensor", *inner]
+    ranks = np.arange(run.world_size).reshape([counts[name] for name in order][::-1])
+    shares = {"tensor": run.on_a_node(tensor, 1)}
+    shares |= {"replicas": run.replicas_per_node, "pipeline": run.pipeline_per_node}
+    for axis, name in enumerate(reversed(order)):
+        groups = np.moveaxis(ranks, axis, -1).reshape(-1, counts[name])
+        least = min(np.unique(group // per_node, return_counts=True)[1].min() for group in groups)
+        assert shares[name] == least
+
+
+# Slices
+
+
+def test_slices_have_the_work_of_the_sequence_and_keep_less() -> None:
+    run = shape("--seq-length 1024 --use-dpp --dpp-slice-tokens 128 --bf16")
+    cut = dataclasses.replace(run, layers=(4, 4), pipeline=2, num_microbatches=4)
+    whole = dataclasses.replace(cut, slice_tokens=0)
+    parts, uncut = (part_times(each, plain_device()) for each in (cut, whole))
+    assert (len(parts.more), len(uncut.more)) == (8, 1)
+    assert [8 * seconds for seconds in parts.layer] == pytest.approx(uncut.layer)
+    forwards = [each[0] for each in parts.more]
+    assert sorted(forwards) == forwards and sum(forwards) == pytest.approx(0, abs=1e-15)
+    found, other = (predict(each, H200) for each in (cut, whole))
+    assert found.bubble < other.bubble and max(found.peak_bytes) < max(other.peak_bytes)
+    keys = 4 * sum(key_bytes(cut.slices[0]))
+    assert all(0.5 * keys <= each <= 2 * keys for each in found.key_bytes)
+    assert shape("--use-dpp --dpp-slice-tokens 96").num_slices == 1, "up to 1.5 slices stay whole"
+
+
+# Layers
+
+
+@settings(max_examples=15)
+@given(
+    layers=st.integers(4, 24),
+    pipeline=st.sampled_from([2, 4]),
+    chunks=st.sampled_from([1, 2]),
+    words=st.sampled_from([1024, 20_000]),
+)
+def test_planned_layers_are_all_there_and_no_slower(
+    layers: int, pipeline: int, chunks: int, words: int
+) -> None:
+    stages = pipeline * chunks
+    even = tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
+    run = shape(f"--padded-vocab-size {words}", dynamic=True, policy="auto", cap="auto", split=True)
+    run = dataclasses.replace(run, layers=even, pipeline=pipeline, num_microbatches=8)
+    found, start = planned(run, H200), balanced(run, H200)
+    for each in (found, start):
+        assert sum(each.layers) == layers and min(each.layers[1:-1], default=1) >= 1
+    seconds = predict(found, H200).seconds
+    assert seconds <= predict(start, H200).seconds
+    assert least_seconds(found, H200) <= seconds
+
+
+@settings(max_examples=25)
+@given(
+    micro=st.integers(1, 4),
+    pipeline=st.sampled_from([1, 2, 4]),
+    chunks=st.sampled_from([1, 2]),
+    dynamic=st.booleans(),
+)
+def test_more_work_never_costs_less(micro: int, pipeline: int, chunks: int, dynamic: bool) -> None:
+    stages = pipeline * chunks if pipeline > 1 else 1
+    run = shape(
+        pipeline=pipeline, layers=(8 // stages,) * stages, micro_batch=micro,
+        num_microbatches=2 * pipeline,
+    )  # fmt: skip
+    if dynamic:
+        run = dataclasses.replace(run, dynamic=True, policy="dynamic", cap="auto", split=True)
+    small, large = (estimate(dataclasses.replace(run, micro_batch=micro + n), H200) for n in (0, 1))
+    assert large.peak_bytes > small.peak_bytes and large.seconds >= small.seconds
+    assert 0 <= small.prediction.bubble < 1
+    assert least_bytes(run) <= small.peak_bytes
+
+
+def test_a_cpu_hides_no_head_and_replays_nothing() -> None:
+    run = shape("--use-dpp --dpp-cuda-graphs off", layers=(4, 4), pipeline=2)
+    slow = dataclasses.replace(H200, queues=False, launch=1.0)
+    assert part_times(run, slow).head == part_times(run, dataclasses.replace(slow, launch=0)).head
+    cpu = Devices(device=slow, number=2, per_node=2)
+    flags = FLAGS + "--use-dpp --pipeline-model-parallel-size 2"
+    assert "replaying" not in describe(flags.split(), cpu)[-1]

@@ -1,0 +1,1 @@
+"""Tests of the trainer on Megatron's own loop."""

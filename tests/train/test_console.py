@@ -1,0 +1,137 @@
+"""Runs of ``megatron-dpp train`` as a person sees them: progress, failures, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron.dpp.report.run_files import read_state
+from megatron.dpp_train.presets import flag_table
+from megatron.dpp_train.presets.console import Progress
+from tests.conftest import REPOSITORY
+
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --batch-size 8 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 1 --run-dir run"
+)
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    flag_table.table()
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [sys.executable, "-m", "megatron.dpp", "train", *SMALL.split(), *words],
+        cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def left_over(folder: Path) -> list[int]:
+    """Processes that work for the run in a folder."""
+    return [each.pid for each in psutil.process_iter(["cmdline"])
+            if str(folder) in " ".join(each.info["cmdline"] or [])]  # fmt: skip
+
+
+def test_a_run_shows_its_progress_and_keeps_its_files(tmp_path: Path) -> None:
+    process = start(tmp_path, *["--mode", "3d", "--procs", "2", "--pp", "2", "--max-steps", "3"])
+    out, err = process.communicate(timeout=280)
+    assert process.returncode == 0, err
+    lines = out.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("step "))
+    assert first < 40 and max(map(len, lines)) <= 80
+    assert "tokens/s" in lines[first] and "left" in lines[first]
+    assert any("PP2, dynamic pipeline, 2 processes on the CPU" in line for line in lines)
+    assert lines[-1].startswith("finished: step 3 in ") and "validation" in lines[-1]
+    run = tmp_path / "run"
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows if "loss" in row] == [1, 2, 3]
+    assert "iteration        3/" in (run / "train.log").read_text()
+    assert "torch.distributed.run" in (run / "command").read_text()
+    state = read_state(run)
+    assert state is not None and state.state == "finished"
+    assert list(state.times) == ["starting", "running", "finished"]
+    assert not left_over(tmp_path)
+
+
+def test_a_failed_rank_is_named_with_its_process_and_error(tmp_path: Path) -> None:
+    process = start(tmp_path, *["--mode", "simple", "--procs", "1", "--bf16", "--fp16"])
+    _, err = process.communicate(timeout=200)
+    assert process.returncode == 1
+    error, log = err.splitlines()
+    assert "rank 0 (process " in error and "exit code 1: AssertionError" in error
+    assert str(tmp_path / "run" / "train.log") in log
+    state = read_state(tmp_path / "run")
+    assert state is not None and state.state == "failed" and "rank 0" in str(state.by)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> None:
+    process = start(tmp_path, *["--mode", "simple", "--procs", "1", "--max-steps", "100000"])
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    deadline = time.monotonic() + 60
+    while left_over(tmp_path):
+        assert time.monotonic() < deadline, left_over(tmp_path)
+        time.sleep(0.1)
+    if number != signal.SIGKILL:
+        assert process.returncode == 128 + number
+        by = "Ctrl-C" if number == signal.SIGINT else number.name
+        assert err == f"stopped by {by}; nothing is left running\n"
+        state = read_state(tmp_path / "run")
+        assert state is not None and (state.state, state.by) == ("stopped", by)
+
+
+def test_a_line_holds_step_loss_rate_and_time_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    progress = Progress(metrics, 100)
+    progress.look()
+    rows = [{"iteration": n, "loss": 4.0 / n, "ms": 500.0, "tokens": 2048} for n in (1, 2)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    metrics.write_text(text[:-20])  # a line that is not whole yet
+    progress.look()
+    assert capsys.readouterr().out == "step   1/100   loss 4.0000   4,096 tokens/s   0:50 left\n"
+    metrics.write_text(text + json.dumps({"iteration": 2, "validation_loss": 3.5}) + "\n")
+    progress.look()
+    assert capsys.readouterr().out == "step 2: validation loss 3.5000\n"
+    assert progress.line() == "step   2/100   loss 2.0000   4,096 tokens/s   0:49 left"
+    assert "loss 4.0000 -> 2.0000, validation 3.5000" in progress.summary()
+
+
+@pytest.mark.slow
+def test_deepspeed_engine_trains_saves_and_resumes_as_megatron_shards(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    (tmp_path / "own").mkdir()
+    words = ["--mode", "deepspeed", "--zero-stage", "1", "--procs", "2", "--max-steps", "3"]
+    theirs = [*words, "--engine", "deepspeed"]
+    finish(start(tmp_path / "own", *words))
+    finish(start(tmp_path, *theirs, "--save", "ck"))
+    assert losses(tmp_path) == pytest.approx(losses(tmp_path / "own"), rel=1e-6)
+    again = [word.replace("3", "4") for word in theirs]
+    finish(start(tmp_path, *again, "--resume-from", "ck"))
+    assert len(losses(tmp_path)) == 4
+
+
+def finish(process: subprocess.Popen[str]) -> None:
+    """Wait for a run that ends well."""
+    _, err = process.communicate(timeout=280)
+    assert process.returncode == 0, err
+
+
+def losses(folder: Path) -> list[float]:
+    """The losses of the run in a folder."""
+    text = (folder / "run" / "metrics.jsonl").read_text(encoding="utf-8")
+    return [row["loss"] for row in map(json.loads, text.splitlines()) if "loss" in row]

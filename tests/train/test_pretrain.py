@@ -1,0 +1,73 @@
+"""The training scripts on Megatron's loop: its own numbers, bit by bit in every schedule."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.launcher import REPOSITORY
+from tests.train.runs import MODEL, train, write_corpus
+
+pytestmark = pytest.mark.skipif(
+    sys.version_info < (3, 12), reason="megatron-core has its training loop for Python 3.12 on"
+)
+DYNAMIC = "--use-dpp --dpp-strict"
+SAMPLE = REPOSITORY / "datasets_gpt"
+LAYOUTS = {
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "tp2-pp2-chunks": (
+        4,
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--num-virtual-stages-per-pipeline-rank 2",
+    ),
+    "pp2-dp2": (
+        4,
+        "--pipeline-model-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce "
+        "--overlap-param-gather",
+    ),
+    "experts": (
+        4,
+        "--pipeline-model-parallel-size 2 --num-experts 4 --expert-model-parallel-size 2 "
+        "--moe-router-topk 2 --moe-aux-loss-coeff 0.01 --disable-bias-linear",
+    ),
+    "mtp": (
+        2,
+        "--pipeline-model-parallel-size 2 --mtp-num-layers 1 --position-embedding-type rope "
+        "--no-rope-fusion",
+    ),
+    "cp2": (4, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
+}
+LONG = ("pp2-dp2", "experts", "mtp", "cp2")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("corpus")
+    return write_corpus(folder / "text", [7 + 11 * number % 40 for number in range(400)])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in LAYOUTS],
+)
+def test_dynamic_is_static_bit_by_bit(layout: str, corpus: str, tmp_path: Path) -> None:
+    ranks, flags = LAYOUTS[layout]
+    static = train(tmp_path, ranks, MODEL, corpus, flags)
+    dynamic = train(tmp_path, ranks, MODEL, corpus, flags, DYNAMIC)
+    assert len(static.numbers) == 5  # three steps, validation and test
+    assert dynamic.numbers == static.numbers
+
+
+def test_a_run_is_saved_and_goes_on_in_another_layout(corpus: str, tmp_path: Path) -> None:
+    _, flags = LAYOUTS["pp2"]
+    save = f"--save {tmp_path / 'saved'} --save-interval 2 --ckpt-format torch_dist"
+    whole = train(tmp_path, 2, MODEL, corpus, flags, DYNAMIC, save)
+    load = f"--load {tmp_path / 'saved'} --ckpt-step 2"
+    rest = train(tmp_path, 1, MODEL, corpus, load)
+    assert rest.column("iteration") == [3, 3, 3]
+    for name in ("loss", "validation_loss", "test_loss"):
+        assert rest.column(name) == pytest.approx(whole.column(name)[-1:], abs=1e-5)
+    again = train(tmp_path, 2, MODEL, corpus, flags, DYNAMIC, load)
+    assert again.numbers == whole.numbers[-3:]

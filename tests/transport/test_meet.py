@@ -1,0 +1,413 @@
+"""Ranks that meet over a store: their token, their facts, their addresses and their connections."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from megatron.dpp.errors import (
+    AuthError,
+    ConfigError,
+    ProtocolError,
+    SetupError,
+    TransportError,
+    VersionMismatch,
+)
+from megatron.dpp.transport import handshake, meet
+from megatron.dpp.transport.joining import Facts
+from megatron.dpp.transport.meet import read_token
+from megatron.dpp.transport.native import load_native
+from tests.transport.kinds import PATIENCE
+from tests.transport.meeting import TOKEN, both, errors_of, facts, met, token_file
+
+TOKEN_KEY = "dpp/main/1/token"
+
+
+def named_by(token: bytes) -> str:
+    return hashlib.sha256(b"name" + token).hexdigest()[:16]
+
+
+@pytest.fixture
+def one_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """All ranks are on this node; returns its temporary directory."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.delenv("DPP_TOKEN_FILE", raising=False)
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+# The token ----------------------------------------------------------------------------------------
+
+
+def test_on_one_node_a_file_has_the_token_until_all_have_read_it(
+    one_node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HashStore()
+    with met(store, 0) as one:
+        (file,) = one_node.iterdir()
+        assert store.get(TOKEN_KEY).decode() == file.name and file.stat().st_mode & 0o777 == 0o600
+        with met(store, 1) as other:
+            assert one.token_name == other.token_name == named_by(one._token)
+            assert one.unix_address != other.unix_address
+            assert not list(one_node.iterdir())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # another node: the store has it
+    with met(store, 0, name="b") as one, met(store, 1, name="b") as other:
+        assert one.token_name == other.token_name == named_by(store.get("dpp/b/1/token"))
+    with met(store, 0, name="b") as again:
+        assert again.token_name == named_by(store.get("dpp/b/2/token")) != one.token_name
+    assert not list(one_node.iterdir())
+
+
+def test_a_token_file_keeps_the_token_out_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The named file comes before that of the environment; two jobs of one listen side by side."""
+    own, other = (str(token_file(tmp_path, name.encode() * 16, name)) for name in "oe")
+    monkeypatch.setenv("DPP_TOKEN_FILE", other)
+    store = HashStore()
+    with met(store, 0, token_file=own) as one, met(HashStore(), 0, token_file=own) as twin:
+        assert one.token_name == twin.token_name == named_by(b"o" * 16)
+        assert one.unix_address != twin.unix_address
+    with met(store, 0) as one:
+        assert one.token_name == named_by(b"e" * 16)
+    assert not store.check([TOKEN_KEY])
+
+
+def named_pipe(path: Path) -> None:
+    os.mkfifo(path, 0o600)
+
+
+def link_to_key(path: Path) -> None:
+    path.symlink_to(token_file(path.parent, b"PRIVATE KEY" * 10, "id_ed25519"))
+
+
+def readable(path: Path) -> None:
+    token_file(path.parent, TOKEN * 2, path.name).chmod(0o640)
+
+
+def huge(path: Path) -> None:
+    os.truncate(token_file(path.parent, b"", path.name), 1 << 40)
+
+
+def short(path: Path) -> None:
+    token_file(path.parent, b"x" * 15 + b"\n", path.name)
+
+
+def nothing(path: Path) -> None:
+    pass
+
+
+WRONG_FILES: tuple[tuple[Callable[[Path], Any], str], ...] = (
+    (named_pipe, "is not a regular file"), (Path.mkdir, "not a regular file|Is a directory"),
+    (readable, "has mode 640; chmod 600 it"), (huge, "has more than 65536 bytes"),
+    (short, "holds 15 bytes; 16 are the least"), (nothing, "No such file"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "says"), WRONG_FILES)
+def test_a_token_file_is_private_regular_and_long_enough(
+    make: Callable[[Path], Any], says: str, tmp_path: Path
+) -> None:
+    make(tmp_path / "token")
+    with pytest.raises(ConfigError, match=says):
+        read_token(tmp_path / "token")
+
+
+def test_a_token_file_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = token_file(tmp_path, TOKEN + b"\n")
+    (tmp_path / "link").symlink_to(secret)
+    assert read_token(secret) == read_token(tmp_path / "link") == TOKEN
+    with pytest.raises(ConfigError, match=r"token file a\x00b: .*embedded null"):
+        read_token(Path("a\0b"))
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(ConfigError, match=f"belongs to user {owner}; it must be ours"):
+        read_token(secret)
+
+
+def meet_over(named: str) -> list[TransportError]:
+    """Two ranks whose store names a file in the place of the token's; what each raises."""
+    store, found = HashStore(), []
+    store.add("dpp/main/1/token/claimed", 1)
+    store.set(TOKEN_KEY, named)
+    for rank in range(2):
+        with pytest.raises(TransportError) as caught:
+            met(store, rank, setup_timeout=0.5)
+        found.append(caught.value)
+    return found
+
+
+@pytest.mark.parametrize("way", ["{key}", "../{name}", "dpp-token-/../{name}", "dpp-token-\n", ""])
+def test_no_path_from_the_store_is_opened_or_deleted(way: str, one_node: Path) -> None:
+    key = token_file(one_node.parent, b"PRIVATE KEY" * 10, "key")
+    for error in meet_over(way.format(key=key, name=key.name)):
+        assert type(error) is ProtocolError and "another process writes into it" in str(error)
+    assert key.read_text().startswith("PRIVATE KEY")
+
+
+@pytest.mark.parametrize("make", [make for make, _ in WRONG_FILES] + [link_to_key])
+def test_a_file_in_the_place_of_a_shared_token_is_refused_and_stays(
+    make: Callable[[Path], Any], one_node: Path
+) -> None:
+    make(one_node / "dpp-token-abc")
+    before = sorted(one_node.iterdir())
+    for error in meet_over("dpp-token-abc"):
+        assert type(error) is SetupError and "(TMPDIR)" in str(error)
+    assert sorted(one_node.iterdir()) == before
+
+
+@pytest.mark.parametrize("key", ["opened/0", "1/token/claimed", "1/token", "1/token/read"])
+def test_broken_entries_of_the_store_are_typed_errors(key: str, one_node: Path) -> None:
+    store = HashStore()
+    store.set(f"dpp/main/{key}", b"\xff\xfe")
+    if key == "1/token":
+        store.add("dpp/main/1/token/claimed", 1)
+    with pytest.raises(TransportError, match="rank 0"):
+        met(store, 0, setup_timeout=0.5)
+
+
+def test_a_temporary_directory_that_is_not_there_is_named(
+    one_node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(one_node / "none"))
+    with pytest.raises(SetupError, match=r"rank 0: .*\(TMPDIR\): .*none/dpp-token-"):
+        met(HashStore(), 0)
+
+
+# A wrong secret, and a rank that cannot open ------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["another", "the store's"])
+def test_a_wrong_secret_is_named_on_both_nodes_at_once(wrong: str, tmp_path: Path) -> None:
+    right = str(token_file(tmp_path))
+    given = {"token_file": right}
+    other = (
+        {"token_file": str(token_file(tmp_path, b"x" * 20, "other"))} if wrong == "another" else {}
+    )
+    found = errors_of("shm", 20.0, options=(given, other))
+    source = other.get("token_file", "torchrun's store")
+    for rank, where in ((0, right), (1, source)):
+        text = (
+            f"rank {rank} on .* has another secret of the job .from {where}. than rank {1 - rank}"
+        )
+        with pytest.raises(AuthError, match=f"{text} on .*: give every node the same file"):
+            raise found[rank]
+
+
+def test_a_rank_that_cannot_open_says_why_on_all_others(tmp_path: Path) -> None:
+    """Without waiting for the deadline of the set-up, which is far."""
+    missing = {"token_file": str(tmp_path / "none")}
+    found = errors_of("shm", 100.0, options=({"token_file": str(token_file(tmp_path))}, missing))
+    assert type(found[1]) is ConfigError and "none: No such file" in str(found[1])
+    assert type(found[0]) is SetupError
+    assert f"could not open its transport: {found[1]}" in str(found[0])
+    assert "rank 0: rank 1 on " in str(found[0])
+
+
+# Facts --------------------------------------------------------------------------------------------
+
+
+def exchanged(own: Facts, peers: Facts | str) -> Facts:
+    """The facts that rank 0 takes from the place of rank 1 in the store."""
+    store = HashStore()
+    text = peers if isinstance(peers, str) else json.dumps(dataclasses.asdict(peers))
+    with met(store, 0) as other:
+        store.set("dpp/main/1/facts/1", text)
+        return other.exchange(own, [1])[1]
+
+
+GOOD = facts(
+    1, abi=load_native().abi_version, gpu_access={"x": True},
+    settings={"checksum": False, "workload": 1 << 20, "tcp_connections": 4},
+)  # fmt: skip
+OWN = dataclasses.replace(GOOD, rank=0)
+FIELDS = dataclasses.asdict(GOOD)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({}, None, ""),
+        ({"rank": 2}, ProtocolError, "they are of rank 2"),
+        ({"abi": 99}, VersionMismatch, "rank 0 speaks transport version .*, rank 1 on node1 spe"),
+        ({"settings": {**GOOD.settings, "workload": 8}}, VersionMismatch,
+         "transport option workload is 1048576 on rank 0 and 8 on rank 1 on node1"),
+        ({"token": "other"}, AuthError, "rank 0 on node1 has another secret of the job"),
+        ({"tcp_address": ["h", float("inf")]}, ProtocolError, "port inf, expected 1 to 65535"),
+        ({"tcp_address": ["h", 99999]}, ProtocolError, "port 99999, expected 1 to 65535"),
+        ({"tcp_address": ["h", 0]}, ProtocolError, "port 0, expected"),
+        ({"tcp_address": ["h", "80"]}, ProtocolError, "port 80, expected"),
+        ({"tcp_address": ["h\0", 80]}, ProtocolError, "host 'h"),
+        ({"tcp_address": [5, 80]}, ProtocolError, "host '5'"),
+        ({"found": {"rdma": 5}}, ProtocolError, "found rdma is '5'"),
+        ({"found": {"rdma": {}}}, ProtocolError, "'places'"),
+        ({"found": {"rdma": {"places": [{}]}}}, ProtocolError, "missing 4 required"),
+        ({"found": {"rdma": {"places": [5]}}}, ProtocolError, "must be a mapping"),
+        ({"found": {"rdma": {"places": 5}}}, ProtocolError, "not iterable"),
+        ("[" * 100_000, ProtocolError, ""), ("[]", ProtocolError, ""), ("{", ProtocolError, ""),
+        (json.dumps({"abi": GOOD.abi}), ProtocolError, ""),
+    ],
+)  # fmt: skip
+def test_facts_are_checked_before_they_are_believed(
+    change: Any, error: type[TransportError] | None, text: str
+) -> None:
+    peers = change if isinstance(change, str) else json.dumps({**FIELDS, **change})
+    if error is None:
+        assert exchanged(OWN, peers) == GOOD
+        return
+    broken = "rank 0: the store holds broken facts of rank 1" if error is ProtocolError else ""
+    with pytest.raises(error, match=f"{broken}.*{text}"):
+        exchanged(OWN, peers)
+
+
+WRONG = [
+    (field, value)
+    for field in sorted(FIELDS)
+    for value in (7, "\ud800", None, [1], {"a": "\ud800"})
+    if (field, value) not in (("uid", 7), ("pid", 7), ("tcp_address", None))
+]
+
+
+def test_facts_of_wrong_types_are_named() -> None:
+    for field, value in WRONG:
+        with pytest.raises(TransportError, match="rank 0") as caught:
+            exchanged(OWN, json.dumps({**FIELDS, field: value}))
+        assert "rank 1" in str(caught.value) or field in ("rank", "hostname", "abi"), caught.value
+
+
+def test_facts_are_waited_for_until_the_deadline() -> None:
+    asked: list[timedelta] = []
+
+    class Waits(HashStore):
+        def wait(self, keys: list[str], limit: timedelta) -> None:  # type: ignore[override]
+            asked.append(limit)
+
+    store = Waits()
+    with met(store, 1) as one, met(store, 0, setup_timeout=700.0) as other:
+        one.exchange(facts(1), [])
+        assert other.exchange(facts(0), [1]) == {1: facts(1)}
+    assert 600.0 < asked[-1].total_seconds() <= 700.0
+
+
+def test_what_is_not_there_in_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = iter([("", 1), ("x", 2)])
+
+    def admission(*_: Any) -> Any:
+        shortage, refused = next(counts)
+        return SimpleNamespace(
+            shortage=shortage, refused=refused, close=lambda: None, proven=list, crowded=False
+        )
+
+    monkeypatch.setattr(meet, "Admission", admission)
+    with met(HashStore(), 8, "127.0.0.1", setup_timeout=0.01) as one:
+        with pytest.raises(SetupError, match=r"rank 8: rank 9 has not opened its .* after 0.01 s"):
+            one.exchange(facts(8), [9])
+        with pytest.raises(SetupError) as caught:
+            one.connect([(facts(7), "control", False), (facts(2), "data 0", True)])
+    said = str(caught.value)
+    assert "rank 8: ranks [2, 7] have not connected after 0.01 s; 3 connections could" in said
+    assert "; accepting failed: x" in said
+
+
+def test_a_store_that_is_gone_is_a_typed_error() -> None:
+    class Gone(HashStore):
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("Broken pipe: the store is gone")
+
+    found = errors_of("shm", 0.5, store=Gone())
+    text = r"rank 0: the set-up of the links ended: .*store is gone|rank 0: the first rank has not"
+    with pytest.raises(SetupError, match=text):
+        raise found[0]
+
+
+# Connections --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "idle", "probes", "most"),
+    [(30.0, 3, 11, 36.0), (8.0, 1, 9, 10.0), (1.0, 1, 2, 3.0), (0.3, 1, 2, 2.3)],
+)
+def test_the_lower_rank_connects_and_a_silent_host_is_not_lost_before_its_time(
+    seconds: float, idle: int, probes: int, most: float
+) -> None:
+    store, made, purposes = HashStore(), {}, ["control", "data 0"]
+
+    def act(rank: int) -> None:
+        with met(store, rank, "127.0.0.1", peer_timeout=seconds) as one:
+            own = facts(rank, tcp_address=one.tcp_address)
+            (peer,) = one.exchange(own, [1 - rank]).values()
+            made[rank] = one.tcp_address, one.connect([(peer, use, True) for use in purposes])
+
+    assert both(act) == {0: None, 1: None}
+    address, found = made[1]
+    assert set(found) == {(0, use) for use in purposes} and len(made[0][1]) == 2
+    assert {connection.sock.getsockname() for connection in found.values()} == {address}
+    for connections in (found, made[0][1]):
+        for (_, purpose), connection in connections.items():
+            with connection.sock as sock:
+                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                says = [
+                    sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"))
+                    for name in ("NODELAY", "KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT")
+                ]
+            waits = most * 1000 if purpose == "control" else 0  # payloads may wait for long
+            assert [bool(says[0]), *says[1:]] == [True, idle, idle, probes, waits]
+
+
+@pytest.mark.parametrize(
+    ("number", "ports", "tried", "says"),
+    [
+        (98, (7000, 7002), [7002, 7000, 7001], "all ports from 7000 to 7002 of h are in use"),
+        (13, (7000, 7002), [7002], "rank 5: cannot listen on h:7002 .*Permission denied"),
+        (98, None, [0], "rank 5: cannot listen on h:0 .*Address already in use"),
+    ],
+)
+def test_ranks_of_a_host_begin_at_different_ports(
+    number: int, ports: Any, tried: list[int], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def create(address: tuple[str, int], **_: Any) -> Any:
+        asked.append(address[1])
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(socket, "create_server", create)
+    with pytest.raises(SetupError, match=says):
+        met(HashStore(), 5, "h", listen_ports=ports)
+    assert asked == tried
+
+
+def test_connections_of_a_meeting_that_fails_are_closed(tmp_path: Path) -> None:
+    """Rank 5 lets rank 4 in; there is no way to rank 6."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("")
+        listener.listen()
+        peer = facts(5, unix_address=listener.getsockname()[1:].decode())
+        far = facts(6, unix_address="x" * 200)
+
+        def act(side: int) -> Any:
+            if side:
+                with met(HashStore(), 4, token_file=str(token_file(tmp_path))) as one:
+                    return one.connect([(peer, "control", False), (far, "data", False)])
+            with listener.accept()[0] as sock:
+                handshake.accept_side(sock, TOKEN, 5)
+                sock.settimeout(PATIENCE)
+                return sock.recv(1)
+
+        found = both(act)
+    assert found[0] == b""
+    assert "rank 4: cannot reach rank 6 on this host: AF_UNIX p" in str(found[1])
