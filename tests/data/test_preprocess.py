@@ -343,7 +343,10 @@ def chat(text: str) -> dict[str, object]:
     return {"messages": [{"role": role, "content": each} for role, each in roles]}
 
 
-@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize(
+    "bad",
+    [pytest.param(bad, marks=[pytest.mark.slow] * ("[" in bad)) for bad in BAD],
+)
 def test_a_chat_with_which_a_template_takes_too_much_is_a_bad_line(
     bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -407,7 +410,10 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "growth")) for name in HOSTILE],
+)
 def test_a_line_at_which_a_tokenizer_fails_is_a_bad_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

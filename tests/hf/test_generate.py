@@ -86,6 +86,7 @@ def test_a_checkpoint_answers_as_its_folder_and_as_transformers(
     assert len(found[0]["messages"]) == 2
 
 
+@pytest.mark.slow
 def test_draws_follow_the_seed(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--prompt", "Ada", "--prompt", "Who", "--temperature", 2, "--top-k", 50)
     one, again = (lines(capsys, model, *words, "--seed", seed) for seed in (1, 1))
@@ -121,7 +122,7 @@ def test_wrong_input_is_one_line(
         assert len([line for line in error if "error" in line]) == 1
 
 
-@pytest.mark.parametrize("template", [BOMB, LONG])
+@pytest.mark.parametrize("template", [BOMB, pytest.param(LONG, marks=pytest.mark.slow)])
 def test_a_hostile_template_ends(
     template: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
