@@ -71,3 +71,5 @@ def test_a_run_is_saved_and_goes_on_in_another_layout(corpus: str, tmp_path: Pat
         assert rest.column(name) == pytest.approx(whole.column(name)[-1:], abs=1e-5)
     again = train(tmp_path, 2, MODEL, corpus, flags, DYNAMIC, load)
     assert again.numbers == whole.numbers[-3:]
+    other = train(tmp_path, 1, MODEL, corpus, load, "--lr 1e-3 --override-opt-param-scheduler")
+    assert other.column("lr") == [1e-3]

@@ -185,8 +185,7 @@ def _devices(given: argparse.Namespace, nodes: Nodes, *, dry_run: bool) -> Devic
 
 
 def _checkpoints(given: argparse.Namespace, flags: Flags) -> Flags:
-    """Flags of checkpoints. A resumed run takes the learning rate that it is given, where Megatron
-    would go on with the saved one."""
+    """Flags of checkpoints. A resumed run takes the learning rate that it is given."""
     found: Flags = {}
     if given.resume_from:
         path, step = Path(given.resume_from), None

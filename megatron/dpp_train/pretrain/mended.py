@@ -31,6 +31,7 @@ def mended() -> Iterator[None]:
             # initialize.py compiles with a Makefile that wheels lack; their helpers are compiled
             undo.enter_context(mock.patch.object(helpers, "compile_helpers", lambda: None))
         undo.enter_context(local_vocabularies())
+        undo.enter_context(_given_rates())
         undo.enter_context(mock.patch.object(argparse.HelpFormatter, "_expand_help", _help_of))
         yield
 
@@ -60,4 +61,41 @@ def local_vocabularies() -> Iterator[None]:
         for kind, folder in _VOCABULARIES.items():
             path = str(Path(__file__).with_name("vocabularies") / folder)
             undo.enter_context(mock.patch.dict(models[kind], tokenizer_name=path))
+        yield
+
+
+@contextlib.contextmanager
+def _given_rates() -> Iterator[None]:
+    """With ``--override-opt-param-scheduler``, groups of a checkpoint take this run's ``--lr``.
+
+    core/optimizer/optimizer.py and distrib_optimizer.py find a saved group by its rates, too, and
+    fail where a run has others.
+    """
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+    from megatron.training import get_args
+
+    rates = {"max_lr", "min_lr"}
+    rest = sorted({*optimizer.param_group_identifier_keys} - rates)
+
+    def loads(original: Any) -> Any:
+        def load_state_dict(self: Any, state: dict[str, Any]) -> Any:
+            saved = state.get("optimizer", state)
+            if get_args().override_opt_param_scheduler and "param_groups" in saved:
+                given = {tuple(map(each.get, rest)): each for each in self.optimizer.param_groups}
+                for group in saved["param_groups"]:
+                    now = given.get(tuple(map(group.get, rest)), {})
+                    group.update({name: now[name] for name in rates & now.keys() & group.keys()})
+            return original(self, state)
+
+        return load_state_dict
+
+    kinds = (
+        optimizer.FP32Optimizer,
+        optimizer.Float16OptimizerWithFloat16Params,
+        distrib_optimizer.DistributedOptimizer,
+    )
+    with contextlib.ExitStack() as undo:
+        for kind in kinds:
+            wrapped = loads(kind.load_state_dict)
+            undo.enter_context(mock.patch.object(kind, "load_state_dict", wrapped))
         yield
