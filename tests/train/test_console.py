@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -28,9 +29,12 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     flag_table.table()
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    # what a shell starts behind an ampersand ignores SIGINT
+    heeding = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(
         [sys.executable, "-m", "megatron.dpp", "train", *SMALL.split(), *words],
         cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        preexec_fn=heeding,
     )  # fmt: skip
 
 
@@ -80,7 +84,10 @@ def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> Non
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    try:
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     deadline = time.monotonic() + 60
     while left_over(tmp_path):
         assert time.monotonic() < deadline, left_over(tmp_path)
