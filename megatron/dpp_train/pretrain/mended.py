@@ -81,10 +81,11 @@ def _given_rates() -> Iterator[None]:
         def load_state_dict(self: Any, state: dict[str, Any]) -> Any:
             saved = state.get("optimizer", state)
             if get_args().override_opt_param_scheduler and "param_groups" in saved:
-                given = {tuple(map(each.get, rest)): each for each in self.optimizer.param_groups}
+                now = self.optimizer.param_groups
                 for group in saved["param_groups"]:
-                    now = given.get(tuple(map(group.get, rest)), {})
-                    group.update({name: now[name] for name in rates & now.keys() & group.keys()})
+                    alike = [g for g in now if all(g.get(n) == group.get(n) for n in rest)]
+                    if len(alike) == 1:  # several are told apart by their rates alone
+                        group.update({n: alike[0][n] for n in rates & alike[0].keys()})
             return original(self, state)
 
         return load_state_dict
