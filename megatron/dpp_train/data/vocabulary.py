@@ -118,7 +118,7 @@ def _own(path: Path) -> Flags:
     if pieces.is_file() and (path == pieces or (pair is None and not file.is_file())):
         return {"--tokenizer-type": "Llama2Tokenizer", "--tokenizer-model": str(pieces)}
     if file.is_file() and (path.is_dir() or path == file or pair is None):
-        return {"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": str(file)}
+        return {"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": str(folder)}
     if pair is None:
         raise DataError(
             f"--tokenizer {path}: neither tokenizer.json, {PIECES} nor vocab.json with merges.txt "
