@@ -282,3 +282,15 @@ def test_resuming_names_the_step_and_takes_the_rate_of_now(train: Train, tmp_pat
         wanted = {"load": str(tmp_path), "ckpt_step": 10, "override_opt_param_scheduler": True,
                   "save": str(tmp_path)}  # fmt: skip
         assert wanted.items() <= flags_of(out).items()
+
+
+def test_megatron_reads_a_tokenizer_of_hugging_face_by_its_folder(
+    train: Train, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    for name in (tmp_path, tmp_path / "tokenizer.json"):
+        words = f"--mode simple --data {tmp_path}/a.jsonl --tokenizer {name} --dry-run"
+        status, out, err = train(words)
+        assert status == 0, err
+        assert flags_of(out)["tokenizer_model"] == str(tmp_path)
