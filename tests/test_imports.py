@@ -44,12 +44,15 @@ ENGINE_ROOMS = {
     "metrics": {"core", "errors", "files"},
     "plugin": {"config", "errors", "core", "runtime", "schedule", "trace"},
     "plugin_lengths": {"core"},
+    "torch": {"config", "direction", "errors", "inject", "runtime", "schedule", "trace"},
     "report": {
         *("command_line", "config", "errors", "files", "hosts", "processes", "schedule", "sim"),
         "trace",
     },
 }
-WITHOUT_MEGATRON = ("schedule", "runtime", "transport", "trace", "sim", "report", "files")
+WITHOUT_MEGATRON = (
+    *("schedule", "runtime", "transport", "trace", "sim", "report", "files", "torch"),
+)
 """Rooms that reach megatron-core through ``core`` alone."""
 OPEN_TO_THE_TRAINER = {
     *("command_line", "config", "errors", "files", "hosts", "plugin", "processes"),
@@ -210,6 +213,23 @@ def test_the_engine_stands_without_megatron_core(room: str) -> None:
         if name.startswith("megatron.core")
     ]
     assert not wrong
+
+
+def test_stages_of_torch_need_no_megatron_core() -> None:
+    """The adapter to PyTorch's pipelining and all that it imports, directly or by others."""
+    below, waiting = arrows(), {name for name in arrows() if name.startswith("megatron.dpp.torch")}
+    reached: set[str] = set()
+    while waiting:
+        reached.add(name := waiting.pop())
+        waiting |= below[name] - reached
+    assert "megatron.dpp.runtime.executor" in reached
+    assert not [name for name in reached if name.startswith("megatron.dpp.core")]
+    hidden = (
+        "import sys\nsys.modules['megatron.core'] = None\nimport megatron.dpp.torch\n"
+        "assert not [name for name in sys.modules if name.startswith('megatron.dpp.core')]"
+    )
+    done = subprocess.run([sys.executable, "-c", hidden], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_answers_at_once_does_without_torch() -> None:

@@ -37,6 +37,7 @@ from megatron.dpp.runtime.own_schedule import OwnSchedule
 from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.runtime.session import Session, Sessions, check_chunks
 from megatron.dpp.runtime.slicing import Slicing
+from megatron.dpp.runtime.stage_group import geometry_of
 from megatron.dpp.runtime.static import StaticSchedule
 from megatron.dpp.schedule import HOLDS_ALL, Geometry
 from megatron.dpp.schedule.reference import num_warmup
@@ -100,7 +101,7 @@ class DppSchedule(PipelineSchedule):
         self.iteration += 1
         call = self._seeded(call, session, iteration)
         topology = session.topology
-        geometry = topology.geometry(call, weights.num_pieces if weights else None)
+        geometry = geometry_of(topology, call, weights.num_pieces if weights else None)
         window = num_warmup(geometry) + 1
         stage = Stage(
             call,
