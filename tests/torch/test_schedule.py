@@ -19,15 +19,21 @@ def run(num_ranks: int, cases: list[tuple[str, dict[str, Any]]], timeout: float 
     assert f"CASE {len(cases) - 1} ok" in output
 
 
+def equal(seeds: range) -> list[tuple[str, dict[str, Any]]]:
+    """Cases of random models, whose backwards are split or fused."""
+    ways = ("on", "off", "stock:1")
+    return [("equal", {"seed": seed, "split_backward": ways[seed % 3]}) for seed in seeds]
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_equal_to_the_schedules_of_torch(num_ranks: int) -> None:
-    run(num_ranks, [("equal", {"seed": seed}) for seed in range(4)])
+    run(num_ranks, equal(range(4)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_many_equal_to_the_schedules_of_torch(num_ranks: int) -> None:
-    run(num_ranks, [("equal", {"seed": seed}) for seed in range(4, 44)], 280.0)
+    run(num_ranks, equal(range(4, 44)), 280.0)
 
 
 def test_unlike_microbatches_equal_one_process() -> None:

@@ -20,6 +20,7 @@ from megatron.dpp.errors import ConfigError, DppError, setting
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.executor import Executor, Iteration
 from megatron.dpp.runtime.failure import leave
+from megatron.dpp.torch.linear import WeightGradients
 from megatron.dpp.torch.microbatches import Microbatches
 from megatron.dpp.torch.session import Agreement, Session, replica_of
 from megatron.dpp.torch.stages import StageRunner, Step
@@ -87,6 +88,7 @@ class DynamicSchedule(PipelineScheduleMulti):
             torch.initial_seed(),
             log or logger.info,
         )
+        self._backward = Backward.of(self.config.split_backward) or Backward()
         self.iteration = 0
         """Number of the next step."""
         self._trace = trace
@@ -163,20 +165,38 @@ class DynamicSchedule(PipelineScheduleMulti):
             grad_scale=number if self.scale_grads else 1,
             return_outputs=return_outputs,
         )
-        runner = StageRunner(self._own, self.session.shapes, step, number)
+        weights = self._weights() if trains else None
+        runner = StageRunner(self._own, self.session.shapes, step, number, weights)
         recorder = self._recorded(trains)
         recorder.begin_iteration(iteration)
-        self._execute(runner, agreed, iteration, recorder)
+        with weights.bound() if weights else contextlib.nullcontext():
+            self._execute(runner, agreed, iteration, recorder, weights)
         recorder.end_iteration()
         return runner
 
+    def _weights(self) -> WeightGradients | None:
+        """The weight gradients that are deferred in a step; None for fused backwards."""
+        if not self._backward.split:
+            return None
+        found = WeightGradients([stage.submod for stage in self._own])
+        return found if any(found.num_pieces) else None
+
     def _execute(
-        self, runner: StageRunner, agreed: Agreement, iteration: int, recorder: Recorder
+        self,
+        runner: StageRunner,
+        agreed: Agreement,
+        iteration: int,
+        recorder: Recorder,
+        weights: WeightGradients | None,
     ) -> None:
         session, links = self.session, self.session.links
         assert links is not None
-        backward = Backward(split=False)
-        geometry = session.topology.geometry(len(agreed.sizes), forward_only=not agreed.trains)
+        backward = self._backward if weights else Backward(split=False)
+        geometry = session.topology.geometry(
+            len(agreed.sizes),
+            forward_only=not agreed.trains,
+            w_pieces=weights.num_pieces if weights else None,
+        )
         scheduler = session.decisions.scheduler(
             geometry, backward=backward, largest=session.longest, sizes=agreed.sizes
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime.mail import Tensors
+from megatron.dpp.torch.linear import WeightGradients
 from megatron.dpp.torch.microbatches import Microbatches
 from megatron.dpp.torch.shapes import Boundary, Shapes, forward, outputs_of
 
@@ -45,11 +47,18 @@ class StageRunner:
         shapes: of the pipeline's boundaries.
         step: inputs and what is wanted.
         number: of microbatches.
+        weights: take deferred weight gradients; None for a fused backward.
     """
 
     def __init__(
-        self, stages: Sequence[PipelineStage], shapes: Shapes, step: Step, number: int
+        self,
+        stages: Sequence[PipelineStage],
+        shapes: Shapes,
+        step: Step,
+        number: int,
+        weights: WeightGradients | None,
     ) -> None:
+        self._weights = weights
         self._stages, self._shapes, self._step, self._last = stages, shapes, step, number - 1
         self._kept: dict[tuple[int, int], tuple[Any, list[torch.Tensor]]] = {}
         self.losses: list[torch.Tensor] = []
@@ -129,7 +138,7 @@ class StageRunner:
         """Nothing: a stage's output stays until its B."""
 
     def backward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors | None:
-        """Run B.
+        """Run B; W's work is deferred unless the backward is fused.
 
         Args:
             received: gradients of the stage's outputs, empty for none; None on the last stage.
@@ -146,15 +155,17 @@ class StageRunner:
                 gradient if wanted else None
                 for gradient, wanted in zip(_listed(received), grads, strict=False)
             )
-        found, _ = stage.backward_maybe_with_nosync(
-            "full",
-            {
-                "stage_output": output if received is None else tuple(output),
-                "output_grads": gradients,
-                "input_values": inputs,
-            },
-            last_backward=microbatch == self._last,
-        )
+        weights = self._weights
+        with weights.collect(chunk, microbatch) if weights else contextlib.nullcontext():
+            found, _ = stage.backward_maybe_with_nosync(
+                "full",
+                {
+                    "stage_output": output if received is None else tuple(output),
+                    "output_grads": gradients,
+                    "input_values": inputs,
+                },
+                last_backward=microbatch == self._last,
+            )
         if stage.dw_builder is not None:
             stage.dw_builder()()
         if stage.is_first:
@@ -162,8 +173,9 @@ class StageRunner:
         return self._padded([_gradient(*pair) for pair in zip(inputs, found, strict=True)])
 
     def weight(self, chunk: int, microbatch: int, piece: int) -> None:
-        """Not reached: backwards are fused."""
-        raise AssertionError("no weight gradient is deferred")
+        """Run one piece of W: the deferred weight gradients of some layers."""
+        assert self._weights is not None
+        self._weights.run(chunk, microbatch, piece)
 
     def chunk_complete(self, chunk: int) -> None:
         """Reduce and scale the gradients of a stage, as PyTorch's schedules do."""
