@@ -24,11 +24,11 @@ import torch
 
 from megatron.dpp.config import Backward
 from megatron.dpp.core.head import Head, why_not
-from megatron.dpp.core.memory import allocator_retries
 from megatron.dpp.core.rng import Draws, line
 from megatron.dpp.core.slices import Unit
 from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.errors import ConfigError, setting
+from megatron.dpp.memory import allocator_retries
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.executor import Executor, Iteration

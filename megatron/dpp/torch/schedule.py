@@ -79,14 +79,11 @@ class DynamicSchedule(PipelineScheduleMulti):
                 raise ConfigError(f"{given}: only models of megatron-core have this", given)
         if missing := missing_part(self.config.transport):
             raise ConfigError(missing)
-        ranks = dist.get_process_group_ranks(together) if together is not None else []
+        if together is not None and together.size() == 1:
+            together = None
         self._own = found
         self.session = Session(
-            found,
-            self.config,
-            ranks if len(ranks) > 1 else (),
-            torch.initial_seed(),
-            log or logger.info,
+            found, self.config, together, torch.initial_seed(), log or logger.info
         )
         self._backward = Backward.of(self.config.split_backward) or Backward()
         self.iteration = 0
@@ -155,23 +152,32 @@ class DynamicSchedule(PipelineScheduleMulti):
         last = self._stages[-1].is_last
         if last and trains and given.targets is None:
             raise ConfigError("target: the rank of the last stage has to be given one")
-        agreed = self.session.begin(given, self._n_microbatches, iteration, trains=trains)
+        session = self.session
+        agreed = session.begin(given, self._n_microbatches, iteration, trains=trains)
         number = len(agreed.sizes)
+        weights = self._weights() if trains else None
+        draws = self.config.task_rng and trains and len(self._own) > 1
         step = Step(
+            stages=self._own,
+            shapes=session.shapes,
             microbatches=given,
+            number=number,
             loss_fn=self._loss_fn,
             loss_kwargs=loss_kwargs,
             trains=trains,
             grad_scale=number if self.scale_grads else 1,
             return_outputs=return_outputs,
+            weights=weights,
+            seed=(torch.initial_seed(), iteration) if draws else None,
+            measures=trains and session.decisions.wants_measuring,
         )
-        weights = self._weights() if trains else None
-        runner = StageRunner(self._own, self.session.shapes, step, number, weights)
-        recorder = self._recorded(trains)
+        runner, recorder = StageRunner(step), self._recorded(trains)
         recorder.begin_iteration(iteration)
         with weights.bound() if weights else contextlib.nullcontext():
             self._execute(runner, agreed, iteration, recorder, weights)
         recorder.end_iteration()
+        if step.measures:
+            session.account(runner.activation_bytes, runner.deferred_bytes, agreed.sizes[0])
         return runner
 
     def _weights(self) -> WeightGradients | None:

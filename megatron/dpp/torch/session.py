@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.links import Links, links_of, why_not_ahead
 from megatron.dpp.runtime.timer import DeviceTimer, HostTimer, TaskTimer
 from megatron.dpp.runtime.topology import Topology
+from megatron.dpp.schedule import Memory
 from megatron.dpp.torch.microbatches import Microbatches
 from megatron.dpp.torch.shapes import Probe, Shapes
 
@@ -30,8 +31,7 @@ _LEAST_BYTES = 1 << 16
 _NAP_SECONDS = 0.05
 
 
-@dataclass(frozen=True)
-class Agreement:
+class Agreement(NamedTuple):
     """What the first stage's rank tells the others at the beginning of a step.
 
     Args:
@@ -42,16 +42,16 @@ class Agreement:
 
     trains: bool
     room: int
-    sizes: tuple[int, ...]
+    sizes: list[int]
 
     @classmethod
     def of(cls, numbers: Sequence[int]) -> Agreement:
-        """Read :meth:`numbers`."""
-        trains, room, *sizes = numbers
-        return cls(bool(trains), room, tuple(sizes))
+        """Read :attr:`numbers`."""
+        return cls(bool(numbers[0]), numbers[1], list(numbers[2:]))
 
+    @property
     def numbers(self) -> list[int]:
-        """All of it as whole numbers."""
+        """All of it."""
         return [int(self.trains), self.room, *self.sizes]
 
 
@@ -61,8 +61,8 @@ class Session:
     Args:
         stages: of this rank, in the order of its chunks.
         config: transport, cap, policy, recordings.
-        together: global ranks that share collectives inside of their tasks, leader first; empty if
-            this rank decides alone.
+        together: the ranks that share collectives inside of their tasks; None if this rank decides
+            alone.
         seed: of injected delays.
         log: called with each line about links and caps.
     """
@@ -71,21 +71,23 @@ class Session:
         self,
         stages: Sequence[PipelineStage],
         config: DppConfig,
-        together: Sequence[int],
+        together: dist.ProcessGroup | None,
         seed: int,
         log: Callable[[str], None],
     ) -> None:
         self._stages, self._config, self._together, self._log = stages, config, together, log
+        self._members = dist.get_process_group_ranks(together) if together is not None else []
         first = stages[0]
         group = first.group or dist.distributed_c10d._get_default_group()
         ranks = tuple(dist.get_process_group_ranks(group))
         self.topology = Topology(ranks, first.group_rank, len(stages))
         self.device = torch.device(first.device)
-        self._injector = None
+        self.injector: Injector | None = None
+        """Slows tasks down on purpose, or None."""
         if config.inject:
             shape = (self.topology.rank, self.topology.num_ranks, seed)
-            self._injector = Injector(config.inject, *shape, num_chunks=self.topology.num_chunks)
-        follow = bool(together) and dist.get_rank() != together[0]
+            self.injector = Injector(config.inject, *shape, num_chunks=self.topology.num_chunks)
+        follow = dist.get_rank() not in self._members[:1] and bool(self._members)
         replica = replica_of(ranks)[0]
         self.decisions = Decisions(config, log, replica, decides=not follow)
         on_gpu = self.device.type == "cuda"
@@ -93,12 +95,9 @@ class Session:
         self.links: Links | None = None
         self.shapes = Shapes(1, ())
         self.launch_ahead = False
-        self._room = self._longest = 0
-
-    @property
-    def injector(self) -> Injector | None:
-        """Slows tasks down on purpose, or None."""
-        return self._injector
+        self.longest = 0
+        """Size of the longest microbatch so far, or of the longest that the configuration names."""
+        self._room = 0
 
     def begin(self, given: Microbatches, number: int, iteration: int, *, trains: bool) -> Agreement:
         """Agree on the sizes of a step's microbatches, and open links that have room for them.
@@ -114,7 +113,7 @@ class Session:
             TransportError: a peer died, or does not begin the step in time.
         """
         sizes = given.sizes() or [1] * number
-        own = Agreement(trains, self._wanted_room(max(sizes)), tuple(sizes))
+        own = Agreement(trains, self._wanted_room(max(sizes)), sizes)
         found = self._meet(given, own) if self.links is None else self._pass_on(own, iteration)
         if found.trains != trains:
             kinds = ("evaluates", "trains")
@@ -128,15 +127,13 @@ class Session:
                     f"rank {dist.get_rank()} was given {name} of {len(mine)} microbatches, and "
                     f"rank {self.topology.ranks[0]} runs {len(found.sizes)}"
                 )
-        self._longest = max(self._longest, self._config.max_tokens, *found.sizes)
+        longest = max(self.longest, self._config.max_tokens, *found.sizes)
+        if longest > self.longest:  # which caps count in
+            self.longest = longest
+            self.decisions.renew()
         if self.links is None or found.room > self._room:
             self._open(found.room)
         return found
-
-    @property
-    def longest(self) -> int:
-        """Size of the longest microbatch so far, or of the longest that the configuration names."""
-        return self._longest
 
     def _wanted_room(self, longest: int) -> int:
         longest = max(longest, self._config.max_tokens)
@@ -154,7 +151,7 @@ class Session:
         count = store.add(f"dpp/torch/{ranks}/{self.topology.rank}", 1)
         probe = Probe(self._stages, store, f"dpp/torch/{ranks}#{count}", self._config.timeout)
         if self.topology.rank == 0:
-            probe.tell("sizes", own.numbers())
+            probe.tell("sizes", own.numbers)
         found = Agreement.of(probe.told("sizes", f"rank {self.topology.ranks[0]}"))
         longest = found.sizes.index(max(found.sizes))
         self.shapes = probe.run(given, longest, found.sizes[longest])
@@ -169,12 +166,11 @@ class Session:
             slots,
             slots,
             self._config,
-            stage_ranks=self._together,
-            injector=self._injector,
+            stage_ranks=self._members,
+            injector=self.injector,
             device=self.device,
         )
         self._room = room
-        self.decisions.renew()
         for link in self.links.transport.links():
             self._log(
                 f"dynamic pipeline: rank {dist.get_rank()} -> {link.peer}: {link.kind} "
@@ -194,7 +190,7 @@ class Session:
                 own = self._take(links, iteration)
             channel = links.channels.outgoing(Direction.FORWARD, 0)
             if channel is not None and self.topology.rank < self.topology.num_ranks - 1:
-                message = torch.tensor(own.numbers(), dtype=torch.int64, device=self.device)
+                message = torch.tensor(own.numbers, dtype=torch.int64, device=self.device)
                 parts = links.channels.tensors_out[channel]
                 for part in range(parts):
                     links.transport.put(
@@ -236,6 +232,20 @@ class Session:
             return
         with torch.cuda.stream(torch.cuda.Stream(self.device)):  # type: ignore[no-untyped-call]
             yield
+
+    def account(self, activation: int, deferred: int, size: int) -> None:
+        """Take over measured memory, for caps; of ranks that run one order the largest.
+
+        Args:
+            activation: bytes that the forward of a microbatch keeps.
+            deferred: bytes of its deferred weight gradients.
+            size: of the microbatch.
+        """
+        found = torch.tensor([activation, deferred], dtype=torch.float64, device=self.device)
+        if self._together is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, self._together)
+        longest = [each * self.longest / size for each in found.tolist()]
+        self.decisions.measured(Memory(activation_bytes=longest[0], deferred_bytes=longest[1]))
 
     def close(self) -> None:
         """Close the links. May be called twice."""

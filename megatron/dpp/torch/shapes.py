@@ -15,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 from megatron.dpp.errors import ConfigError, PeerDead, from_json, one_line, setting, to_json
 from megatron.dpp.torch.microbatches import Microbatches
@@ -32,6 +33,12 @@ class Boundary(NamedTuple):
     shapes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
     grads: tuple[bool, ...] = ()
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{dtype}{'' if grad else ' without gradient'}"
+            for _, dtype, grad in zip(*self, strict=True)
+        )
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Boundary:
@@ -67,11 +74,12 @@ def outputs_of(stage: PipelineStage, output: Any) -> list[torch.Tensor]:
         ConfigError: it returned something else.
     """
     outputs = list(output) if isinstance(output, tuple | list) else [output]
-    if not outputs or not all(isinstance(each, torch.Tensor) for each in outputs):
+    plain = [isinstance(each, torch.Tensor) and not isinstance(each, DTensor) for each in outputs]
+    if not outputs or not all(plain):
         found = ", ".join(type(each).__name__ for each in outputs) or "no tensor"
         raise ConfigError(
             f"stage {stage.stage_index} returned {found}: a stage that is not the last has to "
-            "return a tensor, or a tuple of tensors"
+            "return a plain tensor, or a tuple of them"
         )
     return outputs
 

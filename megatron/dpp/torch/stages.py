@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.pipelining import PipelineStage
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.memory import saved_bytes
 from megatron.dpp.runtime.mail import Tensors
 from megatron.dpp.torch.linear import WeightGradients
 from megatron.dpp.torch.microbatches import Microbatches
@@ -20,87 +21,101 @@ from megatron.dpp.torch.shapes import Boundary, Shapes, forward, outputs_of
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one step needs.
+    """One step as one rank sees it.
 
     Args:
+        stages: of this rank, in the order of its chunks.
+        shapes: of the pipeline's boundaries.
         microbatches: inputs of this rank.
+        number: of microbatches.
         loss_fn: ``loss_fn(output, target, **loss_kwargs)``, on the last stage; None without.
         loss_kwargs: its further arguments.
         trains: backwards follow.
         grad_scale: gradients are divided by it.
         return_outputs: keep the last stage's outputs.
+        weights: takes deferred weight gradients; None for fused backwards.
+        seed: of each forward's random numbers; None leaves them in the order of tasks.
+        measures: measure the memory of microbatch 0.
     """
 
+    stages: Sequence[PipelineStage]
+    shapes: Shapes
     microbatches: Microbatches
+    number: int
     loss_fn: Callable[..., torch.Tensor] | None
     loss_kwargs: Mapping[str, Any]
     trains: bool
     grad_scale: int
     return_outputs: bool
+    weights: WeightGradients | None
+    seed: tuple[int, ...] | None
+    measures: bool
 
 
 class StageRunner:
-    """Runs the tasks of one step, and keeps tensors between F and B.
+    """Runs the tasks of a step, and keeps tensors between F and B."""
 
-    Args:
-        stages: of this rank, in the order of its chunks.
-        shapes: of the pipeline's boundaries.
-        step: inputs and what is wanted.
-        number: of microbatches.
-        weights: take deferred weight gradients; None for a fused backward.
-    """
-
-    def __init__(
-        self,
-        stages: Sequence[PipelineStage],
-        shapes: Shapes,
-        step: Step,
-        number: int,
-        weights: WeightGradients | None,
-    ) -> None:
-        self._weights = weights
-        self._stages, self._shapes, self._step, self._last = stages, shapes, step, number - 1
+    def __init__(self, step: Step) -> None:
+        self._step = step
         self._kept: dict[tuple[int, int], tuple[Any, list[torch.Tensor]]] = {}
         self.losses: list[torch.Tensor] = []
         """Of the last stage, by microbatch."""
         self.outputs: list[Any] = []
         """Likewise."""
+        self.activation_bytes = self.deferred_bytes = 0
+        """What a forward saves and what a backward defers, of the stage that keeps most."""
 
     def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
         """Run F. ``received`` is the output of the stage before; None on the first one.
 
         Returns:
-            The tensors for the next stage; nothing on the last one.
+            The tensors for the next stage; empty ones on the last one.
 
         Raises:
             ConfigError: the stage returned what the next one cannot take, or the loss no scalar.
         """
-        stage, step = self._stages[chunk], self._step
-        inputs = self._inputs(stage, received)
-        given = step.microbatches.arguments(microbatch) if received is None else inputs
-        output = forward(stage, given, step.microbatches.keywords(microbatch))
-        if stage.is_last:
-            result = self._finish(output, microbatch)
-            sent = []
-        else:
-            result = sent = self._checked(stage, outputs_of(stage, output))
+        step = self._step
+        stage, inputs = step.stages[chunk], self._inputs(chunk, received)
+        args = step.microbatches.arguments(microbatch) if received is None else inputs
+        with self._random(stage, microbatch):
+            output = forward(stage, args, step.microbatches.keywords(microbatch))
+            result = self._result(stage, output, microbatch)
         if step.trains:
             self._kept[chunk, microbatch] = (result, inputs)
-        return self._padded(sent)
+            if step.measures and microbatch == 0:
+                outputs = [leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf)]
+                saved = saved_bytes(outputs, stage.submod)
+                self.activation_bytes = max(self.activation_bytes, saved)
+        return self._padded([] if stage.is_last else result)
 
-    def _inputs(self, stage: PipelineStage, received: Tensors | None) -> list[torch.Tensor]:
+    @contextlib.contextmanager
+    def _random(self, stage: PipelineStage, microbatch: int) -> Iterator[None]:
+        """Random numbers that do not depend on the order of tasks."""
+        if self._step.seed is None:
+            yield
+            return
+        devices = [stage.device] if stage.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(abs(hash((*self._step.seed, stage.stage_index, microbatch))))
+            yield
+
+    def _inputs(self, chunk: int, received: Tensors | None) -> list[torch.Tensor]:
         if received is None:
             return []
-        boundary = self._before(stage)
+        boundary = self._step.shapes.boundaries[self._step.stages[chunk].stage_index - 1]
         inputs = _listed(received)[: len(boundary.shapes)]
         if self._step.trains:
             for tensor, wants in zip(inputs, boundary.grads, strict=True):
                 tensor.requires_grad_(wants)
         return inputs
 
-    def _finish(self, output: Any, microbatch: int) -> Any:
-        """The loss of the last stage's output, or the output itself where there is none."""
+    def _result(self, stage: PipelineStage, output: Any, microbatch: int) -> Any:
+        """The tensors for the next stage; of the last one the loss, or its output without one."""
         step = self._step
+        if not stage.is_last:
+            outputs = outputs_of(stage, output)
+            self._check(stage, outputs)
+            return outputs
         if step.return_outputs:
             kept = output
             if step.trains:  # the graph behind it is freed by B
@@ -115,22 +130,19 @@ class StageRunner:
         self.losses.append(loss)
         return loss
 
-    def _checked(self, stage: PipelineStage, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _check(self, stage: PipelineStage, outputs: list[torch.Tensor]) -> None:
         """Refuse what the next stage does not expect."""
-        behind = self._behind(stage)
-        found = Boundary.of(outputs)
+        behind, found = self._step.shapes.boundaries[stage.stage_index], Boundary.of(outputs)
         stale = self._step.trains and found.grads != behind.grads
-        if len(outputs) != len(behind.shapes) or found.dtypes != behind.dtypes or stale:
+        if found.dtypes != behind.dtypes or stale:
             raise ConfigError(
-                f"stage {stage.stage_index} returned {_described(found)}, and "
-                f"{_described(behind)} in the first step: make a new schedule after a change of "
-                "the model"
+                f"stage {stage.stage_index} returned {found}, and {behind} in the first step: make "
+                "a new schedule after a change of the model"
             )
-        return outputs
 
     def _padded(self, tensors: Sequence[torch.Tensor]) -> Tensors:
         """As many tensors as each boundary carries; empty ones stand for none."""
-        most = self._shapes.num_tensors
+        most = self._step.shapes.num_tensors
         empty = [torch.empty(0)] * (most - len(tensors))
         return tensors[0] if most == len(tensors) == 1 else [*tensors, *empty]
 
@@ -146,26 +158,23 @@ class StageRunner:
         Returns:
             Gradients of its inputs; None on the first stage.
         """
-        stage = self._stages[chunk]
+        step, weights = self._step, self._step.weights
+        stage, gradients = step.stages[chunk], None
         output, inputs = self._kept.pop((chunk, microbatch))
-        gradients = None
         if received is not None:
-            grads = self._behind(stage).grads
-            gradients = tuple(
-                gradient if wanted else None
-                for gradient, wanted in zip(_listed(received), grads, strict=False)
-            )
-        weights = self._weights
+            wanted = step.shapes.boundaries[stage.stage_index].grads
+            pairs = zip(_listed(received), wanted, strict=False)
+            output = tuple(output)
+            gradients = tuple(gradient if wants else None for gradient, wants in pairs)
+        held = weights.held_bytes if weights else 0
         with weights.collect(chunk, microbatch) if weights else contextlib.nullcontext():
             found, _ = stage.backward_maybe_with_nosync(
                 "full",
-                {
-                    "stage_output": output if received is None else tuple(output),
-                    "output_grads": gradients,
-                    "input_values": inputs,
-                },
-                last_backward=microbatch == self._last,
+                {"stage_output": output, "output_grads": gradients, "input_values": inputs},
+                last_backward=microbatch == step.number - 1,
             )
+        if weights and microbatch == 0:
+            self.deferred_bytes = max(self.deferred_bytes, weights.held_bytes - held)
         if stage.dw_builder is not None:
             stage.dw_builder()()
         if stage.is_first:
@@ -174,18 +183,12 @@ class StageRunner:
 
     def weight(self, chunk: int, microbatch: int, piece: int) -> None:
         """Run one piece of W: the deferred weight gradients of some layers."""
-        assert self._weights is not None
-        self._weights.run(chunk, microbatch, piece)
+        assert self._step.weights is not None
+        self._step.weights.run(chunk, microbatch, piece)
 
     def chunk_complete(self, chunk: int) -> None:
         """Reduce and scale the gradients of a stage, as PyTorch's schedules do."""
-        self._stages[chunk].perform_reduce_grad(self._step.grad_scale)
-
-    def _before(self, stage: PipelineStage) -> Boundary:
-        return self._shapes.boundaries[stage.stage_index - 1]
-
-    def _behind(self, stage: PipelineStage) -> Boundary:
-        return self._shapes.boundaries[stage.stage_index]
+        self._step.stages[chunk].perform_reduce_grad(self._step.grad_scale)
 
 
 def _listed(tensors: Tensors) -> list[torch.Tensor]:
@@ -197,10 +200,3 @@ def _gradient(tensor: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
     if found is not None:
         return found
     return torch.zeros_like(tensor) if tensor.requires_grad else tensor.new_empty(0)
-
-
-def _described(boundary: Boundary) -> str:
-    return ", ".join(
-        f"{dtype}{'' if grad else ' without gradient'}"
-        for _, dtype, grad in zip(*boundary, strict=True)
-    )

@@ -24,11 +24,11 @@ import torch
 from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron.dpp.core import compat
-from megatron.dpp.core.memory import tensors_in
 from megatron.dpp.core.wgrad.accumulate import is_hooked
 from megatron.dpp.core.wgrad.deferrable import NODE, Deferrable, Kept, LayerWork, wants_leaves
 from megatron.dpp.core.wgrad.own_way import is_written_in, stands_for, why_weight
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.memory import tensors_in
 
 SINCE = "2.7.0"
 """The first version with a ``wgrad_store``."""
