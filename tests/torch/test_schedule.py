@@ -36,6 +36,10 @@ def test_many_equal_to_the_schedules_of_torch(num_ranks: int) -> None:
     run(num_ranks, equal(range(4, 44)), 280.0)
 
 
+def test_gradients_of_replicas_are_reduced_as_by_torch() -> None:
+    run(4, [(how, {"seed": seed}) for seed in (1, 3) for how in ("ddp", "fsdp")])
+
+
 def test_unlike_microbatches_equal_one_process() -> None:
     late = "jitter:0.3"
     run(2, [("unlike", {"seed": seed, "inject": late}) for seed in range(4)])

@@ -7,16 +7,19 @@ Python serves many of them. Prints ``CASE n ok``.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
-
-sys.modules["megatron.core"] = None  # type: ignore[assignment]  # as where it is not installed
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron.dpp import DppConfig
 from megatron.dpp.torch import DynamicSchedule
@@ -38,25 +41,75 @@ def own(made: list[Any]) -> list[Any]:
     return made[dist.get_rank() :: dist.get_world_size()]
 
 
-def equal(seed: int, **config: Any) -> None:
+def as_torch(
+    seed: int, case: Case, group: dist.ProcessGroup | None = None,
+    wrap: Callable[[Any], Any] = lambda part: part, replica: int = 0, **config: Any,
+) -> None:  # fmt: skip
     """A random model is trained as by PyTorch's schedules, bit by bit."""
-    p = dist.get_world_size()
-    case = Case.random(seed, p)
-    model, given = parts(case, seed, p * case.v), batch(case, seed)
-    other = copy.deepcopy(model)
+    p = dist.get_world_size(group)
+    model, given = parts(case, seed, p * case.v), batch(case, seed + 1000 * replica)
+    made = []
+    for each in (model, copy.deepcopy(model)):
+        mine = range(dist.get_rank(group), len(each), p)
+        wrapped = [wrap(part) if index in mine else part for index, part in enumerate(each)]
+        made.append(stages_of(wrapped, group))
+    words = {"n_microbatches": case.m, "loss_fn": loss_fn, "scale_grads": case.scale}
     if case.v == 1:
-        kind = random.Random(seed).choice([ScheduleGPipe, Schedule1F1B])
-        torchs: Any = kind(*stages_of(model), case.m, loss_fn, scale_grads=case.scale)
+        kind: Any = random.Random(seed).choice([ScheduleGPipe, Schedule1F1B])
+        wanted = run(kind(*made[0], **words), made[0], given)
     else:
-        torchs = ScheduleInterleaved1F1B(stages_of(model), case.m, loss_fn, scale_grads=case.scale)
-    wanted = run(torchs, own(model), given)
-    schedule = DynamicSchedule(
-        stages_of(other), case.m, loss_fn, scale_grads=case.scale, config=DppConfig(**config)
-    )
-    found = run(schedule, own(other), given)
+        wanted = run(ScheduleInterleaved1F1B(made[0], **words), made[0], given)
+    schedule = DynamicSchedule(made[1], **words, config=DppConfig(**config))
+    found = run(schedule, made[1], given)
     schedule.close()
     if difference := first_difference(wanted, found):
         raise AssertionError(f"seed {seed}, {case}: {difference}")
+
+
+def equal(seed: int, **config: Any) -> None:
+    """Bare stages."""
+    as_torch(seed, Case.random(seed, dist.get_world_size()), **config)
+
+
+def fsdp(seed: int) -> None:
+    """Stages under FSDP2, in two replicas that are given other rows."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    case = dataclasses.replace(Case.random(seed, 2), frozen=0.0, dtype=torch.float32)
+
+    def wrap(part: Any) -> Any:
+        for block in part.blocks:
+            fully_shard(block, mesh=mesh["dp"], reshard_after_forward=False)
+        return fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
+
+    as_torch(seed, case, mesh.get_group("pp"), wrap, mesh.get_local_rank("dp"))
+
+
+def ddp(seed: int) -> None:
+    """Stages under DDP have the mean of the gradients of two replicas, in each of several steps.
+
+    PyTorch's own schedules reduce twice in the first step, and fail in the second one.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pipeline, rank = mesh.get_group("pp"), mesh.get_local_rank("pp")
+    case = dataclasses.replace(Case.random(seed, 2), v=1, keyword=False, dropout=0.0, frozen=0.0)
+    model = parts(case, seed, 2)
+    batches = [batch(case, seed + replica) for replica in range(2)]
+    wanted = []
+    for tokens, targets, _ in batches:
+        replica = copy.deepcopy(model)
+        by_hand(replica, (tokens.chunk(case.m), targets.chunk(case.m)), 1)
+        wanted.append(gradients([replica[rank]]))
+    made: list[Any] = [*model]
+    made[rank] = DistributedDataParallel(model[rank], process_group=mesh.get_group("dp"))
+    schedule = DynamicSchedule(stages_of(made, pipeline), case.m, loss_fn, scale_grads=False)
+    tokens, targets, _ = batches[mesh.get_local_rank("dp")]
+    for _ in range(3):
+        made[rank].zero_grad()
+        schedule.step(*([tokens] if rank == 0 else []), target=targets if rank else None)
+        mean = [(a + b) / 2 for a, b in zip(*wanted, strict=True)]
+        if difference := first_difference(mean, gradients([made[rank]])):
+            raise AssertionError(f"seed {seed}, {case}: {difference}")
+    schedule.close()
 
 
 def unlike(seed: int, **config: Any) -> None:
@@ -103,3 +156,6 @@ if __name__ == "__main__":
         if dist.get_rank() == 0:
             print(f"CASE {number} ok", flush=True)
     dist.destroy_process_group()
+    assert not [
+        name for name in sys.modules if name.startswith(("megatron.core", "megatron.dpp.core"))
+    ]
