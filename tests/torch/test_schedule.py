@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.runtime.launcher import run_ranks
+from tests.runtime.launcher import run_ranks, start, wait
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -38,6 +38,16 @@ def test_many_equal_to_the_schedules_of_torch(num_ranks: int) -> None:
 
 def test_gradients_of_replicas_are_reduced_as_by_torch() -> None:
     run(4, [(how, {"seed": seed}) for seed in (1, 3) for how in ("ddp", "fsdp")])
+
+
+def test_refused_in_one_line_on_all_ranks() -> None:
+    run(2, [("refused", {})])
+
+
+def test_a_killed_rank_is_named_at_once() -> None:
+    first, second = wait(start(WORKER, 2, ['[["dies", {}]]'], preload="libraries"), 60.0)
+    assert second.returncode == -9
+    assert first.returncode == 1 and "PeerDead: rank 0: rank 1 (pid" in first.output
 
 
 def test_unlike_microbatches_equal_one_process() -> None:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 import random
+import re
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron.dpp import DppConfig
+from megatron.dpp import ConfigError, DppConfig, DppError
+from megatron.dpp.errors import PeerDead
 from megatron.dpp.torch import DynamicSchedule
 from tests.torch.stages import (
     Case,
@@ -146,6 +150,72 @@ def unlike(seed: int, **config: Any) -> None:
         if difference:
             raise AssertionError(f"seed {seed}, {case}: {difference}")
     schedule.close()
+
+
+class Returns(torch.nn.Module):
+    """A stage that returns what it is made with, once it has run."""
+
+    def __init__(self, what: Any) -> None:
+        super().__init__()
+        self.weight, self.what = torch.nn.Parameter(torch.ones(())), what
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.what if self.what != "x" else x * self.weight
+
+
+def refused() -> None:
+    """What is refused, by the rank that notices, and named on the other one."""
+    rank, x = dist.get_rank(), torch.ones(4, 3)
+    good = ["x", "x"]
+    mean = {"loss_fn": lambda output, target: (output - target).mean()}
+    rows = {"loss_fn": lambda output, target: output - target}
+    table: list[tuple[list[Any], dict[str, Any], Any, Any, int, str]] = [
+        ([None, "x"], mean, x, x, 0, "stage 0 returned NoneType: a stage that is not the last has"),
+        ([(), "x"], mean, x, x, 0, "stage 0 returned no tensor"),
+        (good, rows, x, x, 1, r"loss_fn returned \(2, 3\): a tensor with one element is needed"),
+        (good, mean, x[:1], x, 0, "argument 0 can be cut into 1 microbatches, and 2 are asked for"),
+        (good, mean, [x, x, x], [x, x], 1, "rank 1 was given targets of 2 .*, and rank 0 runs 3"),
+        (good, mean, x, None, 1, "target: the rank of the last stage has to be given one"),
+    ]
+    for index, (what, words, given, target, notices, said) in enumerate(table):
+        schedule = DynamicSchedule(stages_of([Returns(each) for each in what]), 2, **words)
+        try:
+            schedule.step(*([given] if rank == 0 else []), target=target if rank else None)
+        except DppError as error:
+            kind = ConfigError if rank == notices else PeerDead
+            assert isinstance(error, kind), f"row {index}: {error!r}"
+            assert re.search(said, str(error)) and "\n" not in str(error), f"row {index}: {error}"
+        else:
+            raise AssertionError(f"row {index} was not refused")
+        schedule.close()
+    stages = stages_of([Returns("x"), Returns("x")])
+    many: list[tuple[Any, dict[str, Any], str]] = [
+        (torch.nn.Linear(1, 1), {}, "stages: got Linear, expected torch.distributed.pipelining"),
+        ([], {}, "stages: got nothing"),
+        (stages_of([Returns("x")] * 4)[:1], {}, "as many stages for each rank are needed"),
+        (stages, {"n_microbatches": 0}, "n_microbatches is 0: at least 1 is needed"),
+        (stages, {"config": DppConfig(slice_tokens=8)}, "only models of megatron-core have this"),
+    ]
+    for stage, more, said in many:
+        try:
+            DynamicSchedule(stage, **{"n_microbatches": 2, **more})
+        except ConfigError as error:
+            assert said in str(error), error
+        else:
+            raise AssertionError(f"{said}: was not refused")
+
+
+def dies() -> None:
+    """Rank 1 is killed in its second step."""
+    case = Case.random(0, 2)
+    model, (tokens, targets, keywords) = parts(case, 0, 2 * case.v), batch(case, 0)
+    schedule = DynamicSchedule(stages_of(model), case.m, loss_fn)
+    for step in range(2):
+        if step and dist.get_rank():
+            kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+            model[-1].register_forward_pre_hook(kill)
+        given = ([tokens], None) if dist.get_rank() == 0 else ([], targets)
+        schedule.step(*given[0], target=given[1], **keywords)
 
 
 if __name__ == "__main__":
