@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.dpp.report import report_command
+from megatron.dpp.report.reader import open_run, read_events
 from tests.runtime.launcher import run_ranks, start, wait
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -48,6 +51,20 @@ def test_a_killed_rank_is_named_at_once() -> None:
     first, second = wait(start(WORKER, 2, ['[["dies", {}]]'], preload="libraries"), 60.0)
     assert second.returncode == -9
     assert first.returncode == 1 and "PeerDead: rank 0: rank 1 (pid" in first.output
+
+
+def test_the_report_reads_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(2, [("traced", {"folder": str(tmp_path)})])
+    files = open_run(tmp_path / "data-1-pipeline-2-tensor-1-dpp")
+    tasks = Counter(
+        (event["args"]["kind"], event["args"]["iteration"])
+        for file in files
+        for event in read_events(file, ("task",))
+    )
+    assert {step for _, step in tasks} == {0, 2, 3}
+    assert tasks["F", 0] == tasks["B", 0] == 2 * 2 * 4 <= tasks["W", 0]
+    assert report_command.main([str(tmp_path)]) == 0
+    assert "report.html" in capsys.readouterr().out
 
 
 def test_unlike_microbatches_equal_one_process() -> None:

@@ -205,6 +205,18 @@ def refused() -> None:
             raise AssertionError(f"{said}: was not refused")
 
 
+def traced(folder: str) -> None:
+    """Steps with a split backward, and an evaluation that is not recorded."""
+    case = dataclasses.replace(Case.random(0, 2), v=2, m=4, frozen=0.0)
+    model, (tokens, targets, keywords) = parts(case, 0, 4), batch(case, 0)
+    config = DppConfig(split_backward="on", activation_cap="1GiB")
+    schedule = DynamicSchedule(stages_of(model), 4, loss_fn, config=config, trace=folder)
+    given = ([tokens], None) if dist.get_rank() == 0 else ([], targets)
+    for step in (schedule.step, schedule.eval, schedule.step, schedule.step):
+        step(*given[0], target=given[1], **keywords)
+    schedule.close()
+
+
 def dies() -> None:
     """Rank 1 is killed in its second step."""
     case = Case.random(0, 2)
