@@ -140,9 +140,14 @@ def unlike(seed: int, **config: Any) -> None:
         for part in other:
             part.eval()
         losses: list[torch.Tensor] = []
-        outputs = schedule.step(
-            *([tokens] if first else []), target=targets if last else None, losses=losses
-        )
+        named: dict[str, Any] = {"target_mbs": targets} if last else {}
+        if first:
+            named["arg_mbs"] = [(row,) for row in tokens]
+        if longest == 40:
+            outputs = schedule.step(losses=losses, **named)
+        else:
+            target = targets if last else None
+            outputs = schedule.step(*([tokens] if first else []), target=target, losses=losses)
         difference = first_difference(gradients(own(model)), gradients(own(other)))
         if last:
             difference = difference or first_difference(wanted, outputs)

@@ -127,7 +127,9 @@ class Session:
                 f"rank {self.topology.ranks[0]} {kinds[found.trains]}, and rank {dist.get_rank()} "
                 f"{kinds[trains]}: all ranks of a pipeline have to call step() or eval() alike"
             )
-        for name, mine in (("arguments", given.args), ("targets", given.targets)):
+        for name, mine in (
+            ("arguments", given.args), ("keywords", given.kwargs), ("targets", given.targets),
+        ):  # fmt: skip
             if mine and len(mine) != len(found.sizes):
                 raise ConfigError(
                     f"rank {dist.get_rank()} was given {name} of {len(mine)} microbatches, and "
