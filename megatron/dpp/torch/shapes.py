@@ -23,6 +23,7 @@ from megatron.dpp.runtime.failure import REPORT_SECONDS, within
 from megatron.dpp.torch.microbatches import Microbatches
 
 _NAP_SECONDS = 0.005
+_META = torch.device("meta")
 
 
 class Boundary(NamedTuple):
@@ -59,11 +60,6 @@ class Boundary(NamedTuple):
             torch.zeros(shape, dtype=getattr(torch, dtype), device=device, requires_grad=grad)
             for shape, dtype, grad in zip(*self, strict=True)
         ]
-
-    @property
-    def most_bytes(self) -> int:
-        """Bytes of the largest tensor."""
-        return max(tensor.nbytes for tensor in self.zeros(torch.device("meta")))
 
 
 def forward(stage: PipelineStage, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -106,7 +102,8 @@ class Shapes(NamedTuple):
 
     def slot_bytes(self, size: int) -> int:
         """Bytes of the largest tensor of a microbatch of ``size``."""
-        most = max((each.most_bytes for each in self.boundaries), default=0)
+        tensors = [each for boundary in self.boundaries for each in boundary.zeros(_META)]
+        most = max((tensor.nbytes for tensor in tensors), default=0)
         return -(-most * size // self.size)
 
 
