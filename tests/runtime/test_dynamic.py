@@ -328,17 +328,6 @@ def test_announced_sizes_serve_one_call_where_all_that_run_it_have_them(
     assert own.peak_held == 2.5, "the largest of all calls"
 
 
-def test_own_work_is_a_steps_forwards_backwards_and_every_piece_of_its_weight_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    step = Step(monkeypatch, call_of())
-    own = step.schedule
-    assert own.own_work_seconds(4) == 0.0, "nothing has run"
-    durations = {("F", 0): 1.0, ("B", 0): 2.0, ("F", 1): 3.0, ("B", 1): 6.0, ("W", 1): 0.25}
-    step.current = SimpleNamespace(timer=SimpleNamespace(durations=durations))
-    assert own.own_work_seconds(4) == 4 * (12.0 + 2 * 0.25), "a chunk without pieces adds nothing"
-
-
 def test_a_schedule_closes_its_session_and_what_it_prepared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

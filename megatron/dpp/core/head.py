@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_model_config
 
 from megatron.dpp.core import boundary
 from megatron.dpp.core.boundary import Tensors
+from megatron.dpp.core.model import attribute_of
 
 
 class Kept(NamedTuple):
@@ -52,7 +53,7 @@ class Head:
 
     def __init__(self, chunk: torch.nn.Module, refuse: Callable[[str], None]) -> None:
         self._refuse = refuse
-        self._layer: torch.nn.Module | None = _attribute(chunk, "output_layer")
+        self._layer: torch.nn.Module | None = attribute_of(chunk, "output_layer")
         if self._layer is None:
             refuse(f"{type(chunk).__name__} has no output_layer")
             return
@@ -126,24 +127,16 @@ def why_not(chunks: list[torch.nn.Module], num_ranks: int) -> str | None:
     config = get_model_config(chunks[0])
     if (further := getattr(config, "mtp_num_layers", None)) is not None:
         return f"mtp_num_layers={further!r} runs the output layer several times"
-    if num_ranks * len(chunks) == 1 and _attribute(
+    if num_ranks * len(chunks) == 1 and attribute_of(
         chunks[0], "share_embeddings_and_output_weights"
     ):
         return (
             "the output layer's weight is the embedding of the same chunk, whose gradients would "
             "be added in another order"
         )
-    if _attribute(chunks[0], "add_binary_head"):
+    if attribute_of(chunks[0], "add_binary_head"):
         return "a binary head reads the hidden states beside the output layer"
     return None
-
-
-def _attribute(chunk: torch.nn.Module, name: str) -> Any:
-    """An attribute of the model within its wrappers; None if it has no such."""
-    try:
-        return get_attr_wrapped_model(chunk, name)
-    except RuntimeError:
-        return None
 
 
 def _leaves_above(loss: torch.Tensor, cut: torch.Tensor) -> list[torch.Tensor]:

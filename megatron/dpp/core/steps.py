@@ -96,13 +96,13 @@ class StepCall:
     @property
     def num_whole(self) -> int:
         """The host's microbatches, whose losses are divided by their number."""
-        return self.num_microbatches if self.cut is None else self.cut.num_microbatches
+        return self.num_microbatches if self.cut is None else len(self.cut.groups)
 
     def longest(self, max_tokens: int) -> int:
         """The greatest sequence length that is known: of this call, of the host's settings, or that
         of a microbatch of ``max_tokens``.
         """
-        if self.cut is not None and self.cut.whole:
+        if self.cut is not None:
             return self.length
         by_tokens = -(-max_tokens // self.micro_batch_size)
         return max(self.length, compat.longest_length(self.config), by_tokens)
@@ -350,7 +350,7 @@ class Stage:
 
     def _forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
         call, cut = self.call, self.call.cut
-        counts = cut is None or not cut.whole or cut.units[microbatch].is_last
+        counts = cut is None or cut.units[microbatch].is_last
         self._sync_params(chunk)
         if received is not None and not call.forward_only:
             boundary.want_gradients(received)

@@ -26,7 +26,6 @@ from megatron.dpp.config import Backward
 from megatron.dpp.core.head import Head, why_not
 from megatron.dpp.core.memory import allocator_retries
 from megatron.dpp.core.rng import Draws, line
-from megatron.dpp.core.slices import Unit
 from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.runtime.agreement import decider_for
@@ -145,30 +144,18 @@ class DppSchedule(PipelineSchedule):
         if not call.forward_only:
             self._prepared.prepare(call)
 
-    def announce(
-        self,
-        sizes: Sequence[int],
-        units: Sequence[Unit] = (),
-        longest_row: int = 0,
-        *,
-        rows: Sequence[Sequence[int]] = (),
-    ) -> None:
+    def announce(self, sizes: Sequence[int], *, rows: Sequence[Sequence[int]] = ()) -> None:
         """Tell the tokens of each microbatch of the next call, on all ranks alike.
 
         Without this a rank learns a size when the microbatch's first forward begins there.
 
         Args:
             sizes: tokens with padding.
-            units: the slice of a row that each microbatch is, where sequences are cut: the slices
-                of a row follow each other. The loss then counts rows. Ranks that run one order
-                announce the same ones.
-            longest_row: most tokens that a row of any call has; the memory cap counts in their
-                activations. 0 for the longest of these.
-            rows: tokens of the sequences that are packed into each microbatch, in order, where
-                forward steps take whole rows and ``slice_tokens`` cuts them.
+            rows: tokens of the sequences that are packed into each microbatch, in order, which
+                ``slice_tokens`` cuts.
         """
         self._announced = list(sizes)
-        self._slicing.announce(units, sizes, longest_row, rows)
+        self._slicing.announce(rows)
 
     def _checked(self, *, take: bool = False, **keywords: Any) -> StepCall:
         call = StepCall.checked(**keywords)
@@ -222,21 +209,6 @@ class DppSchedule(PipelineSchedule):
         if self._draws.look():
             self._alert(line(seeds=seeds, named=False))
         return self._draws.found and seeds
-
-    def own_work_seconds(self, num_microbatches: int) -> float:
-        """Seconds of this rank's own tasks in one step, by the durations measured so far."""
-        session = self._sessions.current
-        if session is None:
-            return 0.0
-        durations, pieces = session.timer.durations, self._prepared.num_pieces
-        once = sum(took for (kind, _), took in durations.items() if kind != "W")
-        weights = sum(n * durations.get(("W", chunk), 0.0) for chunk, n in enumerate(pieces))
-        return num_microbatches * (once + weights)
-
-    @property
-    def slice_tokens(self) -> int:
-        """Most tokens of a slice in the last training call; 0 where no sequence was cut."""
-        return self._slicing.tokens
 
     @property
     def injected_seconds(self) -> float:

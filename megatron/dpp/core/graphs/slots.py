@@ -31,8 +31,9 @@ from megatron.dpp.core.graphs.block import GraphedBlock
 from megatron.dpp.core.graphs.capture import Capture, cuda_capture
 from megatron.dpp.core.graphs.pools import Pools
 from megatron.dpp.core.graphs.rng import CapturedRng
+from megatron.dpp.core.model import decoder_block
 from megatron.dpp.core.rng import needs_task_rng
-from megatron.dpp.core.wgrad.linear import WeightGradients, decoder_block
+from megatron.dpp.core.wgrad.linear import WeightGradients
 
 WARM_UP_STEPS = 2
 """Eager training steps before the capture, for initialisation and measurements."""

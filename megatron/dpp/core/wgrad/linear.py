@@ -22,11 +22,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_model_config
 
 from megatron.dpp.core import compat
 from megatron.dpp.core.cpu import without_rewriting
 from megatron.dpp.core.grad_sync import replicated
+from megatron.dpp.core.model import decoder_block
 from megatron.dpp.core.wgrad import accumulate
 from megatron.dpp.core.wgrad.accumulate import OwnHook
 from megatron.dpp.core.wgrad.deferrable import Deferrable, DeferredWork, refuse
@@ -284,15 +285,3 @@ def _refuse_wrapper(chunk: torch.nn.Module) -> None:
                 off,
             )
         found = getattr(found, "module", None)
-
-
-def decoder_block(chunk: torch.nn.Module) -> Any | None:
-    """A chunk's transformer block (``decoder`` of a GPT, ``encoder`` of a BERT), or None."""
-    for name in ("decoder", "encoder"):
-        try:
-            block = get_attr_wrapped_model(chunk, name, allow_none=False)
-        except RuntimeError:
-            continue
-        if block is not None:
-            return block
-    return None
