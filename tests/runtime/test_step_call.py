@@ -11,7 +11,6 @@ import torch
 
 from megatron.dpp.core import compat
 from megatron.dpp.core.steps import StepCall
-from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.errors import ConfigError
 
 
@@ -62,13 +61,6 @@ def test_expert_parallelism_is_not_refused() -> None:
     name = "num_microbatches_with_partial_activation_checkpoints"
     with pytest.raises(ConfigError, match=r"global_aux_loss.? with partial checkpoints needs"):
         call_with(**settings, **{name: 1}).refuse_ordered()
-
-
-def test_weight_gradients_outside_of_autocast_are_refused_by_name() -> None:
-    chunk = torch.nn.Module()
-    chunk.config = SimpleNamespace(enable_autocast=True)
-    with pytest.raises(ConfigError, match=r"enable_autocast.*split_backward='off'"):
-        WeightGradients([chunk])
 
 
 def test_arguments_that_do_not_fit_together_are_refused() -> None:

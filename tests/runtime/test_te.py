@@ -243,7 +243,7 @@ def test_what_a_host_changed_goes_its_own_way(monkeypatch: pytest.MonkeyPatch) -
     def why(change: Any = lambda layer: None, uses: int = 1) -> str | None:
         layer = layer_of(te_double, return_bias=False, delay=False).fc
         change(layer)
-        return te_layer.why_layer(layer, lambda weight: uses)
+        return TELayer.why_not(layer, lambda weight: uses)
 
     def subclassed(layer: Any) -> None:
         layer.__class__ = type("Quantised", (te_double.Linear,), {"forward": lambda self, x: x})

@@ -22,7 +22,7 @@ from megatron.dpp.core.boundary import Tensors
 from megatron.dpp.core.model import attribute_of
 
 
-class Kept(NamedTuple):
+class HeadCut(NamedTuple):
     """The part of F that B goes on from.
 
     Args:
@@ -84,7 +84,7 @@ class Head:
         self._inputs.append((first, view))
         return ((view, *args[1:]), kwargs) if args else (args, {**kwargs, "input_": view})
 
-    def backward(self, loss: torch.Tensor, received: Tensors | None) -> Kept | None:
+    def backward(self, loss: torch.Tensor, received: Tensors | None) -> HeadCut | None:
         """Run the backward of the loss down to the cut, and free what it kept.
 
         Args:
@@ -117,7 +117,7 @@ class Head:
             gradient = torch.zeros_like(hidden)
         if hidden._base is None and hidden.grad_fn is not None:
             schedules.deallocate_output_tensor(hidden, self._config.deallocate_pipeline_outputs)
-        return Kept(hidden, gradient)
+        return HeadCut(hidden, gradient)
 
 
 def why_not(chunks: list[torch.nn.Module], num_ranks: int) -> str | None:

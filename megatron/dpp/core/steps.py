@@ -25,7 +25,7 @@ from megatron.dpp.core.boundary import Boundaries, Tensors, Tokens
 from megatron.dpp.core.cut import Cut, weighted_aux_loss
 from megatron.dpp.core.grad_sync import GradSync
 from megatron.dpp.core.groups import default_groups
-from megatron.dpp.core.head import Head, Kept
+from megatron.dpp.core.head import Head, HeadCut
 from megatron.dpp.core.memory import is_readable, saved_bytes
 from megatron.dpp.core.refused import ORDERED, UNSUPPORTED
 from megatron.dpp.core.slices import Slices
@@ -288,7 +288,7 @@ class Stage:
         self._window = window
         self._model_type = get_model_type(call.model[0])
         self._slices = slices
-        self._kept: dict[tuple[int, int], tuple[Tensors | None, Tensors | Kept]] = {}
+        self._kept: dict[tuple[int, int], tuple[Tensors | None, Tensors | HeadCut]] = {}
         ends_here = head is not None and self._is_last_rank and not call.forward_only
         self._head = head(call.model[-1]) if head and ends_here else None
         self._num_tokens = torch.zeros([], dtype=torch.int, device=_device())
@@ -430,7 +430,7 @@ class Stage:
     def _backward(
         self, given: Tensors | None, output: Any, received: Tensors | None
     ) -> Tensors | None:
-        if isinstance(output, Kept):
+        if isinstance(output, HeadCut):
             return output.backward(given, self._model_type, self._config)
         return boundary.backward(given, output, received, self._model_type, self._config)
 
