@@ -141,16 +141,6 @@ def test_a_trained_parameter_of_two_chunks_is_refused(made: list[Weights]) -> No
     own.prepare(call)
 
 
-def test_modules_that_delay_by_themselves_are_refused(
-    monkeypatch: pytest.MonkeyPatch, made: list[Weights]
-) -> None:
-    refused: list[Any] = []
-    monkeypatch.setattr(prepared, "refuse_delayed", refused.append)
-    call = call_of()
-    assert prepared_of(split_backward="off").prepare(call) is None
-    assert refused == [call.model] and not made
-
-
 # Graphs -------------------------------------------------------------------------------------------
 
 

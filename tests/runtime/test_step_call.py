@@ -43,6 +43,7 @@ def call_with(**settings: object) -> StepCall:
         ("dynamic_context_parallel", True, "divided by context_parallel_size"),
         ("max_seqlen_per_dp_cp_rank", 4096, "divided by context_parallel_size"),  # verl's sign
         ("defer_embedding_wgrad_compute", True, "a split backward defers"),
+        ("delay_wgrad_compute", True, "layers of all kinds can wait"),
         ("cuda_graph_impl", "local", "cuda_graphs captures the dynamic pipeline's tasks"),
     ],
 )

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from megatron.dpp.core.wgrad import accumulate, te_layer
-from megatron.dpp.core.wgrad.te_layer import TELayer, adding, refuse_delayed
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.core.wgrad.te_layer import TELayer, adding
 from tests.runtime import te_double
 from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, UNLIKE, case
 from tests.runtime.launcher import run_ranks, shared_gpus
@@ -145,13 +144,6 @@ def test_nothing_that_is_captured_overwrites_main_grad() -> None:
         assert not first.is_first_microbatch
     assert first.is_first_microbatch
     assert not hasattr(later, "is_first_microbatch")
-
-
-def test_modules_that_delay_by_themselves_are_refused() -> None:
-    layer = layer_of(te_double, return_bias=False, delay=False)
-    refuse_delayed([layer])
-    with pytest.raises(ConfigError, match=r"chunk 1: .* would be lost"):
-        refuse_delayed([layer, layer_of(te_double, return_bias=False, delay=True)])
 
 
 def built(double: Any, *, fused: bool = False, return_bias: bool = False) -> tuple[Any, Any, Any]:

@@ -18,7 +18,6 @@ from megatron.dpp.core.padded import PaddedRows
 from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.own_way import refuse_shared
-from megatron.dpp.core.wgrad.te_layer import refuse_delayed
 from megatron.dpp.errors import Text, setting
 from megatron.dpp.runtime.backward import Backwards
 from megatron.dpp.runtime.session import Session, Sessions
@@ -100,7 +99,6 @@ class Prepared:
 
     def _weight_gradients(self, call: StepCall) -> WeightGradients | None:
         """The store of this model's weight gradients; None if its backwards are fused."""
-        refuse_delayed(call.model)
         if self._config.split_backward == "off":
             return None
         found = WeightGradients(call.model, self._say)

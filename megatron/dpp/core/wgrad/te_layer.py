@@ -33,7 +33,6 @@ from megatron.dpp.core.wgrad.deferrable import (
     wants_leaves,
 )
 from megatron.dpp.core.wgrad.own_way import is_written_in, why_weight
-from megatron.dpp.errors import ConfigError
 
 SINCE = "2.7.0"
 """The first version with a ``wgrad_store``."""
@@ -43,27 +42,6 @@ _OVERLAPS = (
     *("ub_overlap_rs_fprop", "ub_overlap_ag_dgrad", "ub_overlap_ag_fprop", "ub_overlap_rs_dgrad"),
     *("ub_bulk_dgrad", "ub_bulk_wgrad"),
 )
-
-
-def is_delayed(module: Any) -> bool:
-    """True if a module delays its weight gradients."""
-    store = getattr(module, "wgrad_store", None)
-    return store is not None and hasattr(module, "backward_dw") and store.delay_wgrad_compute()
-
-
-def refuse_delayed(chunks: list[torch.nn.Module]) -> None:
-    """Refuse modules that delay weight gradients by themselves.
-
-    Raises:
-        ConfigError: a chunk has one.
-    """
-    for number, chunk in enumerate(chunks):
-        if any(is_delayed(module) for module in chunk.modules()):
-            raise ConfigError(
-                f"chunk {number}: its Transformer Engine layers were built with "
-                "delay_wgrad_compute, so their weight gradients would be lost: leave it out, as "
-                "layers of all kinds can wait without it"
-            )
 
 
 def weights_of(module: Any) -> list[str]:
