@@ -133,7 +133,7 @@ def test_transformer_engines_kernels_are_aligned_bottom_right() -> None:
             self.asked.append((len(q), len(k), attn_mask_type.name))
             return q.flatten(2)
 
-    core = Engine(attn_mask_type="causal", te_forward_mask_type=True)
+    core = Engine(attn_mask_type="causal")
     core.config.attention_dropout = 0.0
     slices = Slices([Chunk(core)])
     q = torch.randn(3, 1, 2, 4)
@@ -142,9 +142,6 @@ def test_transformer_engines_kernels_are_aligned_bottom_right() -> None:
             with slices.running(0, unit):
                 core(q, q, q, None)
     assert core.asked == [(3, 3, "causal"), (3, 6, "causal_bottom_right")]
-    core.te_forward_mask_type = False
-    with pytest.raises(ConfigError, match="takes no mask per call"):
-        Slices([Chunk(core)])
 
 
 @pytest.mark.parametrize(

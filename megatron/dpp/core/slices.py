@@ -121,19 +121,20 @@ class RowKeys:
         Returns:
             Gradients of the slice's own keys and values, with those that later slices have left.
         """
-        own = unit.begin - unit.first_key
-        found = [grad[own:] for grad in grads]
+        num_earlier = unit.begin - unit.first_key
+        own = [grad[num_earlier:] for grad in grads]
         if self._grads:
-            found = [
+            own = [
                 (new + kept[unit.begin : unit.end]).to(new.dtype)
-                for new, kept in zip(found, self._grads, strict=True)
+                for new, kept in zip(own, self._grads, strict=True)
             ]
-        if own:
+        if num_earlier:
             if not self._grads:
-                self._grads = [torch.zeros_like(kept, dtype=_wide(kept)) for kept in self._kept]
+                wide = torch.promote_types(self._kept[0].dtype, torch.float32)
+                self._grads = [torch.zeros_like(kept, dtype=wide) for kept in self._kept]
             for kept, new in zip(self._grads, grads, strict=True):
-                kept[unit.first_key : unit.begin] += new[:own]
-        return found
+                kept[unit.first_key : unit.begin] += new[:num_earlier]
+        return own
 
     @property
     def num_bytes(self) -> int:
@@ -144,11 +145,6 @@ class RowKeys:
     def storages(self) -> set[int]:
         """Addresses of keys and values."""
         return {each.untyped_storage().data_ptr() for each in self._kept}
-
-
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype in which gradients of several slices are added."""
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 class Keys:
@@ -369,10 +365,6 @@ def _random_draws(config: Any, dropout: float) -> contextlib.AbstractContextMana
 def _by_engine(core: Any) -> Callable[..., torch.Tensor]:
     """Transformer Engine's attention, through megatron-core's own class."""
     own, drops = core.forward, float(core.config.attention_dropout)
-    if not getattr(core, "te_forward_mask_type", True):
-        raise ConfigError(
-            "slices: this Transformer Engine takes no mask per call; use 1.8 or newer"
-        )
 
     def kernel(unit: Unit, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if len(unit.spans) > 1:
@@ -388,20 +380,17 @@ def _by_engine(core: Any) -> Callable[..., torch.Tensor]:
 
 def why_not(config: Any) -> str | None:
     """The reason why a model of this config cannot be cut; None if it can."""
-    balancing = getattr(config, "moe_router_load_balancing_type", None)
-    kinds = {balancing} if isinstance(balancing, str) else set(balancing or ())
-    of_all = kinds & {"seq_aux_loss", "global_aux_loss"} if config.num_moe_experts else set()
-    partial = "num_microbatches_with_partial_activation_checkpoints"
-    refused: dict[str, bool] = {
-        f"{name}={getattr(config, name, None)!r}": getattr(config, name, usual) != usual
+    reasons = [
+        f"{name}={value!r}"
         for name, usual in _REFUSED.items()
-    }
-    refused[f"{partial}={getattr(config, partial, None)!r}"] = (
-        getattr(config, partial, None) is not None
-    )
-    refused |= {f"moe_router_load_balancing_type={kind!r}": True for kind in of_all}
-    name = next((text for text, asked in refused.items() if asked), None)
-    return f"{name} does not work with slices" if name else None
+        if (value := getattr(config, name, usual)) != usual
+    ]
+    if config.num_moe_experts:
+        balancing = config.moe_router_load_balancing_type
+        kinds = {balancing} if isinstance(balancing, str) else set(balancing or ())
+        of_all = sorted(kinds & {"seq_aux_loss", "global_aux_loss"})
+        reasons += [f"moe_router_load_balancing_type={kind!r}" for kind in of_all]
+    return f"{reasons[0]} does not work with slices" if reasons else None
 
 
 _REFUSED: dict[str, Any] = {
@@ -418,6 +407,7 @@ _REFUSED: dict[str, Any] = {
     "fine_grained_activation_offloading": False,
     "overlap_moe_expert_parallel_comm": False,
     "experimental_attention_variant": None,
+    "num_microbatches_with_partial_activation_checkpoints": None,
 }
 """Settings of megatron-core with the value that slices can honour: other attention than plain
 causal one, what counts on whole sequences, and what moves activations.

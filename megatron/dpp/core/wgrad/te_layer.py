@@ -228,13 +228,8 @@ class _Product(NamedTuple):
 
     @classmethod
     def of(cls, tensors: list[Any], compute: Callable[..., Any]) -> _Product:
-        one, other, *_ = tensors
-        if type(one) is type(other) is torch.Tensor:
-            kept = [WaitingTensor(one), WaitingTensor(other)]
-            return cls(tensors, compute, kept, kept[0].num_bytes + kept[1].num_bytes)
-        plain = [t for t in tensors_in(tensors[:2]) if type(t) is torch.Tensor]
-        held = sum(t.numel() * t.element_size() for t in _memory_of(tensors[:2]))
-        return cls(tensors, compute, [WaitingTensor(tensor) for tensor in plain], held)
+        kept = [WaitingTensor(tensor) for tensor in tensors_in(tensors[:2])]
+        return cls(tensors, compute, kept, sum(tensor.num_bytes for tensor in kept))
 
 
 class _Deferred(LayerWork):
@@ -269,17 +264,6 @@ class _Deferred(LayerWork):
             weights = [None] * len(weights)
         biases = [None if bias is None or not bias.numel() else bias for bias in biases]
         return [*weights, *biases]
-
-
-def _memory_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in lists, and in what Transformer Engine quantised."""
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _memory_of(item)
-    elif hasattr(value, "get_data_tensors"):
-        yield from tensors_in(value.get_data_tensors())
-    elif isinstance(value, torch.Tensor):
-        yield value
 
 
 def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
