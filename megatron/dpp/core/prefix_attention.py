@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megatron.dpp.core.varlen import Bounds, attend_documents, can_take, causal_mask
+from megatron.dpp.core.varlen import DocumentBounds, attend_documents, can_take, causal_mask
 
 
-class Span(NamedTuple):
+class DocumentSpan(NamedTuple):
     """One document's queries and keys, as indices ``[begin, end)`` into those of a slice."""
 
     first_query: int
@@ -45,7 +45,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    spans: Sequence[Span],
+    spans: Sequence[DocumentSpan],
     *,
     scale: float,
     dropout: float = 0.0,
@@ -86,7 +86,7 @@ def attend(
 
 
 @functools.lru_cache(maxsize=16)
-def _bounds(spans: tuple[Span, ...], device: torch.device) -> Bounds:
+def _bounds(spans: tuple[DocumentSpan, ...], device: torch.device) -> DocumentBounds:
     """The same tensors for all layers: each copy to a device costs a launch."""
     queries = [0, *(span.last_query for span in spans)]
     keys = [0, *(span.last_key for span in spans)]
@@ -94,7 +94,7 @@ def _bounds(spans: tuple[Span, ...], device: torch.device) -> Bounds:
     if device.type == "cuda":  # without a wait for the device
         firsts = firsts.pin_memory().to(device, non_blocking=True)
     first_queries, first_keys = firsts
-    return Bounds(
+    return DocumentBounds(
         first_queries,
         first_keys,
         max(span.num_queries for span in spans),

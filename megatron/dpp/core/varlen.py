@@ -18,7 +18,7 @@ _LARGEST_HEAD = 256
 """Largest head size of the kernel."""
 
 
-class Bounds(NamedTuple):
+class DocumentBounds(NamedTuple):
     """First queries and keys of a row's documents.
 
     Args:
@@ -55,7 +55,7 @@ def can_take(query: torch.Tensor, dropout: float = 0.0) -> bool:
 
 
 def attend_documents(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: DocumentBounds, *, scale: float
 ) -> torch.Tensor:
     """Causal attention within each document: query [tokens, np, hn], key and value
     [tokens, ng, hn]. The result is like the query.
