@@ -134,6 +134,17 @@ def _host_lines(found: Pipeline) -> list[str]:
     ]
 
 
+def _race_lines(found: Pipeline) -> list[str]:
+    """The race that decided which schedule runs."""
+    peaks = {name: value for row in found.ranks for name, value in row.peaks.items()}
+    ways = [name.removeprefix("race: ") for name in peaks if name.startswith("race: ")]
+    if not ways:
+        return []
+    times = ", ".join(f"{way} {duration(peaks[f'race: {way}'])}" for way in ways)
+    winners = " and later ".join(way for way in ways if peaks.get(f"runs: {way}"))
+    return [f"Raced: {times}. {winners[:1].upper()}{winners[1:]} ran."]
+
+
 def training_sentences(training: Training) -> list[str]:
     """Progress and loss of a run; empty without metrics."""
     if not training.metrics:
@@ -169,7 +180,7 @@ def difference_sentences(found: Difference) -> list[str]:
 def sentences(found: Pipeline) -> list[str]:
     """The summary, most important first."""
     lines = _time_lines(found.totals) + _other_order_lines(found) + _expert_lines(found)
-    lines += _host_lines(found)
+    lines += _race_lines(found) + _host_lines(found)
     lines += [f"{NOT_OF_SLICES[0].upper()}{NOT_OF_SLICES[1:]}."] if found.run.sliced else []
     lines += [f"{each.text[0].upper()}{each.text[1:]}." for each in found.stragglers]
     if not found.stragglers:
