@@ -12,7 +12,7 @@ from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.core.boundary import Boundaries
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector, Task
-from megatron.dpp.runtime import session
+from megatron.dpp.runtime import links, session
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.runtime.session import Session, Sessions
@@ -55,10 +55,10 @@ class Opened:
         monkeypatch.setattr(session, "stage_group_of", lambda call: group)
         monkeypatch.setattr(session, "why_not_ahead", lambda *_: self.reason)
         monkeypatch.setattr(session, "replica_of", lambda call: 3)
-        monkeypatch.setattr(session, "open_links", self._open)
+        monkeypatch.setattr(links, "open_links", self._open)
         monkeypatch.setattr(session, "timer_for", self._timer)
 
-    def _open(self, specs: Any, config: DppConfig, stage_ranks: Any) -> Any:
+    def _open(self, specs: Any, config: DppConfig, stage_ranks: Any, device: Any) -> Any:
         own = self.topology.ranks[self.topology.rank]
         self.lengths.append(specs[0].slot_bytes)
         self.stage_ranks.append(stage_ranks)

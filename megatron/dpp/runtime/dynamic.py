@@ -24,10 +24,10 @@ import torch
 
 from megatron.dpp.config import Backward
 from megatron.dpp.core.head import Head, why_not
-from megatron.dpp.core.memory import allocator_retries
 from megatron.dpp.core.rng import Draws, TaskRng, line
 from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.errors import ConfigError, setting
+from megatron.dpp.memory import allocator_retries
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.executor import Executor, Iteration
@@ -36,6 +36,7 @@ from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.runtime.race import FUSED, Race
 from megatron.dpp.runtime.session import Session, Sessions, check_chunks
 from megatron.dpp.runtime.slicing import Slicing
+from megatron.dpp.runtime.stage_group import geometry_of
 from megatron.dpp.runtime.static import StaticSchedule
 from megatron.dpp.runtime.topology import Topology, pipeline_of
 from megatron.dpp.schedule import HOLDS_ALL, Geometry
@@ -106,7 +107,7 @@ class DppSchedule(PipelineSchedule):
         self._prepared.begin(backward, graphs=self._race.binds_graphs)
         weights = weights if backward.split else None
         topology = session.topology
-        geometry = topology.geometry(call, weights.num_pieces if weights else None)
+        geometry = geometry_of(topology, call, weights.num_pieces if weights else None)
         window = num_warmup(geometry) + 1
         stage = Stage(
             call,

@@ -13,12 +13,12 @@ from megatron.dpp.core.expert_trace import traced_experts
 from megatron.dpp.core.graphs.capture import Capture, can_capture
 from megatron.dpp.core.graphs.pools import SPARE
 from megatron.dpp.core.graphs.slots import ChunkGraphs, why_not
-from megatron.dpp.core.memory import room
 from megatron.dpp.core.padded import PaddedRows
 from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.own_way import refuse_shared
 from megatron.dpp.errors import Text, setting
+from megatron.dpp.memory import room
 from megatron.dpp.runtime.session import Session, Sessions
 from megatron.dpp.schedule import LastRank, Memory
 from megatron.dpp.trace import Recorder

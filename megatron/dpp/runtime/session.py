@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +13,10 @@ from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector
 from megatron.dpp.runtime.decisions import Decisions
-from megatron.dpp.runtime.delayed import DelayedTransport
-from megatron.dpp.runtime.links import Links, open_links, why_not_ahead
-from megatron.dpp.runtime.stage_group import StageGroup, stage_group_of
+from megatron.dpp.runtime.links import Links, links_of, why_not_ahead
+from megatron.dpp.runtime.stage_group import StageGroup, pipeline_of, stage_group_of
 from megatron.dpp.runtime.timer import TaskTimer, timer_for
-from megatron.dpp.runtime.topology import Topology, pipeline_of
+from megatron.dpp.runtime.topology import Topology
 
 _GROWTH = 2
 """Factor of the length that links have room for when they are opened anew for a longer one."""
@@ -112,7 +111,14 @@ class Sessions:
                 config.inject, rank, topology.num_ranks, self._seed, num_chunks=topology.num_chunks
             )
         group = stage_group_of(call)
-        links = _open_links(topology, boundaries, group.ranks, config, injector)
+        links = links_of(
+            topology,
+            boundaries.receives,
+            boundaries.sends,
+            config,
+            stage_ranks=group.ranks,
+            injector=injector,
+        )
         for link in links.transport.links():
             self._log(
                 f"dynamic pipeline: rank {ranks[rank]} -> {link.peer}: {link.kind} ({link.reason})"
@@ -171,17 +177,3 @@ def replica_of(call: StepCall) -> int:
     """
     index: int = torch.distributed.get_rank(call.pg_collection.dp_cp)
     return index // int(call.pg_collection.cp.size())
-
-
-def _open_links(
-    topology: Topology,
-    boundaries: Boundaries,
-    stage_ranks: Sequence[int],
-    config: DppConfig,
-    injector: Injector | None,
-) -> Links:
-    channels = topology.channels(boundaries.receives, boundaries.sends, config.slots)
-    transport = open_links(channels.specs, config, stage_ranks)
-    if injector is not None and injector.delays_messages:
-        transport = DelayedTransport(transport, injector, topology.ranks)
-    return Links(transport, channels)
