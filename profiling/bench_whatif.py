@@ -95,8 +95,8 @@ def _compare(args: argparse.Namespace, run: Path) -> str:
     """The measured gain beside the predicted one, as lines of text."""
     from megatron.dpp.report.align import align
     from megatron.dpp.report.analysis.model import read_iterations
+    from megatron.dpp.report.analysis.places import JobShape
     from megatron.dpp.report.analysis.summary import Analysis
-    from megatron.dpp.report.analysis.work import JobShape
     from megatron.dpp.report.reader import open_run
 
     files = open_run(run)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.dpp.report.analysis.formats import duration
+from megatron.dpp.report.analysis.sentences import duration
 from megatron.dpp.report.pictures.style import COLOURS
 from tests.report.injected import inject
 from tests.report.synthetic import Run, write

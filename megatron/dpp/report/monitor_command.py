@@ -20,12 +20,17 @@ from pathlib import Path
 
 from megatron.dpp.command_line import guarded, new_parser
 from megatron.dpp.errors import DataError, require
-from megatron.dpp.report.analysis.formats import duration, number, percent, time_left
-from megatron.dpp.report.analysis.report_data import Pipeline, RankRow, Training
-from megatron.dpp.report.analysis.sentences import HOW_TO_TRACE
+from megatron.dpp.report.analysis.sentences import (
+    HOW_TO_TRACE,
+    duration,
+    number,
+    percent,
+    time_left,
+)
+from megatron.dpp.report.analysis.summary import Pipeline, RankRow
 from megatron.dpp.report.building import look, names_of, state_of
 from megatron.dpp.report.reader import TraceFile, open_run
-from megatron.dpp.report.run_files import find_run, read_training
+from megatron.dpp.report.run_files import Training, find_run, read_training
 from megatron.dpp.report.web import REST, serve
 
 _BAR, _CURVE = 20, 60
@@ -78,7 +83,7 @@ def _watch(options: argparse.Namespace) -> int:
         with contextlib.suppress(*([] if options.once else [DataError])):  # a header half written
             files = [] if folder is None else open_run(folder, allow_missing=True)
         training = read_training(place.home, options.metrics_file, last_only=True)
-        state, dead = state_of(place.home, files, training)
+        state, dead = state_of(place, files, training)
         if not files and not training.metrics and state == "ended":
             place.need_traces()
         text = view(folder or place.home, files, training, state)

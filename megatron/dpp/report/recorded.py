@@ -7,11 +7,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.dpp.report.analysis import work
-from megatron.dpp.report.analysis.link_times import Link, LinkSamples
+import numpy as np
+import numpy.typing as npt
+
+from megatron.dpp.report.analysis.places import JobShape
 from megatron.dpp.report.analysis.summary import Analysis
 from megatron.dpp.report.analysis.times import IterationTimes
-from megatron.dpp.report.analysis.work import Work
+from megatron.dpp.report.analysis.work import Links, Work
 from megatron.dpp.schedule import Action, Geometry, Kind, reference_order
 from megatron.dpp.sim.costs import Costs, Hop, Shape
 from megatron.dpp.sim.schedules import replay
@@ -20,39 +22,43 @@ from megatron.dpp.trace.vocabulary import IdleCause
 SECOND = 1e9
 """Nanoseconds."""
 
-Table = list[list[float]]
-"""Seconds by stage and microbatch."""
+Times = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """One pipeline's costs in one iteration, in seconds: ``tasks[kind][stage][microbatch]``.
+    """One pipeline's costs in one iteration, in seconds.
 
     Args:
+        tasks: by kind (F, B, W), stage and microbatch.
         hops: the typical delay of each hop.
-        delays: per hop and direction, each microbatch's own where a rank waited for it.
+        delays: by hop, direction and microbatch: its own where a rank waited for it.
         orders: each rank's tasks as they ran.
         overhead: the host's time after each task, by rank.
-        split: weight gradients were tasks of their own.
         dynamic: the schedule was dynamic; otherwise Megatron's own.
         window, tail: time of the pipeline, and of what followed it.
     """
 
     shape: Shape
-    tasks: tuple[Table, Table, Table]
-    hops: list[float]
-    delays: list[tuple[list[float], list[float]]]
+    tasks: Times
+    hops: Times
+    delays: Times
     orders: list[list[Action]]
     overhead: list[float]
-    split: bool
     dynamic: bool
     window: float
     tail: float
 
     def costs(self) -> Costs:
         """The simulator's input; the delays include queueing on links."""
-        hops = [Hop(1.0, 0.0, delays) for delays in self.delays]
-        return Costs(self.tasks, hops, overhead=dict(enumerate(self.overhead)))
+        hops = [Hop(1.0, 0.0, tuple(delays)) for delays in self.delays.tolist()]
+        forward, backward, weight = self.tasks.tolist()
+        return Costs((forward, backward, weight), hops, overhead=dict(enumerate(self.overhead)))
+
+    @property
+    def split(self) -> bool:
+        """Weight gradients were tasks of their own."""
+        return bool(self.tasks[Kind.W].any())
 
     @property
     def num_pieces(self) -> int:
@@ -64,14 +70,11 @@ class Recorded:
         """The built-in policy nearest to what ran: ``megatron`` where every rank kept that order,
         as ``auto`` does on two ranks, else ``dynamic``.
         """
-        shape = self.shape
-        geometries = [
-            Geometry(shape.num_ranks, rank, shape.num_chunks, shape.num_microbatches)
-            for rank in range(shape.num_ranks)
-        ]
+        p, v, m = self.shape.num_ranks, self.shape.num_chunks, self.shape.num_microbatches
         kept = all(
-            [action for action in order if action.kind is not Kind.W] == reference_order(geometry)
-            for geometry, order in zip(geometries, self.orders, strict=False)
+            [action for action in order if action.kind is not Kind.W]
+            == reference_order(Geometry(p, rank, v, m))
+            for rank, order in enumerate(self.orders)
         )
         return "dynamic" if self.dynamic and not kept else "megatron"
 
@@ -80,7 +83,7 @@ class Recorded:
         return replay(self.orders, self.costs(), self.shape.num_chunks)
 
 
-def hop_delay(links: dict[Link, LinkSamples], ranks: Sequence[int], stage: int) -> float:
+def hop_delay(links: Links, ranks: Sequence[int], stage: int) -> float:
     """Delay of a hop in seconds. Of a link that no rank waited for only a bound is known; the other
     links' median is used if it is smaller.
     """
@@ -91,58 +94,43 @@ def hop_delay(links: dict[Link, LinkSamples], ranks: Sequence[int], stage: int) 
         return statistics.fmean(clean) / SECOND
     bounds = [samples.delay for samples in own]
     usual = [samples.delay for samples in links.values() if samples.clean]
-    if usual:
-        bounds.append(round(statistics.median(usual)))
+    bounds += [round(statistics.median(usual))] if usual else []
     return min(bounds, default=0) / SECOND
 
 
-def message_delays(
-    links: dict[Link, LinkSamples], ranks: Sequence[int], stage: int, num_microbatches: int
-) -> tuple[list[float], list[float]]:
-    """Delays of the messages between ``stage`` and the next, forward and back: their own where the
-    receiver waited, else the hop's.
-    """
-    usual, size = hop_delay(links, ranks, stage), len(ranks)
-    found = []
-    for way, source, target in (("forward", stage, stage + 1), ("backward", stage + 1, stage)):
-        samples = links.get((ranks[source % size], ranks[target % size]))
-        own = samples.waited_for if samples else {}
-        keys = [(target // size, way, microbatch) for microbatch in range(num_microbatches)]
-        found.append([own[key] / SECOND if key in own else usual for key in keys])
-    return found[0], found[1]
-
-
-def recorded(
-    job: work.JobShape,
-    ranks: Sequence[int],
-    work_: Work,
-    links: dict[Link, LinkSamples],
-    times: IterationTimes,
+def _recorded(
+    job: JobShape, ranks: Sequence[int], work: Work, links: Links, times: IterationTimes
 ) -> Recorded | None:
     """Costs of the pipeline of ``ranks`` (in order) in one iteration; None if tasks are missing."""
-    num_ranks, num_chunks = len(ranks), job.num_chunks
-    tables: tuple[Table, Table, Table] = ([], [], [])
-    num_microbatches = 0
-    for stage in range(num_ranks * num_chunks):
-        rank = ranks[stage % num_ranks]
-        kinds = work_.tasks.get((rank, stage // num_ranks), {})
-        num_microbatches = num_microbatches or len(kinds.get("F", {}))
-        for kind, table in zip("FBW", tables, strict=True):
-            found = kinds.get(kind, {})
-            if len(found) != num_microbatches and not (kind == "W" and not found):
-                return None
-            row = [found[i] / SECOND for i in sorted(found)]
-            table.append(row or [0.0] * num_microbatches)
-    stages = range(num_ranks * num_chunks - 1)
+    p, stages = len(ranks), len(ranks) * job.num_chunks
+    cells = [work.tasks.get((ranks[stage % p], stage // p), {}) for stage in range(stages)]
+    count = len(cells[0].get("F", {}))
+    rows = [[cell.get(kind.name, {}) for cell in cells] for kind in Kind]
+    if any(len(row) not in ((count, 0) if kind == Kind.W else (count,))
+           for kind in Kind for row in rows[kind]):  # fmt: skip
+        return None
+    ns = [[[row[i] for i in sorted(row)] or [0] * count for row in table] for table in rows]
+    hops = [hop_delay(links, ranks, stage) for stage in range(stages - 1)]
+
+    def delays(source: int, target: int, way: str, usual: float) -> list[float]:
+        link = ranks[source % p], ranks[target % p]
+        own = links[link].waited_for if link in links else {}
+        keys = [(target // p, way, microbatch) for microbatch in range(count)]
+        return [own[key] / SECOND if key in own else usual for key in keys]
+
     hosts = [times.ranks[rank].idle.get(IdleCause.HOST, 0) / SECOND for rank in ranks]
     return Recorded(
-        Shape(num_ranks, num_chunks, num_microbatches),
-        tables,
-        [hop_delay(links, ranks, stage) for stage in stages],
-        [message_delays(links, ranks, stage, num_microbatches) for stage in stages],
-        [[Action(Kind[k], *rest) for k, *rest in work_.orders[rank]] for rank in ranks],
-        [t / max(len(work_.orders[rank]), 1) for t, rank in zip(hosts, ranks, strict=True)],
-        split=any(any(row) for row in tables[2]),
+        Shape(p, job.num_chunks, count),
+        np.array(ns).reshape(3, stages, count) / SECOND,
+        np.array(hops),
+        np.array(
+            [
+                (delays(s, s + 1, "forward", usual), delays(s + 1, s, "backward", usual))
+                for s, usual in enumerate(hops)
+            ]
+        ),
+        [[Action(Kind[k], *rest) for k, *rest in work.orders[rank]] for rank in ranks],
+        [t / max(len(work.orders[rank]), 1) for t, rank in zip(hosts, ranks, strict=True)],
         dynamic=job.schedule == "dpp",
         window=times.window / SECOND,
         tail=(times.total - times.window) / SECOND,
@@ -157,39 +145,38 @@ def recorded_runs(analysis: Analysis) -> list[Recorded]:
         return []
     ranks = analysis.shape.pipelines()[0]
     parts = zip(analysis.works, analysis.links, analysis.times, strict=True)
-    runs = [recorded(analysis.shape, ranks, *part) for part in parts]
+    runs = [_recorded(analysis.shape, ranks, *part) for part in parts]
     return [run for run in runs if run is not None]
 
 
 def cost_file(runs: Sequence[Recorded]) -> dict[str, object]:
-    """All samples as a cost file (``megatron.dpp.sim.measured``)."""
-    shape = runs[0].shape
+    """All samples as a cost file (``megatron.dpp.sim.measured``); task times include the host's,
+    for which the file has no field.
+    """
+    shape, first = runs[0].shape, runs[0]
 
     def samples(kind: Kind, stage: int) -> list[float]:
-        """Task times with the host's time, for which the file has no field."""
-        if kind is Kind.W and not runs[0].split:
+        if kind is Kind.W and not first.split:
             return []
-        return [
-            time + run.overhead[stage % shape.num_ranks] * (run.num_pieces if kind is Kind.W else 1)
+        host = [
+            run.overhead[stage % shape.num_ranks] * (run.num_pieces if kind is Kind.W else 1)
             for run in runs
-            for time in run.tasks[kind][stage]
         ]
+        added = [run.tasks[kind, stage] + more for run, more in zip(runs, host, strict=True)]
+        return [float(time) for times in added for time in times]
 
-    stages = [
-        {kind.name: samples(kind, stage) for kind in Kind}
-        for stage in range(shape.num_ranks * shape.num_chunks)
-    ]
-    hops = [[run.hops[hop] for run in runs] for hop in range(len(runs[0].hops))]
     return {
         "format": "dpp-costs",
         "version": 1,
         "num_ranks": shape.num_ranks,
         "num_chunks": shape.num_chunks,
-        "stages": stages,
-        "hops": hops,
+        "stages": [
+            {kind.name: samples(kind, stage) for kind in Kind} for stage in range(shape.num_stages)
+        ],
+        "hops": [[float(run.hops[hop]) for run in runs] for hop in range(len(first.hops))],
         "run": {
             "seconds": [run.window for run in runs],
             "num_microbatches": shape.num_microbatches,
-            "dynamic": runs[0].dynamic,
+            "dynamic": first.dynamic,
         },
     }

@@ -75,13 +75,13 @@ class LivePage:
         place = find_run(names_of(self._options)[0])
         folder = place.traces()
         files = [] if folder is None else open_run(folder)
-        state, _ = state_of(place.home, files, read_training(place.home, last_only=True))
+        state, _ = state_of(place, files, read_training(place.home, last_only=True))
         paths = [*(file.path for file in files), place.home / METRICS, place.home / STATE]
         found = [path.stat() for path in paths if path.exists()]
         seen = place, state, [(each.st_mtime_ns, each.st_size) for each in found]
         if seen == self._seen:
             return
-        report, _ = build_report(self._options, quiet=True, live=True)
+        report, _ = build_report(self._options, live=True)
         status = f"{state}, {time.strftime('%H:%M:%S')}"
         self._text = page(report, live_s=self._interval, status=status)
         self._seen = seen

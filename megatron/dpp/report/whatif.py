@@ -8,18 +8,19 @@ decisions. The time after the last task (gradient reduction, optimizer) is taken
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.report.analysis import work
-from megatron.dpp.report.analysis.report_data import Prediction
+from megatron.dpp.report.analysis.places import JobShape
 from megatron.dpp.report.analysis.sentences import EVEN_LAYERS
 from megatron.dpp.report.analysis.stragglers import Culprit
-from megatron.dpp.report.analysis.work import Cell, JobShape
-from megatron.dpp.report.recorded import SECOND, Recorded
-from megatron.dpp.schedule import Kind
+from megatron.dpp.report.analysis.summary import Prediction
+from megatron.dpp.report.analysis.work import UNDISTURBED, Cell
+from megatron.dpp.report.recorded import SECOND, Recorded, Times
 from megatron.dpp.sim.schedules import ScheduleConfig
 
 _MOST_ITERATIONS = 5
@@ -27,82 +28,74 @@ _UNSTEADY = ("jitter", "transient")
 _STRIDE = 7919
 """Step through undisturbed times; a prime, so that it reaches all of them."""
 
-
 Change = Callable[[Recorded], Recorded]
 
 
-def _tables(change: Callable[[Recorded, int, int, list[float]], list[float]]) -> Change:
-    """A change of task times: ``change(run, kind, stage, row)`` gives a stage's new times."""
+def _retimed(edit: Callable[[Times, Recorded], None]) -> Change:
+    """A change of task times, which ``edit`` makes in place."""
 
-    def apply(run: Recorded) -> Recorded:
-        tables = [
-            [change(run, kind, stage, row) for stage, row in enumerate(table)]
-            for kind, table in enumerate(run.tasks)
-        ]
-        first, second, third = tables
-        return dataclasses.replace(run, tasks=(first, second, third))
+    def change(run: Recorded) -> Recorded:
+        tasks = run.tasks.copy()
+        edit(tasks, run)
+        return replace(run, tasks=tasks)
 
-    return apply
+    return change
+
+
+def _ratio(wanted: Times, present: Times) -> Times:
+    """``wanted / present``, 1 where there is nothing present."""
+    return np.divide(wanted, present, out=np.ones_like(present), where=present > 0)
 
 
 def without_rank(place: int, num_ranks: int, factor: float) -> Change:
     """Makes the rank at ``place`` of the pipeline ``factor`` times faster."""
-    return _tables(
-        lambda _, kind, stage, row: [t / factor for t in row] if stage % num_ranks == place else row
-    )
+
+    def edit(tasks: Times, _: Recorded) -> None:
+        tasks[:, place::num_ranks] /= factor
+
+    return _retimed(edit)
 
 
 def without_heavy_stage(heavy: int) -> Change:
     """Makes stage ``heavy`` as fast as the typical other stage."""
 
-    def change(run: Recorded, kind: int, stage: int, row: list[float]) -> list[float]:
-        others = [statistics.median(r) for s, r in enumerate(run.tasks[kind]) if s != heavy]
-        typical, own = statistics.median(others), statistics.median(row)
-        return [t * typical / own for t in row] if stage == heavy and own else row
+    def edit(tasks: Times, _: Recorded) -> None:
+        stages = np.median(tasks, axis=2)
+        typical = np.median(np.delete(stages, heavy, axis=1), axis=1)
+        tasks[:, heavy] *= _ratio(typical, stages[:, heavy])[:, None]
 
-    return _tables(change)
+    return _retimed(edit)
 
 
 def without_link(places: tuple[int, int]) -> Change:
     """Makes messages between two ranks of the pipeline as fast as on the typical other hop."""
 
-    def apply(run: Recorded) -> Recorded:
-        p = run.shape.num_ranks
-        mine = {s for s in range(len(run.hops)) if {s % p, (s + 1) % p} == set(places)}
-        others = [hop for s, hop in enumerate(run.hops) if s not in mine]
-        typical = statistics.median(others) if others else 0.0
-        even = [typical] * run.shape.num_microbatches
-        return dataclasses.replace(
-            run,
-            hops=[typical if s in mine else hop for s, hop in enumerate(run.hops)],
-            delays=[(even, even) if s in mine else own for s, own in enumerate(run.delays)],
-        )
+    def change(run: Recorded) -> Recorded:
+        p, hops, delays = run.shape.num_ranks, run.hops.copy(), run.delays.copy()
+        slow = [{s % p, (s + 1) % p} == {*places} for s in range(len(hops))]
+        others = np.delete(hops, slow)
+        hops[slow] = delays[slow] = np.median(others) if others.size else 0.0
+        return replace(run, hops=hops, delays=delays)
 
-    return apply
-
-
-def _undisturbed(times: Sequence[float]) -> list[float]:
-    """The undisturbed ones of some tasks' times, sorted: those no further above the undisturbed
-    time than the fastest is below it.
-    """
-    ordered = sorted(times)
-    middle = ordered[int(len(ordered) * work.UNDISTURBED)]
-    return [time for time in ordered if time <= 2 * middle - ordered[0]]
+    return change
 
 
 def without_jitter(runs: Sequence[Recorded], places: Collection[int]) -> Change:
     """Gives disturbed tasks of the ranks at ``places`` undisturbed times of their kind and stage,
-    over all ``runs``. Some spread is in every run.
+    over all ``runs``: those no further above the undisturbed time than the fastest is below it.
     """
     num_ranks = runs[0].shape.num_ranks
 
-    def change(_: Recorded, kind: int, stage: int, row: list[float]) -> list[float]:
-        if stage % num_ranks not in places:
-            return row
-        calm = _undisturbed([t for run in runs for t in run.tasks[kind][stage]])
-        return [t if t <= calm[-1] else calm[_STRIDE * i % len(calm)] for i, t in enumerate(row)]
+    def edit(tasks: Times, _: Recorded) -> None:
+        for kind, stage in itertools.product(*map(range, tasks.shape[:2])):
+            if stage % num_ranks in places:
+                seen = np.sort([run.tasks[kind, stage] for run in runs], axis=None)
+                calm = seen[seen <= 2 * seen[int(len(seen) * UNDISTURBED)] - seen[0]]
+                row = tasks[kind, stage]
+                drawn = calm[_STRIDE * np.arange(len(row)) % len(calm)]
+                tasks[kind, stage] = np.where(row <= calm[-1], row, drawn)
 
-    return _tables(change)
+    return _retimed(edit)
 
 
 def without_imbalance(ranks: Sequence[int], lost: Mapping[Cell, float]) -> Change:
@@ -110,13 +103,14 @@ def without_imbalance(ranks: Sequence[int], lost: Mapping[Cell, float]) -> Chang
     saves in a forward, by (rank, chunk); B and W save as much each, in one task or in two.
     """
 
-    def change(run: Recorded, kind: int, stage: int, row: list[float]) -> list[float]:
-        chunk, place = divmod(stage, len(ranks))
-        fused = kind == Kind.B and not run.split
-        saved = lost.get((ranks[place], chunk), 0.0) * (2 if fused else 1) / SECOND
-        return [max(time - saved, 0.0) for time in row]
+    def edit(tasks: Times, run: Recorded) -> None:
+        chunks = range(run.shape.num_chunks)
+        saved = np.array([lost.get((rank, chunk), 0.0) for chunk in chunks for rank in ranks])
+        passes = np.array([1, 1 if run.split else 2, 1])
+        tasks -= passes[:, None, None] * saved[None, :, None] / SECOND
+        np.maximum(tasks, 0.0, out=tasks)
 
-    return _tables(change)
+    return _retimed(edit)
 
 
 def balanced(slowness: Sequence[float]) -> Change:
@@ -125,14 +119,12 @@ def balanced(slowness: Sequence[float]) -> Change:
     ``slowness`` is the factor by which the rank at each place is slower than the others; it stays.
     """
 
-    places = len(slowness)
+    def edit(tasks: Times, run: Recorded) -> None:
+        means = tasks.mean(axis=2) / np.tile(slowness, run.shape.num_chunks)
+        even = np.broadcast_to(means.mean(axis=1, keepdims=True), means.shape)
+        tasks *= _ratio(even, means)[:, :, None]
 
-    def change(run: Recorded, kind: int, stage: int, row: list[float]) -> list[float]:
-        means = [statistics.fmean(r) / slowness[s % places] for s, r in enumerate(run.tasks[kind])]
-        even, own = statistics.fmean(means), means[stage]
-        return [t * even / own for t in row] if own else row
-
-    return _tables(change)
+    return _retimed(edit)
 
 
 def schedule_of(run: Recorded) -> ScheduleConfig:
@@ -166,56 +158,50 @@ class WhatIf:
         Raises:
             ConfigError: the schedule is impossible for this shape.
         """
-        other = sum(config.run(run.shape, run.costs()).makespan for run in self.runs)
-        return other / sum(self._base)
-
-    def in_recorded_order(self, name: str, change: Change) -> Prediction:
-        """Iteration time with a change of the costs, and every rank's tasks in the order in which
-        they ran.
-        """
-        return self._outcome(name, lambda run: change(run).replayed())
+        return sum(config.run(run.shape, run.costs()).makespan for run in self.runs) / sum(
+            self._base
+        )
 
     def predict(
-        self, name: str, change: Change | None = None, config: ScheduleConfig | None = None
+        self,
+        name: str,
+        change: Change = lambda run: run,
+        config: ScheduleConfig | None = None,
+        *,
+        in_recorded_order: bool = False,
     ) -> Prediction:
-        """Iteration time with a change of the costs, of the schedule, or of both.
+        """Iteration time with a change of the costs, of the schedule, or of both; or with every
+        rank's tasks in the order in which they ran.
 
         Raises:
             ConfigError: the schedule is impossible for this shape (its cap is too small).
         """
-
-        def makespan(run: Recorded) -> float:
-            changed = change(run) if change else run
-            return (config or self.config).run(changed.shape, changed.costs()).makespan
-
-        return self._outcome(name, makespan)
-
-    def _outcome(self, name: str, makespan: Callable[[Recorded], float]) -> Prediction:
-        """``makespan``: of a run's pipeline with the change, as simulated."""
-        now = then = 0.0
+        schedule, now, then = config or self.config, 0.0, 0.0
         for run, base in zip(self.runs, self._base, strict=True):
+            changed = change(run)
+            makespan = (
+                changed.replayed()
+                if in_recorded_order
+                else schedule.run(changed.shape, changed.costs()).makespan
+            )
             now += run.window + run.tail
-            then += run.window * makespan(run) / base + run.tail
+            then += run.window * makespan / base + run.tail
         return Prediction(name, now / len(self.runs) * 1e3, then / len(self.runs) * 1e3)
 
 
 def removal(culprit: Culprit, runs: Sequence[Recorded], ranks: Sequence[int]) -> Change | None:
     """The change that removes a culprit; None if it is not in the pipeline of ``ranks``."""
-    places = {rank: place for place, rank in enumerate(ranks)}
-    if culprit.link is not None:
-        if not set(culprit.link) <= places.keys():
-            return None
-        return without_link((places[culprit.link[0]], places[culprit.link[1]]))
-    if culprit.rank is None:
-        return without_jitter(runs, range(len(ranks)))
-    if culprit.rank not in places:
+    where = culprit.link or [rank for rank in (culprit.rank,) if rank is not None]
+    if not {*where} <= {*ranks}:
         return None
-    place = places[culprit.rank]
+    places = [ranks.index(rank) for rank in where]
+    if culprit.link is not None:
+        return without_link((places[0], places[1]))
     if culprit.kind == "slow-rank":
-        return without_rank(place, len(ranks), culprit.factor)
+        return without_rank(places[0], len(ranks), culprit.factor)
     if culprit.chunk is not None:
-        return without_heavy_stage(culprit.chunk * len(ranks) + place)
-    return without_jitter(runs, [place])
+        return without_heavy_stage(culprit.chunk * len(ranks) + places[0])
+    return without_jitter(runs, places or range(len(ranks)))
 
 
 def effects(
@@ -228,76 +214,57 @@ def effects(
     changes = [removal(culprit, what_if.runs, ranks) for culprit in culprits]
     order = sorted(range(len(culprits)), key=lambda index: culprits[index].kind not in _UNSTEADY)
 
-    def without(left: Collection[int]) -> Change:
+    def without_all_but(left: int | None) -> Prediction:
         def apply(run: Recorded) -> Recorded:
             for index in order:
                 change = changes[index]
-                if change is not None and index not in left:
+                if change is not None and index != left:
                     run = change(run)
             return run
 
-        return apply
+        return what_if.predict("", apply)
 
-    all_gone = what_if.predict("", without(())).then_ms
+    gone = without_all_but(None).then_ms
     found: list[float | None] = []
     for index, change in enumerate(changes):
         if change is None:
             found.append(None)
             continue
-        alone = what_if.predict("", change).gain
-        last = what_if.predict("", without({index}))
-        found.append(max(alone, (last.then_ms - all_gone) / last.now_ms if last.now_ms else 0.0))
+        alone, last = what_if.predict("", change).gain, without_all_but(index)
+        found.append(max(alone, (last.then_ms - gone) / last.now_ms if last.now_ms else 0.0))
     return found
 
 
 def opposite(run: Recorded, config: ScheduleConfig) -> ScheduleConfig:
     """Megatron's static order for a run of the dynamic schedule, and the other way round."""
     policy = "megatron" if run.dynamic else "dynamic"
-    return dataclasses.replace(
-        config, policy=policy, cap="auto", split_backward=run.split and not run.dynamic
-    )
-
-
-def other_schedules(
-    run: Recorded, config: ScheduleConfig, slowness: Sequence[float]
-) -> list[tuple[str, Change | None, ScheduleConfig]]:
-    """Other policies and caps, split or fused, and even layers."""
-    split = run.split
-
-    def like(policy: str, *, split: bool, cap: str = "auto") -> ScheduleConfig:
-        """Another schedule, with as many pieces of W."""
-        return dataclasses.replace(config, policy=policy, cap=cap, split_backward=split)
-
-    configs = [
-        ("dynamic schedule", like("dynamic", split=split)),
-        ("Megatron's static order", like("megatron", split=False)),
-        ("dynamic, fused backward", like("dynamic", split=False)),
-        *(
-            (f"dynamic, cap {cap}", like("dynamic", cap=cap, split=split))
-            for cap in ("strict", "1.5p", "2p")
-        ),
-    ]
-    changes: list[tuple[str, Change | None, ScheduleConfig]] = [
-        (name, None, other) for name, other in configs if other != config
-    ]
-    changes.append((EVEN_LAYERS, balanced(slowness), config))
-    return changes
+    split = run.split and not run.dynamic
+    return replace(config, policy=policy, cap="auto", split_backward=split)
 
 
 def predict_all(what_if: WhatIf, culprits: Sequence[Culprit], shape: JobShape) -> list[Prediction]:
-    """Predictions for the removal of every culprit and for every other schedule that is
-    possible."""
+    """Predictions for the removal of every culprit, for every other schedule that is possible
+    (policies, caps, fused or split backward), and for even layers.
+    """
     predictions, ranks = [], shape.pipelines()[0]
     for culprit in culprits:
         change = removal(culprit, what_if.runs, ranks)
         if change is not None:
             name = f"without {culprit.kind} ({culprit.where(shape)})"
             predictions.append(what_if.predict(name, change))
+    split = what_if.runs[-1].split
+    for name, policy, cap, wanted in (
+        ("dynamic schedule", "dynamic", "auto", split),
+        ("Megatron's static order", "megatron", "auto", False),
+        ("dynamic, fused backward", "dynamic", "auto", False),
+        *((f"dynamic, cap {cap}", "dynamic", cap, split) for cap in ("strict", "1.5p", "2p")),
+    ):
+        config = replace(what_if.config, policy=policy, cap=cap, split_backward=wanted)
+        if config != what_if.config:
+            try:
+                predictions.append(what_if.predict(name, config=config))
+            except ConfigError:
+                continue
     slow = {culprit.rank: culprit.factor for culprit in culprits if culprit.kind == "slow-rank"}
-    slowness = [slow.get(rank, 1.0) for rank in ranks]
-    for name, change, other in other_schedules(what_if.runs[-1], what_if.config, slowness):
-        try:
-            predictions.append(what_if.predict(name, change, other))
-        except ConfigError:
-            continue
-    return predictions
+    change = balanced([slow.get(rank, 1.0) for rank in ranks])
+    return [*predictions, what_if.predict(EVEN_LAYERS, change)]

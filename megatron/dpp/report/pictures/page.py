@@ -8,9 +8,16 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from megatron.dpp.report.analysis.formats import duration, number, percent, time_left
-from megatron.dpp.report.analysis.report_data import Pipeline, Report
-from megatron.dpp.report.analysis.sentences import HOW_TO_TRACE, NOT_OF_SLICES
+from megatron.dpp.report.analysis.sentences import (
+    HOW_TO_TRACE,
+    NOT_OF_SLICES,
+    duration,
+    number,
+    percent,
+    time_left,
+)
+from megatron.dpp.report.analysis.summary import Pipeline
+from megatron.dpp.report.building import Report
 from megatron.dpp.report.pictures.picture import Picture
 from megatron.dpp.report.pictures.plots import plot_loss, plot_time
 from megatron.dpp.report.pictures.style import style_sheet
@@ -27,9 +34,15 @@ def page(report: Report, *, live_s: float = 0.0, status: str = "") -> str:
         status: of a live page, in its corner.
     """
     found = report.pipeline
-    parts = [_head(report), _words(report), _figure(plot_loss(report)), _comparison(report)]
-    parts += [_timeline(report)] if found else [_section("Timeline", f"<p>{HOW_TO_TRACE}</p>")]
-    parts += [_figure(plot_time(report)), _what_if(found) if found else "", _facts(report)]
+    beside = [report.baseline] if report.baseline else []
+    loss = plot_loss([report.training, *(other.training for other in beside)])
+    parts = [_head(report), _words(report), _figure(loss), _comparison(report)]
+    if found:
+        times = plot_time(found, next((other.pipeline for other in beside), None))
+        parts += [_timeline(report), _figure(times), _what_if(found)]
+    else:
+        parts.append(_section("Timeline", f"<p>{HOW_TO_TRACE}</p>"))
+    parts.append(_facts(report))
     title = f"{report.training.home.name}: report"
     return fill(title, "\n".join(filter(None, parts)), live_s, status)
 
@@ -51,14 +64,11 @@ def _section(title: str, *contents: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{''.join(contents)}</section>"
 
 
-def _figure(picture: Picture | None, svg: str = "") -> str:
+def _figure(picture: Picture | None) -> str:
     if picture is None:
         return ""
     note = f'<div class="dim small">{escape(picture.note)}</div>' if picture.note else ""
-    inner = svg or picture.inline()
-    return (
-        f'<section><h2>{escape(picture.title)}</h2>{note}<div class="wide">{inner}</div></section>'
-    )
+    return _section(picture.title, f'{note}<div class="wide">{picture.inline()}</div>')
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

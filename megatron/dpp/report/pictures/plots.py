@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from megatron.dpp.report.analysis.formats import duration, number, percent
 from megatron.dpp.report.analysis.model import Iteration, RankIteration
-from megatron.dpp.report.analysis.places import slice_names
-from megatron.dpp.report.analysis.report_data import Pipeline, RankRow, Report
-from megatron.dpp.report.analysis.work import JobShape
+from megatron.dpp.report.analysis.places import JobShape, slice_names
+from megatron.dpp.report.analysis.sentences import duration, number, percent
+from megatron.dpp.report.analysis.summary import Pipeline, RankRow
 from megatron.dpp.report.pictures.picture import Picture, Slice, nice_step, text_width
 from megatron.dpp.report.pictures.style import in_order, label_of
+from megatron.dpp.report.run_files import Training
 
 MOST_ROWS = 32
 """Ranks that a picture shows."""
@@ -21,17 +21,14 @@ _HEIGHT = 260.0
 Points = Sequence[tuple[float, float]]
 
 
-def plot_loss(report: Report) -> Picture | None:
+def plot_loss(runs: Sequence[Training]) -> Picture | None:
     """Loss of the training steps and of evaluations, of a run and its baseline; None without."""
     curves: list[tuple[str, Points, str, bool]] = []
-    for name, run in (("this", report), ("other", report.baseline)):
-        if run is not None:
-            training = run.training
-            label = f"{training.home.name}, " if report.baseline else ""
-            points = list(zip(*training.series("loss"), strict=True))
-            curves += [(f"{label}training", points, name, True)]
-            dots = "good" if name == "this" else "bad"
-            curves += [(f"{label}validation", training.evaluations, dots, False)]
+    for run, (line, dots) in zip(runs, (("this", "good"), ("other", "bad")), strict=False):
+        label = f"{run.home.name}, " if len(runs) > 1 else ""
+        points = list(zip(*run.series("loss"), strict=True))
+        curves += [(f"{label}training", points, line, True)]
+        curves += [(f"{label}validation", run.evaluations, dots, False)]
     curves = [curve for curve in curves if curve[1]]
     if not curves:
         return None
@@ -124,7 +121,9 @@ def plot_timeline(iteration: Iteration, shape: JobShape, schedule: str) -> Pictu
         for one in _slices(iteration.ranks[rank], row, iteration.start)
     ]
     picture.legend(in_order({one.kind for one in slices}))
-    picture.timeline([shape.label_of(rank) for rank in order], slices, length, "ms")
+    picture.timeline(
+        [f"stage {shape.pipeline[rank]}, rank {rank}" for rank in order], slices, length, "ms"
+    )
     return picture
 
 
@@ -163,11 +162,8 @@ def mean_parts(pipeline: Pipeline) -> dict[str, float]:
     return {name: sum(parts.get(name, 0.0) for parts in each) / len(each) for name in names}
 
 
-def plot_time(report: Report) -> Picture | None:
+def plot_time(found: Pipeline, other: Pipeline | None) -> Picture:
     """Draws the parts of an iteration's time: the mean rank's, the baseline's, each rank's."""
-    found = report.pipeline
-    if found is None:
-        return None
     idlest = max(found.ranks, key=lambda row: row.bubble)
     picture = Picture(
         f"The ranks idle {percent(found.totals.bubble)} of the pipeline's time; {idlest.name} "
@@ -175,7 +171,6 @@ def plot_time(report: Report) -> Picture | None:
         note="mean time per iteration",
     )
     rows = [(f"{found.name}, mean", mean_parts(found), percent(found.totals.bubble))]
-    other = report.baseline.pipeline if report.baseline else None
     if other is not None:
         rows.append((f"baseline, {other.name}", mean_parts(other), percent(other.totals.bubble)))
     rows += [(row.name, _parts(row), percent(row.bubble)) for row in found.ranks[:MOST_ROWS]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.dpp.report.analysis.formats import percent
+from megatron.dpp.report.analysis.sentences import percent
 from megatron.dpp.report.pictures.picture import Picture, Slice
 from megatron.dpp.report.pictures.style import in_order
 from megatron.dpp.sim.result import Result
