@@ -22,6 +22,7 @@ from megatron.dpp.report.analysis.sentences import (
     training_sentences,
 )
 from megatron.dpp.report.analysis.summary import Analysis, OtherOrder, Pipeline, analyse, summary
+from megatron.dpp.report.pictures.picture import Picture
 from megatron.dpp.report.pictures.plots import plot_timeline
 from megatron.dpp.report.reader import TraceFile, open_run
 from megatron.dpp.report.recorded import Recorded, recorded_runs
@@ -72,7 +73,7 @@ class Report:
         baseline: the other run, without a baseline of its own.
         difference: of the two runs' metrics.
         sentences: the findings in words, most important first.
-        timeline: one iteration as a picture, HTML.
+        timeline: one iteration.
     """
 
     training: Training
@@ -80,7 +81,7 @@ class Report:
     baseline: Report | None = None
     difference: Difference | None = None
     sentences: list[str] = field(default_factory=list)
-    timeline: str = ""
+    timeline: Picture | None = None
 
     def numbers(self) -> dict[str, Any]:
         """As JSON, without series and timeline."""
@@ -151,13 +152,12 @@ def _other_order(what_if: WhatIf, found: Pipeline) -> OtherOrder | None:
     return OtherOrder(name, 1.0 - (1.0 - found.totals.bubble) / stretched, stretched)
 
 
-def _timeline(analysis: Analysis, number: int, schedule: str) -> str:
-    """One iteration as a picture, with its heading."""
+def _timeline(analysis: Analysis, number: int, schedule: str) -> Picture:
+    """One iteration as a picture."""
     found = next(read_iterations(analysis.files, analysis.alignment, {number}), None)
     if found is None:
         raise ConfigError(f"--iteration {number}: not recorded by every rank")
-    picture = plot_timeline(found, analysis.shape, schedule)
-    return f'<h2>{picture.title}</h2><div class="wide">{picture.inline()}</div>'
+    return plot_timeline(found, analysis.shape, schedule)
 
 
 def names_of(options: argparse.Namespace) -> list[str]:

@@ -48,9 +48,18 @@ LABELS = {
     "tail": "after the pipeline",
     **{cause.value: cause.label for cause in IdleCause},
 }
-"""Class of a slice or bar -> its label in a legend."""
+"""Class of a bar -> its label in a legend."""
 
 FONT = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
+
+
+_LETTER = 0.6
+"""Width of a character, in font sizes: of a wide font, so that a label is left out, not cut."""
+
+
+def text_width(text: str, size: float = 12.0) -> float:
+    """Width of a text, estimated."""
+    return len(text) * size * _LETTER
 
 
 def colour(name: str, theme: str = "light") -> str:
