@@ -15,21 +15,27 @@ from megatron.dpp.errors import DataError
 from megatron.dpp.report.analysis.model import (
     Arrival,
     Iteration,
+    JobShape,
     MessageId,
     RankIteration,
     Send,
     TaskRun,
     Wait,
 )
-from megatron.dpp.report.analysis.places import JobShape
 from megatron.dpp.report.analysis.sentences import EVEN_LAYERS, sentences, straggler_text
 from megatron.dpp.report.analysis.stragglers import Culprit
 from megatron.dpp.report.analysis.summary import Prediction, summary
 from megatron.dpp.report.analysis.times import painted
 from megatron.dpp.report.analysis.work import LinkSamples, link_samples
 from megatron.dpp.report.reader import read_events
-from megatron.dpp.report.recorded import cost_file, recorded_runs
-from megatron.dpp.report.whatif import WhatIf, predict_all, removal, schedule_of
+from megatron.dpp.report.whatif import (
+    WhatIf,
+    cost_file,
+    predict_all,
+    recorded_runs,
+    removal,
+    schedule_of,
+)
 from megatron.dpp.sim.measured import load_costs
 from tests.report.injected import CAUSES, analysed, culprit_of, inject
 from tests.report.synthetic import Run
@@ -208,7 +214,7 @@ def test_a_run_that_kept_megatrons_order_is_simulated_with_it(tmp_path):
 
 
 def test_replicas_tell_a_heavy_stage_from_a_slow_rank():
-    from megatron.dpp.report.analysis.places import JobShape
+    from megatron.dpp.report.analysis.model import JobShape
     from megatron.dpp.report.analysis.stragglers import StragglerSearch
     from megatron.dpp.report.analysis.work import Work
 
@@ -256,10 +262,10 @@ def test_of_layers_that_cover_each_other_the_last_counts(layers):
 
 def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
     """A busy receiver sees a message when its task ends, which bounds the delay from above only."""
-    from megatron.dpp.report.analysis.places import JobShape
+    from megatron.dpp.report.analysis.model import JobShape
     from megatron.dpp.report.analysis.stragglers import StragglerSearch
     from megatron.dpp.report.analysis.work import Work
-    from megatron.dpp.report.recorded import hop_delay
+    from megatron.dpp.report.whatif import hop_delay
 
     busy = LinkSamples(any=[11_000_000, 12_000_000, 9_000_000])
     quick = LinkSamples(any=[200_000] * 3, clean=[200_000] * 3)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron.dpp.report.analysis.places import JobShape
+from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.stragglers import Culprit, StragglerSearch
 from megatron.dpp.report.analysis.work import LinkSamples, Work
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.report.analysis.sentences import duration
-from megatron.dpp.report.pictures.style import COLOURS
+from megatron.dpp.report.pictures.picture import COLOURS
 from tests.report.injected import inject
 from tests.report.synthetic import Run, write
 

@@ -12,8 +12,8 @@ import pytest
 from megatron.dpp.report import whatif
 from megatron.dpp.report.analysis.summary import Prediction
 from megatron.dpp.report.analysis.work import UNDISTURBED
-from megatron.dpp.report.recorded import Recorded
 from megatron.dpp.report.whatif import (
+    Recorded,
     WhatIf,
     effects,
     without_imbalance,

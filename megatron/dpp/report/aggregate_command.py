@@ -24,7 +24,7 @@ from typing import Any, TextIO
 from megatron.dpp.command_line import command, new_parser, progress_bar
 from megatron.dpp.files.safe_files import open_to_write
 from megatron.dpp.report.align import Alignment, align, message_key
-from megatron.dpp.report.analysis.places import JobShape, slice_names
+from megatron.dpp.report.analysis.model import JobShape, slice_names
 from megatron.dpp.report.reader import Event, TraceFile, open_run, read_events
 from megatron.dpp.report.run_files import find_run
 from megatron.dpp.schedule import groups_of

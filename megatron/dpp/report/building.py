@@ -25,9 +25,16 @@ from megatron.dpp.report.analysis.summary import Analysis, OtherOrder, Pipeline,
 from megatron.dpp.report.pictures.picture import Picture
 from megatron.dpp.report.pictures.plots import plot_timeline
 from megatron.dpp.report.reader import TraceFile, open_run
-from megatron.dpp.report.recorded import Recorded, recorded_runs
 from megatron.dpp.report.run_files import RunPlace, Training, find_run, read_state, read_training
-from megatron.dpp.report.whatif import WhatIf, effects, opposite, predict_all, without_imbalance
+from megatron.dpp.report.whatif import (
+    Recorded,
+    WhatIf,
+    effects,
+    opposite,
+    predict_all,
+    recorded_runs,
+    without_imbalance,
+)
 
 
 @dataclass(frozen=True)

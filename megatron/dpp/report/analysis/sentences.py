@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.dpp.config import GRAPHS_PAY_FROM
-from megatron.dpp.report.analysis.places import JobShape
+from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.stragglers import Culprit
 from megatron.dpp.report.analysis.summary import Pipeline, Totals
 from megatron.dpp.report.run_files import Training

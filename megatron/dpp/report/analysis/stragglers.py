@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron.dpp.report.analysis.places import JobShape
+from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.work import Cell, Link, Links, Work, merge_links
 
 _SLOW = 1.15

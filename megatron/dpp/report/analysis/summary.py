@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from megatron.dpp.errors import DataError
 from megatron.dpp.report.align import Alignment
 from megatron.dpp.report.analysis.experts import LayerRow, Loads, add_loads, layer_rows
-from megatron.dpp.report.analysis.model import Iteration, read_iterations
-from megatron.dpp.report.analysis.places import JobShape
+from megatron.dpp.report.analysis.model import Iteration, JobShape, read_iterations
 from megatron.dpp.report.analysis.stragglers import Culprit, StragglerSearch
 from megatron.dpp.report.analysis.times import IterationTimes, RankTimes, iteration_times
 from megatron.dpp.report.analysis.work import Links, Work, link_samples, work_of

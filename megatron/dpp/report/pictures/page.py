@@ -18,9 +18,8 @@ from megatron.dpp.report.analysis.sentences import (
 )
 from megatron.dpp.report.analysis.summary import Pipeline
 from megatron.dpp.report.building import Report
-from megatron.dpp.report.pictures.picture import Picture
+from megatron.dpp.report.pictures.picture import Picture, style_sheet
 from megatron.dpp.report.pictures.plots import plot_loss, plot_time
-from megatron.dpp.report.pictures.style import style_sheet
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 

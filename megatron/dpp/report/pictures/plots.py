@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.dpp.report.analysis.model import Iteration, RankIteration
-from megatron.dpp.report.analysis.places import JobShape, slice_names
+from megatron.dpp.report.analysis.model import Iteration, JobShape, RankIteration, slice_names
 from megatron.dpp.report.analysis.sentences import duration, number, percent
 from megatron.dpp.report.analysis.summary import Pipeline, RankRow
-from megatron.dpp.report.pictures.picture import Bar, Picture, ticks
-from megatron.dpp.report.pictures.style import in_order, label_of, text_width
+from megatron.dpp.report.pictures.picture import Bar, Picture, in_order, label_of, text_width, ticks
 from megatron.dpp.report.run_files import Training
 
 _MOST_ROWS = 32

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron.dpp.report.analysis.sentences import percent
-from megatron.dpp.report.pictures.picture import Bar, Picture
-from megatron.dpp.report.pictures.style import in_order, label_of
+from megatron.dpp.report.pictures.picture import Bar, Picture, in_order, label_of
 from megatron.dpp.sim.result import Result
 
 
