@@ -21,7 +21,7 @@ from megatron.dpp.report.analysis.sentences import (
     straggler_text,
     training_sentences,
 )
-from megatron.dpp.report.analysis.summary import Analysis, OtherOrder, Pipeline, analyse, summary
+from megatron.dpp.report.analysis.summary import Analysis, Pipeline, analyse, summary
 from megatron.dpp.report.pictures.picture import Picture
 from megatron.dpp.report.pictures.plots import plot_timeline
 from megatron.dpp.report.reader import TraceFile, open_run
@@ -30,7 +30,6 @@ from megatron.dpp.report.whatif import (
     Recorded,
     WhatIf,
     effects,
-    opposite,
     predict_all,
     recorded_runs,
     without_imbalance,
@@ -136,7 +135,6 @@ def _predict(analysis: Analysis, runs: Sequence[Recorded], into: Pipeline) -> No
             predictions.append(what_if.predict(EVEN_EXPERTS, change, in_recorded_order=True))
         into.what_if = sorted(predictions, key=lambda row: -row.gain)
         into.fidelity = what_if.fidelity
-        into.other_order = _other_order(what_if, into)
         costs = effects(what_if, analysis.culprits, ranks)
     for culprit, effect in zip(analysis.culprits, costs, strict=True):
         name, text = culprit.where(shape), straggler_text(culprit, shape)
@@ -144,19 +142,6 @@ def _predict(analysis: Analysis, runs: Sequence[Recorded], into: Pipeline) -> No
         finding = replace(culprit, name=name, text=text, effect=effect)
         (into.without_effect if harmless else into.stragglers).append(finding)
     into.totals.stragglers = len(into.stragglers)
-
-
-def _other_order(what_if: WhatIf, found: Pipeline) -> OtherOrder | None:
-    """The run's tasks under the other schedule; None with one rank."""
-    run = what_if.runs[-1]
-    if run.shape.num_ranks < 2:
-        return None
-    try:
-        stretched = what_if.stretched(opposite(run, what_if.config))
-    except ConfigError:
-        return None
-    name = "static" if run.dynamic else "dynamic"
-    return OtherOrder(name, 1.0 - (1.0 - found.totals.bubble) / stretched, stretched)
 
 
 def _timeline(analysis: Analysis, number: int, schedule: str) -> Picture:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.report.analysis.model import JobShape
-from megatron.dpp.report.analysis.sentences import EVEN_LAYERS
+from megatron.dpp.report.analysis.sentences import DYNAMIC, EVEN_LAYERS, STATIC
 from megatron.dpp.report.analysis.stragglers import Culprit
 from megatron.dpp.report.analysis.summary import Analysis, Prediction
 from megatron.dpp.report.analysis.times import IterationTimes
@@ -321,16 +321,6 @@ class WhatIf:
         measured = sum(run.window for run in self.runs)
         return sum(self._base) / measured if measured else 0.0
 
-    def stretched(self, config: ScheduleConfig) -> float:
-        """Time of the pipeline under another schedule, over that of the recorded order.
-
-        Raises:
-            ConfigError: the schedule is impossible for this shape.
-        """
-        return sum(config.run(run.shape, run.costs()).makespan for run in self.runs) / sum(
-            self._base
-        )
-
     def predict(
         self,
         name: str,
@@ -404,13 +394,6 @@ def effects(
     return found
 
 
-def opposite(run: Recorded, config: ScheduleConfig) -> ScheduleConfig:
-    """Megatron's static order for a run of the dynamic schedule, and the other way round."""
-    policy = "megatron" if run.dynamic else "dynamic"
-    split = run.split and not run.dynamic
-    return replace(config, policy=policy, cap="auto", split_backward=split)
-
-
 def predict_all(what_if: WhatIf, culprits: Sequence[Culprit], shape: JobShape) -> list[Prediction]:
     """Predictions for the removal of every culprit, for every other schedule that is possible
     (policies, caps, fused or split backward), and for even layers.
@@ -423,8 +406,8 @@ def predict_all(what_if: WhatIf, culprits: Sequence[Culprit], shape: JobShape) -
             predictions.append(what_if.predict(name, change))
     split = what_if.runs[-1].split
     for name, policy, cap, wanted in (
-        ("dynamic schedule", "dynamic", "auto", split),
-        ("Megatron's static order", "megatron", "auto", False),
+        (DYNAMIC, "dynamic", "auto", split),
+        (STATIC, "megatron", "auto", False),
         ("dynamic, fused backward", "dynamic", "auto", False),
         *((f"dynamic, cap {cap}", "dynamic", cap, split) for cap in ("strict", "1.5p", "2p")),
     ):

@@ -17,8 +17,8 @@ HOW_TO_TRACE = (
     "ranks and the causes of idle time."
 )
 
-_EVEN = 0.01
-"""Change of the pipeline's time that a simulation does not tell from none."""
+DYNAMIC, STATIC = "dynamic schedule", "Megatron's static order"
+"""Names of the what-ifs with another schedule."""
 
 EVEN_LAYERS = "layers laid out evenly"
 """Name of the what-if that moves layers until every stage has the same work."""
@@ -146,16 +146,16 @@ def _time_lines(totals: Totals) -> list[str]:
 
 def _other_order_lines(found: Pipeline) -> list[str]:
     """The schedule that ran against the other one, with the same tasks."""
-    other = found.other_order
-    if other is None:
+    other = DYNAMIC if found.name == "static" else STATIC
+    gain = next((row.gain for row in found.what_if if row.name == other), None)
+    if gain is None:
         return []
-    name = {"static": "Megatron's static order", "dynamic": "the dynamic schedule"}[other.schedule]
-    change = other.stretched - 1
-    if abs(change) < _EVEN:
-        return [f"Replayed, {name} takes as long as what ran, within {_EVEN:.0%}."]
-    than = f"{percent(abs(change))} {'longer' if change > 0 else 'less'}"
-    verdict = "" if change > 0 else f" {found.name.capitalize()} loses here."
-    return [f"Replayed, {name} takes {than} than what ran for the same tasks.{verdict}"]
+    name = other if other == STATIC else f"the {other}"
+    if abs(gain) < LEAST:
+        return [f"Replayed, {name} takes as long as what ran, within {LEAST:.0%}."]
+    than = f"{percent(abs(gain))} {'less' if gain > 0 else 'more'} time per iteration"
+    verdict = f" {found.name.capitalize()} loses here." if gain > 0 else ""
+    return [f"Replayed, {name} takes {than} than what ran.{verdict}"]
 
 
 def _expert_lines(found: Pipeline) -> list[str]:

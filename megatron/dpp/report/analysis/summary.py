@@ -103,17 +103,6 @@ class Prediction:
         self.gain = 1.0 - self.then_ms / self.now_ms if self.now_ms else 0.0
 
 
-@dataclass(frozen=True)
-class OtherOrder:
-    """The same tasks under the other schedule, ``static`` or ``dynamic``: idle share of the
-    pipeline, and its time over the measured one.
-    """
-
-    schedule: str
-    bubble: float
-    stretched: float
-
-
 @dataclass
 class Pipeline:
     """Numbers of a run's traces; ``without_effect`` are culprits that cost next to nothing."""
@@ -127,7 +116,6 @@ class Pipeline:
     without_effect: list[Culprit] = field(default_factory=list)
     what_if: list[Prediction] = field(default_factory=list)
     fidelity: float = 0.0
-    other_order: OtherOrder | None = None
 
     @property
     def name(self) -> str:
