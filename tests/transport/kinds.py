@@ -37,7 +37,6 @@ from torch.distributed import FileStore, HashStore
 from megatron.dpp.transport import (
     ChannelSpec,
     Direction,
-    FakeNetwork,
     Transport,
     TransportOptions,
     meet,
@@ -46,6 +45,7 @@ from megatron.dpp.transport import (
 )
 from megatron.dpp.transport import open as opening
 from megatron.dpp.transport.kinds import AUTO, find
+from tests.fake_network import FakeNetwork
 
 GPU_KINDS = ("cuda_ipc", "staged")
 HAS_GPU = bool(glob.glob("/dev/nvidia[0-9]*"))

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron.dpp.errors import PeerDead, TransferTimeout
-from megatron.dpp.transport import ChannelSpec, Direction, FakeNetwork, VirtualClock, base
+from megatron.dpp.transport import ChannelSpec, Direction, base
 from megatron.dpp.transport.base import Transport
-from megatron.dpp.transport.fake import FakeTransport
+from tests.fake_network import FakeNetwork, FakeTransport, VirtualClock
 from tests.transport.kinds import PATIENCE
 
 FORWARD = ChannelSpec(0, 1, 0, Direction.FORWARD, 64, 2)

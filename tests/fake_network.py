@@ -2,7 +2,7 @@
 
 For tests of a transport's caller: all ranks of a pipeline live in this process, in threads of their
 own or stepped by one thread. A payload is copied as late as the contract of ``base.py`` allows, so
-a caller that overwrites a tensor after ``put`` sees wrong numbers. It is opened from Python only.
+a caller that overwrites a tensor after ``put`` sees wrong numbers.
 
     network = FakeNetwork(channels, seed=7, delay=0.01)
     transports = [network.transport(rank) for rank in range(4)]
