@@ -13,21 +13,18 @@ waits (``stepping=True``: when any one of them waits, for tests that run all ran
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
-from megatron.dpp.errors import (
-    PeerDead,
-    TransferTimeout,
-    TransportError,
-    TransportUnavailable,
-)
+from megatron.dpp.errors import PeerDead, TransferTimeout, TransportError, TransportUnavailable
 from megatron.dpp.transport.base import (
     Board,
     ChannelSpec,
@@ -44,6 +41,7 @@ channel, index of the message).
 """
 
 _BOARD_RING = 4096
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 class VirtualClock:
@@ -53,7 +51,6 @@ class VirtualClock:
         self._now = 0.0
 
     def now(self) -> float:
-        """Seconds since the clock was made."""
         return self._now
 
     def advance_to(self, moment: float) -> None:
@@ -85,16 +82,6 @@ class _Channel:
     stalled: bool = False
 
 
-@dataclass
-class _BoardState:
-    """The memory of one board. Guarded by the network's lock."""
-
-    ranks: tuple[int, ...]
-    counters: list[list[int]]
-    words: list[int]
-    read: list[int]
-
-
 class FakeNetwork:
     """All ranks' channels in one process.
 
@@ -109,28 +96,20 @@ class FakeNetwork:
     """
 
     def __init__(
-        self,
-        channels: Sequence[ChannelSpec],
-        *,
-        seed: int = 0,
-        delay: Delay = 0.0,
-        clock: VirtualClock | None = None,
-        stepping: bool = False,
-        ahead: bool = False,
-    ) -> None:
-        self._ahead = ahead
-        self._channels = [_Channel(spec) for spec in channels]
-        self._random = random.Random(seed)
-        self._delay = delay
-        self._clock = clock
-        self._stepping = stepping
-        self._changed = threading.Condition()
-        self._failures: dict[int, TransportError] = {}
-        self._boards: dict[tuple[int, ...], _BoardState] = {}
-        self._open: set[int] = set()
+        self, channels: Sequence[ChannelSpec], *, seed: int = 0, delay: Delay = 0.0,
+        clock: VirtualClock | None = None, stepping: bool = False, ahead: bool = False,
+    ) -> None:  # fmt: skip
+        self.ahead = ahead
+        self.channels = [_Channel(spec) for spec in channels]
+        self.changed = threading.Condition()
+        self.failures: dict[int, TransportError] = {}
+        self.version: dict[int, int] = {}
+        self.open: set[int] = set()
+        self.closed: set[int] = set()
+        self._random, self._delay = random.Random(seed), delay
+        self._clock, self._stepping = clock, stepping
+        self._boards: dict[tuple[int, ...], _Words] = {}
         self._sleepers: dict[int, tuple[float, int]] = {}
-        self._version: dict[int, int] = {}
-        self._closed: set[int] = set()
 
     def now(self) -> float:
         """Seconds, on the virtual or the monotonic clock."""
@@ -140,15 +119,13 @@ class FakeNetwork:
         self, rank: int, *, board_ranks: Sequence[int] | None = None, board_counters: int = 0
     ) -> FakeTransport:
         """The transport of one rank, with a board when ``board_ranks`` are given."""
-        with self._changed:
-            self._open.add(rank)
-            self._version.setdefault(rank, 0)
-            board = self._board(tuple(board_ranks), board_counters) if board_ranks else None
-        return FakeTransport(self, rank, self._channels, board)
-
-    def _board(self, ranks: tuple[int, ...], num_counters: int) -> _BoardState:
-        fresh = _BoardState(ranks, [[0] * num_counters for _ in ranks], [], [0] * len(ranks))
-        return self._boards.setdefault(ranks, fresh)
+        with self.changed:
+            self.open.add(rank)
+            self.version.setdefault(rank, 0)
+            words, ranks = None, tuple(board_ranks or ())
+            if ranks:
+                words = self._boards.setdefault(ranks, _Words(ranks, board_counters))
+        return FakeTransport(self, rank, words)
 
     # Faults on demand.
 
@@ -158,28 +135,26 @@ class FakeNetwork:
 
     def fail(self, error: TransportError) -> None:
         """Let every open transport raise ``error`` from now on."""
-        with self._changed:
-            for rank in self._open:
-                self._failures.setdefault(rank, error)
-            self._touch(*self._open)
+        with self.changed:
+            for rank in self.open:
+                self.failures.setdefault(rank, error)
+            self.touch(*self.open)
 
     def stall(self, spec: ChannelSpec, *, stalled: bool = True) -> None:
         """Hold back (or let go) what has not arrived yet on one channel."""
-        with self._changed:
-            self._find(spec).stalled = stalled
-            self._touch(spec.destination, spec.source)
-
-    def _find(self, spec: ChannelSpec) -> _Channel:
-        return next(channel for channel in self._channels if channel.spec == spec)
+        with self.changed:
+            next(channel for channel in self.channels if channel.spec == spec).stalled = stalled
+            self.touch(spec.destination, spec.source)
 
     # Called by the transports, with the lock held.
 
-    def _touch(self, *ranks: int) -> None:
+    def touch(self, *ranks: int) -> None:
+        """Let the ranks look again."""
         for rank in ranks:
-            self._version[rank] = self._version.get(rank, 0) + 1
-        self._changed.notify_all()
+            self.version[rank] = self.version.get(rank, 0) + 1
+        self.changed.notify_all()
 
-    def _launch(self, channel: _Channel) -> None:
+    def launch(self, channel: _Channel) -> None:
         """Start the copies that have credit."""
         while channel.waiting and (len(channel.flying) + len(channel.arrived) < channel.spec.depth):
             parcel = channel.waiting.popleft()
@@ -193,21 +168,17 @@ class FakeNetwork:
             channel.num_launched += 1
             channel.flying.append(parcel)
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
         """Move what is due from flying to arrived."""
         now = self.now()
-        for channel in self._channels:
+        for channel in self.channels:
             while channel.flying and not channel.stalled and channel.flying[0].arrives <= now:
                 parcel = channel.flying.popleft()
                 channel.arrived.append((parcel, parcel.source.clone()))
                 channel.num_arrived += 1
-                self._touch(channel.spec.destination, channel.spec.source)
+                self.touch(channel.spec.destination, channel.spec.source)
 
-    def _next_event(self) -> float:
-        flying = [c.flying[0].arrives for c in self._channels if c.flying and not c.stalled]
-        return min(flying, default=float("inf"))
-
-    def _wait(self, rank: int, seen: int, seconds: float) -> bool:
+    def wait(self, rank: int, seen: int, seconds: float) -> bool:
         """Sleep until the rank's version passes ``seen``, or ``seconds`` pass; True if something
         may have changed.
         """
@@ -215,8 +186,8 @@ class FakeNetwork:
         self._sleepers[rank] = (deadline, seen)
         try:
             while True:
-                self._deliver()
-                if self._version[rank] != seen or rank in self._failures:
+                self.deliver()
+                if self.version[rank] != seen or rank in self.failures:
                     return True
                 if self.now() >= deadline:
                     return False
@@ -224,171 +195,169 @@ class FakeNetwork:
         finally:
             del self._sleepers[rank]
 
-    def _all_idle(self) -> bool:
-        return all(self._version[rank] == seen for rank, (_, seen) in self._sleepers.items())
-
     def _pass_time(self, deadline: float) -> None:
-        event = self._next_event()
+        flying = [c.flying[0].arrives for c in self.channels if c.flying and not c.stalled]
+        event = min(flying, default=float("inf"))
+        idle = all(self.version[rank] == seen for rank, (_, seen) in self._sleepers.items())
         if self._clock is None:
-            self._changed.wait(max(0.0, min(event, deadline) - self.now()))
+            self.changed.wait(max(0.0, min(event, deadline) - self.now()))
         elif self._stepping:
             self._clock.advance_to(min(event, deadline))
-        elif len(self._sleepers) == len(self._open) and self._all_idle():
+        elif len(self._sleepers) == len(self.open) and idle:
             moment = min(event, *(until for until, _ in self._sleepers.values()))
             if moment <= self.now():  # another sleeper is due, and needs the lock
-                self._changed.wait(1.0)
+                self.changed.wait(1.0)
             self._clock.advance_to(moment)
-            self._changed.notify_all()
+            self.changed.notify_all()
         else:
-            self._changed.wait(1.0)
+            self.changed.wait(1.0)
+
+
+def _locked(call: _Call) -> _Call:
+    """A call of a transport or of its board: one at a time, and none after a failure."""
+
+    @functools.wraps(call)
+    def run(self: Any, *given: Any, **named: Any) -> Any:
+        transport = getattr(self, "transport", self)
+        with transport.network.changed:
+            transport.check()
+            return call(self, *given, **named)
+
+    return run  # type: ignore[return-value]
 
 
 class FakeTransport(Transport):
     """One rank of a :class:`FakeNetwork`."""
 
-    def __init__(
-        self, network: FakeNetwork, rank: int, channels: list[_Channel], board: _BoardState | None
-    ) -> None:
-        self.rank = rank
-        self._network = network
-        self._outgoing = [c for c in channels if c.spec.source == rank]
-        self._incoming = [c for c in channels if c.spec.destination == rank]
+    def __init__(self, network: FakeNetwork, rank: int, words: _Words | None) -> None:
+        self.rank, self.network, self._seen = rank, network, -1
+        self._outgoing = [c for c in network.channels if c.spec.source == rank]
+        self._incoming = [c for c in network.channels if c.spec.destination == rank]
         self.outgoing = [c.spec for c in self._outgoing]
         self.incoming = [c.spec for c in self._incoming]
-        self.board = None if board is None else _FakeBoard(self, board)
-        self._seen = -1
+        self.board = None if words is None else _FakeBoard(self, words)
 
-    def _check(self) -> None:
-        if self.rank in self._network._closed:
+    def check(self) -> None:
+        if self.rank in self.network.closed:
             raise TransportUnavailable(f"rank {self.rank}: the transport is closed")
-        if self.rank in self._network._failures:
-            raise self._network._failures[self.rank]
+        if self.rank in self.network.failures:
+            raise self.network.failures[self.rank]
 
+    @_locked
     def put(
         self, channel: int, tensor: torch.Tensor, *, iteration: int, microbatch: int,
         part: int = 0, num_parts: int = 1,
     ) -> None:  # fmt: skip
-        target = self._outgoing[channel]
+        target, labels = self._outgoing[channel], (iteration, microbatch, part, num_parts)
         check_payload(tensor, target.spec)
-        with self._network._changed:
-            self._check()
-            labels = (iteration, microbatch, part, num_parts)
-            target.waiting.append(_Parcel(tensor.detach(), labels, self._network.now()))
-            self._network._launch(target)
-            self._network._deliver()
-            self._network._touch(target.spec.destination)
+        target.waiting.append(_Parcel(tensor.detach(), labels, self.network.now()))
+        self.network.launch(target)
+        self.network.deliver()
+        self.network.touch(target.spec.destination)
 
+    @_locked
     def poll(self) -> Sequence[int]:
-        with self._network._changed:
-            self._check()
-            self._network._deliver()
-            self._seen = self._network._version[self.rank]
-            return [channel.num_arrived for channel in self._incoming]
+        self.network.deliver()
+        self._seen = self.network.version[self.rank]
+        return [channel.num_arrived for channel in self._incoming]
 
+    @_locked
     def coming(self) -> Sequence[int]:
-        with self._network._changed:
-            self._check()
-            if not self._network._ahead:
-                return ()
-            return [channel.num_arrived + len(channel.flying) for channel in self._incoming]
+        if not self.network.ahead:
+            return ()
+        return [channel.num_arrived + len(channel.flying) for channel in self._incoming]
 
+    @_locked
     def take(self, channel: int) -> Message:
         source = self._incoming[channel]
-        with self._network._changed:
-            self._check()
-            there = bool(source.arrived)
-            while not source.arrived and source.flying and self._network._ahead:
-                self._network._wait(self.rank, self._network._version[self.rank], 1.0)
-                self._check()
-            if not source.arrived:
-                raise IndexError(f"rank {self.rank}: nothing has arrived on {source.spec}")
-            parcel, tensor = source.arrived.popleft()
-            self._network._launch(source)
-            self._network._deliver()
-            self._network._touch(source.spec.source)
+        there = bool(source.arrived)
+        while not source.arrived and source.flying and self.network.ahead:
+            self.network.wait(self.rank, self.network.version[self.rank], 1.0)
+            self.check()
+        if not source.arrived:
+            raise IndexError(f"rank {self.rank}: nothing has arrived on {source.spec}")
+        parcel, tensor = source.arrived.popleft()
+        self.network.launch(source)
+        self.network.deliver()
+        self.network.touch(source.spec.source)
         sent_ns, arrived_ns = int(parcel.sent * 1e9), int(parcel.arrives * 1e9) if there else 0
         return Message(tensor, *parcel.labels, sent_ns, arrived_ns)
 
+    @_locked
     def wait(self, seconds: float) -> bool:
-        with self._network._changed:
-            self._check()
-            changed = self._network._wait(self.rank, self._seen, seconds)
-            self._check()
-            return changed
+        changed = self.network.wait(self.rank, self._seen, seconds)
+        self.check()
+        return changed
 
+    @_locked
     def pending(self) -> int:
-        with self._network._changed:
-            self._check()
-            self._network._deliver()
-            return sum(len(c.waiting) + len(c.flying) for c in self._outgoing)
+        self.network.deliver()
+        return sum(len(c.waiting) + len(c.flying) for c in self._outgoing)
 
     def pending_bytes(self) -> int:
-        with self._network._changed:
+        with self.network.changed:
             parcels = [p for c in self._outgoing for p in (*c.waiting, *c.flying)]
             return sum(parcel.source.nbytes for parcel in parcels)
 
     def now(self) -> float:
-        return self._network.now()
+        return self.network.now()
 
     def links(self) -> Sequence[LinkInfo]:
         peers = {s.destination for s in self.outgoing} | {s.source for s in self.incoming}
-        return [
-            LinkInfo(peer, "fake", "asked for: all ranks are in one process")
-            for peer in sorted(peers)
-        ]
+        reason = "asked for: all ranks are in one process"
+        return [LinkInfo(peer, "fake", reason) for peer in sorted(peers)]
 
     def departed(self, peer: int) -> bool:
-        return peer in self._network._closed
+        return peer in self.network.closed
 
     def close(self) -> None:
-        with self._network._changed:
-            self._network._open.discard(self.rank)
-            self._network._closed.add(self.rank)
-            self._network._changed.notify_all()
+        with self.network.changed:
+            self.network.open.discard(self.rank)
+            self.network.closed.add(self.rank)
+            self.network.changed.notify_all()
+
+
+class _Words:
+    """The memory of one board. Guarded by the network's lock."""
+
+    def __init__(self, ranks: tuple[int, ...], num_counters: int) -> None:
+        self.ranks, self.words, self.read = ranks, list[int](), [0] * len(ranks)
+        self.counters = [[0] * num_counters for _ in ranks]
 
 
 class _FakeBoard(Board):
     """A member's view of the block."""
 
-    def __init__(self, transport: FakeTransport, state: _BoardState) -> None:
-        self._transport = transport
-        self._network = transport._network
-        self._state = state
-        self.index = state.ranks.index(transport.rank)
-        self.size = len(state.ranks)
+    def __init__(self, transport: FakeTransport, state: _Words) -> None:
+        self.transport, self._state = transport, state
+        self.index, self.size = state.ranks.index(transport.rank), len(state.ranks)
 
+    @_locked
     def post(self, counters: Sequence[int]) -> None:
-        with self._network._changed:
-            self._transport._check()
-            self._state.counters[self.index] = list(counters)
-            self._network._touch(*self._state.ranks)
+        self._state.counters[self.index] = list(counters)
+        self.transport.network.touch(*self._state.ranks)
 
+    @_locked
     def common(self) -> Sequence[int]:
-        with self._network._changed:
-            self._transport._check()
-            return [min(column) for column in zip(*self._state.counters, strict=True)]
+        return [min(column) for column in zip(*self._state.counters, strict=True)]
 
+    @_locked
     def append(self, word: int) -> None:
         if not 0 <= word < 1 << 63:
             raise ValueError(f"board word {word} is outside 0..2**63-1")
-        with self._network._changed:
-            self._transport._check()
-            lag = len(self._state.words) - min(self._state.read[1:], default=len(self._state.words))
-            if lag >= _BOARD_RING:
-                raise TransferTimeout(
-                    f"rank {self._transport.rank}: a board reader lags {lag} words"
-                )
-            self._state.words.append(word)
-            self._network._touch(*self._state.ranks)
+        lag = len(self._state.words) - min(self._state.read[1:], default=len(self._state.words))
+        if lag >= _BOARD_RING:
+            raise TransferTimeout(f"rank {self.transport.rank}: a board reader lags {lag} words")
+        self._state.words.append(word)
+        self.transport.network.touch(*self._state.ranks)
 
+    @_locked
     def next(self) -> int | None:
-        with self._network._changed:
-            self._transport._check()
-            position = self._state.read[self.index]
-            if position == len(self._state.words):
-                return None
-            self._state.read[self.index] = position + 1
-            return self._state.words[position]
+        position = self._state.read[self.index]
+        if position == len(self._state.words):
+            return None
+        self._state.read[self.index] = position + 1
+        return self._state.words[position]
 
 
 register(TransportKind(name="fake"))

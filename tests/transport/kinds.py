@@ -34,6 +34,7 @@ import pytest
 import torch
 from torch.distributed import FileStore, HashStore
 
+from megatron.dpp.errors import TransportError
 from megatron.dpp.transport import (
     ChannelSpec,
     Direction,
@@ -241,6 +242,18 @@ def close_and_wait(leaves: Transport, stays: Transport) -> None:
         assert time.monotonic() < deadline
         stays.poll()
         stays.wait(0.1)
+
+
+def until_failure(transport: Transport) -> TransportError:
+    """The error that a waiting rank gets."""
+    deadline = time.monotonic() + PATIENCE
+    try:
+        while time.monotonic() < deadline:
+            transport.poll()
+            transport.wait(0.2)
+    except TransportError as error:
+        return error
+    raise AssertionError("no failure was noticed")
 
 
 def take_next(transport: Transport, channel: int, already: int) -> Any:

@@ -218,9 +218,12 @@ class NativeTransport(Transport):
     def departed(self, peer: int) -> bool:
         return bool(self._native.departed(peer))
 
-    def last_taken(self, channel: int) -> tuple[int, int] | None:
-        found: tuple[int, int] | None = self._native.last_taken(channel)
-        return found
+    def brought(self, channel: int) -> str:
+        if (last := self._native.last_taken(channel)) is None:
+            return ""
+        source = self.incoming[channel].source
+        kind = next(link.kind for link in self._links if link.peer == source)
+        return f" (over {kind} microbatch {last[1]} of iteration {last[0]} came last)"
 
     def silence(self, peer: int) -> float:
         return float(self._native.silence(peer))

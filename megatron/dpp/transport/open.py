@@ -206,7 +206,8 @@ class _Opening:
 
     def run(self, store: Store | None) -> NativeTransport:
         """Open the transport, or leave nothing behind."""
-        own, connections = None, {}
+        own: Facts | None = None
+        connections: dict[tuple[int, str], Connection] = {}
         if self._request.others:
             assert store is not None
             own, connections = self._meet(store)

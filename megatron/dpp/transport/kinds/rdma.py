@@ -215,7 +215,6 @@ class Joining:
             )
         return {peer: f"staged in the host's memory: {why}" for peer, why in found.items()}
 
-
     def fault(self, link: PeerLink) -> str:
         """The fault of a link, or "" without one."""
         return self.setup.failed.get(link.peer, "")
