@@ -21,7 +21,7 @@ from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Memory
 from megatron.dpp.transport.base import LinkInfo
-from megatron.dpp.transport.fake import FakeNetwork
+from tests.fake_network import FakeNetwork
 from tests.runtime.test_dynamic import call_of
 
 
