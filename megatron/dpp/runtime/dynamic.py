@@ -36,9 +36,9 @@ from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.runtime.race import FUSED, Race
 from megatron.dpp.runtime.session import Session, Sessions, check_chunks
 from megatron.dpp.runtime.slicing import Slicing
-from megatron.dpp.runtime.stage_group import geometry_of
+from megatron.dpp.runtime.stage_group import geometry_of, pipeline_of
 from megatron.dpp.runtime.static import StaticSchedule
-from megatron.dpp.runtime.topology import Topology, pipeline_of
+from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import HOLDS_ALL, Geometry
 from megatron.dpp.schedule.reference import num_warmup
 from megatron.dpp.transport.base import Transport
