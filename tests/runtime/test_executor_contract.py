@@ -24,7 +24,7 @@ from megatron.dpp.schedule import Cause, Geometry, Scheduler
 from megatron.dpp.schedule.scheduler import Stall
 from megatron.dpp.trace import NullRecorder
 from megatron.dpp.transport.base import Direction
-from megatron.dpp.transport.fake import Delay, FakeNetwork, FakeTransport, VirtualClock
+from tests.fake_network import Delay, FakeNetwork, FakeTransport, VirtualClock
 from tests.runtime.pipelines import Arithmetic
 
 

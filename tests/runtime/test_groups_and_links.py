@@ -19,7 +19,7 @@ from megatron.dpp.runtime.stage_group import StageGroup, stage_group_of
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry
 from megatron.dpp.transport.base import ChannelSpec
-from megatron.dpp.transport.fake import FakeNetwork
+from tests.fake_network import FakeNetwork
 
 # Groups -------------------------------------------------------------------------------------------
 

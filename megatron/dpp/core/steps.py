@@ -26,11 +26,11 @@ from megatron.dpp.core.cut import Cut, weighted_aux_loss
 from megatron.dpp.core.grad_sync import GradSync
 from megatron.dpp.core.groups import default_groups
 from megatron.dpp.core.head import Head, HeadCut
-from megatron.dpp.core.memory import is_readable, saved_bytes
 from megatron.dpp.core.refused import ORDERED, UNSUPPORTED
 from megatron.dpp.core.slices import Slices
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.errors import ConfigError, Text, setting
+from megatron.dpp.memory import is_readable, saved_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,6 @@ import torch
 from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron.dpp.core import compat
-from megatron.dpp.core.memory import tensors_in
 from megatron.dpp.core.wgrad.deferrable import (
     NODE,
     Deferrable,
@@ -33,6 +32,7 @@ from megatron.dpp.core.wgrad.deferrable import (
     wants_leaves,
 )
 from megatron.dpp.core.wgrad.own_way import is_written_in, why_weight
+from megatron.dpp.memory import tensors_in
 
 SINCE = "2.7.0"
 """The first version with a ``wgrad_store``."""
