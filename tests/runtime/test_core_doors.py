@@ -9,9 +9,11 @@ import pytest
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from megatron.dpp.core import boundary
 from megatron.dpp.core.boundary import TokenCounter
-from megatron.dpp.core.prefix_attention import attend
+from megatron.dpp.core.head import HeadCut
 from megatron.dpp.core.slices import Keys, Slices, Unit
+from megatron.dpp.core.varlen import attend
 from megatron.dpp.errors import ConfigError
 from tests.runtime.test_cut import USUAL, Chunk
 
@@ -54,3 +56,12 @@ def test_scores_that_megatron_scales_by_the_layer_are_scaled_back(scales: bool) 
         output = core(q, k, v)
     expected = attend(q, k, v, unit.spans, scale=0.2 * (3 if scales else 1))
     torch.testing.assert_close(output, expected)
+
+
+def test_b_goes_on_from_hidden_states_whose_storage_could_not_be_freed() -> None:
+    """megatron-core's own backward takes freed outputs alone."""
+    given = torch.ones(3, requires_grad=True)
+    outputs, gradients = HeadCut(2 * given, torch.full((3,), 5.0)).root
+    config = SimpleNamespace(timers=None, grad_scale_func=None, deallocate_pipeline_outputs=True)
+    found = boundary.backward(given, outputs, gradients, config)
+    assert isinstance(found, torch.Tensor) and found.tolist() == [10.0] * 3

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.dpp.core.cut import Cut
-from megatron.dpp.core.prefix_attention import DocumentSpan, attend
 from megatron.dpp.core.slices import Keys, Unit, attend_in_slice
+from megatron.dpp.core.varlen import DocumentSpan, attend
 
 HEADS, SIZE, TOKENS = 4, 8, 30
 

@@ -24,7 +24,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_model_config
 
 from megatron.dpp.core.model import attribute_of, decoder_block, rebound
-from megatron.dpp.core.prefix_attention import DocumentSpan, attend
+from megatron.dpp.core.varlen import DocumentSpan, attend
 from megatron.dpp.errors import ConfigError
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
