@@ -16,7 +16,7 @@ from megatron.dpp.runtime.executor import Iteration
 from megatron.dpp.runtime.mail import Tensors
 from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.schedule import Geometry, Scheduler
-from megatron.dpp.transport.fake import FakeTransport
+from tests.fake_network import FakeTransport
 from tests.runtime import pipelines
 from tests.runtime.pipelines import Arithmetic, check_values, run_pipeline
 

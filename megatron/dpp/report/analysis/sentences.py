@@ -86,6 +86,17 @@ def straggler_text(culprit: Culprit, shape: JobShape) -> str:
     return text + (moved if culprit.kind == "heavy-stage" else "")
 
 
+def _race_lines(found: Pipeline) -> list[str]:
+    """The race that decided which schedule runs."""
+    peaks = {name: value for row in found.ranks for name, value in row.peaks.items()}
+    ways = [name.removeprefix("race: ") for name in peaks if name.startswith("race: ")]
+    if not ways:
+        return []
+    times = ", ".join(f"{way} {duration(peaks[f'race: {way}'])}" for way in ways)
+    winners = " and later ".join(way for way in ways if peaks.get(f"runs: {way}"))
+    return [f"Raced: {times}. {winners[:1].upper()}{winners[1:]} ran."]
+
+
 def training_sentences(training: Training) -> list[str]:
     """Progress and loss of a run; empty without metrics."""
     if not training.metrics:
@@ -107,6 +118,7 @@ def training_sentences(training: Training) -> list[str]:
 def sentences(found: Pipeline) -> list[str]:
     """The summary of a traced run, most important first."""
     lines = _time_lines(found.totals) + _other_order_lines(found) + _expert_lines(found)
+    lines += _race_lines(found)
     launching = max((row.peaks.get("launching", 0.0) for row in found.ranks), default=0.0)
     if launching >= GRAPHS_PAY_FROM:
         lines.append(
