@@ -65,10 +65,10 @@ def test_on_one_node_a_file_has_the_token_until_all_have_read_it(
             assert one.unix_address != other.unix_address
             assert not list(one_node.iterdir())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # another node: the store has it
-    with met(store, 0, name="b") as one, met(store, 1, name="b") as other:
-        assert one.token_name == other.token_name == named_by(store.get("dpp/b/1/token"))
-    with met(store, 0, name="b") as again:
-        assert again.token_name == named_by(store.get("dpp/b/2/token")) != one.token_name
+    with met(store, 0) as one, met(store, 1) as other:
+        assert one.token_name == other.token_name == named_by(store.get("dpp/main/2/token"))
+    with met(store, 0) as again:
+        assert again.token_name == named_by(store.get("dpp/main/3/token")) != one.token_name
     assert not list(one_node.iterdir())
 
 

@@ -50,6 +50,7 @@ from megatron.dpp.transport.rdma_ports import read_places
 CONTROL = "control"
 """Purpose of a link's first connection, whose end means that the peer is gone."""
 
+_PREFIX = "dpp/main"
 _SHORTEST_TOKEN, _MOST_TOKEN_BYTES = 16, 1 << 16
 _TOKEN_PREFIX = "dpp-token-"
 _TOKEN_NAME = re.compile(rf"{_TOKEN_PREFIX}\w{{1,64}}", re.ASCII)
@@ -76,8 +77,8 @@ class Meeting:
         self._store = store
         self._rank = rank
         self._options = options
-        self._prefix = f"dpp/{options.name}"
-        self._prefix += f"/{self._count(f'opened/{rank}')}"
+        self._prefix = _PREFIX
+        self._prefix += f"/{self._count(f'opened/{rank}')}"  # by this rank, over this store
         self._deadline = time.monotonic() + options.setup_timeout
         self._listeners: list[socket.socket] = []
         self._has_published = False
