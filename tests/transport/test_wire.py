@@ -28,7 +28,10 @@ from megatron.dpp.errors import PeerDead, ProtocolError
 from megatron.dpp.transport.native import load_native
 from tests.transport import raw
 from tests.transport.raw import Rank, Segment
+from tests.transport.test_hostile_wire import sealed
 
+MICROBATCH = 24
+"""The place of a message's microbatch in its header."""
 STRIPED = 8 << 20
 """Bytes from which a message has a part on each connection."""
 
@@ -64,6 +67,17 @@ def test_segments_that_overlap_complete_no_message(forged: str, parts: list[Segm
         error = raw.until_error(receiver, receives=True)
     assert type(error) is ProtocolError
     assert "which carries" in str(error) and "rank 0 (pid 1 on test, tcp) sent" in str(error)
+
+
+def test_the_parts_of_a_message_have_one_header(parts: list[Segment]) -> None:
+    front = bytearray(parts[1].front)
+    front[MICROBATCH] ^= 1
+    other = dataclasses.replace(parts[1], front=sealed(bytes(front)))
+    with raw.alone(load_native(), 1, [raw.channel(0, STRIPED)]) as receiver:
+        receiver.data[0].sendall(parts[0].frame() + parts[0].payload)
+        receiver.data[1].sendall(other.frame())
+        error = raw.until_error(receiver, receives=True)
+    assert type(error) is ProtocolError and "sent two headers for one message" in str(error)
 
 
 def test_the_parts_as_they_were_sent_are_a_message(parts: list[Segment]) -> None:
