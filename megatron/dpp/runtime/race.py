@@ -53,8 +53,8 @@ class _Turn:
 
     @property
     def seconds(self) -> float:
-        """Seconds of a typical step; infinity if none was timed."""
-        return statistics.median(self.timed) if self.timed else math.inf
+        """Seconds of a step that nothing else has slowed down; infinity if none was timed."""
+        return statistics.median_low(self.timed) if self.timed else math.inf
 
 
 class Race:

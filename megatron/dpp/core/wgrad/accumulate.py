@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 _OWN = "megatron.core."
+_Hook = Callable[..., Any]
 
 
 class _Give(torch.autograd.Function):
@@ -39,9 +40,9 @@ def add(parameter: Any, given: list[torch.Tensor]) -> None:
     """
     if not given:
         parameter.grad_added_to_main_grad = True
-    if parameter.grad is None and not has_hooks(parameter):
+    before, after = _hooks_of(parameter) if parameter.grad is None else ([], [])
+    if parameter.grad is None and not _is_changed(parameter, before, after):
         # What autograd would do, which waits for other streams and cannot be captured.
-        _, after = _hooks_of(parameter)
         parameter.grad = given.pop().to(parameter.dtype) if given else _stand_in(parameter)
         for hook in after:
             hook((), ())
@@ -66,21 +67,26 @@ def is_hooked(parameter: torch.Tensor) -> bool:
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """True if a host has hooked a parameter, or the node that accumulates its gradient."""
-    if is_hooked(parameter):
-        return True
-    before, after = _hooks_of(parameter)
-    return bool(before) or not all(map(_is_own, after))
+    return _is_changed(parameter, *_hooks_of(parameter))
 
 
-def _hooks_of(parameter: torch.Tensor) -> tuple[list[Callable[..., Any]], ...]:
+def _is_changed(parameter: torch.Tensor, before: list[_Hook], after: list[_Hook]) -> bool:
+    return is_hooked(parameter) or bool(before) or not all(map(_is_own, after))
+
+
+def _hooks_of(parameter: torch.Tensor) -> tuple[list[_Hook], list[_Hook]]:
     """The hooks that run before and after autograd's node adds a gradient."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
-    found = []
-    for register in (node.register_prehook, node.register_hook):
-        handle: Any = register(_nothing)
-        found.append([hook for hook in handle.hooks_dict_ref().values() if hook is not _nothing])
-        handle.remove()
-    return tuple(found)
+    before, after = _registered(node.register_prehook), _registered(node.register_hook)
+    return before, after
+
+
+def _registered(register: Callable[[_Hook], Any]) -> list[_Hook]:
+    """The hooks beside which a function registers one."""
+    handle = register(_nothing)
+    found = [hook for hook in handle.hooks_dict_ref().values() if hook is not _nothing]
+    handle.remove()
+    return found
 
 
 def _nothing(*_: Any) -> None:
