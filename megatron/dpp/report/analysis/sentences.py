@@ -124,25 +124,17 @@ def _other_order_lines(found: Pipeline) -> list[str]:
 
 
 def _host_lines(found: Pipeline) -> list[str]:
-    """Names the remedy for a run that launching limits."""
-    launching = max((row.peaks.get("launching", 0.0) for row in found.ranks), default=0.0)
-    if launching < GRAPHS_PAY_FROM:
-        return []
-    return [
-        f"Launching takes up to {percent(launching)} of the tasks' time: CUDA graphs or a larger "
-        "micro-batch shorten a step."
-    ]
-
-
-def _race_lines(found: Pipeline) -> list[str]:
-    """The race that decided which schedule runs."""
+    """Names the ways of a step that were raced, and the remedy where launching limits a run."""
     peaks = {name: value for row in found.ranks for name, value in row.peaks.items()}
-    ways = [name.removeprefix("race: ") for name in peaks if name.startswith("race: ")]
-    if not ways:
-        return []
+    ways = [name[6:] for name in peaks if name.startswith("race: ")]
     times = ", ".join(f"{way} {duration(peaks[f'race: {way}'])}" for way in ways)
-    winners = " and later ".join(way for way in ways if peaks.get(f"runs: {way}"))
-    return [f"Raced: {times}. {winners[:1].upper()}{winners[1:]} ran."]
+    ran = " and ".join(way for way in ways if f"runs: {way}" in peaks)
+    lines = [f"Raced: {times}. {ran[:1].upper()}{ran[1:]} ran."] if ways else []
+    launching = max((row.peaks.get("launching", 0.0) for row in found.ranks), default=0.0)
+    if launching >= GRAPHS_PAY_FROM:
+        share = f"Launching takes up to {percent(launching)} of the tasks' time"
+        lines.append(f"{share}: CUDA graphs or a larger micro-batch shorten a step.")
+    return lines
 
 
 def training_sentences(training: Training) -> list[str]:
@@ -180,7 +172,7 @@ def difference_sentences(found: Difference) -> list[str]:
 def sentences(found: Pipeline) -> list[str]:
     """The summary, most important first."""
     lines = _time_lines(found.totals) + _other_order_lines(found) + _expert_lines(found)
-    lines += _race_lines(found) + _host_lines(found)
+    lines += _host_lines(found)
     lines += [f"{NOT_OF_SLICES[0].upper()}{NOT_OF_SLICES[1:]}."] if found.run.sliced else []
     lines += [f"{each.text[0].upper()}{each.text[1:]}." for each in found.stragglers]
     if not found.stragglers:
