@@ -42,7 +42,8 @@ ENGINE_ROOMS = {
         *("trace", "transport", "core"),
     },
     "metrics": {"core", "errors", "files"},
-    "plugin": {"config", "errors", "core", "runtime", "schedule", "trace"},
+    "plugin_order": {"config", "errors", "core", "schedule", "sim"},
+    "plugin": {"config", "errors", "core", "runtime", "schedule", "trace", "plugin_order"},
     "plugin_lengths": {"core"},
     "report": {
         *("command_line", "config", "errors", "files", "hosts", "processes", "schedule", "sim"),

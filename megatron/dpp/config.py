@@ -187,12 +187,14 @@ class DppConfig:
         "many as the longest sequence known has",
         *(0, 1 << 40),
     )
-    forward_only_order: str = _option(
+    call_order: str = _option(
         "auto",
         _SCHEDULE,
-        "order of forward-only steps over chunks: megatron (megatron-core's own), dynamic (what is "
-        "ready), auto (megatron if the model replays its routing, dynamic otherwise)",
-        *("auto", "megatron", "dynamic"),
+        "order in which forward steps are called: megatron (as megatron-core calls them), dynamic "
+        "(in forward-only steps over chunks what is ready), planned (also, where microbatches are "
+        "unlike, training's in the order that is fastest by simulation), auto (dynamic, but "
+        "megatron if the model replays its routing)",
+        *("auto", "megatron", "dynamic", "planned"),
     )
     task_rng: bool = _option(
         True,

@@ -331,8 +331,8 @@ class DppSchedule(PipelineSchedule):
         """The policy of a call in the place of the configuration's, if there is one."""
         if not call.forward_only:
             return self.policy
-        order = self.config.forward_only_order
-        keeps = order == "megatron" or (order == "auto" and call.replays_routing)
+        order = self.config.call_order
+        keeps = order == "megatron" or (order != "dynamic" and call.replays_routing)
         return "megatron" if keeps else "depth-first"
 
     def close(self) -> None:
