@@ -147,8 +147,8 @@ class DppConfig:
     policy: str = _option(
         "auto",
         _SCHEDULE,
-        "which ready task runs next: {policies}, or your own as module:function; auto: megatron "
-        "on two pipeline ranks, dynamic on more",
+        "which ready task runs next: {policies}, or your own as module:function; auto: megatron, "
+        "with one chunk per rank eager, where lengths are far apart on more than two ranks dynamic",
     )
     activation_cap: str = _option(
         "auto",

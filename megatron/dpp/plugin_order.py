@@ -88,7 +88,7 @@ class CallOrder:
         """
         if self._config.policy != "auto":
             return None
-        return "megatron" if len(_listed(step["model"])) > 1 else "dynamic"
+        return "megatron" if len(_listed(step["model"])) > 1 else "eager"
 
     def _planned(self, step: Mapping[str, Any], rows: Rows) -> list[int] | None:
         config, number, chunks = self._config, len(rows), len(_listed(step["model"]))

@@ -100,7 +100,7 @@ def test_losses_come_back_in_the_hosts_order(
         step = steps.pop()
         assert step["taken"] != sorted(step["taken"]) == list(range(8))
         assert step["told"] == [[SIZES[number] for number in step["taken"]]]
-        assert step["policy"] == "dynamic", "one chunk"
+        assert step["policy"] == "eager", "one chunk"
     assert caplog.text.count("run in a planned order") == 1
     assert "(call_order='megatron') keeps the host's order" in caplog.text
     plugin.announce(SIZES)

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.sim.costs import Shape
+from megatron.dpp.schedule import Geometry, Scheduler
+from megatron.dpp.sim.clock import simulate
+from megatron.dpp.sim.costs import Costs, Hop, Shape
 from megatron.dpp.sim.lengths import MIXES, LengthCosts
 from megatron.dpp.sim.orders import (
     PlannedOrder,
@@ -110,3 +112,57 @@ def test_orders_of_packed_rows_gain_what_the_page_says() -> None:
     """The table of docs/simulator.md, to a point."""
     found = map(statistics.fmean, zip(*map(shares, range(5)), strict=True))
     assert list(found) == pytest.approx([0.940, 0.958, 0.854, 0.892, 0.847, 0.806], abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_chunks", "sizes", "policy"),
+    [
+        (2, 1, [5] * 8, "megatron"),
+        (2, 1, [9, 8, 9, 7, 9, 9, 8, 9], "eager"),
+        (4, 1, [5] * 8, "eager"),
+        (4, 1, [9, 8, 9, 7, 9, 9, 8, 9], "eager"),
+        (4, 1, [9, 1, 9, 1, 2, 9, 3, 1], "dynamic"),
+        (2, 2, [9, 1, 9, 1, 2, 9, 3, 1], "megatron"),
+        (4, 2, [9, 8, 9, 7, 9, 9, 8, 9], "megatron"),
+        (4, 2, [9, 1, 9, 1, 2, 9, 3, 1], "dynamic"),
+    ],
+)
+def test_the_policy_auto_is_chosen_by_case(
+    num_ranks: int, num_chunks: int, sizes: list[int], policy: str
+) -> None:
+    costs = LengthCosts().of_works([(n, 0) for n in sizes], num_ranks, num_chunks)
+    shape = Shape(num_ranks, num_chunks, len(sizes), tuple(sizes))
+    found = [
+        ScheduleConfig(policy=name, sizes_at_start=True).run(shape, costs).actions
+        for name in ("auto", policy)
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("mix", "most"), [("sft", 0.79), ("packed", 0.85)])
+def test_a_deeper_warm_up_uses_the_memory_of_the_cap(mix: str, most: float) -> None:
+    """The table of docs/policies.md: time over that of Megatron's order + W, at one cap."""
+    times = []
+    for seed in range(3):
+        rows = MIXES[mix].draw(random.Random(f"lengths {seed}"), 16)
+        works = [(sum(row), sum(length * length for length in row)) for row in rows]
+        costs = LengthCosts.transformer().of_works(works, 4, 1, 0.01)
+        shape = Shape(4, 1, 16, tuple(map(sum, rows)), MIXES[mix].longest)
+        runs = [ScheduleConfig(policy=name).run(shape, costs) for name in ("eager", "megatron")]
+        times.append(runs[0].makespan / runs[1].makespan)
+        assert max(runs[0].peak_held) <= 6 + 1e-6
+    assert statistics.fmean(times) == pytest.approx(most, abs=0.03)
+
+
+@pytest.mark.parametrize("caps", [[8.0, 3.0, 7.0, 2.0], [4.0, 6.0, 2.0, 9.0]])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_deeper_warm_up_ends_whatever_each_ranks_cap(caps: list[float], seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = [rng.randint(1, 40) for _ in range(12)]
+    lanes = [
+        Scheduler(Geometry(4, rank, 1, 12), policy="eager", cap=cap, largest=40, sizes=sizes)
+        for rank, cap in enumerate(caps)
+    ]
+    times = [[rng.random() for _ in sizes] for _ in range(4)]
+    costs = Costs((times, times, times), [Hop(rng.random(), 0.0)] * 3)
+    assert sum(map(len, simulate(lanes, costs, split_backward=True).actions)) == 4 * 3 * 12

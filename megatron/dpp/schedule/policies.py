@@ -23,7 +23,7 @@ from megatron.dpp.schedule.state import View
 Policy = Callable[[View], Action | None]
 """Decides from the view alone."""
 
-_SPREAD = 0.5
+_SPREAD = 0.25
 """Shortest over longest microbatch below which ``auto`` is ``dynamic`` on more than two ranks."""
 
 
