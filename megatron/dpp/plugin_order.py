@@ -23,7 +23,7 @@ from megatron.dpp.core.packed_rows import read_ahead
 from megatron.dpp.errors import ConfigError, Text, one_line, setting
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.sim.lengths import LengthCosts
-from megatron.dpp.sim.orders import PlannedOrder, plan_order
+from megatron.dpp.sim.orders import plan_order
 from megatron.dpp.sim.schedules import ScheduleConfig
 
 Rows = Sequence[Sequence[int]]
@@ -49,7 +49,9 @@ class CallOrder:
 
     def __init__(self, config: DppConfig, say: Callable[[str], None]) -> None:
         self._config, self._say = config, say
-        self._takes, self._hints = (config.call_order == word for word in ("planned", "auto"))
+        self.takes = config.call_order == "planned"
+        """Training steps may run in a planned order."""
+        self._hints = config.call_order == "auto"
         self._told = False
 
     def of(self, step: dict[str, Any], rows: Rows | None) -> list[int] | None:
@@ -59,28 +61,22 @@ class CallOrder:
             step: the keywords of the schedule's call, which get other iterators if rows are read.
             rows: None where they are not known yet.
         """
-        if not self._takes and (rows is None or not self._hints):
+        if not self.takes and (rows is None or not self._hints):
             return None
         reason = self._why_not(step)
-        if reason is None and rows is None:
-            try:
+        try:
+            if reason is None and rows is None:
                 rows = read_ahead(step)
-            except ConfigError as error:
-                reason = one_line(error)
-            else:
                 reason = None if rows else "the tokens of microbatches are not known before a step"
-        if reason is not None or rows is None:
-            if self._takes:
-                line = f"dynamic pipeline: microbatches keep the host's order: {reason}"
-                self._say(Text(line, reason))
-            return None
-        unlike = any(sorted(row) != sorted(rows[0]) for row in rows)
-        return self._planned(step, rows) if unlike and len(rows) == _number(step) else None
-
-    @property
-    def takes(self) -> bool:
-        """Training steps may run in a planned order."""
-        return self._takes
+        except ConfigError as error:
+            reason = one_line(error)
+        if reason is None and rows is not None:
+            unlike = any(sorted(row) != sorted(rows[0]) for row in rows)
+            return self._planned(step, rows) if unlike else None
+        if self.takes:
+            line = f"dynamic pipeline: microbatches keep the host's order: {reason}"
+            self._say(Text(line, reason))
+        return None
 
     def policy(self, step: Mapping[str, Any]) -> str | None:
         """The policy of a step in a planned order, in the place of ``auto``. With one chunk
@@ -91,10 +87,12 @@ class CallOrder:
         return "megatron" if len(_listed(step["model"])) > 1 else "eager"
 
     def _planned(self, step: Mapping[str, Any], rows: Rows) -> list[int] | None:
+        """The planned order if it gains enough, with a line; with ``auto`` the line alone."""
         config, number, chunks = self._config, len(rows), len(_listed(step["model"]))
         ranks, cap = compat.pipeline_size(step.get("pg_collection")), config.activation_cap
         if parse_cap(cap, Geometry(ranks, 0, chunks, number)).needs_measuring:
             cap = "auto"
+        splits = config.split_backward != "off"
         plan = plan_order(
             [sum(row) for row in rows],
             ranks,
@@ -102,37 +100,27 @@ class CallOrder:
             squares=[sum(tokens * tokens for tokens in row) for row in rows],
             costs=LengthCosts.transformer(_config_of(step).hidden_size),
             config=ScheduleConfig(
-                policy="megatron",
-                cap=cap,
-                split_backward=config.split_backward != "off",
-                sizes_at_start=True,
+                policy="megatron", cap=cap, split_backward=splits, sizes_at_start=True
             ),
             memory=None,
             simulations=_MOST_TASKS // (2 * ranks * chunks * number),
         )
-        gains = plan.gain >= _GAIN
-        if gains:
-            self._tell(plan)
         self._hints = False
-        return plan.order if gains and self._takes else None
-
-    def _tell(self, plan: PlannedOrder) -> None:
-        host, planned = setting("call_order", "megatron"), setting("call_order", "planned")
-        less = f"{plan.gain:.0%} less time for this step by simulation"
+        if plan.gain < _GAIN or number != step["num_microbatches"]:
+            return None
+        what = f"{plan.name}: {plan.gain:.0%} less time for this step by simulation"
         rounding = "sums of gradients then equal the host's to rounding"
-        if self._takes and not self._told:
+        named = setting("call_order", "megatron" if self.takes else "planned")
+        line = f"microbatches are unlike: {named} runs them in another order ({what}); {rounding}"
+        if self.takes:
             line = (
-                f"dynamic pipeline: microbatches run in a planned order ({plan.name}: {less}), and "
-                f"losses are returned in the host's; {rounding}. {host} keeps the host's order"
+                f"microbatches run in a planned order ({what}), and losses are returned in the "
+                f"host's; {rounding}. {named} keeps the host's order"
             )
-            self._say(Text(line, host))
-        elif self._hints:
-            line = (
-                f"dynamic pipeline: microbatches are unlike: {planned} runs them in another order "
-                f"({less}); {rounding}"
-            )
-            self._say(Text(line, planned))
-        self._told = True
+        if not self._told:
+            self._told = True
+            self._say(Text(f"dynamic pipeline: {line}", named))
+        return plan.order if self.takes else None
 
     def _why_not(self, step: Mapping[str, Any]) -> str | None:
         """The reason why microbatches must keep their order; None if there is none."""
@@ -147,8 +135,11 @@ class CallOrder:
             return "replicas that share experts meet in their microbatches"
         if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", "") or ""):
             return "global_aux_loss looks at the microbatches so far"
-        odd = next((each for each in _iterators(step) if not _can_reorder(each)), None)
-        return None if odd is None else f"data comes from a {type(odd).__name__}, no iterator"
+        for each in _listed(step["data_iterator"]):
+            known = hasattr(each, "__next__") or getattr(each, "micro_batch_indices", None)
+            if each is not None and not known:
+                return f"data comes from a {type(each).__name__}, no iterator"
+        return None
 
 
 class InOrder:
@@ -251,20 +242,8 @@ def _reordered(own: Any, order: Sequence[int]) -> Any:
     return found
 
 
-def _can_reorder(iterator: Any) -> bool:
-    return hasattr(iterator, "__next__") or bool(getattr(iterator, "micro_batch_indices", None))
-
-
-def _iterators(step: Mapping[str, Any]) -> list[Any]:
-    return [each for each in _listed(step["data_iterator"]) if each is not None]
-
-
 def _listed(given: Any) -> list[Any]:
     return given if isinstance(given, list) else [given]
-
-
-def _number(step: Mapping[str, Any]) -> int:
-    return int(step["num_microbatches"])
 
 
 def _config_of(step: Mapping[str, Any]) -> Any:

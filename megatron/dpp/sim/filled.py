@@ -11,7 +11,6 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from megatron.dpp.schedule import Kind
 from megatron.dpp.schedule.caps import ROUNDING
@@ -23,14 +22,10 @@ from megatron.dpp.sim.schedules import ScheduleConfig
 _UNKNOWN = math.inf
 
 
-class _Task(NamedTuple):
-    """An F or B, and where its output goes: a stage of the rank ``to``, or -1."""
-
-    backward: int
-    stage: int
-    microbatch: int
-    target: int
-    to: int
+_Task = tuple[int, int, int, int, int]
+"""1 for a B, its stage and microbatch, the stage that its output goes to, and the rank of that, or
+-1.
+"""
 
 
 class FilledOrder:
@@ -46,7 +41,7 @@ class FilledOrder:
         self._unit, self._costs, ranks = shape.unit, costs, range(shape.num_ranks)
         self._sizes = shape.sizes or (shape.unit,) * shape.num_microbatches
         self._tasks = [_tasks(shape, config, rank) for rank in ranks]
-        self._limits = [_floor(cap, shape.unit) for cap in config.caps(shape)]
+        self._limits = [math.floor((cap + ROUNDING) * shape.unit) for cap in config.caps(shape)]
         self._as_static = config.cap == "static" and bool(shape.sizes)
         self._kept = 1.0 - config.beta if config.split_backward else 0.0
 
@@ -56,8 +51,8 @@ class FilledOrder:
         """
         sizes, limits = [self._sizes[i] for i in order], self._limits
         if self._as_static:
-            soft = _floor(max(_peak(each, sizes) for each in self._tasks) / self._unit, self._unit)
-            limits = [min(limit, soft) for limit in limits]
+            most = max(_peak(each, sizes) for each in self._tasks)
+            limits = [min(limit, most) for limit in limits]
         run = _Run(self._costs.permuted(order), sizes, len(self._tasks), self._kept)
         waiting = list(range(len(limits)))
         while waiting:
@@ -66,23 +61,20 @@ class FilledOrder:
         return max(run.free), max(run.peaks) / self._unit
 
 
-def _floor(cap: float, unit: int) -> float:
-    return math.floor((cap + ROUNDING) * unit)
-
-
 def _tasks(shape: Shape, config: ScheduleConfig, rank: int) -> list[_Task]:
-    found, ranks = [], shape.num_ranks
+    found: list[_Task] = []
+    ranks = shape.num_ranks
     for kind, chunk, i, _ in Reference.of(config.geometry(shape, rank)).order:
         stage = chunk * ranks + rank
         target = stage + 1 if kind is Kind.F else stage - 1
         goes = 0 <= target < shape.num_stages
-        found.append(_Task(int(kind), stage, i, target, target % ranks if goes else -1))
+        found.append((int(kind), stage, i, target, target % ranks if goes else -1))
     return found
 
 
 def _peak(tasks: Sequence[_Task], sizes: Sequence[int]) -> int:
     """The most that these tasks hold with fused backwards."""
-    steps = (-sizes[task.microbatch] if task.backward else sizes[task.microbatch] for task in tasks)
+    steps = (-sizes[i] if backward else sizes[i] for backward, _, i, _, _ in tasks)
     return max(itertools.accumulate(steps))
 
 
