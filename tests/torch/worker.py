@@ -4,7 +4,6 @@ Run by test_schedule.py. Each case names a function below and its arguments, so 
 Python serves many of them. Prints ``CASE n ok``.
 """
 
-# ruff: noqa: E402
 from __future__ import annotations
 
 import copy

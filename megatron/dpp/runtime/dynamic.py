@@ -314,8 +314,8 @@ class DppSchedule(PipelineSchedule):
         """The policy of an evaluation, in the place of the configuration's."""
         if not call.forward_only:
             return None
-        order = self.config.forward_only_order
-        keeps = order == "megatron" or (order == "auto" and call.replays_routing)
+        order = self.config.call_order
+        keeps = order == "megatron" or (order != "dynamic" and call.replays_routing)
         return "megatron" if keeps else "depth-first"
 
     def close(self) -> None:
