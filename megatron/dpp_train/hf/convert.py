@@ -17,6 +17,7 @@ import torch
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.files.locks import lock_directory
 from megatron.dpp.files.safe_files import private_directory
+from megatron.dpp_train.data.document_files import CHAT_SUFFIX
 from megatron.dpp_train.hf import checkpoint
 from megatron.dpp_train.hf.families import Sizes, find_families
 from megatron.dpp_train.hf.fields import CONFIG, HfConfig, parse_config
@@ -232,7 +233,8 @@ def keep_tokenizer(args: Any, folder: Path) -> tuple[str, ...]:
         for name in TOKENIZER:
             (folder / name).unlink(missing_ok=True)
         copy_files(place, folder, TOKENIZER)
-    if not getattr(args, "sft", False):
+    data = getattr(args, "data_path", None) or ()
+    if not any(str(path).endswith(CHAT_SUFFIX) for path in data):
         return ()
     from megatron.dpp_train.hf.prompts import end_of_answers
 
