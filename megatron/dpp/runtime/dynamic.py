@@ -61,6 +61,8 @@ class DppSchedule(PipelineSchedule):
     """Host microseconds per task of the last call, without PyTorch's launches; 0 where
     megatron-core's own schedule ran.
     """
+    policy: str | None = None
+    """Policy of the next training step, in the place of the configuration's."""
     _announced: Sequence[int] | None = None
     _static: StaticSchedule | None = None
     """megatron-core's own schedule, once a step has run in it."""
@@ -186,7 +188,7 @@ class DppSchedule(PipelineSchedule):
             ConfigError: it should run in F, and the model does not allow it.
         """
         asked = self.config.head_in_forward
-        holds_all = self.config.policy in HOLDS_ALL
+        holds_all = (self.policy or self.config.policy) in HOLDS_ALL
         wanted = holds_all or self._slicing.slices_of(call) is not None
         if asked == "off" or call.forward_only or (asked == "auto" and not wanted):
             return None
@@ -311,9 +313,9 @@ class DppSchedule(PipelineSchedule):
                 self._log(line)
 
     def _policy_of(self, call: StepCall) -> str | None:
-        """The policy of an evaluation, in the place of the configuration's."""
+        """The policy of a call in the place of the configuration's, if there is one."""
         if not call.forward_only:
-            return None
+            return self.policy
         order = self.config.call_order
         keeps = order == "megatron" or (order != "dynamic" and call.replays_routing)
         return "megatron" if keeps else "depth-first"
