@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.dpp.config import DppConfig
+from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.core.boundary import Boundaries
-from megatron.dpp.core.rng import TaskRng
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector
@@ -33,7 +32,6 @@ class Session:
     boundaries: Boundaries
     timer: TaskTimer
     injector: Injector | None
-    rng: TaskRng
     decisions: Decisions
     """Shared by all sessions of a schedule, so that recordings and replays go on."""
     launch_ahead: bool
@@ -42,13 +40,22 @@ class Session:
         """The largest of each value over the ranks that run the same tasks; a collective."""
         return self.group.largest(*values, device=call.boundary_example().device)
 
+    def recorded_backward(self, call: StepCall) -> Backward:
+        """The way of the next call's backwards in the leader's recording, which the other ranks do
+        not have; a collective.
+        """
+        own = self.decisions.recorded_backward(self.topology.rank)
+        stock = -2.0 if own is None else own.stock if own.split else -1.0
+        (stock,) = self.largest(call, stock)
+        return Backward(stock=stock) if stock >= 0.0 else Backward(split=False)
+
 
 class Sessions:
     """Opens the session of a call. It is kept until another pipeline or a longer sequence comes.
 
     Args:
         config: transport, delays, recordings.
-        seed: of the tasks' random states.
+        seed: of the delays that are injected.
         log: called with each line about links and caps.
         warn: called with each line about a setting that costs time.
     """
@@ -91,7 +98,7 @@ class Sessions:
                 return self.current
             if same and longest > self._length:  # lengths that grow in many steps open links in few
                 longest = max(longest, _GROWTH * self._length)
-            self._close_links()  # longer sequences or another model, on all ranks alike
+            self.close_links()  # longer sequences or another model, on all ranks alike
         self._length = longest
         self.current = self._connect(call, topology, call.boundaries(longest))
         return self.current
@@ -130,12 +137,12 @@ class Sessions:
             boundaries=boundaries,
             timer=timer_for(follow=follow),
             injector=injector,
-            rng=TaskRng(self._seed, topology.num_ranks, rank),
             decisions=self._decisions,
             launch_ahead=reason is None,
         )
 
-    def _close_links(self) -> None:
+    def close_links(self) -> None:
+        """Close the links, until the next call opens them. May be called twice."""
         if self.current is not None:
             self.current.decisions.renew()
             self._injected_before += self.current.timer.injected_seconds
@@ -144,7 +151,7 @@ class Sessions:
 
     def close(self) -> None:
         """Close links and recordings. May be called twice."""
-        self._close_links()
+        self.close_links()
         if self._decisions is not None:
             self._decisions.close()
             self._decisions = None

@@ -27,7 +27,7 @@ from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorde
 
 logger = logging.getLogger("megatron.dpp")
 
-_OTHERS = ("slice_tokens", "cuda_graphs", "length_buckets", "head_in_forward", "forward_only_order")
+_OTHERS = ("slice_tokens", "cuda_graphs", "length_buckets", "head_in_forward", "call_order")
 """Fields of the configuration that only megatron-core's models know."""
 
 
