@@ -16,7 +16,7 @@ from torch.distributed.pipelining.microbatch import merge_chunks
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from megatron.dpp.config import Backward, DppConfig, missing_part
-from megatron.dpp.errors import ConfigError, DppError, setting
+from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.executor import Executor, Iteration
 from megatron.dpp.torch.linear import WeightGradients
@@ -277,11 +277,8 @@ def _checked(stages: Any) -> list[PipelineStage]:
 
 
 def _close(session: Session) -> None:
-    """Close the links at the end of a schedule or of the process; an error that ended it is told to
-    the other ranks.
-    """
+    """Close the links at the end of the process, and tell other ranks of an error that ended it."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if isinstance(error, BaseException):
-        with contextlib.suppress(DppError):
-            session.leave(error)
+        session.abort(error)
     session.close()

@@ -16,7 +16,7 @@ from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, ProtocolError
 from megatron.dpp.inject import Injector
 from megatron.dpp.runtime.decisions import Decisions
-from megatron.dpp.runtime.failure import leave
+from megatron.dpp.runtime.failure import leave, reason
 from megatron.dpp.runtime.links import Links, links_of, why_not_ahead
 from megatron.dpp.runtime.timer import DeviceTimer, HostTimer, TaskTimer
 from megatron.dpp.runtime.topology import Topology
@@ -157,10 +157,8 @@ class Session:
         )
         self._room = room
         for link in self.links.transport.links():
-            self._log(
-                f"dynamic pipeline: rank {dist.get_rank()} -> {link.peer}: {link.kind} "
-                f"({link.reason})"
-            )
+            ends = f"rank {dist.get_rank()} -> {link.peer}"
+            self._log(f"dynamic pipeline: {ends}: {link.kind} ({link.reason})")
         self.launch_ahead = why_not_ahead(self.links.transport) is None
 
     def _put(self, links: Links, numbers: list[int], iteration: int) -> None:
@@ -208,10 +206,17 @@ class Session:
         self.decisions.measured(Memory(activation_bytes=longest[0], deferred_bytes=longest[1]))
 
     def leave(self, error: BaseException) -> BaseException:
-        """Tell the other ranks why this one ends; returns what explains ``error``."""
+        """Tell the other ranks why a step ends; returns what explains ``error``."""
         if self.links is None:
             self._probe.fail(error)
         return leave(error, self.links.transport if self.links else None)
+
+    def abort(self, error: BaseException) -> None:
+        """Tell the ranks of this pipeline at the end of the process why it ends."""
+        if self.links is None:
+            self._probe.fail(error)
+        else:
+            self.links.transport.abort(reason(error))
 
     def close(self) -> None:
         """Close the links. May be called twice."""

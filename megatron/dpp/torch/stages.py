@@ -61,9 +61,8 @@ class StageRunner:
         self._step = step
         self._kept: dict[tuple[int, int], tuple[Any, list[torch.Tensor]]] = {}
         self.losses: list[torch.Tensor] = []
-        """Of the last stage, by microbatch."""
         self.outputs: list[Any] = []
-        """Likewise."""
+        """Both of the last stage, by microbatch."""
         self.activation_bytes = self.deferred_bytes = 0
         """What a forward saves and what a backward defers, of the stage that keeps most."""
 
