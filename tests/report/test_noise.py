@@ -118,6 +118,18 @@ def test_microbatches_of_unlike_work_are_no_rank_s_fault(shape: JobShape) -> Non
     assert found(shape, uneven) == [("jitter", None)]
 
 
+def test_a_rank_is_slow_beyond_four_standard_errors_of_its_own_variation() -> None:
+    """Of five iterations; rank 1 is a quarter slower in the middle one of them."""
+    shape = JobShape(3, 1, {r: r for r in range(3)}, dict.fromkeys(range(3), (0, 0)), "dpp")
+
+    def varied(off: float) -> list[tuple[str, int | None]]:
+        less = 1.25 * math.exp(-off)
+        times = ([1.0] * 5, [less, 1.9, 1.25, 1.9, less], [0.6, 0.3, 0.6, 0.3, 0.45])
+        return found(shape, lambda number, rank, _: times[rank][number], 5)
+
+    assert (varied(0.036), varied(0.033)) == ([], [("slow-rank", 1)])
+
+
 def test_no_rank_of_a_heavy_stage_waits_for_it() -> None:
     """Its other tensor rank was named among those that wait."""
     shape = JobShape(2, 1, {r: r // 2 for r in range(4)}, {r: (0, r % 2) for r in range(4)}, "dpp")
