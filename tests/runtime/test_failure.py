@@ -202,7 +202,7 @@ def test_a_cause_crosses_with_the_settings_that_it_names(store: HashStore) -> No
     assert said(failure.ask(), lambda given: given.name) == "rank 0 gave up: ConfigError: slots: no"
     with pytest.raises(PeerDead) as raised, Opened():
         raise RuntimeError(GLOO)
-    assert raised.value.said(lambda given: "--slots").startswith(
+    assert said(raised.value, lambda given: "--slots").startswith(
         "rank 0: rank 0 gave up: ConfigError: --slots: no; met here as RuntimeError"
     )
 

@@ -18,7 +18,7 @@ from megatron.dpp.schedule import DIRECTION_OF, Action, Kind
 from megatron.dpp.sim.costs import Costs
 from megatron.dpp.sim.result import Result, SimulatedTask, format_grid
 
-_SAME_TIME = 1e-9
+SAME_TIME = 1e-9
 """Events closer than this, relative to the current time, arrive together, before any decision."""
 
 
@@ -99,7 +99,7 @@ class _Clock:
         events, pop = self._events, heapq.heappop
         while events:
             now = events[0][0]
-            until = now + _SAME_TIME * max(1.0, now)
+            until = now + SAME_TIME * max(1.0, now)
             touched = set()
             while events and events[0][0] <= until:
                 _, _, rank, direction, chunk, total = pop(events)

@@ -45,7 +45,7 @@ from megatron.dpp.errors import (
 from megatron.dpp.transport.abandon import Abandon
 from megatron.dpp.transport.base import ChannelSpec, LinkInfo, Message, Transport, check_payload
 from megatron.dpp.transport.joining import Request
-from megatron.dpp.transport.kinds import AUTO, TransportKind, register
+from megatron.dpp.transport.kinds import AUTO, TransportKind
 from megatron.dpp.transport.native import NativeTransport, load_native
 from megatron.dpp.transport.nixl_agent import NixlAgent, Slots, keep_for_ever
 
@@ -162,7 +162,7 @@ class NixlTransport(Transport):
         self._memory.callback(self._receive_slots.close)
         self._send_slots = Slots(self.rank, self.outgoing)
         self._memory.callback(self._send_slots.close)
-        name = f"{request.options.name}-{self.rank}-{secrets.token_hex(8)}"
+        name = f"{self.rank}-{secrets.token_hex(8)}"
         self._agent = NixlAgent(name, (self._receive_slots, self._send_slots))
         description = self._agent.description()
         for index, stride in enumerate(self._receive_slots.strides):
@@ -466,4 +466,4 @@ def _keep_in_child(transport: weakref.ref[NixlTransport]) -> None:
         keep_for_ever(inherited)
 
 
-register(TransportKind(name=_NAME, open=NixlTransport, between_hosts=True))
+KIND = TransportKind(name=_NAME, open=NixlTransport, between_hosts=True)
