@@ -12,6 +12,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron.dpp.core import boundary
 from megatron.dpp.core.boundary import TokenCounter
+from megatron.dpp.core.grad_sync import GradSync
 from megatron.dpp.core.head import HeadCut
 from megatron.dpp.core.slices import Keys, Slices, Unit
 from megatron.dpp.core.varlen import attend
@@ -160,3 +161,12 @@ def test_transformer_engines_layers_are_taken_as_it_wrote_them(
         monkeypatch.setattr(te_double, "_Linear", other, raising=False)
     expected = None if replaced == "nothing" else "its class is Linear"
     assert te_layer.TELayer.why_not(layer, lambda weight: 1) == expected
+
+
+def test_chunks_are_reduced_from_the_last_one_on() -> None:
+    """Replicas whose orders differ would issue collectives in unlike orders."""
+    config = SimpleNamespace(no_sync_func=None, grad_sync_func=None)
+    model = [torch.nn.Identity(), torch.nn.Identity()]
+    call: Any = SimpleNamespace(config=config, forward_only=True, model=model)
+    with pytest.raises(AssertionError, match="chunk 0 is complete before chunk 1"):
+        GradSync(call).complete(0)
