@@ -43,7 +43,8 @@ ENGINE_ROOMS = {
         *("trace", "transport", "core"),
     },
     "metrics": {"core", "errors", "files"},
-    "plugin": {"config", "errors", "core", "runtime", "schedule", "trace"},
+    "plugin_order": {"config", "errors", "core", "schedule", "sim"},
+    "plugin": {"config", "errors", "core", "runtime", "schedule", "trace", "plugin_order"},
     "plugin_lengths": {"core"},
     "torch": {
         *("config", "direction", "errors", "inject", "memory", "runtime", "schedule", "trace"),

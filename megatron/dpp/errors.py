@@ -247,6 +247,16 @@ def program() -> str:
     return "megatron-dpp" if name in _UNTYPED else name
 
 
+def plain(text: str) -> str:
+    """A text for a terminal: control characters, which strangers' files may hold, as Python writes
+    them.
+
+    >>> plain("a\x1b[2J")
+    'a\\\\x1b[2J'
+    """
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def error_line(error: object, prog: str | None = None, naming: Naming = str) -> str:
     """The line of an error that ends a program, as argparse writes it.
 
@@ -257,7 +267,7 @@ def error_line(error: object, prog: str | None = None, naming: Naming = str) -> 
     >>> error_line(DataError("x.json: No such file"), "megatron-dpp sim")
     'megatron-dpp sim: error: x.json: No such file'
     """
-    return f"{prog or program()}: error: {said(error, naming)}"
+    return plain(f"{prog or program()}: error: {said(error, naming)}")
 
 
 def print_error(error: object, prog: str | None = None, naming: Naming = str) -> int:

@@ -13,6 +13,7 @@ import sys
 try:
     import argparse
     import contextlib
+    import dataclasses
     import os
     import runpy
     import textwrap
@@ -45,13 +46,13 @@ try:
     )
     from megatron.dpp.processes import begin_program, sigint_held_back
     from megatron.dpp.schedule import find_policy
-    from megatron.dpp.trace.host import HostTrace, trace_fields
+    from megatron.dpp.trace.host import HostTrace
 except KeyboardInterrupt:  # Ctrl-C at any time is no traceback
     sys.exit(130)
 
 _PROGRAM = "megatron-dpp run"
 _SWITCHES = ("--use-dpp", "--dpp-strict", "--dpp-trace", "--dpp-trace-only")
-_TRACE_VALUES = [field for field in trace_fields() if field.name != "only"]
+_TRACE_VALUES = [field for field in dataclasses.fields(HostTrace) if field.name != "only"]
 _STATES = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 
@@ -194,7 +195,10 @@ def plugin_arguments(given: argparse.Namespace, naming: Naming) -> dict[str, Any
     """The arguments of :func:`megatron.dpp.plugin.install`; none where it is not wanted."""
     if not (given.use_dpp or given.dpp_trace_only):
         return {}
-    traces = {field.name: getattr(given, f"dpp_trace_{field.name}") for field in trace_fields()}
+    traces = {
+        field.name: getattr(given, f"dpp_trace_{field.name}")
+        for field in dataclasses.fields(HostTrace)
+    }
     trace = HostTrace(**traces) if given.dpp_trace or given.dpp_trace_only else None
     return {
         "config": dpp_config(given),

@@ -177,9 +177,6 @@ class Step:
     chosen = Backward()
     replays = False
 
-    def can_replay(self, call: Any) -> bool:
-        return True
-
     def begin(self, backward: Any, *, graphs: bool) -> None:
         assert graphs is self.binds_graphs
 
@@ -198,7 +195,7 @@ class Step:
     # Of the race.
 
     binds_graphs = True
-    times: ClassVar[dict[str, float]] = {}
+    record: ClassVar[dict[str, float]] = {}
 
     @contextlib.contextmanager
     def step(self, call: Any, keywords: Any) -> Iterator[Backward]:
@@ -292,13 +289,14 @@ def test_the_hosts_time_is_told_once_and_in_training(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dynamic, "TOLD_AFTER", 2)
-    monkeypatch.setattr(dynamic, "host_lines", lambda *_, **__: ["beside launches", "and graphs"])
+    monkeypatch.setattr(dynamic, "host_line", lambda *_: "beside launches")
+    monkeypatch.setattr(dynamic, "allocator_lines", lambda *_: ["and memory"])
     caplog.set_level("INFO", "megatron.dpp")
     step, told = Step(monkeypatch, call_of()), list[int]()
     for _ in range(3):
         step.schedule()
         told.append(len(caplog.messages))
-    assert told == [0, 2, 2] and caplog.messages == ["beside launches", "and graphs"]
+    assert told == [0, 2, 2] and caplog.messages == ["beside launches", "and memory"]
     Step(monkeypatch, call_of(forward_only=True, replays_routing=False)).schedule()
     assert len(caplog.messages) == 2
 

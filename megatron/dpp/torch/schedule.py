@@ -19,7 +19,6 @@ from megatron.dpp.config import Backward, DppConfig, missing_part
 from megatron.dpp.errors import ConfigError, DppError, setting
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.executor import Executor, Iteration
-from megatron.dpp.runtime.failure import leave
 from megatron.dpp.torch.linear import WeightGradients
 from megatron.dpp.torch.microbatches import Microbatches
 from megatron.dpp.torch.session import Agreement, Session, replica_of
@@ -28,7 +27,7 @@ from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorde
 
 logger = logging.getLogger("megatron.dpp")
 
-_OTHERS = ("slice_tokens", "cuda_graphs", "length_buckets", "head_in_forward", "forward_only_order")
+_OTHERS = ("slice_tokens", "cuda_graphs", "length_buckets", "head_in_forward", "call_order")
 """Fields of the configuration that only megatron-core's models know."""
 
 
@@ -95,12 +94,16 @@ class DynamicSchedule(PipelineScheduleMulti):
 
     def step(
         self, *args: Any, target: Any = None, losses: list[Any] | None = None,
-        return_outputs: bool = True, loss_kwargs: dict[str, Any] | None = None, **kwargs: Any,
+        return_outputs: bool = True, loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None, target_mbs: list[Any] | None = None,
+        **kwargs: Any,
     ) -> Any:  # fmt: skip
         """Run one step; arguments and result are those of PyTorch's schedules.
 
         A list in the place of an argument, of the target or of a keyword's value has an item per
-        microbatch, of any length: then the result is a list, too.
+        microbatch, of any length: then the result is a list, too. So have ``arg_mbs``,
+        ``kwarg_mbs`` and ``target_mbs``, which torchtitan's trainer gives in the place of all.
 
         Raises:
             ConfigError: inputs that do not fit together, or stages that return something else than
@@ -114,15 +117,17 @@ class DynamicSchedule(PipelineScheduleMulti):
             raise ConfigError("step() needs gradients, and torch.no_grad() is on: call eval()")
         if losses is not None and not isinstance(losses, list):
             raise ConfigError(f"losses is of type {type(losses).__name__}: a list is needed")
-        given = Microbatches.of(
-            args, kwargs, target, self._n_microbatches, self._args_chunk_spec,
-            self._kwargs_chunk_spec,
-        )  # fmt: skip
         try:
+            if arg_mbs or kwarg_mbs or target_mbs:
+                given = Microbatches(arg_mbs or (), kwarg_mbs or (), target_mbs, listed=True)
+            else:
+                given = Microbatches.of(
+                    args, kwargs, target, self._n_microbatches, self._args_chunk_spec,
+                    self._kwargs_chunk_spec,
+                )  # fmt: skip
             runner = self._run(given, return_outputs, loss_kwargs or {}, trains=trains)
         except BaseException as error:
-            links = self.session.links
-            self._failed = cause = leave(error, links.transport if links else None)
+            self._failed = cause = self.session.leave(error)
             if cause is error:
                 raise
             raise cause from error
@@ -283,7 +288,7 @@ def _close(session: Session) -> None:
     the other ranks.
     """
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if isinstance(error, BaseException) and session.links is not None:
+    if isinstance(error, BaseException):
         with contextlib.suppress(DppError):
-            leave(error, session.links.transport)
+            session.leave(error)
     session.close()

@@ -17,6 +17,7 @@ from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, ProtocolError
 from megatron.dpp.inject import Injector
 from megatron.dpp.runtime.decisions import Decisions
+from megatron.dpp.runtime.failure import leave
 from megatron.dpp.runtime.links import Links, links_of, why_not_ahead
 from megatron.dpp.runtime.timer import DeviceTimer, HostTimer, TaskTimer
 from megatron.dpp.runtime.topology import Topology
@@ -75,7 +76,7 @@ class Session:
         seed: int,
         log: Callable[[str], None],
     ) -> None:
-        self._stages, self._config, self._together, self._log = stages, config, together, log
+        self._config, self._together, self._log = config, together, log
         self._members = dist.get_process_group_ranks(together) if together is not None else []
         first = stages[0]
         group = first.group or dist.distributed_c10d._get_default_group()
@@ -98,6 +99,11 @@ class Session:
         self.longest = 0
         """Size of the longest microbatch so far, or of the longest that the configuration names."""
         self._room = 0
+        alone = self.topology.num_ranks == 1
+        store: Store = HashStore() if alone else dist.distributed_c10d._get_default_store()
+        key = f"dpp/torch/{','.join(map(str, ranks))}"
+        number = store.add(f"{key}/{self.topology.rank}", 1)
+        self._probe = Probe(stages, store, f"{key}#{number}", config.timeout)
 
     def begin(self, given: Microbatches, number: int, iteration: int, *, trains: bool) -> Agreement:
         """Agree on the sizes of a step's microbatches, and open links that have room for them.
@@ -114,14 +120,16 @@ class Session:
         """
         sizes = given.sizes() or [1] * number
         own = Agreement(trains, self._wanted_room(max(sizes)), sizes)
-        found = self._meet(given, own) if self.links is None else self._pass_on(own, iteration)
+        found = self._meet(own) if self.links is None else self._pass_on(own, iteration)
         if found.trains != trains:
             kinds = ("evaluates", "trains")
             raise ConfigError(
                 f"rank {self.topology.ranks[0]} {kinds[found.trains]}, and rank {dist.get_rank()} "
                 f"{kinds[trains]}: all ranks of a pipeline have to call step() or eval() alike"
             )
-        for name, mine in (("arguments", given.args), ("targets", given.targets)):
+        for name, mine in (
+            ("arguments", given.args), ("keywords", given.kwargs), ("targets", given.targets),
+        ):  # fmt: skip
             if mine and len(mine) != len(found.sizes):
                 raise ConfigError(
                     f"rank {dist.get_rank()} was given {name} of {len(mine)} microbatches, and "
@@ -131,6 +139,12 @@ class Session:
         if longest > self.longest:  # which caps count in
             self.longest = longest
             self.decisions.renew()
+        if self.links is None:
+            most = max(found.sizes)
+            self.shapes = self._probe.run(given, found.sizes.index(most), most)
+            self._probe.tell(f"ready {self.topology.rank}", True)
+            for place, rank in enumerate(self.topology.ranks):  # one that failed opens no links
+                self._probe.told(f"ready {place}", f"rank {rank}")
         if self.links is None or found.room > self._room:
             self._open(found.room)
         return found
@@ -141,21 +155,11 @@ class Session:
             return max(longest, self._room)
         return max(longest, _GROWTH * self._room)
 
-    def _meet(self, given: Microbatches, own: Agreement) -> Agreement:
-        """Agree on the first step, and learn the shapes of its longest microbatch."""
-        if self.topology.num_ranks == 1:
-            store: Store = HashStore()
-        else:
-            store = dist.distributed_c10d._get_default_store()
-        ranks = ",".join(map(str, self.topology.ranks))
-        count = store.add(f"dpp/torch/{ranks}/{self.topology.rank}", 1)
-        probe = Probe(self._stages, store, f"dpp/torch/{ranks}#{count}", self._config.timeout)
+    def _meet(self, own: Agreement) -> Agreement:
+        """Agree on the first step, which links are opened for."""
         if self.topology.rank == 0:
-            probe.tell("sizes", own.numbers)
-        found = Agreement.of(probe.told("sizes", f"rank {self.topology.ranks[0]}"))
-        longest = found.sizes.index(max(found.sizes))
-        self.shapes = probe.run(given, longest, found.sizes[longest])
-        return found
+            self._probe.tell("sizes", own.numbers)
+        return Agreement.of(self._probe.told("sizes", f"rank {self.topology.ranks[0]}"))
 
     def _open(self, room: int) -> None:
         self.close()
@@ -246,6 +250,12 @@ class Session:
             dist.all_reduce(found, dist.ReduceOp.MAX, self._together)
         longest = [each * self.longest / size for each in found.tolist()]
         self.decisions.measured(Memory(activation_bytes=longest[0], deferred_bytes=longest[1]))
+
+    def leave(self, error: BaseException) -> BaseException:
+        """Tell the other ranks why this one ends; returns what explains ``error``."""
+        if self.links is None:
+            self._probe.fail(error)
+        return leave(error, self.links.transport if self.links else None)
 
     def close(self) -> None:
         """Close the links. May be called twice."""

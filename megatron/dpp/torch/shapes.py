@@ -7,18 +7,22 @@ store, once per schedule: later microbatches of other lengths need bytes in prop
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from megatron.dpp.errors import ConfigError, PeerDead, from_json, one_line, setting, to_json
+from megatron.dpp.runtime.failure import REPORT_SECONDS, within
 from megatron.dpp.torch.microbatches import Microbatches
+
+_NAP_SECONDS = 0.005
 
 
 class Boundary(NamedTuple):
@@ -127,27 +131,34 @@ class Probe:
         """Tell all ranks something."""
         self._store.set(f"{self._key}/{name}", json.dumps(value))
 
+    def fail(self, error: BaseException) -> None:
+        """Tell the ranks that wait in :meth:`told` why this one ends."""
+        text = to_json(
+            f"rank {dist.get_rank()} gave up: {type(error).__name__}: {one_line(error, 200)}"
+        )
+        within(REPORT_SECONDS, lambda: self.tell("failed", text))
+
     def told(self, name: str, whose: str) -> Any:
         """Wait for what a rank tells.
 
         Raises:
-            PeerDead: it failed, or does not tell in time.
+            PeerDead: a rank failed, or this one does not tell in time.
         """
-        key = f"{self._key}/{name}"
-        try:
-            self._store.wait([key], timedelta(seconds=self._timeout))
-        except RuntimeError as error:
-            timeout = setting("timeout")
-            raise PeerDead(
-                f"{whose} has told nothing of its shapes for {self._timeout:g} s: it died, or is "
-                f"slower than {timeout} allows",
-                timeout,
-            ) from error
-        found = json.loads(self._store.get(key))
-        if isinstance(found, dict):
-            failed = from_json(found["failed"])
-            raise PeerDead(f"{whose} gave up: {failed}", failed)
-        return found
+        key, failed = f"{self._key}/{name}", f"{self._key}/failed"
+        deadline = time.monotonic() + self._timeout
+        while not self._store.check([key]):
+            if self._store.check([failed]):
+                reason = from_json(json.loads(self._store.get(failed)))
+                raise PeerDead(reason, reason)
+            if time.monotonic() > deadline:
+                timeout = setting("timeout")
+                raise PeerDead(
+                    f"{whose} has told nothing of its shapes for {self._timeout:g} s: it died, or "
+                    f"is slower than {timeout} allows",
+                    timeout,
+                )
+            time.sleep(_NAP_SECONDS)
+        return json.loads(self._store.get(key))
 
     def run(self, microbatches: Microbatches, number: int, size: int) -> Shapes:
         """The shapes of a microbatch.
@@ -159,13 +170,7 @@ class Probe:
         boundaries: list[Boundary] = []
         for index in range(self._num_stages - 1):
             if stage := self._stages.get(index):
-                try:
-                    found = self._measure(stage, microbatches, number, boundaries)
-                except BaseException as error:
-                    text = to_json(f"{type(error).__name__}: {one_line(error, 200)}")
-                    self.tell(str(index), {"failed": text})
-                    raise
-                self.tell(str(index), found)
+                self.tell(str(index), self._measure(stage, microbatches, number, boundaries))
             shapes, dtypes, grads = self.told(str(index), f"stage {index}")
             boundaries.append(Boundary(tuple(map(tuple, shapes)), tuple(dtypes), tuple(grads)))
         return Shapes(size, tuple(boundaries))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -68,20 +67,6 @@ class EncodedBatch:
     documents: dict[str, Documents]
     notes: Counter[str]
     bad_lines: list[tuple[int, str]]
-
-    @classmethod
-    def joined(cls, parts: Sequence[EncodedBatch]) -> EncodedBatch:
-        """One batch of several of a line each."""
-        keys = parts[0].documents
-        documents = {
-            key: Documents(
-                *map(np.concatenate, zip(*(part.documents[key] for part in parts), strict=True))
-            )
-            for key in keys
-        }
-        notes: Counter[str] = sum((part.notes for part in parts), Counter())
-        bad = [(n, reason) for n, part in enumerate(parts) for _, reason in part.bad_lines]
-        return cls(documents, notes, bad)
 
 
 class Encoder:
@@ -169,9 +154,3 @@ class Encoder:
         if isinstance(text, list):
             return text
         return self._split(text) if self._split else [text]
-
-
-def unread(keys: Sequence[str], dtype: Any, reason: str) -> EncodedBatch:
-    """The batch of one line that cannot be used."""
-    nothing = {key: Documents.of([], [], [], dtype) for key in keys}
-    return EncodedBatch(nothing, Counter(), [(0, reason)])

@@ -7,7 +7,7 @@ from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.stragglers import Culprit
 from megatron.dpp.report.analysis.summary import Pipeline, Totals
 from megatron.dpp.report.run_files import Training
-from megatron.dpp.trace.vocabulary import words_of
+from megatron.dpp.trace.vocabulary import CAUSES
 
 LEAST = 0.01
 """A cause that costs a smaller share of an iteration is none."""
@@ -142,7 +142,7 @@ def sentences(found: Pipeline) -> list[str]:
 
 def _time_lines(totals: Totals) -> list[str]:
     causes = ", ".join(
-        f"{percent(share)} {words_of(cause)}"
+        f"{percent(share)} {CAUSES.get(cause, ('', cause))[1]}"
         for cause, share in totals.bubble_by_cause.items()
         if share >= 0.001
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.dpp.files.safe_files import open_text_to_write
-from megatron.dpp.trace.vocabulary import IdleCause
+from megatron.dpp.trace.vocabulary import CAUSES
 
 THEMES = ("light", "dark")
 
@@ -51,7 +51,7 @@ LABELS = {
     "W": "W: weight gradient",
     "span": "other work",
     "tail": "after the pipeline",
-    **{cause.value: cause.label for cause in IdleCause},
+    **{cause: label for cause, (label, _) in CAUSES.items()},
 }
 """Class of a bar -> its label in a legend."""
 
