@@ -48,7 +48,6 @@ ENGINE_ROOMS = {
     "plugin_lengths": {"core"},
     "torch": {
         *("config", "direction", "errors", "inject", "memory", "runtime", "schedule", "trace"),
-        "transport",
     },
     "report": {
         *("command_line", "config", "errors", "files", "hosts", "processes", "schedule", "sim"),

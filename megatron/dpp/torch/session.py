@@ -192,12 +192,8 @@ class Session:
         return list(message.tensor.tolist())
 
     def account(self, activation: int, deferred: int, size: int) -> None:
-        """Take over measured memory, for caps; of ranks that run one order the largest.
-
-        Args:
-            activation: bytes that the forward of a microbatch keeps.
-            deferred: bytes of its deferred weight gradients.
-            size: of the microbatch.
+        """Take over measured memory, for caps: bytes that the forward of a microbatch of ``size``
+        keeps, and that its backward defers; of ranks that run one order the largest.
         """
         found = torch.tensor([activation, deferred], dtype=torch.float64, device=self.device)
         if self._together is not None:
