@@ -292,6 +292,18 @@ def test_another_race_follows_steps_that_have_become_slower(
     assert len(rank.said) == 2 and "ours (fused)" not in rank.said[1]
 
 
+def test_a_race_that_changes_nothing_makes_the_next_one_less_likely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(monkeypatch)
+    rank.takes |= {"own": 1.04, "split": 1.0}
+    rank.steps(11 + 21)
+    rank.takes |= {"own": 1.081, "split": 1.04}
+    assert "own" in rank.steps(60) and len(rank.said) == 2
+    rank.takes |= {"own": 1.13, "split": 1.09}
+    assert "own" not in rank.steps(60), "5 % do no longer begin one"
+
+
 def test_another_race_follows_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(monkeypatch)
     rank.takes |= {"own": 1.04, "split": 1.0}
