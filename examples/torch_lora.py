@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megatron.dpp.torch import DynamicSchedule
 
@@ -28,11 +28,17 @@ def model_of(folder: str | None) -> Any:
     """A causal model with LoRA, the same on all ranks."""
     torch.manual_seed(1)
     if folder is not None:
-        model = AutoModelForCausalLM.from_pretrained(folder)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder)
     else:
-        sizes = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=256, **sizes, **heads))
+        config = LlamaConfig(
+            vocab_size=256,
+            hidden_size=128,
+            intermediate_size=344,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        model = LlamaForCausalLM(config)
     lora = peft.LoraConfig(r=8, target_modules=list(LAYERS), task_type="CAUSAL_LM")
     return peft.get_peft_model(model, lora)
 

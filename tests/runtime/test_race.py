@@ -45,7 +45,7 @@ def call_of(chunks: int = 2, **more: Any) -> Any:
     usual = {
         "model": MODELS[chunks], "config": SimpleNamespace(**config), "pg_collection": groups,
         "num_microbatches": 8, "forward_only": False, "cut": None, "adjust_tensor_shapes_fn": None,
-        "boundary_example": lambda: torch.zeros(1),
+        "boundary_example": lambda: torch.zeros(1), "varies": config["variable_seq_lengths"],
     }  # fmt: skip
     return SimpleNamespace(**usual | more)
 
@@ -257,6 +257,7 @@ def test_tokens_are_counted_where_the_losses_are(monkeypatch: pytest.MonkeyPatch
         num_microbatches: int = 2
         adjust_tensor_shapes_fn: Any = None
         boundary_example: Any = None
+        varies: bool = True
 
     usual = call_of(variable_seq_lengths=True)
     rank, outputs = Rank(monkeypatch), iter([torch.zeros(2, 7), torch.zeros(2, 3, 11), {}, 4])
@@ -267,7 +268,7 @@ def test_tokens_are_counted_where_the_losses_are(monkeypatch: pytest.MonkeyPatch
     for chunk in (1, 1, 1, 0):
         assert call.forward_step_func(None, usual.model[chunk])[1] == "loss"
     assert sum(rank.race._tokens) == 14 + 6
-    given.config.variable_seq_lengths = False
+    given.varies = False
     assert rank.race.counted(given) is given
 
 

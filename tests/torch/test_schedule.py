@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,20 @@ def test_many_equal_to_the_schedules_of_torch(num_ranks: int) -> None:
     run(num_ranks, equal(range(4, 44)), 280.0)
 
 
+@pytest.mark.slow
+def test_the_example_learns() -> None:
+    example = Path(__file__).parents[2] / "examples" / "torch_lora.py"
+    output = run_ranks(example, 2, ["--steps", "10"], 250.0, preload="libraries")
+    first, *_, last = map(float, re.findall(r"step \d+: loss ([0-9.]+)", output))
+    assert last < 0.95 * first
+
+
 def test_gradients_of_replicas_are_reduced_as_by_torch() -> None:
     run(4, [(how, {"seed": seed}) for seed in (1, 3) for how in ("ddp", "fsdp")])
+
+
+def test_ranks_that_communicate_within_tasks_run_one_order() -> None:
+    run(4, [("together", {"seed": seed}) for seed in range(2)])
 
 
 def test_refused_in_one_line_on_all_ranks() -> None:

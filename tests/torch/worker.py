@@ -116,6 +116,45 @@ def ddp(seed: int) -> None:
     schedule.close()
 
 
+class Talks(torch.nn.Module):
+    """A stage whose forward and backward communicate with another rank's."""
+
+    def __init__(self, part: Any, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.part, self.group = part, group
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.part(*args, **kwargs)
+        output.register_hook(self.mean)
+        return output + 0.1 * self.mean(output.detach())
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(total := x.clone(), group=self.group)
+        return total / 2
+
+
+def together(seed: int) -> None:
+    """Two ranks whose stages communicate within tasks run one order, and one process's numbers."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    pipeline, rank = mesh.get_group("pp"), mesh.get_local_rank("pp")
+    case = dataclasses.replace(Case.random(seed, 2), v=2, m=6, pair=False, dropout=0.0, frozen=0.0)
+    model = [Talks(part, mesh.get_group("tp")) for part in parts(case, seed, 4)]
+    tokens, targets, _ = batch(case, seed)
+    wanted = [Talks(copy.deepcopy(each.part), each.group) for each in model]
+    by_hand(wanted, (tokens.chunk(6), targets.chunk(6)), 6)
+    config = DppConfig(policy="dynamic", inject="jitter:0.5")
+    schedule = DynamicSchedule(
+        stages_of(model, pipeline), 6, loss_fn, config=config, together=mesh.get_group("tp")
+    )
+    for _ in range(2):
+        for part in model:
+            part.zero_grad()
+        schedule.step(*([tokens] if rank == 0 else []), target=targets if rank else None)
+        if difference := first_difference(gradients(wanted[rank::2]), gradients(model[rank::2])):
+            raise AssertionError(f"seed {seed}, {case}: {difference}")
+    schedule.close()
+
+
 def unlike(seed: int, **config: Any) -> None:
     """Lists of microbatches of unlike length, whose number changes from step to step, are trained
     as in one process that has all stages.

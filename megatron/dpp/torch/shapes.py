@@ -6,6 +6,7 @@ store, once per schedule: later microbatches of other lengths need bytes in prop
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -19,19 +20,15 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from megatron.dpp.errors import ConfigError, PeerDead, from_json, one_line, setting, to_json
-from megatron.dpp.runtime.failure import REPORT_SECONDS, within
 from megatron.dpp.torch.microbatches import Microbatches
 
 _NAP_SECONDS = 0.005
+_META = torch.device("meta")
 
 
 class Boundary(NamedTuple):
-    """What a stage hands to the next one.
-
-    Args:
-        shapes: of each tensor.
-        dtypes: names of their dtypes.
-        grads: which of them take a gradient.
+    """The tensors that a stage hands to the next one: their shapes, names of their dtypes, and
+    which of them take a gradient.
     """
 
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -60,11 +57,6 @@ class Boundary(NamedTuple):
             for shape, dtype, grad in zip(*self, strict=True)
         ]
 
-    @property
-    def most_bytes(self) -> int:
-        """Bytes of the largest tensor."""
-        return max(tensor.nbytes for tensor in self.zeros(torch.device("meta")))
-
 
 def forward(stage: PipelineStage, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a stage's module as PyTorch's schedules do; nothing is reduced."""
@@ -89,12 +81,7 @@ def outputs_of(stage: PipelineStage, output: Any) -> list[torch.Tensor]:
 
 
 class Shapes(NamedTuple):
-    """The boundaries of a pipeline.
-
-    Args:
-        size: of the microbatch that was measured.
-        boundaries: behind each stage but the last.
-    """
+    """The boundaries behind each stage but the last, of a microbatch of ``size``."""
 
     size: int
     boundaries: tuple[Boundary, ...]
@@ -106,7 +93,8 @@ class Shapes(NamedTuple):
 
     def slot_bytes(self, size: int) -> int:
         """Bytes of the largest tensor of a microbatch of ``size``."""
-        most = max((each.most_bytes for each in self.boundaries), default=0)
+        tensors = [each for boundary in self.boundaries for each in boundary.zeros(_META)]
+        most = max((tensor.nbytes for tensor in tensors), default=0)
         return -(-most * size // self.size)
 
 
@@ -136,7 +124,8 @@ class Probe:
         text = to_json(
             f"rank {dist.get_rank()} gave up: {type(error).__name__}: {one_line(error, 200)}"
         )
-        within(REPORT_SECONDS, lambda: self.tell("failed", text))
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self.tell("failed", text)
 
     def told(self, name: str, whose: str) -> Any:
         """Wait for what a rank tells.
