@@ -47,8 +47,6 @@ anew in each task.
 
 GRAPHS_PAY_FROM = 0.5
 """Share of launching in the tasks' time from which ``cuda_graphs="auto"`` captures graphs."""
-LAUNCH_BOUND_FROM = 0.75
-"""Share of launching in the tasks' time from which a step without graphs counts as launch-bound."""
 POOL_GROWTH = 2.0
 """Largest measured ratio of an activation's memory with graphs to that without."""
 
@@ -147,8 +145,9 @@ class DppConfig:
     policy: str = _option(
         "auto",
         _SCHEDULE,
-        "which ready task runs next: {policies}, or your own as module:function; auto: megatron "
-        "on two pipeline ranks, dynamic on more",
+        "which ready task runs next: {policies}, or your own as module:function; auto: megatron, "
+        "with one chunk per rank eager, where lengths are far apart on more than two ranks "
+        "dynamic, or megatron-core's own schedule where it wins a race of whole steps",
     )
     activation_cap: str = _option(
         "auto",
@@ -162,8 +161,7 @@ class DppConfig:
         _SCHEDULE,
         "run a layer's weight gradients apart from its input gradients, to fill waiting times: on, "
         "off, stock:N (unless N backwards wait for theirs, and none of the same chunk), auto "
-        "(off where layers are recomputed whole, else chosen by what the first steps measure "
-        "on a GPU, and on elsewhere)",
+        "(off where layers are recomputed whole, else the winner of a race of whole steps)",
     )
     head_in_forward: str = _option(
         "auto",
@@ -187,12 +185,14 @@ class DppConfig:
         "many as the longest sequence known has",
         *(0, 1 << 40),
     )
-    forward_only_order: str = _option(
+    call_order: str = _option(
         "auto",
         _SCHEDULE,
-        "order of forward-only steps over chunks: megatron (megatron-core's own), dynamic (what is "
-        "ready), auto (megatron if the model replays its routing, dynamic otherwise)",
-        *("auto", "megatron", "dynamic"),
+        "order in which forward steps are called: megatron (as megatron-core calls them), dynamic "
+        "(in forward-only steps over chunks what is ready), planned (also, where microbatches are "
+        "unlike, training's in the order that is fastest by simulation), auto (dynamic, but "
+        "megatron if the model replays its routing)",
+        *("auto", "megatron", "dynamic", "planned"),
     )
     task_rng: bool = _option(
         True,

@@ -129,10 +129,6 @@ class DppError(Exception):
         super().__init__(str(text))
         self.settings = _settings_of(text, *named)
 
-    def said(self, naming: Naming) -> str:
-        """The text, its settings spelled by ``naming``."""
-        return said(self, naming)
-
 
 class ConfigError(DppError, ValueError):
     """A setting or a combination of them cannot work; names it and the nearest choice."""

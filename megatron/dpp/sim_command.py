@@ -29,7 +29,7 @@ from megatron.dpp.sim.costs import Costs, Shape
 from megatron.dpp.sim.flags import Lengths, changes, check_ranges, check_shape, new_sim_parser
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.measured import MeasuredCosts, load_costs
-from megatron.dpp.sim.orders import best_order
+from megatron.dpp.sim.orders import best_order, in_order, simulated
 from megatron.dpp.sim.result import Result, format_grid
 from megatron.dpp.sim.schedules import STATIC, find_schedule, run_static
 
@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError("--costs, --condition and --lengths of tokens: give one of them")
     if parse_cap(args.cap, Geometry(shape.num_ranks, 0, shape.num_chunks, number)).needs_measuring:
         raise ConfigError(f"--cap {args.cap}: expected no bytes; an activation's size is not known")
-    args.backward = _backward(args, measured, unlike=lengths.source is not None)
+    args.backward = _backward(args, measured)
     change = chain(*changes(args, shape, lengths.sigma))
     runs = _runs(args, shape, measured, unlike=lengths.source is not None)
     results: dict[str, list[Result]] = {name: [] for name in runs}
@@ -81,16 +81,14 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _backward(
-    args: argparse.Namespace, measured: MeasuredCosts | None, *, unlike: bool
-) -> Backward:
-    """The way of backwards; ``auto`` chooses as a run does where it can."""
+def _backward(args: argparse.Namespace, measured: MeasuredCosts | None) -> Backward:
+    """The way of backwards; ``auto`` splits them where it can."""
     given = Backward.of(args.split_backward)
     if measured and not measured.split:
         if given is not None and given.split:
             raise ConfigError(f"{args.costs} has no W times; take --split-backward off")
         return Backward(split=False)
-    return given or (Backward(stock=1) if args.overhead and not unlike else Backward())
+    return given or Backward()
 
 
 def _base(
@@ -132,7 +130,8 @@ def _runs(
 
 
 def _in_best_order(run: _Run, climb: int, shape: Shape, costs: Costs) -> Result:
-    return best_order(shape, costs, run, simulations=climb).result
+    plan = best_order(shape, costs, simulated(run, shape, costs), simulations=climb)
+    return run(*in_order(plan.order, shape, costs))
 
 
 def _runner(name: str, args: argparse.Namespace) -> _Run:

@@ -5,31 +5,38 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.report.analysis.link_times import LinkSamples, link_samples
 from megatron.dpp.report.analysis.model import (
     Arrival,
-    Iteration,
+    JobShape,
     MessageId,
+    OtherWork,
     RankIteration,
     Send,
     TaskRun,
+    TracedIteration,
     Wait,
 )
-from megatron.dpp.report.analysis.report_data import Prediction
 from megatron.dpp.report.analysis.sentences import EVEN_LAYERS, sentences, straggler_text
 from megatron.dpp.report.analysis.stragglers import Culprit
-from megatron.dpp.report.analysis.summary import summary
-from megatron.dpp.report.analysis.times import length, subtract, union
-from megatron.dpp.report.analysis.work import JobShape
+from megatron.dpp.report.analysis.summary import PredictedTime, summary
+from megatron.dpp.report.analysis.times import iteration_times, painted
+from megatron.dpp.report.analysis.work import LinkSamples, link_samples
 from megatron.dpp.report.reader import read_events
-from megatron.dpp.report.recorded import cost_file, recorded_runs
-from megatron.dpp.report.whatif import WhatIf, other_schedules, removal, schedule_of
+from megatron.dpp.report.whatif import (
+    WhatIf,
+    cost_file,
+    predict_all,
+    recorded_runs,
+    removal,
+    schedule_of,
+)
 from megatron.dpp.sim.measured import load_costs
 from tests.report.injected import CAUSES, analysed, culprit_of, inject
 from tests.report.synthetic import Run
@@ -92,6 +99,15 @@ def test_every_nanosecond_of_the_window_is_accounted_for(tmp_path):
             assert rank.tail == {"host": 50_000, "optimizer": 1_000_000}
 
 
+def test_other_work_after_a_ranks_last_task_is_drain():
+    task = TaskRun(0, 10, "F", 0, 0, 0)
+    early = RankIteration(0, 1, 0, 50, tasks=[task], spans=[OtherWork(5, 30, "batch")])
+    late = RankIteration(1, 1, 0, 50, tasks=[task._replace(end=40)])
+    times = iteration_times(TracedIteration(1, {0: early, 1: late})).ranks[0]
+    assert (times.busy, times.other, times.idle) == (10, 0, {"drain": 30})
+    assert times.tail == {"host": 10}
+
+
 def test_totals_equal_those_summed_from_the_events(tmp_path):
     analysis = analysed(Run(chunks=2), tmp_path, skip=0)
     report = summary(analysis)
@@ -104,18 +120,22 @@ def test_totals_equal_those_summed_from_the_events(tmp_path):
         assert row.sent_bytes * 3 == sent
         held = max(e["args"]["value"] for e in events if e["cat"] == "counter")
         assert row.peaks["held"] == held
-    json.dumps(report.numbers(), allow_nan=False)
+    json.dumps(dataclasses.asdict(report), allow_nan=False)
     assert sum(report.totals.bubble_by_cause.values()) == pytest.approx(report.totals.bubble)
     assert sentences(report)[-1] == "No straggler."
 
 
+def names_of(what_if, shape):
+    return {row.name for row in predict_all(what_if, [], shape)}
+
+
 def test_other_schedules_do_not_name_the_run_itself(tmp_path):
     """A run whose W comes in pieces has the same schedule as its simulation."""
-    runs = recorded_runs(analysed(Run(chunks=2), tmp_path))
-    plan = dataclasses.replace(schedule_of(runs[-1]), w_pieces=6)
-    found = other_schedules(runs[-1], plan, [1.0] * 4)
-    assert "dynamic schedule" not in [name for name, _, _ in found]
-    assert {other.w_pieces for _, _, other in found} == {6}
+    analysis = analysed(Run(chunks=2), tmp_path)
+    what_if = WhatIf(recorded_runs(analysis))
+    what_if.config = dataclasses.replace(what_if.config, w_pieces=6)
+    found = names_of(what_if, analysis.shape)
+    assert "Megatron's static order" in found and "dynamic schedule" not in found
 
 
 def test_a_finding_says_how_often_and_what_to_do():
@@ -157,8 +177,8 @@ def test_all_reports_name_a_rank_by_stage_and_replica(replicas, tensors, name):
 
 def test_a_heavy_stages_work_is_not_promised_away(tmp_path):
     report = summary(analysed(Run(chunks=2), tmp_path))
-    heavy = Prediction("without heavy-stage (stage 1, chunk 1)", 1000, 826)
-    report.what_if = [heavy, Prediction(EVEN_LAYERS, 1000, 928)]
+    heavy = PredictedTime("without heavy-stage (stage 1, chunk 1)", 1000, 826)
+    report.what_if = [heavy, PredictedTime(EVEN_LAYERS, 1000, 928)]
     assert sentences(report)[-1].endswith(
         "17.4 % of an iteration if that work were gone; laid out evenly over all stages 7.2 %."
     )
@@ -191,19 +211,22 @@ def test_a_sliced_run_counts_its_microbatches(tmp_path):
 
 def test_a_run_that_kept_megatrons_order_is_simulated_with_it(tmp_path):
     """As the policy auto does on two ranks."""
-    (run,) = recorded_runs(analysed(Run(ranks=2, iterations=1, policy="auto"), tmp_path / "2"))
+    analysis = analysed(Run(ranks=2, iterations=1, policy="auto"), tmp_path / "2")
+    (run,) = recorded_runs(analysis)
     config = schedule_of(run)
     assert (run.dynamic, config.policy, config.split_backward) == (True, "megatron", True)
-    assert WhatIf([run]).predict("").gain == pytest.approx(0.0, abs=0.02)
-    names = [name for name, _, _ in other_schedules(run, config, [1.0, 1.0])]
-    assert {"dynamic schedule", "Megatron's static order"} <= {*names}
+    what_if = WhatIf([run])
+    assert what_if.predict("").gain == pytest.approx(0.0, abs=0.02)
+    found = names_of(what_if, analysis.shape)
+    assert {"dynamic schedule", "Megatron's static order"} <= found
     (run,) = recorded_runs(analysed(Run(iterations=1, policy="auto"), tmp_path / "4"))
     assert schedule_of(run).policy == "dynamic"
 
 
 def test_replicas_tell_a_heavy_stage_from_a_slow_rank():
+    from megatron.dpp.report.analysis.model import JobShape
     from megatron.dpp.report.analysis.stragglers import StragglerSearch
-    from megatron.dpp.report.analysis.work import JobShape, Work
+    from megatron.dpp.report.analysis.work import TaskTimes
 
     places = {rank: rank % 4 for rank in range(12)}
     shape = JobShape(4, 1, places, {rank: (rank // 4, 0) for rank in range(12)}, "dpp")
@@ -213,7 +236,7 @@ def test_replicas_tell_a_heavy_stage_from_a_slow_rank():
             (rank, 0): {"F": dict.fromkeys(range(8), 150 if rank in slow else 100)}
             for rank in range(12)
         }
-        works = [Work(number, tasks) for number in range(5)]
+        works = [TaskTimes(number, tasks) for number in range(5)]
         return StragglerSearch(shape, works, [{}] * 5, dict.fromkeys(places, 0)).find()
 
     assert [(c.kind, c.rank) for c in search({3})] == [("slow-rank", 3)]
@@ -239,34 +262,27 @@ def test_iterations_that_not_all_ranks_finished_do_not_count(tmp_path):
         analyse(files, align(files), skip=2)
 
 
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60))), st.data())
-def test_interval_arithmetic_agrees_with_sets(pairs, data):
-    spans = [(min(p), max(p)) for p in pairs]
-    holes = [(min(p), max(p)) for p in data.draw(st.lists(st.tuples(*[st.integers(0, 60)] * 2)))]
-
-    def points(intervals):
-        return {x for a, b in intervals for x in range(a, b)}
-
-    merged = union(spans)
-    assert points(merged) == points(spans)
-    assert length(merged) == len(points(spans))
-    left = subtract(merged, union(holes))
-    assert points(left) == points(spans) - points(holes)
-    assert length(left) == len(points(left))
+@given(st.lists(st.tuples(st.sampled_from("abc"), *[st.integers(0, 60)] * 2)))
+def test_of_layers_that_cover_each_other_the_last_counts(layers):
+    owners = {}
+    for name, start, end in layers:
+        owners |= dict.fromkeys(range(max(start, 5), min(end, 50)), name)
+    assert painted(5, 50, layers) == Counter(owners.values())
 
 
 def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
     """A busy receiver sees a message when its task ends, which bounds the delay from above only."""
+    from megatron.dpp.report.analysis.model import JobShape
     from megatron.dpp.report.analysis.stragglers import StragglerSearch
-    from megatron.dpp.report.analysis.work import JobShape, Work
-    from megatron.dpp.report.recorded import hop_delay
+    from megatron.dpp.report.analysis.work import TaskTimes
+    from megatron.dpp.report.whatif import hop_delay
 
     busy = LinkSamples(any=[11_000_000, 12_000_000, 9_000_000])
     quick = LinkSamples(any=[200_000] * 3, clean=[200_000] * 3)
     links = {(0, 1): quick, (1, 2): busy, (2, 1): busy, (2, 3): quick}
     shape = JobShape(4, 1, {r: r for r in range(4)}, dict.fromkeys(range(4), (0, 0)), "dpp")
     tasks = {(rank, 0): {"F": dict.fromkeys(range(8), 10_000_000)} for rank in range(4)}
-    works = [Work(number, tasks) for number in range(5)]
+    works = [TaskTimes(number, tasks) for number in range(5)]
     assert StragglerSearch(shape, works, [links] * 5, dict.fromkeys(range(4), 0)).find() == []
     assert hop_delay(links, range(4), 1) == pytest.approx(200e-6)
     slow = links | {(1, 2): LinkSamples(any=busy.any, clean=busy.any)}
@@ -287,9 +303,9 @@ def test_a_message_taken_ahead_is_timed_only_where_the_device_was_idle():
                 TaskRun(0, previous_end, "B", 0, 0, 0), TaskRun(1_950_000, 3_000_000, "F", 0, 0, 0),
             ],
             waits=[Wait(100_000, 1_960_000, "message", "F0")],
-            arrivals=[Arrival(900_000, 1_940_000, 1_945_000, message, 1 << 20, ahead=True)],
+            arrivals=[Arrival(900_000, 1_940_000, message, ahead=True)],
         )  # fmt: skip
-        iteration = Iteration(4, {0: sender, 1: receiver})
+        iteration = TracedIteration(4, {0: sender, 1: receiver})
         return link_samples(iteration)[0, 1]
 
     assert sampled(previous_end=1_900_000).clean == []

@@ -30,7 +30,7 @@ from megatron.dpp.schedule import (
     peak_size,
 )
 from megatron.dpp.trace import NullRecorder
-from megatron.dpp.transport.fake import FakeNetwork, FakeTransport, VirtualClock
+from tests.fake_network import FakeNetwork, FakeTransport, VirtualClock
 from tests.runtime.pipelines import Arithmetic, check_values, in_threads
 
 LONGEST = 40

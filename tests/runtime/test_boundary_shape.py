@@ -147,7 +147,7 @@ def test_captured_lengths_are_shared_out_without_a_remainder(buckets: str) -> No
 
 @pytest.mark.parametrize("given", [([], [(4,)]), ([(4,)], []), ([], [])])
 def test_a_boundary_has_a_tensor_also_where_the_pipeline_begins_or_ends(given: Any) -> None:
-    with pytest.raises(ConfigError, match="each list needs one shape or more"):
+    with pytest.raises(ConfigError, match="two lists of one shape or more"):
         boundary.boundaries((2, 3, 4), 2, lambda receives, sends: given)
 
 

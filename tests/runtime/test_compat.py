@@ -229,12 +229,6 @@ def test_a_name_outside_of_the_table_is_refused() -> None:
         compat.lookup("pipeline_parallel.schedules:_nonsense")
 
 
-def test_a_name_may_have_another_name_in_a_newer_version() -> None:
-    names = [form_of(compat.MTP_LAYER, version).name for version in ("0.16.1", "0.17.0", "0.20.0")]
-    last = [name.rpartition(".")[2] for name in names]
-    assert last == ["transformer_layer", *["mtp_model_layer"] * 2]
-
-
 def test_a_name_may_have_come_with_a_newer_version() -> None:
     later = {entry.key for entry in TABLE} - set(keys_of(compat.OLDEST))
     assert later == {"optimizer.clip_grads:multi_tensor_scale_tensor_impl"}

@@ -17,7 +17,6 @@ from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
 
 from megatron.dpp.core import compat, cpu
-from megatron.dpp.errors import ConfigError
 
 
 @pytest.fixture
@@ -60,23 +59,18 @@ def test_nothing_of_the_stand_ins_stays_after_them(monkeypatch: pytest.MonkeyPat
         assert torch.overrides._get_current_function_mode_stack() == modes
 
 
-def test_stand_ins_of_several_users_are_one_and_stay_for_the_last() -> None:
-    """A second installation, beside one of a program's own, made ``torch.cuda.cuda.FloatTensor``
-    of a type, and closing them in another order left stand-ins."""
+def test_stand_ins_that_are_there_stay_for_the_one_that_made_them() -> None:
+    """A second set would make ``torch.cuda.cuda.FloatTensor`` of a type."""
     before, modes = state(), torch.overrides._get_current_function_mode_stack()
-    first, second = cpu.install(), cpu.install(host=True)
-    third = cpu.install(host=True)
-    assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
-    assert torch.cuda.get_device_capability() == (8, 0)
-    for ended in (first, first, third):
-        ended.close()
-        assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
-        assert torch.empty(2, device="cuda").device.type == "cpu"
-        assert torch.cuda.get_device_capability() == (8, 0)
-    second.close()
+    with contextlib.closing(cpu.install(host=True)):
+        for again in (cpu.install(), cpu.install(host=True)):
+            assert len(torch.overrides._get_current_function_mode_stack()) == len(modes) + 1
+            again.close()
+            assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+            assert torch.empty(2, device="cuda").device.type == "cpu"
+            assert torch.cuda.get_device_capability() == (8, 0)
     assert not changed(before)
     assert torch.overrides._get_current_function_mode_stack() == modes
-    assert torch.zeros(2).type() == "torch.FloatTensor"
 
 
 def test_a_hosts_answer_beside_ours_is_without_its_layer_again() -> None:
@@ -121,9 +115,6 @@ def test_a_host_measures_no_memory_and_profiles_nothing() -> None:
         with torch.cuda.nvtx.range("step"):
             torch.cuda.check_error(runtime.cudaProfilerStop())
         torch.cuda.set_stream(torch.cuda.Stream())
-        for record in (torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot):
-            with pytest.raises(ConfigError, match="record_memory_history=True records the memory"):
-                record("memory.pickle")
 
 
 def test_nothing_is_captured_on_the_cpu(on_cpu: None) -> None:
@@ -319,22 +310,12 @@ def test_compilation_is_off_on_the_cpu_and_as_before_after_it(
 
 
 def test_compilation_that_a_program_turned_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where PyTorch's settings of it are imported after the stand-ins."""
     from torch._dynamo import config
 
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     with config.patch(disable=True):
         cpu.install().close()
         assert config.disable and "TORCHDYNAMO_DISABLE" not in os.environ
-    for before in (None, "0", "1"):
-        if before is not None:
-            monkeypatch.setenv("TORCHDYNAMO_DISABLE", before)
-        late = SimpleNamespace(disable=True)
-        monkeypatch.delitem(sys.modules, "torch._dynamo.config")
-        with contextlib.closing(cpu.install()):
-            monkeypatch.setitem(sys.modules, "torch._dynamo.config", late)  # type: ignore[arg-type]
-        assert late.disable is (before == "1")
-        assert os.environ.get("TORCHDYNAMO_DISABLE") == before
 
 
 class Work:

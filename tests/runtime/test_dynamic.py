@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.dpp.config import Backward, DppConfig
-from megatron.dpp.core.boundary import Boundaries, Tokens
+from megatron.dpp.core.boundary import Boundaries, TokenCounter
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime import dynamic
 from megatron.dpp.runtime.dynamic import DppSchedule
@@ -38,7 +38,7 @@ def call_of(chunks: int = 1, **given: Any) -> Any:
         "boundaries": lambda length: Boundaries(length, (length,), (length,)),
         "boundary_example": lambda *_: torch.zeros(3), "captured_rows": lambda settings: [],
         "padded_rows": lambda settings: None,
-        "tokens": lambda longest, _=0: Tokens(longest, 4), "cut": None,
+        "tokens": lambda longest, _=0: TokenCounter(longest, 4), "cut": None,
     }  # fmt: skip
     return SimpleNamespace(**usual | given)
 
@@ -57,14 +57,6 @@ class Weights:
     def bound(self) -> Iterator[None]:
         self.bindings += 1
         yield
-
-
-@pytest.mark.parametrize("group", [None, 0, 4])
-def test_a_rank_sees_its_call_as_a_geometry(group: int | None) -> None:
-    call = call_of(2, forward_only=True, num_microbatches=6)
-    call.config.microbatch_group_size_per_vp_stage = group
-    expected = Geometry(3, 2, 2, 6, forward_only=True, group=group or None, w_pieces=(2, 0))
-    assert Topology((5, 6, 7), 2, 2).geometry(call, (2, 0)) == expected
 
 
 def test_as_many_chunks_are_needed_as_the_config_says() -> None:
@@ -126,7 +118,7 @@ class Step:
             consumed=[4], consume=self.consumed.append,
         )  # fmt: skip
         self.session: Any = SimpleNamespace(
-            topology=Topology((0, 1, 2), 0, 1), rng=SimpleNamespace(wrap=self._wrap), links=links,
+            topology=Topology((0, 1, 2), 0, 1), links=links,
             group=StageGroup(one_replica=True), timer=HostTimer(), injector=None,
             launch_ahead=False, decisions=self.decisions,
         )  # fmt: skip
@@ -137,8 +129,9 @@ class Step:
         monkeypatch.setattr(dynamic, "Executor", FakeExecutor)
         decider = SimpleNamespace(start=self.started.append)
         monkeypatch.setattr(dynamic, "decider_for", lambda scheduler, channels, board: decider)
-        ours = SimpleNamespace(runs=lambda call, keywords: False, choose=lambda *_: None)
-        monkeypatch.setattr(dynamic, "OwnSchedule", lambda *_: ours)
+        monkeypatch.setattr(dynamic, "Race", lambda *_: self)
+        monkeypatch.setattr(dynamic, "TaskRng", lambda *_: SimpleNamespace(wrap=self._wrap))
+        monkeypatch.setattr(dynamic, "pipeline_of", lambda *_: self.session.topology)
         monkeypatch.setattr(dynamic, "Sessions", lambda *_: self)
         monkeypatch.setattr(dynamic, "Prepared", lambda *_: self)
         monkeypatch.setattr(dynamic, "Stage", self._stage)
@@ -174,17 +167,10 @@ class Step:
         return self.weights if self.schedule.config.split_backward != "off" else None
 
     chosen = Backward()
-    replays = captures = unlike = False
+    replays = False
 
-    def can_replay(self, call: Any) -> bool:
-        return True
-
-    def begin(self, call: Any) -> Backward:
-        assert not call.forward_only, "an evaluation is no step that is measured"
-        return self.chosen
-
-    def ran(self, *, unlike: bool) -> None:
-        self.unlike = unlike
+    def begin(self, backward: Any, *, graphs: bool) -> None:
+        assert graphs is self.binds_graphs
 
     @contextlib.contextmanager
     def bound(self, call: Any, recorder: Any) -> Iterator[None]:
@@ -197,6 +183,21 @@ class Step:
 
     def forget(self) -> None:
         self.closed.append("prepared")
+
+    # Of the race.
+
+    binds_graphs = True
+    record: ClassVar[dict[str, float]] = {}
+
+    @contextlib.contextmanager
+    def step(self, call: Any, keywords: Any) -> Iterator[Backward]:
+        yield self.chosen
+
+    def counted(self, call: Any) -> Any:
+        return call
+
+    def leaves(self, call: Any) -> bool:
+        return False
 
     # Of the rest.
 
@@ -280,13 +281,14 @@ def test_the_hosts_time_is_told_once_and_in_training(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dynamic, "TOLD_AFTER", 2)
-    monkeypatch.setattr(dynamic, "host_lines", lambda *_, **__: ["beside launches", "and graphs"])
+    monkeypatch.setattr(dynamic, "host_line", lambda *_: "beside launches")
+    monkeypatch.setattr(dynamic, "allocator_lines", lambda *_: ["and memory"])
     caplog.set_level("INFO", "megatron.dpp")
     step, told = Step(monkeypatch, call_of()), list[int]()
     for _ in range(3):
         step.schedule()
         told.append(len(caplog.messages))
-    assert told == [0, 2, 2] and caplog.messages == ["beside launches", "and graphs"]
+    assert told == [0, 2, 2] and caplog.messages == ["beside launches", "and memory"]
     Step(monkeypatch, call_of(forward_only=True, replays_routing=False)).schedule()
     assert len(caplog.messages) == 2
 
@@ -301,7 +303,6 @@ def test_announced_sizes_serve_one_call_where_all_that_run_it_have_them(
     step = Step(monkeypatch, call_of(), timeout=7.0)
     step.session.group = StageGroup(one_replica=one_replica)
     own = step.schedule
-    own.policy = "megatron"
     if announced:
         told = list(announced)
         own.announce(told)
@@ -310,7 +311,7 @@ def test_announced_sizes_serve_one_call_where_all_that_run_it_have_them(
         own()
         expected = {
             "backward": Backward(), "largest": 8, "sizes": sizes, "kappa": 0.0,
-            "policy": "megatron",
+            "policy": None,
         }  # fmt: skip
         assert step.asked == [expected, (step.scheduler, ["a", "b", "c", "d"], Backward())]
         step.asked.clear()
@@ -326,17 +327,6 @@ def test_announced_sizes_serve_one_call_where_all_that_run_it_have_them(
         own()
         assert step.accounts[-1][0] == longest, "one that is not known counts as the longest"
     assert own.peak_held == 2.5, "the largest of all calls"
-
-
-def test_own_work_is_a_steps_forwards_backwards_and_every_piece_of_its_weight_gradients(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    step = Step(monkeypatch, call_of())
-    own = step.schedule
-    assert own.own_work_seconds(4) == 0.0, "nothing has run"
-    durations = {("F", 0): 1.0, ("B", 0): 2.0, ("F", 1): 3.0, ("B", 1): 6.0, ("W", 1): 0.25}
-    step.current = SimpleNamespace(timer=SimpleNamespace(durations=durations))
-    assert own.own_work_seconds(4) == 4 * (12.0 + 2 * 0.25), "a chunk without pieces adds nothing"
 
 
 def test_a_schedule_closes_its_session_and_what_it_prepared(

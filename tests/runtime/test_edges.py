@@ -17,7 +17,7 @@ from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.schedule import Action, Geometry, Memory
 from megatron.dpp.trace import NullRecorder, Recorder
 from megatron.dpp.transport import TransportOptions
-from megatron.dpp.transport.fake import FakeNetwork
+from tests.fake_network import FakeNetwork
 from tests.runtime.pipelines import Topology
 from tests.runtime.test_executor_contract import rank_of
 

@@ -20,7 +20,7 @@ from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler, View
 from megatron.dpp.trace import NullRecorder
-from megatron.dpp.transport.fake import FakeNetwork, FakeTransport, VirtualClock
+from tests.fake_network import FakeNetwork, FakeTransport, VirtualClock
 from tests.runtime.pipelines import Arithmetic, StartsLater, check_values, run_pipeline
 
 

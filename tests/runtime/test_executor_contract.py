@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.core.slices import units_of
+from megatron.dpp.core.slices import Unit
 from megatron.dpp.errors import PeerDead, ProtocolError, TransferTimeout
 from megatron.dpp.inject import Task
 from megatron.dpp.runtime.agreement import Decider, decider_for
@@ -24,7 +24,7 @@ from megatron.dpp.schedule import Cause, Geometry, Scheduler
 from megatron.dpp.schedule.scheduler import Stall
 from megatron.dpp.trace import NullRecorder
 from megatron.dpp.transport.base import Direction
-from megatron.dpp.transport.fake import Delay, FakeNetwork, FakeTransport, VirtualClock
+from tests.fake_network import Delay, FakeNetwork, FakeTransport, VirtualClock
 from tests.runtime.pipelines import Arithmetic
 
 
@@ -470,7 +470,7 @@ def test_slices_of_one_row_are_timed_by_their_keys() -> None:
             found.setdefault(key[0], []).append(size)
 
     geometry = Geometry(1, 0, 1, 2, groups=(2,))
-    units = units_of([64], 32)
+    units = Unit(0, 0, 32, 64), Unit(0, 32, 64, 64)
     shares = [1.0 + each.earlier_keys / 32 for each in units]
     assert shares == [1.0, 2.0]
     network = FakeNetwork([])

@@ -16,7 +16,7 @@ from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Scheduler
 from megatron.dpp.trace import Recorder, TraceLayout, open_recorder
-from megatron.dpp.transport.fake import FakeTransport, VirtualClock
+from tests.fake_network import FakeTransport, VirtualClock
 from tests.runtime.pipelines import Arithmetic
 from tests.runtime.test_executor_contract import LAST, decider_of, network_of, put, rank_of
 

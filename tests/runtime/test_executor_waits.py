@@ -9,7 +9,7 @@ import pytest
 from megatron.dpp.errors import TransferTimeout
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.schedule import Geometry, Scheduler
-from megatron.dpp.transport.fake import FakeTransport, VirtualClock
+from tests.fake_network import FakeTransport, VirtualClock
 from tests.runtime.pipelines import check_values, run_pipeline
 from tests.runtime.test_executor_contract import LAST, network_of, put, rank_of
 

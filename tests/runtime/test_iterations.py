@@ -11,7 +11,7 @@ from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler, View
 from megatron.dpp.trace import NullRecorder
-from megatron.dpp.transport.fake import FakeNetwork
+from tests.fake_network import FakeNetwork
 from tests.runtime.pipelines import Arithmetic, run_pipeline
 from tests.runtime.test_executor import LAST
 

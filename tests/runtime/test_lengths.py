@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from megatron.dpp.config import Backward, DppConfig
-from megatron.dpp.core.boundary import Tokens
+from megatron.dpp.core.boundary import TokenCounter
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.executor import Iteration
 from megatron.dpp.runtime.mail import Tensors
 from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.schedule import Geometry, Scheduler
-from megatron.dpp.transport.fake import FakeTransport
+from tests.fake_network import FakeTransport
 from tests.runtime import pipelines
 from tests.runtime.pipelines import Arithmetic, check_values, run_pipeline
 
@@ -92,16 +92,16 @@ def test_an_evaluation_is_bounded_by_tokens(
 
 
 def test_tokens_of_a_boundary() -> None:
-    tokens = Tokens(largest=32, hidden=8)
+    tokens = TokenCounter(largest=32, hidden=8)
     assert tokens.count(torch.zeros(5, 2, 8)) == 10
     assert tokens.count(torch.zeros(6, 8)) == 6
     for other in (torch.zeros(5, 2, 4), torch.zeros(8)):
         assert tokens.count(other) is None, "no hidden states"
     assert tokens.count(torch.zeros([])) is None, "a loss"
     assert tokens.count([torch.zeros(5, 2, 8)]) is None
-    assert Tokens(largest=32, hidden=0).count(torch.zeros(5, 2, 8)) is None
-    assert Tokens(largest=8, hidden=8, parts=4).of_rank([16, 32]) == [4, 8]
-    assert Tokens(largest=8, hidden=0, parts=4).of_rank([16, 32]) is None
+    assert TokenCounter(largest=32, hidden=0).count(torch.zeros(5, 2, 8)) is None
+    assert TokenCounter(largest=8, hidden=8, parts=4).of_rank([16, 32]) == [4, 8]
+    assert TokenCounter(largest=8, hidden=0, parts=4).of_rank([16, 32]) is None
 
 
 def test_a_measured_activation_is_scaled_to_the_longest() -> None:

@@ -19,7 +19,6 @@ from megatron.dpp.runtime import prepared
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.schedule import LastRank, Memory
-from tests.runtime.test_backward import Rank, laps
 from tests.runtime.test_dynamic import Weights, call_of
 
 
@@ -91,21 +90,6 @@ def test_a_model_is_prepared_once_and_another_one_anew(
     assert len(made) == 3, "the host wraps it in its own list"
 
 
-@pytest.mark.parametrize("unlike", [False, True])
-def test_steps_of_unlike_lengths_keep_their_weight_gradients_apart(
-    made: list[Weights], unlike: bool
-) -> None:
-    """A step of equal ones behind it changes nothing."""
-    session, rank = session_of(), Rank(*laps(9.0))
-    session.timer, session.topology = rank.session.timer, rank.session.topology
-    own, call, ways = prepared_of(session), call_of(2), []
-    for of_step in (False, unlike, False, False):
-        own.prepare(call)
-        ways.append(own.begin(call))
-        own.ran(unlike=of_step)
-    assert [way.split for way in ways] == [True, False, True, unlike]
-
-
 def test_a_model_without_anything_to_defer_has_a_fused_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -139,16 +123,6 @@ def test_a_trained_parameter_of_two_chunks_is_refused(made: list[Weights]) -> No
         own.prepare(call)
     call.model[0].bias.requires_grad_(False)
     own.prepare(call)
-
-
-def test_modules_that_delay_by_themselves_are_refused(
-    monkeypatch: pytest.MonkeyPatch, made: list[Weights]
-) -> None:
-    refused: list[Any] = []
-    monkeypatch.setattr(prepared, "refuse_delayed", refused.append)
-    call = call_of()
-    assert prepared_of(split_backward="off").prepare(call) is None
-    assert refused == [call.model] and not made
 
 
 # Graphs -------------------------------------------------------------------------------------------

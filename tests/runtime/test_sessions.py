@@ -12,7 +12,7 @@ from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.core.boundary import Boundaries
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector, Task
-from megatron.dpp.runtime import session
+from megatron.dpp.runtime import links, session
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.runtime.session import Session, Sessions
@@ -21,7 +21,7 @@ from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Memory
 from megatron.dpp.transport.base import LinkInfo
-from megatron.dpp.transport.fake import FakeNetwork
+from tests.fake_network import FakeNetwork
 from tests.runtime.test_dynamic import call_of
 
 
@@ -55,10 +55,10 @@ class Opened:
         monkeypatch.setattr(session, "stage_group_of", lambda call: group)
         monkeypatch.setattr(session, "why_not_ahead", lambda *_: self.reason)
         monkeypatch.setattr(session, "replica_of", lambda call: 3)
-        monkeypatch.setattr(session, "open_links", self._open)
+        monkeypatch.setattr(links, "open_links", self._open)
         monkeypatch.setattr(session, "timer_for", self._timer)
 
-    def _open(self, specs: Any, config: DppConfig, stage_ranks: Any) -> Any:
+    def _open(self, specs: Any, config: DppConfig, stage_ranks: Any, device: Any) -> Any:
         own = self.topology.ranks[self.topology.rank]
         self.lengths.append(specs[0].slot_bytes)
         self.stage_ranks.append(stage_ranks)
@@ -225,15 +225,6 @@ def test_a_slow_rank_is_one_of_its_pipeline(monkeypatch: pytest.MonkeyPatch, ran
     assert found.factor(task) == Injector(inject, rank, 2, 5, num_chunks=2).factor(task)
     slow = Injector("slow-rank:1:2", rank, 2, 5, num_chunks=2).factor(task)
     assert slow == (2.0 if rank else 1.0)
-
-
-def test_tasks_are_seeded_by_the_place_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A static schedule gives each stage the same seeds."""
-    given: list[tuple[int, ...]] = []
-    opened = Opened(monkeypatch, Topology((5, 6, 7), 1, 1), seed=9)
-    monkeypatch.setattr(session, "TaskRng", lambda *places: given.append(places))
-    opened.call()
-    assert given == [(9, 3, 1)]
 
 
 def test_nothing_is_launched_ahead_where_that_would_hold_up_what_is_sent(

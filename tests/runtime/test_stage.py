@@ -425,7 +425,7 @@ class TestBoundaryBackward:
         outputs = [a * b, a + 0, torch.ones(1)]
         timers = Timers()
         grads = boundary.backward(
-            [a, b, c], outputs, [torch.ones(2), torch.empty(0), torch.ones(1)], 1,
+            [a, b, c], outputs, [torch.ones(2), torch.empty(0), torch.ones(1)],
             self.config(timers),
         )  # fmt: skip
         assert isinstance(grads, list)
@@ -435,28 +435,28 @@ class TestBoundaryBackward:
 
     def test_one_output_of_several_inputs(self) -> None:
         a, ids = torch.full((2,), 3.0, requires_grad=True), torch.zeros(2, dtype=torch.int)
-        grads = boundary.backward([a, ids], 2 * a, torch.ones(2), 1, self.config())
+        grads = boundary.backward([a, ids], 2 * a, torch.ones(2), self.config())
         assert isinstance(grads, list)
         assert grads[0].tolist() == [2.0, 2.0] and grads[1].numel() == 0
         b = torch.full((2,), 5.0, requires_grad=True)
         grads = boundary.backward(
-            [ids, a.detach().requires_grad_(), b], a * b, torch.ones(2), 1, self.config()
+            [ids, a.detach().requires_grad_(), b], a * b, torch.ones(2), self.config()
         )
         assert isinstance(grads, list)
         assert grads[0].numel() == 0 and grads[2].tolist() == [3.0, 3.0]
 
     def test_several_outputs_of_one_input_and_of_the_data(self) -> None:
         a = torch.full((2,), 3.0, requires_grad=True)
-        grad = boundary.backward(a, [2 * a, 3 * a], [torch.ones(2)] * 2, 1, self.config())
+        grad = boundary.backward(a, [2 * a, 3 * a], [torch.ones(2)] * 2, self.config())
         assert isinstance(grad, torch.Tensor) and grad.tolist() == [5.0, 5.0]
         weight = torch.full((2,), 3.0, requires_grad=True)
         outputs = [2 * weight, weight * weight]
-        assert boundary.backward(None, outputs, [torch.ones(2)] * 2, 1, self.config()) is None
+        assert boundary.backward(None, outputs, [torch.ones(2)] * 2, self.config()) is None
         assert weight.grad is not None and weight.grad.tolist() == [8.0, 8.0]
 
     def test_one_input_and_one_output(self) -> None:
         a = torch.full((2,), 3.0, requires_grad=True)
-        grad = boundary.backward(a, 2 * a, torch.ones(2), 1, self.config())
+        grad = boundary.backward(a, 2 * a, torch.ones(2), self.config())
         assert isinstance(grad, torch.Tensor) and grad.tolist() == [2.0, 2.0]
 
     def test_links_hold_the_largest_tensor_of_a_boundary(self) -> None:

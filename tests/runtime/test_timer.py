@@ -308,22 +308,6 @@ def test_tasks_go_on_only_while_the_next_one_could_be_chosen(device: Device) -> 
     assert DeviceTimer(0.0, follow=True).goes_on(KEY, 1.0, 9), "the leader decides"
 
 
-def test_a_lap_has_the_shortest_of_each_but_the_first(device: Device) -> None:
-    """The first one includes initialisation. Those that still run are waited for."""
-    timer = DeviceTimer(0.25)
-    assert timer.lap() == {}
-    for seconds in (9.0, 3.0, 2.0):
-        device.seconds = seconds
-        timer.begin()
-        timer.launched(KEY, 1.0, 2)
-        device.now += 10.0
-    assert timer.lap() == {KEY: pytest.approx(1.0)} and timer.lap() == {}
-    timer.begin()
-    timer.launched(KEY)
-    assert timer.lap() == {}, "one alone tells nothing"
-    assert HostTimer().lap() is None
-
-
 def test_a_host_learns_tasks_by_their_share(device: Device) -> None:
     timer = HostTimer()
     timer.begin()

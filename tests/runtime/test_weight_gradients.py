@@ -55,7 +55,7 @@ class Chunk(torch.nn.Module):
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
-    monkeypatch.setattr(product, "KINDS", (Linear,))
+    monkeypatch.setattr(product, "CLASSES", (Linear,))
 
 
 def inputs(number: int) -> list[torch.Tensor]:
@@ -221,7 +221,7 @@ def test_a_fused_product_is_told_to_the_wrapper_after_it_was_added(
         assert weight.grad is None and total_input.shape == grad_output.shape == (3, 2)
         told.append("added")
 
-    monkeypatch.setattr(product.fused_wgrad, "accumulate", add)
+    monkeypatch.setattr(product.fused_wgrad, "add_product", add)
     monkeypatch.setattr(Linear, "gradient_accumulation_fusion", True)
     layer = Linear()
     hooked(layer.weight, lambda *_: told.append(f"hook {list(layer.weight.grad.shape)}"))  # type: ignore[union-attr]
@@ -253,6 +253,10 @@ def test_each_chunk_counts_its_own_layers_that_defer() -> None:
     assert WeightGradients(chunks[::-1]).num_pieces == (0, 2)
 
 
+def test_a_chunk_under_autocast_defers_nothing() -> None:
+    assert WeightGradients([Chunk(Linear(), autocast=True), Chunk(Linear())]).num_pieces == (0, 1)
+
+
 def test_a_chunk_without_a_block_defers_nothing() -> None:
     chunk = torch.nn.Module()
     chunk.config = SimpleNamespace()
@@ -266,7 +270,7 @@ def test_a_chunk_without_a_block_defers_nothing() -> None:
 def test_wrappers_that_reduce_gradients_in_other_ways_are_refused() -> None:
     chunk = Chunk(Linear())
     chunk.start_grad_sync = lambda: None  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="cannot defer weight gradients under Chunk"):
+    with pytest.raises(ConfigError, match="weight gradients cannot be deferred under Chunk"):
         WeightGradients([chunk])
 
 

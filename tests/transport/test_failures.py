@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import resource
@@ -230,11 +231,52 @@ def test_a_broken_header_ends_the_link_and_nothing_else(seed: int) -> None:
                 a.poll()
 
 
-def test_an_impossible_count_ends_the_link() -> None:
-    with opened("shm", pair()[:1]) as (_, b):
-        corrupt_slots(0, (1 << 40).to_bytes(8, "little"))
-        with pytest.raises(ProtocolError, match="announced"):
+TAIL, HEAD = 0, 64
+"""Places of a channel's counts of messages announced and released."""
+
+
+def count_of(number: int) -> bytes:
+    return number.to_bytes(8, "little")
+
+
+@pytest.mark.parametrize("taken", [0, 3])
+@pytest.mark.parametrize("beyond", [1, 1 << 40])
+def test_a_ring_holds_as_many_messages_as_it_has_slots(taken: int, beyond: int) -> None:
+    with opened("shm", pair(depth=2)[:1]) as (a, b):
+        for index in range(taken):
+            a.put(0, torch.ones(4), iteration=0, microbatch=index)
+            take_next(b, 0, index)
+        corrupt_slots(TAIL, count_of(taken + 2))
+        assert list(b.poll()) == [taken + 2]
+        corrupt_slots(TAIL, count_of(taken + 2 + beyond))
+        text = (
+            rf"rank 0 \(pid.* announced {taken + 2 + beyond} messages .* {taken} were taken and 2"
+        )
+        for _ in range(2):
+            with pytest.raises(ProtocolError, match=text):
+                b.poll()
+
+
+def test_messages_are_not_taken_back() -> None:
+    with opened("shm", pair()[:1]) as (a, b):
+        for index in range(2):
+            a.put(0, torch.ones(4), iteration=0, microbatch=index)
+        assert list(b.poll()) == [2]
+        corrupt_slots(TAIL, count_of(1))
+        with pytest.raises(
+            ProtocolError, match=r"rank 0 .* took back messages on forward of chunk"
+        ):
             b.poll()
+
+
+def test_no_slot_is_released_that_was_not_sent() -> None:
+    with opened("shm", pair()[:1]) as (a, _):
+        a.put(0, torch.ones(4), iteration=0, microbatch=0)
+        corrupt_slots(HEAD, count_of(2))
+        with pytest.raises(
+            ProtocolError, match=r"rank 1 .* released messages that were never sent"
+        ):
+            a.put(0, torch.ones(4), iteration=0, microbatch=1)
 
 
 def test_a_torn_payload_is_found_by_its_checksum() -> None:
@@ -285,6 +327,12 @@ def test_a_limit_on_address_space_is_an_error_at_set_up(kind: str, tmp_path: Pat
     assert found[0][0] in ("SetupError", "PeerDead", "no error"), found
 
 
+def objects() -> int:
+    """Objects of Python in this process."""
+    gc.collect()
+    return len(gc.get_objects())
+
+
 def test_nothing_is_left_behind_by_opening_and_closing() -> None:
     with opened("shm", pair()), opened("tcp", pair()), opened("rdma", pair()):
         pass  # also: three transports of one process at once, with equal names in different stores
@@ -294,6 +342,12 @@ def test_nothing_is_left_behind_by_opening_and_closing() -> None:
             a.put(0, torch.ones(3), iteration=0, microbatch=0)
             take_next(b, 0, 0)
     assert len(os.listdir("/proc/self/fd")) <= before[0]
+    del a, b
+    made = objects()
+    for _ in range(4):
+        with opened("shm", pair()):
+            pass
+    assert objects() < made + 8, "each transport leaves something"
     for _ in range(100):  # the kernel lists a thread for a moment after it was joined
         if len(os.listdir("/proc/self/task")) <= before[1]:
             break

@@ -111,9 +111,11 @@ def replacing(path: str) -> Iterator[IO[bytes]]:
         with open_to_write(scratch) as file:
             yield file
         os.replace(scratch, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(scratch)
+        if isinstance(error, OSError) and error.filename in (None, scratch):
+            error.filename = path  # a full disk does not say whose
         raise
 
 
