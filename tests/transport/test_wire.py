@@ -154,6 +154,18 @@ def test_a_message_that_is_lost_behind_a_goodbye_is_a_failure(
     assert "closed its transport, and 1 messages that it had sent were lost" in str(error)
 
 
+def test_a_peer_has_not_left_before_what_it_sent_is_here(parts: list[Segment]) -> None:
+    with raw.alone(load_native(), 1, [raw.channel(0, STRIPED)]) as receiver:
+        say_goodbye(receiver)  # overtakes the message
+        time.sleep(0.3)
+        assert not receiver.native.departed(0)
+        for sock, part in zip(receiver.data, parts, strict=True):
+            sock.sendall(part.frame() + part.payload)
+        while receiver.native.poll(1) == [0]:
+            assert receiver.native.wait(raw.PATIENCE)
+        assert receiver.native.departed(0)
+
+
 def test_an_interrupted_wait_does_not_hide_the_end_of_a_connection() -> None:
     def threads() -> set[int]:
         return {int(thread) for thread in os.listdir("/proc/self/task")}
