@@ -81,8 +81,8 @@ _OF_LLAMA = ("--layers-of", "transformer_engine", "--block", "7", "--untimed", "
              "--vocabulary", "128255", "--layout", "Ettt|tt|tt|tL", "--more", _LLAMA)  # fmt: skip
 _BUCKETS = "geometric"
 _SHORT = "static,static-links,megatron,fused,dynamic"
-_ALONE = ("--layers-of", "transformer_engine", "--alone", "--rounds", "1", "--block", "32",
-          "--untimed", "24")  # fmt: skip
+_ALONE = ("--layers-of", "transformer_engine", "--alone", "--rounds", "1", "--block", "40",
+          "--untimed", "32")  # fmt: skip
 """A process group per arm, whose steps are timed behind the race of whole steps."""
 _OWN_BEST = f"static,static-graphs,{COMMAND}"
 _345M = ("--rows", "equal", "--hidden", "1024", "--heads", "16", "--layers", "24", "--sequence",
@@ -127,7 +127,7 @@ CASES: dict[str, tuple[str, ...]] = {
         "static,static-graphs,static-links,eager-megatron,megatron,fused,dynamic",
     ),
     "experts": (
-        "--layers-of", "transformer_engine", "--block", "9", "--untimed", "6", "--rows", "equal",
+        "--layers-of", "transformer_engine", "--block", "14", "--untimed", "11", "--rows", "equal",
         "--hidden", "2048", "--heads", "16", "--arms",
         "static,static-links,megatron,auto-megatron,fused-megatron,fused,dynamic", "--more",
         _EXPERTS.replace("topk 8", "topk 6"),

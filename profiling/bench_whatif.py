@@ -138,6 +138,8 @@ def _removed(troubled: Any) -> tuple[str, list[tuple[float, float]]]:
     found = [("nobody", [(run.window, run.window) for run in runs])]
     for culprit in troubled.culprits:
         change = removal(culprit, runs, ranks)
+        if change is None:
+            continue
         one = [WhatIf([run]).predict("", change) for run in runs]
         found.append(
             (

@@ -70,7 +70,7 @@ TRAINER_ROOMS = {
     "cost": set(),
     "data": {"text_files"},
     "hf": {"data", "text_files"},
-    "presets": {"cost", "data", "hf"},
+    "presets": {"cost", "data", "hf", "text_files"},
     "pretrain": {"data", "presets", "hf"},
     "deepspeed": {"data", "presets", "pretrain"},
 }

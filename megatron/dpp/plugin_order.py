@@ -161,7 +161,7 @@ class InOrder:
         """The keywords that give the microbatches in the order."""
 
     def restored(self, losses: list[Any]) -> list[Any]:
-        """What the step returned, in the host's order. The host's iterators go on behind it.
+        """The result of the step, in the host's order. The host's iterators go on behind it.
 
         Raises:
             ConfigError: ranks have run unlike orders, or forward steps took several items of an

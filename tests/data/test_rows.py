@@ -14,7 +14,7 @@ from megatron.dpp.errors import DataError
 from megatron.dpp_train.data import preprocess_command as preprocess
 from megatron.dpp_train.data import rows
 from megatron.dpp_train.data.rows import open_rows
-from megatron.dpp_train.presets.tokens import tokenizer_flags
+from megatron.dpp_train.data.vocabulary import tokenizer_flags
 from tests.conftest import REPOSITORY
 
 GPT = (

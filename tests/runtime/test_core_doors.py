@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,19 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron.dpp.core import boundary
 from megatron.dpp.core.boundary import TokenCounter
+from megatron.dpp.core.grad_sync import GradSync
 from megatron.dpp.core.head import HeadCut
 from megatron.dpp.core.slices import Keys, Slices, Unit
 from megatron.dpp.core.varlen import attend
+from megatron.dpp.core.wgrad import product, te_layer
+from megatron.dpp.core.wgrad.linear import WeightGradients
+from megatron.dpp.core.wgrad.own_way import why_eager
 from megatron.dpp.errors import ConfigError
+from tests.runtime import te_double
 from tests.runtime.test_cut import USUAL, Chunk
+from tests.runtime.test_te import layer_of
+from tests.runtime.test_weight_gradients import Chunk as LayerChunk
+from tests.runtime.test_weight_gradients import Linear
 
 
 def test_one_token_more_than_there_is_room_for_is_refused() -> None:
@@ -65,3 +74,99 @@ def test_b_goes_on_from_hidden_states_whose_storage_could_not_be_freed() -> None
     config = SimpleNamespace(timers=None, grad_scale_func=None, deallocate_pipeline_outputs=True)
     found = boundary.backward(given, outputs, gradients, config)
     assert isinstance(found, torch.Tensor) and found.tolist() == [10.0] * 3
+
+
+@pytest.mark.parametrize("first", ["product", "use"])
+def test_a_weight_that_its_pass_uses_elsewhere_is_refused_in_either_order(
+    monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    """Autograd would have added up both gradients before it adds them to the weight's."""
+    monkeypatch.setattr(product, "CLASSES", (Linear,))
+    layer, value = Linear(), torch.ones(3, 1, 2, requires_grad=True)
+    chunk = LayerChunk(layer)
+    store = WeightGradients([chunk])
+    with store.bound(), store.collect(0, 0):
+        if first == "use":  # autograd runs what was made last first
+            loss = chunk(value).sum() + layer.weight.square().sum()
+        else:
+            other = layer.weight.square().sum()
+            loss = chunk(value).sum() + other
+        with pytest.raises(ConfigError, match="weight is also used outside of its layer's own"):
+            loss.backward()
+
+
+def test_a_layer_beside_one_that_goes_its_own_way_in_a_call_defers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(product, "CLASSES", (Linear,))
+    chunk = LayerChunk(Linear(), Linear(output_dtype=torch.float32))
+    waits, own = (layer.weight for layer in chunk.decoder.layers)  # type: ignore[union-attr]
+    value = torch.ones(3, 1, 2, requires_grad=True)
+    chunk(value).square().sum().backward()
+    expected = [waits.grad, own.grad]
+    chunk.zero_grad()
+    store = WeightGradients([chunk])
+    with store.bound():
+        with store.collect(0, 0):
+            chunk(value).square().sum().backward()
+        assert waits.grad is None and torch.equal(own.grad, expected[1])
+        store.run(0, 0, 0)
+        store.run(0, 0, 1)
+    assert torch.equal(waits.grad, expected[0])
+
+
+def test_products_of_one_pass_are_summed_before_they_are_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beside 2**24 of fp32 each of them alone is lost."""
+    monkeypatch.setattr(product, "CLASSES", (Linear,))
+    layer = Linear()
+    layer.weight.grad = torch.full((2, 2), 2.0**24)
+    chunk = LayerChunk(layer)
+    store = WeightGradients([chunk])
+    with store.bound():
+        rows = [torch.ones(1, 1, 2, requires_grad=True) for _ in range(2)]
+        with store.collect(0, 0):
+            torch.autograd.backward([chunk(row).sum() for row in rows])
+        store.run(0, 0, 0)
+    assert layer.weight.grad.unique().tolist() == [2.0**24 + 2]
+
+
+@pytest.mark.parametrize("owner", ["megatron.core.distributed", "a.host"])
+def test_a_replay_heeds_a_hosts_hooks_on_what_accumulates_a_gradient(owner: str) -> None:
+    module: Any = torch.nn.Linear(2, 2)
+    weight = module.weight
+
+    def hook(*_: Any) -> None: ...
+
+    hook.__module__ = owner
+    module.keeps = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    module.keeps.register_hook(hook)
+    assert why_eager(module) == (
+        None if owner.startswith("megatron") else "Linear.weight has hooks"
+    )
+
+
+@pytest.mark.parametrize("replaced", ["nothing", "forward", "autograd function"])
+def test_transformer_engines_layers_are_taken_as_it_wrote_them(
+    monkeypatch: pytest.MonkeyPatch, replaced: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", te_double)
+    monkeypatch.setattr(te_layer, "is_te_min_version", lambda version: True)
+    layer = layer_of(te_double, return_bias=False, delay=False).fc
+    if replaced == "forward":
+        monkeypatch.setattr(te_double.Linear, "forward", lambda self, value: value)
+    elif replaced == "autograd function":
+        other = type("_Linear", (), {"forward": staticmethod(lambda ctx, value: value)})
+        monkeypatch.setattr(te_double, "_Linear", other, raising=False)
+    expected = None if replaced == "nothing" else "its class is Linear"
+    assert te_layer.TELayer.why_not(layer, lambda weight: 1) == expected
+
+
+def test_chunks_are_reduced_from_the_last_one_on() -> None:
+    """Replicas whose orders differ would issue collectives in unlike orders."""
+    config = SimpleNamespace(no_sync_func=None, grad_sync_func=None)
+    model = [torch.nn.Identity(), torch.nn.Identity()]
+    call: Any = SimpleNamespace(config=config, forward_only=True, model=model)
+    with pytest.raises(AssertionError, match="chunk 0 is complete before chunk 1"):
+        GradSync(call).complete(0)

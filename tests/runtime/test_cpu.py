@@ -64,8 +64,9 @@ def test_stand_ins_that_are_there_stay_for_the_one_that_made_them() -> None:
     before, modes = state(), torch.overrides._get_current_function_mode_stack()
     with contextlib.closing(cpu.install(host=True)):
         for again in (cpu.install(), cpu.install(host=True)):
-            assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+            assert len(torch.overrides._get_current_function_mode_stack()) == len(modes) + 1
             again.close()
+            assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
             assert torch.empty(2, device="cuda").device.type == "cpu"
             assert torch.cuda.get_device_capability() == (8, 0)
     assert not changed(before)

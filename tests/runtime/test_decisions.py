@@ -24,7 +24,6 @@ from megatron.dpp.schedule import (
     reference_order,
     replica_path,
 )
-from megatron.dpp.schedule.policies import chosen_policy
 from megatron.dpp.schedule.reference import static_peak
 
 SPLIT, FUSED = Backward(), Backward(split=False)
@@ -55,12 +54,11 @@ def test_only_a_policy_that_holds_all_waits_for_a_cap_in_bytes(policy: str) -> N
     """Until the first step has measured activations; the others run from the start."""
     made = decisions(policy=policy, activation_cap="1GiB")
     counted = decisions(policy=policy, activation_cap="100p")
-    taken = chosen_policy(policy, TRAINING.num_ranks)
-    assert counted.scheduler(TRAINING, backward=FUSED).policy is BUILT_IN[taken]
-    first = "depth-first" if policy in HOLDS_ALL else taken
+    assert counted.scheduler(TRAINING, backward=FUSED).policy is BUILT_IN[policy]
+    first = "depth-first" if policy in HOLDS_ALL else policy
     assert made.scheduler(TRAINING, backward=FUSED).policy is BUILT_IN[first]
     made.measured(Memory(activation_bytes=1 << 20, deferred_bytes=0))
-    assert made.scheduler(TRAINING, backward=FUSED).policy is BUILT_IN[taken]
+    assert made.scheduler(TRAINING, backward=FUSED).policy is BUILT_IN[policy]
 
 
 @pytest.mark.parametrize("policy", ["megatron", "breadth-first"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.dpp.config import Backward, DppConfig
-from megatron.dpp.core.boundary import Boundaries, Tokens
+from megatron.dpp.core.boundary import Boundaries, TokenCounter
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime import dynamic
 from megatron.dpp.runtime.dynamic import DppSchedule
@@ -38,7 +38,7 @@ def call_of(chunks: int = 1, **given: Any) -> Any:
         "boundaries": lambda length: Boundaries(length, (length,), (length,)),
         "boundary_example": lambda *_: torch.zeros(3), "captured_rows": lambda settings: [],
         "padded_rows": lambda settings: None,
-        "tokens": lambda longest, _=0: Tokens(longest, 4), "cut": None,
+        "tokens": lambda longest, _=0: TokenCounter(longest, 4), "cut": None,
     }  # fmt: skip
     return SimpleNamespace(**usual | given)
 
@@ -57,14 +57,6 @@ class Weights:
     def bound(self) -> Iterator[None]:
         self.bindings += 1
         yield
-
-
-@pytest.mark.parametrize("group", [None, 0, 4])
-def test_a_rank_sees_its_call_as_a_geometry(group: int | None) -> None:
-    call = call_of(2, forward_only=True, num_microbatches=6)
-    call.config.microbatch_group_size_per_vp_stage = group
-    expected = Geometry(3, 2, 2, 6, forward_only=True, group=group or None, w_pieces=(2, 0))
-    assert Topology((5, 6, 7), 2, 2).geometry(call, (2, 0)) == expected
 
 
 def test_as_many_chunks_are_needed_as_the_config_says() -> None:

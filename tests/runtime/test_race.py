@@ -45,7 +45,7 @@ def call_of(chunks: int = 2, **more: Any) -> Any:
     usual = {
         "model": MODELS[chunks], "config": SimpleNamespace(**config), "pg_collection": groups,
         "num_microbatches": 8, "forward_only": False, "cut": None, "adjust_tensor_shapes_fn": None,
-        "boundary_example": lambda: torch.zeros(1),
+        "boundary_example": lambda: torch.zeros(1), "varies": config["variable_seq_lengths"],
     }  # fmt: skip
     return SimpleNamespace(**usual | more)
 
@@ -257,6 +257,7 @@ def test_tokens_are_counted_where_the_losses_are(monkeypatch: pytest.MonkeyPatch
         num_microbatches: int = 2
         adjust_tensor_shapes_fn: Any = None
         boundary_example: Any = None
+        varies: bool = True
 
     usual = call_of(variable_seq_lengths=True)
     rank, outputs = Rank(monkeypatch), iter([torch.zeros(2, 7), torch.zeros(2, 3, 11), {}, 4])
@@ -267,7 +268,7 @@ def test_tokens_are_counted_where_the_losses_are(monkeypatch: pytest.MonkeyPatch
     for chunk in (1, 1, 1, 0):
         assert call.forward_step_func(None, usual.model[chunk])[1] == "loss"
     assert sum(rank.race._tokens) == 14 + 6
-    given.config.variable_seq_lengths = False
+    given.varies = False
     assert rank.race.counted(given) is given
 
 
@@ -289,6 +290,18 @@ def test_another_race_follows_steps_that_have_become_slower(
     assert found[:start] == ["split+"] * start and found[start:][:6] == turns("own", "split+")
     assert set(found[start + 6 :]) == {"own"} and rank.events == ["freed"] * 2
     assert len(rank.said) == 2 and "ours (fused)" not in rank.said[1]
+
+
+def test_a_race_that_changes_nothing_makes_the_next_one_less_likely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank(monkeypatch)
+    rank.takes |= {"own": 1.04, "split": 1.0}
+    rank.steps(11 + 21)
+    rank.takes |= {"own": 1.081, "split": 1.04}
+    assert "own" in rank.steps(60) and len(rank.said) == 2
+    rank.takes |= {"own": 1.13, "split": 1.09}
+    assert "own" not in rank.steps(60), "5 % do no longer begin one"
 
 
 def test_another_race_follows_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,6 +223,23 @@ def test_a_header_of_more_ranks_than_there_are_is_refused(tmp_path: Path) -> Non
         open_run(path.parent)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ('"process":', '"process":"x","y":', "the header holds 'x' as process"),
+        ('"host":', '"host":3,"y":', "the header holds 3 as host"),
+        ('"start_ns":', '"y":', "the header lacks 'start_ns'"),
+    ],
+)
+def test_a_header_of_another_kind_is_refused(
+    before: str, after: str, said: str, tmp_path: Path
+) -> None:
+    path = next(write(Run(ranks=1, iterations=1), tmp_path).iterdir())
+    path.write_text(path.read_text().replace(before, after, 1))
+    with pytest.raises(DataError, match=said):
+        read_header(path)
+
+
 def test_the_categories_that_are_asked_for_are_read_alone(tmp_path: Path) -> None:
     directory = write(Run(ranks=2, iterations=1), tmp_path)
     file = open_run(directory)[0]

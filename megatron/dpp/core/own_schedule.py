@@ -29,11 +29,6 @@ def can_run(call: StepCall, keywords: Mapping[str, Any]) -> bool:
     return chunks == 1 or (grouped and apart and call.num_microbatches % num_ranks == 0)
 
 
-def varies(call: StepCall) -> bool:
-    """True if a call's microbatches may be of unlike length."""
-    return call.cut is None and getattr(call.config, "variable_seq_lengths", False)
-
-
 def counted(call: StepCall, add: Callable[[int], None]) -> StepCall:
     """The call with a forward step that tells the tokens for which the last stage has losses or
     logits.

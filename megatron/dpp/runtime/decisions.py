@@ -30,7 +30,6 @@ from megatron.dpp.schedule import (
     replica_path,
     sliced_allowance,
 )
-from megatron.dpp.schedule.policies import chosen_policy
 
 _MOST_SCHEDULERS = 4
 """Shapes of call that are kept; a batch size that ramps up has many, one after the other."""
@@ -154,8 +153,7 @@ class Decisions:
             replay = self._next_replay(self._replay, geometry, backward)
             allowance = self._allowance(geometry, backward.split, largest, sizes, kappa)
             return self._build(geometry, backward, replay, largest, allowance, sizes, kappa)
-        named = policy or ("depth-first" if geometry.forward_only else self._config.policy)
-        chosen = chosen_policy(named, geometry.num_ranks)
+        chosen = policy or ("depth-first" if geometry.forward_only else self._config.policy)
         cuts = bool(geometry.groups) or self._cuts  # the cap depends on sizes then
         linked = (tuple(sizes or ()), kappa) if cuts else ()
         key = (geometry, backward, largest, chosen, linked)

@@ -23,7 +23,7 @@ import torch
 
 from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.core.graphs.slots import WARM_UP_STEPS
-from megatron.dpp.core.own_schedule import can_run, counted, varies
+from megatron.dpp.core.own_schedule import can_run, counted
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import Text, setting
 from megatron.dpp.runtime.prepared import Prepared
@@ -132,7 +132,7 @@ class Race:
         runs = way is not None or can_run(call, keywords)
         captures, begin = self._prepared.num_captures, time.perf_counter()
         yield way if runs else self._ours
-        self._work = sum(self._tokens) if varies(call) else call.num_microbatches
+        self._work = sum(self._tokens) if call.varies else call.num_microbatches
         self._tokens.clear()
         if self._races:
             if torch.cuda.is_available():
@@ -143,7 +143,7 @@ class Race:
 
     def counted(self, call: StepCall) -> StepCall:
         """The call, in whose forward steps tokens are counted where lengths are unlike."""
-        watched = len(self._ways) > 1 and not call.forward_only and varies(call)
+        watched = len(self._ways) > 1 and not call.forward_only and call.varies
         return counted(call, self._tokens.append) if watched else call
 
     def _next(self, call: StepCall, keywords: Mapping[str, Any]) -> Way:
@@ -187,7 +187,7 @@ class Race:
         """Agree on the ways that can run on all ranks. Fused backwards are not tried where nothing
         is deferred, and where all ranks replay CUDA graphs, which launch W as fast as B.
         """
-        number, varied = call.num_microbatches, varies(call) or len(self._numbers) > 1
+        number, varied = call.num_microbatches, call.varies or len(self._numbers) > 1
         own, defer = can_run(call, keywords), any(self._prepared.num_pieces)
         cannot, most, minus_fewest, unlike, defers, eager = _largest(
             call, not own, number, -number, varied, defer, not self._prepared.settles(call)

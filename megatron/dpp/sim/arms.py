@@ -17,7 +17,7 @@ from megatron.dpp.sim.schedules import find_schedule, run_static
 MEGATRON_W = "Megatron's order + W"
 FUSED_STATIC = "fused, cap static"
 FUSED = "dynamic, fused"
-EAGER = "the same, warm-up to the cap"
+EAGER = "eager + W"
 """A fixed order with as much memory: with one chunk per rank."""
 DYNAMIC_STATIC = "dynamic, cap static"
 DYNAMIC = "dynamic"

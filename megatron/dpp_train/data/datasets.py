@@ -127,7 +127,7 @@ def build(
     )
     builder = BlendedMegatronDatasetBuilder(DocumentDataset, num_samples, lambda: True, config)
     train, valid, test = builder.build()
-    reads = _reads(args, vp_stage)
+    reads = reads_data(args, vp_stage)
     size = args.eval_global_batch_size
     return (
         RowLoader.of(
@@ -175,7 +175,7 @@ def _settings(args: argparse.Namespace, micro_batch_size: int) -> BatchSettings:
     )
 
 
-def _reads(args: argparse.Namespace, vp_stage: int | None) -> bool:
+def reads_data(args: argparse.Namespace, vp_stage: int | None) -> bool:
     """True if this rank's chunk takes tokens or labels; MTP's layers take both."""
     return bool(args.mtp_num_layers) or bool(is_first_or_last_pipeline_stage(vp_stage))
 

@@ -27,13 +27,13 @@ from megatron.dpp.errors import ConfigError, DataError, plain, require
 from megatron.dpp.files.locks import scratch_directory
 from megatron.dpp.files.safe_files import FileState
 from megatron.dpp_train.data import child
-from megatron.dpp_train.data.chats import ANSWERS_KEY, CHAT_KEY
+from megatron.dpp_train.data.chats import ANSWERS_KEY
 from megatron.dpp_train.data.child import Child, Died
-from megatron.dpp_train.data.encode import Begun, EncodedBatch, Encoder, Settings
+from megatron.dpp_train.data.encode import Begun, EncodedBatch, Encoder, keys_of
 from megatron.dpp_train.data.rows import open_rows
 from megatron.dpp_train.data.sentences import SPLITTERS
 from megatron.dpp_train.data.token_files import Documents, TokenFileWriter
-from megatron.dpp_train.data.tokenizer import PIECE_TYPES, TOKENIZER_TYPES, TokenizerFiles
+from megatron.dpp_train.data.tokenizer import PIECE_TYPES, TOKENIZER_TYPES
 
 _BATCH_LINES = 256
 _BATCH_BYTES = 1 << 20
@@ -112,11 +112,11 @@ class Work:
         DppError: the settings cannot be used.
     """
 
-    def __init__(self, settings: Settings, workers: int) -> None:
-        self._settings, self._workers, self._deaths = settings, workers, 0
-        self._begin = functools.partial(Encoder, settings)
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._kind, self._workers, self._deaths = args.tokenizer_type, args.workers, 0
+        self._begin = functools.partial(Encoder, args, LINE_SECONDS)
         modules = ["megatron.dpp_train.data.encode"]
-        if settings.tokenizer.kind == "HuggingFaceTokenizer":
+        if self._kind == "HuggingFaceTokenizer":
             modules.append("transformers.models.auto.tokenization_auto")
         child.prepare(*modules)
         first = self._started()
@@ -124,7 +124,7 @@ class Work:
             first.send(None)
             self.begun: Begun = first.receive()
         except Died as died:
-            raise DataError(f"{settings.tokenizer.kind} cannot be used: {died}") from died
+            raise DataError(f"{self._kind} cannot be used: {died}") from died
         finally:
             first.close()
 
@@ -169,8 +169,7 @@ class Work:
         try:
             return Child(self._begin)
         except Died as died:
-            kind = self._settings.tokenizer.kind
-            raise DataError(f"{kind} or the chat template cannot be read: {died}") from died
+            raise DataError(f"{self._kind} or the chat template cannot be read: {died}") from died
 
 
 def _lines_of(batch: Batch) -> list[bytes]:
@@ -232,9 +231,8 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
         DataError: a bad line without ``--skip-bad-lines``, no document at all, or a broken input.
     """
     paths = find_inputs(args.input)
-    settings = _settings(args)
     level = "sentence" if args.split_sentences else "document"
-    work = Work(settings, args.workers)
+    work = Work(args)
     for note in work.begun.notes:
         print(f"note: {note}", file=sys.stderr)
     totals = Totals()
@@ -246,7 +244,7 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
         leave=True,
     )
     with bar, ExitStack() as stack:
-        writer = Writer(args.output_prefix, settings.keys, level, work.begun.dtype, stack)
+        writer = Writer(args.output_prefix, keys_of(args), level, work.begun.dtype, stack)
         for batch, encoded in work.encoded(read_batches(paths)):
             _take_batch(batch, encoded, writer, totals, skip_bad_lines=args.skip_bad_lines)
             bar.set_postfix_str(f"{totals.documents} documents", refresh=False)
@@ -326,26 +324,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError(f"--sft needs --tokenizer-type {kinds} and whole documents")
     if args.tokenizer_type.startswith("Bert") and not args.split_sentences:
         print("warning: BERT's data needs --split-sentences", file=sys.stderr)
-
-
-def _settings(args: argparse.Namespace) -> Settings:
-    return Settings(
-        tokenizer=TokenizerFiles(
-            kind=args.tokenizer_type,
-            vocab_file=args.vocab_file,
-            merge_file=args.merge_file,
-            tokenizer_model=args.tokenizer_model,
-            vocab_size=args.vocab_size,
-        ),
-        keys=(CHAT_KEY, ANSWERS_KEY) if args.sft else tuple(args.json_keys),
-        append_eod=args.append_eod,
-        chats=args.sft,
-        template=args.sft_tokenizer_prompt_format,
-        splitter=args.sentence_splitter if args.split_sentences else None,
-        language=args.lang,
-        keep_newlines=args.keep_newlines,
-        seconds=LINE_SECONDS,
-    )
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp preprocess") -> int:

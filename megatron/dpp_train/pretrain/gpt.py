@@ -18,7 +18,6 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args
 from megatron.training.argument_utils import gpt_config_from_args
-from megatron.training.utils import is_first_or_last_pipeline_stage
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.data import datasets as documents
@@ -80,17 +79,11 @@ def datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple[Any, 
         object_storage_cache_path=args.object_storage_cache_path,
     )
     kind = MockGPTDataset if args.mock_data else GPTDataset
-    reads = is_first_tensor_rank() and _reads(vp_stage)
+    reads = is_first_tensor_rank() and documents.reads_data(args, vp_stage)
     sets: tuple[Any, Any, Any] = BlendedMegatronDatasetBuilder(
         kind, num_samples, lambda: reads, config
     ).build()
     return sets
-
-
-def _reads(vp_stage: int | None) -> bool:
-    """True if this rank's chunk takes tokens or labels; layers of multi-token prediction take
-    both, and may lie on any stage."""
-    return bool(get_args().mtp_num_layers or is_first_or_last_pipeline_stage(vp_stage))
 
 
 def get_batch(iterator: Any, vp_stage: int | None) -> Batch:
@@ -98,7 +91,7 @@ def get_batch(iterator: Any, vp_stage: int | None) -> Batch:
     args = get_args()
     if documents.is_used(args):
         return documents.get_batch(iterator, vp_stage)
-    if not _reads(vp_stage):
+    if not documents.reads_data(args, vp_stage):
         return Batch()
     layout = dict(LAYOUT)
     if args.create_attention_mask_in_dataloader:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.dpp.config import GRAPHS_PAY_FROM
 from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.stragglers import Culprit
-from megatron.dpp.report.analysis.summary import Pipeline, Totals
+from megatron.dpp.report.analysis.summary import Pipeline, RunTotals
 from megatron.dpp.report.run_files import Training
 from megatron.dpp.trace.vocabulary import CAUSES
 
@@ -140,7 +140,7 @@ def sentences(found: Pipeline) -> list[str]:
     return lines
 
 
-def _time_lines(totals: Totals) -> list[str]:
+def _time_lines(totals: RunTotals) -> list[str]:
     causes = ", ".join(
         f"{percent(share)} {CAUSES.get(cause, ('', cause))[1]}"
         for cause, share in totals.bubble_by_cause.items()

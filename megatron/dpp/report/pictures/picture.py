@@ -77,7 +77,7 @@ def label_of(name: str) -> str:
     return LABELS.get(name, name)
 
 
-def in_order(names: Collection[str]) -> list[str]:
+def in_legend_order(names: Collection[str]) -> list[str]:
     """Classes in the order of ``LABELS``, then those without a label."""
     return [name for name in LABELS if name in names] + sorted(set(names) - LABELS.keys())
 
