@@ -208,7 +208,7 @@ class Returns(torch.nn.Module):
 
 
 def refused() -> None:
-    """What is refused, by the rank that notices, and named on the other one."""
+    """Each refusal is raised by the rank that notices, and named on the other one."""
     rank, x = dist.get_rank(), torch.ones(4, 3)
     good = ["x", "x"]
     mean = {"loss_fn": lambda output, target: (output - target).mean()}

@@ -199,7 +199,7 @@ def _listed(tensors: Tensors) -> list[torch.Tensor]:
 
 
 def _gradient(tensor: torch.Tensor, found: torch.Tensor | None) -> torch.Tensor:
-    """What a stage sends as the gradient of an input; zeros where it did not use it."""
+    """The gradient of an input that a stage sends; zeros where it did not use it."""
     if found is not None:
         return found
     return torch.zeros_like(tensor) if tensor.requires_grad else tensor.new_empty(0)
