@@ -21,7 +21,6 @@ from megatron.dpp.core.graphs import slots as graphs
 from megatron.dpp.core.graphs.pools import Pools
 from megatron.dpp.core.graphs.rng import CapturedRng
 from megatron.dpp.errors import SetupError
-from megatron.dpp.runtime.prepared import why_no_graphs
 from tests.runtime.graphed import Block, Chunk, graphed_chunk  # noqa: F401  (a fixture)
 from tests.runtime.rerun import Rerun
 
@@ -303,14 +302,6 @@ def test_closing_frees_what_was_captured(chunk: Chunk) -> None:
     assert captured and not any(reference() for reference in captured)
 
 
-def test_graphs_are_taken_where_launching_is_the_bottleneck() -> None:
-    assert why_no_graphs("auto", 0.9) is None
-    assert "33%" in (why_no_graphs("auto", 0.33) or "")
-    assert why_no_graphs("on", 0.1) is None
-    assert "recompute_granularity" in (why_no_graphs("auto", 0.9, recomputes_all=True) or "")
-    assert why_no_graphs("on", 0.1, recomputes_all=True) is None
-
-
 def test_only_chunks_that_can_be_captured_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks: list[torch.nn.Module] = [Chunk(), Chunk(), Chunk()]
     monkeypatch.setattr(graphs, "why_not", lambda chunk: "no" if chunk is chunks[1] else None)
@@ -326,12 +317,6 @@ def test_only_chunks_that_can_be_captured_are_judged(monkeypatch: pytest.MonkeyP
         with made.bound(torch.empty(SHAPE)):
             pass
     assert asked == [[0, 2]]
-
-
-def test_graphs_are_left_where_memory_is_short() -> None:
-    assert why_no_graphs("auto", 0.9, filled=0.8) is None
-    assert "1.3 times the memory" in (why_no_graphs("auto", 0.9, filled=1.3) or "")
-    assert why_no_graphs("on", 0.9, filled=1.3) is None
 
 
 def test_whatever_fails_in_a_capture_leaves_the_chunk_eager_and_its_first_error_is_named(
