@@ -11,12 +11,14 @@ import torch
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core import groups
 from megatron.dpp.direction import Direction
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime import links as opening
 from megatron.dpp.runtime import stage_group
 from megatron.dpp.runtime.links import Links, open_links, own_address
 from megatron.dpp.runtime.stage_group import StageGroup, stage_group_of
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry
+from megatron.dpp.transport import TransportOptions
 from megatron.dpp.transport.base import ChannelSpec
 from megatron.dpp.transport.fake import FakeNetwork
 
@@ -324,6 +326,25 @@ def test_replicas_include_the_context_ranks_of_megatrons_own_groups(
         assert groups.group_of(SimpleNamespace(**given), "tp_dp_cp") == expected
 
 
-def test_groups_in_a_chain_are_joined_to_its_end() -> None:
-    chain = [{0, 1}, {1, 2}, {2, 3}, {5, 6}]
-    assert [stage_group.joined(chain, rank) for rank in (0, 3)] == [(0, 1, 2, 3)] * 2
+@pytest.mark.parametrize(
+    ("groups", "rank", "together"),
+    [
+        ([], 3, (3,)),
+        ([[0, 1], [2, 3]], 2, (2, 3)),
+        ([[0, 1], [2, 3], [4, 5], [0, 1, 2], [3, 4, 5]], 5, (0, 1, 2, 3, 4, 5)),
+        ([[6, 4], [4, 2], [1, 3], [2, 0]], 6, (0, 2, 4, 6)),
+        ([[0, 1], [1, 2], [2, 3], [5, 6]], 0, (0, 1, 2, 3)),
+    ],
+)
+def test_overlapping_groups_are_joined(
+    groups: list[list[int]], rank: int, together: tuple[int, ...]
+) -> None:
+    assert stage_group.joined(groups, rank) == together
+
+
+@pytest.mark.parametrize("number", [0, -1, 3, 6, 1 << 21])
+def test_the_most_pending_messages_are_a_power_of_two(number: int) -> None:
+    for allowed in (1, 2, 64, 1 << 20):
+        assert TransportOptions(max_pending=allowed).max_pending == allowed
+    with pytest.raises(ConfigError, match=f"max_pending is {number}"):
+        TransportOptions(max_pending=number)
