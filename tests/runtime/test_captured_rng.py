@@ -20,8 +20,8 @@ from megatron.dpp.core.graphs.block import GraphedBlock
 from megatron.dpp.core.graphs.capture import cuda_capture
 from megatron.dpp.core.graphs.pools import Pools
 from megatron.dpp.core.graphs.rng import CapturedRng, RecomputedDraws
+from tests.runtime.graphed import SHAPE, Block, Chunk
 from tests.runtime.rerun import Rerun
-from tests.runtime.test_graphs import SHAPE, Block, Chunk
 
 DEFAULT, PARALLEL = 11, 22
 """Seeds."""
