@@ -50,7 +50,7 @@ class Captures:
 
 
 def graphs_of(
-    *chunks: torch.nn.Module, capture: Callable[..., Any] = Rerun, rows: Sequence[int] = (),
+    *chunks: torch.nn.Module, capture: Callable[..., Any] | None = Rerun, rows: Sequence[int] = (),
     most: Callable[[], float] | None = None, store: Any = None,
 ) -> tuple[graphs.ChunkGraphs, list[str]]:  # fmt: skip
     """Graphs of these chunks, and what they say."""

@@ -4,16 +4,16 @@ wait for their W, or as measured. Times are given, so that each choice is made i
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.runtime import cases
 from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, case
-from tests.runtime.launcher import run_ranks
 
-WORKER = Path(__file__).with_name("backward_worker.py")
+check = partial(cases.check, worker=Path(__file__).with_name("backward_worker.py"))
 LAUNCHED, QUICK = [0.2, 1.3, 0.9], [0.2, 1.3, 0.1]
 """A rank that is launch-bound, and one that is not; W apart costs neither much."""
 DEAR = [0.2, 1.05, 0.9]
@@ -22,12 +22,6 @@ AUTO: dict[str, Any] = {"inject": LATE}
 WORDS: list[dict[str, Any]] = [
     {"split_backward": word, "inject": LATE} for word in ("on", "off", "stock:0", "stock:1")
 ]
-
-
-def check(num_ranks: int, *cases: dict[str, Any]) -> None:
-    output = run_ranks(WORKER, num_ranks, [json.dumps(cases)], timeout=300)
-    for each in cases:
-        assert f"CASE {each['name']} ok" in output, output
 
 
 def measured(*ranks: tuple[list[float], str]) -> dict[str, Any]:
