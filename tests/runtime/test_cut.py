@@ -12,10 +12,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+from megatron.dpp.config import DppConfig
 from megatron.dpp.core.cut import Cut, WholeSteps, fixed_cut, packed_cut, weighted_aux_loss
 from megatron.dpp.core.memory import saved_bytes
 from megatron.dpp.core.slices import Slices, Unit, attend_in_slice, units_of, why_not
+from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.runtime.slicing import Slicing
 from megatron.dpp.schedule.slice_sizes import slice_size
 
 USUAL = {
@@ -217,6 +220,18 @@ def test_packed_rows_are_cut_alone_where_they_are_long() -> None:
         (0, 0, 6), (0, 6, 12), (0, 12, 16), (1, 0, 5)
     ]  # fmt: skip
     assert cut.sizes == (6, 6, 4, 5) and cut.longest == 16 and cut.units[0].starts == (0, 3, 12)
+
+
+def test_announced_units_serve_one_step() -> None:
+    slicing, units = Slicing(DppConfig(), print), units_of([4, 6], 8)
+    slicing.announce(units, [4, 6], 6, ())
+    call = StepCall(
+        forward_step_func=print, data_iterator=[], model=[torch.nn.Linear(1, 1)],
+        num_microbatches=2, seq_length=6, micro_batch_size=1,
+    )  # fmt: skip
+    call.model[0].config = SimpleNamespace()  # type: ignore[assignment]
+    looked, taken, next_one = (slicing.cut(call, take=take).cut for take in (False, True, True))
+    assert looked == taken == Cut(tuple(units), (4, 6), 2, 6) and next_one is None
 
 
 class Model(GPTModel):  # type: ignore[misc]
