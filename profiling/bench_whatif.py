@@ -94,9 +94,8 @@ def _rank(args: argparse.Namespace) -> None:
 def _compare(args: argparse.Namespace, run: Path) -> str:
     """The measured gain beside the predicted one, as lines of text."""
     from megatron.dpp.report.align import align
-    from megatron.dpp.report.analysis.model import read_iterations
+    from megatron.dpp.report.analysis.model import JobShape, read_iterations
     from megatron.dpp.report.analysis.summary import Analysis
-    from megatron.dpp.report.analysis.work import JobShape
     from megatron.dpp.report.reader import open_run
 
     files = open_run(run)
@@ -133,8 +132,7 @@ def row(name: str, runs: list[tuple[float, float]], quiet: list[float]) -> str:
 
 def _removed(troubled: Any) -> tuple[str, list[tuple[float, float]]]:
     """The cause that gains most, and each iteration's time now and predicted without it."""
-    from megatron.dpp.report.recorded import recorded_runs
-    from megatron.dpp.report.whatif import WhatIf, removal
+    from megatron.dpp.report.whatif import WhatIf, recorded_runs, removal
 
     ranks, runs = troubled.shape.pipelines()[0], recorded_runs(troubled)
     found = [("nobody", [(run.window, run.window) for run in runs])]

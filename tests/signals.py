@@ -34,8 +34,8 @@ DEADLINE = 150.0
 _LONGEST_WAIT = 45.0
 _TRAIN = f"{FLAGS} --train-iters 60 --save-interval 20 --log-interval 20"
 _TRACKER = f'Traceback (most recent call last):\n  File "{resource_tracker.__file__}", line'
-_OF_KILLED = "torchelastic_"
-"""Start of the names of folders that a killed torchrun leaves."""
+_OF_KILLED = ("torchelastic_", "wandb-media", "wandb-artifacts")
+"""Starts or ends of the names of folders that a killed torchrun, or what a rank imports, leaves."""
 _MODEL_TEXT = "Who is Ada? She bakes bread in the old town, 1234567 loaves a day."
 _TOKENIZER = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
 
@@ -263,7 +263,8 @@ class Signals:
                 self._note(sent, "it went on, or waits")
             return
         said = node.said()
-        lines = [each for each in said.splitlines() if "error" in each or "warning" in each]
+        marks = ("error", "warning", "exitcode: -")  # the last is torchrun's
+        lines = [each for each in said.splitlines() if any(mark in each for mark in marks)]
         is_run = KINDS[sent.kind].made is _losses
         names = (sent.culprit,) if is_run else (sent.culprit, "worker process")
         sent.said = next((each for each in lines if any(n in each for n in names)), "")[:300]
@@ -286,8 +287,9 @@ class Signals:
         while left and time.monotonic() < deadline:
             left = [f"process {p.pid} {' '.join(p.cmdline())[:200]}" for p in marked()]
             left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self._before]
-            folders = self._temporary.iterdir()
-            left += [str(p) for p in folders if not p.name.startswith(_OF_KILLED)]
+            for path in self._temporary.iterdir():
+                if not (path.name.startswith(_OF_KILLED) or path.name.endswith(_OF_KILLED)):
+                    left.append(str(path))
             time.sleep(0.2 if left else 0.0)
         for path in self._temporary.iterdir() if left else ():
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import socket
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from megatron.dpp import hosts
@@ -31,24 +30,18 @@ def test_a_further_address_of_an_interface_is_ours_without_its_name() -> None:
 
 
 def test_addresses_of_one_link_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [("0" * 31 + "1", "10", "lo"), ("fe80" + "0" * 27 + "1", "20", "eth0"),
-            ("fd00" + "0" * 27 + "2", "00", "eth0")]  # fmt: skip
-    lines = "".join(f"{digits} 01 40 {scope} 80 {name:>8}\n" for digits, scope, name in rows)
-    monkeypatch.setattr(hosts, "Path", lambda _: SimpleNamespace(read_text=lambda encoding: lines))
-    monkeypatch.setattr(socket, "if_nameindex", list)
-    assert hosts.addresses() == {"::1": "lo", "fd00::2": "eth0"}
+    def entry(address: str, netmask: str) -> Any:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return SimpleNamespace(family=family, address=address, netmask=netmask)
 
-
-def test_a_loopback_address_that_cannot_be_reached_has_a_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert not hosts.loopback_fault()
-
-    def connect(*_: object) -> None:
-        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
-
-    monkeypatch.setattr(socket, "create_connection", connect)
-    assert hosts.loopback_fault() == "Network is unreachable"
+    local = entry("fe80::1%eth0", "ffff:ffff:ffff:ffff::")
+    own = [entry("fd00::2", "ffff:ffff::"), local, entry("10.0.7.1", "255.255.0.0")]
+    hardware = SimpleNamespace(family=socket.AF_PACKET, address="0a:00:00:00:00:01", netmask=None)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": [hardware, *own]})
+    assert hosts.networks() == {
+        "10.0.7.1": ("eth0", "10.0.0.0/16"), "fd00::2": ("eth0", "fd00::/32")
+    }  # fmt: skip
+    assert list(hosts.addresses()) == ["10.0.7.1", "fd00::2"]
 
 
 def test_a_name_that_is_not_known_is_refused() -> None:

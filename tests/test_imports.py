@@ -25,6 +25,7 @@ ENGINE_ROOMS = {
     "direction": set(),
     "config": {"errors"},
     "hosts": {"errors"},
+    "memory": set(),
     "inject": {"errors"},
     "processes": {"errors"},
     "files": {"errors"},
@@ -36,20 +37,26 @@ ENGINE_ROOMS = {
         "trace",
     },
     "transport": {"config", "direction", "errors", "hosts", "processes"},
-    "core": {"config", "direction", "errors", "processes", "trace", "transport"},
+    "core": {"config", "direction", "errors", "memory", "processes", "trace", "transport"},
     "runtime": {
-        *("config", "direction", "errors", "hosts", "inject", "schedule"),
+        *("config", "direction", "errors", "hosts", "inject", "memory", "schedule"),
         *("trace", "transport", "core"),
     },
     "metrics": {"core", "errors", "files"},
     "plugin": {"config", "errors", "core", "runtime", "schedule", "trace"},
     "plugin_lengths": {"core"},
+    "torch": {
+        *("config", "direction", "errors", "inject", "memory", "runtime", "schedule", "trace"),
+        "transport",
+    },
     "report": {
         *("command_line", "config", "errors", "files", "hosts", "processes", "schedule", "sim"),
         "trace",
     },
 }
-WITHOUT_MEGATRON = ("schedule", "runtime", "transport", "trace", "sim", "report", "files")
+WITHOUT_MEGATRON = (
+    *("schedule", "runtime", "transport", "trace", "sim", "report", "files", "torch"),
+)
 """Rooms that reach megatron-core through ``core`` alone."""
 OPEN_TO_THE_TRAINER = {
     *("command_line", "config", "errors", "files", "hosts", "plugin", "processes"),
@@ -210,6 +217,17 @@ def test_the_engine_stands_without_megatron_core(room: str) -> None:
         if name.startswith("megatron.core")
     ]
     assert not wrong
+
+
+def test_stages_of_torch_need_no_megatron_core() -> None:
+    """The adapter to PyTorch's pipelining and all that it imports, directly or by others."""
+    below, waiting = arrows(), {name for name in arrows() if name.startswith("megatron.dpp.torch")}
+    reached: set[str] = set()
+    while waiting:
+        reached.add(name := waiting.pop())
+        waiting |= below[name] - reached
+    assert "megatron.dpp.runtime.executor" in reached
+    assert not [name for name in reached if name.startswith("megatron.dpp.core")]
 
 
 def test_what_answers_at_once_does_without_torch() -> None:

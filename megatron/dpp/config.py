@@ -47,8 +47,6 @@ anew in each task.
 
 GRAPHS_PAY_FROM = 0.5
 """Share of launching in the tasks' time from which ``cuda_graphs="auto"`` captures graphs."""
-LAUNCH_BOUND_FROM = 0.75
-"""Share of launching in the tasks' time from which a step without graphs counts as launch-bound."""
 POOL_GROWTH = 2.0
 """Largest measured ratio of an activation's memory with graphs to that without."""
 
@@ -148,7 +146,8 @@ class DppConfig:
         "auto",
         _SCHEDULE,
         "which ready task runs next: {policies}, or your own as module:function; auto: megatron "
-        "on two pipeline ranks, dynamic on more",
+        "on two pipeline ranks, dynamic on more, or megatron-core's own schedule where it wins a "
+        "race of whole steps",
     )
     activation_cap: str = _option(
         "auto",
@@ -162,8 +161,7 @@ class DppConfig:
         _SCHEDULE,
         "run a layer's weight gradients apart from its input gradients, to fill waiting times: on, "
         "off, stock:N (unless N backwards wait for theirs, and none of the same chunk), auto "
-        "(off where layers are recomputed whole, else chosen by what the first steps measure "
-        "on a GPU, and on elsewhere)",
+        "(off where layers are recomputed whole, else the winner of a race of whole steps)",
     )
     head_in_forward: str = _option(
         "auto",

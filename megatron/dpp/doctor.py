@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import os
 import resource
 import shutil
@@ -31,6 +32,11 @@ class Finding(NamedTuple):
     state: str
     text: str
     advice: str = ""
+
+
+def _noted(name: str, good: bool, text: str, advice: str) -> Finding:
+    """A finding that is as it should be, or that advice comes with."""
+    return Finding(name, "ok" if good else "note", text, "" if good else advice)
 
 
 def probe_packages() -> Finding:
@@ -57,19 +63,16 @@ def probe_limits() -> Iterator[Finding]:
     """Locked memory, which RDMA and pinned memory need; descriptors, about four for each peer;
     namespaces, which ranks of a host need in common; cores."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        yield Finding("locked memory", "ok", "unlimited")
-    else:
-        advice = "for RDMA: ulimit -l unlimited (docker: --ulimit memlock=-1)"
-        yield Finding("locked memory", "note", f"limited to {soft >> 10} KiB", advice)
+    free = soft == resource.RLIM_INFINITY
+    text = "unlimited" if free else f"limited to {soft >> 10} KiB"
+    advice = "for RDMA: ulimit -l unlimited (docker: --ulimit memlock=-1)"
+    yield _noted("locked memory", free, text, advice)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    advice = "" if soft >= 1024 else "ulimit -n 4096"
-    yield Finding("descriptors", "note" if advice else "ok", f"{soft} (at most {hard})", advice)
+    yield _noted("descriptors", soft >= 1024, f"{soft} (at most {hard})", "ulimit -n 4096")
     names = ", ".join(f"{kind} {os.readlink(f'/proc/self/ns/{kind}')}" for kind in ("pid", "net"))
     contained = Path("/.dockerenv").exists() or Path("/run/.containerenv").exists()
     advice = "start all ranks of a host in one container, or with --pid=host --net=host"
-    state = ("note", advice) if contained else ("ok", "")
-    yield Finding("namespaces", state[0], names, state[1])
+    yield _noted("namespaces", not contained, names, advice)
     cores = len(os.sched_getaffinity(0))
     yield Finding("cores", "ok", f"{cores} for this process; ranks spin while there are no more")
 
@@ -91,16 +94,11 @@ def probe_gpus() -> Finding:
 
     if not torch.cuda.is_available():
         return Finding("GPUs", "note", "torch finds no CUDA device; tensors stay on the CPU")
-    count = torch.cuda.device_count()
-    reachable = sum(
-        torch.cuda.can_device_access_peer(one, other)
-        for one in range(count)
-        for other in range(count)
-        if one != other
-    )
-    text = f"{count} devices, {reachable} of {count * (count - 1)} directions with peer access"
-    advice = "" if reachable == count * (count - 1) else "links without it are staged"
-    return Finding("GPUs", "note" if advice else "ok", text, advice)
+    ways = list(itertools.permutations(range(torch.cuda.device_count()), 2))
+    reachable = sum(torch.cuda.can_device_access_peer(*way) for way in ways)
+    text = f"{torch.cuda.device_count()} devices, "
+    text += f"{reachable} of {len(ways)} directions with peer access"
+    return _noted("GPUs", reachable == len(ways), text, "links without it are staged")
 
 
 def probe_rdma() -> Finding:
@@ -138,17 +136,15 @@ def probe_gpu_direct() -> Finding:
         return Finding(name, "note", "; ".join(refused) or "no RDMA device")
     found = {device: library.probe_gpu_direct(device, 0) for device in devices}
     text = "; ".join([*(f"{device}: {how}" for device, (_, how) in found.items()), *refused])
-    if all(possible for possible, _ in found.values()) and not refused:
-        return Finding(name, "ok", text)
+    good = all(possible for possible, _ in found.values()) and not refused
     advice = "without it GPU tensors between hosts pass through the host's memory"
-    return Finding(name, "note", text, advice)
+    return _noted(name, good, text, advice)
 
 
 def probe_compiler() -> Finding:
     """The compiler that builds the extension; running needs none."""
     path = shutil.which((os.environ.get("CXX", "").split() or ["g++"])[0])
-    advice = "" if path else "apt-get install g++"
-    return Finding("C++ compiler", "ok" if path else "note", path or "none", advice)
+    return _noted("C++ compiler", path is not None, path or "none", "apt-get install g++")
 
 
 def probe_variables() -> Finding:

@@ -6,41 +6,41 @@ Nothing here imports torch, sends a packet or needs a tool of the system.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import ipaddress
 import socket
-import struct
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron.dpp.errors import ConfigError
 
-LOOPBACK = "127.0.0.1"
-_LOOPBACK_SECONDS = 5.0
-_SIOCGIFADDR = 0x8915
 _ANY_PORT = 9
-_LINK_LOCAL = 0x20
 _RESOLVE_SECONDS = 20.0  # a cluster may publish the name of a node a little after its start
 
 
-def addresses() -> dict[str, str]:
-    """Addresses of this host (its network namespace), each with its interface: IPv4 first, then
-    IPv6, without those that are valid on one link only.
+def networks() -> dict[str, tuple[str, str]]:
+    """Addresses of this host (its network namespace), each with its interface and its network, like
+    ``10.0.0.0/16``: IPv4 first, then IPv6, without those that are valid on one link only.
     """
+    import psutil  # type: ignore[import-untyped]
+
     found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
-                found[socket.inet_ntoa(answer[20:24])] = name
-    with contextlib.suppress(OSError):  # a kernel without IPv6
-        for line in Path("/proc/net/if_inet6").read_text(encoding="utf-8").splitlines():
-            digits, _, _, scope, _, name = line.split()
-            if int(scope, 16) != _LINK_LOCAL:
-                found[str(ipaddress.IPv6Address(bytes.fromhex(digits)))] = name
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for name, entries in psutil.net_if_addrs().items():
+            for entry in entries:
+                if entry.family == family and not _is_of_one_link(entry.address):
+                    length = int(ipaddress.ip_address(entry.netmask)).bit_count()
+                    address = ipaddress.ip_interface(f"{entry.address}/{length}")
+                    found[str(address.ip)] = name, str(address.network)
     return found
+
+
+def addresses() -> dict[str, str]:
+    """The keys of :func:`networks`, each with its interface."""
+    return {address: name for address, (name, _) in networks().items()}
+
+
+def _is_of_one_link(text: str) -> bool:
+    return ":" in text and ipaddress.ip_address(text).is_link_local
 
 
 def family_of(address: str) -> socket.AddressFamily:
@@ -80,7 +80,7 @@ def _source_towards(host: str) -> str:
     entries = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
     refusal = OSError(f"no address of a known family ({len(entries)} entries)")
     for family, kind, _, _, where in sorted(entries, key=lambda one: one[0] != socket.AF_INET):
-        if family == socket.AF_INET6 and ipaddress.ip_address(str(where[0])).is_link_local:
+        if _is_of_one_link(str(where[0])):
             refusal = OSError(f"{where[0]} is valid on one link only; give a routable address")
             continue
         try:
@@ -105,7 +105,7 @@ def own_interface(master: str, own: Sequence[str] = ()) -> tuple[str, str]:
     """
     here, own = addresses(), [_canonical(address) for address in own]
     for address in own:
-        if address not in here and address not in _secondary(address):
+        if address not in here and not _can_be_bound(address):
             raise ConfigError(
                 f"NODE_IPS gives {address} to this node, which has "
                 f"{', '.join(f'{known} ({name})' for known, name in here.items()) or 'none'}: "
@@ -123,17 +123,6 @@ def _canonical(address: str) -> str:
         return address
 
 
-def loopback_fault() -> str:
-    """The reason why processes of this host cannot meet at its loopback address; empty where they
-    can."""
-    try:
-        with socket.create_server((LOOPBACK, 0)) as server:
-            socket.create_connection(server.getsockname(), _LOOPBACK_SECONDS).close()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
-
-
 def is_loopback(address: str) -> bool:
     """True for an address or name that other hosts cannot reach."""
     try:
@@ -142,11 +131,12 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def _secondary(address: str) -> tuple[str, ...]:
-    """``address`` if it can be bound: an interface's further addresses are in no list."""
-    try:
-        with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return ()
-    return (address,)
+def _can_be_bound(address: str) -> bool:
+    """True for addresses of this host, also those of no list, as of the loopback's network."""
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(family_of(address), socket.SOCK_DGRAM) as probe,
+    ):
+        probe.bind((address, 0))
+        return True
+    return False

@@ -16,6 +16,7 @@ import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.dpp.errors import ConfigError, setting
 
@@ -92,46 +93,41 @@ class Injector:
         return bool(self._links) or self._message_delay > 0.0
 
     def _add(self, item: str) -> None:
-        name, _, rest = item.partition(":")
-        adders = {
-            "jitter": self._add_jitter,
-            "transient": self._add_transient,
-            "slow-rank": self._add_slow_rank,
-            "slow-link": self._add_slow_link,
-            "lengths": self._add_lengths,
-            "head": self._add_head,
-            "delay": self._add_delay,
-            "message-delay": self._add_message_delay,
-        }
         try:
-            adders[name](rest)
-        except (KeyError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
+            match item.split(":"):
+                case ["jitter", sigma]:
+                    self._factors.append(_spread(_number(sigma), partial(self._of_task, salt=1)))
+                case ["lengths", sigma]:
+                    self._factors.append(_spread(_number(sigma), self._of_microbatch))
+                case ["transient", factor, share]:
+                    self._factors.append(self._transient(_factor(factor), _share(share)))
+                case ["slow-rank", number, factor]:
+                    slower = _factor(factor)
+                    if self._in_pipeline(int(number)) == self._rank:
+                        self._factors.append(lambda task: slower)
+                case ["slow-link", ends, late]:
+                    self._links[self._link(ends)] = _seconds(late)
+                case ["head", factor]:
+                    heavier, last = _factor(factor), self._num_chunks - 1
+                    if self._rank == self._num_ranks - 1:
+                        self._factors.append(lambda task: heavier if task.chunk == last else 1.0)
+                case ["delay", late]:
+                    most = _seconds(late)
+                    self._delays.append(lambda task: most * self._of_task(task, salt=4).random())
+                case ["message-delay", late]:
+                    self._message_delay = _seconds(late)
+                case _:
+                    raise ValueError("unknown form")
+        except ValueError as error:
             inject = setting("inject", item)
-            raise ConfigError(f"{inject}: expected {_FORMS}", inject) from error
+            raise ConfigError(f"{inject}: {error}; expected {_FORMS}", inject) from error
 
-    def _add_jitter(self, text: str) -> None:
-        sigma = _number(text)
-
-        def rule(task: Task) -> float:
-            draw = self._draw(task.iteration, _code(task.kind), task.chunk, task.microbatch, 1)
-            return math.exp(sigma * draw.gauss(0.0, 1.0) - sigma * sigma / 2)
-
-        self._factors.append(rule)
-
-    def _add_transient(self, text: str) -> None:
-        factor_text, share_text = text.split(":")
-        factor, share = _factor(factor_text), _number(share_text.rstrip("%")) / 100
-        if not 0.0 < share < 1.0:
-            inject = setting("inject", f"transient:{text}")
-            raise ConfigError(f"{inject}: the share must be 1% to 99%", inject)
-
+    def _transient(self, factor: float, share: float) -> Callable[[Task], float]:
         def rule(task: Task) -> float:
             slow = self._slow_work(task.iteration, share, task.begin, task.begin + task.cost)
             return 1.0 + (factor - 1.0) * slow / task.cost if task.cost else 1.0
 
-        self._factors.append(rule)
+        return rule
 
     def _slow_work(self, iteration: int, share: float, begin: float, end: float) -> float:
         """The part of the work from ``begin`` to ``end`` in this rank's slow periods."""
@@ -146,62 +142,29 @@ class Injector:
             position, slow = position + length, not slow
         return covered
 
-    def _add_slow_rank(self, text: str) -> None:
-        rank_text, factor_text = text.split(":")
-        rank, factor = int(rank_text), _factor(factor_text)
-        self._check_rank(rank, f"slow-rank:{text}")
-        if rank == self._rank:
-            self._factors.append(lambda task: factor)
-
-    def _add_slow_link(self, text: str) -> None:
-        pair, late = text.split(":")
-        a, b = sorted(int(rank) for rank in pair.split("-"))
-        self._check_rank(b, f"slow-link:{text}")
-        wraps = self._num_chunks > 1 and a == 0 < b == self._num_ranks - 1
-        if b != a + 1 and not wraps:
-            inject = setting("inject", f"slow-link:{text}")
-            raise ConfigError(
-                f"{inject}: pipeline ranks {a} and {b} share no link; those with neighbouring "
-                f"numbers do, and with several chunks 0 and {self._num_ranks - 1}",
-                inject,
+    def _link(self, ends: str) -> tuple[int, int]:
+        """Two ranks that share a link, the lower one first."""
+        a, b = sorted(self._in_pipeline(int(number)) for number in ends.split("-"))
+        if b != a + 1 and not (self._num_chunks > 1 and a == 0 < b == self._num_ranks - 1):
+            raise ValueError(
+                f"pipeline ranks {a} and {b} share no link: those with neighbouring numbers do, "
+                f"and with several chunks 0 and {self._num_ranks - 1}"
             )
-        self._links[a, b] = _seconds(late)
+        return a, b
 
-    def _add_lengths(self, text: str) -> None:
-        sigma = _number(text)
-
-        def rule(task: Task) -> float:
-            draw = _generator(self._seed, task.iteration, task.microbatch, 3)
-            return math.exp(sigma * draw.gauss(0.0, 1.0) - sigma * sigma / 2)
-
-        self._factors.append(rule)
-
-    def _add_head(self, text: str) -> None:
-        factor = _factor(text)
-        last = self._num_chunks - 1
-        if self._rank == self._num_ranks - 1:
-            self._factors.append(lambda task: factor if task.chunk == last else 1.0)
-
-    def _add_delay(self, text: str) -> None:
-        most = _seconds(text)
-
-        def rule(task: Task) -> float:
-            draw = self._draw(task.iteration, _code(task.kind), task.chunk, task.microbatch, 4)
-            return most * draw.random()
-
-        self._delays.append(rule)
-
-    def _add_message_delay(self, text: str) -> None:
-        self._message_delay = _seconds(text)
-
-    def _check_rank(self, rank: int, item: str) -> None:
+    def _in_pipeline(self, rank: int) -> int:
         if not 0 <= rank < self._num_ranks:
-            inject = setting("inject", item)
-            raise ConfigError(
-                f"{inject}: pipeline rank {rank} is outside the pipeline of {self._num_ranks} "
-                "ranks",
-                inject,
+            raise ValueError(
+                f"pipeline rank {rank} is outside the pipeline of {self._num_ranks} ranks"
             )
+        return rank
+
+    def _of_task(self, task: Task, *, salt: int) -> random.Random:
+        code = "FBW".index(task.kind)
+        return self._draw(task.iteration, code, task.chunk, task.microbatch, salt)
+
+    def _of_microbatch(self, task: Task) -> random.Random:
+        return _generator(self._seed, task.iteration, task.microbatch, 3)
 
     def _draw(self, *key: int) -> random.Random:
         return _generator(self._seed, self._rank, *key)
@@ -213,29 +176,34 @@ def _generator(*key: int) -> random.Random:
     return random.Random(hashlib.blake2b(packed, digest_size=8).digest())
 
 
-def _code(kind: str) -> int:
-    return "FBW".index(kind)
+def _spread(sigma: float, draw: Callable[[Task], random.Random]) -> Callable[[Task], float]:
+    """A log-normal factor with mean 1."""
+    return lambda task: math.exp(sigma * draw(task).gauss(0.0, 1.0) - sigma * sigma / 2)
 
 
 def _number(text: str) -> float:
     number = float(text)
     if not 0.0 <= number < math.inf:
-        raise ValueError(text)
+        raise ValueError(f"{text} is no number from 0 up")
     return number
 
 
 def _factor(text: str) -> float:
     factor = _number(text.rstrip("x"))
     if factor < 1.0:
-        inject = setting("inject")
-        raise ConfigError(
-            f"{inject}: factor {text}: must be at least 1, nothing gets faster", inject
-        )
+        raise ValueError(f"factor {text} is below 1, and nothing gets faster")
     return factor
+
+
+def _share(text: str) -> float:
+    share = _number(text.rstrip("%")) / 100
+    if not 0.0 < share < 1.0:
+        raise ValueError("the share must be 1% to 99%")
+    return share
 
 
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"([0-9.]+)(us|ms|s)", text)
     if match is None:
-        raise ValueError(text)
+        raise ValueError(f"{text} is no time")
     return float(match[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[match[2]]

@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError("--costs, --condition and --lengths of tokens: give one of them")
     if parse_cap(args.cap, Geometry(shape.num_ranks, 0, shape.num_chunks, number)).needs_measuring:
         raise ConfigError(f"--cap {args.cap}: expected no bytes; an activation's size is not known")
-    args.backward = _backward(args, measured, unlike=lengths.source is not None)
+    args.backward = _backward(args, measured)
     change = chain(*changes(args, shape, lengths.sigma))
     runs = _runs(args, shape, measured, unlike=lengths.source is not None)
     results: dict[str, list[Result]] = {name: [] for name in runs}
@@ -81,16 +81,14 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _backward(
-    args: argparse.Namespace, measured: MeasuredCosts | None, *, unlike: bool
-) -> Backward:
-    """The way of backwards; ``auto`` chooses as a run does where it can."""
+def _backward(args: argparse.Namespace, measured: MeasuredCosts | None) -> Backward:
+    """The way of backwards; ``auto`` splits them where it can."""
     given = Backward.of(args.split_backward)
     if measured and not measured.split:
         if given is not None and given.split:
             raise ConfigError(f"{args.costs} has no W times; take --split-backward off")
         return Backward(split=False)
-    return given or (Backward(stock=1) if args.overhead and not unlike else Backward())
+    return given or Backward()
 
 
 def _base(

@@ -21,7 +21,7 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.dpp.core.cpu import install
-from megatron.dpp.core.memory import saved_bytes
+from megatron.dpp.memory import saved_bytes
 
 ASSUMED = (
     "--lr 1e-3 --train-iters 1 --eval-iters 0 --transformer-impl local --mock-data "

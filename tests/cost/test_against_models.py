@@ -13,6 +13,7 @@ import pytest
 from megatron.dpp_train.cost.flags import Given, shape_of
 from megatron.dpp_train.cost.memory import head_bytes, layer_bytes, rank_parameters
 from megatron.dpp_train.cost.shape import RunShape
+from megatron.dpp_train.presets.flags import from_argv
 
 pytest.importorskip("megatron.training")
 
@@ -60,7 +61,7 @@ CONFIGURATIONS = (
 
 
 def shape(tensor: int, pipeline: int, flags: str) -> RunShape:
-    given = Given([*(MODEL + flags).split(), "--transformer-impl", "local"])
+    given = Given(from_argv((MODEL + flags + " --transformer-impl local").split()))
     return shape_of(given, tensor * pipeline, tensor * pipeline, on_gpu=False, arch="gpt")
 
 

@@ -14,6 +14,7 @@ from megatron.dpp_train.cost.estimate import estimate
 from megatron.dpp_train.cost.flags import Given, shape_of
 from megatron.dpp_train.cost.pipeline import predict
 from megatron.dpp_train.cost.shape import RunShape
+from megatron.dpp_train.presets.flags import from_argv
 
 MODEL = (
     "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --bf16 "
@@ -47,9 +48,6 @@ LONG = (
     "--padded-vocab-size 32768 --micro-batch-size 1 --global-batch-size 4 "
 )
 SHORT = f"{LLAMA}--seq-length 2048 --max-position-embeddings 2048 --padded-vocab-size 128256 "
-SLICED = (
-    f"{PP2}--use-dpp --dpp-activation-cap static --dpp-policy megatron --dpp-slice-tokens 4096 "
-)
 TRAIN = (
     "--bf16 --transformer-impl local --hidden-dropout 0 --attention-dropout 0 "
     "--padded-vocab-size 51200 --cross-entropy-loss-fusion --global-batch-size 128 "
@@ -77,8 +75,6 @@ STEPS = [
     ("H100", 2, LONG + "--context-parallel-size 2 --use-distributed-optimizer", 3254, 0.02),
     ("H100", 2, LONG + PP2 + V2, 3755, 0.03),
     ("H100", 2, f"{LONG}{PP2}{V2}--use-dpp --dpp-policy megatron", 3870, 0.03),
-    ("H100", 2, LONG + SLICED + V2, 3896, 0.04),
-    ("H100", 2, LONG + SLICED, 3947, 0.05),
     (
         "H100",
         4,
@@ -215,7 +211,7 @@ MEMORY = [
 
 
 def shape(number: int, flags: str) -> RunShape:
-    return shape_of(Given(flags.split()), number, number, on_gpu=True, arch="gpt")
+    return shape_of(Given(from_argv(flags.split())), number, number, on_gpu=True, arch="gpt")
 
 
 @pytest.mark.parametrize(("gpu", "number", "flags", "measured_ms", "tolerance"), STEPS)

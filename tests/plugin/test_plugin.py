@@ -198,8 +198,6 @@ class MultiModuleProcessGroupCollection(SimpleNamespace):
         ({"config": {"variable_seq_lengths": True}, "seq_length": 1}, "variable_seq_lengths with"),
         ({"config": {"moe_paged_stash": True}}, "moe_paged_stash needs"),
         ({"config": {"gtp_weight_remat_size": 2}}, "gtp_weight_remat_size is 2"),
-        ({"config": {"enable_autocast": True}, "forward_only": False},
-         r"DppConfig\(split_backward=\.\.\.\) com"),
         ({"some_new_keyword": 1}, "some_new_keyword: megatron-core .* passes this"),
         ({"config": {"virtual_pipeline_model_parallel_size": 2}}, "model: 1 chunks were given"),
     ],

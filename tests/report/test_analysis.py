@@ -5,31 +5,37 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.report.analysis.link_times import LinkSamples, link_samples
 from megatron.dpp.report.analysis.model import (
     Arrival,
     Iteration,
+    JobShape,
     MessageId,
     RankIteration,
     Send,
     TaskRun,
     Wait,
 )
-from megatron.dpp.report.analysis.report_data import Prediction
 from megatron.dpp.report.analysis.sentences import EVEN_LAYERS, sentences, straggler_text
 from megatron.dpp.report.analysis.stragglers import Culprit
-from megatron.dpp.report.analysis.summary import summary
-from megatron.dpp.report.analysis.times import length, subtract, union
-from megatron.dpp.report.analysis.work import JobShape
+from megatron.dpp.report.analysis.summary import Prediction, summary
+from megatron.dpp.report.analysis.times import painted
+from megatron.dpp.report.analysis.work import LinkSamples, link_samples
 from megatron.dpp.report.reader import read_events
-from megatron.dpp.report.recorded import cost_file, recorded_runs
-from megatron.dpp.report.whatif import WhatIf, other_schedules, removal, schedule_of
+from megatron.dpp.report.whatif import (
+    WhatIf,
+    cost_file,
+    predict_all,
+    recorded_runs,
+    removal,
+    schedule_of,
+)
 from megatron.dpp.sim.measured import load_costs
 from tests.report.injected import CAUSES, analysed, culprit_of, inject
 from tests.report.synthetic import Run
@@ -104,18 +110,22 @@ def test_totals_equal_those_summed_from_the_events(tmp_path):
         assert row.sent_bytes * 3 == sent
         held = max(e["args"]["value"] for e in events if e["cat"] == "counter")
         assert row.peaks["held"] == held
-    json.dumps(report.numbers(), allow_nan=False)
+    json.dumps(dataclasses.asdict(report), allow_nan=False)
     assert sum(report.totals.bubble_by_cause.values()) == pytest.approx(report.totals.bubble)
     assert sentences(report)[-1] == "No straggler."
 
 
+def names_of(what_if, shape):
+    return {row.name for row in predict_all(what_if, [], shape)}
+
+
 def test_other_schedules_do_not_name_the_run_itself(tmp_path):
     """A run whose W comes in pieces has the same schedule as its simulation."""
-    runs = recorded_runs(analysed(Run(chunks=2), tmp_path))
-    plan = dataclasses.replace(schedule_of(runs[-1]), w_pieces=6)
-    found = other_schedules(runs[-1], plan, [1.0] * 4)
-    assert "dynamic schedule" not in [name for name, _, _ in found]
-    assert {other.w_pieces for _, _, other in found} == {6}
+    analysis = analysed(Run(chunks=2), tmp_path)
+    what_if = WhatIf(recorded_runs(analysis))
+    what_if.config = dataclasses.replace(what_if.config, w_pieces=6)
+    found = names_of(what_if, analysis.shape)
+    assert "Megatron's static order" in found and "dynamic schedule" not in found
 
 
 def test_a_finding_says_how_often_and_what_to_do():
@@ -191,19 +201,22 @@ def test_a_sliced_run_counts_its_microbatches(tmp_path):
 
 def test_a_run_that_kept_megatrons_order_is_simulated_with_it(tmp_path):
     """As the policy auto does on two ranks."""
-    (run,) = recorded_runs(analysed(Run(ranks=2, iterations=1, policy="auto"), tmp_path / "2"))
+    analysis = analysed(Run(ranks=2, iterations=1, policy="auto"), tmp_path / "2")
+    (run,) = recorded_runs(analysis)
     config = schedule_of(run)
     assert (run.dynamic, config.policy, config.split_backward) == (True, "megatron", True)
-    assert WhatIf([run]).predict("").gain == pytest.approx(0.0, abs=0.02)
-    names = [name for name, _, _ in other_schedules(run, config, [1.0, 1.0])]
-    assert {"dynamic schedule", "Megatron's static order"} <= {*names}
+    what_if = WhatIf([run])
+    assert what_if.predict("").gain == pytest.approx(0.0, abs=0.02)
+    found = names_of(what_if, analysis.shape)
+    assert {"dynamic schedule", "Megatron's static order"} <= found
     (run,) = recorded_runs(analysed(Run(iterations=1, policy="auto"), tmp_path / "4"))
     assert schedule_of(run).policy == "dynamic"
 
 
 def test_replicas_tell_a_heavy_stage_from_a_slow_rank():
+    from megatron.dpp.report.analysis.model import JobShape
     from megatron.dpp.report.analysis.stragglers import StragglerSearch
-    from megatron.dpp.report.analysis.work import JobShape, Work
+    from megatron.dpp.report.analysis.work import Work
 
     places = {rank: rank % 4 for rank in range(12)}
     shape = JobShape(4, 1, places, {rank: (rank // 4, 0) for rank in range(12)}, "dpp")
@@ -239,27 +252,20 @@ def test_iterations_that_not_all_ranks_finished_do_not_count(tmp_path):
         analyse(files, align(files), skip=2)
 
 
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60))), st.data())
-def test_interval_arithmetic_agrees_with_sets(pairs, data):
-    spans = [(min(p), max(p)) for p in pairs]
-    holes = [(min(p), max(p)) for p in data.draw(st.lists(st.tuples(*[st.integers(0, 60)] * 2)))]
-
-    def points(intervals):
-        return {x for a, b in intervals for x in range(a, b)}
-
-    merged = union(spans)
-    assert points(merged) == points(spans)
-    assert length(merged) == len(points(spans))
-    left = subtract(merged, union(holes))
-    assert points(left) == points(spans) - points(holes)
-    assert length(left) == len(points(left))
+@given(st.lists(st.tuples(st.sampled_from("abc"), *[st.integers(0, 60)] * 2)))
+def test_of_layers_that_cover_each_other_the_last_counts(layers):
+    owners = {}
+    for name, start, end in layers:
+        owners |= dict.fromkeys(range(max(start, 5), min(end, 50)), name)
+    assert painted(5, 50, layers) == Counter(owners.values())
 
 
 def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
     """A busy receiver sees a message when its task ends, which bounds the delay from above only."""
+    from megatron.dpp.report.analysis.model import JobShape
     from megatron.dpp.report.analysis.stragglers import StragglerSearch
-    from megatron.dpp.report.analysis.work import JobShape, Work
-    from megatron.dpp.report.recorded import hop_delay
+    from megatron.dpp.report.analysis.work import Work
+    from megatron.dpp.report.whatif import hop_delay
 
     busy = LinkSamples(any=[11_000_000, 12_000_000, 9_000_000])
     quick = LinkSamples(any=[200_000] * 3, clean=[200_000] * 3)
@@ -287,7 +293,7 @@ def test_a_message_taken_ahead_is_timed_only_where_the_device_was_idle():
                 TaskRun(0, previous_end, "B", 0, 0, 0), TaskRun(1_950_000, 3_000_000, "F", 0, 0, 0),
             ],
             waits=[Wait(100_000, 1_960_000, "message", "F0")],
-            arrivals=[Arrival(900_000, 1_940_000, 1_945_000, message, 1 << 20, ahead=True)],
+            arrivals=[Arrival(900_000, 1_940_000, message, ahead=True)],
         )  # fmt: skip
         iteration = Iteration(4, {0: sender, 1: receiver})
         return link_samples(iteration)[0, 1]

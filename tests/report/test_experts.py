@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron.dpp.report.aggregate_command import merge
 from megatron.dpp.report.align import align
 from megatron.dpp.report.analysis.experts import LayerLoad, add_loads
 from megatron.dpp.report.analysis.model import ExpertsRun, Iteration, RankIteration
-from megatron.dpp.report.analysis.report_data import Report
 from megatron.dpp.report.analysis.sentences import EVEN_EXPERTS
-from megatron.dpp.report.building import build_report
-from megatron.dpp.report.merge import merge
+from megatron.dpp.report.building import Report, build_report
 from megatron.dpp.report.reader import open_run
 from megatron.dpp.report.report_command import build_parser
 from tests.report.synthetic import MS, Run, write
@@ -39,7 +38,7 @@ def run_of(most: int, replicas: int = 2) -> Run:
 
 def reported(directory: Path) -> Report:
     parser = build_parser("report")
-    return build_report(parser.parse_args(["--benchmark_dir", str(directory)]), quiet=True)[0]
+    return build_report(parser.parse_args(["--benchmark_dir", str(directory)]), live=True)[0]
 
 
 def words(report: Report) -> str:

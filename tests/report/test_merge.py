@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.errors import DataError
-from megatron.dpp.report.analysis.work import JobShape
-from megatron.dpp.report.merge import merge
+from megatron.dpp.report.aggregate_command import merge
+from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.reader import open_run
 from megatron.dpp.trace.lines import EventLines, first_line, header, last_line
 from megatron.dpp.trace.schema import ARRIVAL_TRACK, SEND_TRACK, TASK_TRACK, TraceLayout

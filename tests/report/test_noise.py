@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron.dpp.report.analysis.link_times import LinkSamples
+from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.stragglers import Culprit, StragglerSearch
-from megatron.dpp.report.analysis.work import JobShape, Work
+from megatron.dpp.report.analysis.work import LinkSamples, Work
 
 STEADY = 0.08
 """Spread of task times up to which they are not called unsteady."""

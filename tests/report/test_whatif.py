@@ -6,12 +6,14 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron.dpp.report import whatif
-from megatron.dpp.report.analysis.report_data import Prediction
-from megatron.dpp.report.recorded import Recorded
+from megatron.dpp.report.analysis.summary import Prediction
+from megatron.dpp.report.analysis.work import UNDISTURBED
 from megatron.dpp.report.whatif import (
+    Recorded,
     WhatIf,
     effects,
     without_imbalance,
@@ -23,20 +25,21 @@ from megatron.dpp.sim.costs import Shape
 
 def run_of(times: list[float], *, split: bool = True, window: float = 1.0) -> Recorded:
     """One rank whose F, B and W take these times."""
-    weights = times if split else [0.0] * len(times)
+    tasks = np.array([[times], [times], [times if split else [0.0] * len(times)]])
+    none = np.zeros((0, 2, len(times)))
     return Recorded(
-        Shape(1, 1, len(times)), ([times], [times], [weights]), [], [], [[]], [0.0],
-        split=split, dynamic=True, window=window, tail=0.0,
+        Shape(1, 1, len(times)), tasks, np.array([]), none, [[]], [0.0],
+        dynamic=True, window=window, tail=0.0,
     )  # fmt: skip
 
 
 def test_only_tasks_far_above_the_undisturbed_time_are_disturbed() -> None:
     """Those within the spread of the run stay as they are."""
     times = [10.0, 11.0, 12.0, 13.0, 13.9, 40.0]
-    changed = without_jitter([run_of(times)], [0])(run_of(times)).tasks[0][0]
-    middle = sorted(times)[int(len(times) * whatif.work.UNDISTURBED)]
+    changed = without_jitter([run_of(times)], [0])(run_of(times)).tasks[0][0].tolist()
+    middle = sorted(times)[int(len(times) * UNDISTURBED)]
     kept = [time for time in times if time <= 2 * middle - 10.0]
-    assert len(kept) > int(len(times) * whatif.work.UNDISTURBED) + 1, "more than the middle one"
+    assert len(kept) > int(len(times) * UNDISTURBED) + 1, "more than the middle one"
     assert changed[: len(kept)] == kept
     assert all(time in kept for time in changed[len(kept) :])
 
@@ -46,7 +49,7 @@ def test_a_fused_backward_saves_the_imbalance_of_both_its_parts(
     split: bool, backward: float, weights: float
 ) -> None:
     run = without_imbalance([3], {(3, 0): 3e9, (2, 0): 9e9})(run_of([10.0], split=split))
-    assert [table[0] for table in run.tasks] == [[7.0], [backward], [weights]]
+    assert run.tasks[:, 0].tolist() == [[7.0], [backward], [weights]]
 
 
 def test_the_last_iterations_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,10 +84,13 @@ def test_what_varies_is_removed_before_slowness_that_stays(
 @pytest.mark.parametrize("places", [(0, 1), (1, 0)])
 def test_a_link_is_removed_both_ways_and_between_all_chunks(places: tuple[int, int]) -> None:
     """Of three ranks with two chunks; a culprit may name the link by its way back."""
-    own = [([float(hop)], [float(hop)]) for hop in (9, 1, 2, 8, 3)]
+    hops = np.array([9.0, 1.0, 2.0, 8.0, 3.0])
     run = dataclasses.replace(
-        run_of([1.0]), shape=Shape(3, 2, 1), hops=[9.0, 1.0, 2.0, 8.0, 3.0], delays=own
+        run_of([1.0]),
+        shape=Shape(3, 2, 1),
+        hops=hops,
+        delays=np.tile(hops[:, None, None], (1, 2, 1)),
     )
     changed = without_link(places)(run)
-    assert changed.hops == [2.0, 1.0, 2.0, 2.0, 3.0]
-    assert changed.delays == [([hop], [hop]) for hop in changed.hops]
+    assert changed.hops.tolist() == [2.0, 1.0, 2.0, 2.0, 3.0]
+    assert changed.delays[:, :, 0].tolist() == [[hop, hop] for hop in changed.hops]

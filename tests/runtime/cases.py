@@ -40,6 +40,6 @@ def check(
 
 def case(name: str, p: int, m: int, *runs: dict[str, Any], **layout: Any) -> dict[str, Any]:
     """A layout and its runs. Their backwards are split also where ``auto`` would fuse them."""
-    if layout.get("recompute") == "full" and "launching" not in layout:
+    if layout.get("recompute") == "full" and "names" not in layout:
         runs = tuple({"split_backward": "on"} | run for run in runs)
     return {"name": name, "p": p, "m": m, "runs": runs, **layout}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.dpp.transport.fake import VirtualClock
+from tests.fake_network import VirtualClock
 from tests.runtime.graphed import Chunk
 
 

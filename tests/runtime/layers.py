@@ -17,7 +17,6 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from megatron.dpp.core import compat
 from megatron.dpp.core.varlen import causal_mask
 
 
@@ -149,7 +148,8 @@ def prediction_spec(config: Any, *, vp_stage: int | None, spec: str = "torch") -
         for layer in block.layer_specs:
             parts = layer.submodules
             parts.enorm = parts.hnorm = parts.layer_norm = Norm
-            name = compat.field_name(compat.MTP_LAYER)
+            names = ("mtp_model_layer", "transformer_layer")  # the second one before 0.17
+            name = next(name for name in names if hasattr(parts, name))
             setattr(parts, name, _local(getattr(parts, name), spec))
     return block
 

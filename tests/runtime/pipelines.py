@@ -23,7 +23,7 @@ from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Scheduler, parse_cap
 from megatron.dpp.trace import NullRecorder
-from megatron.dpp.transport.fake import Delay, FakeNetwork, FakeTransport, VirtualClock
+from tests.fake_network import Delay, FakeNetwork, FakeTransport, VirtualClock
 
 
 @dataclass

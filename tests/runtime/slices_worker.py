@@ -33,7 +33,6 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron.dpp import DppConfig, DppSchedule, plugin
-from megatron.dpp.core.slices import Unit
 from megatron.dpp.runtime.static import StaticSchedule
 from tests.runtime.layers import packed_params, positions
 from tests.runtime.losses import token_loss
@@ -62,52 +61,6 @@ def close(uncut: dict[str, Any], cut: dict[str, Any], case: dict[str, Any], what
         if wanted.numel():
             error = ((got - wanted).norm() / wanted.norm().clamp(min=1e-3)).item()
             assert error < 1e-5, f"{what}: slices change the first step by {error:.2g}"
-
-
-ROWS = (((0, 5, 11), (8,)), ((0, 3, 7, 13), (4, 10)), ((0, 9), ()), ((0,), (4, 8, 12)))
-"""First tokens of each row's documents, and where the row is cut."""
-
-
-def packed_units(*, cut: bool) -> list[Unit]:
-    """The slices of packed rows, or the rows."""
-    found = []
-    for row, (starts, cuts) in enumerate(ROWS):
-        bounds = (0, *(cuts if cut else ()), SEQUENCE)
-        found += [Unit(row, a, b, SEQUENCE, starts) for a, b in itertools.pairwise(bounds)]
-    return found
-
-
-def packed_step(iterator: Any, model: Any) -> Any:
-    """One unit's forward step; rows that are not cut tell their documents as ever."""
-    unit, row = next(iterator)
-    inputs, labels = (row[:, unit.begin + i : unit.end + i] for i in (0, 1))
-    params = None
-    if not unit.is_cut:
-        starts = torch.tensor([*unit.starts, unit.total], dtype=torch.int32)
-        params = packed_params(starts, unit.total)
-    places = torch.tensor([*itertools.chain(*unit.places)])[None]
-    output = model(inputs, places, None, labels=labels, packed_seq_params=params)
-    return output, partial(token_loss, labels >= 0)
-
-
-def train_packed(case: dict[str, Any], schedule: Any, *, cut: bool) -> dict[str, Any]:
-    """One step of packed rows, whose units the host announces."""
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
-    torch.manual_seed(1234 + parallel_state.get_pipeline_model_parallel_rank())
-    model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-    chunks, _ = build(case)
-    units, drawn = packed_units(cut=cut), torch.Generator().manual_seed(7)
-    rows = [torch.randint(0, VOCABULARY, (1, SEQUENCE + 1), generator=drawn) for _ in ROWS]
-    if cut:
-        schedule.announce([unit.end - unit.begin for unit in units], units)
-    chunks[0].zero_grad_buffer()
-    out = schedule(
-        forward_step_func=packed_step, model=chunks, num_microbatches=len(units),
-        data_iterator=[iter([(unit, rows[unit.row]) for unit in units])],
-        seq_length=SEQUENCE, micro_batch_size=1,
-    )  # fmt: skip
-    gradients = [b.grad_data.clone() for chunk in chunks for b in chunk.buffers]
-    return {"losses": [float(sum(each["sum"] for each in out))], "gradients": gradients}
 
 
 HOST_ROWS = (
@@ -200,22 +153,6 @@ def finish(case: dict[str, Any], what: str) -> None:
         print(f"CASE {case['name']} ok{what}", flush=True)
 
 
-def run_packed(case: dict[str, Any]) -> None:
-    """Packed rows whose documents straddle cuts."""
-    initialize(case)
-    with StaticSchedule(DppConfig(), seed=1234) as schedule:
-        uncut = train_packed(case, schedule, cut=False)
-    found = []
-    for settings in ({"policy": "megatron"}, *case["runs"]):
-        with DppSchedule(DppConfig(**settings), seed=1234) as schedule:
-            found.append(train_packed(case, schedule, cut=True))
-        assert found[-1]["losses"] == found[0]["losses"]
-        pairs = zip(found[0]["gradients"], found[-1]["gradients"], strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs), settings
-    close(uncut, found[0], {"m": 1}, case["name"])
-    finish(case, "")
-
-
 def run_case(case: dict[str, Any]) -> None:
     initialize(case)
     slices = {"slice_tokens": case["slices"]}
@@ -242,8 +179,7 @@ def run_case(case: dict[str, Any]) -> None:
 def main() -> None:
     start()
     for case in json.loads(sys.argv[1]):
-        run = {True: run_packed, "host": run_host}.get(case.get("rows", False), run_case)
-        run(copy.deepcopy(case))
+        (run_host if case.get("rows") else run_case)(copy.deepcopy(case))
     dist.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.dpp.transport.fake import FakeTransport, VirtualClock
+from tests.fake_network import FakeTransport, VirtualClock
 from tests.runtime.pipelines import check_values, run_pipeline
 from tests.schedule.pipelines import Pipeline, wild
 

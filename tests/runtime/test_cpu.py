@@ -60,32 +60,27 @@ def test_nothing_of_the_stand_ins_stays_after_them(monkeypatch: pytest.MonkeyPat
         assert torch.overrides._get_current_function_mode_stack() == modes
 
 
-def test_stand_ins_of_several_users_are_one_and_stay_for_the_last() -> None:
-    """A second installation, beside one of a program's own, made ``torch.cuda.cuda.FloatTensor``
-    of a type, and closing them in another order left stand-ins."""
+def test_stand_ins_that_are_there_stay_for_the_one_that_made_them() -> None:
+    """A second set would make ``torch.cuda.cuda.FloatTensor`` of a type."""
     before, modes = state(), torch.overrides._get_current_function_mode_stack()
-    capability = torch.cuda.get_device_capability
-    first, second = cpu.install(), cpu.install(host=True)
-    third, last = cpu.install(host=True), cpu.install()
-    for ended, of_host in (
-        (None, True),
-        (first, True),
-        (first, True),
-        (third, True),
-        (second, False),
-    ):
-        if ended is not None:
-            ended.close()
-        assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
-        assert torch.empty(2, device="cuda").device.type == "cpu"
-        if of_host:
+    with contextlib.closing(cpu.install(host=True)):
+        for again in (cpu.install(), cpu.install(host=True)):
+            assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+            again.close()
+            assert torch.empty(2, device="cuda").device.type == "cpu"
             assert torch.cuda.get_device_capability() == (8, 0)
-        else:  # answers for hosts stay as long as the host does
-            assert torch.cuda.get_device_capability is capability
-    last.close()
     assert not changed(before)
     assert torch.overrides._get_current_function_mode_stack() == modes
-    assert torch.zeros(2).type() == "torch.FloatTensor"
+
+
+def test_a_hosts_answer_beside_ours_is_without_its_layer_again() -> None:
+    """Answers for hosts stay as long as the host does."""
+    capability = torch.cuda.get_device_capability
+    with contextlib.closing(cpu.install()):
+        with contextlib.closing(cpu.install(host=True)):
+            assert torch.cuda.get_device_capability() == (8, 0)
+        assert torch.cuda.get_device_capability is capability
+        assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
 
 
 class Other(torch.overrides.TorchFunctionMode):
@@ -293,11 +288,6 @@ def test_compilation_is_off_on_the_cpu_and_as_before_after_it(
         with contextlib.closing(cpu.install()):
             assert (config.disable, os.environ[name]) == (True, "1")
         assert (config.disable, os.environ.get(name)) == (disabled, before)
-    late = SimpleNamespace(disable=True)
-    monkeypatch.delitem(sys.modules, "torch._dynamo.config")
-    with contextlib.closing(cpu.install()):
-        monkeypatch.setitem(sys.modules, "torch._dynamo.config", late)  # type: ignore[arg-type]
-    assert late.disable is (before == "1") and os.environ.get(name) == before
 
 
 class Work:

@@ -13,11 +13,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.core.cut import Cut, WholeSteps, fixed_cut, packed_cut, weighted_aux_loss
-from megatron.dpp.core.memory import saved_bytes
-from megatron.dpp.core.slices import Slices, Unit, attend_in_slice, units_of, why_not
+from megatron.dpp.core.cut import Cut, WholeSteps, weighted_aux_loss
+from megatron.dpp.core.slices import Slices, Unit, attend_in_slice, why_not
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.memory import saved_bytes
 from megatron.dpp.runtime.slicing import Slicing
 from megatron.dpp.schedule.slice_sizes import slice_size
 
@@ -41,6 +41,13 @@ class Attention(torch.nn.Module):
 
     def forward(self, *_: Any) -> str:
         return "uncut"
+
+
+def cut_of(rows: list[list[int]], tokens: int, **more: int) -> Cut:
+    """Rows in slices of so many tokens."""
+    found = Cut.of(rows, lambda _: tokens, **more)
+    assert found is not None
+    return found
 
 
 class Rotary(torch.nn.Module):
@@ -67,7 +74,7 @@ class Chunk(torch.nn.Module):
 
 
 def test_rotary_embeddings_of_all_slices_come_from_one_table() -> None:
-    chunk, units = Chunk(Attention()), units_of([10, 4], 4)
+    chunk, units = Chunk(Attention()), cut_of([[10], [4]], 4).units
     rotary: Any = chunk.rotary_pos_emb
     slices = Slices([chunk])
     with slices.bound():
@@ -93,7 +100,7 @@ def test_keys_of_fewer_groups_than_tensor_parallel_ranks_count() -> None:
 
 def test_attention_is_bound_within_cut_units_alone() -> None:
     core = Attention()
-    slices, (first, second) = Slices([Chunk(core)]), units_of([6], 3)
+    slices, (first, second) = Slices([Chunk(core)]), cut_of([[6]], 3).units
     q = torch.randn(3, 1, 2, 4)
     with slices.bound():
         with slices.running(0, first):
@@ -129,18 +136,15 @@ def test_transformer_engines_kernels_are_aligned_bottom_right() -> None:
             self.asked.append((len(q), len(k), attn_mask_type.name))
             return q.flatten(2)
 
-    core = Engine(attn_mask_type="causal", te_forward_mask_type=True)
+    core = Engine(attn_mask_type="causal")
     core.config.attention_dropout = 0.0
     slices = Slices([Chunk(core)])
     q = torch.randn(3, 1, 2, 4)
     with slices.bound():
-        for unit in units_of([6], 3):
+        for unit in cut_of([[6]], 3).units:
             with slices.running(0, unit):
                 core(q, q, q, None)
     assert core.asked == [(3, 3, "causal"), (3, 6, "causal_bottom_right")]
-    core.te_forward_mask_type = False
-    with pytest.raises(ConfigError, match="takes no mask per call"):
-        Slices([Chunk(core)])
 
 
 @pytest.mark.parametrize(
@@ -156,7 +160,7 @@ def test_settings_that_do_not_go_with_slices_are_named(name: str, value: Any) ->
 
 def test_saved_bytes_are_those_within_a_slices_attention_without_the_keys() -> None:
     core = Attention()
-    slices, (unit, _) = Slices([Chunk(core)]), units_of([6], 3)
+    slices, (unit, _) = Slices([Chunk(core)]), cut_of([[6]], 3).units
     q, k, v = (torch.randn(3, 1, 2, 4, requires_grad=True) for _ in range(3))
     row = slices.keys.row(0, unit, 0, k, v)
     kept = torch.randn(3, 1, 2, 4)
@@ -171,7 +175,7 @@ def test_saved_bytes_are_those_within_a_slices_attention_without_the_keys() -> N
 
 
 def test_the_auxiliary_loss_of_a_slice_weighs_its_tokens() -> None:
-    cut = fixed_cut(10, 2, 3, 4)
+    cut = cut_of([[10]] * 2, 4, batch=3)
     assert [cut.share(number) for number in range(3)] == [0.4, 0.4, 0.2]
     config = SimpleNamespace(num_moe_experts=4, calculate_per_token_loss=False)
     MoEAuxLossAutoScaler.main_loss_backward_scale = torch.tensor([8.0])
@@ -202,36 +206,30 @@ def test_slices_have_equal_tokens_and_the_last_is_not_short_if_that_can_be(
 
 
 def test_a_cuts_units_are_those_of_its_geometry() -> None:
-    cut = fixed_cut(10, 2, 3, 4)
+    cut = cut_of([[10]] * 2, 4, batch=3)
     assert cut.sizes == (12, 12, 6) * 2 and cut.longest == 30 and cut.groups == (3, 3)
 
 
-@pytest.mark.parametrize("kept", [[0, 2], [1, 0, 2], [0, 1]])
-def test_slices_that_do_not_fill_their_row_in_order_are_refused(kept: list[int]) -> None:
-    units = units_of([10], 4)
-    chosen = tuple(units[number] for number in kept)
-    with pytest.raises(ConfigError, match="must follow each other and fill its 10 tokens"):
-        Cut(chosen, (4,) * len(chosen), 1, 10)
-
-
 def test_packed_rows_are_cut_alone_where_they_are_long() -> None:
-    cut = packed_cut([[3, 9, 4], [5]], lambda row: 6 if row > 9 else None, 2, 12)
+    cut = cut_of([[3, 9, 4], [5]], 6, longest=12)
+    assert Cut.of([[3, 2], [5]], lambda _: 6) is None, "no row is long enough"
     assert [(unit.row, unit.begin, unit.end) for unit in cut.units] == [
         (0, 0, 6), (0, 6, 12), (0, 12, 16), (1, 0, 5)
     ]  # fmt: skip
     assert cut.sizes == (6, 6, 4, 5) and cut.longest == 16 and cut.units[0].starts == (0, 3, 12)
 
 
-def test_announced_units_serve_one_step() -> None:
-    slicing, units = Slicing(DppConfig(), print), units_of([4, 6], 8)
-    slicing.announce(units, [4, 6], 6, ())
+def test_announced_rows_serve_one_step() -> None:
+    slicing = Slicing(DppConfig(), print)
     call = StepCall(
         forward_step_func=print, data_iterator=[], model=[torch.nn.Linear(1, 1)],
-        num_microbatches=2, seq_length=6, micro_batch_size=1,
+        num_microbatches=3, seq_length=6, micro_batch_size=1,
     )  # fmt: skip
-    call.model[0].config = SimpleNamespace()  # type: ignore[assignment]
-    looked, taken, next_one = (slicing.cut(call, take=take).cut for take in (False, True, True))
-    assert looked == taken == Cut(tuple(units), (4, 6), 2, 6) and next_one is None
+    slicing.announce([[4], [6]])
+    assert slicing.cut(call, take=False) is call
+    with pytest.raises(ConfigError, match="announce: 2 rows for a step of 3 microbatches"):
+        slicing.cut(call, take=True)
+    assert slicing.cut(call, take=True) is call
 
 
 class Model(GPTModel):  # type: ignore[misc]
@@ -272,7 +270,7 @@ def test_a_row_whose_sequences_are_not_those_announced_is_refused(
     params: Any, said: str | None
 ) -> None:
     model, slices = Model(), SimpleNamespace(unit=None)
-    cut = packed_cut([[3, 7]], lambda _: 5, 1, 10)
+    cut = cut_of([[3, 7]], 5)
     tokens = torch.arange(10)[None]
     with WholeSteps(slices, [model]).bound():  # type: ignore[arg-type]
         for unit in cut.units:
@@ -290,7 +288,7 @@ def test_a_row_whose_sequences_are_not_those_announced_is_refused(
 
 
 def test_packed_rows_that_nobody_announced_are_named() -> None:
-    model, slices = Model(), SimpleNamespace(unit=fixed_cut(10, 1, 1, 5).units[0])
+    model, slices = Model(), SimpleNamespace(unit=cut_of([[10]], 5).units[0])
     with (
         WholeSteps(slices, [model]).bound(),  # type: ignore[arg-type]
         pytest.raises(ConfigError, match=r"sequences of \[10\] tokens, .* of \[3, 7\] tokens: ann"),

@@ -6,8 +6,6 @@ injected into tasks and messages make every dynamic run take another order.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.runtime.cases import (
@@ -25,7 +23,6 @@ fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
 
 
 def test_two_ranks_any_number_of_chunks() -> None:
-    auto = {"policy": "auto"}
     check(
         2,
         case("v1", 2, 5, fused, late, {"static": True, "transport": "shm"}, dropout=0.1),
@@ -34,40 +31,10 @@ def test_two_ranks_any_number_of_chunks() -> None:
         case("one stage", 1, 3, fused, {"inject": "delay:4ms"}, dropout=0.1, layers=3),
         case("selective", 2, 4, late, v=2, recompute="selective", spec="megatron", dropout=0.1),
         case("fused wgrad", 2, 4, fused, late, v=2, fusion=True, overlap=True),
-        case("launch-bound", 2, 4, auto, layers=2, iterations=6, dropout=0.1, launching=1.0),
-        case("launch-bound, Megatron's draws", 2, 4, auto, v=2, layers=4, iterations=6, dropout=0.1,
-             between=True, config={"task_rng": False}, launching=1.0),
-        case("launch-bound host", 2, 4, auto | {"host": "silent"}, layers=2, iterations=6,
-             launching=1.0),
         case("kinds", 2, 4, {"transport": "shm", "checksum": True}, v=2),
         case("part of the microbatches v2, per token", 2, 4, late, v=2, layers=4, partial=2,
              per_token=True),
     )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_launch_bound_steps_in_further_layouts() -> None:
-    """The first steps are ours, later ones megatron-core's own."""
-    bound = {"policy": "auto"}
-    layout: dict[str, Any] = {"layers": 4, "iterations": 7, "launching": 1.0}
-    check(
-        2,
-        case(
-            "bound, overlap", 2, 4, bound, v=2, overlap=True, fusion=True, per_token=True, **layout
-        ),
-        case("bound, no sync function", 2, 4, bound, overlap=True, no_sync=False, **layout),
-        case("bound, part of the microbatches", 2, 4, bound, v=2, partial=2, **layout),
-        case("bound, recomputed", 2, 5, bound, recompute="full", dropout=0.1, **layout),
-        case("bound, experts", 2, 4, bound, v=2, model=EXPERTS, **layout),
-        case("bound, predictions", 2, 4, bound, model={"mtp_num_layers": 1}, **layout),
-        case("bound, one microbatch", 2, 1, bound, **layout),
-    )
-    check(
-        4,
-        case("bound, optimized", 2, 4, bound, v=2, gather=True, **OPTIMIZED, **layout),
-        case("bound, replicas", 2, 4, bound, overlap=True, no_sync=False, **layout),
-        case("bound, tensor", 2, 4, bound, v=2, tp=2, sp=True, **layout),
-    )
 
 
 @pytest.mark.slow

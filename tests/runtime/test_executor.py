@@ -19,7 +19,7 @@ from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler, View
 from megatron.dpp.trace import NullRecorder
-from megatron.dpp.transport.fake import FakeNetwork, FakeTransport
+from tests.fake_network import FakeNetwork, FakeTransport
 from tests.runtime.pipelines import (
     LAST,
     Arithmetic,

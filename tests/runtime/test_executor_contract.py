@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.core.slices import units_of
+from megatron.dpp.core.slices import Unit
 from megatron.dpp.errors import PeerDead, ProtocolError, TransferTimeout
 from megatron.dpp.runtime.agreement import Decider
 from megatron.dpp.runtime.links import Links
@@ -20,7 +20,7 @@ from megatron.dpp.schedule import Action, Cause, Geometry, Scheduler, View
 from megatron.dpp.schedule.scheduler import Stall
 from megatron.dpp.trace import NullRecorder
 from megatron.dpp.transport.base import Direction
-from megatron.dpp.transport.fake import FakeNetwork, FakeTransport, VirtualClock
+from tests.fake_network import FakeNetwork, FakeTransport, VirtualClock
 from tests.runtime.pipelines import (
     FIRST,
     LAST,
@@ -113,7 +113,8 @@ def test_durations_are_learnt_with_the_sizes_of_microbatches(agree: bool) -> Non
 
 def test_slices_of_one_row_are_timed_by_their_keys() -> None:
     """The timer took a row's slices as equally long, and waited too long for the short ones."""
-    shares, timer = [1.0 + each.earlier_keys / 32 for each in units_of([64], 32)], Noting()
+    units, timer = (Unit(0, 0, 32, 64), Unit(0, 32, 64, 64)), Noting()
+    shares = [1.0 + each.earlier_keys / 32 for each in units]
     scheduler = Scheduler(Geometry(1, 0, 1, 2, groups=(2,)), cap=8)
     rank_of(
         FakeNetwork([]), scheduler=scheduler, timer=timer, split_backward=True,

@@ -20,7 +20,7 @@ from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Scheduler
 from megatron.dpp.trace import Recorder, TraceLayout, open_recorder
-from megatron.dpp.transport.fake import FakeNetwork, FakeTransport, VirtualClock
+from tests.fake_network import FakeNetwork, FakeTransport, VirtualClock
 from tests.runtime.pipelines import FIRST, LAST, Arithmetic, network_of, put, rank_of
 from tests.runtime.test_executor_contract import ONE, TWO
 

@@ -15,7 +15,7 @@ from megatron.dpp.runtime import failure
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.transport.base import Transport
-from megatron.dpp.transport.fake import FakeNetwork
+from tests.fake_network import FakeNetwork
 
 
 class Opened(PipelineSchedule):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core import groups
@@ -20,7 +21,7 @@ from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry
 from megatron.dpp.transport import TransportOptions
 from megatron.dpp.transport.base import ChannelSpec
-from megatron.dpp.transport.fake import FakeNetwork
+from tests.fake_network import FakeNetwork
 
 # Groups -------------------------------------------------------------------------------------------
 
@@ -251,10 +252,10 @@ def test_what_hinders_a_launch_ahead_is_told(
 def test_replicas_include_the_context_ranks_of_megatrons_own_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def default(with_context_parallel: bool = False) -> str:
+    def default(check_initialized: bool = True, with_context_parallel: bool = False) -> str:
         return "with context" if with_context_parallel else "without"
 
-    monkeypatch.setattr(groups.parallel_state, "get_tensor_and_data_parallel_group", default)
+    monkeypatch.setattr(parallel_state, "get_tensor_and_data_parallel_group", default)
     for given, expected in (({}, "with context"), ({"tp_dp_cp": "the call's"}, "the call's")):
         assert groups.group_of(SimpleNamespace(**given), "tp_dp_cp") == expected
 

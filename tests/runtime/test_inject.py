@@ -12,7 +12,7 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector, Task
 from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.transport.base import ChannelSpec, Direction
-from megatron.dpp.transport.fake import FakeNetwork
+from tests.fake_network import FakeNetwork
 
 
 def share_of_slow_work(pieces: int, ranks: int = 8) -> float:

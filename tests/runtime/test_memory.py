@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.core.memory import room, saved_bytes
+from megatron.dpp.memory import room, saved_bytes
 
 
 class Doubled(torch.autograd.Function):

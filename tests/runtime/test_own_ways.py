@@ -17,7 +17,7 @@ from tests.runtime.test_weight_gradients import Chunk, Linear, inputs
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
-    monkeypatch.setattr(product, "KINDS", (Linear,))
+    monkeypatch.setattr(product, "CLASSES", (Linear,))
 
 
 @pytest.mark.parametrize("changed", ["input", "gradient"])

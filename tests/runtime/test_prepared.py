@@ -91,15 +91,6 @@ def test_a_trained_parameter_of_two_chunks_is_refused() -> None:
     rank.graphs()
 
 
-def test_modules_that_delay_by_themselves_are_refused_with_fused_backwards_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    refused: list[Any] = []
-    monkeypatch.setattr(prepared, "refuse_delayed", refused.append)
-    rank = Rank(split_backward="off")
-    assert rank.own.prepare(rank.call) is None and refused == [rank.call.model]
-
-
 def test_a_model_is_prepared_anew_where_it_or_what_is_trained_of_it_changes() -> None:
     rank = Rank(2)
     rank.decisions.measured(Memory(activation_bytes=1, deferred_bytes=0))

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.dpp.core.cut import Cut
 from megatron.dpp.core.prefix_attention import Span, attend
-from megatron.dpp.core.slices import Keys, Unit, attend_in_slice, units_of
-from megatron.dpp.core.varlen import kernels_for
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.core.slices import Keys, Unit, attend_in_slice
 
 HEADS, SIZE, TOKENS = 4, 8, 30
 
@@ -168,6 +167,12 @@ def test_without_gradients_no_graph_is_kept() -> None:
     assert graphs == [False, True]
 
 
+def units_of(lengths: list[int], tokens: int) -> tuple[Unit, ...]:
+    cut = Cut.of([[length] for length in lengths], lambda _: tokens)
+    assert cut is not None
+    return cut.units
+
+
 def test_units_cover_rows_in_order() -> None:
     found = units_of([10, 4], 4)
     assert [(u.row, u.begin, u.end) for u in found] == [(0, 0, 4), (0, 4, 8), (0, 8, 10), (1, 0, 4)]
@@ -192,13 +197,6 @@ def test_a_units_documents_have_their_keys_and_places(
     assert list(found.spans) == spans and list(found.places) == places
 
 
-@pytest.mark.parametrize("unit", [(3, 3, (0,)), (0, 11, (0,)), (0, 5, (1,)), (0, 5, (0, 4, 4))])
-def test_a_unit_outside_of_its_row_is_refused(unit: tuple[int, int, tuple[int, ...]]) -> None:
-    begin, end, starts = unit
-    with pytest.raises(ConfigError, match=f"slice {begin} to {end} of 10 tokens"):
-        Unit(0, begin, end, 10, starts)
-
-
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # autograd's thread is the first
 @pytest.mark.parametrize(
@@ -218,16 +216,14 @@ def test_kernels_of_a_gpu_attend_to_earlier_keys(
     probe = torch.randn(expected.shape, generator=drawn)
     wanted = [expected, *torch.autograd.grad(expected, exact, probe)]
     inputs = [each.detach().cuda().to(dtype).requires_grad_() for each in exact]
-    for name in ("sdpa", *kernels_for(inputs[0])):
-        output = attend(*inputs, found, scale=0.125, kernel=name)
-        got = [output, *torch.autograd.grad(output, inputs, probe.cuda().to(dtype))]
-        for one, other in zip(got, wanted, strict=True):
-            torch.testing.assert_close(one.float().cpu(), other, rtol=2 * bound, atol=2 * bound)
+    output = attend(*inputs, found, scale=0.125)
+    got = [output, *torch.autograd.grad(output, inputs, probe.cuda().to(dtype))]
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one.float().cpu(), other, rtol=2 * bound, atol=2 * bound)
 
 
 def test_a_unit_knows_the_keys_before_it() -> None:
     """Of its first document alone: the others have none in earlier slices."""
     assert [unit.earlier_keys for unit in units_of([40], 16)] == [0.0, 16.0, 32.0]
-    (whole,) = units_of([16], 16)
-    assert whole.earlier_keys == 0.0
+    assert Unit(0, 0, 16, 16).earlier_keys == 0.0
     assert Unit(0, 16, 32, 40, (0, 6, 24)).earlier_keys == 10 * 8 / 16

@@ -20,7 +20,7 @@ from megatron.dpp.runtime.static_exchange import (
     traced,
 )
 from megatron.dpp.transport.base import Direction
-from megatron.dpp.transport.fake import FakeNetwork
+from tests.fake_network import FakeNetwork
 
 
 def two_ranks() -> FakeNetwork:

@@ -11,7 +11,6 @@ import torch
 
 from megatron.dpp.core import compat
 from megatron.dpp.core.steps import StepCall
-from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.errors import ConfigError
 
 
@@ -44,6 +43,7 @@ def call_with(**settings: object) -> StepCall:
         ("dynamic_context_parallel", True, "divided by context_parallel_size"),
         ("max_seqlen_per_dp_cp_rank", 4096, "divided by context_parallel_size"),  # verl's sign
         ("defer_embedding_wgrad_compute", True, "a split backward defers"),
+        ("delay_wgrad_compute", True, "layers of all kinds can wait"),
         ("cuda_graph_impl", "local", "cuda_graphs captures the dynamic pipeline's tasks"),
     ],
 )
@@ -65,13 +65,6 @@ def test_expert_parallelism_is_refused_with_partial_checkpoints_of_a_global_loss
     call_with(**partial, **{kinds: ["aux_loss"]}).refuse_ordered()
     with pytest.raises(ConfigError, match=r"global_aux_loss.? with partial checkpoints needs"):
         call_with(**partial, **{kinds: ["global_aux_loss"]}).refuse_ordered()
-
-
-def test_weight_gradients_outside_of_autocast_are_refused_by_name() -> None:
-    chunk = torch.nn.Module()
-    chunk.config = SimpleNamespace(enable_autocast=True)
-    with pytest.raises(ConfigError, match=r"enable_autocast.*split_backward='off'"):
-        WeightGradients([chunk])
 
 
 def test_arguments_that_do_not_fit_together_are_refused() -> None:

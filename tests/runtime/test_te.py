@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from megatron.dpp.core.wgrad import accumulate, te_layer
-from megatron.dpp.core.wgrad.te_layer import TELayer, adding, refuse_delayed
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.core.wgrad.te_layer import TELayer, adding
 from tests.runtime import cases, te_double
 from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, UNLIKE, case
 from tests.runtime.launcher import shared_gpus
@@ -132,13 +131,6 @@ def test_nothing_that_is_captured_overwrites_main_grad() -> None:
     assert not hasattr(later, "is_first_microbatch")
 
 
-def test_modules_that_delay_by_themselves_are_refused() -> None:
-    layer = layer_of(te_double, return_bias=False, delay=False)
-    refuse_delayed([layer])
-    with pytest.raises(ConfigError, match=r"chunk 1: .* would be lost"):
-        refuse_delayed([layer, layer_of(te_double, return_bias=False, delay=True)])
-
-
 def built(double: Any, *, fused: bool = False, return_bias: bool = False) -> tuple[Any, Any, Any]:
     """A layer as a host builds it, all that its W adds to, and what waits for a W."""
     layer = layer_of(double, return_bias, delay=False)
@@ -228,7 +220,7 @@ def test_what_a_host_changed_goes_its_own_way(monkeypatch: pytest.MonkeyPatch) -
     def why(change: Any = lambda layer: None, uses: int = 1) -> str | None:
         layer = layer_of(te_double, return_bias=False, delay=False).fc
         change(layer)
-        return te_layer.why_layer(layer, lambda weight: uses)
+        return TELayer.why_not(layer, lambda weight: uses)
 
     def subclassed(layer: Any) -> None:
         layer.__class__ = type("Quantised", (te_double.Linear,), {"forward": lambda self, x: x})

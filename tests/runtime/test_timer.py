@@ -266,19 +266,6 @@ def test_growth_is_never_negative_and_is_forgotten_slowly(device: Device) -> Non
     assert left_after(device, 1.0, *stopped) == pytest.approx(alike, rel=0.02)
 
 
-def test_a_lap_has_the_shortest_of_each_but_the_first(device: Device) -> None:
-    """The first one includes initialisation. Those that still run are waited for."""
-    timer = DeviceTimer(0.25)
-    assert timer.lap() == {}
-    for seconds in (9.0, 3.0, 2.0):
-        device.launch(timer, seconds, number=2)
-        device.now += 10.0
-    assert timer.lap() == {KEY: pytest.approx(1.0)} and timer.lap() == {}
-    device.launch(timer)
-    assert timer.lap() == {}, "one alone tells nothing"
-    assert HostTimer().lap() is None
-
-
 # Launching ----------------------------------------------------------------------------------------
 
 

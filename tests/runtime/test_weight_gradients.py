@@ -56,7 +56,7 @@ class Chunk(torch.nn.Module):
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
-    monkeypatch.setattr(product, "KINDS", (Linear,))
+    monkeypatch.setattr(product, "CLASSES", (Linear,))
 
 
 def inputs(number: int) -> list[torch.Tensor]:
@@ -244,7 +244,7 @@ def test_a_fused_product_is_told_to_the_wrapper_after_it_was_added(
 
 
 def test_each_chunk_counts_its_own_layers_that_defer() -> None:
-    """Those with a trained weight in a block, be it a decoder or an encoder."""
+    """Those with a trained weight in a decoder's or an encoder's block, without autocast."""
     frozen, absent, bare, encoder = Linear(), Linear(), torch.nn.Module(), Chunk(Linear(), Linear())
     frozen.weight.requires_grad_(False)
     absent.weight = None  # type: ignore[assignment]
@@ -253,16 +253,16 @@ def test_each_chunk_counts_its_own_layers_that_defer() -> None:
     del encoder.decoder
     chunks: list[torch.nn.Module] = [
         Chunk(Linear(), Linear()), Chunk(torch.nn.Identity()), Chunk(frozen), Chunk(absent), bare,
-        encoder,
+        Chunk(Linear(), autocast=True), encoder,
     ]  # fmt: skip
-    assert WeightGradients(chunks).num_pieces == (2, 0, 0, 0, 0, 2)
-    assert WeightGradients(chunks[::-1]).num_pieces == (2, 0, 0, 0, 0, 2)
+    assert WeightGradients(chunks).num_pieces == (2, 0, 0, 0, 0, 0, 2)
+    assert WeightGradients(chunks[::-1]).num_pieces == (2, 0, 0, 0, 0, 0, 2)
 
 
 def test_wrappers_that_reduce_gradients_in_other_ways_are_refused() -> None:
     chunk = Chunk(Linear())
     chunk.start_grad_sync = lambda: None  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match="cannot defer weight gradients under Chunk"):
+    with pytest.raises(ConfigError, match="weight gradients cannot be deferred under Chunk"):
         WeightGradients([chunk])
 
 

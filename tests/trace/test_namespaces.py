@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.dpp.report.aggregate_command import merge
 from megatron.dpp.report.align import align
-from megatron.dpp.report.merge import merge
 from megatron.dpp.report.reader import open_run
 
 ROOT = Path(__file__).resolve().parents[2]

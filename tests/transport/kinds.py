@@ -34,10 +34,10 @@ import pytest
 import torch
 from torch.distributed import FileStore, HashStore
 
+from megatron.dpp.errors import TransportError
 from megatron.dpp.transport import (
     ChannelSpec,
     Direction,
-    FakeNetwork,
     Transport,
     TransportOptions,
     meet,
@@ -46,6 +46,7 @@ from megatron.dpp.transport import (
 )
 from megatron.dpp.transport import open as opening
 from megatron.dpp.transport.kinds import AUTO, find
+from tests.fake_network import FakeNetwork
 
 GPU_KINDS = ("cuda_ipc", "staged")
 HAS_GPU = bool(glob.glob("/dev/nvidia[0-9]*"))
@@ -241,6 +242,18 @@ def close_and_wait(leaves: Transport, stays: Transport) -> None:
         assert time.monotonic() < deadline
         stays.poll()
         stays.wait(0.1)
+
+
+def until_failure(transport: Transport) -> TransportError:
+    """The error that a waiting rank gets."""
+    deadline = time.monotonic() + PATIENCE
+    try:
+        while time.monotonic() < deadline:
+            transport.poll()
+            transport.wait(0.2)
+    except TransportError as error:
+        return error
+    raise AssertionError("no failure was noticed")
 
 
 def take_next(transport: Transport, channel: int, already: int) -> Any:

@@ -21,8 +21,8 @@ from megatron.dpp.errors import PeerDead, ProtocolError, TransportError, Version
 from megatron.dpp.transport import Transport, TransportOptions, open_transport
 from megatron.dpp.transport.base import Board
 from megatron.dpp.transport.board_hosts import BoardHosts
-from tests.transport.kinds import PATIENCE, several_hosts
-from tests.transport.test_tcp import remembered, until_failure
+from tests.transport.kinds import PATIENCE, several_hosts, until_failure
+from tests.transport.test_tcp import remembered
 
 THREE_HOSTS = "aabbbc"
 """Host of each rank; rank 0 leads."""

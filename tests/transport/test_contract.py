@@ -1,8 +1,7 @@
-"""The common part of transports: limits of channels, deadlines of a flush, and the fake network."""
+"""The common part of transports: deadlines of a flush, and whose fault a late message is."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,10 +9,8 @@ import pytest
 import torch
 
 from megatron.dpp.errors import PeerDead, TransferTimeout
-from megatron.dpp.transport import ChannelSpec, Direction, FakeNetwork, VirtualClock, base
+from megatron.dpp.transport import ChannelSpec, Direction, base
 from megatron.dpp.transport.base import Transport
-from megatron.dpp.transport.fake import FakeTransport
-from tests.transport.kinds import PATIENCE
 
 FORWARD = ChannelSpec(0, 1, 0, Direction.FORWARD, 64, 2)
 BACKWARD = ChannelSpec(1, 0, 0, Direction.BACKWARD, 64, 1)
@@ -133,84 +130,3 @@ def test_a_block_that_fails_gives_up_before_it_closes() -> None:
     with pytest.raises(KeyError), one:
         raise KeyError("x")
     assert one.calls == ["abort KeyError: 'x'", "close"]
-
-
-# The fake network ---------------------------------------------------------------------------------
-
-
-def network(**settings: Any) -> tuple[FakeNetwork, FakeTransport, FakeTransport]:
-    made = FakeNetwork([FORWARD, BACKWARD], clock=VirtualClock(), stepping=True, **settings)
-    return made, made.transport(0), made.transport(1)
-
-
-def put(transport: FakeTransport, number: int) -> None:
-    transport.put(0, torch.full((4,), float(number)), iteration=0, microbatch=number)
-
-
-def test_a_message_travels_for_its_delay_and_never_overtakes() -> None:
-    delays = {0: 3.0, 1: 1.0, 2: 2.0}
-    made, a, b = network(delay=lambda chance, spec, index: delays[index])
-    for number in range(3):
-        put(a, number)
-    assert a.pending() == 3 and a.pending_bytes() == 48
-    assert list(b.poll()) == [0] and not b.wait(2.5)
-    assert b.wait(9.0) and made.now() == 3.0
-    assert list(b.poll()) == [2], "the third put waits for a slot"
-    assert a.pending() == 1
-    first = b.take(0)
-    assert (first.sent_ns, first.arrived_ns, first.microbatch) == (0, 3_000_000_000, 0)
-    assert b.take(0).arrived_ns == 3_000_000_000, "it waited behind the first"
-    while list(b.poll()) != [3]:
-        assert b.wait(9.0)
-    assert made.now() == 5.0  # two seconds after it got its slot
-    assert a.pending() == 0
-    with pytest.raises(IndexError, match="rank 0: nothing has arrived on backward"):
-        a.take(0)
-
-
-def test_a_message_taken_in_flight_has_no_time_of_arrival() -> None:
-    made, a, b = network(delay=lambda chance, spec, index: 2.0, ahead=True)
-    put(a, 7)
-    assert list(b.coming()) == [1] and list(b.poll()) == [0]
-    message = b.take(0)
-    assert made.now() == 2.0
-    assert (message.microbatch, message.arrived_ns) == (7, 0)
-    assert list(b.coming()) == [1] and list(b.poll()) == [1]
-    _, c, d = network(delay=lambda chance, spec, index: 2.0)
-    put(c, 1)
-    assert d.coming() == ()
-    with pytest.raises(IndexError):
-        d.take(0)
-
-
-def test_a_stalled_channel_holds_back_and_lets_go() -> None:
-    made, a, b = network()
-    made.stall(FORWARD)
-    put(a, 0)
-    assert list(b.poll()) == [0] and not b.wait(1.0)
-    made.stall(FORWARD, stalled=False)
-    assert list(b.poll()) == [1]
-    assert not a.departed(1)
-    b.close()
-    assert a.departed(1) and not b.departed(0)
-
-
-def test_virtual_time_passes_while_all_ranks_sleep_and_not_before() -> None:
-    made = FakeNetwork([FORWARD, BACKWARD], clock=VirtualClock())
-    one, other = made.transport(0), made.transport(1)
-    woken: list[tuple[bool, float]] = []
-
-    def sleep_and_leave() -> None:
-        woken.append((other.wait(7.0), made.now()))  # until the message
-        other.poll()
-        woken.append((other.wait(5.0), made.now()))
-        other.close()
-
-    other.poll()
-    sleeper = threading.Thread(target=sleep_and_leave)
-    sleeper.start()
-    put(one, 0)
-    one.poll()
-    assert not one.wait(9.0) and made.now() == 9.0
-    sleeper.join(PATIENCE)
-    assert woken == [(True, 0.0), (False, 5.0)]

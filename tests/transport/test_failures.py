@@ -230,11 +230,52 @@ def test_a_broken_header_ends_the_link_and_nothing_else(seed: int) -> None:
                 a.poll()
 
 
-def test_an_impossible_count_ends_the_link() -> None:
-    with opened("shm", pair()[:1]) as (_, b):
-        corrupt_slots(0, (1 << 40).to_bytes(8, "little"))
-        with pytest.raises(ProtocolError, match="announced"):
+TAIL, HEAD = 0, 64
+"""Places of a channel's counts of messages announced and released."""
+
+
+def count_of(number: int) -> bytes:
+    return number.to_bytes(8, "little")
+
+
+@pytest.mark.parametrize("taken", [0, 3])
+@pytest.mark.parametrize("beyond", [1, 1 << 40])
+def test_a_ring_holds_as_many_messages_as_it_has_slots(taken: int, beyond: int) -> None:
+    with opened("shm", pair(depth=2)[:1]) as (a, b):
+        for index in range(taken):
+            a.put(0, torch.ones(4), iteration=0, microbatch=index)
+            take_next(b, 0, index)
+        corrupt_slots(TAIL, count_of(taken + 2))
+        assert list(b.poll()) == [taken + 2]
+        corrupt_slots(TAIL, count_of(taken + 2 + beyond))
+        text = (
+            rf"rank 0 \(pid.* announced {taken + 2 + beyond} messages .* {taken} were taken and 2"
+        )
+        for _ in range(2):
+            with pytest.raises(ProtocolError, match=text):
+                b.poll()
+
+
+def test_messages_are_not_taken_back() -> None:
+    with opened("shm", pair()[:1]) as (a, b):
+        for index in range(2):
+            a.put(0, torch.ones(4), iteration=0, microbatch=index)
+        assert list(b.poll()) == [2]
+        corrupt_slots(TAIL, count_of(1))
+        with pytest.raises(
+            ProtocolError, match=r"rank 0 .* took back messages on forward of chunk"
+        ):
             b.poll()
+
+
+def test_no_slot_is_released_that_was_not_sent() -> None:
+    with opened("shm", pair()[:1]) as (a, _):
+        a.put(0, torch.ones(4), iteration=0, microbatch=0)
+        corrupt_slots(HEAD, count_of(2))
+        with pytest.raises(
+            ProtocolError, match=r"rank 1 .* released messages that were never sent"
+        ):
+            a.put(0, torch.ones(4), iteration=0, microbatch=1)
 
 
 def test_a_torn_payload_is_found_by_its_checksum() -> None:

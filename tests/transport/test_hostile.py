@@ -150,11 +150,11 @@ def opens_gpu_memory(rng: random.Random) -> None:
 
 def hears_of_rdma(rng: random.Random) -> None:
     setup: Any = SimpleNamespace(options=TransportOptions(), has_other_kind={1}, failed={})
-    faults = rdma._Faults(setup, {})
+    joining = rdma.Joining(setup, {})
     with said(rng, {"failed": "no room"}) as ours:
         link = PeerLink(rank=0, peer=1, sock=ours, incoming=[], outgoing=[0])
-        faults.hear(link, link.receive()[0])
-        link.send({"failed": faults.text(link)})
+        joining.hear(link, link.receive()[0])
+        link.send({"failed": joining.fault(link)})
 
 
 class Peer:

@@ -225,11 +225,11 @@ def faults_of(
     ("wrong", "unwritten", "fault", "waits"),
     [
         ({}, {}, "", [0, 1]),
-        ({0: "zeros"}, {}, "zeros", [0, 1]),
-        ({1: "zeros"}, {}, "zeros", [0, 1]),
-        ({0: "of rank 0", 1: "of rank 1"}, {}, "of rank 0", [0, 1]),
-        ({}, {1: "the card\nsays no"}, "the card says no", [0]),
-        ({0: "\u00e9" * 5000}, {}, "\u00e9" * 400, [0, 1]),
+        ({0: "zeros"}, {}, "rank 0: zeros", [0, 1]),
+        ({1: "zeros"}, {}, "rank 1: zeros", [0, 1]),
+        ({0: "zeros", 1: "ones"}, {}, "rank 0: zeros", [0, 1]),
+        ({}, {1: "the card\nsays no"}, "rank 1: the card says no", [0]),
+        ({0: "\u00e9" * 5000}, {}, "rank 0: " + "\u00e9" * 392, [0, 1]),
     ],
 )
 def test_both_ends_say_the_same_of_a_link_that_does_not_deliver(

@@ -30,21 +30,17 @@ from megatron.dpp.transport.native import load_native
 from megatron.dpp.transport.options import RdmaOptions
 from megatron.dpp.transport.rdma_ports import Node, choose_place, find_places
 from tests.transport.conftest import Trouble
-from tests.transport.kinds import PATIENCE, REPOSITORY, fake_verbs, opened, pair, take_next
+from tests.transport.kinds import (
+    PATIENCE,
+    REPOSITORY,
+    fake_verbs,
+    opened,
+    pair,
+    take_next,
+    until_failure,
+)
 
 MIB = 1 << 20
-
-
-def until_failure(transport: object, seconds: float = PATIENCE) -> TransportError:
-    """The error that a waiting rank gets."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            transport.poll()  # type: ignore[attr-defined]
-            transport.wait(0.2)  # type: ignore[attr-defined]
-        except TransportError as error:
-            return error
-    raise AssertionError("no failure was noticed")
 
 
 @pytest.mark.parametrize("depth", [1, 3])

@@ -15,8 +15,7 @@ from megatron.dpp.errors import PeerDead, ProtocolError, TransportError, Transpo
 from megatron.dpp.transport.joining import PeerLink
 from megatron.dpp.transport.options import RdmaOptions
 from tests.transport.conftest import Trouble
-from tests.transport.kinds import PATIENCE, fake_verbs, opened, pair, take_next
-from tests.transport.test_rdma import until_failure
+from tests.transport.kinds import PATIENCE, fake_verbs, opened, pair, take_next, until_failure
 
 MIB = 1 << 20
 SOON = {"setup_timeout": 6.0}

@@ -260,7 +260,7 @@ def test_an_interface_names_its_infiniband_port(
     interface: str, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rdma_ports, "Path", lambda _: tmp_path)
-    monkeypatch.setattr(rdma_ports, "addresses", lambda: {"10.0.0.5": interface})
+    monkeypatch.setattr(rdma_ports, "networks", lambda: {"10.0.0.5": (interface, "10.0.0.0/24")})
     for name in ("ib0", "ib1", "ib2"):
         (tmp_path / name / "device" / "infiniband" / "mlx5_2").mkdir(parents=True)
     (tmp_path / "eth0").mkdir()

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.errors import PeerDead, ProtocolError, TransportError
-from megatron.dpp.transport import Transport
+from megatron.dpp.errors import PeerDead, ProtocolError
 from megatron.dpp.transport.meet import Meeting
 from tests.transport.kinds import (
     PATIENCE,
@@ -26,6 +25,7 @@ from tests.transport.kinds import (
     opened,
     pair,
     take_next,
+    until_failure,
 )
 
 MIB = 1 << 20
@@ -60,17 +60,6 @@ def reset(sock: socket.socket) -> None:
     """Both ends see a reset, as when something between the hosts has forgotten the connection."""
     nowhere = (ctypes.c_uint16 * 8)(socket.AF_UNSPEC)
     assert ctypes.CDLL(None).connect(sock.fileno(), nowhere, ctypes.sizeof(nowhere)) == 0
-
-
-def until_failure(transport: Transport) -> TransportError:
-    deadline = time.monotonic() + PATIENCE
-    try:
-        while time.monotonic() < deadline:
-            transport.poll()
-            transport.wait(0.2)
-    except TransportError as error:
-        return error
-    raise AssertionError("no failure was noticed")
 
 
 @pytest.mark.parametrize("end", [close, reset])

@@ -13,13 +13,13 @@ import functools
 import importlib
 import inspect
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import megatron.core
+from packaging.version import Version
 
 from megatron.dpp.errors import ConfigError
 
@@ -36,7 +36,6 @@ class PrivateName(NamedTuple):
         parameters: of a function, separated by spaces; None for a class or a value. One that ends
             in ``?`` is missing in some sources of a version.
         since, until: the first version with this form, and the first without it.
-        renamed: the name under which this form is found, where it is not that of ``key``.
         optional: missing where a package that megatron-core imports is not installed.
     """
 
@@ -44,7 +43,6 @@ class PrivateName(NamedTuple):
     parameters: str | None = None
     since: str = OLDEST
     until: str = ""
-    renamed: str = ""
     optional: bool = False
 
     @property
@@ -57,7 +55,7 @@ class PrivateName(NamedTuple):
     @property
     def name(self) -> str:
         """Name within the module; a class's attribute has the class before a dot."""
-        return self.renamed or self.key.partition(":")[2]
+        return self.key.partition(":")[2]
 
     def takes(self, parameters: str) -> bool:
         """True if a function with these parameters has this form."""
@@ -96,14 +94,32 @@ TRAINING = tuple(
     for name in ("train_step", "training_log", "evaluate", "evaluate_and_print_results")
 )
 """Functions of Megatron's training loop, which megatron-core's wheels have from 0.17 on."""
-MTP_LAYER = (
-    "transformer.multi_token_prediction:MultiTokenPredictionLayerSubmodules.transformer_layer"
-)
+_VALUES = {
+    "tensor_parallel.random:": "_lazy_call _lazy_init",
+    "tensor_parallel.random:CudaRNGStatesTracker.": "states_ use_cudagraphable_rng",
+    "tensor_parallel.layers:": "_grad_accum_fusion_available",
+    f"{_DDP}.": "bucket_groups expert_parallel_bucket_groups param_to_bucket_group "
+    "force_all_reduce",
+    f"{_BUCKETS}.": "is_last_microbatch is_first_batch grad_reduce_handle params",
+    "distributed.torch_fully_sharded_data_parallel:": "DeviceMesh",
+    "optimizer:": "Adam SGD USING_PYTORCH_OPTIMIZER",
+    "optimizer.optimizer:": "multi_tensor_scale_impl",
+    "optimizer.clip_grads:": "l2_norm_impl multi_tensor_scale_impl",
+    "optimizer.distrib_optimizer:": "Adam HAVE_APEX_OR_TE",
+    "transformer.transformer_block:": "LayerNormImpl",
+    "transformer.module:": "_FLOAT_TYPES _HALF_TYPES _BF16_TYPES",
+    "transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.": "cuda_dtoh_stream",
+    "models.backends:": "LNImpl",
+    "models.gpt.gpt_layer_specs:": "LNImpl",
+    "jit:": "jit_fuser",
+}
+"""Names in all versions whose parameters do not matter, by what they begin with."""
 
 TABLE = (
+    *(PrivateName(f"{start}{name}") for start, names in _VALUES.items() for name in names.split()),
+    *(PrivateName(key) for key in (*DIRECT_SCHEDULES, *TRAINING)),
     PrivateName(GET_SCHEDULE, "pp_size vp_size", until="0.19"),
     PrivateName(GET_SCHEDULE, "pp_size vp_size schedule_pg_collection", since="0.19"),
-    *(PrivateName(key) for key in DIRECT_SCHEDULES),
     PrivateName(
         "pipeline_parallel.schedules:forward_step",
         "forward_step_func data_iterator model num_microbatches input_tensor "
@@ -135,11 +151,6 @@ TABLE = (
         "tensor_parallel.random:_set_all_rng_states",
         "cpu_rng_state cuda_rng_state cuda_rng_state_tracker kind?",
     ),
-    PrivateName("tensor_parallel.random:CudaRNGStatesTracker.states_"),
-    PrivateName("tensor_parallel.random:CudaRNGStatesTracker.use_cudagraphable_rng"),
-    PrivateName("tensor_parallel.random:_lazy_call"),
-    PrivateName("tensor_parallel.random:_lazy_init"),
-    PrivateName("tensor_parallel.layers:_grad_accum_fusion_available"),
     PrivateName("tensor_parallel.layers:fused_weight_gradient_mlp_cuda", optional=True),
     PrivateName(
         "tensor_parallel.layers:ColumnParallelLinear._forward_impl",
@@ -148,46 +159,16 @@ TABLE = (
     PrivateName(
         "tensor_parallel.layers:RowParallelLinear._forward_impl", "self input weight *args **kwargs"
     ),
-    PrivateName(f"{_DDP}.bucket_groups"),
-    PrivateName(f"{_DDP}.expert_parallel_bucket_groups"),
-    PrivateName(f"{_DDP}.param_to_bucket_group"),
-    PrivateName(f"{_DDP}.force_all_reduce"),
     PrivateName(f"{_BUCKETS}.register_grad_ready", "self param force_all_reduce"),
     PrivateName(f"{_BUCKETS}.start_grad_sync", "self force_all_reduce"),
-    PrivateName(f"{_BUCKETS}.is_last_microbatch"),
-    PrivateName(f"{_BUCKETS}.is_first_batch"),
-    PrivateName(f"{_BUCKETS}.grad_reduce_handle"),
-    PrivateName(f"{_BUCKETS}.params"),
-    PrivateName("optimizer.optimizer:multi_tensor_scale_impl"),
-    PrivateName("optimizer.clip_grads:l2_norm_impl"),
-    PrivateName("optimizer.clip_grads:multi_tensor_scale_impl"),
     PrivateName("optimizer.clip_grads:multi_tensor_scale_tensor_impl", since="0.17"),
-    PrivateName("optimizer:Adam"),
-    PrivateName("optimizer:SGD"),
-    PrivateName("optimizer:USING_PYTORCH_OPTIMIZER"),
-    PrivateName("optimizer.distrib_optimizer:Adam"),
-    PrivateName("optimizer.distrib_optimizer:HAVE_APEX_OR_TE"),
-    PrivateName("transformer.transformer_block:LayerNormImpl"),
-    PrivateName("models.backends:LNImpl"),
-    PrivateName("models.gpt.gpt_layer_specs:LNImpl"),
     PrivateName(OFFLOAD_RESET, "", until="0.20"),
     PrivateName(OFFLOAD_RESET, "process_group", since="0.20"),
-    PrivateName(MTP_LAYER, until="0.17"),
-    PrivateName(
-        MTP_LAYER, since="0.17", renamed="MultiTokenPredictionLayerSubmodules.mtp_model_layer"
-    ),
-    PrivateName("models.bert.bert_lm_head:LNImpl"),
     PrivateName("transformer.moe.moe_utils:te_general_gemm", optional=True),
-    PrivateName("jit:jit_fuser"),
     PrivateName("jit:noop_decorator", "func"),
-    PrivateName("transformer.module:_FLOAT_TYPES"),
-    PrivateName("transformer.module:_HALF_TYPES"),
-    PrivateName("transformer.module:_BF16_TYPES"),
-    PrivateName("distributed.torch_fully_sharded_data_parallel:DeviceMesh"),
     PrivateName(
         "transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu", "tensor as_numpy record_stream"
     ),
-    PrivateName("transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.cuda_dtoh_stream"),
     PrivateName(
         "transformer_engine.pytorch.module._common:WeightGradStore.delay_wgrad_compute",
         "self",
@@ -199,17 +180,12 @@ TABLE = (
         optional=True,
     ),
     PrivateName(_TE_DEBUGS, optional=True),
-    *(PrivateName(key) for key in TRAINING),
 )  # fmt: skip
 
 
 def numbers_of(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without what marks a pre-release or a build.
-
-    >>> numbers_of("0.17.0rc1")
-    (0, 17, 0)
-    """
-    return tuple(int(number) for number in re.findall(r"(?:^|\.)(\d+)", version)[:3])
+    """The numbers of a version, without what marks a pre-release or a build."""
+    return Version(version).release
 
 
 def check_version(version: str) -> None:
@@ -321,11 +297,6 @@ def replaced(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[Non
         yield
     finally:
         setattr(owner, name, original)
-
-
-def field_name(key: str) -> str:
-    """The name of a class's field of ``TABLE`` in this megatron-core."""
-    return resolve(key)[1]
 
 
 def te_debugs() -> bool:

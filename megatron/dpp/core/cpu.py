@@ -17,6 +17,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,61 +28,48 @@ from megatron.dpp.errors import ConfigError
 
 MAX_KEPT_SENDS = 32
 _CPU_TYPE = re.compile(r"^torch\.(?!cuda\.)")
+_COMPILES_NOT = "TORCHDYNAMO_DISABLE"
 
 
-class CpuSupport:
-    """One request for the stand-ins, which are there until the last request is closed. ``close()``
-    may be called twice."""
+def install(*, host: bool = False) -> contextlib.ExitStack:
+    """Let megatron-core run on the CPU of this process until ``close()`` of the result, which may
+    be called twice. Stand-ins that are there already stay until the result that made them is
+    closed.
 
-    def __init__(self, *, host: bool = False) -> None:
-        self._undo = contextlib.ExitStack()
-        for layer in (_BASE, _HOST) if host else (_BASE,):
-            layer.take()
-            self._undo.callback(layer.leave)
-
-    def close(self) -> None:
-        """Undo every change, if this is the last request."""
-        self._undo.close()
-
-
-class _Layer:
-    """Changes to modules that several users share: made for the first, undone after the last."""
-
-    def __init__(self, make: Callable[[contextlib.ExitStack], None]) -> None:
-        self._make, self._users = make, 0
-        self._undo = contextlib.ExitStack()
-
-    @property
-    def is_made(self) -> bool:
-        return self._users > 0
-
-    def take(self) -> None:
-        if not self._users:
-            self._make(self._undo)
-        self._users += 1
-
-    def leave(self) -> None:
-        self._users -= 1
-        if not self._users:
-            self._undo.close()
+    Args:
+        host: also answer what Megatron-LM's own training code asks of CUDA.
+    """
+    with contextlib.ExitStack() as undo:
+        if not _is_installed():
+            _turn_compilation_off(undo)
+            for stand_in in (*_stand_ins(), *_core_stand_ins()):
+                _set(undo, *stand_in)
+            undo.enter_context(_CudaMeansCpu())
+            random = logging.getLogger("megatron.core.tensor_parallel.random")
+            random.addFilter(_keep_warning)
+            undo.callback(random.removeFilter, _keep_warning)
+        if host and torch.cuda.cudart is not _Profiler:
+            for stand_in in _host_stand_ins():
+                _set(undo, *stand_in)
+        return undo.pop_all()
 
 
-def _make_base(undo: contextlib.ExitStack) -> None:
-    undo.enter_context(_dynamo_off())
-    for stand_in in (*_stand_ins(), *_core_stand_ins()):
-        _set(undo, *stand_in)
-    undo.enter_context(_CudaMeansCpu())
-    random = logging.getLogger("megatron.core.tensor_parallel.random")
-    random.addFilter(_keep_warning)
-    undo.callback(random.removeFilter, _keep_warning)
+def _is_installed() -> bool:
+    modes = torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return any(isinstance(mode, _CudaMeansCpu) for mode in modes)
 
 
-def _make_host(undo: contextlib.ExitStack) -> None:
-    for stand_in in _host_stand_ins():
-        _set(undo, *stand_in)
+def _turn_compilation_off(undo: contextlib.ExitStack) -> None:
+    """Compile nothing, which costs minutes on a CPU (jit.py)."""
+    from torch._dynamo import config
 
-
-_BASE, _HOST = _Layer(_make_base), _Layer(_make_host)
+    _set(undo, config, "disable", True)
+    before = os.environ.get(_COMPILES_NOT)
+    os.environ[_COMPILES_NOT] = "1"
+    if before is None:
+        undo.callback(os.environ.pop, _COMPILES_NOT, None)
+    else:
+        undo.callback(os.environ.__setitem__, _COMPILES_NOT, before)
 
 
 def _keep_warning(record: logging.LogRecord) -> bool:
@@ -97,22 +85,12 @@ def _set(undo: contextlib.ExitStack, holder: Any, name: str, value: Any) -> None
     undo.callback(*(delattr, holder, name) if missing else (setattr, holder, name, old))
 
 
-def install(*, host: bool = False) -> CpuSupport:
-    """Let megatron-core run on the CPU of this process until ``close()`` of the result. Several
-    calls share the stand-ins.
-
-    Args:
-        host: also answer what Megatron-LM's own training code asks of CUDA.
-    """
-    return CpuSupport(host=host)
-
-
 def without_rewriting() -> contextlib.AbstractContextManager[None]:
     """A block whose calls of torch name no GPU by text: none is looked at one by one, which costs
     more than a small product. Changes nothing where the stand-ins are not installed, or where a
     host has a function mode of its own.
     """
-    if _BASE.is_made and torch._C._len_torch_function_stack() == 1:
+    if torch._C._len_torch_function_stack() == 1 and _is_installed():
         return torch._C.DisableTorchFunction()
     return contextlib.nullcontext()
 
@@ -195,22 +173,6 @@ class _NoStream:
         return True
 
 
-class _CpuGenerators:
-    """``torch.cuda.default_generators`` (tensor_parallel/random.py:41-113): the CPU's only."""
-
-    def __getitem__(self, index: Any) -> torch.Generator:
-        return torch.default_generator
-
-
-class _CpuMesh:
-    """``DeviceMesh`` for megatron-core, which asks for one on ``cuda``."""
-
-    @staticmethod
-    def from_group(group: torch.distributed.ProcessGroup, device_type: str) -> Any:
-        """The mesh of ``group``, on the CPU."""
-        return DeviceMesh.from_group(group, "cpu")
-
-
 def _nothing(*args: Any, **kwargs: Any) -> None:
     pass
 
@@ -234,7 +196,7 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     for holder in (torch.cuda, torch.cuda.graphs):  # nothing is ever captured
         yield holder, "is_current_stream_capturing", lambda: False
     # tensor_parallel/random.py:41-113, checkpoints of the random state
-    yield torch.cuda, "default_generators", _CpuGenerators()
+    yield torch.cuda, "default_generators", defaultdict(lambda: torch.default_generator)
     for holder in (torch.cuda, torch.cuda.random):
         yield holder, "get_rng_state", lambda device="cuda": torch.get_rng_state()
         yield holder, "set_rng_state", lambda state, device="cuda": torch.set_rng_state(state)
@@ -265,7 +227,9 @@ def _core_stand_ins() -> Iterator[tuple[Any, str, Any]]:
         "transformer.module:_FLOAT_TYPES": (torch.FloatTensor,),
         "transformer.module:_HALF_TYPES": (torch.HalfTensor,),
         "transformer.module:_BF16_TYPES": (torch.BFloat16Tensor,),
-        "distributed.torch_fully_sharded_data_parallel:DeviceMesh": _CpuMesh,
+        "distributed.torch_fully_sharded_data_parallel:DeviceMesh": SimpleNamespace(
+            from_group=lambda group, _: DeviceMesh.from_group(group, "cpu")
+        ),
         "transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu": _split_sizes,
         # made once per process: a model on a GPU after one on the CPU needs its own
         "transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.cuda_dtoh_stream": None,
@@ -302,12 +266,6 @@ def without_kernels() -> dict[str, Any]:
     }
     clips_by_tensor = "optimizer.clip_grads:multi_tensor_scale_tensor_impl"
     return values | ({clips_by_tensor: None} if compat.has(clips_by_tensor) else {})
-
-
-class _Properties:
-    """``torch.cuda.get_device_properties`` of a host (training/utils.py:448)."""
-
-    name, major, minor, multi_processor_count, total_memory = "cpu", 8, 0, 1, 1 << 34
 
 
 _ON_ANY_DEVICE = ("update_seqlen_stats_from_cu_seqlens",)  # training.py:739
@@ -347,7 +305,10 @@ def _host_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "device_count", lambda: count * _asked_by_host()  # initialize.py:319,422
     yield torch.cuda, "set_device", _nothing  # initialize.py:331
     yield torch.cuda, "get_device_capability", lambda *device: (8, 0)  # arguments.py:853
-    yield torch.cuda, "get_device_properties", lambda *device: _Properties  # utils.py:448
+    device = SimpleNamespace(
+        name="cpu", major=8, minor=0, multi_processor_count=1, total_memory=1 << 34
+    )
+    yield torch.cuda, "get_device_properties", lambda *number: device  # utils.py:448
     # log_memory_to_tensorboard, training.py:1940
     yield torch.cuda, "memory_stats", lambda *device: defaultdict(int)
     for name in _MEASURED:  # core/utils.py:1592, utils.py:289
@@ -363,27 +324,8 @@ def _host_stand_ins() -> Iterator[tuple[Any, str, Any]]:
         yield kernels, "load", _nothing  # initialize.py:210 asks nvcc for its version
 
 
-@contextlib.contextmanager
-def _dynamo_off() -> Iterator[None]:
-    """Turns torch.compile off, which costs minutes on a CPU (jit.py)."""
-    variable, module = "TORCHDYNAMO_DISABLE", "torch._dynamo.config"
-    before = os.environ.get(variable)
-    config: Any = sys.modules.get(module)
-    was_off = before == "1" if config is None else config.disable
-    os.environ[variable] = "1"
-    if config is not None:
-        config.disable = True
-    yield
-    os.environ.pop(variable, None)
-    if before is not None:
-        os.environ[variable] = before
-    config = sys.modules.get(module)  # it may have been imported since
-    if config is not None:
-        config.disable = was_off
-
-
 class _KeptSend:
-    """A send in flight with the tensor it reads.
+    """A send in flight with the tensor that it reads.
 
     megatron-core frees a stage's output as soon as ``isend`` has returned
     (schedules.py:1497,1522,1600,1770), which NCCL allows. gloo would send freed memory, and losses
@@ -391,19 +333,16 @@ class _KeptSend:
     """
 
     def __init__(self, work: Any, tensor: torch.Tensor) -> None:
-        self._work: Any = work
-        self._tensor: torch.Tensor | None = tensor
-
-    @property
-    def done(self) -> bool:
-        """True if the send has been waited for."""
-        return self._tensor is None
+        self._work, self._tensor = work, tensor
+        self.done = False
+        """The send has been waited for."""
 
     def wait(self) -> bool:
         """Wait for the send; a second call returns at once (gloo's own would wait for ever)."""
-        if self._tensor is not None:
+        if not self.done:
             self._work.wait()
-            self._tensor = None
+            self.done = True
+            del self._tensor
         return True
 
 

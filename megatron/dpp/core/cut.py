@@ -1,4 +1,4 @@
-"""Steps whose microbatches run as several units, and hosts that know nothing of it.
+"""Steps whose microbatches run as several units, in hosts that know nothing of it.
 
 :class:`Cut` names the units of a step. :class:`WholeSteps` lets a host's forward step, which reads
 and returns whole microbatches, run once per slice: its iterator gives each batch to every slice,
@@ -14,108 +14,73 @@ import contextlib
 import functools
 import inspect
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from megatron.dpp.core.slices import Slices, Unit, units_of
+from megatron.dpp.core.model import NOT_OF_TOKENS, gpt_of, rebound, tokens_changed
+from megatron.dpp.core.slices import Slices, Unit
 from megatron.dpp.errors import ConfigError, setting
-
-_OF_TOKENS = ("input_ids", "position_ids", "labels", "loss_mask")
-"""Arguments of a GPT's forward of shape [b, s]."""
-_ABSENT = ("decoder_input", "inference_context", "padding_mask")
-"""Arguments that a slice cannot take its part of."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The units of one step, in order.
+    """The units of one step, in order: each row's slices follow one another, and fill it.
 
     Args:
-        units: each row's slices follow one another, and fill it.
-        sizes: tokens of each unit, with padding.
-        num_microbatches: microbatches of the host, by which losses are divided.
-        longest: tokens of the longest row, in whose activations the memory cap counts.
-        whole: a unit's report and count of tokens are those of the microbatch so far, so that of
-            each row the last ones count.
-
-    Raises:
-        ConfigError: the slices of a row do not follow one another, or there is not a size of each.
+        units: of all microbatches, each of which is one row, or several of one length.
+        batch: rows of a microbatch.
+        longest: tokens of the longest microbatch, in whose activations the memory cap counts.
     """
 
     units: tuple[Unit, ...]
-    sizes: tuple[int, ...]
-    num_microbatches: int
+    batch: int
     longest: int
-    whole: bool = False
 
-    def __post_init__(self) -> None:
-        if len(self.sizes) != len(self.units):
-            raise ConfigError(f"announce: {len(self.sizes)} sizes for {len(self.units)} units")
-        for number, row in itertools.groupby(self.units, key=lambda unit: unit.row):
-            found = list(row)
-            ends = [0, *(unit.end for unit in found)]
-            if [unit.begin for unit in found] != ends[:-1] or ends[-1] != found[0].total:
-                raise ConfigError(
-                    f"announce: the slices of row {number} begin at "
-                    f"{[unit.begin for unit in found]} and end at {ends[1:]}; they must follow "
-                    f"each other and fill its {found[0].total} tokens"
-                )
+    @classmethod
+    def of(
+        cls,
+        rows: Sequence[Sequence[int]],
+        tokens_of: Callable[[int], int],
+        *,
+        batch: int = 1,
+        longest: int = 0,
+    ) -> Cut | None:
+        """Cut rows into slices; None if all of them stay whole.
 
-    @property
-    def is_cut(self) -> bool:
-        """True if any row has several slices."""
-        return any(unit.is_cut for unit in self.units)
+        Args:
+            rows: tokens of the documents of each microbatch's rows, in order.
+            tokens_of: tokens of the slices of a row of so many tokens.
+            longest: tokens of the longest microbatch of any step that is known.
+        """
+        units: list[Unit] = []
+        for number, documents in enumerate(rows):
+            *starts, total = itertools.accumulate(documents, initial=0)
+            bounds = [*range(0, total, tokens_of(total)), total]
+            pieces = itertools.pairwise(bounds)
+            units += [Unit(number, begin, end, total, tuple(starts)) for begin, end in pieces]
+        if len(units) == len(rows):
+            return None
+        longest = max(longest, *(batch * unit.total for unit in units))
+        return cls(tuple(units), batch, longest)
 
     @functools.cached_property
-    def _tokens(self) -> int:
-        return sum(self.sizes)
+    def sizes(self) -> tuple[int, ...]:
+        """Tokens of each unit, with padding."""
+        return tuple(self.batch * (unit.end - unit.begin) for unit in self.units)
 
-    @property
+    @functools.cached_property
     def groups(self) -> tuple[int, ...]:
-        """Units of each row."""
-        rows = itertools.groupby(unit.row for unit in self.units)
-        return tuple(len(list(units)) for _, units in rows)
+        """Units of each row, whose number is that of the host's microbatches."""
+        return tuple(Counter(unit.row for unit in self.units).values())
 
     def share(self, number: int) -> float:
         """A unit's tokens over those of a mean microbatch."""
-        return self.sizes[number] * self.num_microbatches / self._tokens
-
-
-def fixed_cut(length: int, num_microbatches: int, micro_batch_size: int, tokens: int) -> Cut:
-    """Microbatches of one length, each cut into slices of ``tokens``."""
-    units = tuple(units_of([length] * num_microbatches, tokens))
-    sizes = tuple(micro_batch_size * (unit.end - unit.begin) for unit in units)
-    return Cut(units, sizes, num_microbatches, micro_batch_size * length, whole=True)
-
-
-def packed_cut(
-    rows: Sequence[Sequence[int]],
-    tokens_of: Callable[[int], int | None],
-    num_microbatches: int,
-    longest: int,
-) -> Cut:
-    """Microbatches of packed rows, of which the long ones are cut.
-
-    Args:
-        rows: tokens of the documents of each row, in order.
-        tokens_of: tokens of the slices of a row of so many tokens; None leaves it whole.
-        longest: tokens of the longest row of any step that is known.
-    """
-    units: list[Unit] = []
-    for number, documents in enumerate(rows):
-        *starts, total = itertools.accumulate(documents, initial=0)
-        each = tokens_of(total) or total
-        bounds = [*range(0, total, each), total]
-        pieces = itertools.pairwise(bounds)
-        units += [Unit(number, begin, end, total, tuple(starts)) for begin, end in pieces]
-    sizes = tuple(unit.end - unit.begin for unit in units)
-    longest = max(longest, *(unit.total for unit in units))
-    return Cut(tuple(units), sizes, num_microbatches, longest, whole=True)
+        return self.sizes[number] * len(self.groups) / sum(self.sizes)
 
 
 @contextlib.contextmanager
@@ -149,7 +114,9 @@ class WholeSteps:
     def __init__(self, slices: Slices, chunks: Sequence[torch.nn.Module]) -> None:
         self._slices = slices
         self._losses: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._models = [_gpt(chunk) for chunk in chunks]
+        self._models = [gpt_of(chunk) for chunk in chunks]
+        if None in self._models:
+            _refuse(f"{type(chunks[self._models.index(None)]).__name__} holds no GPTModel")
 
     def iterators(self, given: Sequence[Any]) -> list[Any]:
         """Iterators that give each microbatch to all of its slices."""
@@ -158,12 +125,9 @@ class WholeSteps:
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
         """Let the models take their slices in the block."""
-        with contextlib.ExitStack() as around:
-            for number, model in enumerate(self._models):
-                around.callback(vars(model).pop, "forward", None)
-                model.forward = self._forward_of(number, model)
+        self._losses.clear()  # a step may have failed
+        with rebound((m, self._forward_of(number, m)) for number, m in enumerate(self._models)):
             yield
-        self._losses.clear()
 
     def _forward_of(self, number: int, model: Any) -> Callable[..., Any]:
         own = model.forward
@@ -177,15 +141,13 @@ class WholeSteps:
             given = dict(zip(names, args, strict=False)) | kwargs  # faster than to bind them
             if len(given) < len(args) + len(kwargs):
                 form.bind(*args, **kwargs)  # says which argument is one too many
-            for name in _ABSENT:
+            for name in NOT_OF_TOKENS:
                 if given.get(name) is not None:
                     _refuse(f"the forward step passes {name} to the model")
             if not unit.begin:
                 _check_documents(unit, given.get("packed_seq_params"))
+            given = tokens_changed(given, functools.partial(_part, unit))
             given["packed_seq_params"] = None  # attention takes the documents from the unit
-            for name in _OF_TOKENS:
-                if given.get(name) is not None:
-                    given[name] = _part(given[name], unit, name)
             given["attention_mask"] = None  # a slice's attention is causal
             if model.post_process and given.get("labels") is None:
                 _refuse("the forward step takes logits, not losses, from the model")
@@ -207,16 +169,7 @@ class WholeSteps:
         return full
 
 
-def _gpt(chunk: torch.nn.Module) -> Any:
-    module: Any = chunk
-    while module is not None and not isinstance(module, GPTModel):
-        module = getattr(module, "module", None)
-    if module is None:
-        _refuse(f"{type(chunk).__name__} holds no GPTModel")
-    return module
-
-
-def _part(tensor: torch.Tensor, unit: Unit, name: str) -> torch.Tensor:
+def _part(unit: Unit, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """A slice's tokens of a microbatch's [b, s]."""
     if tensor.dim() != 2 or tensor.shape[1] != unit.total:
         _refuse(f"{name} has the shape {list(tensor.shape)}, not {unit.total} tokens a sequence")
@@ -260,7 +213,7 @@ def _ends_of(params: Any) -> list[int] | None:
     return None if ends is None else [int(end) for end in ends.flatten().tolist()]
 
 
-def _refuse(what: str) -> None:
+def _refuse(what: str) -> NoReturn:
     off = setting("slice_tokens", 0)
     raise ConfigError(f"{what}: it cannot run in slices; use {off}", off)
 

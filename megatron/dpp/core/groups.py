@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed import ProcessGroup
 
@@ -26,18 +25,10 @@ def default_groups() -> ProcessGroupCollection:
 
 
 def group_of(collection: Any, name: str) -> ProcessGroup:
-    """The group ``pp``, ``tp_cp``, ``tp_ep`` or ``tp_dp_cp`` of megatron-core's
-    ``ProcessGroupCollection``, or the global one where that is None or lacks it."""
+    """A group of megatron-core's ``ProcessGroupCollection``, or the global one where that is None
+    or lacks it."""
     group: ProcessGroup | None = getattr(collection, name, None)
-    if group is not None:
-        return group
-    if name == "tp_dp_cp":
-        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    else:
-        group = {
-            "pp": parallel_state.get_pipeline_model_parallel_group,
-            "tp_cp": parallel_state.get_tensor_and_context_parallel_group,
-            "tp_ep": parallel_state.get_expert_tensor_and_model_parallel_group,
-        }[name]()
+    if group is None:
+        group = getattr(ProcessGroupCollection.use_mpu_process_groups([name]), name)
     assert group is not None
     return group

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_model_config
 
 from megatron.dpp.core import boundary
 from megatron.dpp.core.boundary import Tensors
+from megatron.dpp.core.model import attribute_of
 
 
-class Kept(NamedTuple):
+class HeadCut(NamedTuple):
     """The part of F that B goes on from.
 
     Args:
@@ -52,7 +53,7 @@ class Head:
 
     def __init__(self, chunk: torch.nn.Module, refuse: Callable[[str], None]) -> None:
         self._refuse = refuse
-        self._layer: torch.nn.Module | None = _attribute(chunk, "output_layer")
+        self._layer: torch.nn.Module | None = attribute_of(chunk, "output_layer")
         if self._layer is None:
             refuse(f"{type(chunk).__name__} has no output_layer")
             return
@@ -83,7 +84,7 @@ class Head:
         self._inputs.append((first, view))
         return ((view, *args[1:]), kwargs) if args else (args, {**kwargs, "input_": view})
 
-    def backward(self, loss: torch.Tensor, received: Tensors | None) -> Kept | None:
+    def backward(self, loss: torch.Tensor, received: Tensors | None) -> HeadCut | None:
         """Run the backward of the loss down to the cut, and free what it kept.
 
         Args:
@@ -116,7 +117,7 @@ class Head:
             gradient = torch.zeros_like(hidden)
         if hidden._base is None and hidden.grad_fn is not None:
             schedules.deallocate_output_tensor(hidden, self._config.deallocate_pipeline_outputs)
-        return Kept(hidden, gradient)
+        return HeadCut(hidden, gradient)
 
 
 def why_not(chunks: list[torch.nn.Module], num_ranks: int) -> str | None:
@@ -126,24 +127,16 @@ def why_not(chunks: list[torch.nn.Module], num_ranks: int) -> str | None:
     config = get_model_config(chunks[0])
     if (further := getattr(config, "mtp_num_layers", None)) is not None:
         return f"mtp_num_layers={further!r} runs the output layer several times"
-    if num_ranks * len(chunks) == 1 and _attribute(
+    if num_ranks * len(chunks) == 1 and attribute_of(
         chunks[0], "share_embeddings_and_output_weights"
     ):
         return (
             "the output layer's weight is the embedding of the same chunk, whose gradients would "
             "be added in another order"
         )
-    if _attribute(chunks[0], "add_binary_head"):
+    if attribute_of(chunks[0], "add_binary_head"):
         return "a binary head reads the hidden states beside the output layer"
     return None
-
-
-def _attribute(chunk: torch.nn.Module, name: str) -> Any:
-    """An attribute of the model within its wrappers; None if it has no such."""
-    try:
-        return get_attr_wrapped_model(chunk, name)
-    except RuntimeError:
-        return None
 
 
 def _leaves_above(loss: torch.Tensor, cut: torch.Tensor) -> list[torch.Tensor]:

@@ -9,18 +9,17 @@ and gives the padding no loss.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt import GPTModel
 
-_OF_TOKENS = ("input_ids", "position_ids", "labels", "loss_mask")
-"""Arguments of a GPT's forward of shape [b, s]."""
-_NOT_PADDED = ("packed_seq_params", "decoder_input", "inference_context", "padding_mask")
+from megatron.dpp.core.model import NOT_OF_TOKENS, gpt_of, rebound, tokens_changed
+
+_NOT_PADDED = ("packed_seq_params", *NOT_OF_TOKENS)
 """Arguments with which a microbatch stays as it is."""
 
 
@@ -31,7 +30,7 @@ def why_not(chunks: Sequence[torch.nn.Module], config: Any, context_size: int) -
         config: megatron-core's configuration of the model.
         context_size: ranks that share a sequence.
     """
-    if any(_gpt(chunk) is None for chunk in chunks):
+    if any(gpt_of(chunk) is None for chunk in chunks):
         return "a chunk is no GPTModel, whose attention is causal"
     if config.num_moe_experts:
         return "routers would count padding"
@@ -54,18 +53,13 @@ class PaddedRows:
     def __init__(
         self, chunks: Sequence[torch.nn.Module], lengths: Sequence[int], parts: int
     ) -> None:
-        self._models = [model for chunk in chunks if (model := _gpt(chunk)) is not None]
+        self._models = [model for chunk in chunks if (model := gpt_of(chunk)) is not None]
         self._lengths, self._parts = list(lengths), parts
 
-    @contextlib.contextmanager
-    def bound(self) -> Iterator[None]:
+    def bound(self) -> AbstractContextManager[None]:
         """Let the models take padded rows in the block."""
-        with contextlib.ExitStack() as around:
-            for model in self._models:
-                if model.pre_process or model.post_process:
-                    around.callback(vars(model).pop, "forward", None)
-                    model.forward = self._forward_of(model)
-            yield
+        ends = (model for model in self._models if model.pre_process or model.post_process)
+        return rebound((model, self._forward_of(model)) for model in ends)
 
     def _forward_of(self, model: Any) -> Callable[..., Any]:
         own = model.forward
@@ -97,19 +91,9 @@ class PaddedRows:
         return length, self._lengths[place] if place < len(self._lengths) else length
 
 
-def _gpt(chunk: torch.nn.Module) -> Any:
-    module: Any = chunk
-    while module is not None and not isinstance(module, GPTModel):
-        module = getattr(module, "module", None)
-    return module
-
-
 def _padded(given: dict[str, Any], more: int) -> dict[str, Any]:
     """Arguments of rows with ``more`` tokens behind them, which no token before them sees."""
-    wider = dict(given)
-    for name in _OF_TOKENS:
-        if given.get(name) is not None:
-            wider[name] = F.pad(given[name], (0, more))
+    wider = tokens_changed(given, lambda _, rows: F.pad(rows, (0, more)))
     if given.get("attention_mask") is not None:  # [b or 1, 1, s, s], True where it hides a key
         wider["attention_mask"] = F.pad(given["attention_mask"], (0, more, 0, more), value=True)
     return wider

@@ -1,4 +1,4 @@
-"""Causal attention of a row's last queries to all of its keys, by the kernels of PyTorch and flash.
+"""Causal attention of a row's last queries to all of its keys, by PyTorch's kernels.
 
 The queries of a slice are the last tokens of what they attend to, so the causal mask is aligned at
 its bottom right. A packed row holds several documents; only the first of them may have keys before
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from megatron.dpp.core.varlen import KERNELS, Bounds, causal_mask, kernels_for
+from megatron.dpp.core.varlen import Bounds, attend_documents, can_take, causal_mask
 
 
 class Span(NamedTuple):
@@ -49,13 +49,11 @@ def attend(
     *,
     scale: float,
     dropout: float = 0.0,
-    kernel: str | None = None,
 ) -> torch.Tensor:
     """Attend within each document.
 
-    A row of several documents runs in the first of these that is there: PyTorch's variable-length
-    attention, flash-attention's, one document after the other. One document, and a CPU, take
-    ``scaled_dot_product_attention``.
+    A row of several documents runs in PyTorch's variable-length attention, where that can take it.
+    Otherwise each document takes ``scaled_dot_product_attention``.
 
     Args:
         query: [s, b, np, hn].
@@ -63,18 +61,13 @@ def attend(
         spans: the documents, which cover all queries and keys; several need b of 1.
         scale: factor of the scores.
         dropout: share of the attention that is dropped.
-        kernel: ``sdpa``, or one of :func:`kernels_for`, in the place of this choice.
 
     Returns:
         [s, b, np * hn].
     """
-    chosen = kernel or "sdpa"
-    if kernel is None and len(spans) > 1:
-        chosen = next(iter(kernels_for(query, dropout)), "sdpa")
-    if chosen != "sdpa":
+    if len(spans) > 1 and can_take(query, dropout):
         q, k, v = (tensor.squeeze(1) for tensor in (query, key, value))
-        bounds = _bounds(tuple(spans), query.device)
-        output = KERNELS[chosen](q, k, v, bounds, causal=True, scale=scale, dropout=dropout)
+        output = attend_documents(q, k, v, _bounds(tuple(spans), query.device), scale=scale)
         return output.reshape(len(query), 1, -1)
     q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     parts = [

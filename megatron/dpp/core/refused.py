@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _LONG_SEQUENCES = "a long sequence is divided by context_parallel_size, on all replicas alike"
+_LAYERS_WAIT = "the weight gradients of layers of all kinds can wait"
 ORDERED: dict[str, tuple[object, str]] = {
     "overlap_moe_expert_parallel_comm": (
         False,
@@ -17,6 +18,8 @@ ORDERED: dict[str, tuple[object, str]] = {
         False,
         "a split backward defers the weight gradients of all layers, the embedding's too",
     ),
+    "delay_wgrad_compute": (False, _LAYERS_WAIT),
+    "overlap_dispatch_backward_with_experts_wgrad": (False, _LAYERS_WAIT),
     "cuda_graph_impl": ("none", "cuda_graphs captures the dynamic pipeline's tasks"),
 }
 """Settings whose bookkeeping needs megatron-core's own order of tasks: the values that do not, and

@@ -23,8 +23,8 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_model_config
 
+from megatron.dpp.core.model import attribute_of, decoder_block, rebound
 from megatron.dpp.core.prefix_attention import Span, attend
-from megatron.dpp.core.wgrad.linear import decoder_block
 from megatron.dpp.errors import ConfigError
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -52,15 +52,6 @@ class Unit:
     total: int
     starts: tuple[int, ...] = (0,)
 
-    def __post_init__(self) -> None:
-        inside = 0 <= self.begin < self.end <= self.total
-        ascending = all(a < b for a, b in zip(self.starts, self.starts[1:], strict=False))
-        if not inside or not self.starts or self.starts[0] or not ascending:
-            raise ConfigError(
-                f"slice {self.begin} to {self.end} of {self.total} tokens with documents from "
-                f"{self.starts}: it must lie within the row, and documents ascend from token 0"
-            )
-
     @property
     def is_cut(self) -> bool:
         """True if the row has other slices."""
@@ -70,11 +61,6 @@ class Unit:
     def is_last(self) -> bool:
         """True for the row's last slice, whose backward is the first one."""
         return self.end == self.total
-
-    @property
-    def share(self) -> float:
-        """The unit's part of the row's tokens."""
-        return (self.end - self.begin) / self.total
 
     @functools.cached_property
     def first_key(self) -> int:
@@ -106,16 +92,7 @@ class Unit:
         return tuple(range(at.num_keys - at.num_queries, at.num_keys) for at in self.spans)
 
 
-def units_of(lengths: Sequence[int], tokens: int) -> list[Unit]:
-    """The slices of rows of one sequence each, of equal tokens; the last one has the rest."""
-    return [
-        Unit(row, begin, min(begin + tokens, length), length)
-        for row, length in enumerate(lengths)
-        for begin in range(0, length, tokens)
-    ]
-
-
-class Row:
+class RowKeys:
     """Keys and values of one row in one layer, [total, b, ng, hn], and their gradients.
 
     Every view and every write has a version counter of its own, so that a later slice's keys do not
@@ -144,19 +121,20 @@ class Row:
         Returns:
             Gradients of the slice's own keys and values, with those that later slices have left.
         """
-        own = unit.begin - unit.first_key
-        found = [grad[own:] for grad in grads]
+        num_earlier = unit.begin - unit.first_key
+        own = [grad[num_earlier:] for grad in grads]
         if self._grads:
-            found = [
+            own = [
                 (new + kept[unit.begin : unit.end]).to(new.dtype)
-                for new, kept in zip(found, self._grads, strict=True)
+                for new, kept in zip(own, self._grads, strict=True)
             ]
-        if own:
+        if num_earlier:
             if not self._grads:
-                self._grads = [torch.zeros_like(kept, dtype=_wide(kept)) for kept in self._kept]
+                wide = torch.promote_types(self._kept[0].dtype, torch.float32)
+                self._grads = [torch.zeros_like(kept, dtype=wide) for kept in self._kept]
             for kept, new in zip(self._grads, grads, strict=True):
-                kept[unit.first_key : unit.begin] += new[:own]
-        return found
+                kept[unit.first_key : unit.begin] += new[:num_earlier]
+        return own
 
     @property
     def num_bytes(self) -> int:
@@ -169,26 +147,21 @@ class Row:
         return {each.untyped_storage().data_ptr() for each in self._kept}
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype in which gradients of several slices are added."""
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
 class Keys:
     """The store of one rank: rows by chunk, row and layer, from F to B of a row's first slice."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[int, int], dict[int, Row]] = {}
+        self._rows: dict[tuple[int, int], dict[int, RowKeys]] = {}
         self.peak_bytes = 0
         """Most memory since :meth:`clear`, as far as its rows were freed."""
 
-    def row(self, chunk: int, unit: Unit, layer: int, key: Any, value: Any) -> Row:
+    def row(self, chunk: int, unit: Unit, layer: int, key: Any, value: Any) -> RowKeys:
         """The keys of a unit's row; they are allocated at its first slice."""
         rows = self._rows.setdefault((chunk, unit.row), {})
         if layer not in rows:
             if unit.begin:
                 raise AssertionError(f"slice at {unit.begin} of row {unit.row} before its first")
-            rows[layer] = Row(unit.total, key, value)
+            rows[layer] = RowKeys(unit.total, key, value)
         return rows[layer]
 
     def free(self, chunk: int, unit: Unit) -> None:
@@ -222,7 +195,7 @@ class SlicedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        row: Row, unit: Unit, kernel: Attend, wants_grad: Any,
+        row: RowKeys, unit: Unit, kernel: Attend, wants_grad: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Keep keys and values, and attend. Without gradients (recompute's first run, evaluation)
         no graph is built.
@@ -247,7 +220,7 @@ class SlicedAttention(torch.autograd.Function):
 
 def attend_in_slice(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    row: Row, unit: Unit, kernel: Attend,
+    row: RowKeys, unit: Unit, kernel: Attend,
 ) -> torch.Tensor:  # fmt: skip
     """A slice's attention: query [s, b, np, hn], its own key and value [s, b, ng, hn].
 
@@ -274,20 +247,20 @@ class Slices:
         self.unit: Unit | None = None
         """The slice that runs; None for a unit that is not cut."""
         self._chunk = 0
-        self._layers: list[tuple[Any, Callable[..., Any]]] = []
+        self._forwards: list[tuple[Any, Callable[..., Any]]] = []
         most = 0
-        self._rotary: list[tuple[Any, Callable[..., Any]]] = []
         for chunk in chunks:
             block = decoder_block(chunk)
-            most = max(most, len(block.layers) if block is not None else 0)
-            for number, layer in enumerate(block.layers if block is not None else ()):
+            layers = block.layers if block is not None else ()
+            most = max(most, len(layers))
+            for number, layer in enumerate(layers):
                 core = getattr(getattr(layer, "self_attention", None), "core_attention", None)
                 if core is None:
                     raise ConfigError(f"slices: {type(layer).__name__} has no self-attention")
-                self._layers.append((core, self._attention_of(core, number)))
-            rotary = _found(chunk, "rotary_pos_emb")
+                self._forwards.append((core, self._attention_of(core, number)))
+            rotary = attribute_of(chunk, "rotary_pos_emb")
             if rotary is not None:
-                self._rotary.append((rotary, _Table(rotary, lambda: self.unit)))
+                self._forwards.append((rotary, _Table(rotary, lambda: self.unit)))
 
         config = get_model_config(chunks[0])
         groups = max(1, config.num_query_groups // config.tensor_model_parallel_size)
@@ -295,15 +268,10 @@ class Slices:
         self.keys_per_token: int = most * 2 * groups * config.kv_channels * (element + 4)
         """Bytes of keys, values and their gradients per token of a cut row, in one chunk."""
 
-    @contextlib.contextmanager
-    def bound(self) -> Iterator[None]:
+    def bound(self) -> contextlib.AbstractContextManager[None]:
         """Let the model attend across slices in the block, in which no row is under way yet."""
         self.keys.clear()  # a step may have failed
-        with contextlib.ExitStack() as around:
-            for module, forward in (*self._layers, *self._rotary):
-                module.forward = forward
-                around.callback(vars(module).pop, "forward", None)
-            yield
+        return rebound(self._forwards)
 
     @contextlib.contextmanager
     def running(self, chunk: int, unit: Unit) -> Iterator[None]:
@@ -330,16 +298,6 @@ class Slices:
             return attend_in_slice(query, key, value, row, unit, functools.partial(kernel, unit))
 
         return forward
-
-
-def _found(chunk: torch.nn.Module, name: str) -> Any:
-    """An attribute of the model within its wrappers; None without one."""
-    module: Any = chunk
-    while module is not None:
-        if getattr(module, name, None) is not None:
-            return getattr(module, name)
-        module = getattr(module, "module", None)
-    return None
 
 
 class _Table:
@@ -407,10 +365,6 @@ def _random_draws(config: Any, dropout: float) -> contextlib.AbstractContextMana
 def _by_engine(core: Any) -> Callable[..., torch.Tensor]:
     """Transformer Engine's attention, through megatron-core's own class."""
     own, drops = core.forward, float(core.config.attention_dropout)
-    if not getattr(core, "te_forward_mask_type", True):
-        raise ConfigError(
-            "slices: this Transformer Engine takes no mask per call; use 1.8 or newer"
-        )
 
     def kernel(unit: Unit, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if len(unit.spans) > 1:
@@ -426,20 +380,17 @@ def _by_engine(core: Any) -> Callable[..., torch.Tensor]:
 
 def why_not(config: Any) -> str | None:
     """The reason why a model of this config cannot be cut; None if it can."""
-    balancing = getattr(config, "moe_router_load_balancing_type", None)
-    kinds = {balancing} if isinstance(balancing, str) else set(balancing or ())
-    of_all = kinds & {"seq_aux_loss", "global_aux_loss"} if config.num_moe_experts else set()
-    partial = "num_microbatches_with_partial_activation_checkpoints"
-    refused: dict[str, bool] = {
-        f"{name}={getattr(config, name, None)!r}": getattr(config, name, usual) != usual
+    reasons = [
+        f"{name}={value!r}"
         for name, usual in _REFUSED.items()
-    }
-    refused[f"{partial}={getattr(config, partial, None)!r}"] = (
-        getattr(config, partial, None) is not None
-    )
-    refused |= {f"moe_router_load_balancing_type={kind!r}": True for kind in of_all}
-    name = next((text for text, asked in refused.items() if asked), None)
-    return f"{name} does not work with slices" if name else None
+        if (value := getattr(config, name, usual)) != usual
+    ]
+    if config.num_moe_experts:
+        balancing = config.moe_router_load_balancing_type
+        kinds = {balancing} if isinstance(balancing, str) else set(balancing or ())
+        of_all = sorted(kinds & {"seq_aux_loss", "global_aux_loss"})
+        reasons += [f"moe_router_load_balancing_type={kind!r}" for kind in of_all]
+    return f"{reasons[0]} does not work with slices" if reasons else None
 
 
 _REFUSED: dict[str, Any] = {
@@ -456,6 +407,7 @@ _REFUSED: dict[str, Any] = {
     "fine_grained_activation_offloading": False,
     "overlap_moe_expert_parallel_comm": False,
     "experimental_attention_variant": None,
+    "num_microbatches_with_partial_activation_checkpoints": None,
 }
 """Settings of megatron-core with the value that slices can honour: other attention than plain
 causal one, what counts on whole sequences, and what moves activations.

@@ -25,12 +25,12 @@ from megatron.dpp.core.boundary import Boundaries, Tensors, Tokens
 from megatron.dpp.core.cut import Cut, weighted_aux_loss
 from megatron.dpp.core.grad_sync import GradSync
 from megatron.dpp.core.groups import default_groups
-from megatron.dpp.core.head import Head, Kept
-from megatron.dpp.core.memory import is_readable, saved_bytes
+from megatron.dpp.core.head import Head, HeadCut
 from megatron.dpp.core.refused import ORDERED, UNSUPPORTED
 from megatron.dpp.core.slices import Slices
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.errors import ConfigError, Text, setting
+from megatron.dpp.memory import is_readable, saved_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,13 +96,13 @@ class StepCall:
     @property
     def num_whole(self) -> int:
         """The host's microbatches, whose losses are divided by their number."""
-        return self.num_microbatches if self.cut is None else self.cut.num_microbatches
+        return self.num_microbatches if self.cut is None else len(self.cut.groups)
 
     def longest(self, max_tokens: int) -> int:
         """The greatest sequence length that is known: of this call, of the host's settings, or that
         of a microbatch of ``max_tokens``.
         """
-        if self.cut is not None and self.cut.whole:
+        if self.cut is not None:
             return self.length
         by_tokens = -(-max_tokens // self.micro_batch_size)
         return max(self.length, compat.longest_length(self.config), by_tokens)
@@ -288,7 +288,7 @@ class Stage:
         self._window = window
         self._model_type = get_model_type(call.model[0])
         self._slices = slices
-        self._kept: dict[tuple[int, int], tuple[Tensors | None, Tensors | Kept]] = {}
+        self._kept: dict[tuple[int, int], tuple[Tensors | None, Tensors | HeadCut]] = {}
         ends_here = head is not None and self._is_last_rank and not call.forward_only
         self._head = head(call.model[-1]) if head and ends_here else None
         self._num_tokens = torch.zeros([], dtype=torch.int, device=_device())
@@ -350,7 +350,7 @@ class Stage:
 
     def _forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
         call, cut = self.call, self.call.cut
-        counts = cut is None or not cut.whole or cut.units[microbatch].is_last
+        counts = cut is None or cut.units[microbatch].is_last
         self._sync_params(chunk)
         if received is not None and not call.forward_only:
             boundary.want_gradients(received)
@@ -430,7 +430,7 @@ class Stage:
     def _backward(
         self, given: Tensors | None, output: Any, received: Tensors | None
     ) -> Tensors | None:
-        if isinstance(output, Kept):
+        if isinstance(output, HeadCut):
             return output.backward(given, self._model_type, self._config)
         return boundary.backward(given, output, received, self._model_type, self._config)
 

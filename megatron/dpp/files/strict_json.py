@@ -25,26 +25,12 @@ def distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return found
 
 
-def loads(
-    text: str | bytes,
-    *,
-    parse_int: Callable[[str], int] | None = None,
-    object_hook: Callable[[dict[str, Any]], Any] = dict,
-) -> Any:
-    """The value of a JSON text.
-
-    Args:
-        parse_int: makes a whole number of its digits.
-        object_hook: makes the value of an object.
+def loads(text: str | bytes, *, parse_int: Callable[[str], int] | None = None) -> Any:
+    """The value of a JSON text; ``parse_int`` makes a whole number of its digits.
 
     Raises:
         RepeatedKey: a key stands twice in an object.
         ValueError: it is no JSON.
         RecursionError: it is nested too deeply.
     """
-
-    def made(pairs: list[tuple[Any, Any]]) -> Any:
-        return object_hook(distinct(pairs))
-
-    hook = distinct if object_hook is dict else made
-    return json.loads(text, object_pairs_hook=hook, parse_int=parse_int)
+    return json.loads(text, object_pairs_hook=distinct, parse_int=parse_int)

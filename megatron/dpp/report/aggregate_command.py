@@ -2,19 +2,39 @@
 
     megatron-dpp aggregate --benchmark_dir benchmark/data-1-pipeline-4-tensor-1-dpp
 
-Prints how well the ranks' clocks could be aligned.
+Prints how well the ranks' clocks could be aligned. Streams: two passes over the files (clocks, then
+events), one file open at a time, at most one iteration of one rank in memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gzip
+import hashlib
+import io
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TextIO
 
 from megatron.dpp.command_line import command, new_parser, progress_bar
-from megatron.dpp.report.align import Alignment
-from megatron.dpp.report.merge import merge
-from megatron.dpp.report.reader import TraceFile, open_run
+from megatron.dpp.files.safe_files import open_to_write
+from megatron.dpp.report.align import Alignment, align, message_key
+from megatron.dpp.report.analysis.model import JobShape, slice_names
+from megatron.dpp.report.reader import Event, TraceFile, open_run, read_events
 from megatron.dpp.report.run_files import find_run
+from megatron.dpp.schedule import groups_of
+from megatron.dpp.trace.schema import ARRIVAL_TRACK, SCHEMA_VERSION, SEND_TRACK, TASK_TRACK
+from megatron.dpp.trace.vocabulary import EventKind
+
+_TICK_US = 1.0
+_BLOCK = 8192
+
+Progress = Callable[[str, TraceFile], None]
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -52,16 +72,13 @@ def _describe(alignment: Alignment) -> str:
     clocks = alignment.summary()
     if len(clocks) == 1:
         return "clocks: all ranks read one clock; nothing to align"
+    most = f"uncertainty at most {alignment.uncertainty_ns / 1000:.1f} us"
     lines = [
-        f"clocks: {len(clocks)}, aligned by messages; "
-        f"uncertainty at most {alignment.uncertainty_ns / 1000:.1f} us"
-    ]
-    lines += [
         f"  ranks {_ranges(clock['ranks'])}: offset {clock['offset_ns'] / 1e6:+.3f} ms, "
         f"within {clock['uncertainty_ns'] / 1000:.1f} us"
         for clock in clocks
     ]
-    return "\n".join(lines)
+    return "\n".join([f"clocks: {len(clocks)}, aligned by messages; {most}", *lines])
 
 
 def _ranges(ranks: list[int]) -> str:
@@ -72,6 +89,159 @@ def _ranges(ranks: list[int]) -> str:
         else:
             parts.append([rank, rank])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def _metadata(file: TraceFile, name: str, order: int) -> Iterator[Event]:
+    """Name and place of a rank's tracks."""
+    named = (
+        ("process_name", TASK_TRACK, {"name": name}),
+        ("process_labels", TASK_TRACK, {"labels": f"{file.host} {file.device}"}),
+        ("process_sort_index", TASK_TRACK, {"sort_index": order}),
+        ("thread_name", TASK_TRACK, {"name": "tasks"}),
+        ("thread_name", SEND_TRACK, {"name": "sends"}),
+        ("thread_name", ARRIVAL_TRACK, {"name": "arrivals"}),
+    )
+    for what, track, args in named:
+        yield {"name": what, "ph": "M", "pid": file.rank, "tid": track, "args": args}
+
+
+def _arrow(event: Event, counts: dict[str, Counter[tuple[Any, ...]]]) -> Event | None:
+    """The arrow's end at a send or arrival; None for a channel known by name only. ``counts``
+    numbers the messages of one iteration that share a key: parts of a message travel in order.
+    """
+    key, cat = message_key(event), event["cat"]
+    if key is None:
+        return None
+    numbers = counts.setdefault(cat, Counter())
+    if numbers and next(iter(numbers))[0] != key[0]:
+        numbers.clear()
+    numbers[key] += 1
+    digest = hashlib.blake2b(repr((key, numbers[key])).encode(), digest_size=8).digest()
+    return {
+        "name": "message",
+        "cat": "message",
+        "ph": "s" if cat == EventKind.SEND else "f",
+        "id": int.from_bytes(digest, "big") >> 12,  # 52 bits survive JavaScript
+        **{field: event[field] for field in ("pid", "tid", "ts")},
+        **({} if cat == EventKind.SEND else {"bp": "e"}),
+    }
+
+
+def _ticks(block: list[Event]) -> Iterator[Event]:
+    """Sends and arrivals as short slices that never overlap, with their queueing times."""
+    block.sort(key=lambda event: (event["tid"], event["ts"]))
+    following: Event | None = None
+    later = math.inf
+    for event in reversed(block):
+        if following is None or following["tid"] != event["tid"]:
+            later = math.inf
+        elif following["ts"] > event["ts"]:
+            later = following["ts"]
+        if event["cat"] == EventKind.ARRIVAL:
+            event["args"]["queued_us"] = event["dur"]
+        event["dur"] = min(_TICK_US, later - event["ts"])
+        following = event
+    yield from block
+
+
+def _labelled(tasks: list[Event]) -> Iterator[Event]:
+    """The tasks of one rank's iteration, with their slices in their names."""
+    args = [event["args"] for event in tasks]
+    order = [one["microbatch"] for one in args if one["kind"] == "B" and one["chunk"] == 0]
+    names = dict(enumerate(slice_names(groups_of(order))))
+    for event in tasks:
+        event["name"] += names.get(event["args"]["microbatch"], "")
+        yield event
+
+
+def _events_of(file: TraceFile, alignment: Alignment, origin_ns: int) -> Iterator[Event]:
+    """A rank's events on the common time line, in us from ``origin_ns``, with their arrows."""
+
+    def time_us(rank: int, time_ns: int) -> float:
+        return (alignment.to_global(rank, time_ns) - origin_ns) / 1000
+
+    counts: dict[str, Counter[tuple[Any, ...]]] = {}
+    block, tasks = list[Event](), list[Event]()
+    for event in read_events(file):
+        cat, args = event["cat"], event["args"]
+        event["ts"] = time_us(file.rank, file.time_ns(event))
+        sent_ns, source = args.pop("sent_ns", None), args.get("source")
+        if sent_ns is not None and source in alignment.clocks:
+            args["latency_us"] = event["ts"] - time_us(source, sent_ns)
+        if cat in (EventKind.SEND, EventKind.ARRIVAL):
+            arrow = _arrow(event, counts)
+            if arrow is not None:
+                yield arrow
+            block.append(event)
+        elif cat == EventKind.TASK:
+            tasks.append(event)
+        else:
+            yield event
+        if cat == EventKind.ITERATION:
+            yield from _labelled(tasks)
+            tasks.clear()
+        if cat == EventKind.ITERATION or len(block) >= _BLOCK:
+            yield from _ticks(block)
+            block.clear()
+    yield from (*tasks, *_ticks(block))
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[TextIO]:
+    with open_to_write(path) as raw:
+        if path.suffix == ".gz":
+            with gzip.open(raw, "wt", encoding="utf-8", compresslevel=3) as packed:
+                yield packed
+            return
+        with io.TextIOWrapper(raw, encoding="utf-8") as text:
+            yield text
+
+
+def merge(
+    files: list[TraceFile],
+    output: str | os.PathLike[str],
+    *,
+    progress: Progress = lambda phase, file: None,
+) -> tuple[Alignment, int]:
+    """Write one trace of all ``files``; a name that ends in ``.gz`` is compressed.
+
+    The output appears under its name when it is whole. Returns the alignment used and the number of
+    events.
+
+    Raises:
+        DataError: damaged files, or clocks that cannot be aligned.
+        OSError: the output cannot be written.
+    """
+    alignment = align(files, lambda file: progress("aligning", file))
+    encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+    origin_ns = min(alignment.to_global(file.rank, file.start_ns) for file in files)
+    shape = JobShape.of(files)
+    order = [rank for ranks in shape.pipelines() for rank in ranks]
+    about = {
+        "schema": SCHEMA_VERSION,
+        "alignment": alignment.summary(),
+        "uncertainty_ns": alignment.uncertainty_ns,
+        "cut_short": [file.rank for file in files if not file.complete],
+    }
+    path = Path(output)
+    partial = path.with_name(f".{path.name}" if path.suffix == ".gz" else f".{path.name}.part")
+    count = 0
+    try:
+        with _open(partial) as stream:
+            stream.write('{"traceEvents":[\n')
+            for file in files:
+                named = _metadata(file, shape.name_of(file.rank), order.index(file.rank))
+                first = "" if file is files[0] else ",\n"
+                stream.write(first + ",\n".join(map(encode, named)))
+                for event in _events_of(file, alignment, origin_ns):
+                    stream.write(",\n" + encode(event))
+                    count += 1
+                progress("merging", file)
+            stream.write(f'\n],"displayTimeUnit":"ms","otherData":{encode(about)}}}\n')
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return alignment, count
 
 
 main = command("megatron-dpp aggregate", _parser, _run)

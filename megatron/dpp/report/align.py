@@ -7,27 +7,26 @@ clocks ``a`` and ``b`` with unknown offsets (true time = clock + offset) each me
     offset[a] - offset[b] <= arrived (on b) - sent (on a)
 
 and messages the other way bound the difference from the other side. An iteration says the same of
-replicas, which reduce their gradients in it: none leaves before all have entered. These are
-difference constraints:
-shortest paths from a reference clock give the largest offset each clock can have, paths to it the
-smallest. Both extremes are consistent as a whole and so is their middle, which is used; half their
-distance is the uncertainty that remains. Nothing is assumed about the delays.
+replicas, which reduce their gradients in it: none leaves before all have entered. Shortest paths
+over these bounds give the largest and the smallest offset that each clock can have. Their middle is
+used; half their distance is the uncertainty that remains. Nothing is assumed about the delays.
 
-Clocks drift, so a long trace is cut into windows that are solved one by one; between the middles of
-two windows the offset runs along a straight line. What happened in one window is told by the hosts'
-wall clocks, and by how far they were apart at the first iteration that both began. A trace none of
-whose windows bounds all clocks is one window. Ranks of one host read one clock and need no
-estimate. A clock that is not bounded from both sides is refused by name.
+Clocks drift, so iterations are joined to windows of some seconds, which are solved one by one;
+between the middles of two windows the offset runs along a straight line. Where no window bounds all
+clocks, the trace is one window. Ranks of one host read one clock and need no estimate. A clock that
+is not bounded from both sides is refused by name.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.report.reader import Event, TraceFile, message_of, read_events
@@ -35,14 +34,9 @@ from megatron.dpp.trace.vocabulary import EventKind
 
 WINDOW_NS = 10 * 10**9
 """Within a window clocks are taken to run at one rate; 1 ppm of drift makes 10 us of error."""
-_PIECE_NS = WINDOW_NS // 8
-"""Evidence is collected in so short pieces, as the windows are known when all files are read."""
 _LARGEST_SLACK_NS = 1_000_000
+_UNBOUNDED = 1 << 60
 _SAMPLED_MICROBATCHES = 8
-_WITHIN, _ACROSS = (
-    (EventKind.ARRIVAL,),
-    (EventKind.ARRIVAL, EventKind.SEND, EventKind.ITERATION),
-)
 
 Bounds = dict[tuple[str, str], int]
 """(a, b) -> the least ``arrived on b - sent on a`` seen: an upper bound of offset[a] - offset[b].
@@ -58,10 +52,8 @@ class ClockOffset:
     def at(self, time_ns: int) -> int:
         """Offset at a time of this clock, interpolated between windows, constant beyond them."""
         index = bisect.bisect_left(self.points, (time_ns,))
-        if index == 0:
-            return self.points[0][1]
-        if index == len(self.points):
-            return self.points[-1][1]
+        if index in (0, len(self.points)):
+            return self.points[max(index - 1, 0)][1]
         (t0, o0, _), (t1, o1, _) = self.points[index - 1], self.points[index]
         return o0 + (o1 - o0) * (time_ns - t0) // (t1 - t0)
 
@@ -73,9 +65,8 @@ class ClockOffset:
 
 @dataclass(frozen=True)
 class Alignment:
-    """Offsets of all clocks to ``reference``; ``clocks[r]`` is the clock of rank r."""
+    """Offsets of all clocks to that of the first rank; ``clocks[r]`` is the clock of rank r."""
 
-    reference: str
     clocks: dict[int, str]
     offsets: dict[str, ClockOffset]
 
@@ -102,26 +93,6 @@ class Alignment:
         ]
 
 
-@dataclass
-class _Iteration:
-    """An iteration of replicas on each clock: the latest entry and the earliest exit."""
-
-    entered: dict[str, int] = field(default_factory=dict)
-    left: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
-class _Evidence:
-    """Findings of all files: bounds per receiving clock and piece of its host's time."""
-
-    bounds: dict[tuple[str, int], Bounds] = field(default_factory=dict)
-    sends: dict[tuple[Any, ...], tuple[int, str]] = field(default_factory=dict)
-    arrivals: dict[tuple[Any, ...], tuple[int, str]] = field(default_factory=dict)
-    iterations: dict[tuple[int, ...], _Iteration] = field(default_factory=dict)
-    began: dict[str, dict[int, int]] = field(default_factory=dict)
-    """Per clock, when each iteration began in its host's unix time."""
-
-
 def message_key(event: Event) -> tuple[Any, ...] | None:
     """The key that a send and its arrival share; None for a channel known by name only."""
     message = message_of(event)
@@ -129,98 +100,84 @@ def message_key(event: Event) -> tuple[Any, ...] | None:
 
 
 class _Scan:
-    """Collects the evidence of one file after the other."""
+    """Collects bounds by iteration, one file after the other."""
 
     def __init__(self, files: list[TraceFile]) -> None:
         self.clocks = {file.rank: file.clock for file in files}
-        self.evidence = _Evidence()
-        self.reference = files[0].clock
-        self._unix_less_own = {file.clock: file.start_unix_ns - file.start_ns for file in files}
-        self._cross = len(set(self.clocks.values())) > 1
+        self.bounds: dict[int, Bounds] = defaultdict(dict)
+        self.seen: dict[int, tuple[int, int]] = {}
+        """First and last time of each iteration on the first rank's clock."""
+        self._sends: dict[tuple[Any, ...], tuple[int, str]] = {}
+        self._arrivals: dict[tuple[Any, ...], tuple[int, str]] = {}
+        self._entered: dict[tuple[int, ...], dict[str, int]] = defaultdict(dict)
+        self._left: dict[tuple[int, ...], dict[str, int]] = defaultdict(dict)
 
-    def _bound(self, sender: str, receiver: str, sent_ns: int, arrived_ns: int) -> None:
+    def _bound(
+        self, iteration: int, sender: str, receiver: str, sent_ns: int, arrived_ns: int
+    ) -> None:
         """``arrived_ns`` on the receiver's clock is no earlier than ``sent_ns`` on the sender's."""
-        if sender == receiver:
-            return
-        piece = (arrived_ns + self._unix_less_own[receiver]) // _PIECE_NS
-        known = self.evidence.bounds.setdefault((receiver, piece), {})
-        delay = arrived_ns - sent_ns
-        known[sender, receiver] = min(delay, known.get((sender, receiver), delay))
+        if sender != receiver:
+            _tighten(self.bounds[iteration], {(sender, receiver): arrived_ns - sent_ns})
 
     def read(self, file: TraceFile) -> None:
         """Add what one file knows."""
-        seen: dict[int, int] = {}
-        for event in read_events(file, _ACROSS if self._cross else _WITHIN):
-            cat = event["cat"]
-            if cat == EventKind.ARRIVAL:
-                self._arrival(file, event)
-            elif cat == EventKind.SEND:
-                self._send(file, event)
+        several = len(set(self.clocks.values())) > 1
+        kinds = (EventKind.ARRIVAL, EventKind.SEND, EventKind.ITERATION)
+        repeats: dict[int, int] = defaultdict(int)
+        for event in read_events(file, kinds if several else kinds[:1]):
+            number, time = event["args"]["iteration"], file.time_ns(event)
+            end = time + file.duration_ns(event)
+            if file.clock == self.clocks[min(self.clocks)]:
+                first, last = self.seen.get(number, (time, end))
+                self.seen[number] = min(first, time), max(last, end)
+            if event["cat"] == EventKind.ITERATION:
+                repeats[number] += 1
+                key = number, file.layout.pipeline, file.layout.tensor, repeats[number]
+                entered, left = self._entered[key], self._left[key]
+                entered[file.clock] = max(time, entered.get(file.clock, time))
+                left[file.clock] = min(end, left.get(file.clock, end))
             else:
-                self._iteration(file, event, seen)
+                self._message(file, event, time)
 
-    def _arrival(self, file: TraceFile, event: Event) -> None:
-        args = event["args"]
-        source = self.clocks.get(args.get("source", -1))
-        if source is None:
+    def _message(self, file: TraceFile, event: Event, time: int) -> None:
+        args, arrived = event["args"], event["cat"] == EventKind.ARRIVAL
+        peer = self.clocks.get(args.get("source" if arrived else "destination", -1))
+        sent = args.get("sent_ns") if arrived else None
+        if peer is not None and sent is not None:
+            if peer == file.clock and time < sent:
+                raise DataError(
+                    f"{file.path}: {event['name']} from rank {args['source']} arrived "
+                    f"{sent - time} ns before it was sent, although both ranks say they read one "
+                    "clock; the files are not of one run or the host's clock is broken"
+                )
+            self._bound(args["iteration"], peer, file.clock, sent, time)
             return
-        arrived = file.time_ns(event)
-        if source == file.clock and arrived < args.get("sent_ns", arrived):
-            raise DataError(
-                f"{file.path}: {event['name']} from rank {args['source']} arrived "
-                f"{args['sent_ns'] - arrived} ns before it was sent, although both ranks say they "
-                "read one clock; the files are not of one run or the host's clock is broken"
-            )
-        if "sent_ns" in args:
-            self._bound(source, file.clock, args["sent_ns"], arrived)
-        elif source != file.clock and args["microbatch"] < _SAMPLED_MICROBATCHES:
-            key = message_key(event)
-            if key is not None:
-                self.evidence.arrivals[key] = (arrived, file.clock)
-
-    def _send(self, file: TraceFile, event: Event) -> None:
-        args, key = event["args"], message_key(event)
-        receiver = self.clocks.get(args.get("destination", -1))
-        if key is None or receiver in (None, file.clock):
+        key = message_key(event)
+        if peer in (None, file.clock) or not key or args["microbatch"] >= _SAMPLED_MICROBATCHES:
             return
-        if args["microbatch"] < _SAMPLED_MICROBATCHES:
-            self.evidence.sends[key] = (file.time_ns(event), file.clock)
+        if arrived:  # of a message's parts the first send and the last arrival count
+            self._arrivals[key] = time, file.clock
+        else:
+            self._sends.setdefault(key, (time, file.clock))
+        if key in self._sends and key in self._arrivals:
+            (sent, sender), (time, receiver) = self._sends[key], self._arrivals[key]
+            self._bound(args["iteration"], sender, receiver, sent, time)
 
-    def _iteration(self, file: TraceFile, event: Event, seen: dict[int, int]) -> None:
-        number, layout = event["args"]["iteration"], file.layout
-        occurrence = seen[number] = seen.get(number, 0) + 1
-        key = (layout.pipeline, layout.tensor, number, occurrence)
-        one = self.evidence.iterations.setdefault(key, _Iteration())
-        start, clock = file.time_ns(event), file.clock
-        end = start + file.duration_ns(event)
-        began = start + file.start_unix_ns - file.start_ns
-        self.evidence.began.setdefault(clock, {}).setdefault(number, began)
-        one.entered[clock] = max(start, one.entered.get(clock, start))
-        one.left[clock] = min(end, one.left.get(clock, end))
-
-    def finish(self) -> dict[int, Bounds]:
-        """All bounds, per window of the unix time of the reference's host."""
-        for key, (arrived, receiver) in self.evidence.arrivals.items():
-            if key in self.evidence.sends:
-                sent, sender = self.evidence.sends[key]
-                self._bound(sender, receiver, sent, arrived)
-        for one in self.evidence.iterations.values():
-            for a, entered in one.entered.items():
-                for b, left in one.left.items():
-                    self._bound(a, b, entered, left)
-        windows: dict[int, Bounds] = {}
-        for (receiver, piece), bounds in self.evidence.bounds.items():
-            window = (piece * _PIECE_NS - self._ahead(receiver)) // WINDOW_NS
-            _tighten(windows.setdefault(window, {}), bounds)
-        return windows
-
-    def _ahead(self, clock: str) -> int:
-        """Lead of this host's wall clock over the reference's, in ns: exact to the skew of an
-        iteration's start, enough to tell windows."""
-        began = self.evidence.began.get(clock, {})
-        other = self.evidence.began.get(self.reference, {})
-        common = next((number for number in began if number in other), None)
-        return 0 if common is None else began[common] - other[common]
+    def windows(self) -> list[tuple[int, Bounds]]:
+        """All bounds, by the middles of windows on the first rank's clock."""
+        for key, entered in self._entered.items():
+            for a, entry in entered.items():
+                for b, leaving in self._left[key].items():
+                    self._bound(key[0], a, b, entry, leaving)
+        windows: list[tuple[int, int, Bounds]] = []
+        for number in sorted(self.seen, key=lambda number: self.seen[number]):
+            first, last = self.seen[number]
+            if not windows or last - windows[-1][0] > WINDOW_NS:
+                windows.append((first, last, {}))
+            begin, end, bounds = windows.pop()
+            _tighten(bounds, self.bounds.get(number, {}))
+            windows.append((begin, max(end, last), bounds))
+        return [((begin + end) // 2, bounds) for begin, end, bounds in windows]
 
 
 def _tighten(known: Bounds, bounds: Bounds) -> None:
@@ -228,40 +185,8 @@ def _tighten(known: Bounds, bounds: Bounds) -> None:
         known[pair] = min(delay, known.get(pair, delay))
 
 
-def _shortest(start: str, edges: dict[str, list[tuple[str, int]]]) -> dict[str, int] | None:
-    """Bellman-Ford from ``start``; None when there is a negative cycle."""
-    distance: dict[str, int] = {start: 0}
-    active, rounds = {start}, 0
-    while active:
-        if rounds > len(edges) + 1:
-            return None
-        rounds += 1
-        reached: set[str] = set()
-        for node in active:
-            for other, weight in edges.get(node, ()):
-                length = distance[node] + weight
-                if length < distance.get(other, math.inf):
-                    distance[other] = length
-                    reached.add(other)
-        active = reached
-    return distance
-
-
-def _extremes(
-    reference: str, bounds: Bounds, slack_ns: int
-) -> tuple[dict[str, int], dict[str, int]] | None:
-    """Largest offsets and negated smallest ones; None when the bounds contradict each other."""
-    up: dict[str, list[tuple[str, int]]] = {}
-    down: dict[str, list[tuple[str, int]]] = {}
-    for (a, b), delay in bounds.items():
-        up.setdefault(b, []).append((a, delay + slack_ns))
-        down.setdefault(a, []).append((b, delay + slack_ns))
-    highest, lowest = _shortest(reference, up), _shortest(reference, down)
-    return None if highest is None or lowest is None else (highest, lowest)
-
-
-def solve(reference: str, clocks: Iterable[str], bounds: Bounds) -> dict[str, tuple[int, int]]:
-    """Offset and uncertainty of every clock, in nanoseconds.
+def solve(clocks: Sequence[str], bounds: Bounds) -> dict[str, tuple[int, int]]:
+    """Offset to the first clock and uncertainty of every clock, in nanoseconds.
 
     Clocks that drift within the window contradict each other slightly; every bound is then widened
     by the least power of two that makes them agree, and the uncertainty grows by as much.
@@ -270,34 +195,46 @@ def solve(reference: str, clocks: Iterable[str], bounds: Bounds) -> dict[str, tu
         DataError: the bounds contradict each other by more than a millisecond.
         LookupError: clocks that are not bounded from both sides (its argument lists them).
     """
-    slack, found = 0, _extremes(reference, bounds, 0)
-    while found is None:
+    place = {clock: index for index, clock in enumerate(clocks)}
+    slack = 0
+    while True:
+        most = np.full((len(clocks), len(clocks)), _UNBOUNDED)
+        np.fill_diagonal(most, 0)
+        for (a, b), delay in bounds.items():
+            most[place[a], place[b]] = delay + slack
+        for via in range(len(clocks)):
+            longer = most[:, via, None] + most[None, via, :]
+            np.minimum(most, longer, out=most, where=longer < _UNBOUNDED // 2)
+        if most.diagonal().min() >= 0:
+            break
         slack = max(1000, 2 * slack)
         if slack > _LARGEST_SLACK_NS:
             raise DataError(
                 "the clocks contradict each other: messages arrived before they were sent"
             )
-        found = _extremes(reference, bounds, slack)
-    highest, lowest = found
-    unbounded = sorted(set(clocks) - (highest.keys() & lowest.keys()))
-    if unbounded:
-        raise LookupError(unbounded)
-    return {
-        clock: (
-            (highest[clock] - lowest[clock]) // 2,
-            (highest[clock] + lowest[clock] + 1) // 2 + slack,
-        )
-        for clock in clocks
-    }
+    highest, lowest = most[:, 0], most[0, :]
+    lost = [c for c, i in place.items() if max(highest[i], lowest[i]) >= _UNBOUNDED // 2]
+    if lost:
+        raise LookupError(lost)
+    middles, widths = (highest - lowest) // 2, (highest + lowest + 1) // 2 + slack
+    return {clock: (int(middles[i]), int(widths[i])) for clock, i in place.items()}
 
 
-def _refuse(alignment_clocks: dict[int, str], names: Iterable[str]) -> DataError:
-    lost = set(names)
-    ranks = sorted(rank for rank, clock in alignment_clocks.items() if clock in lost)
-    return DataError(
-        f"the clocks of ranks {', '.join(map(str, ranks))} cannot be aligned with rank "
-        f"{min(alignment_clocks)}'s: no messages in both directions bound them"
-    )
+def _whole(clocks: dict[int, str], bounds: Iterable[Bounds]) -> dict[str, tuple[int, int]]:
+    """The offsets by all bounds together: in a short trace the two directions may be in windows
+    that follow each other.
+    """
+    together: Bounds = {}
+    for some in bounds:
+        _tighten(together, some)
+    try:
+        return solve(list(dict.fromkeys(clocks.values())), together)
+    except LookupError as error:
+        ranks = [rank for rank, clock in sorted(clocks.items()) if clock in error.args[0]]
+        raise DataError(
+            f"the clocks of ranks {', '.join(map(str, ranks))} cannot be aligned with rank "
+            f"{min(clocks)}'s: no messages in both directions bound them"
+        ) from None
 
 
 def align(
@@ -316,25 +253,17 @@ def align(
     for file in files:
         scan.read(file)
         progress(file)
-    windows = scan.finish()
-    reference, clocks = scan.reference, list(dict.fromkeys(scan.clocks.values()))
-    solved = {}
-    for window, bounds in sorted(windows.items()):
-        with contextlib.suppress(LookupError):
-            solved[window] = solve(reference, clocks, bounds)
-    if not solved:  # a short trace: the two directions may be in windows that follow each other
-        whole: Bounds = {}
-        for bounds in windows.values():
-            _tighten(whole, bounds)
-        try:
-            solved[min(windows, default=0)] = solve(reference, clocks, whole)
-        except LookupError as error:
-            raise _refuse(scan.clocks, error.args[0]) from None
-    unix_less_own = files[0].start_unix_ns - files[0].start_ns
+    clocks = list(dict.fromkeys(scan.clocks.values()))
+    windows = scan.windows() if len(clocks) > 1 else []
     points: dict[str, list[tuple[int, int, int]]] = {clock: [] for clock in clocks}
-    for window, found in solved.items():
-        middle = window * WINDOW_NS + WINDOW_NS // 2 - unix_less_own
-        for clock, (offset, uncertainty) in found.items():
+
+    def add(middle: int, solved: dict[str, tuple[int, int]]) -> None:
+        for clock, (offset, uncertainty) in solved.items():
             points[clock].append((middle - offset, offset, uncertainty))
-    offsets = {clock: ClockOffset(tuple(points[clock])) for clock in clocks}
-    return Alignment(reference, scan.clocks, offsets)
+
+    for middle, bounds in windows:
+        with contextlib.suppress(LookupError):
+            add(middle, solve(clocks, bounds))
+    if not points[clocks[0]]:
+        add(0, _whole(scan.clocks, scan.bounds.values()))
+    return Alignment(scan.clocks, {clock: ClockOffset(tuple(points[clock])) for clock in clocks})

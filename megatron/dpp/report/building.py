@@ -3,46 +3,103 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import math
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from megatron.dpp.command_line import progress_bar
 from megatron.dpp.errors import ConfigError, DataError, require
 from megatron.dpp.report.align import align
 from megatron.dpp.report.analysis.experts import lost_per_forward
 from megatron.dpp.report.analysis.model import read_iterations
-from megatron.dpp.report.analysis.report_data import (
-    Difference,
-    Finding,
-    OtherOrder,
-    Pipeline,
-    Report,
-    Training,
-)
 from megatron.dpp.report.analysis.sentences import (
     EVEN_EXPERTS,
     HOW_TO_TRACE,
     LEAST,
-    difference_sentences,
     sentences,
     straggler_text,
     training_sentences,
 )
-from megatron.dpp.report.analysis.summary import Analysis, analyse, summary
+from megatron.dpp.report.analysis.summary import Analysis, Pipeline, analyse, summary
+from megatron.dpp.report.pictures.picture import Picture
 from megatron.dpp.report.pictures.plots import plot_timeline
 from megatron.dpp.report.reader import TraceFile, open_run
-from megatron.dpp.report.recorded import Recorded, recorded_runs
-from megatron.dpp.report.run_files import find_run, read_state, read_training
-from megatron.dpp.report.whatif import WhatIf, effects, opposite, predict_all, without_imbalance
+from megatron.dpp.report.run_files import RunPlace, Training, find_run, read_state, read_training
+from megatron.dpp.report.whatif import (
+    Recorded,
+    WhatIf,
+    effects,
+    predict_all,
+    recorded_runs,
+    without_imbalance,
+)
 
 
-def _load(folder: Path, options: argparse.Namespace, *, quiet: bool) -> Analysis:
-    files = open_run(folder)
-    settings = {"disable": True} if quiet else {}
-    with progress_bar(sum(file.size for file in files), **settings) as bar:
-        alignment = align(files, lambda file: bar.update(file.size))
-    return analyse(files, alignment, skip=options.skip, threshold=options.threshold)
+@dataclass(frozen=True)
+class Difference:
+    """Two runs' metrics in the steps that both have: names of those that are equal bit by bit, and
+    the largest difference of each other one.
+    """
+
+    common: int
+    equal: list[str]
+    largest: dict[str, float]
+
+    @classmethod
+    def of(cls, *runs: Training) -> Difference:
+        """Compare losses, norms and learning rates of two runs."""
+        one, two = ({line["iteration"]: line for line in run.metrics} for run in runs)
+        steps, largest = sorted(one.keys() & two.keys()), {}
+        for name in ("loss", "grad_norm", "lr") if steps else ():
+            pairs = [(one[step].get(name), two[step].get(name)) for step in steps]
+            apart = [(a, b) for a, b in pairs if a != b]
+            numbers = [abs(a - b) for a, b in apart if a is not None and b is not None]
+            largest[name] = max(numbers, default=math.nan) if apart else 0.0
+        equal = [name for name, size in largest.items() if size == 0.0]
+        return cls(len(steps), equal, {n: size for n, size in largest.items() if n not in equal})
+
+    def sentences(self) -> list[str]:
+        """The findings in words."""
+        if not self.common:
+            return ["The two runs have no step in common."]
+        equal = f"Equal bit by bit in all {self.common} common steps: {', '.join(self.equal)}."
+        sizes = ", ".join(f"{name} by at most {size:.3g}" for name, size in self.largest.items())
+        unlike = f"Different in the {self.common} common steps: {sizes}."
+        return [equal] * bool(self.equal) + [unlike] * bool(self.largest)
+
+
+@dataclass
+class Report:
+    """All that is known of a run, and of a baseline to set beside it.
+
+    Args:
+        training: its metrics.
+        pipeline: its traces, None without any.
+        baseline: the other run, without a baseline of its own.
+        difference: of the two runs' metrics.
+        sentences: the findings in words, most important first.
+        timeline: one iteration.
+    """
+
+    training: Training
+    pipeline: Pipeline | None = None
+    baseline: Report | None = None
+    difference: Difference | None = None
+    sentences: list[str] = field(default_factory=list)
+    timeline: Picture | None = None
+
+    def numbers(self) -> dict[str, Any]:
+        """As JSON, without series and timeline."""
+        found = asdict(self.pipeline) if self.pipeline else {}
+        found["training"] = self.training.numbers()
+        if self.sentences:
+            found["sentences"] = self.sentences
+        if self.baseline:
+            found["baseline"] = self.baseline.numbers()
+        if self.difference:
+            found["difference"] = asdict(self.difference)
+        return found
 
 
 def look(files: list[TraceFile]) -> Pipeline | None:
@@ -53,11 +110,11 @@ def look(files: list[TraceFile]) -> Pipeline | None:
         return None
 
 
-def state_of(home: Path, files: list[TraceFile], training: Training) -> tuple[str, list[int]]:
+def state_of(place: RunPlace, files: list[TraceFile], training: Training) -> tuple[str, list[int]]:
     """The state of a run, and the ranks that died; where no state was written, by its ranks."""
     open_files = [file for file in files if not file.complete]
     dead = [file.rank for file in open_files if file.alive is False]
-    if not files or read_state(home) is not None:
+    if not files or read_state(place.home) is not None:
         return training.state, dead
     running = len(dead) < len(open_files)
     return ("running" if running else "ended") + (f", rank {dead[0]} died" if dead else ""), dead
@@ -70,61 +127,29 @@ def _predict(analysis: Analysis, runs: Sequence[Recorded], into: Pipeline) -> No
     costs: list[float | None] = [None] * len(analysis.culprits)
     shape = analysis.shape
     if runs:
-        ranks = shape.pipelines()[0]
-        what_if = WhatIf(runs)
+        ranks, what_if = shape.pipelines()[0], WhatIf(runs)
         predictions = predict_all(what_if, analysis.culprits, shape)
         lost = lost_per_forward(analysis.loads)
         if any(lost.values()):
             change = without_imbalance(ranks, lost)
-            predictions.append(what_if.in_recorded_order(EVEN_EXPERTS, change))
+            predictions.append(what_if.predict(EVEN_EXPERTS, change, in_recorded_order=True))
         into.what_if = sorted(predictions, key=lambda row: -row.gain)
         into.fidelity = what_if.fidelity
-        into.other_order = _other_order(what_if, into)
         costs = effects(what_if, analysis.culprits, ranks)
     for culprit, effect in zip(analysis.culprits, costs, strict=True):
+        name, text = culprit.where(shape), straggler_text(culprit, shape)
         harmless = effect is not None and effect < LEAST
-        where, text = culprit.where(shape), straggler_text(culprit, shape)
-        finding = Finding(culprit, where, text, effect)
+        finding = replace(culprit, name=name, text=text, effect=effect)
         (into.without_effect if harmless else into.stragglers).append(finding)
-    into.totals = dataclasses.replace(into.totals, stragglers=len(into.stragglers))
+    into.totals.stragglers = len(into.stragglers)
 
 
-def _other_order(what_if: WhatIf, found: Pipeline) -> OtherOrder | None:
-    """The run's tasks under the other schedule; None with one rank."""
-    run = what_if.runs[-1]
-    if run.shape.num_ranks < 2:
-        return None
-    try:
-        stretched = what_if.stretched(opposite(run, what_if.config))
-    except ConfigError:
-        return None
-    name = "static" if run.dynamic else "dynamic"
-    return OtherOrder(name, 1.0 - (1.0 - found.totals.bubble) / stretched, stretched)
-
-
-def _timeline(analysis: Analysis, number: int, schedule: str) -> str:
-    """One iteration as a picture, with its heading."""
+def _timeline(analysis: Analysis, number: int, schedule: str) -> Picture:
+    """One iteration as a picture."""
     found = next(read_iterations(analysis.files, analysis.alignment, {number}), None)
-    require(found is not None, f"--iteration {number}: not recorded by every rank")
-    assert found is not None
-    picture = plot_timeline(found, analysis.shape, schedule)
-    return f'<h2>{picture.title}</h2><div class="wide">{picture.inline()}</div>'
-
-
-def difference(one: Training, two: Training) -> Difference:
-    """Losses, norms and learning rates of two runs, step by step."""
-    equal, largest = [], {}
-    lines = [{line["iteration"]: line for line in run.metrics} for run in (one, two)]
-    common = sorted(lines[0].keys() & lines[1].keys())
-    for name in ("loss", "grad_norm", "lr"):
-        pairs = [(lines[0][step].get(name), lines[1][step].get(name)) for step in common]
-        apart = [(a, b) for a, b in pairs if a != b]
-        if pairs and not apart:
-            equal.append(name)
-        elif apart:
-            numbers = [abs(a - b) for a, b in apart if a is not None and b is not None]
-            largest[name] = max(numbers, default=float("nan"))
-    return Difference(len(common), equal, largest)
+    if found is None:
+        raise ConfigError(f"--iteration {number}: not recorded by every rank")
+    return plot_timeline(found, analysis.shape, schedule)
 
 
 def names_of(options: argparse.Namespace) -> list[str]:
@@ -139,16 +164,34 @@ def names_of(options: argparse.Namespace) -> list[str]:
     return names
 
 
+def _read(
+    place: RunPlace, options: argparse.Namespace, metrics_file: str | None, *, quiet: bool
+) -> tuple[Report, Analysis | None]:
+    """A run's numbers; at least its metrics or its traces must be there."""
+    report, folder = Report(read_training(place.home, metrics_file)), place.traces()
+    if folder is None:
+        if not report.training.metrics:
+            place.need_traces()
+        return report, None
+    files = open_run(folder)
+    with progress_bar(
+        sum(file.size for file in files), **{"disable": True} if quiet else {}
+    ) as bar:
+        alignment = align(files, lambda file: bar.update(file.size))
+    analysis = analyse(files, alignment, skip=options.skip, threshold=options.threshold)
+    report.pipeline = summary(analysis)
+    return report, analysis
+
+
 def build_report(
-    options: argparse.Namespace, *, quiet: bool = False, live: bool = False
+    options: argparse.Namespace, *, live: bool = False
 ) -> tuple[Report, list[Recorded]]:
     """All numbers and sentences of a run, its timeline, and its recorded costs; without traces
     those of its metrics.
 
     Args:
         options: of ``megatron-dpp report``.
-        quiet: no progress bar.
-        live: traces that say nothing yet are left out where there are metrics.
+        live: no progress bar; traces that say nothing yet are left out where there are metrics.
 
     Raises:
         DppError: an option that cannot be, or a run that cannot be read.
@@ -156,40 +199,27 @@ def build_report(
     require(options.threshold > 1, f"--threshold {options.threshold:g}: must be above 1")
     require((options.skip or 0) >= 0, f"--skip {options.skip}: must be at least 0")
     name, *others = names_of(options)
-    place = find_run(name)
-    report, runs = Report(read_training(place.home, options.metrics_file)), list[Recorded]()
-    folder = place.traces()
-    if folder is None and not report.training.metrics:
-        place.need_traces()
-    if folder is not None:
-        try:
-            analysis = _load(folder, options, quiet=quiet)
-            report.pipeline, runs = summary(analysis), recorded_runs(analysis)
-            _predict(analysis, runs, report.pipeline)
-            chosen = options.iteration
-            number = analysis.typical().number if chosen is None else chosen
-            report.timeline = _timeline(analysis, number, report.pipeline.name)
-        except DataError:
-            if not (live and report.training.metrics):
-                raise
-    else:
+    place, runs = find_run(name), list[Recorded]()
+    try:
+        report, analysis = _read(place, options, options.metrics_file, quiet=live)
+    except DataError:
+        report, analysis = Report(read_training(place.home, options.metrics_file)), None
+        if not (live and report.training.metrics):
+            raise
+    if analysis is None or report.pipeline is None:
         require(options.iteration is None, f"--iteration {options.iteration}: the run has no trace")
+    else:
+        runs = recorded_runs(analysis)
+        _predict(analysis, runs, report.pipeline)
+        chosen = options.iteration
+        number = analysis.typical().number if chosen is None else chosen
+        report.timeline = _timeline(analysis, number, report.pipeline.name)
     report.sentences = training_sentences(report.training)
     if others:
-        report.baseline = _baseline(others[0], options, quiet=quiet)
+        report.baseline, _ = _read(find_run(others[0]), options, None, quiet=live)
         if report.training.metrics and report.baseline.training.metrics:
-            report.difference = difference(report.training, report.baseline.training)
-            report.sentences += difference_sentences(report.difference)
+            report.difference = Difference.of(report.training, report.baseline.training)
+            report.sentences += report.difference.sentences()
     report.sentences += sentences(report.pipeline) if report.pipeline else []
-    report.sentences += [HOW_TO_TRACE] if folder is None else []
+    report.sentences += [HOW_TO_TRACE] if place.traces() is None else []
     return report, runs
-
-
-def _baseline(name: str, options: argparse.Namespace, *, quiet: bool) -> Report:
-    """Another run, with its numbers only."""
-    place = find_run(name)
-    folder, training = place.traces(), read_training(place.home)
-    if folder is None and not training.metrics:
-        place.need_traces()
-    found = None if folder is None else summary(_load(folder, options, quiet=quiet))
-    return Report(training, found)

@@ -20,12 +20,17 @@ from pathlib import Path
 
 from megatron.dpp.command_line import guarded, new_parser
 from megatron.dpp.errors import DataError, require
-from megatron.dpp.report.analysis.formats import duration, number, percent, time_left
-from megatron.dpp.report.analysis.report_data import Pipeline, RankRow, Training
-from megatron.dpp.report.analysis.sentences import HOW_TO_TRACE
+from megatron.dpp.report.analysis.sentences import (
+    HOW_TO_TRACE,
+    duration,
+    number,
+    percent,
+    time_left,
+)
+from megatron.dpp.report.analysis.summary import Pipeline, RankRow
 from megatron.dpp.report.building import look, names_of, state_of
 from megatron.dpp.report.reader import TraceFile, open_run
-from megatron.dpp.report.run_files import find_run, read_training
+from megatron.dpp.report.run_files import Training, find_run, read_training
 from megatron.dpp.report.web import REST, serve
 
 _BAR, _CURVE = 20, 60
@@ -57,10 +62,9 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp monitor
     this host died without ending its trace.
     """
     options = build_parser(prog).parse_args(argv)
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         return guarded(prog, lambda: _run(options))
-    except KeyboardInterrupt:
-        return 0
+    return 0
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -78,10 +82,10 @@ def _watch(options: argparse.Namespace) -> int:
         with contextlib.suppress(*([] if options.once else [DataError])):  # a header half written
             files = [] if folder is None else open_run(folder, allow_missing=True)
         training = read_training(place.home, options.metrics_file, last_only=True)
-        state, dead = state_of(place.home, files, training)
+        state, dead = state_of(place, files, training)
         if not files and not training.metrics and state == "ended":
             place.need_traces()
-        text = view(folder or place.home, files, training, state)
+        text = _view(folder or place.home, files, training, state)
         erase = "\x1b[H\x1b[2J" if sys.stdout.isatty() and not options.once else ""
         print(erase + text, flush=True)
         if options.once or state.partition(" ")[0].strip(",:") not in ("starting", "running"):
@@ -89,7 +93,7 @@ def _watch(options: argparse.Namespace) -> int:
         time.sleep(max(options.interval, REST * (time.monotonic() - began)))
 
 
-def view(place: Path, files: list[TraceFile], training: Training, state: str) -> str:
+def _view(place: Path, files: list[TraceFile], training: Training, state: str) -> str:
     """The whole text of one look."""
     found = look(files) if files else None
     lines = [f"{place}: {state}", _headline(training, found)]
@@ -123,12 +127,6 @@ def _blocks(values: Sequence[float]) -> str:
     return "".join(_HEIGHTS[round((v - low) / span * top) if span else 0] for v in means)
 
 
-def _rank_state(file: TraceFile) -> str:
-    if file.complete:
-        return "ended"
-    return {True: "runs", False: "DEAD", None: "remote"}[file.alive]
-
-
 def _ranks(files: list[TraceFile], found: Pipeline | None) -> list[str]:
     """A line per rank, in the order of stages."""
     lines = [
@@ -137,9 +135,11 @@ def _ranks(files: list[TraceFile], found: Pipeline | None) -> list[str]:
     ]
     rows = {row.rank: row for row in found.ranks} if found else {}
     for file in sorted(files, key=lambda file: (file.layout.pipeline, file.rank)):
-        place = f"{file.rank:>5}  {file.layout.pipeline:>5}  {_rank_state(file):<7} "
+        alive = {True: "runs", False: "DEAD", None: "remote"}[file.alive]
+        alive = "ended" if file.complete else alive
         row = rows.get(file.rank)
-        lines.append(place + (_times(row) if row else "no iteration that all ranks finished yet"))
+        times = _times(row) if row else "no iteration that all ranks finished yet"
+        lines.append(f"{file.rank:>5}  {file.layout.pipeline:>5}  {alive:<7} {times}")
     return lines
 
 

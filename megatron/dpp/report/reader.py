@@ -74,10 +74,14 @@ class TraceFile:
         return round(float(event.get("dur", 0)) * 1000)
 
 
-def _is_complete(path: Path) -> bool:
-    with open_to_read(path) as file:
-        file.seek(max(0, path.stat().st_size - 256))
-        return b'"name":"end"' in file.read()
+def is_whole(value: object) -> bool:
+    """True for a whole number of at most 64 bits, as a run counts and C++ holds it."""
+    return type(value) is int and abs(value) < 1 << 63
+
+
+_LAYOUT = {field.name: field.default for field in fields(TraceLayout)}
+_TEXTS = ("device", "host", "clock", "run", "schedule")
+_NUMBERS = ("rank", "process", "start_ns", "start_unix_ns", *(_LAYOUT.keys() - {"schedule"}))
 
 
 def read_header(path: Path) -> TraceFile:
@@ -89,6 +93,8 @@ def read_header(path: Path) -> TraceFile:
     try:
         with open_to_read(path) as file:
             first, second = (file.readline(_LONGEST_HEAD).decode() for _ in range(2))
+            file.seek(max(0, path.stat().st_size - 256))
+            complete = b'"name":"end"' in file.read()
         head = json.loads(second.rstrip().rstrip(","))
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: not a readable trace file ({error})") from None
@@ -102,76 +108,52 @@ def read_header(path: Path) -> TraceFile:
             f"{path}: schema version {shown(args.get('schema'))}, this program reads "
             f"{SCHEMA_VERSION}; record the run again or use the version that wrote it"
         )
-    try:
-        known = {f.name: f.default for f in fields(TraceLayout) if f.default is not MISSING}
-        layout = TraceLayout(**{f.name: (known | args)[f.name] for f in fields(TraceLayout)})
-        names = ("rank", "device", "host", "process", "clock", "run", "start_ns", "start_unix_ns")
-        values = {name: args[name] for name in names}
-        numbers = [values[name] for name in ("rank", "process", "start_ns", "start_unix_ns")]
-        numbers += [*layout.place, *layout.sizes, layout.num_chunks]
-        for number in numbers:
-            if not is_whole(number):
-                raise DataError(f"{path}: the header holds {shown(number)} as a whole number")
-        texts = [values[name] for name in ("device", "host", "clock", "run")]
-        for text in [*texts, layout.schedule]:
-            if type(text) is not str:
-                raise DataError(f"{path}: the header holds {shown(text)} as a text")
-        _check_layout(path, layout)
-    except KeyError as error:
-        raise DataError(f"{path}: the header lacks {error}") from None
-    return TraceFile(path=path, layout=layout, complete=_is_complete(path), **values)
-
-
-def _check_layout(path: Path, layout: TraceLayout) -> None:
-    """Refuse a place outside of its job, and a job of more ranks than there are."""
+    values = {name: args.get(name, _LAYOUT.get(name, MISSING)) for name in (*_NUMBERS, *_TEXTS)}
+    for name, value in values.items():
+        if value is MISSING:
+            raise DataError(f"{path}: the header lacks {name!r}")
+        if not (type(value) is str if name in _TEXTS else is_whole(value)):
+            raise DataError(f"{path}: the header holds {shown(value)} as {name}")
+    layout = TraceLayout(**{name: values.pop(name) for name in _LAYOUT})
     inside = all(0 <= place < size for place, size in zip(layout.place, layout.sizes, strict=True))
     if not inside or not 0 < math.prod(layout.sizes) * layout.num_chunks <= _MOST_STAGES:
         raise DataError(
             f"{path}: the header holds place {layout.place} of {layout.sizes} ranks with "
             f"{layout.num_chunks} chunks"
         )
-
-
-def is_whole(value: object) -> bool:
-    """True for a whole number of at most 64 bits, as a run counts and C++ holds it."""
-    return type(value) is int and abs(value) < 1 << 63
+    return TraceFile(path=path, layout=layout, complete=complete, **values)
 
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 31
 
 
-def _is_text(value: object) -> bool:
-    return type(value) is str
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and -_MOST < value < _MOST
-
-
 _MOST = 1e16
 """Above all times in us and all values of counters."""
-_COUNTS = ("chunk", "microbatch", "piece", "part", "source", "destination")
-_KINDS: dict[str, Callable[[object], bool]] = {
-    **dict.fromkeys(("iteration", "sent_ns", "bytes", "layer", "first", "group"), is_whole),
-    **dict.fromkeys(_COUNTS, _is_count),
-    **dict.fromkeys(("kind", "cause", "detail", "channel", "name", "cat"), _is_text),
-    **dict.fromkeys(("value", "queued_us", "ts", "dur"), _is_number),
-    "direction": lambda value: value in ("forward", "backward"),
-    "tokens": lambda value: isinstance(value, list) and bool(value) and all(map(_is_count, value)),
-    "ahead": lambda value: type(value) is bool,
-}
-"""Field -> tells whether a value can be its own."""
+_RULES: tuple[tuple[str, Callable[[Any], bool]], ...] = (
+    ("iteration sent_ns bytes layer first group", is_whole),
+    ("chunk microbatch piece part source destination", _is_count),
+    ("kind cause detail channel name cat", lambda value: type(value) is str),
+    (
+        "value queued_us ts dur",
+        lambda value: type(value) in (int, float) and -_MOST < value < _MOST,
+    ),
+    ("direction", lambda value: value in ("forward", "backward")),
+    ("tokens", lambda value: type(value) is list and value != [] and all(map(_is_count, value))),
+    ("ahead", lambda value: type(value) is bool),
+)
+_IS_GOOD = {field: rule for names, rule in _RULES for field in names.split()}
 _FIELDS: dict[str, tuple[str, ...]] = {
-    EventKind.TASK: ("iteration", "kind", "chunk", "microbatch", "piece"),
-    EventKind.EXPERTS: ("iteration", "chunk", "microbatch", "layer", "first", "group", "tokens"),
-    EventKind.WAIT: ("iteration", "cause"),
-    EventKind.SEND: ("iteration", "microbatch", "bytes", "kind"),
-    EventKind.ARRIVAL: ("iteration", "microbatch", "bytes"),
-    EventKind.SPAN: ("iteration",),
-    EventKind.ITERATION: ("iteration",),
-    EventKind.COUNTER: ("value",),
+    EventKind.TASK: ("kind", "chunk", "microbatch", "piece"),
+    EventKind.EXPERTS: ("chunk", "microbatch", "layer", "first", "group", "tokens"),
+    EventKind.WAIT: ("cause",),
+    EventKind.SEND: ("microbatch", "bytes", "kind"),
+    EventKind.ARRIVAL: ("microbatch", "bytes"),
+    EventKind.SPAN: (),
+    EventKind.ITERATION: (),
 }
+_NEEDED = {kind: ("iteration", *names) for kind, names in _FIELDS.items()}
+_NEEDED[EventKind.COUNTER] = ("value",)
 """Category -> fields that its events have."""
 
 
@@ -188,10 +170,9 @@ def parse_event(line: str) -> Event:
         return event  # type: ignore[no-any-return]
     args = event["args"]
     for field, value in itertools.chain(event.items(), args.items()):
-        good = _KINDS.get(field)
-        if good is not None and not good(value):
+        if field in _IS_GOOD and not _IS_GOOD[field](value):
             raise ValueError(f"{field} is {shown(value)}")
-    needed = _FIELDS.get(event["cat"], ())
+    needed = _NEEDED.get(event["cat"], ())
     for field in (*needed, *MessageId._fields) if "source" in args else needed:
         if field not in args:
             raise ValueError(f"it lacks {field}")
@@ -250,13 +231,8 @@ def _names(paths: list[str]) -> str:
     return ", ".join(paths[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _expected(layout: TraceLayout) -> set[str]:
-    places = itertools.product(*map(range, layout.sizes))
-    return {layout.at(place).file_name() for place in places}
-
-
 def _check_one_run(files: list[TraceFile]) -> None:
-    first = files[0]
+    first, seen = files[0], dict[int, str]()
     others = [
         file.path.name
         for file in files
@@ -269,11 +245,10 @@ def _check_one_run(files: list[TraceFile]) -> None:
             f"{first.path.parent}: files of several runs are mixed; not of the run of "
             f"{first.path.name}: {_names(others)}. Remove the directory and record again"
         )
-    seen: dict[int, str] = {}
     for file in files:
-        if file.rank in seen:
-            raise DataError(f"rank {file.rank} has two files: {seen[file.rank]}, {file.path.name}")
-        seen[file.rank] = file.path.name
+        known = seen.setdefault(file.rank, file.path.name)
+        if known != file.path.name:
+            raise DataError(f"rank {file.rank} has two files: {known}, {file.path.name}")
 
 
 def open_run(directory: str | os.PathLike[str], *, allow_missing: bool = False) -> list[TraceFile]:
@@ -298,7 +273,10 @@ def open_run(directory: str | os.PathLike[str], *, allow_missing: bool = False) 
         raise DataError(f"{root}: {what} (files are called {FILE_PATTERN})")
     files = sorted((read_header(path) for path in paths), key=lambda file: file.rank)
     _check_one_run(files)
-    missing = sorted(_expected(files[0].layout) - {path.name for path in paths})
+    layout = files[0].layout
+    places = itertools.product(*map(range, layout.sizes))
+    names = {layout.at(place).file_name() for place in places}
+    missing = sorted(names - {path.name for path in paths})
     if missing and not allow_missing:
         raise DataError(f"{root}: {len(missing)} of the run's files are missing: {_names(missing)}")
     return files

@@ -19,7 +19,7 @@ from megatron.dpp.files.safe_files import open_text_to_write
 from megatron.dpp.report.analysis.sentences import NOT_OF_SLICES
 from megatron.dpp.report.building import build_report
 from megatron.dpp.report.pictures.page import page
-from megatron.dpp.report.recorded import cost_file
+from megatron.dpp.report.whatif import cost_file
 
 _PAGE = "report.html"
 

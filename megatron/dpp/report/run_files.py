@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import socket
+import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ import psutil  # type: ignore[import-untyped]
 from megatron.dpp.command_line import ROOT
 from megatron.dpp.errors import DataError, require
 from megatron.dpp.files.safe_files import open_to_read, read_bytes, replacing
-from megatron.dpp.report.analysis.report_data import Training
 from megatron.dpp.report.reader import FILE_PATTERN, is_whole
 
 METRICS, STATE, COMMAND = "metrics.jsonl", "state.json", "command"
@@ -168,6 +169,89 @@ def find_run(name: str | os.PathLike[str], root: Path = ROOT) -> RunPlace:
     return RunPlace(real)
 
 
+@dataclass
+class Training:
+    """The metrics of a run, and what its directory tells of it.
+
+    Args:
+        home: the run's directory.
+        metrics: a line per training step, as ``megatron.dpp.metrics`` writes them.
+        evaluations: (iteration, validation loss).
+        flags: of the command that started it, and their values.
+        state: in words; empty where unknown.
+        runs: it goes on.
+        checkpoint: iteration of the last checkpoint.
+    """
+
+    home: Path
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    flags: dict[str, str] = field(default_factory=dict)
+    state: str = ""
+    runs: bool = False
+    checkpoint: int | None = None
+
+    @property
+    def iteration(self) -> int:
+        """The last iteration; 0 before the first."""
+        return int(self.metrics[-1]["iteration"]) if self.metrics else 0
+
+    @property
+    def total(self) -> int | None:
+        """Iterations that the run shall have; None where unknown."""
+        return self.metrics[-1].get("train_iters") if self.metrics else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Time to the last iteration, at the median of the last 20; None where it is unknown, and
+        for a run that has ended.
+        """
+        recent = self.series("ms")[1][-20:]
+        if not recent or self.total is None or not self.runs:
+            return None
+        return max(self.total - self.iteration, 0) * statistics.median(recent) / 1e3
+
+    @property
+    def progress(self) -> str:
+        """``iteration 40 of 100``."""
+        total = f" of {self.total}" if self.total else ""
+        return f"iteration {self.iteration}{total}" if self.metrics else "no iteration yet"
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Iterations and values of a metric, without those that are missing; ``tokens/s`` is one,
+        too.
+        """
+        found = []
+        for line in self.metrics:
+            value = line.get(name)
+            if name == "tokens/s" and line.get("ms") and line.get("tokens"):
+                value = line["tokens"] / line["ms"] * 1e3
+            if isinstance(value, int | float) and math.isfinite(value):
+                found.append((line["iteration"], float(value)))
+        return [x for x, _ in found], [y for _, y in found]
+
+    def median(self, name: str) -> float | None:
+        """The median of a metric, None where there is none."""
+        values = self.series(name)[1]
+        return statistics.median(values) if values else None
+
+    def last(self, name: str) -> float | None:
+        """The last value of a metric, None where there is none."""
+        values = self.series(name)[1]
+        return values[-1] if values else None
+
+    def numbers(self) -> dict[str, Any]:
+        """As JSON, without the series."""
+        return {
+            "iteration": self.iteration,
+            "train_iters": self.total,
+            "state": self.state,
+            "loss": self.last("loss"),
+            "tokens/s": self.median("tokens/s"),
+            "flags": self.flags,
+        }
+
+
 def read_metrics(path: Path, *, last_only: bool = False) -> list[dict[str, Any]]:
     """The lines of a metrics file in order, of steps and evaluations; empty where there is none.
 
@@ -196,9 +280,7 @@ def read_training(
 ) -> Training:
     """Reads the files of the run in ``home``; ``last_only``: of the metrics only the last."""
     path = Path(metrics_file) if metrics_file else home / METRICS
-    lines = read_metrics(path, last_only=last_only)
-    flags = _flags(home / COMMAND)
-    state = read_state(home)
+    lines, flags, state = read_metrics(path, last_only=last_only), _flags(home), read_state(home)
     training = Training(
         home=home,
         metrics=[line for line in lines if "loss" in line],
@@ -210,27 +292,21 @@ def read_training(
         flags=flags,
         checkpoint=_checkpoint(Path(flags["--save"])) if flags.get("--save") else None,
     )
-    if state is None:
-        training.runs = _goes_on(path, training)
-        training.state = "running" if training.runs else "ended"
-    else:
+    if state is not None:
         training.runs, training.state = not state.ended, str(state)
+        return training
+    with contextlib.suppress(OSError):  # metrics just written, unless of the last step
+        fresh = time.time() - path.stat().st_mtime < _FRESH_S
+        training.runs = fresh and (training.total is None or training.iteration < training.total)
+    training.state = "running" if training.runs else "ended"
     return training
 
 
-def _goes_on(path: Path, training: Training) -> bool:
-    """True for metrics that have just been written, unless they are those of the last step."""
-    with contextlib.suppress(OSError):
-        fresh = time.time() - path.stat().st_mtime < _FRESH_S
-        return fresh and (training.total is None or training.iteration < training.total)
-    return False
-
-
-def _flags(path: Path) -> dict[str, str]:
-    """The flags of a command line and their values."""
+def _flags(home: Path) -> dict[str, str]:
+    """The flags of a run's command line and their values."""
     words: list[str] = []
     with contextlib.suppress(OSError, ValueError):
-        words = shlex.split(read_bytes(path).decode(errors="replace"))
+        words = shlex.split(read_bytes(home / COMMAND).decode(errors="replace"))
     flags: dict[str, list[str]] = {}
     last = None
     for word in words:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.errors import DataError
-from megatron.dpp.report.analysis.formats import number, time_left
+from megatron.dpp.report.analysis.sentences import number, time_left
 from megatron.dpp.report.run_files import (
     COMMAND,
     METRICS,

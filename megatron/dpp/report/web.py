@@ -7,14 +7,12 @@ request names a file, so none can reach one.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -75,32 +73,25 @@ class LivePage:
         place = find_run(names_of(self._options)[0])
         folder = place.traces()
         files = [] if folder is None else open_run(folder)
-        state, _ = state_of(place.home, files, read_training(place.home, last_only=True))
+        state, _ = state_of(place, files, read_training(place.home, last_only=True))
         paths = [*(file.path for file in files), place.home / METRICS, place.home / STATE]
-        found = [path.stat() for path in paths if path.exists()]
-        seen = place, state, [(each.st_mtime_ns, each.st_size) for each in found]
-        if seen == self._seen:
-            return
-        report, _ = build_report(self._options, quiet=True, live=True)
-        status = f"{state}, {time.strftime('%H:%M:%S')}"
-        self._text = page(report, live_s=self._interval, status=status)
-        self._seen = seen
+        stats = [path.stat() for path in paths if path.exists()]
+        seen = place, state, [(stat.st_mtime_ns, stat.st_size) for stat in stats]
+        if seen != self._seen:
+            report, _ = build_report(self._options, live=True)
+            status = f"{state}, {time.strftime('%H:%M:%S')}"
+            self._text = page(report, live_s=self._interval, status=status)
+            self._seen = seen
 
 
 def _handler(live: LivePage, *, local: bool) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        """Answers GET and HEAD of ``/``; everything else is refused."""
+        """Answers GET of ``/``; everything else is refused."""
 
         timeout = _SOCKET_S
         server_version, sys_version = "megatron-dpp", ""
 
         def do_GET(self) -> None:
-            self._answer(with_body=True)
-
-        def do_HEAD(self) -> None:
-            self._answer(with_body=False)
-
-        def _answer(self, *, with_body: bool) -> None:
             name = self.headers.get("Host", "localhost").rsplit(":", 1)[0].strip("[]")
             if local and not is_loopback(name):  # a foreign page that names this address
                 self.send_error(403, "this page is for this machine alone")
@@ -112,8 +103,7 @@ def _handler(live: LivePage, *, local: bool) -> type[BaseHTTPRequestHandler]:
                 for header in (*_HEADERS.items(), ("Content-Length", str(len(body)))):
                     self.send_header(*header)
                 self.end_headers()
-                if with_body:
-                    self.wfile.write(body)
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
             """Requests are not logged."""
@@ -153,30 +143,18 @@ def open_server(live: LivePage, host: str, port: int) -> ThreadingHTTPServer:
         raise ConfigError(f"--host {host} --port {port}: {error.strerror or error}") from error
 
 
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    def end(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def serve(options: argparse.Namespace) -> int:
-    """Serve the page until Ctrl-C or SIGTERM; returns 0."""
+    """Serve the page until Ctrl-C or SIGTERM, which raise KeyboardInterrupt."""
     require(not options.once, "--once prints into the terminal: leave it out with --web")
     name = names_of(options)[0]
     find_run(name)
     server = open_server(LivePage(options, options.interval), options.host, options.port)
-    with server, _ended_by_sigterm():
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with server:
         where = with_port(options.host, server.server_port)
         print(f"live report of {name}: http://{where}/", flush=True)
         if not is_loopback(options.host):
             print("everybody who reaches this address can read the report", flush=True)
         print("Ctrl-C ends it", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever(poll_interval=0.2)
+        server.serve_forever(poll_interval=0.2)
     return 0

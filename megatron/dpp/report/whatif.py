@@ -8,101 +8,263 @@ decisions. The time after the last task (gradient reduction, optimizer) is taken
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+import itertools
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.report.analysis import work
-from megatron.dpp.report.analysis.report_data import Prediction
-from megatron.dpp.report.analysis.sentences import EVEN_LAYERS
+from megatron.dpp.report.analysis.model import JobShape
+from megatron.dpp.report.analysis.sentences import DYNAMIC, EVEN_LAYERS, STATIC
 from megatron.dpp.report.analysis.stragglers import Culprit
-from megatron.dpp.report.analysis.work import Cell, JobShape
-from megatron.dpp.report.recorded import SECOND, Recorded
-from megatron.dpp.schedule import Kind
-from megatron.dpp.sim.schedules import ScheduleConfig
+from megatron.dpp.report.analysis.summary import Analysis, Prediction
+from megatron.dpp.report.analysis.times import IterationTimes
+from megatron.dpp.report.analysis.work import UNDISTURBED, Cell, Links, Work
+from megatron.dpp.schedule import Action, Geometry, Kind, reference_order
+from megatron.dpp.sim.costs import Costs, Hop, Shape
+from megatron.dpp.sim.schedules import ScheduleConfig, replay
+from megatron.dpp.trace.vocabulary import IdleCause
+
+SECOND = 1e9
+"""Nanoseconds."""
+
+Times = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One pipeline's costs in one iteration, in seconds.
+
+    Args:
+        tasks: by kind (F, B, W), stage and microbatch.
+        hops: the typical delay of each hop.
+        delays: by hop, direction and microbatch: its own where a rank waited for it.
+        orders: each rank's tasks as they ran.
+        overhead: the host's time after each task, by rank.
+        dynamic: the schedule was dynamic; otherwise Megatron's own.
+        window, tail: time of the pipeline, and of what followed it.
+    """
+
+    shape: Shape
+    tasks: Times
+    hops: Times
+    delays: Times
+    orders: list[list[Action]]
+    overhead: list[float]
+    dynamic: bool
+    window: float
+    tail: float
+
+    def costs(self) -> Costs:
+        """The simulator's input; the delays include queueing on links."""
+        hops = [Hop(1.0, 0.0, tuple(delays)) for delays in self.delays.tolist()]
+        forward, backward, weight = self.tasks.tolist()
+        return Costs((forward, backward, weight), hops, overhead=dict(enumerate(self.overhead)))
+
+    @property
+    def split(self) -> bool:
+        """Weight gradients were tasks of their own."""
+        return bool(self.tasks[Kind.W].any())
+
+    @property
+    def num_pieces(self) -> int:
+        """Pieces of a W, in the chunk that has most."""
+        return 1 + max((action.piece for order in self.orders for action in order), default=0)
+
+    @functools.cached_property
+    def policy(self) -> str:
+        """The built-in policy nearest to what ran: ``megatron`` where every rank kept that order,
+        as ``auto`` does on two ranks, else ``dynamic``.
+        """
+        p, v, m = self.shape.num_ranks, self.shape.num_chunks, self.shape.num_microbatches
+        kept = all(
+            [action for action in order if action.kind is not Kind.W]
+            == reference_order(Geometry(p, rank, v, m))
+            for rank, order in enumerate(self.orders)
+        )
+        return "dynamic" if self.dynamic and not kept else "megatron"
+
+    def replayed(self) -> float:
+        """Makespan of the recorded order with these costs."""
+        return replay(self.orders, self.costs(), self.shape.num_chunks)
+
+
+def hop_delay(links: Links, ranks: Sequence[int], stage: int) -> float:
+    """Delay of a hop in seconds. Of a link that no rank waited for only a bound is known; the other
+    links' median is used if it is smaller.
+    """
+    a, b = ranks[stage % len(ranks)], ranks[(stage + 1) % len(ranks)]
+    own = [links[link] for link in ((a, b), (b, a)) if link in links]
+    clean = [samples.delay for samples in own if samples.clean]
+    if clean:
+        return statistics.fmean(clean) / SECOND
+    bounds = [samples.delay for samples in own]
+    usual = [samples.delay for samples in links.values() if samples.clean]
+    bounds += [round(statistics.median(usual))] if usual else []
+    return min(bounds, default=0) / SECOND
+
+
+def _recorded(
+    job: JobShape, ranks: Sequence[int], work: Work, links: Links, times: IterationTimes
+) -> Recorded | None:
+    """Costs of the pipeline of ``ranks`` (in order) in one iteration; None if tasks are missing."""
+    p, stages = len(ranks), len(ranks) * job.num_chunks
+    cells = [work.tasks.get((ranks[stage % p], stage // p), {}) for stage in range(stages)]
+    count = len(cells[0].get("F", {}))
+    rows = [[cell.get(kind.name, {}) for cell in cells] for kind in Kind]
+    if any(len(row) not in ((count, 0) if kind == Kind.W else (count,))
+           for kind in Kind for row in rows[kind]):  # fmt: skip
+        return None
+    ns = [[[row[i] for i in sorted(row)] or [0] * count for row in table] for table in rows]
+    hops = [hop_delay(links, ranks, stage) for stage in range(stages - 1)]
+
+    def delays(source: int, target: int, way: str, usual: float) -> list[float]:
+        link = ranks[source % p], ranks[target % p]
+        own = links[link].waited_for if link in links else {}
+        keys = [(target // p, way, microbatch) for microbatch in range(count)]
+        return [own[key] / SECOND if key in own else usual for key in keys]
+
+    hosts = [times.ranks[rank].idle.get(IdleCause.HOST, 0) / SECOND for rank in ranks]
+    return Recorded(
+        Shape(p, job.num_chunks, count),
+        np.array(ns).reshape(3, stages, count) / SECOND,
+        np.array(hops),
+        np.array(
+            [
+                (delays(s, s + 1, "forward", usual), delays(s + 1, s, "backward", usual))
+                for s, usual in enumerate(hops)
+            ]
+        ),
+        [[Action(Kind[k], *rest) for k, *rest in work.orders[rank]] for rank in ranks],
+        [t / max(len(work.orders[rank]), 1) for t, rank in zip(hosts, ranks, strict=True)],
+        dynamic=job.schedule == "dpp",
+        window=times.window / SECOND,
+        tail=(times.total - times.window) / SECOND,
+    )
+
+
+def recorded_runs(analysis: Analysis) -> list[Recorded]:
+    """Costs of the first pipeline in every iteration that is whole; none of a run in slices, whose
+    memory a trace does not tell.
+    """
+    if analysis.sliced:
+        return []
+    ranks = analysis.shape.pipelines()[0]
+    parts = zip(analysis.works, analysis.links, analysis.times, strict=True)
+    runs = [_recorded(analysis.shape, ranks, *part) for part in parts]
+    return [run for run in runs if run is not None]
+
+
+def cost_file(runs: Sequence[Recorded]) -> dict[str, object]:
+    """All samples as a cost file (``megatron.dpp.sim.measured``); task times include the host's,
+    for which the file has no field.
+    """
+    shape, first = runs[0].shape, runs[0]
+
+    def samples(kind: Kind, stage: int) -> list[float]:
+        if kind is Kind.W and not first.split:
+            return []
+        host = [
+            run.overhead[stage % shape.num_ranks] * (run.num_pieces if kind is Kind.W else 1)
+            for run in runs
+        ]
+        added = [run.tasks[kind, stage] + more for run, more in zip(runs, host, strict=True)]
+        return [float(time) for times in added for time in times]
+
+    return {
+        "format": "dpp-costs",
+        "version": 1,
+        "num_ranks": shape.num_ranks,
+        "num_chunks": shape.num_chunks,
+        "stages": [
+            {kind.name: samples(kind, stage) for kind in Kind} for stage in range(shape.num_stages)
+        ],
+        "hops": [[float(run.hops[hop]) for run in runs] for hop in range(len(first.hops))],
+        "run": {
+            "seconds": [run.window for run in runs],
+            "num_microbatches": shape.num_microbatches,
+            "dynamic": first.dynamic,
+        },
+    }
+
 
 _MOST_ITERATIONS = 5
 _UNSTEADY = ("jitter", "transient")
 _STRIDE = 7919
 """Step through undisturbed times; a prime, so that it reaches all of them."""
 
-
 Change = Callable[[Recorded], Recorded]
 
 
-def _tables(change: Callable[[Recorded, int, int, list[float]], list[float]]) -> Change:
-    """A change of task times: ``change(run, kind, stage, row)`` gives a stage's new times."""
+def _retimed(edit: Callable[[Times, Recorded], None]) -> Change:
+    """A change of task times, which ``edit`` makes in place."""
 
-    def apply(run: Recorded) -> Recorded:
-        tables = [
-            [change(run, kind, stage, row) for stage, row in enumerate(table)]
-            for kind, table in enumerate(run.tasks)
-        ]
-        first, second, third = tables
-        return dataclasses.replace(run, tasks=(first, second, third))
+    def change(run: Recorded) -> Recorded:
+        tasks = run.tasks.copy()
+        edit(tasks, run)
+        return replace(run, tasks=tasks)
 
-    return apply
+    return change
+
+
+def _ratio(wanted: Times, present: Times) -> Times:
+    """``wanted / present``, 1 where there is nothing present."""
+    return np.divide(wanted, present, out=np.ones_like(present), where=present > 0)
 
 
 def without_rank(place: int, num_ranks: int, factor: float) -> Change:
     """Makes the rank at ``place`` of the pipeline ``factor`` times faster."""
-    return _tables(
-        lambda _, kind, stage, row: [t / factor for t in row] if stage % num_ranks == place else row
-    )
+
+    def edit(tasks: Times, _: Recorded) -> None:
+        tasks[:, place::num_ranks] /= factor
+
+    return _retimed(edit)
 
 
 def without_heavy_stage(heavy: int) -> Change:
     """Makes stage ``heavy`` as fast as the typical other stage."""
 
-    def change(run: Recorded, kind: int, stage: int, row: list[float]) -> list[float]:
-        others = [statistics.median(r) for s, r in enumerate(run.tasks[kind]) if s != heavy]
-        typical, own = statistics.median(others), statistics.median(row)
-        return [t * typical / own for t in row] if stage == heavy and own else row
+    def edit(tasks: Times, _: Recorded) -> None:
+        stages = np.median(tasks, axis=2)
+        typical = np.median(np.delete(stages, heavy, axis=1), axis=1)
+        tasks[:, heavy] *= _ratio(typical, stages[:, heavy])[:, None]
 
-    return _tables(change)
+    return _retimed(edit)
 
 
 def without_link(places: tuple[int, int]) -> Change:
     """Makes messages between two ranks of the pipeline as fast as on the typical other hop."""
 
-    def apply(run: Recorded) -> Recorded:
-        p = run.shape.num_ranks
-        mine = {s for s in range(len(run.hops)) if {s % p, (s + 1) % p} == set(places)}
-        others = [hop for s, hop in enumerate(run.hops) if s not in mine]
-        typical = statistics.median(others) if others else 0.0
-        even = [typical] * run.shape.num_microbatches
-        return dataclasses.replace(
-            run,
-            hops=[typical if s in mine else hop for s, hop in enumerate(run.hops)],
-            delays=[(even, even) if s in mine else own for s, own in enumerate(run.delays)],
-        )
+    def change(run: Recorded) -> Recorded:
+        p, hops, delays = run.shape.num_ranks, run.hops.copy(), run.delays.copy()
+        slow = [{s % p, (s + 1) % p} == {*places} for s in range(len(hops))]
+        others = np.delete(hops, slow)
+        hops[slow] = delays[slow] = np.median(others) if others.size else 0.0
+        return replace(run, hops=hops, delays=delays)
 
-    return apply
-
-
-def _undisturbed(times: Sequence[float]) -> list[float]:
-    """The undisturbed ones of some tasks' times, sorted: those no further above the undisturbed
-    time than the fastest is below it.
-    """
-    ordered = sorted(times)
-    middle = ordered[int(len(ordered) * work.UNDISTURBED)]
-    return [time for time in ordered if time <= 2 * middle - ordered[0]]
+    return change
 
 
 def without_jitter(runs: Sequence[Recorded], places: Collection[int]) -> Change:
     """Gives disturbed tasks of the ranks at ``places`` undisturbed times of their kind and stage,
-    over all ``runs``. Some spread is in every run.
+    over all ``runs``: those no further above the undisturbed time than the fastest is below it.
     """
     num_ranks = runs[0].shape.num_ranks
 
-    def change(_: Recorded, kind: int, stage: int, row: list[float]) -> list[float]:
-        if stage % num_ranks not in places:
-            return row
-        calm = _undisturbed([t for run in runs for t in run.tasks[kind][stage]])
-        return [t if t <= calm[-1] else calm[_STRIDE * i % len(calm)] for i, t in enumerate(row)]
+    def edit(tasks: Times, _: Recorded) -> None:
+        for kind, stage in itertools.product(*map(range, tasks.shape[:2])):
+            if stage % num_ranks in places:
+                seen = np.sort([run.tasks[kind, stage] for run in runs], axis=None)
+                calm = seen[seen <= 2 * seen[int(len(seen) * UNDISTURBED)] - seen[0]]
+                row = tasks[kind, stage]
+                drawn = calm[_STRIDE * np.arange(len(row)) % len(calm)]
+                tasks[kind, stage] = np.where(row <= calm[-1], row, drawn)
 
-    return _tables(change)
+    return _retimed(edit)
 
 
 def without_imbalance(ranks: Sequence[int], lost: Mapping[Cell, float]) -> Change:
@@ -110,13 +272,14 @@ def without_imbalance(ranks: Sequence[int], lost: Mapping[Cell, float]) -> Chang
     saves in a forward, by (rank, chunk); B and W save as much each, in one task or in two.
     """
 
-    def change(run: Recorded, kind: int, stage: int, row: list[float]) -> list[float]:
-        chunk, place = divmod(stage, len(ranks))
-        fused = kind == Kind.B and not run.split
-        saved = lost.get((ranks[place], chunk), 0.0) * (2 if fused else 1) / SECOND
-        return [max(time - saved, 0.0) for time in row]
+    def edit(tasks: Times, run: Recorded) -> None:
+        chunks = range(run.shape.num_chunks)
+        saved = np.array([lost.get((rank, chunk), 0.0) for chunk in chunks for rank in ranks])
+        passes = np.array([1, 1 if run.split else 2, 1])
+        tasks -= passes[:, None, None] * saved[None, :, None] / SECOND
+        np.maximum(tasks, 0.0, out=tasks)
 
-    return _tables(change)
+    return _retimed(edit)
 
 
 def balanced(slowness: Sequence[float]) -> Change:
@@ -125,14 +288,12 @@ def balanced(slowness: Sequence[float]) -> Change:
     ``slowness`` is the factor by which the rank at each place is slower than the others; it stays.
     """
 
-    places = len(slowness)
+    def edit(tasks: Times, run: Recorded) -> None:
+        means = tasks.mean(axis=2) / np.tile(slowness, run.shape.num_chunks)
+        even = np.broadcast_to(means.mean(axis=1, keepdims=True), means.shape)
+        tasks *= _ratio(even, means)[:, :, None]
 
-    def change(run: Recorded, kind: int, stage: int, row: list[float]) -> list[float]:
-        means = [statistics.fmean(r) / slowness[s % places] for s, r in enumerate(run.tasks[kind])]
-        even, own = statistics.fmean(means), means[stage]
-        return [t * even / own for t in row] if own else row
-
-    return _tables(change)
+    return _retimed(edit)
 
 
 def schedule_of(run: Recorded) -> ScheduleConfig:
@@ -160,62 +321,46 @@ class WhatIf:
         measured = sum(run.window for run in self.runs)
         return sum(self._base) / measured if measured else 0.0
 
-    def stretched(self, config: ScheduleConfig) -> float:
-        """Time of the pipeline under another schedule, over that of the recorded order.
-
-        Raises:
-            ConfigError: the schedule is impossible for this shape.
-        """
-        other = sum(config.run(run.shape, run.costs()).makespan for run in self.runs)
-        return other / sum(self._base)
-
-    def in_recorded_order(self, name: str, change: Change) -> Prediction:
-        """Iteration time with a change of the costs, and every rank's tasks in the order in which
-        they ran.
-        """
-        return self._outcome(name, lambda run: change(run).replayed())
-
     def predict(
-        self, name: str, change: Change | None = None, config: ScheduleConfig | None = None
+        self,
+        name: str,
+        change: Change = lambda run: run,
+        config: ScheduleConfig | None = None,
+        *,
+        in_recorded_order: bool = False,
     ) -> Prediction:
-        """Iteration time with a change of the costs, of the schedule, or of both.
+        """Iteration time with a change of the costs, of the schedule, or of both; or with every
+        rank's tasks in the order in which they ran.
 
         Raises:
             ConfigError: the schedule is impossible for this shape (its cap is too small).
         """
-
-        def makespan(run: Recorded) -> float:
-            changed = change(run) if change else run
-            return (config or self.config).run(changed.shape, changed.costs()).makespan
-
-        return self._outcome(name, makespan)
-
-    def _outcome(self, name: str, makespan: Callable[[Recorded], float]) -> Prediction:
-        """``makespan``: of a run's pipeline with the change, as simulated."""
-        now = then = 0.0
+        schedule, now, then = config or self.config, 0.0, 0.0
         for run, base in zip(self.runs, self._base, strict=True):
+            changed = change(run)
+            makespan = (
+                changed.replayed()
+                if in_recorded_order
+                else schedule.run(changed.shape, changed.costs()).makespan
+            )
             now += run.window + run.tail
-            then += run.window * makespan(run) / base + run.tail
+            then += run.window * makespan / base + run.tail
         return Prediction(name, now / len(self.runs) * 1e3, then / len(self.runs) * 1e3)
 
 
 def removal(culprit: Culprit, runs: Sequence[Recorded], ranks: Sequence[int]) -> Change | None:
     """The change that removes a culprit; None if it is not in the pipeline of ``ranks``."""
-    places = {rank: place for place, rank in enumerate(ranks)}
-    if culprit.link is not None:
-        if not set(culprit.link) <= places.keys():
-            return None
-        return without_link((places[culprit.link[0]], places[culprit.link[1]]))
-    if culprit.rank is None:
-        return without_jitter(runs, range(len(ranks)))
-    if culprit.rank not in places:
+    where = culprit.link or [rank for rank in (culprit.rank,) if rank is not None]
+    if not {*where} <= {*ranks}:
         return None
-    place = places[culprit.rank]
+    places = [ranks.index(rank) for rank in where]
+    if culprit.link is not None:
+        return without_link((places[0], places[1]))
     if culprit.kind == "slow-rank":
-        return without_rank(place, len(ranks), culprit.factor)
+        return without_rank(places[0], len(ranks), culprit.factor)
     if culprit.chunk is not None:
-        return without_heavy_stage(culprit.chunk * len(ranks) + place)
-    return without_jitter(runs, [place])
+        return without_heavy_stage(culprit.chunk * len(ranks) + places[0])
+    return without_jitter(runs, places or range(len(ranks)))
 
 
 def effects(
@@ -228,76 +373,50 @@ def effects(
     changes = [removal(culprit, what_if.runs, ranks) for culprit in culprits]
     order = sorted(range(len(culprits)), key=lambda index: culprits[index].kind not in _UNSTEADY)
 
-    def without(left: Collection[int]) -> Change:
+    def without_all_but(left: int | None) -> Prediction:
         def apply(run: Recorded) -> Recorded:
             for index in order:
                 change = changes[index]
-                if change is not None and index not in left:
+                if change is not None and index != left:
                     run = change(run)
             return run
 
-        return apply
+        return what_if.predict("", apply)
 
-    all_gone = what_if.predict("", without(())).then_ms
+    gone = without_all_but(None).then_ms
     found: list[float | None] = []
     for index, change in enumerate(changes):
         if change is None:
             found.append(None)
             continue
-        alone = what_if.predict("", change).gain
-        last = what_if.predict("", without({index}))
-        found.append(max(alone, (last.then_ms - all_gone) / last.now_ms if last.now_ms else 0.0))
+        alone, last = what_if.predict("", change).gain, without_all_but(index)
+        found.append(max(alone, (last.then_ms - gone) / last.now_ms if last.now_ms else 0.0))
     return found
 
 
-def opposite(run: Recorded, config: ScheduleConfig) -> ScheduleConfig:
-    """Megatron's static order for a run of the dynamic schedule, and the other way round."""
-    policy = "megatron" if run.dynamic else "dynamic"
-    return dataclasses.replace(
-        config, policy=policy, cap="auto", split_backward=run.split and not run.dynamic
-    )
-
-
-def other_schedules(
-    run: Recorded, config: ScheduleConfig, slowness: Sequence[float]
-) -> list[tuple[str, Change | None, ScheduleConfig]]:
-    """Other policies and caps, split or fused, and even layers."""
-    split = run.split
-
-    def like(policy: str, *, split: bool, cap: str = "auto") -> ScheduleConfig:
-        """Another schedule, with as many pieces of W."""
-        return dataclasses.replace(config, policy=policy, cap=cap, split_backward=split)
-
-    configs = [
-        ("dynamic schedule", like("dynamic", split=split)),
-        ("Megatron's static order", like("megatron", split=False)),
-        ("dynamic, fused backward", like("dynamic", split=False)),
-        *(
-            (f"dynamic, cap {cap}", like("dynamic", cap=cap, split=split))
-            for cap in ("strict", "1.5p", "2p")
-        ),
-    ]
-    changes: list[tuple[str, Change | None, ScheduleConfig]] = [
-        (name, None, other) for name, other in configs if other != config
-    ]
-    changes.append((EVEN_LAYERS, balanced(slowness), config))
-    return changes
-
-
 def predict_all(what_if: WhatIf, culprits: Sequence[Culprit], shape: JobShape) -> list[Prediction]:
-    """Predictions for the removal of every culprit and for every other schedule that is
-    possible."""
+    """Predictions for the removal of every culprit, for every other schedule that is possible
+    (policies, caps, fused or split backward), and for even layers.
+    """
     predictions, ranks = [], shape.pipelines()[0]
     for culprit in culprits:
         change = removal(culprit, what_if.runs, ranks)
         if change is not None:
             name = f"without {culprit.kind} ({culprit.where(shape)})"
             predictions.append(what_if.predict(name, change))
+    split = what_if.runs[-1].split
+    for name, policy, cap, wanted in (
+        (DYNAMIC, "dynamic", "auto", split),
+        (STATIC, "megatron", "auto", False),
+        ("dynamic, fused backward", "dynamic", "auto", False),
+        *((f"dynamic, cap {cap}", "dynamic", cap, split) for cap in ("strict", "1.5p", "2p")),
+    ):
+        config = replace(what_if.config, policy=policy, cap=cap, split_backward=wanted)
+        if config != what_if.config:
+            try:
+                predictions.append(what_if.predict(name, config=config))
+            except ConfigError:
+                continue
     slow = {culprit.rank: culprit.factor for culprit in culprits if culprit.kind == "slow-rank"}
-    slowness = [slow.get(rank, 1.0) for rank in ranks]
-    for name, change, other in other_schedules(what_if.runs[-1], what_if.config, slowness):
-        try:
-            predictions.append(what_if.predict(name, change, other))
-        except ConfigError:
-            continue
-    return predictions
+    change = balanced([slow.get(rank, 1.0) for rank in ranks])
+    return [*predictions, what_if.predict(EVEN_LAYERS, change)]

@@ -13,7 +13,7 @@ from megatron.dpp.config import DppConfig, missing_part
 from megatron.dpp.core.graphs.capture import Capture
 from megatron.dpp.core.rng import needs_task_rng
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.runtime.failure import explained, reason, report
+from megatron.dpp.runtime.failure import leave
 from megatron.dpp.trace import NullRecorder, Recorder
 from megatron.dpp.transport.base import Transport
 
@@ -114,11 +114,7 @@ class PipelineSchedule(abc.ABC):
 
     def _leave_by(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends, and raise what explains ``error``."""
-        transport = self._links()
-        cause = explained(error, transport)
-        if transport is not None:
-            transport.abort(reason(cause))
-        report(cause)
+        cause = leave(error, self._links())
         if cause is not error:
             raise cause from error
 

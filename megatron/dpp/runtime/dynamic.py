@@ -24,25 +24,24 @@ import torch
 
 from megatron.dpp.config import Backward
 from megatron.dpp.core.head import Head, why_not
-from megatron.dpp.core.memory import allocator_retries
-from megatron.dpp.core.rng import Draws, line
-from megatron.dpp.core.slices import Unit
+from megatron.dpp.core.rng import Draws, TaskRng, line
 from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.errors import ConfigError, setting
+from megatron.dpp.memory import allocator_retries
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.executor import Executor, Iteration
 from megatron.dpp.runtime.host_time import TOLD_AFTER, allocator_lines, host_lines
-from megatron.dpp.runtime.own_schedule import OwnSchedule
 from megatron.dpp.runtime.prepared import Prepared
+from megatron.dpp.runtime.race import FUSED, Race
 from megatron.dpp.runtime.session import Session, Sessions, check_chunks
 from megatron.dpp.runtime.slicing import Slicing
+from megatron.dpp.runtime.stage_group import geometry_of, pipeline_of
 from megatron.dpp.runtime.static import StaticSchedule
+from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import HOLDS_ALL, Geometry
 from megatron.dpp.schedule.reference import num_warmup
 from megatron.dpp.transport.base import Transport
-
-_FUSED = Backward(split=False)
 
 
 class DppSchedule(PipelineSchedule):
@@ -62,8 +61,6 @@ class DppSchedule(PipelineSchedule):
     """Host microseconds per task of the last call, without PyTorch's launches; 0 where
     megatron-core's own schedule ran.
     """
-    policy: str | None = None
-    """Policy of the next call, in the place of the configuration's."""
     _announced: Sequence[int] | None = None
     _static: StaticSchedule | None = None
     """megatron-core's own schedule, once a step has run in it."""
@@ -73,10 +70,10 @@ class DppSchedule(PipelineSchedule):
         self._sessions = Sessions(self.config, self._seed, self._log, self._warn)
         self._draws = Draws()
         self._slicing = Slicing(self.config, self._say_once)
-        self._own = OwnSchedule(self.config, self._log)
         self._prepared = Prepared(
             self.config, self._sessions, self._log, self._say_once, self._capture
         )
+        self._race = Race(self.config, self._log, self._prepared, self._free)
 
     def __call__(self, **keywords: Any) -> list[Any]:
         """Run all forwards and backwards of one step; keywords and result are megatron-core's.
@@ -90,17 +87,27 @@ class DppSchedule(PipelineSchedule):
             TransportError: a peer died, or a message did not arrive in time.
         """
         call = self._checked(take=True, **keywords)
-        if self.policy is None and self._own.runs(call, keywords):
-            return self._run_own(keywords)
-        session = self._sessions.open(call)
+        topology = pipeline_of(call.model, call.pg_collection)
+        with self._race.step(call, keywords) as way:
+            call = self._seeded(self._race.counted(call), topology)
+            run = partial(self._run_own, keywords) if way is None else partial(self._run, way)
+            self.iteration += 1
+            losses: list[Any] = run(call)
+        if not call.forward_only:
+            self._record_race()
+        return losses
+
+    def _run(self, backward: Backward, call: StepCall) -> list[Any]:
+        """Run a call in the dynamic pipeline."""
+        iteration, session = self.iteration - 1, self._sessions.open(call)
         weights = None if call.forward_only else self._prepared.prepare(call)
-        backward = self._prepared.begin(call) if weights is not None else _FUSED
+        if self.config.replay is not None and weights is not None:
+            backward = session.recorded_backward(call)
+        backward = backward if weights is not None else FUSED
+        self._prepared.begin(backward, graphs=self._race.binds_graphs)
         weights = weights if backward.split else None
-        iteration = self.iteration
-        self.iteration += 1
-        call = self._seeded(call, session, iteration)
         topology = session.topology
-        geometry = topology.geometry(call, weights.num_pieces if weights else None)
+        geometry = geometry_of(topology, call, weights.num_pieces if weights else None)
         window = num_warmup(geometry) + 1
         stage = Stage(
             call,
@@ -123,15 +130,26 @@ class DppSchedule(PipelineSchedule):
             with self.recorder.span("grad-sync"):
                 return stage.finish()
 
-    def _run_own(self, keywords: dict[str, Any]) -> list[Any]:
-        """Run a step in megatron-core's own schedule, with this one's number and random states."""
+    def _run_own(self, keywords: dict[str, Any], call: StepCall) -> list[Any]:
+        """Run a call in megatron-core's own schedule, with the forward step of ``call``."""
         own = self._static = self._static or StaticSchedule(
-            self.config, seed=self._seed, log=self._log
+            dataclasses.replace(self.config, task_rng=False), seed=self._seed, log=self._log
         )
-        own.iteration, own.recorder = self.iteration, self.recorder
-        self.iteration += 1
+        own.recorder = self.recorder
         self._announced, self.num_out_of_order, self.host_us_per_task = None, 0, 0.0
-        return own(**keywords)
+        return own(**keywords | {"forward_step_func": call.forward_step_func})
+
+    def _free(self) -> None:
+        """Free what the dynamic pipeline holds, until it runs again."""
+        self._prepared.forget()
+        self._sessions.close_links()
+        torch.cuda.empty_cache()
+
+    def _record_race(self) -> None:
+        """Record the times that decided which schedule runs."""
+        for name, seconds in self._race.times.items():
+            self.recorder.counter(f"race: {name}", 1e3 * seconds)
+            self.recorder.counter(f"runs: {name}", name == self._race.winner)
 
     def check(self, **keywords: Any) -> None:
         """Check that a call with these keywords can run; no collective.
@@ -142,33 +160,21 @@ class DppSchedule(PipelineSchedule):
         call = self._checked(**keywords)
         call.boundaries(call.length)
         check_chunks(call)
-        if not call.forward_only:
+        if not call.forward_only and not self._race.leaves(call):
             self._prepared.prepare(call)
 
-    def announce(
-        self,
-        sizes: Sequence[int],
-        units: Sequence[Unit] = (),
-        longest_row: int = 0,
-        *,
-        rows: Sequence[Sequence[int]] = (),
-    ) -> None:
+    def announce(self, sizes: Sequence[int], *, rows: Sequence[Sequence[int]] = ()) -> None:
         """Tell the tokens of each microbatch of the next call, on all ranks alike.
 
         Without this a rank learns a size when the microbatch's first forward begins there.
 
         Args:
             sizes: tokens with padding.
-            units: the slice of a row that each microbatch is, where sequences are cut: the slices
-                of a row follow each other. The loss then counts rows. Ranks that run one order
-                announce the same ones.
-            longest_row: most tokens that a row of any call has; the memory cap counts in their
-                activations. 0 for the longest of these.
-            rows: tokens of the sequences that are packed into each microbatch, in order, where
-                forward steps take whole rows and ``slice_tokens`` cuts them.
+            rows: tokens of the sequences that are packed into each microbatch, in order, which
+                ``slice_tokens`` cuts.
         """
         self._announced = list(sizes)
-        self._slicing.announce(units, sizes, longest_row, rows)
+        self._slicing.announce(rows)
 
     def _checked(self, *, take: bool = False, **keywords: Any) -> StepCall:
         call = StepCall.checked(**keywords)
@@ -185,7 +191,7 @@ class DppSchedule(PipelineSchedule):
             ConfigError: it should run in F, and the model does not allow it.
         """
         asked = self.config.head_in_forward
-        holds_all = (self.policy or self.config.policy) in HOLDS_ALL
+        holds_all = self.config.policy in HOLDS_ALL
         wanted = holds_all or self._slicing.slices_of(call) is not None
         if asked == "off" or call.forward_only or (asked == "auto" and not wanted):
             return None
@@ -203,17 +209,18 @@ class DppSchedule(PipelineSchedule):
             raise ConfigError(f"{on}: {reason}: use {off}", on, off)
         self._say_once(f"dynamic pipeline: B runs the backward of the LM head, too: {reason}")
 
-    def _seeded(self, call: StepCall, session: Session, iteration: int) -> StepCall:
+    def _seeded(self, call: StepCall, topology: Topology) -> StepCall:
         """The call with random states of its tasks, where they need some. Of one chunk the forwards
         keep Megatron's order, and so do draws that its config does not name.
         """
-        ranks = session.topology.num_ranks
+        ranks = topology.num_ranks
         named = self._wants_rng(call.model, ranks, forward_only=call.forward_only)
         if not named and (ranks == 1 or len(call.model) == 1):
             return call
         self._draws.begin()
         wanted = (lambda: True) if named else self._look_at_draws
-        function = session.rng.wrap(call.forward_step_func, call.model, iteration, wanted)
+        rng = TaskRng(self._seed, ranks, topology.rank)
+        function = rng.wrap(call.forward_step_func, call.model, self.iteration, wanted)
         return dataclasses.replace(call, forward_step_func=function)
 
     def _look_at_draws(self) -> bool:
@@ -222,21 +229,6 @@ class DppSchedule(PipelineSchedule):
         if self._draws.look():
             self._alert(line(seeds=seeds, named=False))
         return self._draws.found and seeds
-
-    def own_work_seconds(self, num_microbatches: int) -> float:
-        """Seconds of this rank's own tasks in one step, by the durations measured so far."""
-        session = self._sessions.current
-        if session is None:
-            return 0.0
-        durations, pieces = session.timer.durations, self._prepared.num_pieces
-        once = sum(took for (kind, _), took in durations.items() if kind != "W")
-        weights = sum(n * durations.get(("W", chunk), 0.0) for chunk, n in enumerate(pieces))
-        return num_microbatches * (once + weights)
-
-    @property
-    def slice_tokens(self) -> int:
-        """Most tokens of a slice in the last training call; 0 where no sequence was cut."""
-        return self._slicing.tokens
 
     @property
     def injected_seconds(self) -> float:
@@ -292,7 +284,6 @@ class DppSchedule(PipelineSchedule):
         executor.run()
         links.consume(geometry)
         decisions.ran(scheduler, executor.actions, backward=backward)
-        self._prepared.ran(unlike=scheduler.sizes.unlike() is not None)
         self.peak_held = max(self.peak_held, decisions.peak_held)
         self.num_out_of_order = scheduler.num_out_of_order
         self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
@@ -324,13 +315,11 @@ class DppSchedule(PipelineSchedule):
                 *allocator_lines(retries, TOLD_AFTER - 1),
             ):
                 self._log(line)
-            gains = self._prepared.captures or self._prepared.unlike
-            self._own.choose(call, session, 0.0 if gains else launching)
 
     def _policy_of(self, call: StepCall) -> str | None:
-        """The policy of a call in the place of the configuration's, if there is one."""
+        """The policy of an evaluation, in the place of the configuration's."""
         if not call.forward_only:
-            return self.policy
+            return None
         order = self.config.forward_only_order
         keeps = order == "megatron" or (order == "auto" and call.replays_routing)
         return "megatron" if keeps else "depth-first"

@@ -47,6 +47,15 @@ def explained(error: BaseException, transport: Transport | None) -> BaseExceptio
     return PeerDead(f"rank {dist.get_rank()}: {told}{met}", told) if told else error
 
 
+def leave(error: BaseException, transport: Transport | None) -> BaseException:
+    """Tell the other ranks why this one ends; returns what explains ``error``."""
+    cause = explained(error, transport)
+    if transport is not None:
+        transport.abort(reason(cause))
+    report(cause)
+    return cause
+
+
 def report(error: BaseException) -> None:
     """Write ``error`` into the store, unless a cause is there already. A collective's error is no
     cause, nor is one that another rank has reported.

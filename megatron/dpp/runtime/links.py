@@ -10,7 +10,9 @@ import torch
 from megatron.dpp.config import DppConfig
 from megatron.dpp.direction import Direction
 from megatron.dpp.hosts import address_towards
-from megatron.dpp.runtime.topology import Channels
+from megatron.dpp.inject import Injector
+from megatron.dpp.runtime.delayed import DelayedTransport
+from megatron.dpp.runtime.topology import Channels, Topology
 from megatron.dpp.schedule import Geometry
 from megatron.dpp.transport import TransportOptions, kinds, open_transport
 from megatron.dpp.transport.base import ChannelSpec, Transport
@@ -81,8 +83,34 @@ def _address_of(config: DppConfig) -> str:
     return "rank" if per_rank else "node"
 
 
+def links_of(
+    topology: Topology,
+    receives: Sequence[int],
+    sends: Sequence[int],
+    config: DppConfig,
+    *,
+    stage_ranks: Sequence[int] = (),
+    injector: Injector | None = None,
+    device: torch.device | None = None,
+) -> Links:
+    """Open the links of a pipeline; messages are late where ``injector`` delays them.
+
+    Args:
+        receives, sends: as of :meth:`Topology.channels`.
+        stage_ranks, device: as of :func:`open_links`.
+    """
+    channels = topology.channels(receives, sends, config.slots)
+    transport = open_links(channels.specs, config, stage_ranks, device)
+    if injector is not None and injector.delays_messages:
+        transport = DelayedTransport(transport, injector, topology.ranks)
+    return Links(transport, channels)
+
+
 def open_links(
-    specs: Sequence[ChannelSpec], config: DppConfig, stage_ranks: Sequence[int] = ()
+    specs: Sequence[ChannelSpec],
+    config: DppConfig,
+    stage_ranks: Sequence[int] = (),
+    device: torch.device | None = None,
 ) -> Transport:
     """Open a transport for these channels, found through torch.distributed's store.
 
@@ -90,6 +118,7 @@ def open_links(
         specs: every channel that begins or ends at this rank.
         config: kind, timeout, checksum, chunk size and addresses.
         stage_ranks: ranks that share a board with this one, leader first; empty for none.
+        device: of what arrives; None for the GPU, if there is one.
     """
     rank = torch.distributed.get_rank()
     # A pipeline of one rank has no arrivals, so the ranks of its stage agree without a board.
@@ -98,7 +127,7 @@ def open_links(
         specs,
         rank=rank,
         store=store,
-        device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
+        device=device or torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         kind=config.transport,
         options=TransportOptions(
             timeout=config.timeout,

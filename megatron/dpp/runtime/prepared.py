@@ -13,14 +13,12 @@ from megatron.dpp.core.expert_trace import traced_experts
 from megatron.dpp.core.graphs.capture import Capture, can_capture
 from megatron.dpp.core.graphs.pools import SPARE
 from megatron.dpp.core.graphs.slots import ChunkGraphs, why_not
-from megatron.dpp.core.memory import room
 from megatron.dpp.core.padded import PaddedRows
 from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.own_way import refuse_shared
-from megatron.dpp.core.wgrad.te_layer import refuse_delayed
 from megatron.dpp.errors import Text, setting
-from megatron.dpp.runtime.backward import Backwards
+from megatron.dpp.memory import room
 from megatron.dpp.runtime.session import Session, Sessions
 from megatron.dpp.schedule import LastRank, Memory
 from megatron.dpp.trace import Recorder
@@ -53,7 +51,7 @@ class Prepared:
         self.graphs: ChunkGraphs | None = None
         """Graphs of the chunks, where they are captured."""
         self._weights: WeightGradients | None = None
-        self._backwards, self._backward = Backwards(config, log), Backward()
+        self._backward, self._binds = Backward(), True
         self._padded = _NO_PADDING
         self._model: Sequence[torch.nn.Module] = ()
         self._parameters: Sequence[torch.nn.Parameter] = ()
@@ -87,7 +85,6 @@ class Prepared:
                 self._session.decisions.renew()
             self.forget()
             self._weights = self._weight_gradients(call)
-            self._backwards = Backwards(self._config, self._log)
             if self._config.cuda_graphs != "off" and can_capture(self._capture):
                 self.graphs = self._make_graphs(call)
             self._padded = call.padded_rows(self._config) or _NO_PADDING
@@ -100,40 +97,39 @@ class Prepared:
 
     def _weight_gradients(self, call: StepCall) -> WeightGradients | None:
         """The store of this model's weight gradients; None if its backwards are fused."""
-        refuse_delayed(call.model)
         if self._config.split_backward == "off":
             return None
         found = WeightGradients(call.model, self._say)
         self._log_if_fused(found)
         return found
 
-    def begin(self, call: StepCall) -> Backward:
-        """Begin a training step, after :meth:`prepare`; returns the way of its backwards, equal on
-        all ranks of the stage. In some steps a collective.
+    def begin(self, backward: Backward, *, graphs: bool) -> None:
+        """Begin a training step, after :meth:`prepare`.
+
+        Args:
+            backward: the way of its backwards.
+            graphs: CUDA graphs may be captured and replayed in it.
         """
-        weights, graphs = self._weights, self.graphs
-        assert weights is not None
-        self._backward = self._backwards.of_step(
-            call,
-            self._session,
-            weights.num_pieces,
-            lambda: graphs is not None and graphs.settle(call.boundary_example(self._config)),
-        )
-        return self._backward
+        self._backward, self._binds = backward, graphs
+
+    def settles(self, call: StepCall) -> bool:
+        """True if the next step that may replay CUDA graphs does so, by the launch times of the
+        steps before; once a collective of the stage.
+        """
+        graphs = self.graphs if call.cut is None else None
+        return graphs is not None and graphs.settle(call.boundary_example(self._config))
 
     @property
-    def captures(self) -> bool:
-        """CUDA graphs of the model are captured, or may yet be."""
-        return self.graphs is not None and self.graphs.captures
+    def num_captures(self) -> int:
+        """Steps so far in which CUDA graphs were captured."""
+        return self.graphs.num_captures if self.graphs is not None else 0
 
-    @property
-    def unlike(self) -> bool:
-        """Microbatches of a call so far differed in length."""
-        return self._backwards.unlike
-
-    def ran(self, *, unlike: bool) -> None:
-        """End a call; ``unlike``: its microbatches differed in length."""
-        self._backwards.unlike |= unlike
+    def drop_graphs(self) -> None:
+        """Free the graphs; the model's later steps are eager."""
+        graphs, self.graphs = self.graphs, None
+        if graphs is not None:
+            graphs.close()
+            torch.cuda.empty_cache()
 
     def _look_again(self, call: StepCall) -> None:
         """Prepare what a host has changed in the model since the last step."""
@@ -158,7 +154,7 @@ class Prepared:
             if not call.forward_only:
                 if self._weights is not None and self._backward.split:
                     around.enter_context(self._weights.bound())
-                if self.graphs is not None and call.cut is None:
+                if self.graphs is not None and self._binds and call.cut is None:
                     around.enter_context(self.graphs.bound(call.boundary_example(self._config)))
                 if self.pads(call):
                     around.enter_context(self._padded.bound())
@@ -167,7 +163,8 @@ class Prepared:
 
     def pads(self, call: StepCall) -> bool:
         """Rows of a call are padded to the lengths of graphs."""
-        chosen = self._config.length_buckets != "auto" or self.captures
+        captures = self.graphs is not None and self.graphs.captures
+        chosen = self._config.length_buckets != "auto" or (self._binds and captures)
         trains = call.cut is None and not call.forward_only
         return trains and chosen and self._padded is not _NO_PADDING
 
@@ -182,11 +179,9 @@ class Prepared:
 
     def forget(self) -> None:
         """Free what was prepared, with the graphs. May be called twice."""
-        graphs, self.graphs = self.graphs, None
         self._weights, self._model = None, ()
         self._parameters = self._trained = ()
-        if graphs is not None:
-            graphs.close()
+        self.drop_graphs()
 
     # Graphs
 

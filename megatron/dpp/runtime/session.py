@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from megatron.dpp.config import DppConfig
+from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.core.boundary import Boundaries
-from megatron.dpp.core.rng import TaskRng
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector
 from megatron.dpp.runtime.decisions import Decisions
-from megatron.dpp.runtime.delayed import DelayedTransport
-from megatron.dpp.runtime.links import Links, open_links, why_not_ahead
-from megatron.dpp.runtime.stage_group import StageGroup, stage_group_of
+from megatron.dpp.runtime.links import Links, links_of, why_not_ahead
+from megatron.dpp.runtime.stage_group import StageGroup, pipeline_of, stage_group_of
 from megatron.dpp.runtime.timer import TaskTimer, timer_for
-from megatron.dpp.runtime.topology import Topology, pipeline_of
+from megatron.dpp.runtime.topology import Topology
 
 _GROWTH = 2
 """Factor of the length that links have room for when they are opened anew for a longer one."""
@@ -34,7 +32,6 @@ class Session:
     boundaries: Boundaries
     timer: TaskTimer
     injector: Injector | None
-    rng: TaskRng
     decisions: Decisions
     """Shared by all sessions of a schedule, so that recordings and replays go on."""
     launch_ahead: bool
@@ -43,13 +40,22 @@ class Session:
         """The largest of each value over the ranks that run the same tasks; a collective."""
         return self.group.largest(*values, device=call.boundary_example().device)
 
+    def recorded_backward(self, call: StepCall) -> Backward:
+        """The way of the next call's backwards in the leader's recording, which the other ranks do
+        not have; a collective.
+        """
+        own = self.decisions.recorded_backward(self.topology.rank)
+        stock = -2.0 if own is None else own.stock if own.split else -1.0
+        (stock,) = self.largest(call, stock)
+        return Backward(stock=stock) if stock >= 0.0 else Backward(split=False)
+
 
 class Sessions:
     """Opens the session of a call. It is kept until another pipeline or a longer sequence comes.
 
     Args:
         config: transport, delays, recordings.
-        seed: of the tasks' random states.
+        seed: of the delays that are injected.
         log: called with each line about links and caps.
         warn: called with each line about a setting that costs time.
     """
@@ -92,7 +98,7 @@ class Sessions:
                 return self.current
             if same and longest > self._length:  # lengths that grow in many steps open links in few
                 longest = max(longest, _GROWTH * self._length)
-            self._close_links()  # longer sequences or another model, on all ranks alike
+            self.close_links()  # longer sequences or another model, on all ranks alike
         self._length = longest
         self.current = self._connect(call, topology, call.boundaries(longest))
         return self.current
@@ -105,7 +111,14 @@ class Sessions:
                 config.inject, rank, topology.num_ranks, self._seed, num_chunks=topology.num_chunks
             )
         group = stage_group_of(call)
-        links = _open_links(topology, boundaries, group.ranks, config, injector)
+        links = links_of(
+            topology,
+            boundaries.receives,
+            boundaries.sends,
+            config,
+            stage_ranks=group.ranks,
+            injector=injector,
+        )
         for link in links.transport.links():
             self._log(
                 f"dynamic pipeline: rank {ranks[rank]} -> {link.peer}: {link.kind} ({link.reason})"
@@ -124,12 +137,12 @@ class Sessions:
             boundaries=boundaries,
             timer=timer_for(follow=follow),
             injector=injector,
-            rng=TaskRng(self._seed, topology.num_ranks, rank),
             decisions=self._decisions,
             launch_ahead=reason is None,
         )
 
-    def _close_links(self) -> None:
+    def close_links(self) -> None:
+        """Close the links, until the next call opens them. May be called twice."""
         if self.current is not None:
             self.current.decisions.renew()
             self._injected_before += self.current.timer.injected_seconds
@@ -138,7 +151,7 @@ class Sessions:
 
     def close(self) -> None:
         """Close links and recordings. May be called twice."""
-        self._close_links()
+        self.close_links()
         if self._decisions is not None:
             self._decisions.close()
             self._decisions = None
@@ -164,17 +177,3 @@ def replica_of(call: StepCall) -> int:
     """
     index: int = torch.distributed.get_rank(call.pg_collection.dp_cp)
     return index // int(call.pg_collection.cp.size())
-
-
-def _open_links(
-    topology: Topology,
-    boundaries: Boundaries,
-    stage_ranks: Sequence[int],
-    config: DppConfig,
-    injector: Injector | None,
-) -> Links:
-    channels = topology.channels(boundaries.receives, boundaries.sends, config.slots)
-    transport = open_links(channels.specs, config, stage_ranks)
-    if injector is not None and injector.delays_messages:
-        transport = DelayedTransport(transport, injector, topology.ranks)
-    return Links(transport, channels)

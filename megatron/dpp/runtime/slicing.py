@@ -11,8 +11,8 @@ import torch
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core import compat
-from megatron.dpp.core.cut import Cut, WholeSteps, fixed_cut, packed_cut
-from megatron.dpp.core.slices import Slices, Unit, why_not
+from megatron.dpp.core.cut import Cut, WholeSteps
+from megatron.dpp.core.slices import Slices, why_not
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError, Text, setting
 from megatron.dpp.schedule import Kind
@@ -35,111 +35,66 @@ class Slicing:
 
     def __init__(self, config: DppConfig, say: Callable[[str], None]) -> None:
         self._config, self._say = config, say
-        self._next: Cut | None = None
         self._rows: Sequence[Sequence[int]] = ()
         self._packs = False
         self._model: Sequence[torch.nn.Module] = ()
         self._slices: Slices | None = None
         self._whole: WholeSteps | None = None
-        self.tokens = 0
-        """Most tokens of a slice in the last training call; 0 where no sequence was cut."""
 
-    def announce(
-        self,
-        units: Sequence[Unit],
-        sizes: Sequence[int],
-        longest_row: int,
-        rows: Sequence[Sequence[int]],
-    ) -> None:
-        """Tell the units of the next call, whose forward steps run once per unit, or the documents
-        of its packed rows, which ``slice_tokens`` cuts.
-
-        Raises:
-            ConfigError: they do not fit together.
-        """
-        self._next, self._rows = None, rows
+    def announce(self, rows: Sequence[Sequence[int]]) -> None:
+        """Tell the documents of the next call's packed rows; nothing of rows of one length."""
+        self._rows = rows
         self._packs = self._packs or bool(rows)
-        if units:
-            longest = max(longest_row, *(unit.total for unit in units))
-            count = sum(unit.is_last for unit in units)
-            self._next = Cut(tuple(units), tuple(sizes), count, longest)
 
     def cut(self, call: StepCall, *, take: bool) -> StepCall:
-        """The call with its units as microbatches; the call itself if none of them is cut.
+        """The call with its slices as microbatches; the call itself if nothing of it is cut.
 
         Args:
-            take: the announced units are this call's; otherwise they are looked at only.
+            take: the announced rows are this call's; otherwise they are looked at only.
 
         Raises:
             ConfigError: the model, or the call, cannot be cut.
         """
-        cut, told, rows = self._next, self._next is not None, self._rows
+        rows = self._rows
         if take:
-            self._next, self._rows = None, ()
+            self._rows = ()
             if rows and len(rows) != call.num_microbatches:
                 raise ConfigError(
                     f"announce: {len(rows)} rows for a step of {call.num_microbatches} microbatches"
                 )
-        if cut is None:
-            cut = self._packed(call, rows) if rows else self._fixed(call)
-        if take and not call.forward_only:
-            units = [unit for unit in cut.units if unit.is_cut] if cut is not None else []
-            self.tokens = max((unit.end - unit.begin for unit in units), default=0)
+        if not self._config.slice_tokens or call.collect_non_loss_data:
+            return call
+        cut = self._packed(call, rows) if rows else self._fixed(call)
         if cut is None:
             return call
-        if len(cut.units) != call.num_microbatches and told:
-            raise ConfigError(
-                f"announce: {len(cut.units)} units for a step of {call.num_microbatches} "
-                "microbatches: forward steps run once per unit, so num_microbatches counts them"
-            )
-        if not cut.is_cut:
-            return dataclasses.replace(call, cut=cut)
-        self._prepare(call)
-        if told:
-            return dataclasses.replace(call, cut=cut)
-        assert self._whole is not None
+        whole = self._prepared(call)
         longest = max(unit.end - unit.begin for unit in cut.units)
         if getattr(call.config, "variable_seq_lengths", False):  # room for those of later steps
-            longest = max(longest, self._most_tokens)
+            longest = max(longest, int(WHOLE_UP_TO * self._config.slice_tokens))
         return dataclasses.replace(
             call,
             cut=cut,
             num_microbatches=len(cut.units),
             seq_length=longest,
-            micro_batch_size=1 if rows else call.micro_batch_size,
+            micro_batch_size=cut.batch,
             decoder_seq_length=None,
-            data_iterator=self._whole.iterators(call.data_iterator),
+            data_iterator=whole.iterators(call.data_iterator),
         )
-
-    @property
-    def _most_tokens(self) -> int:
-        """Most tokens of a unit, as rows of up to 1.5 slices stay whole."""
-        return int(WHOLE_UP_TO * self._config.slice_tokens)
 
     def _packed(self, call: StepCall, rows: Sequence[Sequence[int]]) -> Cut | None:
         """The slices of packed rows; None if none is long enough."""
-        asked, groups, config = self._config.slice_tokens, call.pg_collection, call.config
-        if not asked or call.collect_non_loss_data:
-            return None
+        groups, config = call.pg_collection, call.config
         experts = getattr(config, "num_moe_experts", None)
         if experts and config.expert_model_parallel_size > 1 and groups.dp_cp.size() > 1:
             self._refuse(
                 "replicas whose experts are divided among them run one order, and their packed "
                 "rows would have other slices"
             )
-        multiple = groups.tp.size() if config.sequence_parallel else 1
         known = call.micro_batch_size * call.longest(self._config.max_tokens)
-        longest = max([known, *map(sum, rows)])
-        cut = packed_cut(
-            rows, lambda row: slice_size(row, asked, multiple), call.num_microbatches, longest
-        )
-        return cut if cut.is_cut else None
+        return Cut.of(rows, self._slices_of_rows(call), longest=known)
 
     def _fixed(self, call: StepCall) -> Cut | None:
         """The slices of microbatches that all have the call's length."""
-        asked = self._config.slice_tokens
-        if not asked or call.collect_non_loss_data:
-            return None
         if self._packs:
             self._tell("steps whose rows are not announced, as others were, are not cut")
             return None
@@ -153,14 +108,19 @@ class Slicing:
                 "attention across slices is causal, and the host's reset_attention_mask asks for "
                 "masks of documents"
             )
-        groups, length, size = call.pg_collection, call.length, call.micro_batch_size
-        each = slice_size(length, asked, groups.tp.size() if call.config.sequence_parallel else 1)
-        if each == length:
+        rows = [[call.length]] * call.num_microbatches
+        cut = Cut.of(rows, self._slices_of_rows(call), batch=call.micro_batch_size)
+        if cut is None:
             self._tell(
-                f"sequences of {length} tokens are not cut, as those up to 1.5 slices stay whole"
+                f"sequences of {call.length} tokens are not cut, as those up to 1.5 slices stay "
+                "whole"
             )
-            return None
-        return fixed_cut(length, call.num_microbatches, size, each)
+        return cut
+
+    def _slices_of_rows(self, call: StepCall) -> Callable[[int], int]:
+        """The tokens of the slices of a row of so many tokens."""
+        multiple = call.pg_collection.tp.size() if call.config.sequence_parallel else 1
+        return lambda row: slice_size(row, self._config.slice_tokens, multiple)
 
     def _refuse(self, why: str) -> NoReturn:
         given = setting("slice_tokens", self._config.slice_tokens)
@@ -170,8 +130,8 @@ class Slicing:
         given = setting("slice_tokens", self._config.slice_tokens)
         self._say(Text(f"dynamic pipeline: {given}: {what}", given))
 
-    def _prepare(self, call: StepCall) -> None:
-        """Find the model's attention and forwards."""
+    def _prepared(self, call: StepCall) -> WholeSteps:
+        """The model's forwards, and their attention."""
         if reason := why_not(call.config):
             self._refuse(reason)
         if self._config.cuda_graphs == "on":
@@ -179,26 +139,23 @@ class Slicing:
             raise ConfigError(f"{on} does not go with slices, whose keys grow: use off", on)
         if call.adjust_tensor_shapes_fn is not None:
             raise ConfigError("slices: adjust_tensor_shapes_fn is not known to fit a slice")
-        if self._slices is None or self._model != call.model:
+        if self._slices is None or self._whole is None or self._model != call.model:
             self._model = list(call.model)
             self._slices = Slices(call.model)
-            cuts = self._config.slice_tokens > 0
-            self._whole = WholeSteps(self._slices, call.model) if cuts else None
+            self._whole = WholeSteps(self._slices, call.model)
+        return self._whole
 
     def slices_of(self, call: StepCall) -> Slices | None:
         """The attention of a call's model; None if it is not cut."""
-        cut = call.cut
-        return self._slices if cut is not None and cut.is_cut else None
+        return self._slices if call.cut is not None else None
 
     @contextlib.contextmanager
     def bound(self, call: StepCall) -> Iterator[None]:
         """Let the model attend across slices in one call."""
-        slices = self.slices_of(call)
-        with contextlib.ExitStack() as around:
-            if slices is not None:
-                around.enter_context(slices.bound())
-                if self._whole is not None and call.cut is not None and call.cut.whole:
-                    around.enter_context(self._whole.bound())
+        if call.cut is None or self._slices is None or self._whole is None:
+            yield
+            return
+        with self._slices.bound(), self._whole.bound():
             yield
 
     def kappa(self, call: StepCall, activation_bytes: float) -> float:

@@ -15,6 +15,8 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from megatron.dpp.core.groups import group_of
 from megatron.dpp.core.steps import StepCall
+from megatron.dpp.runtime.topology import Topology
+from megatron.dpp.schedule import Geometry
 
 
 @dataclass(frozen=True)
@@ -82,3 +84,23 @@ def _crossing(call: StepCall) -> list[ProcessGroup]:
     if call.has_global_aux_loss and call.pg_collection.dp_cp.size() > call.pg_collection.cp.size():
         groups.append(group_of(call.pg_collection, "tp_dp_cp"))
     return groups
+
+
+def pipeline_of(chunks: list[torch.nn.Module], pg_collection: Any = None) -> Topology:
+    """The place of this rank, by the given process groups or else megatron-core's own."""
+    group = group_of(pg_collection, "pp")
+    ranks = torch.distributed.get_process_group_ranks(group)
+    return Topology(tuple(ranks), torch.distributed.get_rank(group), len(chunks))
+
+
+def geometry_of(
+    topology: Topology, call: StepCall, w_pieces: tuple[int, ...] | None = None
+) -> Geometry:
+    """A call as schedules see it on this rank; ``w_pieces`` as in :class:`Geometry`."""
+    return topology.geometry(
+        call.num_microbatches,
+        forward_only=call.forward_only,
+        group=call.config.microbatch_group_size_per_vp_stage or None,
+        w_pieces=w_pieces,
+        groups=call.cut.groups if call.cut is not None else (),
+    )

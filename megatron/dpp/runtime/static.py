@@ -25,6 +25,7 @@ from megatron.dpp.inject import Injector, Task
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.delayed import DelayedTransport
 from megatron.dpp.runtime.links import open_links
+from megatron.dpp.runtime.stage_group import geometry_of, pipeline_of
 from megatron.dpp.runtime.static_exchange import (
     ChannelExchange,
     Step,
@@ -34,7 +35,7 @@ from megatron.dpp.runtime.static_exchange import (
     traced,
 )
 from megatron.dpp.runtime.timer import TaskTimer, timer_for
-from megatron.dpp.runtime.topology import Topology, pipeline_of
+from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule.caps import worst_peak
 from megatron.dpp.transport.base import Transport
 
@@ -193,7 +194,7 @@ class StaticSchedule(PipelineSchedule):
 
 def most_held(call: StepCall) -> int:
     """The most activations that any rank holds."""
-    return worst_peak(pipeline_of(call.model, call.pg_collection).geometry(call))
+    return worst_peak(geometry_of(pipeline_of(call.model, call.pg_collection), call))
 
 
 def _refuse_several_tensors(keywords: dict[str, Any], topology: Topology) -> None:

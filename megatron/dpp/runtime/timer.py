@@ -27,9 +27,6 @@ _SLOPE_SMOOTHING = 0.1
 _SIZES = 256
 """Sizes of which a kind of task keeps a duration."""
 
-Lap = dict[tuple[str, int], float]
-"""Shortest seconds of a task of each (kind, chunk), of all but the first."""
-
 
 class TaskTimer(Protocol):
     """Measures the tasks of a schedule; ``key`` is (kind, chunk)."""
@@ -50,12 +47,6 @@ class TaskTimer(Protocol):
 
     def launch_share(self, chunks: Sequence[int]) -> float:
         """The largest share of launching in the task time of any of ``chunks``; 0 on a CPU."""
-        ...
-
-    def lap(self) -> Lap | None:
-        """Times of the tasks since the last call, after waiting for them; None on a CPU, where no
-        task is launched.
-        """
         ...
 
     def begin(self, *, ahead: bool = False) -> None:
@@ -133,9 +124,6 @@ class HostTimer:
     def launch_share(self, chunks: Sequence[int]) -> float:
         return 0.0
 
-    def lap(self) -> Lap | None:
-        return None
-
     def begin(self, *, ahead: bool = False) -> None:
         self._began = time.monotonic()
 
@@ -196,7 +184,6 @@ class DeviceTimer:
         self._least_took: dict[tuple[str, int], float] = {}
         self._took_by_size: dict[tuple[str, int], dict[float, float]] = {}
         """Shortest seconds of a key's tasks of each size, of the first :data:`_SIZES` sizes."""
-        self._lap: Lap = {}
         self._last_end = 0.0
         self.injected_seconds = 0.0
         self._delay: _Delay | None = None
@@ -253,13 +240,6 @@ class DeviceTimer:
         took = sum(statistics.fmean(self._took_by_size[key].values()) for key in keys)
         return min(1.0, sum(self._least_launch[key] for key in keys) / took) if took else 0.0
 
-    def lap(self) -> Lap | None:
-        if self._running:
-            self._running[-1].end.synchronize()
-            self._collect()
-        found, self._lap = self._lap, {}
-        return {key: took for key, took in found.items() if took < math.inf}
-
     def begin(self, *, ahead: bool = False) -> None:
         self._began, self._launched_ahead = time.monotonic(), ahead
         self._start = self._event()
@@ -315,9 +295,6 @@ class DeviceTimer:
             sizes = self._took_by_size.setdefault(task.key, {})
             if task.size in sizes or len(sizes) < _SIZES:
                 sizes[task.size] = min(took, sizes.get(task.size, took))
-            self._lap[task.key] = (
-                min(took, self._lap[task.key]) if task.key in self._lap else math.inf
-            )
             self._last_end = time.monotonic()
             self._free += (task.start, task.end)
 

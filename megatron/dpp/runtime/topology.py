@@ -12,10 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from megatron.dpp.core.groups import group_of
-from megatron.dpp.core.steps import StepCall
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import Geometry
@@ -50,18 +46,9 @@ class Topology:
         """Virtual stage number of one of this rank's chunks."""
         return chunk * self.num_ranks + self.rank
 
-    def geometry(self, call: StepCall, w_pieces: tuple[int, ...] | None = None) -> Geometry:
-        """A call as schedules see it on this rank; ``w_pieces`` as in :class:`Geometry`."""
-        return Geometry(
-            num_ranks=self.num_ranks,
-            rank=self.rank,
-            num_chunks=self.num_chunks,
-            num_microbatches=call.num_microbatches,
-            forward_only=call.forward_only,
-            group=call.config.microbatch_group_size_per_vp_stage or None,
-            w_pieces=w_pieces,
-            groups=call.cut.groups if call.cut is not None else (),
-        )
+    def geometry(self, num_microbatches: int, **more: Any) -> Geometry:
+        """An iteration as schedules see it on this rank; ``more`` as in :class:`Geometry`."""
+        return Geometry(self.num_ranks, self.rank, self.num_chunks, num_microbatches, **more)
 
     def channels(self, receives: Sequence[int], sends: Sequence[int], depth: int) -> Channels:
         """The channels that begin or end here, and which task each of them serves.
@@ -96,13 +83,6 @@ class Topology:
     def _at(self, stage: int) -> tuple[int, int]:
         """(global rank, chunk) of a virtual stage."""
         return self.ranks[stage % self.num_ranks], stage // self.num_ranks
-
-
-def pipeline_of(chunks: list[torch.nn.Module], pg_collection: Any = None) -> Topology:
-    """The place of this rank, by the given process groups or else megatron-core's own."""
-    group = group_of(pg_collection, "pp")
-    ranks = torch.distributed.get_process_group_ranks(group)
-    return Topology(tuple(ranks), torch.distributed.get_rank(group), len(chunks))
 
 
 class Channels:

@@ -288,27 +288,27 @@ def _changes(was: dict[str, Any], now: dict[str, Any]) -> str:
 def _read(file: Path) -> Iterator[dict[str, Any]]:
     """Yields the lines of a recording, its header first."""
     number, replay = 0, setting("replay", file)
+
+    def broken(why: object, place: str = "") -> DataError:
+        return DataError(f"{replay}{place}: {why}", replay)
+
     try:
         with io.TextIOWrapper(open_to_read(file), encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 try:
                     parsed = strict_json.loads(line)
                 except (ValueError, RecursionError) as error:
-                    wrong = f"{replay}, line {number}: not JSON: {error}"
-                    raise DataError(wrong, replay) from error
+                    raise broken(f"not JSON: {error}", f", line {number}") from error
                 if not isinstance(parsed, dict):
-                    raise DataError(f"{replay}, line {number}: expected a JSON object", replay)
+                    raise broken("expected a JSON object", f", line {number}")
                 if number == 1 and parsed.get("format") != _FORMAT:
-                    raise DataError(f"{replay}: not a recording: another format", replay)
+                    raise broken("not a recording: another format")
                 if number == 1 and (version := parsed.get("version")) != _VERSION:
-                    wrong = (
-                        f"{replay}: format version {shown(version)}, this program reads {_VERSION}"
-                    )
-                    raise DataError(wrong, replay)
+                    raise broken(f"format version {shown(version)}, this program reads {_VERSION}")
                 yield parsed
     except OSError as error:
-        raise DataError(f"{replay}: {error.strerror}", replay) from error
+        raise broken(error.strerror) from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{replay}: not a recording: {error}", replay) from error
+        raise broken(f"not a recording: {error}") from error
     if not number:
-        raise DataError(f"{replay}: not a recording: it is empty", replay)
+        raise broken("not a recording: it is empty")

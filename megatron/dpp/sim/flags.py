@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import random
 import re
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from megatron.dpp.schedule.policies import BUILT_IN
 from megatron.dpp.sim import conditions
 from megatron.dpp.sim.conditions import CONDITIONS, Change
 from megatron.dpp.sim.costs import Shape
-from megatron.dpp.sim.lengths import MIXES, Microbatch, histogram, parse_lengths
+from megatron.dpp.sim.lengths import MIXES, Microbatch, parse_lengths
 from megatron.dpp.sim.schedules import STATIC
 
 _MOST_TASKS, _MOST_SIGMA = 1 << 20, 5.0
@@ -29,8 +30,6 @@ _RANGES = (
     *(("jitter", 0, _MOST_SIGMA), ("beta", 0, 1)),
 )
 """Flag, least and greatest value; with a larger sigma a single task dominates a run."""
-_LEAST_SHOWN = 16
-"""Lengths from which a histogram is printed."""
 
 
 def new_sim_parser(prog: str) -> argparse.ArgumentParser:
@@ -144,8 +143,7 @@ class Lengths:
         if text.endswith((".idx", ".bin")):
             return cls._of_index(text[:-4], longest)
         given = parse_lengths(text if "," in text else _read(text))
-        if len(given) >= _LEAST_SHOWN:
-            print("\n".join(histogram(given)))
+        _tell(given)
 
         def take(seed: int, number: int) -> list[Microbatch]:
             return [(given[(seed * number + i) % len(given)],) for i in range(number)]
@@ -158,7 +156,7 @@ class Lengths:
         check_index(prefix)
         given = [max(1, int(length) - 1) for length in read_lengths(prefix)]
         given = [min(length, longest) for length in given] if longest else given
-        print("\n".join(histogram(given)))
+        _tell(given)
 
         def draw(seed: int, number: int) -> list[Microbatch]:
             rng = random.Random(f"lengths {seed}")
@@ -181,6 +179,11 @@ class Lengths:
             raise ConfigError(f"--longest {self.longest}: a microbatch has {max(sizes)} tokens")
         works = [(sum(row), sum(length * length for length in row)) for row in rows]
         return dataclasses.replace(shape, sizes=sizes, largest=self.longest), works
+
+
+def _tell(lengths: Sequence[int]) -> None:
+    middle, longest = statistics.median_high(lengths), max(lengths)
+    print(f"{len(lengths)} sequences, {sum(lengths)} tokens; median {middle}, longest {longest}")
 
 
 def _read(path: str) -> str:

@@ -138,26 +138,3 @@ def parse_lengths(text: str) -> list[int]:
     if not parts or any(not part.isdecimal() or int(part) < 1 for part in parts):
         raise ConfigError(f"{text[:80]!r} is not a list of lengths in tokens like 1000,8000,2000")
     return [int(part) for part in parts]
-
-
-_BAR = 40
-"""Columns of a histogram's longest bar."""
-
-
-def histogram(lengths: Sequence[int]) -> list[str]:
-    """Lines of text: number, sum, median and longest of the lengths, and a bar per power of two."""
-    ordered = sorted(lengths)
-    lines = [
-        f"{len(ordered)} sequences, {sum(ordered)} tokens; median {ordered[len(ordered) // 2]}, "
-        f"90 % up to {ordered[len(ordered) * 9 // 10]}, longest {ordered[-1]}"
-    ]
-    counts: dict[int, int] = {}
-    for length in ordered:
-        power = (length - 1).bit_length()
-        counts[power] = counts.get(power, 0) + 1
-    most = max(counts.values())
-    for power in range(min(counts), max(counts) + 1):
-        count = counts.get(power, 0)
-        bar = "#" * -(-count * _BAR // most)
-        lines.append(f"  up to {1 << power:>8d} {count:>9d}  {bar}".rstrip())
-    return lines

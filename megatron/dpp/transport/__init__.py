@@ -1,7 +1,7 @@
 """Channels between pipeline ranks, and the kinds that carry them.
 
-Read ``base.py`` (the contract) first, then ``open.py``, ``kinds/`` (one module per kind) and
-``fake.py`` (the smallest implementation). This room knows nothing of schedules.
+Read ``base.py`` (the contract) first, then ``open.py`` and ``kinds/`` (one module per kind). This
+room knows nothing of schedules.
 """
 
 from megatron.dpp.direction import Direction
@@ -10,17 +10,14 @@ from megatron.dpp.transport.base import (
     LinkInfo,
     Transport,
 )
-from megatron.dpp.transport.fake import FakeNetwork, VirtualClock
 from megatron.dpp.transport.open import open_transport
 from megatron.dpp.transport.options import TransportOptions
 
 __all__ = [
     "ChannelSpec",
     "Direction",
-    "FakeNetwork",
     "LinkInfo",
     "Transport",
     "TransportOptions",
-    "VirtualClock",
     "open_transport",
 ]

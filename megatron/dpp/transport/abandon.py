@@ -25,19 +25,24 @@ class Abandon:
     Args:
         failure: returns the failure's text, or an empty string; called from the thread.
         rank: for the message.
-        grace: seconds between a failure and the end of the process.
+        grace: seconds between a failure and the end of the process; None starts no thread.
     """
 
-    def __init__(self, failure: Callable[[], str], rank: int, grace: float) -> None:
+    def __init__(self, failure: Callable[[], str], rank: int, grace: float | None) -> None:
         self._failure, self._rank, self._grace = failure, rank, grace
-        self._stopped = threading.Event()
+        self._pid, self._stopped = os.getpid(), threading.Event()
         self._thread = threading.Thread(target=self._watch, name="dpp-abandon", daemon=True)
-        self._thread.start()
+        if grace is not None:
+            self._thread.start()
 
     def stop(self) -> None:
-        """Stop watching; may be called twice."""
+        """Stop watching; may be called twice. No effect in a forked child, whose parent has the
+        thread, and may have had the event's lock.
+        """
+        if os.getpid() != self._pid:
+            return
         self._stopped.set()
-        if self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _watch(self) -> None:

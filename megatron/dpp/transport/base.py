@@ -295,19 +295,9 @@ class Transport(abc.ABC):
 
     def brought(self, channel: int) -> str:
         """Text about the kind of an incoming channel's link and what came last; empty where nothing
-        has.
+        has, and where a kind cannot tell.
         """
-        last = self.last_taken(channel)
-        if last is None:
-            return ""
-        kinds = [each.kind for each in self.links() if each.peer == self.incoming[channel].source]
-        return f" (over {kinds[0]} microbatch {last[1]} of iteration {last[0]} came last)"
-
-    def last_taken(self, channel: int) -> tuple[int, int] | None:
-        """Iteration and microbatch of the last message that was taken from an incoming channel;
-        None before the first, and where a kind cannot tell.
-        """
-        return None
+        return ""
 
     def silence(self, peer: int) -> float:
         """Seconds for which the host of ``peer`` has owed an answer; 0 where it answers, and where

@@ -10,7 +10,6 @@ import secrets
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -48,6 +47,11 @@ class Request:
         return {
             spec.destination if spec.source == self.rank else spec.source for spec in self.channels
         }
+
+    @property
+    def others(self) -> set[int]:
+        """The peers, and the other members of the board."""
+        return (self.peers | {*self.board_ranks}) - {self.rank}
 
     @property
     def outgoing(self) -> list[ChannelSpec]:
@@ -184,21 +188,22 @@ def link_faults(
         By peer, what a link that does not deliver does instead; equal on both ends.
     """
     seeds = {link.peer: secrets.randbits(_SEED_BITS) for link in links}
-    begun = {link.peer: _fault_in(partial(write, link, seeds[link.peer])) for link in links}
+    begun = {link.peer: _fault_in(link, write, seeds[link.peer]) for link in links}
     for link in links:
-        unwritten = begun[link.peer] or _fault_in(partial(settle, link))
+        unwritten = begun[link.peer] or _fault_in(link, settle)
         link.send({"seed": seeds[link.peer], "unwritten": unwritten})
     faults: dict[int, str] = {}
     for link in links:
         message, _ = link.receive()
-        fault = str(message.get("unwritten", "")) or fault_of(link, _seed(link, message))
+        fault = str(message.get("unwritten", ""))
+        if not fault and (wrong := fault_of(link, _seed(link, message))):
+            fault = f"rank {link.rank}: {wrong}"
         faults[link.peer] = fault[:_LONGEST_FAULT]
         link.send({"fault": faults[link.peer]})
     for link in links:
-        other = str(link.receive()[0].get("fault", ""))
+        said = [faults[link.peer], str(link.receive()[0].get("fault", ""))]
         # Both directions may fail: the lower rank's word comes first on both ends.
-        said = (faults[link.peer], other) if link.rank < link.peer else (other, faults[link.peer])
-        faults[link.peer] = said[0] or said[1]
+        faults[link.peer] = next(filter(None, said[:: 1 if link.rank < link.peer else -1]), "")
     return {peer: fault for peer, fault in faults.items() if fault}
 
 
@@ -212,12 +217,12 @@ def _seed(link: PeerLink, message: dict[str, Any]) -> int:
     return seed
 
 
-def _fault_in(call: Callable[[], object]) -> str:
-    """The error that a call raises, as one line, or ""."""
+def _fault_in(link: PeerLink, call: Callable[..., object], *given: object) -> str:
+    """The error that a call about a link raises, as one line, or ""."""
     try:
-        call()
+        call(link, *given)
     except TransportError as error:
-        return one_line(error, _LONGEST_FAULT)
+        return f"rank {link.rank}: {one_line(error)}"[:_LONGEST_FAULT]
     return ""
 
 

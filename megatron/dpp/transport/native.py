@@ -20,12 +20,12 @@ from megatron.dpp.errors import TransportUnavailable, shown
 from megatron.dpp.transport.abandon import Abandon
 from megatron.dpp.transport.base import (
     Board,
-    ChannelSpec,
     LinkInfo,
     Message,
     Transport,
     check_payload,
 )
+from megatron.dpp.transport.joining import Request
 from megatron.dpp.transport.kinds import find
 
 
@@ -87,19 +87,14 @@ class NativeTransport(Transport):
     def __init__(
         self,
         native: Any,
+        request: Request,
         *,
-        rank: int,
-        incoming: Sequence[ChannelSpec],
-        outgoing: Sequence[ChannelSpec],
-        device: torch.device,
         links: Sequence[LinkInfo],
         board: Board | None,
         in_place: Collection[int] = (),
-        abandon_after: float | None = None,
     ) -> None:
-        self.rank = rank
-        self.incoming = incoming
-        self.outgoing = outgoing
+        self.rank, device = request.rank, request.device
+        self.incoming, self.outgoing = incoming, outgoing = request.incoming, request.outgoing
         self.board = board
         self._native = native
         self._device = device
@@ -115,9 +110,7 @@ class NativeTransport(Transport):
         # Tensors whose copy is not done, per channel: (number of the put, tensor).
         self._kept: list[deque[tuple[int, torch.Tensor]]] = [deque() for _ in outgoing]
         self._num_kept = 0
-        self._abandon: Abandon | None = None
-        if abandon_after is not None:
-            self._abandon = Abandon(native.failure, rank, abandon_after)
+        self._abandon = Abandon(native.failure, self.rank, request.options.abandon_after)
         os.register_at_fork(after_in_child=functools.partial(_disown, weakref.ref(self)))
 
     def put(
@@ -201,8 +194,7 @@ class NativeTransport(Transport):
         return Message(tensor, iteration, microbatch, part, num_parts, sent, arrived)
 
     def wait(self, seconds: float) -> bool:
-        changed: bool = self._native.wait(seconds)
-        return changed
+        return bool(self._native.wait(seconds))
 
     def ring(self) -> None:
         """End ``wait`` from another thread of this process."""
@@ -211,47 +203,37 @@ class NativeTransport(Transport):
     def pending(self) -> int:
         self._native.check()
         self._drop_sent()
-        pending: int = self._native.pending()
-        return pending
+        return int(self._native.pending())
 
     def pending_bytes(self) -> int:
         self._drop_sent()
         return sum(tensor.nbytes for kept in self._kept for _, tensor in kept)
 
     def _has_unsent(self, channel: int) -> bool:
-        pending: bool = self._native.done(channel) < self._native.num_puts(channel)
-        return pending
+        return bool(self._native.done(channel) < self._native.num_puts(channel))
 
     def links(self) -> Sequence[LinkInfo]:
         return self._links
 
     def departed(self, peer: int) -> bool:
-        left: bool = self._native.departed(peer)
-        return left
+        return bool(self._native.departed(peer))
 
-    def last_taken(self, channel: int) -> tuple[int, int] | None:
-        found: tuple[int, int] | None = self._native.last_taken(channel)
-        return found
+    def brought(self, channel: int) -> str:
+        if (last := self._native.last_taken(channel)) is None:
+            return ""
+        source = self.incoming[channel].source
+        kind = next(link.kind for link in self._links if link.peer == source)
+        return f" (over {kind} microbatch {last[1]} of iteration {last[0]} came last)"
 
     def silence(self, peer: int) -> float:
-        seconds: float = self._native.silence(peer)
-        return seconds
+        return float(self._native.silence(peer))
 
     def abort(self, reason: str) -> None:
-        self._stop_watching()
+        self._abandon.stop()
         self._native.abort(reason)
 
-    def _stop_watching(self) -> None:
-        if self._abandon is not None:
-            self._abandon.stop()
-            self._abandon = None
-
-    def _disown(self) -> None:
-        self._abandon = None  # its thread is the parent's, and so may be the lock of its event
-        self._native.disown()
-
     def close(self) -> None:
-        self._stop_watching()
+        self._abandon.stop()
         self._native.close()
         for kept in self._kept:
             kept.clear()
@@ -262,6 +244,5 @@ def _disown(transport: weakref.ref[NativeTransport]) -> None:
 
     Copies of them in a data loader's worker would let a killed parent look alive to its peers.
     """
-    inherited = transport()
-    if inherited is not None:
-        inherited._disown()
+    if (inherited := transport()) is not None:
+        inherited._native.disown()

@@ -32,7 +32,6 @@ from megatron.dpp.errors import (
 )
 from megatron.dpp.transport.base import ChannelSpec, LinkInfo, Transport
 from megatron.dpp.transport.board_hosts import BoardHosts
-from megatron.dpp.transport.fake import FakeNetwork
 from megatron.dpp.transport.handshake import Connection
 from megatron.dpp.transport.joining import Facts, PeerLink, Request, Setup
 from megatron.dpp.transport.kinds import (
@@ -73,7 +72,7 @@ def open_transport(
     Args:
         channels: every channel that this rank sends or receives; both ends must name equal specs.
         rank: this process's global rank.
-        store: where the job's ranks find each other; None when all channels stay in this process.
+        store: where the job's ranks find each other; None where this rank has no links.
         device: where ``take`` puts tensors.
         kind: ``auto`` chooses per link and says why in ``links()``; any other kind is used or is an
             error.
@@ -88,8 +87,8 @@ def open_transport(
         SetupError, AuthError, VersionMismatch: see ``errors.py``.
     """
     for spec in channels:
-        if rank not in (spec.source, spec.destination):
-            raise ConfigError(f"rank {rank} neither sends nor receives on the channel {spec}")
+        if rank not in (spec.source, spec.destination) or spec.source == spec.destination:
+            raise ConfigError(f"rank {rank} shares the channel {spec} with no other rank")
     if fault := number_fault(board_counters, 0, _MOST_COUNTERS):
         raise ConfigError(f"board_counters {fault}")
     request = Request(
@@ -101,17 +100,10 @@ def open_transport(
         board_ranks=tuple(board_ranks or ()),
         board_counters=board_counters,
     )
-    if store is None:
-        if request.peers - {rank} or set(request.board_ranks) - {rank}:
-            raise ConfigError(
-                f"rank {rank} has channels with other ranks and no store to find them"
-            )
-        return FakeNetwork(channels).transport(
-            rank, board_ranks=request.board_ranks, board_counters=board_counters
-        )
-    if kind != AUTO and (open_own := find(kind).open):
-        return open_own(request)
-    return open_native(request, kind)
+    if store is None and request.others:
+        raise ConfigError(f"rank {rank} has links with other ranks and no store to find them")
+    own = None if kind == AUTO else find(kind).open
+    return own(request) if own else open_native(request, kind)
 
 
 def open_native(request: Request, kind: str) -> NativeTransport:
@@ -207,26 +199,20 @@ class _Opening:
         self._incoming, self._outgoing = request.incoming, request.outgoing
         self._library = load_native()
         self._facts: dict[int, Facts] = {}  # of the peers, and of all members of the board
+        self._host_of = {request.rank: host_identity()}
         self._board: BoardHosts | None = None
         self._choices: dict[int, Choice] = {}
-        self._notes: dict[int, str] = {}  # appended to the reasons of links
-        if request.rank in request.peers:
-            raise ConfigError(f"rank {request.rank} has a channel to itself beside others")
+        self._in_place: set[int] = set()
 
-    def run(self, store: Store) -> NativeTransport:
+    def run(self, store: Store | None) -> NativeTransport:
         """Open the transport, or leave nothing behind."""
-        others = self._request.peers | set(self._board_ranks) - {self._rank}
-        with Meeting(store, self._rank, self._options, self._tcp_host()) as meeting:
-            own = self._own_facts(meeting)
-            self._facts = meeting.exchange(own, sorted(others))
-            if self._board_ranks:
-                host_of = {rank: facts.host for rank, facts in self._facts.items()}
-                host_of[self._rank] = own.host
-                self._board = BoardHosts.of(self._rank, self._board_ranks, host_of)
-            partners = self._board.partners if self._board else ()
-            for peer in sorted({*self._request.peers, *partners}):
-                self._choices[peer] = self._choose(own, peer)
-            connections = meeting.connect(self._wanted_connections())
+        own: Facts | None = None
+        connections: dict[tuple[int, str], Connection] = {}
+        if self._request.others:
+            assert store is not None
+            own, connections = self._meet(store)
+        elif self._board_ranks:
+            self._board = BoardHosts.of(self._rank, self._board_ranks, self._host_of)
         native = self._make_native()
         try:
             self._join(native, own, connections)
@@ -239,9 +225,31 @@ class _Opening:
         finally:
             for connection in connections.values():
                 connection.close()
-        return self._wrap(native, own)
+        return self._wrap(native)
 
-    def _wrap(self, native: Any, own: Facts) -> NativeTransport:
+    def _meet(self, store: Store) -> tuple[Facts, dict[tuple[int, str], Connection]]:
+        """Choose the kinds of all links, and connect; returns our facts and the connections."""
+        with Meeting(store, self._rank, self._options, self._tcp_host()) as meeting:
+            own = self._own_facts(meeting)
+            self._facts = meeting.exchange(own, sorted(self._request.others))
+            self._host_of |= {rank: facts.host for rank, facts in self._facts.items()}
+            if self._board_ranks:
+                self._board = BoardHosts.of(self._rank, self._board_ranks, self._host_of)
+            partners = self._board.partners if self._board else ()
+            for peer in sorted({*self._request.peers, *partners}):
+                is_peer = peer in self._request.peers
+                kinds = kinds_of_links(self._kind) if is_peer else kinds_of_boards()
+                wanted = self._kind if is_peer else AUTO
+                self._choices[peer] = choose(own, self._facts[peer], kinds, wanted)
+            return own, meeting.connect(
+                [
+                    (self._facts[peer], purpose, choice.kind.between_hosts)
+                    for peer, choice in self._choices.items()
+                    for purpose in (CONTROL, *choice.connections(self._options))
+                ]
+            )
+
+    def _wrap(self, native: Any) -> NativeTransport:
         board = None
         if self._board is not None:
             board = NativeBoard(
@@ -250,28 +258,21 @@ class _Opening:
                 size=len(self._board_ranks),
                 spans_hosts=len(self._board.heads) > 1,
             )
-        notes = self._notes
-        links = [
-            LinkInfo(
-                peer,
-                how.kind.name,
-                Text(how.reason + notes.get(peer, ""), how.reason, notes.get(peer)),
-                self._facts[peer].pid if self._facts[peer].host == own.host else 0,
-            )
-            for peer, how in self._choices.items()
-        ]
+        here = self._host_of[self._rank]
         return NativeTransport(
             native,
-            rank=self._rank,
-            incoming=self._incoming,
-            outgoing=self._outgoing,
-            device=self._request.device,
-            links=links,
+            self._request,
+            links=[
+                LinkInfo(
+                    peer,
+                    choice.kind.name,
+                    choice.reason,
+                    self._facts[peer].pid if self._host_of[peer] == here else 0,
+                )
+                for peer, choice in self._choices.items()
+            ],
             board=board,
-            in_place={
-                peer for peer, how in self._choices.items() if how.kind.device_memory and own.gpu
-            },
-            abandon_after=self._options.abandon_after,
+            in_place=self._in_place,
         )
 
     def _tcp_host(self) -> str | None:
@@ -285,7 +286,7 @@ class _Opening:
         return Facts(
             rank=self._rank,
             abi=self._library.abi_version,
-            host=host_identity(),
+            host=self._host_of[self._rank],
             hostname=platform.node(),
             uid=os.getuid(),
             pid=os.getpid(),
@@ -305,18 +306,6 @@ class _Opening:
             },
         )
 
-    def _choose(self, own: Facts, peer: int) -> Choice:
-        if peer in self._request.peers:
-            return choose(own, self._facts[peer], kinds_of_links(self._kind), self._kind)
-        return choose(own, self._facts[peer], kinds_of_boards())
-
-    def _wanted_connections(self) -> list[tuple[Facts, str, bool]]:
-        return [
-            (self._facts[peer], purpose, choice.kind.between_hosts)
-            for peer, choice in self._choices.items()
-            for purpose in (CONTROL, *choice.connections(self._options))
-        ]
-
     def _make_native(self) -> Any:
         spin = self._options.spin
         if spin is None:
@@ -334,7 +323,7 @@ class _Opening:
         )
 
     def _join(
-        self, native: Any, own: Facts, connections: dict[tuple[int, str], Connection]
+        self, native: Any, own: Facts | None, connections: dict[tuple[int, str], Connection]
     ) -> None:
         """Make all links; every round first sends to all peers, then receives from all."""
         links = {peer: self._link(peer, connections) for peer in self._choices}
@@ -354,17 +343,26 @@ class _Opening:
             self._send_offer(link, board_fd)
         for link in links.values():
             self._receive_offer(native, link)
-        gpu = device_index(self._request.device) if own.gpu else -1
+        if own is not None:
+            self._join_kinds(native, own, links)
+
+    def _join_kinds(self, native: Any, own: Facts, links: dict[int, PeerLink]) -> None:
         setup = Setup(
-            extension=self._library, native=native, options=self._options, facts=own, gpu=gpu,
-            peer_facts=self._facts,
+            extension=self._library, native=native, options=self._options, facts=own,
+            gpu=device_index(self._request.device) if own.gpu else -1, peer_facts=self._facts,
             has_other_kind={peer for peer, choice in self._choices.items() if choice.instead},
         )  # fmt: skip
         for kind in kinds_of_links():  # in one order on all ranks
             mine = [link for peer, link in links.items() if self._choices[peer].kind is kind]
             if mine and kind.join:
-                self._notes |= kind.join(setup, mine)
+                for peer, note in kind.join(setup, mine).items():
+                    reason = self._choices[peer].reason
+                    self._choices[peer] = dataclasses.replace(
+                        self._choices[peer], reason=Text(reason + note, reason, note)
+                    )
                 self._fall_back(setup)
+        if own.gpu:
+            self._in_place = {p for p, how in self._choices.items() if how.kind.device_memory}
 
     def _link(self, peer: int, connections: dict[tuple[int, str], Connection]) -> PeerLink:
         control = connections[peer, CONTROL].sock

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -12,9 +12,22 @@ from megatron.dpp.config import GPUDIRECT, LONGEST_WAIT
 from megatron.dpp.errors import ConfigError, number_fault
 
 
-def _tuned(default: Any, *allowed: Any) -> Any:
+def _option(default: Any, *allowed: Any) -> Any:
     """A field with its least and greatest value, or its words; without either, any text."""
     return field(default=default, metadata={"allowed": allowed})
+
+
+def _check(options: Any, named: Callable[[str], str]) -> None:
+    """Raise a ConfigError for a value that its field does not allow."""
+    for each in fields(options):
+        value, allowed, fault = getattr(options, each.name), each.metadata.get("allowed"), ""
+        if allowed and isinstance(allowed[0], str):
+            if value not in allowed:
+                fault = f"is {value}; expected one of {', '.join(allowed)}"
+        elif allowed:
+            fault = number_fault(value, *allowed, whole=isinstance(allowed[0], int))
+        if fault:
+            raise ConfigError(f"{named(each.name)} {fault}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,24 +39,17 @@ class RdmaOptions:
         ConfigError: a value is out of its range.
     """
 
-    devices: str = _tuned("")
-    traffic_class: int = _tuned(106, 0, 255)
-    service_level: int = _tuned(0, 0, 15)
-    pkey_index: int = _tuned(0, 0, 65535)
-    gid_index: int = _tuned(-1, -1, 255)
-    timeout: int = _tuned(20, 1, 31)
-    retries: int = _tuned(7, 0, 7)
-    adaptive_routing: str = _tuned("auto", *GPUDIRECT)
+    devices: str = ""
+    traffic_class: int = _option(106, 0, 255)
+    service_level: int = _option(0, 0, 15)
+    pkey_index: int = _option(0, 0, 65535)
+    gid_index: int = _option(-1, -1, 255)
+    timeout: int = _option(20, 1, 31)
+    retries: int = _option(7, 0, 7)
+    adaptive_routing: str = _option("auto", *GPUDIRECT)
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value, allowed, fault = getattr(self, each.name), each.metadata["allowed"], ""
-            if isinstance(each.default, int):
-                fault = number_fault(value, *allowed)
-            elif allowed and value not in allowed:
-                fault = f"is {value}; expected one of {', '.join(allowed)}"
-            if fault:
-                raise ConfigError(f"{variable(each.name)} {fault}")
+        _check(self, variable)
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> RdmaOptions:
@@ -91,40 +97,25 @@ class TransportOptions:
         spin: spin before sleeping in ``wait``; None decides from the cores that are free.
     """
 
-    timeout: float = 600.0
-    setup_timeout: float = 60.0
+    timeout: float = _option(600.0, 0.001, LONGEST_WAIT)
+    setup_timeout: float = _option(60.0, 0.001, LONGEST_WAIT)
     checksum: bool = False
-    workload: int = 1 << 20
-    gpudirect: str = "auto"
+    workload: int = _option(1 << 20, 1, 1 << 40)
+    gpudirect: str = _option("auto", *GPUDIRECT)
     rdma: RdmaOptions = field(default_factory=RdmaOptions.of)
     node_ips: str | None = None
     address_of: str = "rank"
     listen_ports: tuple[int, int] | None = None
-    tcp_connections: int = 4
+    tcp_connections: int = _option(4, 1, 16)
     name: str = "main"
     token_file: str | None = None
-    peer_timeout: float = 30.0
-    max_pending: int = 1024
+    peer_timeout: float = _option(30.0, 0.001, LONGEST_WAIT)
+    max_pending: int = _option(1024, 1, 1 << 20)
     abandon_after: float | None = None
     spin: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, least, most in (
-            ("timeout", 0.001, LONGEST_WAIT),
-            ("setup_timeout", 0.001, LONGEST_WAIT),
-            ("peer_timeout", 0.001, LONGEST_WAIT),
-            ("workload", 1, 1 << 40),
-            ("tcp_connections", 1, 16),
-            ("max_pending", 1, 1 << 20),
-        ):
-            whole = isinstance(least, int)
-            if fault := number_fault(getattr(self, name), least, most, whole=whole):
-                raise ConfigError(f"transport option {name} {fault}")
-        if self.gpudirect not in GPUDIRECT:
-            raise ConfigError(
-                f"transport option gpudirect is {self.gpudirect}; expected one of "
-                f"{', '.join(GPUDIRECT)}"
-            )
+        _check(self, "transport option {}".format)
         if self.max_pending & (self.max_pending - 1):
             raise ConfigError(
                 f"transport option max_pending is {self.max_pending}; give a power of two"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron.dpp.errors import Text, TransportError, setting
-from megatron.dpp.hosts import addresses, family_of
+from megatron.dpp.hosts import family_of, networks
 from megatron.dpp.transport.options import RdmaOptions, TransportOptions, variable
 
 NEAREST = "nearest"
@@ -134,13 +133,13 @@ def find_places(
         ports, refused = library.rdma_ports()
     except TransportError as error:
         return [], str(error)
-    names = {port["device"] for port in ports}
+    names, own = {port["device"] for port in ports}, networks()
     node = Node(
         gpu=gpu_path(device),
         turn=int(os.environ.get("LOCAL_RANK", "0")),
         cards={name: pci_path(f"class/infiniband/{name}/device") for name in names},
-        subnets=_subnets(),
-        infiniband=_infiniband_interfaces(addresses().get(address, "")),
+        subnets={address: network for address, (_, network) in own.items()},
+        infiniband=_infiniband_interfaces(own.get(address, ("", ""))[0]),
         refused=refused,
     )
     return choose_places(ports, options.rdma, address, node, options.address_of)
@@ -326,20 +325,6 @@ def _place_on(
         distance=distance,
     )
     return place, ""
-
-
-def _subnets() -> dict[str, str]:
-    """The subnet of each address of this host, like ``10.0.0.0/16``."""
-    import psutil  # type: ignore[import-untyped]
-
-    found = {}
-    for entries in psutil.net_if_addrs().values():
-        for entry in entries:
-            if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.netmask:
-                length = int(ipaddress.ip_address(entry.netmask)).bit_count()
-                address = ipaddress.ip_interface(f"{entry.address}/{length}")
-                found[str(address.ip)] = str(address.network)
-    return found
 
 
 def _subnet_of(gid: str, node: Node, *, infiniband: bool) -> str:

@@ -1,14 +1,14 @@
 """Estimates a run of Megatron before it starts, and chooses its layout. Needs no PyTorch.
 
-``flags`` are Megatron's and ``--dpp-*`` flags, as words (``["--bf16", "--num-layers", "24"]``) or
-as a mapping (``{"--num-layers": 24, "--bf16": True}``). Flags that are not given have Megatron's
-own defaults; flags that do not matter here are ignored. The vocabulary is ``--padded-vocab-size``,
-else ``--vocab-size`` padded as Megatron pads it, else 50,304 words.
+``flags`` are Megatron's and ``--dpp-*`` flags, as ``{"--num-layers": 24, "--bf16": True}``. Flags
+that are not given have Megatron's own defaults; flags that do not matter here are ignored. The
+vocabulary is ``--padded-vocab-size``, else ``--vocab-size`` padded as Megatron pads it, else 50,304
+words. Sequences that ``--dpp-slice-tokens`` cuts are estimated whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from megatron.dpp_train.cost.choose import Search, named, table
@@ -16,7 +16,7 @@ from megatron.dpp_train.cost.device import Devices, find_devices, named_devices
 from megatron.dpp_train.cost.estimate import estimate, lines
 from megatron.dpp_train.cost.flags import Given, shape_of
 
-Flags = Mapping[str, object] | Sequence[str]
+Flags = Mapping[str, object]
 
 __all__ = ["Choice", "Devices", "Flags", "choose", "describe", "find_devices", "named_devices"]
 
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
     Args:
         flags: those to add to the given ones, as ``{"--tensor-model-parallel-size": 2, "--use-dpp":
             True}``.
-        lines: a table of the best layouts with their times and memory, and the reason.
+        lines: a table of the best layouts with their times and memory.
     """
 
     flags: dict[str, object]
@@ -43,9 +43,12 @@ def describe(flags: Flags, devices: Devices, *, arch: str = "gpt") -> list[str]:
     Raises:
         ConfigError: a flag is missing or has a value that is not possible, or sizes do not divide.
     """
-    on_gpu = devices.on_gpu
-    shape = shape_of(Given(flags), devices.number, devices.per_node, on_gpu=on_gpu, arch=arch)
-    return lines(estimate(shape, devices.device))
+    given, on_gpu = Given(flags), devices.on_gpu
+    shape = shape_of(given, devices.number, devices.per_node, on_gpu=on_gpu, arch=arch)
+    found = lines(estimate(shape, devices.device))
+    if given.is_cut:
+        found.append("slices      are estimated as whole sequences; they keep less memory")
+    return found
 
 
 def choose(flags: Flags, devices: Devices, *, arch: str = "gpt") -> Choice:

@@ -20,11 +20,10 @@ from megatron.dpp_train.cost.estimate import (
     layout_line,
     outside_seconds,
     size,
-    traffic,
 )
-from megatron.dpp_train.cost.flags import Given, shape_of
+from megatron.dpp_train.cost.flags import Given, name_of, shape_of
 from megatron.dpp_train.cost.memory import least_bytes
-from megatron.dpp_train.cost.pipeline import balanced, layout_text, least_seconds, planned
+from megatron.dpp_train.cost.pipeline import balanced, layout_text, least_seconds
 from megatron.dpp_train.cost.shape import RunShape
 
 _USABLE = 0.92
@@ -117,8 +116,7 @@ class Search:
                 best[way.key] = min(best.get(way.key, one), one, key=lambda way: way.cost)
         if not best:
             raise self._nothing()
-        first = sorted(best.values(), key=lambda way: way.cost)[:_SHOWN]
-        return sorted(map(self._laid_out, first), key=lambda way: way.cost)
+        return sorted(best.values(), key=lambda way: way.cost)[:_SHOWN]
 
     def ways(self) -> Iterator[Way]:
         """Possible layouts that may fit."""
@@ -157,7 +155,7 @@ class Search:
 
     def _options(self, flag: str, options: list[int]) -> list[int]:
         """The possible sizes; the given one where there is one."""
-        name = flag.lstrip("-").replace("-", "_")
+        name = name_of(flag)
         return [self._given.number(name)] if self._given.on(name) else options
 
     def _forms(self) -> Iterator[tuple[dict[str, object], int]]:
@@ -225,17 +223,6 @@ class Search:
                 )
         return None
 
-    def _laid_out(self, way: Way) -> Way:
-        """The way with its layers planned further, where it has a layout of its own."""
-        if _LAYOUT not in way.flags:
-            return way
-        shape = planned(way.shape, self._devices.device)
-        flags = {**way.flags, _LAYOUT: layout_text(shape.layers)}
-        found = estimate(shape, self._devices.device)
-        if found.peak_bytes > self._usable or (way.found and found.seconds > way.found.seconds):
-            return way
-        return dataclasses.replace(way, flags=flags, shape=shape, found=found)
-
     def _nothing(self) -> ConfigError:
         """The need of the least demanding layout, and the number of devices that would do."""
         need, layout = self._least
@@ -265,13 +252,13 @@ def named(way: Way, given: Given) -> dict[str, object]:
         flag: value
         for flag, value in way.flags.items()
         if value is not False
-        and not given.on(flag.lstrip("-").replace("-", "_"))
+        and not given.on(name_of(flag))
         and (value is True or value != 1 or flag == _MICRO)
     }
 
 
 def table(best: list[Way], given: Given, devices: Devices) -> list[str]:
-    """The best layouts with their estimates, and why the first is first."""
+    """The best layouts with their estimates."""
     memory = size(devices.device.memory_bytes)
     lines = [f"  ms/iteration    tokens/s  of {memory:>10s}  flags"]
     for index, way in enumerate(best, 1):
@@ -284,29 +271,4 @@ def table(best: list[Way], given: Given, devices: Devices) -> list[str]:
             f"{index} {way.found.seconds * 1e3:12.1f} {way.found.tokens_per_second:11,.0f}  "
             f"{size(way.found.peak_bytes):>13s}  {words}"
         )
-    return [*lines, f"why: {_why(best)}"]
-
-
-def _why(best: list[Way]) -> str:
-    first, reasons = best[0], list[str]()
-    assert first.found is not None
-    shape, sent = first.shape, traffic(first.shape)
-    if shape.tensor * shape.pipeline * shape.context == 1:
-        reasons.append("the model fits on one device")
-    if shape.tensor > 1:
-        reasons.append(f"tensor parallel {shape.tensor} stays within a node")
-    if shape.expert > 1:
-        reasons.append(f"expert parallel {shape.expert} sends {size(sent['experts'])} an iteration")
-    if shape.pipeline > 1:
-        reasons.append(
-            f"the pipeline sends {size(sent['pipeline'])} an iteration and waits "
-            f"{first.found.prediction.bubble:.0%} of its time"
-        )
-    if shape.recompute == "full":
-        reasons.append("activations fit only when they are computed again, or that is faster")
-    if len(best) > 1 and best[1].found is not None:
-        gain = best[1].found.seconds / first.found.seconds - 1
-        reasons.append(
-            f"{gain:.1%} faster than the second" if gain >= 0.0005 else "simpler than the second"
-        )
-    return "; ".join(reasons)
+    return lines

@@ -66,6 +66,8 @@ GPU_COLLECTIVE = 4e-5
 CPU_LAUNCH, CPU_BETWEEN, CPU_COLLECTIVE = 1.5e-3, 2e-4, 2e-3
 """Seconds of the same three for a process that has a CPU core to itself. Coarse: no page measures
 them."""
+CPU_FLOPS = 3e10
+"""FLOP/s in fp32 that training reaches on a core. Coarse, likewise."""
 CPU_MEMORY_RATE, CPU_LINK, CPU_NETWORK = 1e10, 2e9, 1e9
 """Bytes/s of memory, of shared memory and of the network for such a process. Coarse, likewise."""
 
@@ -75,9 +77,6 @@ operations. H200 runs."""
 ENGINE_ATTENTION_SLOWDOWN = (1.15, 1.6)
 """The same of Transformer Engine's, on an H100 (docs/benchmarks/slices-h100.md, "Attention by
 kernel")."""
-ENGINE_SLICES = 1.15
-"""Its time in slices, in that of a whole row: 1.07 in rows of 64k tokens, 1.25 in those of 16k (the
-same table)."""
 ADDED_GRADIENT_BYTES = 12
 """Bytes of memory traffic of W per weight without ``--gradient-accumulation-fusion``: its product
 is written in 16 bit, and added in fp32. 8B on four H100 and 8 layers of its form on two

@@ -1,18 +1,14 @@
 """Rates and memory of the devices that a run has or is planned for. Needs no PyTorch.
 
-GPUs are listed through ``nvidia-smi``. A CPU core's rate is measured with a matrix product of a
-tenth of a second.
+GPUs are listed through ``nvidia-smi``.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import os
 import re
 import shutil
 import subprocess
-import time
 from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError
@@ -96,37 +92,23 @@ def find_devices(processes: int | None = None, nodes: int = 1) -> Devices:
     return Devices(device=device, number=per_node * nodes, per_node=per_node)
 
 
-def named_devices(
-    name: str | None,
-    number: int,
-    *,
-    per_node: int | None = None,
-    tflops: float | None = None,
-    memory: float | None = None,
-    bandwidth: float | None = None,
-) -> Devices:
-    """``number`` GPUs of another machine, by name ("H100") or by figures.
+def named_devices(name: str, number: int, *, per_node: int | None = None) -> Devices:
+    """``number`` GPUs of another machine, by name in any spelling: H100, rtx4090, "NVIDIA
+    A100-SXM4-80GB".
 
     Args:
         per_node: GPUs of a node, by default all up to 8.
-        tflops: TFLOP/s of one in matrix products.
-        memory: GiB of one.
-        bandwidth: GB/s of its memory.
 
     Raises:
-        ConfigError: a name that is not in the table, neither a name nor all three figures, or a
-            figure that is not above 0.
+        ConfigError: a name that is not in the table.
     """
-    figures = {"flops": (tflops, 1e12), "memory_bytes": (memory, 2**30)}
-    figures |= {"bytes_per_second": (bandwidth, 1e9)}
-    given = {field: x * unit for field, (x, unit) in figures.items() if x is not None}
-    if number < 1 or any(not 0 < value < float("inf") for value in given.values()):
-        raise ConfigError("number of GPUs, --tflops, --memory, --bandwidth: must be above 0")
-    if name is None and len(given) < len(figures):
-        raise ConfigError("give --gpu NAME, or --tflops, --memory and --bandwidth together")
-    device = gpu_device("GPU of given figures", 0) if name is None else _of_table(name)
-    source = "given" if "flops" in given else device.source
-    device = dataclasses.replace(device, **given, source=source)  # type: ignore[arg-type]
+    plain = re.sub(r"^(NVIDIA|AMD)?(GEFORCE)?", "", re.sub(r"[ _-]", "", name.upper()))
+    names = {gpu.replace(" ", ""): gpu for gpu in constants.GPUS}
+    spellings = (plain, f"RTX{plain}", plain.removeprefix("RTX"))
+    known = next((names[word] for word in spellings if word in names), None) or _known(name)
+    if known is None:
+        raise ConfigError(f"--gpu {name}: expected one of {', '.join(constants.GPUS)}")
+    device = gpu_device(known, constants.GPUS[known].memory_gib * 2**30)
     return Devices(device=device, number=number, per_node=per_node or min(8, number))
 
 
@@ -155,28 +137,12 @@ def _known(name: str) -> str | None:
     return next((gpu for gpu in constants.GPUS if re.search(rf"{gpu}(?![\dG])", name)), None)
 
 
-def _of_table(name: str) -> Device:
-    """A GPU of the table, in any spelling: H100, rtx4090, "NVIDIA A100-SXM4-80GB"."""
-    plain = re.sub(r"^(NVIDIA|AMD)?(GEFORCE)?", "", re.sub(r"[ _-]", "", name.upper()))
-    names = {gpu.replace(" ", ""): gpu for gpu in constants.GPUS}
-    spellings = (plain, f"RTX{plain}", plain.removeprefix("RTX"))
-    known = next((names[word] for word in spellings if word in names), None) or _known(name)
-    if known is None:
-        raise ConfigError(
-            f"--gpu {name}: expected one of {', '.join(constants.GPUS)}; for another one give "
-            "--tflops, --memory and --bandwidth"
-        )
-    return gpu_device(known, constants.GPUS[known].memory_gib * 2**30)
-
-
 def cpu_device(processes: int = 1) -> Device:
-    """The share of this CPU that one of ``processes`` gets: at most a core, whose fp32 rate this
-    process measures once.
-    """
+    """The share of this CPU that one of ``processes`` gets: at most a core."""
     share = min(1.0, len(os.sched_getaffinity(0)) / processes)
     return Device(
         name="CPU",
-        flops=_measured_flops() * share,
+        flops=constants.CPU_FLOPS * share,
         memory_bytes=_host_memory() / processes,
         bytes_per_second=constants.CPU_MEMORY_RATE * share,
         link=constants.CPU_LINK * share,
@@ -187,7 +153,7 @@ def cpu_device(processes: int = 1) -> Device:
         bf16=True,
         fp8=False,
         queues=False,
-        source="half of numpy's rate, measured now",
+        source="a guess for a core",
     )
 
 
@@ -208,23 +174,3 @@ def _gpus() -> list[tuple[str, float]]:
 
 def _host_memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-@functools.cache
-def _measured_flops() -> float:
-    """FLOP/s that training reaches on one core: half of what numpy's products do.
-
-    The clock is this thread's processor time, so other processes do not count. The products are too
-    small for numpy's BLAS to use threads.
-    """
-    import numpy as np
-
-    size, batch, count = 64, 64, 0
-    left = np.ones((batch, size, size), dtype=np.float32)
-    left @ left  # the first one maps the pages
-    start = time.thread_time()
-    while count < 3 or time.thread_time() - start < 0.05:
-        left @ left
-        count += 1
-    seconds = (time.thread_time() - start) / count
-    return 0.5 * batch * 2 * size**3 / seconds

@@ -57,8 +57,7 @@ class Estimate:
 def estimate(shape: RunShape, device: Device) -> Estimate:
     """Memory and time of a run."""
     found = predict(shape, device)
-    held = zip(found.peak_bytes, found.key_bytes, strict=True)
-    ranks = (rank_memory(shape, rank, peak - keys, keys) for rank, (peak, keys) in enumerate(held))
+    ranks = (rank_memory(shape, rank, peak) for rank, peak in enumerate(found.peak_bytes))
     return Estimate(
         shape=shape,
         device=device,
@@ -150,8 +149,7 @@ def lines(found: Estimate) -> list[str]:
         f"batch       {shape.global_batch} x {shape.model.seq_length} tokens: "
         f"{shape.num_microbatches} of {shape.micro_batch} on each of {shape.data} replicas",
         f"parameters  {model_parameters(shape):,} in {precision}",
-        f"per rank    weights   gradients   optimizer activations{'        keys' * _is_cut(shape)}"
-        "   workspace         sum",
+        "per rank    weights   gradients   optimizer activations   workspace         sum",
     ]
     table += [_rank_line(found, rank) for rank in range(shape.pipeline)]
     table += [f"            of {size(device.memory_bytes)} on {device.name}"]
@@ -170,27 +168,18 @@ def lines(found: Estimate) -> list[str]:
     ]
 
 
-def _is_cut(shape: RunShape) -> bool:
-    return shape.num_slices > 1
-
-
 def _layer_lines(shape: RunShape) -> list[str]:
-    """The layers of each stage where they differ, chunk by chunk, and the slices of a sequence."""
-    found, p = [], shape.pipeline
-    if len(set(shape.layers)) > 1:
-        chunks = (shape.layers[first : first + p] for first in range(0, len(shape.layers), p))
-        text = ", then ".join(" ".join(map(str, each)) for each in chunks)
-        found.append(f"layers      of each rank: {text}")
-    if _is_cut(shape):
-        tokens = shape.slices[0].model.seq_length
-        found.append(f"slices      {shape.num_slices} of {tokens} tokens")
-    return found
+    """The layers of each stage where they differ, chunk by chunk."""
+    if len(set(shape.layers)) == 1:
+        return []
+    p = shape.pipeline
+    chunks = (shape.layers[first : first + p] for first in range(0, len(shape.layers), p))
+    text = ", then ".join(" ".join(map(str, each)) for each in chunks)
+    return [f"layers      of each rank: {text}"]
 
 
 def _rank_line(found: Estimate, rank: int) -> str:
-    memory = found.ranks[rank]
-    parts = [memory.weights, memory.gradients, memory.optimizer, memory.activations]
-    parts += [memory.keys] * _is_cut(found.shape) + [memory.workspace, memory.total]
+    parts = (*found.ranks[rank], found.ranks[rank].total)
     return f"stage {rank:<3d} " + " ".join(f"{size(part):>11s}" for part in parts)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.dpp.config import EIGHT_BIT_RECIPES, ENGINE_ROWS
@@ -33,22 +33,8 @@ _VOCABULARY = 50304
 _NOT_ESTIMATED = ("multi_latent_attention", "mtp_num_layers", "hybrid_layer_pattern")
 
 
-def words_of(flags: Mapping[str, object] | Sequence[str]) -> dict[str, object]:
-    """The flags by name, without dashes in front, as ``num_layers``; a switch is True."""
-    if isinstance(flags, Mapping):
-        return {_name(name): value for name, value in flags.items()}
-    found: dict[str, list[str]] = {}
-    values: list[str] = []
-    for word in flags:
-        if re.match("--[a-z]", word):
-            name, equals, value = word.partition("=")
-            values = found[_name(name)] = [value] if equals else []
-        else:
-            values.append(word)
-    return {name: " ".join(words) if words else True for name, words in found.items()}
-
-
-def _name(flag: str) -> str:
+def name_of(flag: str) -> str:
+    """A flag as the name of its value: ``num_layers``."""
     return flag.lstrip("-").replace("-", "_")
 
 
@@ -56,11 +42,11 @@ class Given:
     """Flags with Megatron's defaults.
 
     Args:
-        flags: as words, or by name.
+        flags: by name; a switch is True.
     """
 
-    def __init__(self, flags: Mapping[str, object] | Sequence[str]) -> None:
-        self.values = words_of(flags)
+    def __init__(self, flags: Mapping[str, object]) -> None:
+        self.values = {name_of(flag): value for flag, value in flags.items()}
 
     def on(self, name: str) -> bool:
         """A switch is on, or a value given and not 0."""
@@ -69,6 +55,8 @@ class Given:
     def word(self, name: str) -> str:
         """A value as text; empty without one."""
         value = self.values.get(name)
+        if isinstance(value, list):
+            return " ".join(map(str, value))
         return str(_DEFAULTS.get(name, "") if value is None or value is False else value)
 
     def number(self, name: str, default: int = 0, least: int = 1) -> int:
@@ -85,6 +73,11 @@ class Given:
             given = f" {text}: expected" if text else " is needed:"
             raise ConfigError(f"{flag}{given} a whole number of at least {least}")
         return int(text)
+
+    @property
+    def is_cut(self) -> bool:
+        """True if sequences are cut into slices."""
+        return self.word("dpp_slice_tokens") not in ("", "off")
 
 
 def shape_of(given: Given, world_size: int, per_node: int, *, on_gpu: bool, arch: str) -> RunShape:
@@ -165,7 +158,7 @@ def _scheduled(given: Given, shape: RunShape, *, on_gpu: bool) -> RunShape:
         shape = dataclasses.replace(shape, adds_gradients=added, graphs=_graphs(given, shape))
     if not given.on("use_dpp"):
         return shape
-    slices, split = given.word("dpp_slice_tokens"), given.word("dpp_split_backward")
+    split = given.word("dpp_split_backward")
     whole = split == "off" or (split == "auto" and shape.recompute == "full")
     shape = dataclasses.replace(
         shape,
@@ -173,11 +166,10 @@ def _scheduled(given: Given, shape: RunShape, *, on_gpu: bool) -> RunShape:
         policy=given.word("dpp_policy"),
         cap=given.word("dpp_activation_cap"),
         split=not (whole or given.on("fp8_format")),
-        slice_tokens=given.number("dpp_slice_tokens") if slices not in ("", "off") else 0,
     )
     head = given.word("dpp_head_in_forward")
     if head == "auto":  # where the logits of several microbatches would exist
-        several = shape.num_slices > 1 or shape.policy in HOLDS_ALL
+        several = given.is_cut or shape.policy in HOLDS_ALL
         head = "on" if several and (len(shape.layers) > 1 or not shape.model.tied) else "off"
     return dataclasses.replace(shape, head_in_forward=head == "on")
 
@@ -193,7 +185,7 @@ def _graphs(given: Given, shape: RunShape) -> str:
         shape.shard in ("gradients", "parameters"),
         shape.context > 1,
         shape.model.experts,
-        given.word("dpp_slice_tokens") not in ("", "off"),
+        given.is_cut,
         shape.engine and odd,
         given.on("fp8_format") and not recipe,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.dpp_train.cost.shape import Model, RunShape
 
@@ -17,13 +17,11 @@ _STATISTICS = 2 * 4
 """Mean and reciprocal deviation of a norm, per token, in fp32."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankMemory:
+class RankMemory(NamedTuple):
     """Peak memory of one rank of a pipeline stage, in bytes.
 
     Args:
         activations: kept by forwards for their backwards, at the peak.
-        keys: keys and values of cut sequences, and their gradients, at the same time.
         workspace: temporaries of a backward, and gathered parameters.
     """
 
@@ -32,13 +30,11 @@ class RankMemory:
     optimizer: float
     activations: float
     workspace: float
-    keys: float = 0.0
 
     @property
     def total(self) -> float:
         """Everything."""
-        state = self.weights + self.gradients + self.optimizer
-        return state + self.activations + self.keys + self.workspace
+        return sum(self)
 
 
 # Parameters of megatron-core's GPT and BERT, exact
@@ -137,7 +133,7 @@ def model_parameters(shape: RunShape) -> int:
     return rank_parameters(whole, 0)
 
 
-# Activations of one microbatch or slice
+# Activations of one microbatch
 
 
 def layer_bytes(shape: RunShape) -> float:
@@ -162,9 +158,7 @@ def _attention_bytes(shape: RunShape) -> float:
     """Queries, keys and values, the core of attention, the projection's input, a dropout mask."""
     model, e, t, tokens = shape.model, shape.element_bytes, shape.tensor, shape.tokens
     total = e * tokens * 2 * (model.queries + model.keys) / t
-    if model.rotary and shape.row and shape.recompute != "selective":
-        total -= e * tokens * 2 * model.keys / t  # the rotated queries alone: the store has keys
-    elif model.rotary:
+    if model.rotary:
         total += e * tokens * (model.queries + model.keys) / t
     total += shape.outside if model.hidden_dropout else 0
     if shape.recompute == "selective":
@@ -222,22 +216,11 @@ def head_bytes(shape: RunShape) -> float:
     return total + (3 * hidden if shape.model.arch == "bert" else 0)
 
 
-def key_bytes(shape: RunShape) -> tuple[float, float]:
-    """Bytes of a cut microbatch's keys and values in one layer, from F to B of its first slice, and
-    of their gradients in fp32, from B of its last slice on.
-    """
-    groups = max(1, shape.model.num_groups / shape.tensor)
-    elements = 2 * shape.micro_batch * shape.row * groups * shape.model.head_size
-    return elements * shape.element_bytes, elements * 4
-
-
 # All of a rank
 
 
-def rank_memory(shape: RunShape, rank: int, activations: float, keys: float = 0.0) -> RankMemory:
-    """The memory of pipeline rank ``rank`` when its activations and the keys of its slices take so
-    many bytes.
-    """
+def rank_memory(shape: RunShape, rank: int, activations: float) -> RankMemory:
+    """The memory of pipeline rank ``rank`` when its activations take so many bytes."""
     count, own = rank_parameters(shape, rank), shared_parameters(shape, rank)
     held, gathered = float(count), 0.0
     if shape.shard in ("gradients", "parameters"):
@@ -248,8 +231,7 @@ def rank_memory(shape: RunShape, rank: int, activations: float, keys: float = 0.
         gradients=held * shape.gradient_bytes,
         optimizer=own * optimizer_bytes(shape),
         activations=activations,
-        workspace=_workspace_bytes(shape.slices[0], rank) + gathered,
-        keys=keys,
+        workspace=_workspace_bytes(shape, rank) + gathered,
     )
 
 
@@ -262,15 +244,12 @@ def least_bytes(shape: RunShape) -> float:
     """Memory of the fullest rank under any schedule: rank ``r`` of ``p`` runs ``p - r`` forwards
     before its first gradient arrives. Needs no simulation, so it serves models of any size.
     """
-    last, found = shape.slices[-1], []
+    found = []
     for rank in range(shape.pipeline):
-        units = min(
-            shape.num_slices * shape.num_microbatches, shape.pipeline - rank + shape.num_slices - 1
-        )
-        held = _of_rank(last, rank, layer_bytes)
-        held += head_bytes(last) if rank == shape.pipeline - 1 else 0
-        keys = sum(key_bytes(last)) * shape.rank_layers(rank)
-        found.append(rank_memory(shape, rank, units * held, keys).total)
+        held = _of_rank(shape, rank, layer_bytes)
+        held += head_bytes(shape) if rank == shape.pipeline - 1 else 0
+        units = min(shape.num_microbatches, shape.pipeline - rank)
+        found.append(rank_memory(shape, rank, units * held).total)
     return max(found)
 
 
@@ -309,7 +288,6 @@ def _layer_workspace(shape: RunShape) -> float:
     if model.experts:
         tokens, width = shape.routed, model.into * model.expert_width / shape.expert_tensor
     total = e * width * (tokens + model.hidden_size) + 2 * shape.outside * e
-    total += key_bytes(shape)[0]  # the gradients of all keys that a slice sees
     total += e * shape.elements if shape.sequence_parallel else 0  # gathered, for W
     if shape.recompute == "full":
         again = dataclasses.replace(shape, recompute="none")

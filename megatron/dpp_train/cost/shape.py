@@ -9,8 +9,6 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron.dpp.schedule.slice_sizes import slice_size
-
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -82,14 +80,11 @@ class Model:
         attention = self.hidden_size * 2 * (self.queries + self.keys)
         return attention + self.hidden_size * width * (1 + self.into)
 
-    def core_products(self, before: int = 0) -> int:
+    @property
+    def core_products(self) -> int:
         """Multiply-adds per token of attention's core under a causal mask; without a mask there are
-        twice as many.
-
-        Args:
-            before: earlier tokens of the sequence, which all of these attend to.
-        """
-        return (2 * before + self.seq_length) * self.queries
+        twice as many."""
+        return self.seq_length * self.queries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +109,6 @@ class RunShape:
         split: weight gradients are tasks of their own.
         graphs: CUDA graphs: ``on``, ``off``, or ``auto`` where times decide.
         head_in_forward: F runs the backward of LM head and loss.
-        slice_tokens: tokens of a slice; 0 where sequences run whole.
-        begin, row: of a slice, which is the run of a shorter sequence: its first token, and the
-            tokens of the whole sequence; 0 without slices.
     """
 
     model: Model
@@ -147,37 +139,8 @@ class RunShape:
     split: bool = False
     graphs: str = "off"
     head_in_forward: bool = False
-    slice_tokens: int = 0
-    begin: int = 0
-    row: int = 0
 
-    # Slices and layers
-
-    @functools.cached_property
-    def slices(self) -> list[RunShape]:
-        """The units of a microbatch: its slices, each a run of its tokens alone, or itself."""
-        length, each = self.model.seq_length, self._slice_size
-        if each == length:
-            return [self]
-        return [
-            dataclasses.replace(self, model=model, begin=begin, row=length)
-            for begin in range(0, length, each)
-            for model in [
-                dataclasses.replace(self.model, seq_length=min(each, length - begin), flash=True)
-            ]
-        ]
-
-    @property
-    def num_slices(self) -> int:
-        """Units of a microbatch; 1 where it is not cut."""
-        return len(self.slices)
-
-    @property
-    def _slice_size(self) -> int:
-        length = self.model.seq_length
-        if self.row or not (self.dynamic and self.slice_tokens):
-            return length
-        return slice_size(length, self.slice_tokens, self.tensor if self.sequence_parallel else 1)
+    # Layers
 
     @property
     def num_layers(self) -> int:

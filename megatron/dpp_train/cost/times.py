@@ -8,8 +8,6 @@ as the head's.
 from __future__ import annotations
 
 import dataclasses
-import operator
-import statistics
 from dataclasses import dataclass
 
 from megatron.dpp.config import GRAPHS_PAY_FROM
@@ -20,7 +18,7 @@ from megatron.dpp_train.cost.memory import layer_bytes, layer_parameters
 from megatron.dpp_train.cost.shape import RunShape
 
 Times = tuple[float, float, float]
-"""Seconds of ``F``, ``B`` and ``W`` for one microbatch, or a mean slice of one."""
+"""Seconds of ``F``, ``B`` and ``W`` for one microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +33,6 @@ class Parts:
             and copies of inputs and outputs.
         hop: seconds of an activation to the next stage.
         replayed: layers run as CUDA graphs.
-        more: seconds that a layer takes more than the mean, of each slice of a microbatch. Later
-            slices attend to more keys.
     """
 
     layer: Times
@@ -45,30 +41,10 @@ class Parts:
     between: float
     hop: float
     replayed: bool
-    more: tuple[Times, ...]
 
 
 def part_times(shape: RunShape, device: Device) -> Parts:
     """Times of the model's parts as they will be run."""
-    each = [_unit(each, device) for each in shape.slices]
-    layer, lookup, head = (
-        _mean([getattr(one, name) for one in each]) for name in ("layer", "lookup", "head")
-    )
-    more = tuple(_less(one.layer, layer) for one in each)
-    return dataclasses.replace(each[0], layer=layer, lookup=lookup, head=head, more=more)
-
-
-def _less(times: Times, mean: Times) -> Times:
-    forward, backward, weight = map(operator.sub, times, mean)
-    return forward, backward, weight
-
-
-def _mean(times: list[Times]) -> Times:
-    forward, backward, weight = map(statistics.fmean, zip(*times, strict=True))
-    return forward, backward, weight
-
-
-def _unit(shape: RunShape, device: Device) -> Parts:
     layer, lookup, head = (
         _mean_layer(shape, device),
         _lookup_seconds(shape, device),
@@ -86,9 +62,7 @@ def _unit(shape: RunShape, device: Device) -> Parts:
             head = _exposed(head, shape.rank_layers(shape.pipeline - 1) * gained, loss)
         waits = paced != layer and (shape.dynamic or not device.queues)
         layer, between = paced, between if waits else 0.0
-    return Parts(
-        layer=layer, lookup=lookup, head=head, between=between, hop=hop, replayed=replayed, more=()
-    )
+    return Parts(layer=layer, lookup=lookup, head=head, between=between, hop=hop, replayed=replayed)
 
 
 def hop_bytes(shape: RunShape) -> float:
@@ -192,13 +166,11 @@ def _core_seconds(shape: RunShape, device: Device) -> tuple[float, float]:
     """Forward and backward of attention's core. A ring passes keys and values beside it, and in the
     backward their gradients too."""
     model = shape.model
-    scores = (2 if model.arch == "gpt" else 4) * model.core_products(shape.begin) * shape.tokens
+    scores = (2 if model.arch == "gpt" else 4) * model.core_products * shape.tokens
     product = scores / shape.tensor / device.flops
     slowdowns = constants.ATTENTION_SLOWDOWN
     if shape.engine:
-        longer = constants.ENGINE_SLICES if shape.row else 1.0
-        forward, backward = constants.ENGINE_ATTENTION_SLOWDOWN
-        slowdowns = longer * forward, longer * backward
+        slowdowns = constants.ENGINE_ATTENTION_SLOWDOWN
     ranks = shape.context
     ring = _seconds(shape, device, ranks, shape.tensor, ring_bytes(shape), steps=ranks - 1)
     return max(slowdowns[0] * product, ring), max(2 * slowdowns[1] * product, 2 * ring)

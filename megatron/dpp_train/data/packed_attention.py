@@ -19,7 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron.dpp.core.varlen import KERNELS, Bounds, kernels_for
+from megatron.dpp.core.varlen import Bounds, attend_documents, can_take
 
 
 @dataclass
@@ -68,19 +68,16 @@ class PackedDotProductAttention(DotProductAttention):  # type: ignore[misc]
         if packed_seq_params is None:
             found: torch.Tensor = attend(query, key, value, attention_mask, *args, **options)
             return found
-        names = kernels_for(query, self._dropout) if self._is_plain else []
-        if names:
+        if self._is_plain and can_take(query, self._dropout):
             starts, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-            output = KERNELS[names[0]](
-                query, key, value, Bounds(starts, starts, longest, longest),
-                causal=True, scale=self.softmax_scale, dropout=self._dropout,
-            )  # fmt: skip
+            bounds = Bounds(starts, starts, longest, longest)
+            output = attend_documents(query, key, value, bounds, scale=self.softmax_scale)
             return output.reshape(len(query), 1, -1)
-        bounds = getattr(packed_seq_params, "bounds", ()) or packed_seq_params.cu_seqlens_q.tolist()
+        ends = getattr(packed_seq_params, "bounds", ()) or packed_seq_params.cu_seqlens_q.tolist()
         q, k, v = (tensor.unsqueeze(1) for tensor in (query, key, value))
         parts = [
             attend(q[begin:end], k[begin:end], v[begin:end], None, *args, **options)
-            for begin, end in itertools.pairwise(bounds)
+            for begin, end in itertools.pairwise(ends)
             if end > begin
         ]
         return torch.cat(parts)

@@ -23,9 +23,10 @@ from megatron.dpp.core.graphs.eight_bit import CachedWeights
 from megatron.dpp.core.graphs.pools import Pools, Slot, alike
 from megatron.dpp.core.graphs.reductions import Additions, Reductions
 from megatron.dpp.core.graphs.rng import CapturedRng, RecomputedDraws
+from megatron.dpp.core.model import decoder_block
 from megatron.dpp.core.wgrad import accumulate
 from megatron.dpp.core.wgrad.deferrable import DeferredWork
-from megatron.dpp.core.wgrad.linear import WeightGradients, decoder_block
+from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.own_way import STANDS_FOR, why_eager
 from megatron.dpp.core.wgrad.product import gather_buffers
 from megatron.dpp.core.wgrad.te_layer import adding

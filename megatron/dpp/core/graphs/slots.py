@@ -31,8 +31,9 @@ from megatron.dpp.core.graphs.block import GraphedBlock
 from megatron.dpp.core.graphs.capture import Capture, cuda_capture
 from megatron.dpp.core.graphs.pools import Pools
 from megatron.dpp.core.graphs.rng import CapturedRng
+from megatron.dpp.core.model import decoder_block
 from megatron.dpp.core.rng import needs_task_rng
-from megatron.dpp.core.wgrad.linear import WeightGradients, decoder_block
+from megatron.dpp.core.wgrad.linear import WeightGradients
 
 WARM_UP_STEPS = 2
 """Eager training steps before the capture, for initialisation and measurements."""
@@ -72,6 +73,8 @@ class ChunkGraphs:
         self._slot_bytes = 0.0
         self._addresses: list[list[int]] = []
         self._num_steps = self._num_said = self._num_graphs = 0
+        self.num_captures = 0
+        """Steps so far in which something was captured."""
         self._settled = False
         self._by_engine = any(_has_engine_layers(chunk) for chunk in chunks)
         rng = CapturedRng()
@@ -178,6 +181,7 @@ class ChunkGraphs:
                 block.bind(None)
         if self._pools is not None and self._pools.num_graphs != self._num_graphs:
             self._complete(self._pools)
+            self.num_captures += 1
 
     def _complete(self, pools: Pools) -> None:
         """Capture what this step has captured in one slot in all that hold it, and say how many

@@ -39,7 +39,7 @@ def add(parameter: Any, given: list[torch.Tensor]) -> None:
     """
     if not given:
         parameter.grad_added_to_main_grad = True
-    if parameter.grad is None and not has_hooks(parameter):
+    if parameter.grad is None and not node_is_hooked(parameter):
         # What autograd would do, which waits for other streams and cannot be captured.
         _, after = _hooks_of(parameter)
         parameter.grad = given.pop().to(parameter.dtype) if given else _stand_in(parameter)
@@ -64,36 +64,27 @@ def is_hooked(parameter: torch.Tensor) -> bool:
     return bool(parameter._post_accumulate_grad_hooks) or not ours
 
 
-def has_hooks(parameter: torch.Tensor) -> bool:
-    """True if a host has hooked a parameter, or the node that accumulates its gradient."""
-    if is_hooked(parameter):
-        return True
+def node_is_hooked(parameter: torch.Tensor) -> bool:
+    """True if a host has hooked a parameter, or the node that accumulates its gradient. Hooks of
+    DistributedDataParallel do not count, which read no argument.
+    """
     before, after = _hooks_of(parameter)
-    return bool(before) or not all(map(_is_own, after))
+    own = all(getattr(hook, "__module__", "").startswith(_OWN) for hook in after)
+    return is_hooked(parameter) or bool(before) or not own
 
 
 def _hooks_of(parameter: torch.Tensor) -> tuple[list[Callable[..., Any]], ...]:
     """The hooks that run before and after autograd's node adds a gradient."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
-    found = []
-    for register in (node.register_prehook, node.register_hook):
-        handle: Any = register(_nothing)
-        found.append([hook for hook in handle.hooks_dict_ref().values() if hook is not _nothing])
+    handles: list[Any] = [node.register_prehook(print), node.register_hook(print)]
+    hooks = [[*handle.hooks_dict_ref().values()][:-1] for handle in handles]  # without ours
+    for handle in handles:
         handle.remove()
-    return tuple(found)
-
-
-def _nothing(*_: Any) -> None:
-    pass
-
-
-def _is_own(hook: Callable[..., Any]) -> bool:
-    """True for a hook of DistributedDataParallel, which reads no argument."""
-    return getattr(hook, "__module__", "").startswith(_OWN)
+    return tuple(hooks)
 
 
 def _stand_in(parameter: Any) -> torch.Tensor:
     """A gradient without memory, of which only zeros are read."""
-    if getattr(parameter, "zero_out_wgrad", False):
-        return parameter.new_zeros(()).expand(parameter.shape)  # type: ignore[no-any-return]
-    return parameter.new_empty(()).expand(parameter.shape)  # type: ignore[no-any-return]
+    zeros = getattr(parameter, "zero_out_wgrad", False)
+    one: torch.Tensor = parameter.new_zeros(()) if zeros else parameter.new_empty(())
+    return one.expand(parameter.shape)

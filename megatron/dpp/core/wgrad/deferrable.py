@@ -7,14 +7,19 @@ Transformer Engine's (``te_layer``). ``linear.WeightGradients`` finds them and k
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from megatron.dpp.core.wgrad.accumulate import is_hooked
+from megatron.dpp.core.wgrad.own_way import stands_for
 from megatron.dpp.errors import ConfigError, setting
+
+if TYPE_CHECKING:
+    from megatron.dpp.core.wgrad.linear import WeightGradients
 
 NODE = torch.zeros((), requires_grad=True)
 """An input of products that defer, in the place of their weights. It gets no gradient itself."""
@@ -35,27 +40,15 @@ class DeferredWork(abc.ABC):
     def compute(self) -> None:
         """Compute the gradients and hand them over."""
 
+    @abc.abstractmethod
     def touches(self, weight: torch.Tensor) -> bool:
         """True if it adds to this weight's gradient."""
-        return False
 
     def join(self, other: DeferredWork) -> bool:
         """Take over later work of the same pass, if autograd would add up both gradients before it
         hands them over; False if it would not.
         """
         return False
-
-
-class Store(Protocol):
-    """Takes the work of backward passes, and adds what it computes."""
-
-    def defer(self, layer: int, work: DeferredWork) -> None:
-        """Take work of a layer, counted from the chunk's first."""
-        ...
-
-    def add(self, parameter: torch.nn.Parameter, given: list[torch.Tensor]) -> None:
-        """Add a gradient to a parameter, as :func:`accumulate.add`."""
-        ...
 
 
 class Deferrable(abc.ABC):
@@ -65,16 +58,19 @@ class Deferrable(abc.ABC):
         piece: its transformer layer, counted from the chunk's first.
         name: for messages.
         module: one without :meth:`why_not`.
-        store: takes the work of its backwards.
+        store: takes the work of its backwards, and adds what it computes.
         say: called with the reason why a call does not defer.
     """
 
+    weights: Sequence[torch.nn.Parameter]
+    """Parameters whose gradients wait."""
+    parameters: Sequence[torch.nn.Parameter]
+    """Those, and others of its product."""
+
     def __init__(
-        self, piece: int, name: str, module: Any, store: Store, say: Callable[[str], None]
+        self, piece: int, name: str, module: Any, store: WeightGradients, say: Callable[[str], None]
     ) -> None:
         self.piece, self.name, self.module, self.store, self._say = piece, name, module, store, say
-        self.weights: list[Any] = []
-        """Parameters whose gradients wait."""
 
     @staticmethod
     @abc.abstractmethod
@@ -95,11 +91,30 @@ class Deferrable(abc.ABC):
     def bound(self) -> AbstractContextManager[None]:
         """Let the module's forwards defer in the block."""
 
-    def defers(self, why_not: str | None) -> bool:
-        """True if a call without this reason defers; tells the reason otherwise."""
-        if why_not:
-            self._say(why_not)
-        return why_not is None
+    def defers(self, value: Any, given: Sequence[torch.Tensor], reason: str | None = None) -> bool:
+        """True if a call defers whose backward a gradient of its input leads to.
+
+        Args:
+            value: the input.
+            given: tensors that the module has in the place of :attr:`parameters`.
+            reason: one of the layer's kind why it does not.
+        """
+        trained = all(weight.requires_grad for weight in given)
+        if not trained or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        reason = reason or self._why_call(value, given)
+        if reason is not None:
+            self._say(reason)
+        return reason is None
+
+    def _why_call(self, value: Any, given: Sequence[torch.Tensor]) -> str | None:
+        if not all(map(stands_for, given, self.parameters)):
+            return "a call gets another weight"
+        if any(map(is_hooked, self.weights)):
+            return "its weight has hooks"
+        if type(value) is not torch.Tensor:
+            return f"its input is a {type(value).__name__}"
+        return "autocast is on" if torch.is_autocast_enabled(value.device.type) else None
 
     def leave(self, work: DeferredWork) -> None:
         """Leave the work of a backward pass."""
@@ -114,22 +129,24 @@ def wants_leaves() -> bool:
     return wanted
 
 
-def refuse(name: str, why: str) -> NoReturn:
-    """Refuse to go on with a layer whose gradients would not be those of a fused backward.
+def refuse(why: str) -> NoReturn:
+    """Refuse what deferred weight gradients do not go with.
 
     Raises:
         ConfigError: always.
     """
     split, off = setting("split_backward"), setting("split_backward", "off")
-    raise ConfigError(
-        f"{split}: {name} {why}, so that its deferred gradient would differ from that of "
-        f"a fused backward; use {off}",
-        split,
-        off,
+    raise ConfigError(f"{split}: {why}; use {off}", split, off)
+
+
+def refuse_unlike(name: str, why: str) -> NoReturn:
+    """Refuse to go on with a layer whose gradients would not be those of a fused backward."""
+    refuse(
+        f"{name} {why}, so that its deferred gradient would differ from that of a fused backward"
     )
 
 
-class Kept:
+class WaitingTensor:
     """A tensor that waits for a W, as it is now. Autograd would add to an output gradient in place
     if nobody else held it, hence no copy of its handle.
     """
@@ -145,36 +162,26 @@ class Kept:
             ConfigError: it was changed since.
         """
         if self._tensor._version != self._version:
-            refuse(name, "has an input or an output gradient that was changed in place after its B")
+            refuse_unlike(
+                name, "has an input or an output gradient that was changed in place after its B"
+            )
         return self._tensor
 
 
-def _task() -> int:
-    number: int = torch._C._current_graph_task_id()
-    return number
-
-
-class HasBytes(Protocol):
-    """One product's operands, by the memory that they hold."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-
-LayerT = TypeVar("LayerT", bound=Deferrable)
-ProductT = TypeVar("ProductT", bound=HasBytes)
-
-
 @dataclass(eq=False)
-class LayerWork(DeferredWork, Generic[LayerT, ProductT]):
-    """The weight gradients of one layer; of several products if the pass ran it several times."""
+class LayerWork(DeferredWork):
+    """The weight gradients of one layer; of several products if the pass ran it several times.
 
-    layer: LayerT
-    products: list[ProductT]
-    task: int = field(default_factory=_task)
+    Args:
+        products: each with the ``num_bytes`` that it holds.
+    """
+
+    layer: Any
+    products: list[Any]
+    task: int = field(default_factory=torch._C._current_graph_task_id)
 
     def num_bytes(self) -> int:
-        return sum(each.num_bytes for each in self.products)
+        return sum(product.num_bytes for product in self.products)
 
     def touches(self, weight: torch.Tensor) -> bool:
         return any(own is weight for own in self.layer.weights)

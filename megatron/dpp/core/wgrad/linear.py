@@ -22,18 +22,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_model_config
 
 from megatron.dpp.core import compat
 from megatron.dpp.core.cpu import without_rewriting
 from megatron.dpp.core.grad_sync import replicated
+from megatron.dpp.core.model import decoder_block
 from megatron.dpp.core.wgrad import accumulate
 from megatron.dpp.core.wgrad.accumulate import OwnHook
-from megatron.dpp.core.wgrad.deferrable import Deferrable, DeferredWork, refuse
-from megatron.dpp.core.wgrad.own_way import Place, places
+from megatron.dpp.core.wgrad.deferrable import Deferrable, DeferredWork, refuse, refuse_unlike
+from megatron.dpp.core.wgrad.own_way import places
 from megatron.dpp.core.wgrad.product import Layer
 from megatron.dpp.core.wgrad.te_layer import TELayer
-from megatron.dpp.errors import ConfigError, setting
 
 _RUN_BACKWARD, _INPUTS = "_engine_run_backward", 3
 """The function behind torch.autograd's ``grad`` and ``backward``, and the place of ``inputs``."""
@@ -67,7 +67,6 @@ class WeightGradients:
         self._waiting: dict[tuple[int, int], dict[int, list[DeferredWork]]] = {}
         self._layers: list[Deferrable] = []
         self._weights: dict[torch.nn.Parameter, str] = {}
-        self._own_ways: dict[str, list[str]] = {}
         self._accumulated: dict[torch.nn.Parameter, int] = {}
         self._held_bytes = 0
         self._adding = False
@@ -88,64 +87,37 @@ class WeightGradients:
         """
         self._waiting.clear()
         self._layers, self._weights, self._held_bytes = [], {}, 0
-        found = [list(places(chunk)) for chunk in self._chunks]
-        modules = {id(place.module): place.module for each in found for place in each}
-        uses = Counter(
-            id(parameter)
-            for module in modules.values()
-            for parameter in module._parameters.values()
-            if parameter is not None
-        )
-        self.num_pieces = tuple(
-            self._prepare(chunk, places_in, uses)
-            for chunk, places_in in zip(self._chunks, found, strict=True)
-        )
+        modules = {m for chunk in self._chunks for m in chunk.modules()}
+        parameters = (p for module in modules for p in module._parameters.values())
+        uses = Counter(id(parameter) for parameter in parameters)
+        self.num_pieces = tuple(self._prepare(chunk, uses) for chunk in self._chunks)
 
-    def _prepare(
-        self,
-        chunk: torch.nn.Module,
-        found: list[Place],
-        uses: Counter[int],
-    ) -> int:
+    def _prepare(self, chunk: torch.nn.Module, uses: Counter[int]) -> int:
         """Find a chunk's linear layers; returns its number of pieces (transformer layers), 0 if
         nothing can be deferred.
         """
+        _refuse_wrapper(chunk)
         if getattr(get_model_config(chunk), "enable_autocast", False):
-            split, off = setting("split_backward"), setting("split_backward", "off")
-            raise ConfigError(
-                f"{split} computes weight gradients outside of autocast (the model's "
-                f"enable_autocast): use {off}, or parameters of the dtype that is computed with",
-                split,
-                off,
-            )
+            return 0
         block = decoder_block(chunk)
         layers = list(block.layers) if block is not None else []
-        _refuse_wrapper(chunk)
-        num_known = len(self._weights)
-        self._own_ways = {}
+        num_known, own_ways = len(self._weights), defaultdict[str, list[str]](list)
         piece_of = {id(m): number for number, layer in enumerate(layers) for m in layer.modules()}
-        for place in found:
-            piece = piece_of.get(id(place.module))
-            if piece is not None:
-                self._add(place, piece, uses)
-        for reason, names in self._own_ways.items():
+        for name, module, around in places(chunk):
+            kind = next((kind for kind in KINDS if kind.takes(module)), None)
+            if kind is None or id(module) not in piece_of:
+                continue
+            reason = kind.why_not(module, lambda weight: uses[id(weight)])
+            if reason is None and around is None:
+                say = partial(self._tell, [name])
+                layer = kind(piece_of[id(module)], name, module, self, say)
+                self._layers.append(layer)
+                self._weights.update(dict.fromkeys(layer.weights, f"{name}.weight"))
+            elif reason != "":
+                own_ways[around or str(reason)].append(name)
+        for reason, names in own_ways.items():
             self._tell(names, reason)
         return len(layers) if len(self._weights) > num_known else 0
-
-    def _add(self, place: Place, piece: int, uses: Counter[int]) -> None:
-        """Take a layer of a kind whose weight gradients may wait, or note the reason why not."""
-        kind = next((kind for kind in KINDS if kind.takes(place.module)), None)
-        if kind is None:
-            return
-        reason = kind.why_not(place.module, lambda weight: uses[id(weight)])
-        if reason == "":
-            return
-        if reason := place.around or reason:
-            self._own_ways.setdefault(reason, []).append(place.name)
-            return
-        layer = kind(piece, place.name, place.module, self, partial(self._tell, [place.name]))
-        self._layers.append(layer)
-        self._weights.update(dict.fromkeys(layer.weights, f"{place.name}.weight"))
 
     def _tell(self, names: list[str], reason: str) -> None:
         """Say why layers go their own way."""
@@ -175,12 +147,10 @@ class WeightGradients:
         """
         for wanted in given[_INPUTS] if len(given) > _INPUTS else ():
             if isinstance(wanted, torch.Tensor) and wanted in self._weights:
-                split, off = setting("split_backward"), setting("split_backward", "off")
-                raise ConfigError(
-                    f"{split}: torch.autograd.grad, or backward(inputs=...), asks for the gradient "
-                    f"of {self._weights[wanted]}, which is deferred; use {off}",  # type: ignore[index]
-                    split,
-                    off,
+                name = self._weights[wanted]  # type: ignore[index]
+                refuse(
+                    "torch.autograd.grad, or backward(inputs=...), asks for the gradient of "
+                    f"{name}, which is deferred"
                 )
         return run(outputs, *given, **options)
 
@@ -216,7 +186,7 @@ class WeightGradients:
             self._adding = before
 
     def _refuse_mixture(self, weight: torch.nn.Parameter) -> None:
-        refuse(self._weights[weight], "is also used outside of its layer's own product")
+        refuse_unlike(self._weights[weight], "is also used outside of its layer's own product")
 
     @contextmanager
     def collect(self, chunk: int, microbatch: int) -> Iterator[None]:
@@ -272,27 +242,12 @@ def _refuse_wrapper(chunk: torch.nn.Module) -> None:
     """
     if replicated(chunk):
         return
-    found: Any = chunk
-    while isinstance(found, torch.nn.Module):
-        torchs = isinstance(found, torch.nn.parallel.DistributedDataParallel)
-        if torchs or hasattr(found, "start_grad_sync"):
-            split, off = setting("split_backward"), setting("split_backward", "off")
-            raise ConfigError(
-                f"{split} cannot defer weight gradients under {type(found).__name__}; "
-                f"use {off} or megatron-core's DistributedDataParallel",
-                split,
-                off,
+    module: Any = chunk
+    while isinstance(module, torch.nn.Module):
+        torchs = isinstance(module, torch.nn.parallel.DistributedDataParallel)
+        if torchs or hasattr(module, "start_grad_sync"):
+            refuse(
+                f"weight gradients cannot be deferred under {type(module).__name__}, but under "
+                "megatron-core's DistributedDataParallel"
             )
-        found = getattr(found, "module", None)
-
-
-def decoder_block(chunk: torch.nn.Module) -> Any | None:
-    """A chunk's transformer block (``decoder`` of a GPT, ``encoder`` of a BERT), or None."""
-    for name in ("decoder", "encoder"):
-        try:
-            block = get_attr_wrapped_model(chunk, name, allow_none=False)
-        except RuntimeError:
-            continue
-        if block is not None:
-            return block
-    return None
+        module = getattr(module, "module", None)

@@ -2,8 +2,8 @@
 
 A weight gradient is deferred only where nothing between a layer's product and its weight's gradient
 is a host's: the layer is of megatron-core's own class, calls megatron-core's own product, and its
-weight is a leaf without hooks. :func:`places` finds the modules of a chunk, :func:`why_module` and
-:func:`why_weight` tell the reason why a layer's own backward must compute the weight gradient.
+weight is a leaf without hooks. :func:`places` finds the modules of a chunk; each kind of layer, and
+:func:`why_weight`, tell the reason why a layer's own backward must compute the weight gradient.
 Hosts change modules between steps, so all of it is asked in each.
 """
 
@@ -11,70 +11,42 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import layers as parallel_layers
 from torch.nn.modules import module as torch_module
 
 from megatron.dpp.core.wgrad import accumulate
 from megatron.dpp.errors import ConfigError
 
-_PRODUCT = "linear_with_grad_accumulation_and_async_allreduce"
-_FUNCTION = "LinearWithGradAccumulationAndAsyncCommunication"
-_FUNCTION_CLASS = getattr(parallel_layers, _FUNCTION)
 STANDS_FOR = "dpp_stands_for"
 """Attribute of a parameter over the memory of another one, which a capture computes with."""
 
 
-class Place(NamedTuple):
-    """A module of a chunk.
-
-    ``around`` is the reason why no layer in it may defer, None without one.
+def places(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str | None]]:
+    """The modules of a chunk, each once: its name without those of wrappers, the module, and the
+    reason why no layer in it may defer, None without one.
     """
-
-    name: str
-    module: torch.nn.Module
-    around: str | None
-
-
-def places(module: torch.nn.Module) -> Iterator[Place]:
-    """A module and those in it, each at its first place."""
-    yield from _places(module, "", _global_hooks(), set())
-
-
-def _places(
-    module: torch.nn.Module, name: str, around: str | None, seen: set[int]
-) -> Iterator[Place]:
-    if id(module) in seen:
-        return
-    seen.add(id(module))
-    around = around or _watched(module, name)
-    yield Place(name, module, around)
-    for part, child in module._modules.items():
-        if child is not None:
-            inner = name if part == "module" else f"{name}.{part}" if name else part
-            yield from _places(child, inner, around, seen)
-
-
-def _global_hooks() -> str | None:
     hooks = (torch_module._global_backward_hooks, torch_module._global_backward_pre_hooks)
-    return "all modules have backward hooks" if any(hooks) else None
+    reasons = {"": "all modules have backward hooks" if any(hooks) else None}
+    for place, module in chunk.named_modules():
+        name = ".".join(part for part in place.split(".") if part != "module")
+        around = reasons[place.rpartition(".")[0]]
+        reasons[place] = around or _watched(module, name or type(module).__name__)
+        yield name, module, reasons[place]
 
 
 def _watched(module: torch.nn.Module, name: str) -> str | None:
     """A backward hook may read or change weights' gradients, which a deferred one is not yet among;
     a compiled forward computes in other pieces.
     """
-    kind = name or type(module).__name__
     if module._backward_hooks or module._backward_pre_hooks:
-        return f"{kind} has backward hooks"
+        return f"{name} has backward hooks"
     forward = vars(module).get("forward")
     compiled = getattr(module, "_compiled_call_impl", None) is not None
     if compiled or "_orig_mod" in module._modules or hasattr(forward, "_torchdynamo_orig_callable"):
-        return f"{kind} is compiled"
+        return f"{name} is compiled"
     return None
 
 
@@ -97,40 +69,13 @@ def refuse_shared(chunks: Sequence[torch.nn.Module]) -> None:
                 )
 
 
-def why_module(module: torch.nn.Module, kinds: tuple[type, ...]) -> str | None:
-    """The reason why a linear layer does not compute as megatron-core wrote it; None if it does.
-
-    Args:
-        kinds: classes whose ``forward`` and ``_forward_impl`` are understood.
-    """
-    kind: Any = type(module)
-    if kind not in kinds:
-        return f"its class is {kind.__name__}"
-    if "_forward_impl" in vars(module):
-        return "its _forward_impl was replaced"
-    source = sys.modules[kind.__module__]
-    for name in ("forward", "_forward_impl"):
-        if not is_written_in(getattr(kind, name), source):
-            return f"{kind.__name__}.{name} was replaced"
-    if not product_is_own():
-        return f"{_PRODUCT}, or its autograd function, was replaced"
-    return None
-
-
-def product_is_own() -> bool:
-    """True if linear layers now call megatron-core's own product."""
-    kind = getattr(parallel_layers, _FUNCTION)
-    parts = (getattr(parallel_layers, _PRODUCT), kind.forward, kind.backward)
-    return kind is _FUNCTION_CLASS and all(is_written_in(part, parallel_layers) for part in parts)
-
-
 @functools.lru_cache(maxsize=64)
 def is_written_in(function: Any, module: Any) -> bool:
     """True if a function is a module's own, within the wrappers that PyTorch has for it."""
-    found = getattr(function, "__globals__", {})
-    if str(found.get("__name__")).startswith("torch."):
-        found = getattr(inspect.unwrap(function), "__globals__", {})
-    return found is vars(module)
+    names = getattr(function, "__globals__", {})
+    if str(names.get("__name__")).startswith("torch."):
+        names = getattr(inspect.unwrap(function), "__globals__", {})
+    return names is vars(module)
 
 
 def why_weight(
@@ -157,28 +102,22 @@ def why_weight(
     return None
 
 
-def has_hooks(module: torch.nn.Module) -> bool:
-    """True if a call of a module, or its backward, runs hooks."""
-    forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
-
-
 def why_eager(module: torch.nn.Module) -> str | None:
     """The reason why a replay of a captured module would leave out what a host does; None without
     one.
     """
-    for place in places(module):
-        name = place.name or type(module).__name__
-        if place.around is not None:
-            return place.around
-        if has_hooks(place.module):
+    for place, part, around in places(module):
+        name = place or type(part).__name__
+        if around is not None:
+            return around
+        if part._forward_hooks or part._forward_pre_hooks:
             return f"{name} has hooks"
-        if "forward" in vars(place.module):
+        if "forward" in vars(part):
             return f"{name}.forward was replaced"
-        for kind, parameter in place.module._parameters.items():
-            if parameter is None:
+        for kind, parameter in part._parameters.items():
+            if parameter is None or not parameter.requires_grad:
                 continue
-            if parameter.requires_grad and accumulate.has_hooks(parameter):
+            if accumulate.node_is_hooked(parameter):
                 return f"{name}.{kind} has hooks"
     return None
 

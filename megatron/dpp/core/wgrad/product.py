@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
 from megatron.dpp.core.wgrad import fused as fused_wgrad
@@ -16,21 +17,34 @@ from megatron.dpp.core.wgrad.accumulate import is_hooked
 from megatron.dpp.core.wgrad.deferrable import (
     NODE,
     Deferrable,
-    Kept,
     LayerWork,
-    refuse,
+    WaitingTensor,
+    refuse_unlike,
     wants_leaves,
 )
-from megatron.dpp.core.wgrad.own_way import product_is_own, stands_for, why_module, why_weight
+from megatron.dpp.core.wgrad.own_way import is_written_in, why_weight
 
-KINDS: tuple[type, ...] = (ColumnParallelLinear, RowParallelLinear)
+CLASSES: tuple[type, ...] = (
+    parallel_layers.ColumnParallelLinear,
+    parallel_layers.RowParallelLinear,
+)
+_PRODUCT = "linear_with_grad_accumulation_and_async_allreduce"
+_FUNCTION = "LinearWithGradAccumulationAndAsyncCommunication"
+_FUNCTION_CLASS = getattr(parallel_layers, _FUNCTION)
+
+
+def product_is_own() -> bool:
+    """True if linear layers now call megatron-core's own product."""
+    kind = getattr(parallel_layers, _FUNCTION)
+    parts = (getattr(parallel_layers, _PRODUCT), kind.forward, kind.backward)
+    return kind is _FUNCTION_CLASS and all(is_written_in(part, parallel_layers) for part in parts)
 
 
 class _Operands(NamedTuple):
     """Of one weight gradient: [s(/tp), b, in] and [s, b, out]."""
 
-    input: Kept
-    grad_output: Kept
+    input: WaitingTensor
+    grad_output: WaitingTensor
     gather_group: torch.distributed.ProcessGroup | None
 
     @property
@@ -44,20 +58,29 @@ class Layer(Deferrable):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.weight: torch.nn.Parameter = self.module.weight
-        self.weights = [self.weight]
+        self.weights = self.parameters = [self.weight]
         self.fused = bool(self.module.gradient_accumulation_fusion)
 
     @staticmethod
     def takes(module: torch.nn.Module) -> bool:
-        return isinstance(module, KINDS)
+        return isinstance(module, CLASSES)
 
     @staticmethod
     def why_not(module: Any, uses: Callable[[torch.Tensor], int]) -> str | None:
-        weight = module._parameters.get("weight")
+        weight, kind = module._parameters.get("weight"), type(module)
         given = weight is None and vars(module).get("weight", module) is None  # one in each call
         if given or (weight is not None and not weight.requires_grad):
             return ""
-        return why_module(module, KINDS) or why_weight(module, uses)
+        if kind not in CLASSES:
+            return f"its class is {kind.__name__}"
+        if "_forward_impl" in vars(module):
+            return "its _forward_impl was replaced"
+        for name in ("forward", "_forward_impl"):
+            if not is_written_in(getattr(kind, name), sys.modules[kind.__module__]):
+                return f"{kind.__name__}.{name} was replaced"
+        if not product_is_own():
+            return f"{_PRODUCT}, or its autograd function, was replaced"
+        return why_weight(module, uses)
 
     @contextmanager
     def bound(self) -> Iterator[None]:
@@ -68,51 +91,29 @@ class Layer(Deferrable):
             vars(self.module).pop("_forward_impl", None)
 
     def _forward(self, input: torch.Tensor, weight: torch.Tensor, **options: Any) -> torch.Tensor:
-        if not self.defers(self._why_not(input, weight, options)):
+        bias, group = options["bias"], options["tp_group"]
+        # Where all layers before it are frozen, none waits for its B.
+        leads = input.requires_grad or (bias is not None and bias.requires_grad)
+        usual = leads and not options.get("output_dtype")
+        reason = None if product_is_own() else "megatron-core's product is replaced in a call"
+        if not (usual and self.defers(input, [weight], reason)):
             own = type(self.module)._forward_impl
             return own(self.module, input, weight, **options)  # type: ignore[no-any-return]
-        group = options["tp_group"]
         gathered_over = group if options["sequence_parallel"] else None
-        output: torch.Tensor = InputGradientNow.apply(  # type: ignore[no-untyped-call]
-            input, options["bias"], NODE, (weight,), self, options["allreduce_dgrad"],
-            gathered_over, group,
-        )  # fmt: skip
-        return output
-
-    def _why_not(
-        self, input_: torch.Tensor, weight: torch.Tensor, options: Mapping[str, Any]
-    ) -> str | None:
-        """The reason why a call does not defer: "" if there is nothing to tell, None if it does."""
-        if not (torch.is_grad_enabled() and weight.requires_grad) or torch.compiler.is_compiling():
-            return ""
-        if not (input_.requires_grad or _wants(options["bias"])):
-            return ""  # all layers before it are frozen: none waits for its B
-        if options.get("output_dtype"):
-            return ""
-        if not stands_for(weight, self.weight):
-            return "a call gets another weight"
-        if is_hooked(self.weight):
-            return "its weight has hooks"
-        if type(input_) is not torch.Tensor:
-            return f"its input is a {type(input_).__name__}"
-        if torch.is_autocast_enabled(input_.device.type):
-            return "autocast is on"
-        return None if product_is_own() else "megatron-core's product is replaced in a call"
+        return InputGradientNow.apply(  # type: ignore[no-any-return, no-untyped-call]
+            input, bias, NODE, (weight,), self, options["allreduce_dgrad"], gathered_over, group
+        )
 
 
-def _wants(bias: torch.Tensor | None) -> bool:
-    return bias is not None and bias.requires_grad
-
-
-class _Deferred(LayerWork["Layer", _Operands]):
+class _Deferred(LayerWork):
     @torch.no_grad()
     def compute(self) -> None:
         layer = self.layer
         gradients: list[torch.Tensor] = []
-        for each in self.products:
-            total_input = _gather(each.input.get(layer.name), each.gather_group)
+        for operands in self.products:
+            total_input = _gather(operands.input.get(layer.name), operands.gather_group)
             grad_output, total_input = prepare_input_tensors_for_wgrad_compute(
-                each.grad_output.get(layer.name), total_input
+                operands.grad_output.get(layer.name), total_input
             )
             if layer.fused:
                 fused_wgrad.accumulate(layer.weight, total_input, grad_output)
@@ -127,9 +128,8 @@ class InputGradientNow(torch.autograd.Function):
     """``input @ weight.T + bias`` whose backward defers the weight gradient to the layer's store.
 
     The weight is no input of the autograd graph: otherwise autograd would run its gradient
-    accumulator, and DDP's hook, before its gradient exists. ``NODE`` of
-    :mod:`~megatron.dpp.core.experts` stands in its place, and tells if a pass accumulates
-    gradients of leaves at all.
+    accumulator, and DDP's hook, before its gradient exists. ``NODE`` stands in its place, and tells
+    if a pass accumulates gradients of leaves at all.
     """
 
     @staticmethod
@@ -166,10 +166,10 @@ class InputGradientNow(torch.autograd.Function):
         layer: Layer = ctx.layer
         if layer.weight.requires_grad and wants_leaves():
             if is_hooked(layer.weight):
-                refuse(layer.name, "got hooks on its weight between F and B")
+                refuse_unlike(layer.name, "got hooks on its weight between F and B")
             # Detached: the input's grad_fn would keep the whole graph before it alive until the W.
-            given = Kept(input_.detach())
-            operands = _Operands(given, Kept(grad_output), ctx.gather_group)
+            given = WaitingTensor(input_.detach())
+            operands = _Operands(given, WaitingTensor(grad_output), ctx.gather_group)
             layer.leave(_Deferred(layer, [operands]))
         grad_bias = None
         if ctx.has_bias:

@@ -15,7 +15,7 @@ This holds for Transformer Engine 2.7 to 2.20 by its sources.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -24,11 +24,15 @@ import torch
 from megatron.core.utils import get_te_version, is_te_min_version
 
 from megatron.dpp.core import compat
-from megatron.dpp.core.memory import tensors_in
-from megatron.dpp.core.wgrad.accumulate import is_hooked
-from megatron.dpp.core.wgrad.deferrable import NODE, Deferrable, Kept, LayerWork, wants_leaves
-from megatron.dpp.core.wgrad.own_way import is_written_in, stands_for, why_weight
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.core.wgrad.deferrable import (
+    NODE,
+    Deferrable,
+    LayerWork,
+    WaitingTensor,
+    wants_leaves,
+)
+from megatron.dpp.core.wgrad.own_way import is_written_in, why_weight
+from megatron.dpp.memory import tensors_in
 
 SINCE = "2.7.0"
 """The first version with a ``wgrad_store``."""
@@ -38,27 +42,6 @@ _OVERLAPS = (
     *("ub_overlap_rs_fprop", "ub_overlap_ag_dgrad", "ub_overlap_ag_fprop", "ub_overlap_rs_dgrad"),
     *("ub_bulk_dgrad", "ub_bulk_wgrad"),
 )
-
-
-def is_delayed(module: Any) -> bool:
-    """True if a module delays its weight gradients."""
-    store = getattr(module, "wgrad_store", None)
-    return store is not None and hasattr(module, "backward_dw") and store.delay_wgrad_compute()
-
-
-def refuse_delayed(chunks: list[torch.nn.Module]) -> None:
-    """Refuse modules that delay weight gradients by themselves.
-
-    Raises:
-        ConfigError: a chunk has one.
-    """
-    for number, chunk in enumerate(chunks):
-        if any(is_delayed(module) for module in chunk.modules()):
-            raise ConfigError(
-                f"chunk {number}: its Transformer Engine layers were built with "
-                "delay_wgrad_compute, so their weight gradients would be lost: leave it out, as "
-                "layers of all kinds can wait without it"
-            )
 
 
 def weights_of(module: Any) -> list[str]:
@@ -82,64 +65,26 @@ def _kinds() -> tuple[Any, ...]:
     return tuple(getattr(package, name) for name in names if hasattr(package, name))
 
 
-def why_layer(module: Any, uses: Callable[[torch.Tensor], int]) -> str | None:
-    """The reason why a layer's own backward must compute its weight gradients; None if they may
-    wait.
-
-    Args:
-        uses: modules that hold a parameter.
-    """
-    kind: Any = type(module)
-    kinds = _kinds()
-    if not isinstance(module, kinds) or not _is_written(kind, kinds):
-        return f"its class is {kind.__name__}"
-    if "forward" in vars(module):
-        return "its forward was replaced"
-    if not is_te_min_version(SINCE):
-        return f"Transformer Engine {get_te_version()} is older than {SINCE}"
-    if any(getattr(module, name, False) for name in _OVERLAPS):
-        return "tp_comm_overlap computes it with its communication"
-    offloads = ("cpu_offloading", "fine_grained_activation_offloading")
-    if any(getattr(getattr(module, "config", None), name, False) for name in offloads):
-        return "activations are offloaded"
-    if any(getattr(getattr(module, "config", None), name, None) for name in ("fp8", "fp4")):
-        return "it is faster there in 8 bit, and was not timed in 4"  # transformer-engine.md
-    if compat.te_debugs():
-        return "Transformer Engine's debug mode is on"
-    weights = weights_of(module)
-    if any(name not in module._parameters for name in weights) or weights[0][:6] != "weight":
-        return "its weight is a part of another"
-    reasons = (why_weight(module, uses, name) for name in weights)
-    return next(filter(None, reasons), None)
-
-
 def _is_written(kind: Any, kinds: tuple[Any, ...]) -> bool:
     """True if this is a class of Transformer Engine, or megatron-core's of it, as written."""
     for part in kind.__mro__:
         home = sys.modules.get(part.__module__)
-        if getattr(home, part.__name__, None) is not part and part.__module__ != "builtins":
-            return False
-        forward = vars(part).get("forward")
-        if forward is not None and forward.__module__ != part.__module__:
-            return False
-        if home is not None and not _function_is_written(home, part.__name__):
+        function = getattr(home, f"_{part.__name__}", None)  # of autograd
+        owners = [part, function] if isinstance(function, type) else [part]
+        ways = [
+            getattr(owner, way)
+            for owner in owners
+            for way in ("forward", "backward")
+            if way in vars(owner)
+        ]
+        named = getattr(home, part.__name__, None) is part
+        if not named or not all(is_written_in(way, home) for way in ways):
             return False
         if part in kinds:
             return True
         if part.__module__ != compat.TE_LAYERS:
             return False
     return False
-
-
-def _function_is_written(home: Any, name: str) -> bool:
-    """True if the autograd function of a class, where it has one, is as Transformer Engine wrote
-    it.
-    """
-    function = getattr(home, f"_{name}", None)
-    if not isinstance(function, type):
-        return True
-    ways = (getattr(function, way) for way in ("forward", "backward"))
-    return function.__module__ == home.__name__ and all(is_written_in(way, home) for way in ways)
 
 
 class _Aside(torch.autograd.Function):
@@ -192,7 +137,7 @@ class TELayer(Deferrable):
         self.weights = [module._parameters[name] for name in self._names]
         biases = _biases_of(module, self._names)
         self._names += biases
-        self._parameters = [module._parameters[name] for name in self._names]
+        self.parameters = [module._parameters[name] for name in self._names]
         self.biases: list[Any] = [module._parameters[name] for name in biases]
         self.fused = bool(module.fuse_wgrad_accumulation)
         self.grouped = "num_gemms" in vars(module)
@@ -210,13 +155,32 @@ class TELayer(Deferrable):
         weights = [module._parameters.get(name) for name in weights_of(module)]
         if not all(weight is None or weight.requires_grad for weight in weights):
             return ""
-        return why_layer(module, uses)
+        kinds, config = _kinds(), getattr(module, "config", None)
+        if not isinstance(module, kinds) or not _is_written(type(module), kinds):
+            return f"its class is {type(module).__name__}"
+        if "forward" in vars(module):
+            return "its forward was replaced"
+        if not is_te_min_version(SINCE):
+            return f"Transformer Engine {get_te_version()} is older than {SINCE}"
+        if any(getattr(module, name, False) for name in _OVERLAPS):
+            return "tp_comm_overlap computes it with its communication"
+        offloads = ("cpu_offloading", "fine_grained_activation_offloading")
+        if any(getattr(config, name, False) for name in offloads):
+            return "activations are offloaded"
+        if any(getattr(config, name, None) for name in ("fp8", "fp4")):
+            return "it is faster there in 8 bit, and was not timed in 4"  # transformer-engine.md
+        if compat.te_debugs():
+            return "Transformer Engine's debug mode is on"
+        names = weights_of(module)
+        if any(name not in module._parameters for name in names) or names[0][:6] != "weight":
+            return "its weight is a part of another"
+        return next(filter(None, (why_weight(module, uses, name) for name in names)), None)
 
     @contextmanager
     def bound(self) -> Iterator[None]:
         """Let the module's forwards defer for one step."""
         inner = self.module.forward
-        self._asides = self._aside(self._parameters)
+        self._asides = self._aside(self.parameters)
         self.module.forward = lambda *args, **options: self._forward(inner, args, options)
         try:
             yield
@@ -224,7 +188,7 @@ class TELayer(Deferrable):
             del self.module.forward
             self._asides = {}
 
-    def _aside(self, parameters: list[Any]) -> dict[str, Any]:
+    def _aside(self, parameters: Sequence[Any]) -> dict[str, Any]:
         """Tensors to compute with in the place of these parameters, by name."""
         with torch.enable_grad():
             given = _Aside.apply(NODE, self, *((p,) for p in parameters))  # type: ignore[no-untyped-call]
@@ -236,10 +200,13 @@ class TELayer(Deferrable):
         module = self.module
         table = module._parameters
         given = [table[name] for name in self._names]
-        if not self.defers(self._why_not(next(iter((*args, *options.values()))), given)):
+        value = next(iter((*args, *options.values())))
+        # Where all layers before it are frozen, none waits for its B.
+        leads = isinstance(value, torch.Tensor) and value.requires_grad
+        if not (leads and self.defers(value, given)):
             return inner(*args, **options)
         asides = self._asides
-        if given[0] is not self._parameters[0]:  # in a capture, which needs its own
+        if given[0] is not self.parameters[0]:  # in a capture, which needs its own
             asides = self._aside(given)
             vars(given[0]).setdefault(_ASIDES, []).append(asides)
         own, vars(module)["wgrad_store"] = vars(module)["wgrad_store"], self._store
@@ -250,43 +217,22 @@ class TELayer(Deferrable):
             table.update(zip(self._names, given, strict=True))
             vars(module)["wgrad_store"] = own
 
-    def _why_not(self, input_: Any, given: list[Any]) -> str | None:
-        """The reason why a call does not defer: "" if there is nothing to tell, None if it does."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return ""
-        if not all(weight.requires_grad for weight in self.weights):
-            return ""
-        if not isinstance(input_, torch.Tensor) or not input_.requires_grad:
-            return ""  # all layers before it are frozen: none waits for its B
-        if not all(map(stands_for, given, self._parameters)):
-            return "a call gets another weight"
-        if any(map(is_hooked, self.weights)):
-            return "its weight has hooks"
-        if torch.is_autocast_enabled(input_.device.type):
-            return "autocast is on"
-        return None
-
 
 class _Product(NamedTuple):
     """The product and operands that one call's backward has left."""
 
     tensors: list[Any]
     compute: Callable[..., Any]
-    kept: list[Kept]
+    kept: list[WaitingTensor]
     num_bytes: int
 
     @classmethod
     def of(cls, tensors: list[Any], compute: Callable[..., Any]) -> _Product:
-        one, other, *_ = tensors
-        if type(one) is type(other) is torch.Tensor:
-            kept = [Kept(one), Kept(other)]
-            return cls(tensors, compute, kept, kept[0].num_bytes + kept[1].num_bytes)
-        plain = [t for t in tensors_in(tensors[:2]) if type(t) is torch.Tensor]
-        held = sum(t.numel() * t.element_size() for t in _memory_of(tensors[:2]))
-        return cls(tensors, compute, [Kept(tensor) for tensor in plain], held)
+        kept = [WaitingTensor(tensor) for tensor in tensors_in(tensors[:2])]
+        return cls(tensors, compute, kept, sum(tensor.num_bytes for tensor in kept))
 
 
-class _Deferred(LayerWork["TELayer", _Product]):
+class _Deferred(LayerWork):
     @torch.no_grad()
     def compute(self) -> None:
         layer = self.layer
@@ -318,17 +264,6 @@ class _Deferred(LayerWork["TELayer", _Product]):
             weights = [None] * len(weights)
         biases = [None if bias is None or not bias.numel() else bias for bias in biases]
         return [*weights, *biases]
-
-
-def _memory_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in lists, and in what Transformer Engine quantised."""
-    if isinstance(value, list | tuple):
-        for item in value:
-            yield from _memory_of(item)
-    elif hasattr(value, "get_data_tensors"):
-        yield from tensors_in(value.get_data_tensors())
-    elif isinstance(value, torch.Tensor):
-        yield value
 
 
 def _sum(one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:

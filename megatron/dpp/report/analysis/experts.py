@@ -11,12 +11,25 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.dpp.report.analysis.model import Iteration
-from megatron.dpp.report.analysis.report_data import LayerRow
 from megatron.dpp.report.analysis.work import Cell
 
 _MS = 1e6
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """Experts of one layer: imbalances are tokens of the fullest over the mean, ``lost_ms`` is per
+    forward.
+    """
+
+    layer: int
+    group_size: int
+    imbalance: float
+    rank_imbalance: float
+    lost_ms: float
 
 
 @dataclass(slots=True)
@@ -38,13 +51,6 @@ class LayerLoad:
     )
     ratios: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
-    def meet(self, cells: tuple[Cell, ...], tokens: Sequence[int]) -> None:
-        """Take a forward by the tokens of each rank."""
-        mean, most = statistics.fmean(tokens), max(tokens)
-        _add(self.meetings[cells], (1, most - mean))
-        if mean:
-            _add(self.ratios, (1, most / mean))
-
     def ns_per_token(self) -> float:
         """The slope: at least 0, at most the mean of time over that of tokens; 0 where all points
         have one number of tokens.
@@ -59,7 +65,7 @@ Loads = dict[int, LayerLoad]
 """By layer."""
 
 
-def _add(sums: list[float], more: Sequence[float]) -> None:
+def _add(sums: list[Any], more: Sequence[float]) -> None:
     sums[:] = [a + b for a, b in zip(sums, more, strict=True)]
 
 
@@ -72,13 +78,15 @@ def add_loads(loads: Loads, iteration: Iteration) -> None:
             for expert, count in enumerate(run.tokens, run.first):
                 load.experts[expert] += count
             tokens, time = sum(run.tokens), run.end - run.start
-            more = (1, tokens, time, tokens * tokens, tokens * time)
-            load.points = [a + b for a, b in zip(load.points, more, strict=True)]
+            _add(load.points, (1, tokens, time, tokens * tokens, tokens * time))
             key = run.layer, run.group, run.microbatch
             meetings[key].append(((rank.rank, run.chunk), tokens))
     for (layer, _, _), members in meetings.items():
         cells, counts = zip(*members, strict=True)
-        loads[layer].meet(cells, counts)
+        mean, most = statistics.fmean(counts), max(counts)
+        _add(loads[layer].meetings[cells], (1, most - mean))
+        if mean:
+            _add(loads[layer].ratios, (1, most / mean))
 
 
 def lost_per_forward(loads: Loads) -> dict[Cell, float]:

@@ -1,4 +1,4 @@
-"""Iterations of a run as objects, all ranks on one clock.
+"""Iterations of a run as objects, all ranks on one clock, and the places of the ranks.
 
 Reads the ranks' files side by side, so that one iteration of all ranks is in memory at a time
 however long the run was. The other modules of this package take :class:`Iteration` objects and
@@ -7,8 +7,9 @@ never see a file.
 
 from __future__ import annotations
 
+import math
 import resource
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +17,63 @@ from megatron.dpp.report.align import Alignment
 from megatron.dpp.report.reader import Event, MessageId, TraceFile, message_of, read_events
 from megatron.dpp.schedule import groups_of
 from megatron.dpp.trace.vocabulary import EventKind
+
+
+@dataclass(frozen=True)
+class JobShape:
+    """The job's shape: each rank's stage, and its replica, tensor rank and context rank."""
+
+    num_ranks: int
+    num_chunks: int
+    pipeline: dict[int, int]
+    replica: dict[int, tuple[int, ...]]
+    schedule: str
+
+    @classmethod
+    def of(cls, files: list[TraceFile]) -> JobShape:
+        """Read from the headers of the files."""
+        layout = files[0].layout
+        places = {file.rank: file.layout for file in files}
+        return cls(
+            num_ranks=layout.pipeline_size,
+            num_chunks=layout.num_chunks,
+            pipeline={rank: place.pipeline for rank, place in places.items()},
+            replica={rank: (p.data, p.tensor, p.context) for rank, p in places.items()},
+            schedule=layout.schedule,
+        )
+
+    def name_of(self, rank: int) -> str:
+        """A rank by its place and number, without what the job has only one of: ``stage 1, replica
+        0 (rank 2)``.
+        """
+        numbers = zip(*self.replica.values(), strict=True)
+        words = ("replica", "tensor rank", "context rank")
+        parts = [
+            f", {word} {own}"
+            for word, own, found in zip(words, self.replica[rank], numbers, strict=False)
+            if len(set(found)) > 1
+        ]
+        return f"stage {self.pipeline[rank]}{''.join(parts)} (rank {rank})"
+
+    def stage_of(self, rank: int) -> list[int]:
+        """The ranks of a rank's stage, of all replicas."""
+        return [peer for peer, stage in self.pipeline.items() if stage == self.pipeline[rank]]
+
+    def pipelines(self) -> list[list[int]]:
+        """Ranks of every pipeline, in order of their stages."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in sorted(self.pipeline, key=lambda r: self.pipeline[r]):
+            groups.setdefault(self.replica[rank], []).append(rank)
+        return [groups[key] for key in sorted(groups)]
+
+
+def slice_names(groups: Sequence[int]) -> list[str]:
+    """The ends of the labels of each unit's tasks: `` s2/3`` for the second of three slices.
+
+    >>> slice_names([1, 2])
+    ['', ' s1/2', ' s2/2']
+    """
+    return [f" s{i + 1}/{number}" * (number > 1) for number in groups for i in range(number)]
 
 
 class TaskRun(NamedTuple):
@@ -76,15 +134,13 @@ class Send(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """A message received: when it was sent (None: unknown), seen complete, and taken. ``ahead``: it
-    was taken before that, and ``arrived`` is when the receiver's device had come to it and had it.
+    """A message received: when it was sent (None: unknown) and seen complete. ``ahead``: it was
+    taken before that, and ``arrived`` is when the receiver's device had come to it and had it.
     """
 
     sent: int | None
     arrived: int
-    taken: int
     message: MessageId
-    num_bytes: int
     ahead: bool = False
 
 
@@ -93,7 +149,7 @@ class RankIteration:
     """One rank in one iteration, each list in order of time."""
 
     rank: int
-    number: int
+    number: int = -1
     start: int = 0
     end: int = 0
     tasks: list[TaskRun] = field(default_factory=list)
@@ -129,77 +185,42 @@ class Iteration:
         return max(rank.end for rank in self.ranks.values())
 
 
-class IterationBuilder:
-    """Turns the events of one rank, fed one by one, into its iterations.
-
-    Args:
-        file: the rank's header.
-        alignment: puts times on the run's reference clock; without one they stay on the rank's own.
-    """
-
-    def __init__(self, file: TraceFile, alignment: Alignment | None = None) -> None:
-        self._file, self._alignment = file, alignment
-        self._current = RankIteration(file.rank, -1)
-
-    def _interval(self, event: Event) -> tuple[int, int]:
-        start = self._file.time_ns(event)
-        if self._alignment is not None:
-            start = self._alignment.to_global(self._file.rank, start)
-        return start, start + self._file.duration_ns(event)
-
-    def feed(self, event: Event) -> RankIteration | None:
-        """The iteration that this event ends, if it does."""
-        if event.get("cat") != EventKind.ITERATION:
-            self._add(self._current, event)
-            return None
-        whole, self._current = self._current, RankIteration(self._file.rank, -1)
-        whole.number = event["args"]["iteration"]
-        whole.start, whole.end = self._interval(event)
-        for events in (whole.tasks, whole.waits, whole.spans):
-            events.sort()
-        return whole
-
-    def _add(self, current: RankIteration, event: Event) -> None:
-        cat, args = event["cat"], event["args"]
-        if cat == EventKind.COUNTER:
-            name, value = event["name"], float(args["value"])
-            current.peaks[name] = max(value, current.peaks.get(name, value))
-            return
-        start, end = self._interval(event)
-        if cat == EventKind.TASK:
-            what = (args["kind"], args["chunk"], args["microbatch"], args["piece"])
-            current.tasks.append(TaskRun(start, end, *what))
-        elif cat == EventKind.EXPERTS:
-            where = (args[name] for name in ExpertsRun._fields[2:])
-            current.experts.append(ExpertsRun(start, end, *where))
-        elif cat == EventKind.WAIT:
-            current.waits.append(Wait(start, end, args["cause"], args.get("detail", "")))
-        elif cat == EventKind.SPAN:
-            current.spans.append(Span(start, end, event["name"]))
-        elif cat in (EventKind.SEND, EventKind.ARRIVAL):
-            self._add_message(current, event, start, end)
-
-    def _add_message(self, current: RankIteration, event: Event, start: int, end: int) -> None:
-        message, args = message_of(event), event["args"]
-        if message is None:
-            return
-        if event["cat"] == EventKind.SEND:
-            current.sends.append(Send(start, message, args["bytes"], args["kind"]))
-            return
-        sent = args.get("sent_ns")
-        if sent is not None and self._alignment and message.source in self._alignment.clocks:
-            sent = self._alignment.to_global(message.source, sent)
-        ahead = args.get("ahead", False)
-        current.arrivals.append(Arrival(sent, start, end, message, args["bytes"], ahead))
-
-
 def _iterations(file: TraceFile, alignment: Alignment) -> Iterator[RankIteration]:
-    """Whole iterations only, without one that a crash cut short."""
-    builder = IterationBuilder(file, alignment)
+    """Whole iterations of one rank, without one that a crash cut short."""
+    current = RankIteration(file.rank)
     for event in read_events(file):
-        whole = builder.feed(event)
-        if whole is not None:
-            yield whole
+        start = alignment.to_global(file.rank, file.time_ns(event))
+        end = start + file.duration_ns(event)
+        if event["cat"] == EventKind.ITERATION:
+            current.number, current.start, current.end = event["args"]["iteration"], start, end
+            for events in (current.tasks, current.waits, current.spans):
+                events.sort()
+            yield current
+            current = RankIteration(file.rank)
+        else:
+            _add(current, event, start, end, alignment)
+
+
+def _add(to: RankIteration, event: Event, start: int, end: int, alignment: Alignment) -> None:
+    cat, args = event["cat"], event["args"]
+    if cat == EventKind.COUNTER:
+        to.peaks[event["name"]] = max(float(args["value"]), to.peaks.get(event["name"], -math.inf))
+    elif cat == EventKind.TASK:
+        to.tasks.append(TaskRun(start, end, *(args[name] for name in TaskRun._fields[2:])))
+    elif cat == EventKind.EXPERTS:
+        to.experts.append(ExpertsRun(start, end, *(args[name] for name in ExpertsRun._fields[2:])))
+    elif cat == EventKind.WAIT:
+        to.waits.append(Wait(start, end, args["cause"], args.get("detail", "")))
+    elif cat == EventKind.SPAN:
+        to.spans.append(Span(start, end, event["name"]))
+    elif cat in (EventKind.SEND, EventKind.ARRIVAL) and (message := message_of(event)):
+        if cat == EventKind.SEND:
+            to.sends.append(Send(start, message, args["bytes"], args["kind"]))
+            return
+        sent, ahead = args.get("sent_ns"), args.get("ahead", False)
+        if sent is not None and message.source in alignment.clocks:
+            sent = alignment.to_global(message.source, sent)
+        to.arrivals.append(Arrival(sent, start, message, ahead))
 
 
 def _allow_open_files(count: int) -> None:

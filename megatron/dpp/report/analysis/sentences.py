@@ -1,18 +1,12 @@
-"""The report in sentences."""
+"""The report in sentences, and numbers as text."""
 
 from __future__ import annotations
 
 from megatron.dpp.config import GRAPHS_PAY_FROM
-from megatron.dpp.report.analysis.formats import duration, number, percent, time_left
-from megatron.dpp.report.analysis.report_data import (
-    Difference,
-    Pipeline,
-    Prediction,
-    Totals,
-    Training,
-)
+from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.stragglers import Culprit
-from megatron.dpp.report.analysis.work import JobShape
+from megatron.dpp.report.analysis.summary import Pipeline, Totals
+from megatron.dpp.report.run_files import Training
 from megatron.dpp.trace.vocabulary import words_of
 
 LEAST = 0.01
@@ -23,8 +17,8 @@ HOW_TO_TRACE = (
     "ranks and the causes of idle time."
 )
 
-_EVEN = 0.01
-"""Change of the pipeline's time that a simulation does not tell from none."""
+DYNAMIC, STATIC = "dynamic schedule", "Megatron's static order"
+"""Names of the what-ifs with another schedule."""
 
 EVEN_LAYERS = "layers laid out evenly"
 """Name of the what-if that moves layers until every stage has the same work."""
@@ -45,93 +39,62 @@ _KINDS = {
 }
 
 
-_REMEDIES = {"heavy-stage": "; another layout of the layers takes work from it"}
+def duration(ms: float) -> str:
+    """A time with four digits: ``13.05 s``, ``930.7 ms``, ``4.215 ms``, ``31.2 us``."""
+    size = abs(ms)
+    if size >= 999.95:
+        return f"{ms / 1e3:.2f} s" if size < 99_995 else f"{ms / 1e3:.0f} s"
+    if size >= 9.9995:
+        return f"{ms:.1f} ms"
+    return f"{ms:.3f} ms" if size >= 0.1 or not ms else f"{ms * 1e3:.1f} us"
+
+
+def percent(share: float) -> str:
+    """A share: ``12.3 %``."""
+    return f"{share * 100:.1f} %"
+
+
+def number(value: float) -> str:
+    """A plain number, as short as its size allows: ``4,218``, ``62.1``, ``4.83``, ``0.0213``."""
+    size = abs(value)
+    if size >= 1000:
+        return f"{value:,.0f}"
+    if size >= 100 or value == int(value):
+        return f"{value:.0f}"
+    return f"{value:.1f}" if size >= 20 else f"{value:.3g}"
+
+
+def time_left(seconds: float) -> str:
+    """A time to wait for: ``45 s``, ``12 min``, ``3 h 05 min``, ``2 d 4 h``."""
+    minutes = round(seconds / 60)
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    if minutes < 100:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
 def straggler_text(culprit: Culprit, shape: JobShape) -> str:
     """One finding as a sentence."""
     text = _KINDS[culprit.kind].format(name=culprit.where(shape), factor=culprit.factor)
     often = f"in {culprit.share * 100:.0f} % of the iterations, since iteration {culprit.since}"
-    if culprit.share >= 1:
-        often = "in every iteration"
-    victims = ", ".join(map(shape.name_of, culprit.victims))
-    text = f"{text}, {often}" + (f"; waiting most meanwhile: {victims}" if victims else "")
-    return text + _REMEDIES.get(culprit.kind, "")
+    text += f", {'in every iteration' if culprit.share >= 1 else often}"
+    if culprit.victims:
+        text += f"; waiting most meanwhile: {', '.join(map(shape.name_of, culprit.victims))}"
+    moved = "; another layout of the layers takes work from it"
+    return text + (moved if culprit.kind == "heavy-stage" else "")
 
 
-def _with_all_its_work(best: Prediction, what_if: list[Prediction]) -> str:
-    """A heavy stage's work cannot vanish, it can be moved: what that gains."""
-    moved = [row.gain for row in what_if if row.name == EVEN_LAYERS]
-    if not best.name.startswith("without heavy-stage") or not moved:
-        return ""
-    return f" if that work were gone; laid out evenly over all stages {percent(moved[0])}"
-
-
-def _expert_lines(found: Pipeline) -> list[str]:
-    """The imbalance of experts, and its cost beside the pipeline's."""
-    rows, totals = found.experts, found.totals
-    if not rows:
+def _race_lines(found: Pipeline) -> list[str]:
+    """The race that decided which schedule runs."""
+    peaks = {name: value for row in found.ranks for name, value in row.peaks.items()}
+    ways = [name.removeprefix("race: ") for name in peaks if name.startswith("race: ")]
+    if not ways:
         return []
-    worst = max(rows, key=lambda row: row.imbalance)
-    first = (
-        f"Experts: the fullest one of layer {worst.layer} gets {worst.imbalance:.2f} times "
-        f"the mean number of tokens, the most of {len(rows)} layers."
-    )
-    if worst.group_size == 1:
-        return [f"{first} No rank waits for another's experts: each has all of its layers."]
-    cost = max((row.gain for row in found.what_if if row.name == EVEN_EXPERTS), default=0.0)
-    if cost < LEAST:
-        return [f"{first} That costs less than {LEAST:.0%} of an iteration."]
-    pipeline = (totals.window_ms - totals.ideal_ms) / totals.mean_ms
-    slowest = max(rows, key=lambda row: row.lost_ms)
-    text = (
-        f"{{}} about {cost:.1%} of an iteration: in layer {slowest.layer} the fullest rank has "
-        f"{slowest.rank_imbalance:.2f} times the mean rank's tokens, and the others wait for it "
-        f"inside of their tasks. The pipeline costs {pipeline:.1%} beyond the busiest rank's tasks."
-    )
-    more = "The imbalance of experts, and not the pipeline, costs most: it takes"
-    return [first, text.format(more if cost > pipeline else "The imbalance of experts takes")]
-
-
-def _time_lines(totals: Totals) -> list[str]:
-    causes = ", ".join(
-        f"{percent(share)} {words_of(cause)}"
-        for cause, share in totals.bubble_by_cause.items()
-        if share >= 0.001
-    )
-    return [
-        f"An iteration takes {duration(totals.mean_ms)} on average (median "
-        f"{duration(totals.iteration_ms)}): {duration(totals.window_ms)} for the pipeline, "
-        f"{duration(totals.tail_ms)} for gradient reduction, optimizer and the like.",
-        f"The busiest rank needs {duration(totals.ideal_ms)} for its own tasks, so the pipeline "
-        f"takes {totals.ideal_ratio:.3f} times the least possible.",
-        f"On average {percent(totals.bubble)} of the pipeline's time is idle: {causes}.",
-    ]
-
-
-def _other_order_lines(found: Pipeline) -> list[str]:
-    """The schedule that ran against the other one, with the same tasks."""
-    other = found.other_order
-    if other is None:
-        return []
-    name = {"static": "Megatron's static order", "dynamic": "the dynamic schedule"}[other.schedule]
-    change = other.stretched - 1
-    if abs(change) < _EVEN:
-        return [f"Replayed, {name} takes as long as what ran, within {_EVEN:.0%}."]
-    than = f"{percent(abs(change))} {'longer' if change > 0 else 'less'}"
-    verdict = "" if change > 0 else f" {found.name.capitalize()} loses here."
-    return [f"Replayed, {name} takes {than} than what ran for the same tasks.{verdict}"]
-
-
-def _host_lines(found: Pipeline) -> list[str]:
-    """Names the remedy for a run that launching limits."""
-    launching = max((row.peaks.get("launching", 0.0) for row in found.ranks), default=0.0)
-    if launching < GRAPHS_PAY_FROM:
-        return []
-    return [
-        f"Launching takes up to {percent(launching)} of the tasks' time: CUDA graphs or a larger "
-        "micro-batch shorten a step."
-    ]
+    times = ", ".join(f"{way} {duration(peaks[f'race: {way}'])}" for way in ways)
+    winners = " and later ".join(way for way in ways if peaks.get(f"runs: {way}"))
+    return [f"Raced: {times}. {winners[:1].upper()}{winners[1:]} ran."]
 
 
 def training_sentences(training: Training) -> list[str]:
@@ -152,39 +115,97 @@ def training_sentences(training: Training) -> list[str]:
     return lines
 
 
-def difference_sentences(found: Difference) -> list[str]:
-    """Names the metrics that two runs share bit by bit, and how far the others differ."""
-    if not found.common:
-        return ["The two runs have no step in common."]
-    lines = []
-    if found.equal:
-        names = ", ".join(found.equal)
-        lines.append(f"Equal bit by bit in all {found.common} common steps: {names}.")
-    if found.largest:
-        each = ", ".join(f"{name} by at most {size:.3g}" for name, size in found.largest.items())
-        lines.append(f"Different in the {found.common} common steps: {each}.")
-    return lines
-
-
 def sentences(found: Pipeline) -> list[str]:
-    """The summary, most important first."""
+    """The summary of a traced run, most important first."""
     lines = _time_lines(found.totals) + _other_order_lines(found) + _expert_lines(found)
-    lines += _host_lines(found)
-    lines += [f"{NOT_OF_SLICES[0].upper()}{NOT_OF_SLICES[1:]}."] if found.run.sliced else []
-    lines += [f"{each.text[0].upper()}{each.text[1:]}." for each in found.stragglers]
-    if not found.stragglers:
-        lines.append("No straggler.")
-    lines += [
-        f"Without effect on the time of an iteration: {each.text}." for each in found.without_effect
-    ]
-    best = max(found.what_if, key=lambda row: row.gain, default=None)
-    if best is not None and best.gain > 0.01:
+    lines += _race_lines(found)
+    launching = max((row.peaks.get("launching", 0.0) for row in found.ranks), default=0.0)
+    if launching >= GRAPHS_PAY_FROM:
         lines.append(
-            f"The largest predicted gain: {best.name}, {percent(best.gain)} of an iteration"
-            f"{_with_all_its_work(best, found.what_if)}."
+            f"Launching takes up to {percent(launching)} of the tasks' time: CUDA graphs or a "
+            "larger micro-batch shorten a step."
         )
+    lines += [f"{NOT_OF_SLICES[0].upper()}{NOT_OF_SLICES[1:]}."] if found.run.sliced else []
+    lines += [f"{finding.text[0].upper()}{finding.text[1:]}." for finding in found.stragglers]
+    lines += [] if found.stragglers else ["No straggler."]
+    lines += [
+        f"Without effect on the time of an iteration: {finding.text}."
+        for finding in found.without_effect
+    ]
+    lines += _gain_lines(found)
     if found.run.cut_short:
         lines.append(
             f"The traces of {len(found.run.cut_short)} ranks have no end: killed, or still running."
         )
     return lines
+
+
+def _time_lines(totals: Totals) -> list[str]:
+    causes = ", ".join(
+        f"{percent(share)} {words_of(cause)}"
+        for cause, share in totals.bubble_by_cause.items()
+        if share >= 0.001
+    )
+    return [
+        f"An iteration takes {duration(totals.mean_ms)} on average (median "
+        f"{duration(totals.iteration_ms)}): {duration(totals.window_ms)} for the pipeline, "
+        f"{duration(totals.tail_ms)} for gradient reduction, optimizer and the like.",
+        f"The busiest rank needs {duration(totals.ideal_ms)} for its own tasks, so the pipeline "
+        f"takes {totals.ideal_ratio:.3f} times the least possible.",
+        f"On average {percent(totals.bubble)} of the pipeline's time is idle: {causes}.",
+    ]
+
+
+def _other_order_lines(found: Pipeline) -> list[str]:
+    """The schedule that ran against the other one, with the same tasks."""
+    other = DYNAMIC if found.name == "static" else STATIC
+    gain = next((row.gain for row in found.what_if if row.name == other), None)
+    if gain is None:
+        return []
+    name = other if other == STATIC else f"the {other}"
+    if abs(gain) < LEAST:
+        return [f"Replayed, {name} takes as long as what ran, within {LEAST:.0%}."]
+    than = f"{percent(abs(gain))} {'less' if gain > 0 else 'more'} time per iteration"
+    verdict = f" {found.name.capitalize()} loses here." if gain > 0 else ""
+    return [f"Replayed, {name} takes {than} than what ran.{verdict}"]
+
+
+def _expert_lines(found: Pipeline) -> list[str]:
+    """The imbalance of experts, and its cost beside the pipeline's."""
+    rows, totals = found.experts, found.totals
+    if not rows:
+        return []
+    worst = max(rows, key=lambda row: row.imbalance)
+    first = (
+        f"Experts: the fullest one of layer {worst.layer} gets {worst.imbalance:.2f} times "
+        f"the mean number of tokens, the most of {len(rows)} layers."
+    )
+    if worst.group_size == 1:
+        return [f"{first} No rank waits for another's experts: each has all of its layers."]
+    cost = max((row.gain for row in found.what_if if row.name == EVEN_EXPERTS), default=0.0)
+    if cost < LEAST:
+        return [f"{first} That costs less than {LEAST:.0%} of an iteration."]
+    pipeline = (totals.window_ms - totals.ideal_ms) / totals.mean_ms
+    slowest = max(rows, key=lambda row: row.lost_ms)
+    more = "The imbalance of experts, and not the pipeline, costs most: it takes"
+    return [
+        first,
+        f"{more if cost > pipeline else 'The imbalance of experts takes'} about {cost:.1%} of an "
+        f"iteration: in layer {slowest.layer} the fullest rank has "
+        f"{slowest.rank_imbalance:.2f} times the mean rank's tokens, and the others wait for it "
+        f"inside of their tasks. The pipeline costs {pipeline:.1%} beyond the busiest rank's "
+        "tasks.",
+    ]
+
+
+def _gain_lines(found: Pipeline) -> list[str]:
+    """The best change. A heavy stage's work cannot vanish; moved, it gains less."""
+    best = max(found.what_if, key=lambda row: row.gain, default=None)
+    if best is None or best.gain <= LEAST:
+        return []
+    moved = [row.gain for row in found.what_if if row.name == EVEN_LAYERS]
+    after = ""
+    if best.name.startswith("without heavy-stage") and moved:
+        after = f" if that work were gone; laid out evenly over all stages {percent(moved[0])}"
+    gain = f"{percent(best.gain)} of an iteration{after}"
+    return [f"The largest predicted gain: {best.name}, {gain}."]

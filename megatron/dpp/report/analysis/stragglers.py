@@ -22,16 +22,20 @@ import itertools
 import math
 import statistics
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from megatron.dpp.report.analysis.link_times import ENOUGH, Link, LinkSamples, merge_links
-from megatron.dpp.report.analysis.places import place_name
-from megatron.dpp.report.analysis.work import Cell, JobShape, Work
+import numpy as np
+import numpy.typing as npt
+
+from megatron.dpp.report.analysis.model import JobShape
+from megatron.dpp.report.analysis.work import Cell, Link, Links, Work, merge_links
 
 _SLOW = 1.15
 _SLOW_LINK = 3.0
 _LINK_SHARE = 0.05
 _LONELY_LINK_SHARE = 0.25
+_LEAST_CLEAN = 3
 _OFTEN = 0.7
 _LEAST_ITERATIONS, _LEAST_RECENT, _RECENT_SHARE = 5, 5, 0.25
 _ERRORS = 4.0
@@ -55,6 +59,8 @@ class Culprit:
         share: part of the iterations in which it was.
         since: first iteration of those in which it was slow from then on.
         victims: ranks that waited most meanwhile.
+        name, text: place and finding in words.
+        effect: share of an iteration that it costs; None where it was not simulated.
     """
 
     kind: str
@@ -64,7 +70,10 @@ class Culprit:
     rank: int | None = None
     chunk: int | None = None
     link: Link | None = None
-    victims: tuple[int, ...] = field(default=())
+    victims: tuple[int, ...] = ()
+    name: str = ""
+    text: str = ""
+    effect: float | None = None
 
     def where(self, shape: JobShape) -> str:
         """Rank, stage or link, by places."""
@@ -74,12 +83,11 @@ class Culprit:
             return "all ranks"
         if self.chunk is None:
             return shape.name_of(self.rank)
-        stage = place_name(shape.pipeline[self.rank], None, None)
-        return stage if shape.num_chunks == 1 else f"{stage}, chunk {self.chunk}"
+        chunk = f", chunk {self.chunk}" if shape.num_chunks > 1 else ""
+        return f"stage {shape.pipeline[self.rank]}{chunk}"
 
 
-@dataclass(frozen=True)
-class _Slow:
+class _Slowness(NamedTuple):
     """A cell's slowness: ``always`` from the first iteration on, or only since one."""
 
     factor: float
@@ -88,28 +96,29 @@ class _Slow:
     always: bool
 
 
-def _low_median(values: Sequence[float]) -> float:
-    return statistics.median_low(values) if values else 0.0
+def _factors(works: Sequence[Work], cells: Sequence[Cell]) -> npt.NDArray[np.float64]:
+    """By iteration and cell: its work per microbatch over that of the typical cell of its chunk; 1
+    where it is unknown.
+    """
+    times = np.array(
+        [[work.per_microbatch(c) if c in work.tasks else 0.0 for c in cells] for work in works]
+    )
+    chunks = np.array([chunk for _, chunk in cells])
+    factors = np.ones_like(times)
+    for chunk in set(chunks):
+        own = times[:, chunks == chunk]
+        typical = np.quantile(own, 0.5, axis=1, keepdims=True, method="lower")
+        factors[:, chunks == chunk] = np.divide(own, typical, out=np.ones_like(own), where=own > 0)
+    return np.where(np.isfinite(factors), factors, 1.0)
 
 
-def _cell_factors(work: Work) -> dict[Cell, float]:
-    """Work of each cell per microbatch, relative to the typical cell of its chunk."""
-    times = {cell: work.per_microbatch(cell) for cell in work.tasks}
-    chunks = {chunk for _, chunk in times}
-    expected = {
-        chunk: _low_median([t for (_, c), t in times.items() if c == chunk]) for chunk in chunks
-    }
-    return {cell: time / expected[cell[1]] for cell, time in times.items() if expected[cell[1]]}
-
-
-def _history(flags: list[tuple[int, bool]]) -> tuple[float, int]:
-    """Share of iterations flagged, and the first of them after which most are."""
-    share = sum(flag for _, flag in flags) / len(flags)
-    for index, (number, flag) in enumerate(flags):
-        later = [f for _, f in flags[index:]]
-        if flag and sum(later) / len(later) >= 0.75:
-            return share, number
-    return share, flags[-1][0]
+def _noise(factors: npt.NDArray[np.float64]) -> float:
+    """Standard deviation of a cell's factor from iteration to iteration, in logarithms; robust
+    against the few iterations in which something else is wrong.
+    """
+    logs, count = np.log(factors), len(factors)
+    off = np.abs(logs - np.median(logs, axis=0))
+    return float(1.4826 * np.median(off) * math.sqrt(count / (count - 1)))
 
 
 class StragglerSearch:
@@ -127,144 +136,123 @@ class StragglerSearch:
         self,
         shape: JobShape,
         works: Sequence[Work],
-        links: Sequence[dict[Link, LinkSamples]],
+        links: Sequence[Links],
         waits: dict[int, int],
         *,
         threshold: float = _SLOW,
     ) -> None:
         self._shape, self._works, self._links = shape, works, links
         self._waits, self._threshold = waits, threshold
-        self._factors = [_cell_factors(work) for work in works]
         self._numbers = [work.number for work in works]
-        self._noise = _noise(self._factors)
 
     def find(self) -> list[Culprit]:
         """Ranks and stages first, then links, then unsteadiness; worst first in each group."""
         if len(self._works) < _LEAST_ITERATIONS:
             return []
-        cells = sorted(self._cells(), key=lambda c: -c.factor)
-        links = sorted(self._slow_links(), key=lambda c: -c.factor)
-        return cells + links + self._unsteady({c.rank for c in cells})
+        ranks = sorted(self._slow_ranks(), key=lambda culprit: -culprit.factor)
+        links = sorted(self._slow_links(), key=lambda culprit: -culprit.factor)
+        return ranks + links + self._unsteady({culprit.rank for culprit in ranks})
 
-    def _victims(self, culprits: set[int]) -> tuple[int, ...]:
+    def _victims(self, culprits: Collection[int]) -> tuple[int, ...]:
         others = [rank for rank in self._waits if rank not in culprits]
         return tuple(sorted(others, key=lambda rank: -self._waits[rank])[:3])
 
-    def _slow(self, cell: Cell) -> _Slow | None:
-        """The slowness of a cell that noise does not explain."""
-        values = [factors.get(cell, 1.0) for factors in self._factors]
-        flags = [(n, v > self._threshold) for n, v in zip(self._numbers, values, strict=True)]
-        share, since = _history(flags)
-        recent = [flag for number, flag in flags if number >= since]
-        least = max(_LEAST_RECENT, _RECENT_SHARE * len(flags))
-        always = share >= _OFTEN
-        if not always and not (len(recent) >= least and all(recent)):
-            return None
-        seen = values if always else values[-len(recent) :]
-        error = self._noise * math.sqrt(_LINKED / len(seen))
-        if math.log(statistics.median(seen)) < _ERRORS * error:
-            return None
-        factor = statistics.median(v for v, (_, f) in zip(values, flags, strict=True) if f)
-        return _Slow(factor, share, since, always)
+    def _history(self, flags: Sequence[bool]) -> tuple[float, int]:
+        """Share of iterations flagged, and the place of the first after which most are."""
+        share = sum(flags) / len(flags)
+        for index, flag in enumerate(flags):
+            if flag and sum(flags[index:]) / (len(flags) - index) >= 0.75:
+                return share, index
+        return share, len(flags) - 1
 
-    def _cells(self) -> list[Culprit]:
-        slow: dict[Cell, _Slow] = {}
-        for cell in sorted({cell for factors in self._factors for cell in factors}):
-            found = self._slow(cell)
-            if found is not None:
-                slow[cell] = found
+    def _slow_cells(self) -> dict[Cell, _Slowness]:
+        """The cells whose slowness noise does not explain."""
+        cells = sorted({cell for work in self._works for cell in work.tasks})
+        factors = _factors(self._works, cells)
+        noise, slow = _noise(factors), {}
+        for cell, values in zip(cells, factors.T, strict=True):
+            flags = [bool(flag) for flag in values > self._threshold]
+            share, begin = self._history(flags)
+            recent = flags[begin:]
+            least = max(_LEAST_RECENT, _RECENT_SHARE * len(flags))
+            always = share >= _OFTEN
+            if not always and not (len(recent) >= least and all(recent)):
+                continue
+            seen = values if always else values[begin:]
+            if math.log(np.median(seen)) >= _ERRORS * noise * math.sqrt(_LINKED / len(seen)):
+                factor = float(np.median(values[flags]))
+                slow[cell] = _Slowness(factor, share, self._numbers[begin], always)
+        return slow
+
+    def _slow_ranks(self) -> list[Culprit]:
+        slow = self._slow_cells()
         heavy: dict[Cell, Culprit] = {}
         ranks: list[Culprit] = []
         for rank in sorted({rank for rank, _ in slow}):
             own = {chunk: found for (r, chunk), found in slow.items() if r == rank}
-            whole = len(own) == self._shape.num_chunks
-            if whole and not (self._is_heavy(rank, slow) and all(s.always for s in own.values())):
-                least = min(own.values(), key=lambda each: each.factor)
-                what = (least.factor, least.share, least.since)
-                ranks.append(Culprit("slow-rank", *what, rank, victims=self._victims({rank})))
+            always = all(found.always for found in own.values())
+            if len(own) == self._shape.num_chunks and not (always and self._is_heavy(rank, slow)):
+                least = min(own.values(), key=lambda found: found.factor)
+                victims = self._victims({rank})
+                ranks.append(Culprit("slow-rank", *least[:3], rank, victims=victims))
                 continue
-            for chunk, one in own.items():
-                if one.always:  # the ranks of a stage have the same work: one finding
-                    what = (one.factor, one.share, one.since)
-                    others = self._victims(set(self._shape.stage_of(rank)))
-                    found_here = Culprit("heavy-stage", *what, rank, chunk, victims=others)
-                    heavy.setdefault((self._shape.pipeline[rank], chunk), found_here)
+            for chunk, found in own.items():
+                if found.always:  # the ranks of a stage have the same work: one finding
+                    victims = self._victims(self._shape.stage_of(rank))
+                    culprit = Culprit("heavy-stage", *found[:3], rank, chunk, victims=victims)
+                    heavy.setdefault((self._shape.pipeline[rank], chunk), culprit)
         return ranks + list(heavy.values())
 
     def _is_heavy(self, rank: int, slow: Collection[Cell]) -> bool:
         """True if a rank with only slow chunks is slow because of its stage's work."""
         shape = self._shape
-        place = shape.pipeline[rank]
-        peers = shape.stage_of(rank)
-        others = [r for r in peers if shape.replica[r][0] != shape.replica[rank][0]]
+        replica = shape.replica[rank][0]
+        others = [r for r in shape.stage_of(rank) if shape.replica[r][0] != replica]
         if others:
             return all((r, c) in slow for r in others for c in range(shape.num_chunks))
-        return shape.num_chunks == 1 and place == shape.num_ranks - 1
-
-    def _typical_forward(self) -> float:
-        work = self._works[-1]
-        return statistics.median(work.typical(cell, "F") for cell in work.tasks)
+        return shape.num_chunks == 1 and shape.pipeline[rank] == shape.num_ranks - 1
 
     def _slow_links(self) -> list[Culprit]:
-        total = merge_links(self._links)
-        pairs = {tuple(sorted(link)) for link in total}
+        work, total = self._works[-1], merge_links(self._links)
+        forward = statistics.median(work.typical(cell, "F") for cell in work.tasks)
         found: list[Culprit] = []
-        for pair in sorted(pairs):
-            own = [link for link in total if tuple(sorted(link)) == pair]
-            seen = [delay for link in own for delay in total[link].clean]
-            slow = [(n, self._link_is_slow(part, own)) for n, part in self._per_iteration()]
-            flags = [(n, flag) for n, flag in slow if flag is not None]
-            if len(seen) < ENOUGH or len(flags) < _LEAST_ITERATIONS:
+        for a, b in sorted({(min(link), max(link)) for link in total}):
+            verdicts = [_link_is_slow(links, (a, b), forward) for links in self._links]
+            flags = [verdict for verdict in verdicts if verdict is not None]
+            delays, others = _delays(total, (a, b))
+            if len(delays) < _LEAST_CLEAN or len(flags) < _LEAST_ITERATIONS:
                 continue
-            other = _delays_of_others(total, own)
-            share, since = _history(flags)
+            share, begin = self._history(flags)
             if share >= _OFTEN:
-                delay = statistics.median(seen)
-                usual = (
-                    _low_median(other) if other else _LONELY_LINK_SHARE * self._typical_forward()
-                )
-                factor = delay / max(usual, 1)
-                ends = (int(pair[0]), int(pair[1]))
-                victims = self._victims(set())
-                found.append(Culprit("slow-link", factor, share, since, link=ends, victims=victims))
+                usual = statistics.median_low(others) if others else _LONELY_LINK_SHARE * forward
+                numbers = [
+                    number
+                    for number, verdict in zip(self._numbers, verdicts, strict=True)
+                    if verdict is not None
+                ]
+                what = (statistics.median(delays) / max(usual, 1), share, numbers[begin])
+                victims = self._victims(())
+                found.append(Culprit("slow-link", *what, link=(a, b), victims=victims))
         return found
-
-    def _per_iteration(self) -> list[tuple[int, dict[Link, LinkSamples]]]:
-        return list(zip(self._numbers, self._links, strict=True))
-
-    def _link_is_slow(self, part: dict[Link, LinkSamples], own: list[Link]) -> bool | None:
-        """None where nobody was looking when a message of it came."""
-        mine = [delay for link in own if link in part for delay in part[link].clean]
-        if not mine:
-            return None
-        delay, forward = statistics.median(mine), self._typical_forward()
-        others = _delays_of_others(part, own)
-        if not others:
-            return delay > _LONELY_LINK_SHARE * forward
-        typical = _low_median(others)
-        return delay > _SLOW_LINK * typical and delay - typical > _LINK_SHARE * forward
 
     def _unsteady(self, explained: set[int | None]) -> list[Culprit]:
         """Spread of task times above what their kind, rank and chunk take undisturbed."""
         ratios = {rank: self._ratios(rank) for rank in self._leaders()}
-        tails = {rank: _tail(list(itertools.chain(*own))) for rank, own in ratios.items() if own}
+        ratios = {rank: own for rank, own in ratios.items() if own}
         spread = {}
         for rank, own in ratios.items():
-            share = sum(_spread(each) > 1.0 for each in own) / len(own) if own else 0.0
-            factor = _spread(list(itertools.chain(*own))) if own else 1.0
+            share = sum(_spread(one) > 1.0 for one in own) / len(own)
+            factor = _spread(list(itertools.chain(*own)))
             if factor > 1.0 and share >= 0.5:
                 spread[rank] = factor, share
-        if not spread:
-            return []
-        first = self._numbers[0]
         if len(spread) > len(ratios) / 2:
             factor = statistics.median(factor for factor, _ in spread.values())
-            return [Culprit("jitter", factor, 1.0, first)]
-        usual = statistics.median(tails.values())
+            return [Culprit("jitter", factor, 1.0, self._numbers[0])]
+        tails = [_tail(list(itertools.chain(*own))) for own in ratios.values()]
         return [
-            Culprit("transient", factor, share, first, rank, victims=self._victims({rank}))
-            for rank, (factor, share) in sorted(spread.items(), key=lambda item: -item[1][0])
-            if rank not in explained and factor - 1 > _APART * (usual - 1)
+            Culprit("transient", *what, self._numbers[0], rank, victims=self._victims({rank}))
+            for rank, what in sorted(spread.items(), key=lambda item: -item[1][0])
+            if rank not in explained and what[0] - 1 > _APART * (statistics.median(tails) - 1)
         ]
 
     def _leaders(self) -> list[int]:
@@ -276,9 +264,8 @@ class StragglerSearch:
 
     def _ratios(self, rank: int) -> list[list[float]]:
         """Times of a rank's tasks over their undisturbed time, by iteration."""
-        found = []
-        for work in self._works:
-            own = [
+        ratios = [
+            [
                 time / typical
                 for cell, kinds in work.tasks.items()
                 if cell[0] == rank
@@ -286,34 +273,35 @@ class StragglerSearch:
                 if (typical := work.typical(cell, kind))
                 for time in times.values()
             ]
-            found += [own] if own else []
-        return found
+            for work in self._works
+        ]
+        return [own for own in ratios if own]
 
 
-def _noise(factors: Sequence[dict[Cell, float]]) -> float:
-    """Standard deviation of a cell's factor from iteration to iteration, in logarithms; robust
-    against the few iterations in which something else is wrong.
+def _delays(links: Links, pair: Link) -> tuple[list[int], list[int]]:
+    """Clean delays between two ranks, and the other links' own: of those with clean samples, or,
+    where there is none, the bounds that the rest have.
     """
-    off: list[float] = []
-    for cell in {cell for each in factors for cell in each}:
-        own = [math.log(each[cell]) for each in factors if cell in each]
-        middle = statistics.median(own)
-        off += [abs(value - middle) for value in own]
-    if not off or len(factors) < 2:
-        return 0.0
-    return 1.4826 * statistics.median(off) * math.sqrt(len(factors) / (len(factors) - 1))
+    clean = [ns for link, samples in links.items() if {*link} == {*pair} for ns in samples.clean]
+    others = [samples for link, samples in links.items() if {*link} != {*pair}]
+    return clean, [s.delay for s in others if s.clean] or [s.delay for s in others]
 
 
-def _delays_of_others(part: dict[Link, LinkSamples], own: list[Link]) -> list[int]:
-    """Of links with clean samples, or, where there is none, the bounds that the rest have."""
-    others = [samples for link, samples in part.items() if link not in own]
-    return [s.delay for s in others if s.clean] or [s.delay for s in others]
+def _link_is_slow(links: Links, pair: Link, forward: float) -> bool | None:
+    """The verdict of one iteration; None where nobody was looking when a message came."""
+    clean, others = _delays(links, pair)
+    if not clean:
+        return None
+    delay = statistics.median(clean)
+    if not others:
+        return delay > _LONELY_LINK_SHARE * forward
+    typical = statistics.median_low(others)
+    return delay > _SLOW_LINK * typical and delay - typical > _LINK_SHARE * forward
 
 
 def _tail(ratios: Sequence[float]) -> float:
     """The 90th percentile."""
-    ordered = sorted(ratios)
-    return ordered[int(len(ordered) * 0.9)]
+    return sorted(ratios)[int(len(ratios) * 0.9)]
 
 
 def _spread(ratios: Sequence[float]) -> float:

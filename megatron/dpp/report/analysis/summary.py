@@ -1,4 +1,7 @@
-"""All numbers of a traced run. Streams over the iterations and keeps only numbers."""
+"""All numbers of a traced run. Streams over the iterations and keeps only numbers.
+
+Units are in the names of the fields. Values are means per iteration unless they say otherwise.
+"""
 
 from __future__ import annotations
 
@@ -9,23 +12,115 @@ from dataclasses import dataclass, field
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.report.align import Alignment
-from megatron.dpp.report.analysis.experts import Loads, add_loads, layer_rows
-from megatron.dpp.report.analysis.link_times import Link, LinkSamples, link_samples
-from megatron.dpp.report.analysis.model import Iteration, read_iterations
-from megatron.dpp.report.analysis.report_data import (
-    IterationRow,
-    Pipeline,
-    RankRow,
-    Totals,
-    TracedRun,
-)
+from megatron.dpp.report.analysis.experts import LayerRow, Loads, add_loads, layer_rows
+from megatron.dpp.report.analysis.model import Iteration, JobShape, read_iterations
 from megatron.dpp.report.analysis.stragglers import Culprit, StragglerSearch
 from megatron.dpp.report.analysis.times import IterationTimes, RankTimes, iteration_times
-from megatron.dpp.report.analysis.work import JobShape, Work, work_of
+from megatron.dpp.report.analysis.work import Links, Work, link_samples, work_of
 from megatron.dpp.report.reader import TraceFile
 from megatron.dpp.trace.vocabulary import IdleCause
 
 _MS = 1e6
+
+
+@dataclass(frozen=True)
+class TracedRun:
+    """Facts of a traced run: sizes of its groups, microbatches of its first iteration, iterations
+    that count nowhere (``skipped``), and ranks whose files have no end (``cut_short``).
+    """
+
+    directory: str
+    schedule: str
+    data: int
+    pipeline: int
+    tensor: int
+    context: int
+    chunks: int
+    microbatches: int
+    sliced: bool
+    started: str
+    device: str
+    hosts: list[str]
+    skipped: list[int]
+    clock_uncertainty_us: float
+    cut_short: list[int]
+
+
+@dataclass
+class Totals:
+    """Numbers of the whole run: ``iteration_ms`` is a median; ``ideal_ms`` is the busiest rank's
+    own work; ``bubble`` is the idle share of the pipeline, split by cause.
+    """
+
+    iteration_ms: float
+    mean_ms: float
+    window_ms: float
+    ideal_ms: float
+    ideal_ratio: float
+    tail_ms: float
+    bubble: float
+    bubble_by_cause: dict[str, float]
+    stragglers: int = 0
+
+
+@dataclass(frozen=True)
+class IterationRow:
+    """One iteration."""
+
+    iteration: int
+    total_ms: float
+    bubble: float
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """One rank, by its place, and its times; ``peaks`` are the largest values of its counters."""
+
+    rank: int
+    name: str
+    busy_ms: float
+    kinds_ms: dict[str, float]
+    other_ms: float
+    idle_ms: dict[str, float]
+    tail_ms: dict[str, float]
+    bubble: float
+    sent_bytes: float
+    peaks: dict[str, float]
+
+
+@dataclass
+class Prediction:
+    """Time of an iteration as measured, and as simulated with a change. ``gain`` is the share of it
+    that is saved, negative for a loss.
+    """
+
+    name: str
+    now_ms: float
+    then_ms: float
+    gain: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.gain = 1.0 - self.then_ms / self.now_ms if self.now_ms else 0.0
+
+
+@dataclass
+class Pipeline:
+    """Numbers of a run's traces; ``without_effect`` are culprits that cost next to nothing."""
+
+    run: TracedRun
+    totals: Totals
+    iterations: list[IterationRow]
+    ranks: list[RankRow]
+    experts: list[LayerRow]
+    stragglers: list[Culprit] = field(default_factory=list)
+    without_effect: list[Culprit] = field(default_factory=list)
+    what_if: list[Prediction] = field(default_factory=list)
+    fidelity: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """``dynamic`` or ``static``."""
+        return "dynamic" if self.run.schedule == "dpp" else "static"
 
 
 @dataclass
@@ -38,7 +133,7 @@ class Analysis:
     skipped: list[int] = field(default_factory=list)
     times: list[IterationTimes] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
-    links: list[dict[Link, LinkSamples]] = field(default_factory=list)
+    links: list[Links] = field(default_factory=list)
     loads: Loads = field(default_factory=dict)
     culprits: list[Culprit] = field(default_factory=list)
 
@@ -48,11 +143,6 @@ class Analysis:
         self.works.append(work_of(iteration))
         self.links.append(link_samples(iteration))
 
-    def skip(self, count: int) -> None:
-        """Forget the first ``count`` iterations."""
-        self.skipped += [times.number for times in self.times[:count]]
-        del self.times[:count], self.works[:count], self.links[:count]
-
     @property
     def sliced(self) -> bool:
         """Microbatches were slices of sequences in some iteration."""
@@ -60,10 +150,10 @@ class Analysis:
 
     def find_culprits(self, threshold: float) -> None:
         """Look for stragglers over all iterations taken."""
-        waits: dict[int, int] = {}
-        for times in self.times:
-            for rank in times.ranks.values():
-                waits[rank.rank] = waits.get(rank.rank, 0) + rank.idle.get(IdleCause.MESSAGE, 0)
+        waits = {
+            rank: sum(times.ranks[rank].idle.get(IdleCause.MESSAGE, 0) for times in self.times)
+            for rank in self.shape.pipeline
+        }
         search = StragglerSearch(self.shape, self.works, self.links, waits, threshold=threshold)
         self.culprits = search.find()
 
@@ -80,12 +170,11 @@ def analyse(
     skip: int | None = None,
     threshold: float = 1.15,
 ) -> Analysis:
-    """Read a whole run.
+    """Read a run and look for stragglers.
 
     Args:
-        files: the run's files.
-        alignment: their clocks.
-        skip: leading iterations to leave out; they build kernels and pools (default: 1 of three or
+        files, alignment: of the run.
+        skip: leading iterations to leave out, which build kernels and pools (default: 1 of three or
             more).
         threshold: factor above the expected time that makes a rank or stage a straggler.
 
@@ -98,7 +187,9 @@ def analyse(
         if number >= (1 if skip is None else skip):
             add_loads(analysis.loads, iteration)
     found = len(analysis.times)
-    analysis.skip((1 if found > 2 else 0) if skip is None else skip)
+    count = (1 if found > 2 else 0) if skip is None else skip
+    analysis.skipped = [times.number for times in analysis.times[:count]]
+    del analysis.times[:count], analysis.works[:count], analysis.links[:count]
     if not analysis.times:
         raise DataError(
             f"{files[0].path.parent}: {found} iterations that all {len(files)} ranks finished, "
@@ -108,25 +199,24 @@ def analyse(
     return analysis
 
 
-def _mean_of(parts: list[dict[str, int]]) -> dict[str, float]:
-    names = sorted({name for part in parts for name in part})
-    return {name: sum(part.get(name, 0) for part in parts) / len(parts) / _MS for name in names}
-
-
 def _rank_row(analysis: Analysis, rank: int) -> RankRow:
-    own: list[RankTimes] = [times.ranks[rank] for times in analysis.times]
+    own = [times.ranks[rank] for times in analysis.times]
 
     def mean(pick: Callable[[RankTimes], float]) -> float:
-        return statistics.fmean(pick(times) for times in own)
+        return statistics.fmean(map(pick, own))
+
+    def means(parts: list[dict[str, int]]) -> dict[str, float]:
+        names = sorted({name for part in parts for name in part})
+        return {n: statistics.fmean(part.get(n, 0) for part in parts) / _MS for n in names}
 
     return RankRow(
         rank=rank,
         name=analysis.shape.name_of(rank),
         busy_ms=mean(lambda t: t.busy) / _MS,
-        kinds_ms=_mean_of([t.kinds for t in own]),
+        kinds_ms=means([t.kinds for t in own]),
         other_ms=mean(lambda t: t.other) / _MS,
-        idle_ms=_mean_of([t.idle for t in own]),
-        tail_ms=_mean_of([t.tail for t in own]),
+        idle_ms=means([t.idle for t in own]),
+        tail_ms=means([t.tail for t in own]),
         bubble=mean(lambda t: t.bubble),
         sent_bytes=mean(lambda t: t.sent_bytes),
         peaks={name: max(t.peaks.get(name, 0.0) for t in own) for t in own for name in t.peaks},

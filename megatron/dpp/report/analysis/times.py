@@ -10,12 +10,16 @@ own work: no order of tasks can be faster.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.dpp.report.analysis.model import Iteration, RankIteration
-from megatron.dpp.trace.vocabulary import IdleCause
+import numpy as np
 
-Interval = tuple[int, int]
+from megatron.dpp.report.analysis.model import Iteration, RankIteration
+from megatron.dpp.trace.vocabulary import EventKind, IdleCause
+
+Layer = tuple[str, int, int]
+"""A name, and the ns from which and up to which it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,101 +58,52 @@ class IterationTimes:
         return sum(rank.bubble for rank in self.ranks.values()) / len(self.ranks)
 
 
-def union(intervals: list[Interval]) -> list[Interval]:
-    """The same stretches of time, sorted and without overlaps."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def clip(intervals: list[Interval], start: int, end: int) -> list[Interval]:
-    """The part of ``intervals`` between ``start`` and ``end``."""
-    return [(max(a, start), min(b, end)) for a, b in intervals if a < end and b > start]
-
-
-def subtract(intervals: list[Interval], holes: list[Interval]) -> list[Interval]:
-    """``intervals`` without ``holes``; both sorted and without overlaps."""
-    left: list[Interval] = []
-    first = 0
-    for start, end in intervals:
-        while first < len(holes) and holes[first][1] <= start:
-            first += 1
-        at, index = start, first
-        while index < len(holes) and holes[index][0] < end:
-            if holes[index][0] > at:
-                left.append((at, holes[index][0]))
-            at = max(at, holes[index][1])
-            index += 1
-        if at < end:
-            left.append((at, end))
-    return left
-
-
-def length(intervals: list[Interval]) -> int:
-    """Total of stretches that do not overlap."""
-    return sum(end - start for start, end in intervals)
-
-
-def _idle(rank: RankIteration, gaps: list[Interval], first: int, last: int) -> dict[str, int]:
-    """Splits ``gaps`` by recorded cause, then by where they lie."""
-    idle: dict[str, int] = {}
-
-    def count(cause: str, intervals: list[Interval]) -> None:
-        if intervals:
-            idle[cause] = idle.get(cause, 0) + length(intervals)
-
-    drain = clip(gaps, last, gaps[-1][1]) if gaps else []
-    count(IdleCause.DRAIN, drain)
-    gaps = subtract(gaps, drain)
-    for cause in sorted({wait.cause for wait in rank.waits}):
-        waited = union([(w.start, w.end) for w in rank.waits if w.cause == cause])
-        rest = subtract(gaps, waited)
-        if length(rest) < length(gaps):
-            idle[cause] = idle.get(cause, 0) + length(gaps) - length(rest)
-        gaps = rest
-    before = [(start, end) for start, end in gaps if end <= first]
-    count(IdleCause.WARM_UP, before)
-    count(IdleCause.HOST, subtract(gaps, before))
-    return idle
-
-
-def _tail(rank: RankIteration, start: int) -> dict[str, int]:
-    tail: dict[str, int] = {}
-    left = [(start, rank.end)] if rank.end > start else []
-    for span in rank.spans:
-        rest = subtract(left, [(span.start, span.end)])
-        taken = length(left) - length(rest)
-        if taken:
-            tail[span.name] = tail.get(span.name, 0) + taken
-        left = rest
-    if length(left):
-        tail[IdleCause.HOST] = tail.get(IdleCause.HOST, 0) + length(left)
-    return tail
+def painted(start: int, end: int, layers: Sequence[Layer]) -> dict[str, int]:
+    """Nanoseconds from ``start`` to ``end`` by name. Each layer covers the ones before it; time
+    that no layer covers does not count.
+    """
+    clipped = [(name, max(a, start), min(b, end)) for name, a, b in layers]
+    clipped = [(name, a, b) for name, a, b in clipped if a < b]
+    edges = np.unique([edge for _, *ends in clipped for edge in ends])
+    names = list(dict.fromkeys(name for name, _, _ in clipped))
+    owner = np.full(max(len(edges) - 1, 0), -1)
+    for name, a, b in clipped:
+        first, last = np.searchsorted(edges, (a, b))
+        owner[first:last] = names.index(name)
+    lengths = np.diff(edges)
+    sums = {name: int(lengths[owner == index].sum()) for index, name in enumerate(names)}
+    return {name: length for name, length in sums.items() if length}
 
 
 def _rank_times(rank: RankIteration, start: int, end: int) -> RankTimes:
-    tasks = union([(task.start, task.end) for task in rank.tasks])
-    first = tasks[0][0] if tasks else end
-    last = tasks[-1][1] if tasks else start
-    busy = clip(tasks, start, end)
-    spans = clip(union([(span.start, span.end) for span in rank.spans]), start, last)
-    other = subtract(spans, busy)
-    gaps = subtract(subtract([(start, end)], busy), other)
+    first = min((task.start for task in rank.tasks), default=end)
+    last = max((task.end for task in rank.tasks), default=start)
+    host: Layer = (IdleCause.HOST, start, max(end, rank.end))
+    waits = sorted(rank.waits, key=lambda wait: wait.cause, reverse=True)
+    spans: list[Layer] = [(span.name, span.start, span.end) for span in reversed(rank.spans)]
+    idle = painted(
+        start,
+        end,
+        [
+            host,
+            (IdleCause.WARM_UP, start, first),
+            *((wait.cause, wait.start, wait.end) for wait in waits),
+            (IdleCause.DRAIN, last, end),
+            *((EventKind.SPAN, a, min(b, last)) for _, a, b in spans),
+            *((EventKind.TASK, task.start, task.end) for task in rank.tasks),
+        ],
+    )
     kinds: dict[str, int] = {}
     for task in rank.tasks:
         kinds[task.kind] = kinds.get(task.kind, 0) + task.length
     return RankTimes(
         rank=rank.rank,
         window=end - start,
-        busy=length(busy),
+        busy=idle.pop(EventKind.TASK, 0),
         kinds=kinds,
-        other=length(other),
-        idle=_idle(rank, gaps, first, last),
-        tail=_tail(rank, end),
+        other=idle.pop(EventKind.SPAN, 0),
+        idle=idle,
+        tail=painted(end, rank.end, [host, *spans]),
         sent_bytes=sum(send.num_bytes for send in rank.sends),
         peaks=rank.peaks,
     )

@@ -1,20 +1,28 @@
-"""Recorded costs of each stage's tasks, for the straggler search and for what-if.
+"""Times of each stage's tasks and each link's messages, for the straggler search and for what-if.
 
 A *cell* is one (rank, chunk). A task cut into pieces counts as one, with the pieces' times added.
+
+A receiver sees a message when it looks, and it looks between tasks. The delay of a message that
+arrived during a task is an upper bound of the link's. Only messages that arrived while their
+receiver waited measure the link (*clean* samples).
 """
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from megatron.dpp.report.analysis.model import Iteration
-from megatron.dpp.report.analysis.places import full_name
-from megatron.dpp.report.reader import TraceFile
+from megatron.dpp.report.analysis.model import Arrival, Iteration, RankIteration
+from megatron.dpp.trace.vocabulary import IdleCause
 
 Cell = tuple[int, int]
+Link = tuple[int, int]
+"""Sender and receiver."""
 
 UNDISTURBED = 0.3
 """Quantile of recorded times that stands for an undisturbed task; disturbances only add time."""
+_LOOK_NS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +45,6 @@ class Work:
         times = sorted(self.tasks[cell].get(kind, {}).values())
         return float(times[int(len(times) * UNDISTURBED)]) if times else 0.0
 
-    def num_tasks(self, rank: int) -> int:
-        """Tasks of a rank, pieces counted as one."""
-        own = [kinds for (r, _), kinds in self.tasks.items() if r == rank]
-        return sum(len(times) for kinds in own for times in kinds.values())
-
     def per_microbatch(self, cell: Cell) -> float:
         """Undisturbed time of all of a cell's work for one microbatch."""
         return sum(self.typical(cell, kind) for kind in self.tasks[cell])
@@ -49,62 +52,79 @@ class Work:
 
 def work_of(iteration: Iteration) -> Work:
     """Add up the pieces of every task of an iteration."""
-    tasks: dict[Cell, dict[str, dict[int, int]]] = {}
-    for rank in iteration.ranks.values():
+    work = Work(iteration.number, {})
+    for number, rank in iteration.ranks.items():
         for task in rank.tasks:
-            kinds = tasks.setdefault((rank.rank, task.chunk), {})
-            times = kinds.setdefault(task.kind, {})
+            times = work.tasks.setdefault((number, task.chunk), {}).setdefault(task.kind, {})
             times[task.microbatch] = times.get(task.microbatch, 0) + task.length
-    orders = {
-        rank.rank: [(task.kind, task.chunk, task.microbatch, task.piece) for task in rank.tasks]
-        for rank in iteration.ranks.values()
-    }
-    groups = {number: rank.groups for number, rank in iteration.ranks.items()}
-    return Work(iteration.number, tasks, orders, groups)
+        work.orders[number] = [(t.kind, t.chunk, t.microbatch, t.piece) for t in rank.tasks]
+        work.groups[number] = rank.groups
+    return work
 
 
-@dataclass(frozen=True)
-class JobShape:
-    """The job's shape and where every rank stands in it."""
+@dataclass(slots=True)
+class LinkSamples:
+    """Delays seen on one directed pair of ranks, in ns; ``waited_for`` are the clean ones of one
+    iteration by (receiver's chunk, direction, microbatch).
+    """
 
-    num_ranks: int
-    num_chunks: int
-    pipeline: dict[int, int]
-    replica: dict[int, tuple[int, int, int]]
-    schedule: str
+    clean: list[int] = field(default_factory=list)
+    any: list[int] = field(default_factory=list)
+    waited_for: dict[tuple[int, str, int], int] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, files: list[TraceFile]) -> JobShape:
-        """Read from the headers of the files."""
-        layout = files[0].layout
-        return cls(
-            num_ranks=layout.pipeline_size,
-            num_chunks=layout.num_chunks,
-            pipeline={file.rank: file.layout.pipeline for file in files},
-            replica={
-                file.rank: (file.layout.data, file.layout.tensor, file.layout.context)
-                for file in files
-            },
-            schedule=layout.schedule,
-        )
+    @property
+    def delay(self) -> int:
+        """The typical delay of a message: median of the clean ones, else the least upper bound."""
+        return round(statistics.median(self.clean)) if self.clean else min(self.any, default=0)
 
-    def name_of(self, rank: int) -> str:
-        """A rank by its place and number, as all reports name it."""
-        several = [len(set(numbers)) > 1 for numbers in zip(*self.replica.values(), strict=True)]
-        own = zip(self.replica[rank], several, strict=True)
-        return full_name(rank, self.pipeline[rank], *(n if many else None for n, many in own))
 
-    def label_of(self, rank: int) -> str:
-        """A rank by its stage and number, short."""
-        return f"stage {self.pipeline[rank]}, rank {rank}"
+Links = dict[Link, LinkSamples]
 
-    def stage_of(self, rank: int) -> list[int]:
-        """The ranks of a rank's stage, of all replicas."""
-        return [each for each, place in self.pipeline.items() if place == self.pipeline[rank]]
 
-    def pipelines(self) -> list[list[int]]:
-        """Ranks of every pipeline, in order of their stages."""
-        groups: dict[tuple[int, int, int], list[int]] = {}
-        for rank in sorted(self.pipeline, key=lambda r: self.pipeline[r]):
-            groups.setdefault(self.replica[rank], []).append(rank)
-        return [groups[key] for key in sorted(groups)]
+def _waited_for(rank: RankIteration, arrival: Arrival, start: int, kind: str) -> bool:
+    """True if the receiver was looking when the message came, so that its delay is the link's.
+
+    A static schedule looks at the end of its wait only; there the wait must have begun before the
+    send. A device that was told to wait sees a message of its own accord, once its tasks are over.
+    """
+    if arrival.ahead:
+        return all(t.end <= start or t.start >= arrival.arrived for t in rank.tasks)
+    return any(
+        wait.start <= arrival.arrived <= wait.end + _LOOK_NS
+        and (wait.start <= start or (kind != "p2p" and arrival.arrived > wait.start + _LOOK_NS))
+        for wait in rank.waits
+        if wait.cause != IdleCause.LOOKAHEAD
+    )
+
+
+def link_samples(iteration: Iteration) -> Links:
+    """Delays of all messages of an iteration, by directed pair of ranks."""
+    sends = {send.message: send for rank in iteration.ranks.values() for send in rank.sends}
+    links: Links = {}
+    kinds: dict[Link, str] = {}
+    for rank in iteration.ranks.values():
+        for arrival in rank.arrivals:
+            message, send = arrival.message, sends.get(arrival.message)
+            start = send.ready if send and send.ready <= arrival.arrived else arrival.sent
+            if start is None or message.source == message.destination:
+                continue
+            link = message.source, message.destination
+            samples = links.setdefault(link, LinkSamples())
+            delay = max(arrival.arrived - start, 0)
+            samples.any.append(delay)
+            kinds[link] = send.kind if send else kinds.get(link, "")
+            if _waited_for(rank, arrival, start, kinds[link]):
+                samples.clean.append(delay)
+                samples.waited_for[message.chunk, message.direction, message.microbatch] = delay
+    return links
+
+
+def merge_links(parts: Iterable[Links]) -> Links:
+    """Samples of several iterations together."""
+    total: Links = {}
+    for part in parts:
+        for link, samples in part.items():
+            into = total.setdefault(link, LinkSamples())
+            into.clean += samples.clean
+            into.any += samples.any
+    return total

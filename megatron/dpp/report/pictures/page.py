@@ -8,12 +8,18 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
-from megatron.dpp.report.analysis.formats import duration, number, percent, time_left
-from megatron.dpp.report.analysis.report_data import Pipeline, Report
-from megatron.dpp.report.analysis.sentences import HOW_TO_TRACE, NOT_OF_SLICES
-from megatron.dpp.report.pictures.picture import Picture
+from megatron.dpp.report.analysis.sentences import (
+    HOW_TO_TRACE,
+    NOT_OF_SLICES,
+    duration,
+    number,
+    percent,
+    time_left,
+)
+from megatron.dpp.report.analysis.summary import Pipeline
+from megatron.dpp.report.building import Report
+from megatron.dpp.report.pictures.picture import Picture, style_sheet
 from megatron.dpp.report.pictures.plots import plot_loss, plot_time
-from megatron.dpp.report.pictures.style import style_sheet
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 
@@ -26,12 +32,25 @@ def page(report: Report, *, live_s: float = 0.0, status: str = "") -> str:
         live_s: seconds after which the page fetches itself again; 0: never.
         status: of a live page, in its corner.
     """
-    found = report.pipeline
-    parts = [_head(report), _words(report), _figure(plot_loss(report)), _comparison(report)]
-    parts += [_timeline(report)] if found else [_section("Timeline", f"<p>{HOW_TO_TRACE}</p>")]
-    parts += [_figure(plot_time(report)), _what_if(found) if found else "", _facts(report)]
-    title = f"{report.training.home.name}: report"
-    return fill(title, "\n".join(filter(None, parts)), live_s, status)
+    found, other = report.pipeline, report.baseline
+    names = [report.training.home.name] + ([other.training.home.name] if other else [])
+    loss = plot_loss([report.training, *([other.training] if other else [])])
+    lines = "".join(f"<li>{escape(line)}</li>" for line in report.sentences)
+    parts = [
+        f"<h1>{escape(' and '.join(names))}</h1>",
+        _tiles(report),
+        _section("Findings", f"<ul>{lines}</ul>"),
+        _figure(loss) if loss else "",
+        _comparison(report, other, names) if other else "",
+    ]
+    if found:
+        times = plot_time(found, other.pipeline if other else None)
+        parts += [_figure(report.timeline) if report.timeline else "", _figure(times)]
+        parts.append(_what_if(found))
+    else:
+        parts.append(_section("Timeline", f"<p>{HOW_TO_TRACE}</p>"))
+    main = "\n".join(filter(None, [*parts, _facts(report)]))
+    return fill(f"{names[0]}: report", main, live_s, status)
 
 
 def fill(title: str, main: str, live_s: float = 0.0, status: str = "") -> str:
@@ -51,30 +70,21 @@ def _section(title: str, *contents: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{''.join(contents)}</section>"
 
 
-def _figure(picture: Picture | None, svg: str = "") -> str:
-    if picture is None:
-        return ""
+def _figure(picture: Picture) -> str:
     note = f'<div class="dim small">{escape(picture.note)}</div>' if picture.note else ""
-    inner = svg or picture.inline()
-    return (
-        f'<section><h2>{escape(picture.title)}</h2>{note}<div class="wide">{inner}</div></section>'
-    )
+    return _section(picture.title, f'{note}<div class="wide">{picture.inline()}</div>')
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; a cell of ``(text, class)`` has a class."""
     head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    lines = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-    )
-    return (
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>'
-        "</div>"
-    )
+    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    lines = "".join(f"<tr>{line}</tr>" for line in cells)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+    return f'<div class="wide">{table}</div>'
 
 
-def _head(report: Report) -> str:
-    """The name of the run and its numbers in large."""
+def _tiles(report: Report) -> str:
+    """The numbers of the run in large."""
     found, training = report.pipeline, report.training
     loss, speed, ms = training.last("loss"), training.median("tokens/s"), training.median("ms")
     left, total = training.seconds_left, f" of {training.total:,}" if training.total else ""
@@ -96,51 +106,34 @@ def _head(report: Report) -> str:
         for name, value in tiles.items()
         if value is not None
     )
-    name = training.home.name + (
-        f" and {report.baseline.training.home.name}" if report.baseline else ""
-    )
-    return f'<h1>{escape(name)}</h1><div class="tiles">{shown}</div>'
+    return f'<div class="tiles">{shown}</div>'
 
 
-def _words(report: Report) -> str:
-    lines = "".join(f"<li>{escape(line)}</li>" for line in report.sentences)
-    return _section("Findings", f"<ul>{lines}</ul>") if lines else ""
-
-
-def _comparison(report: Report) -> str:
+def _comparison(report: Report, other: Report, names: Sequence[str]) -> str:
     """The differences from the baseline, number by number."""
-    if report.baseline is None:
-        return ""
     rows: list[tuple[str, ...]] = []
-    times = [_times(each) for each in (report, report.baseline)]
-    for name in times[0]:
-        one, two = (own[name] for own in times)
+    times, others = _times(report), _times(other)
+    for name in times:
+        one, two = times[name], others[name]
         if one and two:
             rows.append((name, duration(one), duration(two), f"{(one / two - 1) * 100:+.1f} %"))
-    if rows and not _is_clear(report, report.baseline):
+    if report.pipeline and other.pipeline and not _is_clear(report.pipeline, other.pipeline):
         rows.append(("the steps' times differ by less than twice their standard error", *[""] * 3))
     found = report.difference
     if found:
-        steps = f"{found.common} common steps"
-        rows += [(f"{name}, {steps}", "", "", "equal bit by bit") for name in found.equal]
-        rows += [
-            (f"{name}, {steps}", "", "", f"differs by at most {size:.3g}")
-            for name, size in found.largest.items()
-        ]
-    names = (report.training.home.name, report.baseline.training.home.name)
+        texts = dict.fromkeys(found.equal, "equal bit by bit")
+        texts |= {name: f"differs by at most {size:.3g}" for name, size in found.largest.items()}
+        rows += [(f"{n}, {found.common} common steps", "", "", text) for n, text in texts.items()]
     return _section("Beside the baseline", _table(("", *names, "difference"), rows))
 
 
-def _is_clear(one: Report, two: Report) -> bool:
+def _is_clear(*pipelines: Pipeline) -> bool:
     """True where the mean times of two runs' traced steps differ by twice their standard error."""
-    means, squares = [], 0.0
-    for pipeline in (one.pipeline, two.pipeline):
-        times = [row.total_ms for row in pipeline.iterations] if pipeline else []
-        if len(times) < 2:
-            return False
-        means.append(statistics.fmean(times))
-        squares += statistics.variance(times) / len(times)
-    return abs(means[0] - means[1]) > 2 * math.sqrt(squares)
+    times = [[row.total_ms for row in pipeline.iterations] for pipeline in pipelines]
+    if min(map(len, times)) < 2:
+        return False
+    one, two = map(statistics.fmean, times)
+    return abs(one - two) > 2 * math.sqrt(sum(statistics.variance(ms) / len(ms) for ms in times))
 
 
 def _times(report: Report) -> dict[str, float | None]:
@@ -152,10 +145,6 @@ def _times(report: Report) -> dict[str, float | None]:
         "busiest rank's own work": totals.ideal_ms if totals else None,
         "step, median": report.training.median("ms"),
     }
-
-
-def _timeline(report: Report) -> str:
-    return report.timeline and f"<section>{report.timeline}</section>"
 
 
 def _what_if(found: Pipeline) -> str:

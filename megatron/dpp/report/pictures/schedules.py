@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.dpp.report.analysis.formats import percent
-from megatron.dpp.report.pictures.picture import Picture, Slice
-from megatron.dpp.report.pictures.style import in_order
+from megatron.dpp.report.analysis.sentences import percent
+from megatron.dpp.report.pictures.picture import Bar, Picture, in_order, label_of
 from megatron.dpp.sim.result import Result
 
 
@@ -18,13 +17,18 @@ def draw(results: Mapping[str, Result], unit: str = "") -> Picture:
         unit: of the times.
     """
     unit = f" {unit}" if unit else ""
-    longest = max(result.makespan for result in results.values())
-    picture = Picture(
-        _title(results, unit),
-        note="the number in a task is its microbatch; later chunks are paler",
-    )
-    tasks = {name: _slices(result) for name, result in results.items()}
-    picture.legend(in_order({task.kind for each in tasks.values() for task in each}))
+    ordered = sorted(results, key=lambda name: results[name].makespan)
+    best, longest = results[ordered[0]], results[ordered[-1]].makespan
+    if len(ordered) == 1:
+        title = f"One step takes {best.makespan:.4g}{unit}, {best.ratio:.3f} x the least possible"
+    else:
+        less = f"takes {percent(1 - best.makespan / longest)} less time per step than {ordered[-1]}"
+        title = f"{ordered[0][0].upper()}{ordered[0][1:]} {less}"
+    note = "the number in a task is its microbatch; later chunks are paler"
+    picture = Picture(title, note=note)
+    tasks = {name: _bars(result) for name, result in results.items()}
+    kinds = in_order({bar.kind for bars in tasks.values() for bar in bars})
+    picture.legend({kind: label_of(kind) for kind in kinds})
     for name, result in results.items():
         own = f"{result.ratio:.3f} x the busiest rank's own work"
         panel = f"{name}: {result.makespan:.4g}{unit}, {own}"
@@ -34,21 +38,9 @@ def draw(results: Mapping[str, Result], unit: str = "") -> Picture:
     return picture
 
 
-def _title(results: Mapping[str, Result], unit: str) -> str:
-    ordered = sorted(results, key=lambda name: results[name].makespan)
-    best = results[ordered[0]].makespan
-    if len(ordered) == 1:
-        return (
-            f"One step takes {best:.4g}{unit}, {results[ordered[0]].ratio:.3f} x the least possible"
-        )
-    worst = results[ordered[-1]].makespan
-    name = ordered[0][0].upper() + ordered[0][1:]
-    return f"{name} takes {percent(1 - best / worst)} less time per step than {ordered[-1]}"
-
-
-def _slices(result: Result) -> list[Slice]:
+def _bars(result: Result) -> list[Bar]:
     return [
-        Slice(rank, slot.start, slot.end, slot.action.kind.name, str(slot.action._replace(piece=0)))
+        Bar(rank, slot.start, slot.end, slot.action.kind.name, str(slot.action._replace(piece=0)))
         for rank, slots in enumerate(result.slots)
         for slot in slots
     ]

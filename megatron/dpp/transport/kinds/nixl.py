@@ -142,10 +142,8 @@ class NixlTransport(Transport):
         self._heard = [0] * len(self.incoming) + [1] * len(self.outgoing)
         self._thread = threading.Thread(target=self._run, name="dpp-nixl", daemon=True)
         self._thread.start()
-        self._abandon: Abandon | None = None
-        if request.options.abandon_after is not None:
-            seconds = request.options.abandon_after
-            self._abandon = Abandon(lambda: str(self._failure or ""), self.rank, seconds)
+        seconds = request.options.abandon_after
+        self._abandon = Abandon(lambda: str(self._failure or ""), self.rank, seconds)
         atexit.register(self.close)  # the thread must not outlive the interpreter
         os.register_at_fork(after_in_child=functools.partial(_keep_in_child, weakref.ref(self)))
 
@@ -414,13 +412,8 @@ class NixlTransport(Transport):
         return self._control.silence(peer)
 
     def abort(self, reason: str) -> None:
-        self._stop_watching()
+        self._abandon.stop()
         self._control.abort(reason)
-
-    def _stop_watching(self) -> None:
-        if self._abandon is not None:
-            self._abandon.stop()
-            self._abandon = None
 
     def close(self) -> None:
         if self._closed:
@@ -431,7 +424,7 @@ class NixlTransport(Transport):
         if os.getpid() != self._pid:
             self._control.close()
             return
-        self._stop_watching()
+        self._abandon.stop()
         self._control.ring()
         self._thread.join(_JOIN_SECONDS)
         self._control.close()
@@ -469,9 +462,7 @@ def _open_control(request: Request) -> NativeTransport:
 
 def _keep_in_child(transport: weakref.ref[NixlTransport]) -> None:
     """A forked child must not take apart what threads of its parent use."""
-    inherited = transport()
-    if inherited is not None:
-        inherited._abandon = None
+    if (inherited := transport()) is not None:
         keep_for_ever(inherited)
 
 

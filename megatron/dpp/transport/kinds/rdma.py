@@ -19,7 +19,6 @@ from megatron.dpp.errors import (
     ProtocolError,
     SetupError,
     Text,
-    TransportError,
     TransportUnavailable,
     from_json,
     one_line,
@@ -89,7 +88,7 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
             f"{on}: rank {setup.facts.rank} has no GPU of NVIDIA (device {setup.facts.device})", on
         )
     ports = {link.peer: _own_port(setup, link.peer) for link in links}
-    return _Links(setup, ports, _Faults(setup, ports)).join(links)
+    return Joining(setup, ports).join(links)
 
 
 def _own_port(setup: Setup, peer: int) -> Place:
@@ -101,8 +100,8 @@ def _own_port(setup: Setup, peer: int) -> Place:
 
 
 @dataclass(frozen=True)
-class _Links:
-    """Links that are set up, each over one port.
+class Joining:
+    """Links while they are set up, each over one port. Both ends hear of each other's faults.
 
     Args:
         places: our port by peer.
@@ -110,7 +109,6 @@ class _Links:
 
     setup: Setup
     places: Mapping[int, Place]
-    faults: _Faults
 
     def join(self, links: Sequence[PeerLink]) -> dict[int, str]:
         """Set links up; returns by peer the text about those that work."""
@@ -136,22 +134,21 @@ class _Links:
         After the second round every queue pair of both sides can receive.
         """
         ours: dict[int, Any] = {}
-        faults = self.faults
         for link in links:
-            with faults.of(link):
+            with self._noting(link):
                 ours[link.peer] = _make(self.setup, link, self.places[link.peer], gpudirect)
             made = ours.get(link.peer)
-            link.send({"failed": faults.text(link)} if made is None else {"rdma": made.offer()})
+            link.send({"failed": self.fault(link)} if made is None else {"rdma": made.offer()})
         for link in links:
             message, _ = link.receive()
-            faults.hear(link, message)
-            if not faults.text(link):
-                with faults.of(link):
+            self.hear(link, message)
+            if not self.fault(link):
+                with self._noting(link):
                     _connect(ours[link.peer], link, message)
-            link.send({"failed": faults.text(link)})
+            link.send({"failed": self.fault(link)})
         for link in links:
-            faults.hear(link, link.receive()[0])
-            if faults.text(link):
+            self.hear(link, link.receive()[0])
+            if self.fault(link):
                 ours.pop(link.peer, None)
                 self.setup.native.drop_link(link.peer)
         self._keep_those_that_deliver(links, ours)
@@ -166,7 +163,7 @@ class _Links:
             found = self._undelivered(tested, ours, test)
             for link in tested:
                 if link.peer in found:
-                    self.faults.agree(link, found[link.peer])
+                    self._agree(link, found[link.peer])
                     del ours[link.peer]
                     self.setup.native.drop_link(link.peer)
 
@@ -180,20 +177,18 @@ class _Links:
         deadline = time.monotonic() + patience
 
         def post(link: PeerLink, seed: int) -> None:
-            with _by(link.rank):
-                ours[link.peer].post_pattern(test, seed)
+            ours[link.peer].post_pattern(test, seed)
 
         def settle(link: PeerLink) -> None:
-            with _by(link.rank):
-                if not ours[link.peer].await_pattern(max(0.0, deadline - time.monotonic())):
-                    raise SetupError(
-                        f"a write to rank {link.peer} over {self.places[link.peer].name} has not "
-                        f"completed after {patience:.1f} s"
-                    )
+            if not ours[link.peer].await_pattern(max(0.0, deadline - time.monotonic())):
+                raise SetupError(
+                    f"a write to rank {link.peer} over {self.places[link.peer].name} has not "
+                    f"completed after {patience:.1f} s"
+                )
 
         def fault_of(link: PeerLink, seed: int) -> str:
             fault = ours[link.peer].pattern_fault(test, seed)
-            return f"rank {link.rank}: {fault} over {self.places[link.peer].name}" if fault else ""
+            return f"{fault} over {self.places[link.peer].name}" if fault else ""
 
         return link_faults(links, post, fault_of, settle)
 
@@ -220,37 +215,12 @@ class _Links:
             )
         return {peer: f"staged in the host's memory: {why}" for peer, why in found.items()}
 
-
-@contextlib.contextmanager
-def _by(rank: int) -> Iterator[None]:
-    """Name the rank in the errors of the transport."""
-    try:
-        yield
-    except TransportError as error:
-        raise SetupError(f"rank {rank}: {one_line(error)}", error) from error
-
-
-def _patience(options: TransportOptions) -> float:
-    """Seconds that a link has for a pattern: some packets may be lost and are then sent again."""
-    num_lost = min(options.rdma.retries, _LOST_PACKETS)
-    again = num_lost * math.ldexp(_TIMEOUT_UNIT, options.rdma.timeout)
-    return min(_PATTERN_SECONDS + again, options.setup_timeout / 4)
-
-
-class _Faults:
-    """The links that cannot be set up, as both ends see them: each hears of the other's faults."""
-
-    def __init__(self, setup: Setup, places: Mapping[int, Place]) -> None:
-        """``places``: our port by peer."""
-        self._setup, self._places = setup, places
-        self.found = setup.failed
-
-    def text(self, link: PeerLink) -> str:
+    def fault(self, link: PeerLink) -> str:
         """The fault of a link, or "" without one."""
-        return self.found.get(link.peer, "")
+        return self.setup.failed.get(link.peer, "")
 
     @contextlib.contextmanager
-    def of(self, link: PeerLink) -> Iterator[None]:
+    def _noting(self, link: PeerLink) -> Iterator[None]:
         """Note a fault of our end; raise it where the link has no other kind to go to, or where
         GPUDirect was asked for.
         """
@@ -259,32 +229,30 @@ class _Faults:
         except (SetupError, TransportUnavailable) as error:
             if not self._may_fail(link):
                 raise
-            self.found[link.peer] = _fitting(f"rank {link.rank}: {one_line(error)}")
+            self.setup.failed[link.peer] = _fitting(f"rank {link.rank}: {one_line(error)}")
 
     def hear(self, link: PeerLink, message: Mapping[str, Any]) -> None:
         """Note the fault in a peer's message, unless there is one already."""
         if not message.get("failed"):
             return
         failed = _fitting(str(message["failed"])) or "no reason given"
-        if link.peer not in self._setup.has_other_kind:
+        if link.peer not in self.setup.has_other_kind:
             raise SetupError(f"rank {link.rank}: RDMA with rank {link.peer} failed there: {failed}")
-        self.found.setdefault(link.peer, failed)
+        self.setup.failed.setdefault(link.peer, failed)
 
-    def agree(self, link: PeerLink, fault: str) -> None:
-        """Note what a link does not deliver, which both ends know; raise it as ``of`` does."""
+    def _agree(self, link: PeerLink, fault: str) -> None:
+        """Note what a link does not deliver, which both ends know; raise it as :meth:`_noting`."""
         if self._may_fail(link):
-            self.found[link.peer] = fault
+            self.setup.failed[link.peer] = fault
             return
-        on = self._gpudirect_is_asked_for()
+        on = self.setup.options.gpudirect == "on"
         asked = setting("gpudirect", "on") if on else setting("transport", "rdma")
-        place = self._places[link.peer]
         check = (
             f"check the subnet manager and {variable('pkey_index')}"
-            if place.infiniband
+            if self.places[link.peer].infiniband
             else "open UDP port 4791 (RoCE v2) between the hosts, check the MTU of the switches"
         )
-        node_ips = setting("node_ips")
-        transport = setting("transport", "tcp")
+        node_ips, transport = setting("node_ips"), setting("transport", "tcp")
         raise TransportUnavailable(
             f"rank {link.rank}: {asked}: {fault}. An RDMA link has to deliver a test pattern at "
             f"the start: {check}, name ports of one network with {variable('devices')} or "
@@ -295,10 +263,14 @@ class _Faults:
         )
 
     def _may_fail(self, link: PeerLink) -> bool:
-        return link.peer in self._setup.has_other_kind and not self._gpudirect_is_asked_for()
+        return link.peer in self.setup.has_other_kind and self.setup.options.gpudirect != "on"
 
-    def _gpudirect_is_asked_for(self) -> bool:
-        return self._setup.options.gpudirect == "on"
+
+def _patience(options: TransportOptions) -> float:
+    """Seconds that a link has for a pattern: some packets may be lost and are then sent again."""
+    num_lost = min(options.rdma.retries, _LOST_PACKETS)
+    again = num_lost * math.ldexp(_TIMEOUT_UNIT, options.rdma.timeout)
+    return min(_PATTERN_SECONDS + again, options.setup_timeout / 4)
 
 
 def _fitting(fault: str) -> str:

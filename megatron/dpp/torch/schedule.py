@@ -1,0 +1,289 @@
+"""``DynamicSchedule``: the dynamic pipeline with the arguments of PyTorch's own schedules."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.microbatch import merge_chunks
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+from megatron.dpp.config import Backward, DppConfig, missing_part
+from megatron.dpp.errors import ConfigError, DppError, setting
+from megatron.dpp.runtime.agreement import decider_for
+from megatron.dpp.runtime.executor import Executor, Iteration
+from megatron.dpp.runtime.failure import leave
+from megatron.dpp.torch.linear import WeightGradients
+from megatron.dpp.torch.microbatches import Microbatches
+from megatron.dpp.torch.session import Agreement, Session, replica_of
+from megatron.dpp.torch.stages import StageRunner, Step
+from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder
+
+logger = logging.getLogger("megatron.dpp")
+
+_OTHERS = ("slice_tokens", "cuda_graphs", "length_buckets", "head_in_forward", "forward_only_order")
+"""Fields of the configuration that only megatron-core's models know."""
+
+
+class DynamicSchedule(PipelineScheduleMulti):
+    """The dynamic pipeline for stages of ``torch.distributed.pipelining``.
+
+    The arguments of the first line are those of PyTorch's ``PipelineScheduleMulti``, and losses,
+    gradients and outputs are those of its schedules, bit by bit.
+
+    Args:
+        stages: this rank's ``PipelineStage``, or a list of them: of p ranks, rank r has the stages
+            r, r + p, r + 2p and so on.
+        n_microbatches: of a whole batch. A step that is given lists has as many as their items.
+        config: policy, memory cap, transport and the rest. A size is the number of elements of a
+            microbatch's first tensor, such as tokens.
+        together: ranks whose stages communicate within a forward or backward, by tensor or context
+            parallelism: they run one order of tasks.
+        trace: directory of a trace, which ``megatron-dpp report`` reads; None records nothing.
+        log: called with each line about links and caps; None uses the ``megatron.dpp`` logger.
+
+    Call :meth:`close` to free the links before the process ends.
+
+    Raises:
+        ConfigError: stages that are not as described, a setting of megatron-core's models, or the
+            transport's C++ extension is not built.
+    """
+
+    def __init__(
+        self, stages: PipelineStage | list[PipelineStage], n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None, args_chunk_spec: Any = None,
+        kwargs_chunk_spec: Any = None, output_merge_spec: Any = None,
+        use_full_backward: bool | None = None, scale_grads: bool = True,
+        backward_requires_autograd: bool = True, *, config: DppConfig | None = None,
+        together: dist.ProcessGroup | None = None, trace: str | None = None,
+        log: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
+        found = _checked(stages)
+        if n_microbatches < 1:
+            raise ConfigError(f"n_microbatches is {n_microbatches}: at least 1 is needed")
+        super().__init__(
+            [*found], n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec,
+            output_merge_spec, use_full_backward, scale_grads, backward_requires_autograd,
+        )  # fmt: skip
+        self.config = config or DppConfig()
+        for name in _OTHERS:
+            if getattr(self.config, name) != getattr(DppConfig(), name):
+                given = setting(name, getattr(self.config, name))
+                raise ConfigError(f"{given}: only models of megatron-core have this", given)
+        if missing := missing_part(self.config.transport):
+            raise ConfigError(missing)
+        if together is not None and together.size() == 1:
+            together = None
+        self._own = found
+        self.session = Session(
+            found, self.config, together, torch.initial_seed(), log or logger.info
+        )
+        self._backward = Backward.of(self.config.split_backward) or Backward()
+        self.iteration = 0
+        """Number of the next step."""
+        self._trace = trace
+        self._recorder: Recorder = NullRecorder()
+        self._failed: BaseException | None = None
+        self._end = weakref.finalize(self, _close, self.session)
+
+    def step(
+        self, *args: Any, target: Any = None, losses: list[Any] | None = None,
+        return_outputs: bool = True, loss_kwargs: dict[str, Any] | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Run one step; arguments and result are those of PyTorch's schedules.
+
+        A list in the place of an argument, of the target or of a keyword's value has an item per
+        microbatch, of any length: then the result is a list, too.
+
+        Raises:
+            ConfigError: inputs that do not fit together, or stages that return something else than
+                tensors.
+            TransportError: a peer died, or a message did not arrive in time.
+        """
+        if self._failed is not None:
+            raise ConfigError(f"this schedule has failed before: {self._failed}")
+        trains = self._has_backward
+        if trains and self._backward_requires_autograd and not torch.is_grad_enabled():
+            raise ConfigError("step() needs gradients, and torch.no_grad() is on: call eval()")
+        if losses is not None and not isinstance(losses, list):
+            raise ConfigError(f"losses is of type {type(losses).__name__}: a list is needed")
+        given = Microbatches.of(
+            args, kwargs, target, self._n_microbatches, self._args_chunk_spec,
+            self._kwargs_chunk_spec,
+        )  # fmt: skip
+        try:
+            runner = self._run(given, return_outputs, loss_kwargs or {}, trains=trains)
+        except BaseException as error:
+            links = self.session.links
+            self._failed = cause = leave(error, links.transport if links else None)
+            if cause is error:
+                raise
+            raise cause from error
+        if not self._stages[-1].is_last:
+            return None
+        if losses is not None:
+            losses[:] = runner.losses
+        if not return_outputs:
+            return None
+        return runner.outputs if given.listed else self._merged(runner.outputs)
+
+    def _merged(self, outputs: Sequence[Any]) -> Any:
+        return merge_chunks(list(outputs), self._output_merge_spec)
+
+    def _run(
+        self,
+        given: Microbatches,
+        return_outputs: bool,
+        loss_kwargs: dict[str, Any],
+        *,
+        trains: bool,
+    ) -> StageRunner:
+        iteration = self.iteration
+        self.iteration += 1
+        for stage in self._stages:
+            stage.has_backward = trains
+        last = self._stages[-1].is_last
+        if last and trains and given.targets is None:
+            raise ConfigError("target: the rank of the last stage has to be given one")
+        session = self.session
+        agreed = session.begin(given, self._n_microbatches, iteration, trains=trains)
+        number = len(agreed.sizes)
+        weights = self._weights() if trains else None
+        draws = self.config.task_rng and trains and len(self._own) > 1
+        step = Step(
+            stages=self._own,
+            shapes=session.shapes,
+            microbatches=given,
+            number=number,
+            loss_fn=self._loss_fn,
+            loss_kwargs=loss_kwargs,
+            trains=trains,
+            grad_scale=number if self.scale_grads else 1,
+            return_outputs=return_outputs,
+            weights=weights,
+            seed=(torch.initial_seed(), iteration) if draws else None,
+            measures=trains and session.decisions.wants_measuring,
+        )
+        runner, recorder = StageRunner(step), self._recorded(trains)
+        recorder.begin_iteration(iteration)
+        with weights.bound() if weights else contextlib.nullcontext():
+            self._execute(runner, agreed, iteration, recorder, weights)
+        recorder.end_iteration()
+        if step.measures:
+            session.account(runner.activation_bytes, runner.deferred_bytes, agreed.sizes[0])
+        return runner
+
+    def _weights(self) -> WeightGradients | None:
+        """The weight gradients that are deferred in a step; None for fused backwards."""
+        if not self._backward.split:
+            return None
+        found = WeightGradients([stage.submod for stage in self._own])
+        return found if any(found.num_pieces) else None
+
+    def _execute(
+        self,
+        runner: StageRunner,
+        agreed: Agreement,
+        iteration: int,
+        recorder: Recorder,
+        weights: WeightGradients | None,
+    ) -> None:
+        session, links = self.session, self.session.links
+        assert links is not None
+        backward = self._backward if weights else Backward(split=False)
+        geometry = session.topology.geometry(
+            len(agreed.sizes),
+            forward_only=not agreed.trains,
+            w_pieces=weights.num_pieces if weights else None,
+        )
+        scheduler = session.decisions.scheduler(
+            geometry, backward=backward, largest=session.longest, sizes=agreed.sizes
+        )
+        decider = decider_for(scheduler, links.channels.receiving, links.transport.board)
+        decider.start(links.consumed)
+        executor = Executor(
+            runner=runner,
+            decider=decider,
+            links=links,
+            recorder=recorder,
+            timer=session.timer,
+            injector=session.injector,
+            iteration=Iteration(
+                number=iteration,
+                split_backward=backward.split,
+                timeout=self.config.timeout,
+                launch_ahead=session.launch_ahead and (backward.split or not agreed.trains),
+            ),
+        )
+        executor.run()
+        links.consume(geometry)
+        session.decisions.ran(scheduler, executor.actions, backward=backward)
+
+    def _recorded(self, trains: bool) -> Recorder:
+        """The recorder of a step."""
+        if self._trace is None or not trains:
+            return NullRecorder()
+        if not self._recorder.enabled:
+            topology = self.session.topology
+            data, data_size = replica_of(topology.ranks)
+            layout = TraceLayout(
+                data=data,
+                pipeline=topology.rank,
+                tensor=0,
+                data_size=data_size,
+                pipeline_size=topology.num_ranks,
+                tensor_size=1,
+                num_chunks=topology.num_chunks,
+            )
+            self._recorder = open_recorder(
+                self._trace, rank=dist.get_rank(), layout=layout, device=self.session.device
+            )
+        return self._recorder
+
+    def close(self) -> None:
+        """Close links and trace. May be called twice."""
+        self._end()
+        self._recorder.close()
+
+
+def _checked(stages: Any) -> list[PipelineStage]:
+    """The stages in order.
+
+    Raises:
+        ConfigError: others than :class:`DynamicSchedule` describes.
+    """
+    found = list(stages) if isinstance(stages, list | tuple) else [stages]
+    wrong = next((each for each in found if not isinstance(each, PipelineStage)), None)
+    if wrong is not None or not found:
+        raise ConfigError(
+            f"stages: got {'nothing' if not found else type(wrong).__name__}, expected "
+            "torch.distributed.pipelining.PipelineStage, one or a list of them"
+        )
+    found.sort(key=lambda stage: stage.stage_index)
+    first = found[0]
+    wanted = list(range(first.group_rank, first.num_stages, first.group_size))
+    indices = [stage.stage_index for stage in found]
+    if indices != wanted or first.num_stages % first.group_size:
+        raise ConfigError(
+            f"pipeline rank {first.group_rank} of {first.group_size} has the stages {indices} of "
+            f"{first.num_stages}: as many stages for each rank are needed, here {wanted}"
+        )
+    return found
+
+
+def _close(session: Session) -> None:
+    """Close the links at the end of a schedule or of the process; an error that ended it is told to
+    the other ranks.
+    """
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if isinstance(error, BaseException) and session.links is not None:
+        with contextlib.suppress(DppError):
+            leave(error, session.links.transport)
+    session.close()

@@ -1,0 +1,265 @@
+"""The links of a pipeline of stages, and what the ranks agree on at the beginning of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed.pipelining import PipelineStage
+
+from megatron.dpp.config import DppConfig
+from megatron.dpp.direction import Direction
+from megatron.dpp.errors import ConfigError, ProtocolError
+from megatron.dpp.inject import Injector
+from megatron.dpp.runtime.decisions import Decisions
+from megatron.dpp.runtime.links import Links, links_of, why_not_ahead
+from megatron.dpp.runtime.timer import DeviceTimer, HostTimer, TaskTimer
+from megatron.dpp.runtime.topology import Topology
+from megatron.dpp.schedule import Memory
+from megatron.dpp.torch.microbatches import Microbatches
+from megatron.dpp.torch.shapes import Probe, Shapes
+
+_GROWTH = 2
+"""Factor of the room that links have when they are opened anew for a longer microbatch."""
+_LEAST_BYTES = 1 << 16
+"""Of a slot, which also has to hold the sizes of a step's microbatches."""
+_NAP_SECONDS = 0.05
+
+
+class Agreement(NamedTuple):
+    """What the first stage's rank tells the others at the beginning of a step.
+
+    Args:
+        trains: backwards follow.
+        room: size of the longest microbatch for which links have to have room.
+        sizes: of the microbatches.
+    """
+
+    trains: bool
+    room: int
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, numbers: Sequence[int]) -> Agreement:
+        """Read :attr:`numbers`."""
+        return cls(bool(numbers[0]), numbers[1], list(numbers[2:]))
+
+    @property
+    def numbers(self) -> list[int]:
+        """All of it."""
+        return [int(self.trains), self.room, *self.sizes]
+
+
+class Session:
+    """A pipeline's links, kept from step to step.
+
+    Args:
+        stages: of this rank, in the order of its chunks.
+        config: transport, cap, policy, recordings.
+        together: the ranks that share collectives inside of their tasks; None if this rank decides
+            alone.
+        seed: of injected delays.
+        log: called with each line about links and caps.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        config: DppConfig,
+        together: dist.ProcessGroup | None,
+        seed: int,
+        log: Callable[[str], None],
+    ) -> None:
+        self._stages, self._config, self._together, self._log = stages, config, together, log
+        self._members = dist.get_process_group_ranks(together) if together is not None else []
+        first = stages[0]
+        group = first.group or dist.distributed_c10d._get_default_group()
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self.topology = Topology(ranks, first.group_rank, len(stages))
+        self.device = torch.device(first.device)
+        self.injector: Injector | None = None
+        """Slows tasks down on purpose, or None."""
+        if config.inject:
+            shape = (self.topology.rank, self.topology.num_ranks, seed)
+            self.injector = Injector(config.inject, *shape, num_chunks=self.topology.num_chunks)
+        follow = dist.get_rank() not in self._members[:1] and bool(self._members)
+        replica = replica_of(ranks)[0]
+        self.decisions = Decisions(config, log, replica, decides=not follow)
+        on_gpu = self.device.type == "cuda"
+        self.timer: TaskTimer = DeviceTimer(follow=follow) if on_gpu else HostTimer()
+        self.links: Links | None = None
+        self.shapes = Shapes(1, ())
+        self.launch_ahead = False
+        self.longest = 0
+        """Size of the longest microbatch so far, or of the longest that the configuration names."""
+        self._room = 0
+
+    def begin(self, given: Microbatches, number: int, iteration: int, *, trains: bool) -> Agreement:
+        """Agree on the sizes of a step's microbatches, and open links that have room for them.
+
+        The sizes pass from rank to rank in front of the first microbatch, for which a rank waits
+        anyway.
+
+        Args:
+            number: of microbatches of a whole batch.
+
+        Raises:
+            ConfigError: ranks were given different steps.
+            TransportError: a peer died, or does not begin the step in time.
+        """
+        sizes = given.sizes() or [1] * number
+        own = Agreement(trains, self._wanted_room(max(sizes)), sizes)
+        found = self._meet(given, own) if self.links is None else self._pass_on(own, iteration)
+        if found.trains != trains:
+            kinds = ("evaluates", "trains")
+            raise ConfigError(
+                f"rank {self.topology.ranks[0]} {kinds[found.trains]}, and rank {dist.get_rank()} "
+                f"{kinds[trains]}: all ranks of a pipeline have to call step() or eval() alike"
+            )
+        for name, mine in (("arguments", given.args), ("targets", given.targets)):
+            if mine and len(mine) != len(found.sizes):
+                raise ConfigError(
+                    f"rank {dist.get_rank()} was given {name} of {len(mine)} microbatches, and "
+                    f"rank {self.topology.ranks[0]} runs {len(found.sizes)}"
+                )
+        longest = max(self.longest, self._config.max_tokens, *found.sizes)
+        if longest > self.longest:  # which caps count in
+            self.longest = longest
+            self.decisions.renew()
+        if self.links is None or found.room > self._room:
+            self._open(found.room)
+        return found
+
+    def _wanted_room(self, longest: int) -> int:
+        longest = max(longest, self._config.max_tokens)
+        if self.links is None or longest <= self._room:
+            return max(longest, self._room)
+        return max(longest, _GROWTH * self._room)
+
+    def _meet(self, given: Microbatches, own: Agreement) -> Agreement:
+        """Agree on the first step, and learn the shapes of its longest microbatch."""
+        if self.topology.num_ranks == 1:
+            store: Store = HashStore()
+        else:
+            store = dist.distributed_c10d._get_default_store()
+        ranks = ",".join(map(str, self.topology.ranks))
+        count = store.add(f"dpp/torch/{ranks}/{self.topology.rank}", 1)
+        probe = Probe(self._stages, store, f"dpp/torch/{ranks}#{count}", self._config.timeout)
+        if self.topology.rank == 0:
+            probe.tell("sizes", own.numbers)
+        found = Agreement.of(probe.told("sizes", f"rank {self.topology.ranks[0]}"))
+        longest = found.sizes.index(max(found.sizes))
+        self.shapes = probe.run(given, longest, found.sizes[longest])
+        return found
+
+    def _open(self, room: int) -> None:
+        self.close()
+        slot = max(_LEAST_BYTES, self.shapes.slot_bytes(room))
+        slots = [slot] * self.shapes.num_tensors
+        self.links = links_of(
+            self.topology,
+            slots,
+            slots,
+            self._config,
+            stage_ranks=self._members,
+            injector=self.injector,
+            device=self.device,
+        )
+        self._room = room
+        for link in self.links.transport.links():
+            self._log(
+                f"dynamic pipeline: rank {dist.get_rank()} -> {link.peer}: {link.kind} "
+                f"({link.reason})"
+            )
+        reason = why_not_ahead(self.links.transport)
+        self.launch_ahead = reason is None
+        if reason is not None:
+            self._log(f"dynamic pipeline: no task is launched ahead of its input: {reason}")
+
+    def _pass_on(self, own: Agreement, iteration: int) -> Agreement:
+        """Take the sizes from the rank before, and hand them to the next one."""
+        assert self.links is not None
+        links = self.links
+        with self._aside():
+            if self.topology.rank > 0:
+                own = self._take(links, iteration)
+            channel = links.channels.outgoing(Direction.FORWARD, 0)
+            if channel is not None and self.topology.rank < self.topology.num_ranks - 1:
+                message = torch.tensor(own.numbers, dtype=torch.int64, device=self.device)
+                parts = links.channels.tensors_out[channel]
+                for part in range(parts):
+                    links.transport.put(
+                        channel,
+                        message if part == 0 else message[:0],
+                        iteration=iteration,
+                        microbatch=0,
+                        part=part,
+                        num_parts=parts,
+                    )
+        return own
+
+    def _take(self, links: Links, iteration: int) -> Agreement:
+        channel = links.channels.incoming(Direction.FORWARD, 0)
+        assert channel is not None
+        begin = time.monotonic()
+        while links.poll()[channel] <= links.consumed[channel]:
+            waited = time.monotonic() - begin
+            left = links.transport.departed(links.channels.spec_in(channel).source)
+            arrived = links.poll()[channel] > links.consumed[channel]  # after the look at the peer
+            if (left or waited > self._config.timeout) and not arrived:
+                raise links.transport.overdue(channel, waited, iteration=iteration, microbatch=0)
+            links.transport.wait(_NAP_SECONDS)
+        parts = links.channels.tensors_in[channel]
+        message, *_ = [links.transport.take(channel) for _ in range(parts)]
+        links.consumed[channel] += 1
+        if message.iteration != iteration or message.tensor.dtype != torch.int64:
+            raise ProtocolError(
+                f"{links.channels.spec_in(channel)}: expected the sizes of step {iteration}, got a "
+                f"message of step {message.iteration}; do all ranks run the same step?"
+            )
+        return Agreement.of(message.tensor.tolist())
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Work that does not wait for what is queued on the device."""
+        if self.device.type != "cuda":
+            yield
+            return
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):  # type: ignore[no-untyped-call]
+            yield
+
+    def account(self, activation: int, deferred: int, size: int) -> None:
+        """Take over measured memory, for caps; of ranks that run one order the largest.
+
+        Args:
+            activation: bytes that the forward of a microbatch keeps.
+            deferred: bytes of its deferred weight gradients.
+            size: of the microbatch.
+        """
+        found = torch.tensor([activation, deferred], dtype=torch.float64, device=self.device)
+        if self._together is not None:
+            dist.all_reduce(found, dist.ReduceOp.MAX, self._together)
+        longest = [each * self.longest / size for each in found.tolist()]
+        self.decisions.measured(Memory(activation_bytes=longest[0], deferred_bytes=longest[1]))
+
+    def close(self) -> None:
+        """Close the links. May be called twice."""
+        links, self.links = self.links, None
+        if links is not None:
+            with contextlib.suppress(Exception):
+                links.transport.flush(self._config.timeout)
+            links.transport.close()
+
+
+def replica_of(ranks: Sequence[int]) -> tuple[int, int]:
+    """The number of a pipeline among those of the job, and how many there are, where the ranks of
+    each have the same distance.
+    """
+    size, world = len(ranks), dist.get_world_size()
+    stride = ranks[1] - ranks[0] if size > 1 else 1
+    return ranks[0] // (stride * size) * stride + ranks[0] % stride, max(1, world // size)

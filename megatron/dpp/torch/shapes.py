@@ -1,0 +1,194 @@
+"""Shapes at the boundaries between stages, learnt from one forward of each stage.
+
+PyTorch's schedules learn them likewise. The ranks tell each other through torch.distributed's
+store, once per schedule: later microbatches of other lengths need bytes in proportion.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch._C._distributed_c10d import Store
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+
+from megatron.dpp.errors import ConfigError, PeerDead, from_json, one_line, setting, to_json
+from megatron.dpp.torch.microbatches import Microbatches
+
+
+class Boundary(NamedTuple):
+    """What a stage hands to the next one.
+
+    Args:
+        shapes: of each tensor.
+        dtypes: names of their dtypes.
+        grads: which of them take a gradient.
+    """
+
+    shapes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    grads: tuple[bool, ...] = ()
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{dtype}{'' if grad else ' without gradient'}"
+            for _, dtype, grad in zip(*self, strict=True)
+        )
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> Boundary:
+        """The boundary that these tensors cross."""
+        return cls(
+            tuple(tuple(tensor.shape) for tensor in tensors),
+            tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
+            tuple(tensor.requires_grad for tensor in tensors),
+        )
+
+    def zeros(self, device: torch.device) -> list[torch.Tensor]:
+        """Tensors like those that cross it, which the next stage receives."""
+        return [
+            torch.zeros(shape, dtype=getattr(torch, dtype), device=device, requires_grad=grad)
+            for shape, dtype, grad in zip(*self, strict=True)
+        ]
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the largest tensor."""
+        return max(tensor.nbytes for tensor in self.zeros(torch.device("meta")))
+
+
+def forward(stage: PipelineStage, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run a stage's module as PyTorch's schedules do; nothing is reduced."""
+    return stage.forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def outputs_of(stage: PipelineStage, output: Any) -> list[torch.Tensor]:
+    """The tensors that a stage hands on.
+
+    Raises:
+        ConfigError: it returned something else.
+    """
+    outputs = list(output) if isinstance(output, tuple | list) else [output]
+    plain = [isinstance(each, torch.Tensor) and not isinstance(each, DTensor) for each in outputs]
+    if not outputs or not all(plain):
+        found = ", ".join(type(each).__name__ for each in outputs) or "no tensor"
+        raise ConfigError(
+            f"stage {stage.stage_index} returned {found}: a stage that is not the last has to "
+            "return a plain tensor, or a tuple of them"
+        )
+    return outputs
+
+
+class Shapes(NamedTuple):
+    """The boundaries of a pipeline.
+
+    Args:
+        size: of the microbatch that was measured.
+        boundaries: behind each stage but the last.
+    """
+
+    size: int
+    boundaries: tuple[Boundary, ...]
+
+    @property
+    def num_tensors(self) -> int:
+        """Messages per microbatch: the most tensors of any boundary."""
+        return max((len(each.shapes) for each in self.boundaries), default=1)
+
+    def slot_bytes(self, size: int) -> int:
+        """Bytes of the largest tensor of a microbatch of ``size``."""
+        most = max((each.most_bytes for each in self.boundaries), default=0)
+        return -(-most * size // self.size)
+
+
+class Probe:
+    """Learns a pipeline's shapes, together with the same call on its other ranks.
+
+    Args:
+        stages: of this rank.
+        store: of the job.
+        key: of this pipeline in the store.
+        timeout: seconds to wait for the stage before.
+    """
+
+    def __init__(
+        self, stages: Sequence[PipelineStage], store: Store, key: str, timeout: float
+    ) -> None:
+        self._stages = {stage.stage_index: stage for stage in stages}
+        self._num_stages = stages[0].num_stages
+        self._store, self._key, self._timeout = store, key, timeout
+
+    def tell(self, name: str, value: Any) -> None:
+        """Tell all ranks something."""
+        self._store.set(f"{self._key}/{name}", json.dumps(value))
+
+    def told(self, name: str, whose: str) -> Any:
+        """Wait for what a rank tells.
+
+        Raises:
+            PeerDead: it failed, or does not tell in time.
+        """
+        key = f"{self._key}/{name}"
+        try:
+            self._store.wait([key], timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            timeout = setting("timeout")
+            raise PeerDead(
+                f"{whose} has told nothing of its shapes for {self._timeout:g} s: it died, or is "
+                f"slower than {timeout} allows",
+                timeout,
+            ) from error
+        found = json.loads(self._store.get(key))
+        if isinstance(found, dict):
+            failed = from_json(found["failed"])
+            raise PeerDead(f"{whose} gave up: {failed}", failed)
+        return found
+
+    def run(self, microbatches: Microbatches, number: int, size: int) -> Shapes:
+        """The shapes of a microbatch.
+
+        Args:
+            number: of the microbatch, the same on all ranks.
+            size: its size.
+        """
+        boundaries: list[Boundary] = []
+        for index in range(self._num_stages - 1):
+            if stage := self._stages.get(index):
+                try:
+                    found = self._measure(stage, microbatches, number, boundaries)
+                except BaseException as error:
+                    text = to_json(f"{type(error).__name__}: {one_line(error, 200)}")
+                    self.tell(str(index), {"failed": text})
+                    raise
+                self.tell(str(index), found)
+            shapes, dtypes, grads = self.told(str(index), f"stage {index}")
+            boundaries.append(Boundary(tuple(map(tuple, shapes)), tuple(dtypes), tuple(grads)))
+        return Shapes(size, tuple(boundaries))
+
+    def _measure(
+        self,
+        stage: PipelineStage,
+        microbatches: Microbatches,
+        number: int,
+        before: Sequence[Boundary],
+    ) -> Boundary:
+        args: Sequence[Any] = microbatches.arguments(number)
+        if before:
+            args = before[-1].zeros(stage.device)
+        devices = [stage.device] if stage.device.type != "cpu" else []
+        with (
+            torch.random.fork_rng(devices, device_type=stage.device.type if devices else "cuda"),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+        ):
+            output = forward(stage, args, microbatches.keywords(number))
+            found = Boundary.of(outputs_of(stage, output))
+        for module in stage.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return found
