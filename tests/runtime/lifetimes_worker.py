@@ -82,7 +82,9 @@ def static_links_are_opened_anew(folder: Path) -> None:
 
 
 def lengths_that_grow_open_few_links(folder: Path) -> None:
-    """In four growing steps once more, to twice the length; with the most tokens given, never."""
+    """In four growing steps once more, to twice the length; with the most tokens given, never.
+    Memory is measured anew then.
+    """
     chunks = build()
     for max_tokens, openings in ((0, 2), (16 * worker.MICRO_BATCH, 1)):
         said: list[str] = []
@@ -92,6 +94,7 @@ def lengths_that_grow_open_few_links(folder: Path) -> None:
                 step(schedule, chunks, length)
         opened = [line for line in said if " -> " in line]
         assert len(opened) == openings, (max_tokens, opened)
+        assert sum("an activation takes" in line for line in said) == openings, "measured anew"
 
 
 def a_nominal_length_takes_the_most_tokens(folder: Path) -> None:
