@@ -64,6 +64,10 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 """Prefix of a dynamic arm -> what it changes: a backward is split as measured, not at all, or
 unless N others wait for their weight gradients; all is as by default; without our CUDA graphs."""
+COMMAND = "command"
+"""The arm of the command that a user types: the script with ``--use-dpp``, all else by default."""
+_PADDED = "padded-"
+"""Beginning of the name of a static arm whose rows are padded to the longest."""
 _SLICED = re.compile(r"s([1-9][0-9]*)-")
 """Beginning of the name of a dynamic arm that cuts sequences, and the tokens of a slice."""
 NAMES = {name.replace(", ", "-").replace(" ", "-"): name for name in arms.ARMS}
@@ -77,6 +81,37 @@ _OF_LLAMA = ("--layers-of", "transformer_engine", "--block", "7", "--untimed", "
              "--vocabulary", "128255", "--layout", "Ettt|tt|tt|tL", "--more", _LLAMA)  # fmt: skip
 _BUCKETS = "geometric"
 _SHORT = "static,static-links,megatron,fused,dynamic"
+_ALONE = ("--layers-of", "transformer_engine", "--alone", "--rounds", "1", "--block", "40",
+          "--untimed", "32")  # fmt: skip
+"""A process group per arm, whose steps are timed behind the race of whole steps."""
+_OWN_BEST = f"static,static-graphs,{COMMAND}"
+_345M = ("--rows", "equal", "--hidden", "1024", "--heads", "16", "--layers", "24", "--sequence",
+         "1024", "--more=--cross-entropy-loss-fusion", "--arms", _OWN_BEST)  # fmt: skip
+_UNLIKE = ("--rows", "unlike", "--arms", f"{_PADDED}static,{_PADDED}static-graphs,static,{COMMAND}")
+_FP8 = "--fp8-format hybrid --fp8-recipe tensorwise"
+_EXPERTS = (
+    f"{_LLAMA.replace('14336', '1024')} --num-experts 64 --moe-router-topk 8 --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 1e-2"
+)
+_COMMANDS: dict[str, tuple[str, ...]] = {
+    "equal": ("--rows", "equal", "--arms", _OWN_BEST),
+    "unlike": _UNLIKE,
+    "packed": ("--rows", "packed", "--arms", f"{_PADDED}static-graphs,static,{COMMAND}"),
+    "fp8": (*_UNLIKE, "--more", _FP8),
+    "345m": (*_345M, "--micro-batch", "4"),
+    "345m-one-row": _345M,
+    "experts": (
+        "--rows", "equal", "--hidden", "2048", "--heads", "16", "--more", _EXPERTS,
+        "--own-graphs", "--cuda-graph-impl transformer_engine --te-rng-tracker "
+        "--cuda-graph-modules attn moe_router moe_preprocess", "--arms", _OWN_BEST,
+    ),
+    "whole-iteration": (
+        "--rows", "equal", "--own-graphs",
+        "--cuda-graph-impl full_iteration --te-rng-tracker --no-check-for-nan-in-loss-and-grad",
+        "--arms", "static-graphs",
+    ),
+}  # fmt: skip
 CASES: dict[str, tuple[str, ...]] = {
     "lengths": (
         *_OF_LLAMA, "--rows", "equal,unlike,packed", "--arms",
@@ -92,12 +127,10 @@ CASES: dict[str, tuple[str, ...]] = {
         "static,static-graphs,static-links,eager-megatron,megatron,fused,dynamic",
     ),
     "experts": (
-        "--layers-of", "transformer_engine", "--block", "9", "--untimed", "6", "--rows", "equal",
+        "--layers-of", "transformer_engine", "--block", "14", "--untimed", "11", "--rows", "equal",
         "--hidden", "2048", "--heads", "16", "--arms",
         "static,static-links,megatron,auto-megatron,fused-megatron,fused,dynamic", "--more",
-        f"{_LLAMA.replace('14336', '1024')} --num-experts 64 --moe-router-topk 6 "
-        "--moe-grouped-gemm --moe-token-dispatcher-type alltoall "
-        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2",
+        _EXPERTS.replace("topk 8", "topk 6"),
     ),
     "one-queue": (
         *_OF_LLAMA, "--rows", "equal,unlike", "--queues", "1,8", "--runs", "3", "--arms", _SHORT,
@@ -109,10 +142,10 @@ CASES: dict[str, tuple[str, ...]] = {
         "--sequence", "1024", "--more=--cross-entropy-loss-fusion", "--arms",
         "static,static-graphs,static-links,eager-megatron,megatron,eager-dynamic,dynamic",
     ),
+    **{f"command-{name}": (*_ALONE, *words) for name, words in _COMMANDS.items()},
 }  # fmt: skip
 """Name of a table -> its options, which those of the command line follow. ``eager-megatron`` is
-Megatron's order with a split backward without CUDA graphs: it separates W from graphs. Where
-launching limits, ``auto`` may hand steps over from the sixth on, so six are not timed."""
+Megatron's order with a split backward without CUDA graphs: it separates W from graphs."""
 _OWN_GRAPHS = (arms.GRAPHS, arms.GRAPHS_LINKS)
 
 
@@ -152,12 +185,12 @@ def measure(
                 if stop.reason:
                     break
                 print(f"{version}, {row}, {queues} queues: {' '.join(names)}", flush=True)
-                graphs = NAMES.get(names[0]) in _OWN_GRAPHS
+                padded = names[0].startswith(_PADDED)
                 lines, reason = plugin_group.run(
-                    root, [*flags(args), *(args.own_graphs.split() if graphs else [])],
+                    root, [*flags(args), *own_flags(args, names[0])],
                     [arm_of(name, row) for name in names], processes=args.ranks, queues=queues,
                     block=args.block, rounds=args.rounds, microbatches=args.microbatches,
-                    lengths=lengths(args, row), seconds=args.seconds, stop=stop,
+                    lengths=[] if padded else lengths(args, row), seconds=args.seconds, stop=stop,
                 )  # fmt: skip
                 found.append((queues, lines))
                 case = f"{args.cases} " if args.cases else ""
@@ -195,12 +228,15 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         runs=(1, "process groups for each number of queues, in turns"),
         seconds=(280.0, "most seconds of a process group"), hidden=4096, layers=8, heads=32,
         sequence=(2048, "longest sequence, or row"), ranks=(2, "pipeline size"), microbatches=16,
+        micro_batch=(1, "rows of a microbatch"),
+        alone=(False, "run a process group of its own for each arm"),
         chunks=(2, "model chunks per rank"), vocabulary=8191, seed=1,
         layout=("", "as --pipeline-model-parallel-layout, for all arms"),
         rows=("equal,unlike,packed", f"of {', '.join(ROWS)}, separated by commas"),
         arms=("static,static-links,megatron,fused,dynamic",
               f"of {', '.join(NAMES)}; before a dynamic one's name {', '.join(OTHERS)}, or s4096- "
-              "for slices of so many tokens"),
+              f"for slices of so many tokens; before a static one's {_PADDED} for rows padded to "
+              f"the longest; {COMMAND}: the script with --use-dpp"),
         queues=("8", "numbers of hardware queues, separated by commas"),
         one_queue=("static,dynamic", "arms with one queue"),
         own_graphs=("--cuda-graph-impl transformer_engine --te-rng-tracker",
@@ -214,7 +250,13 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("versions", "rows", "arms", "queues", "one_queue"):
         setattr(args, name, getattr(args, name).split(","))
     known = [name for name, arm in NAMES.items() if arms.ARMS[arm].policy]
-    known = [*NAMES, *(prefix + name for prefix in OTHERS for name in known if "eager" not in name)]
+    static = [_PADDED + name for name, arm in NAMES.items() if not arms.ARMS[arm].policy]
+    known = [
+        *NAMES,
+        COMMAND,
+        *static,
+        *(prefix + name for prefix in OTHERS for name in known if "eager" not in name),
+    ]
     for flag, given, names in (
         ("arms", args.arms, known), ("one-queue", args.one_queue, known), ("rows", args.rows, ROWS),
         ("layers-of", [args.layers_of], list(LAYERS)),
@@ -286,18 +328,33 @@ def process_groups(args: argparse.Namespace, row: str) -> Iterator[tuple[str, li
     for _ in range(args.runs):
         for queues in args.queues:
             names = [name for name in args.arms if queues != "1" or name in args.one_queue]
-            graphed = [name for name in names if NAMES.get(name) in _OWN_GRAPHS]
-            eager = [name for name in names if name not in graphed]
-            if eager:
-                yield queues, eager
-            if graphed and row == "equal":  # a captured layer has one shape
-                yield queues, graphed
+            groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+            for name in names:
+                own, padded = tuple(own_flags(args, name)), name.startswith(_PADDED)
+                if padded or row == "equal" or not _is_graphed(name):  # a graph has one shape
+                    groups[own, padded, name if args.alone else ""].append(name)
+            yield from ((queues, group) for group in groups.values())
+
+
+def own_flags(args: argparse.Namespace, name: str) -> list[str]:
+    """The flags of the script that an arm of this name has for itself."""
+    if name == COMMAND:
+        return ["--use-dpp"]
+    return args.own_graphs.split() if _is_graphed(name) else []
+
+
+def _is_graphed(name: str) -> bool:
+    """True for an arm with the host's own CUDA graphs."""
+    return NAMES.get(name.removeprefix(_PADDED)) in _OWN_GRAPHS
 
 
 def arm_of(name: str, row: str = "") -> tuple[str, str, dict[str, Any]]:
     """An arm for plugin_entry.py: its name, its kind and its settings for this row."""
     import torch
 
+    if name == COMMAND:
+        return name, "own", {}
+    name, given = name.removeprefix(_PADDED), name
     cut = _SLICED.match(name)
     bare = name[cut.end() :] if cut else name
     prefix = next((each for each in OTHERS if bare.startswith(each) and bare not in NAMES), "")
@@ -308,8 +365,8 @@ def arm_of(name: str, row: str = "") -> tuple[str, str, dict[str, Any]]:
             more["length_buckets"] = _BUCKETS
         return name, "dynamic", arm.settings() | OTHERS.get(prefix, {}) | more
     if NAMES[name] in (arms.LINKS, arms.GRAPHS_LINKS):
-        return name, "static", {"transport": "cuda_ipc" if torch.cuda.is_available() else "shm"}
-    return name, "own", {}
+        return given, "static", {"transport": "cuda_ipc" if torch.cuda.is_available() else "shm"}
+    return given, "own", {}
 
 
 def flags(args: argparse.Namespace) -> list[str]:
@@ -319,7 +376,8 @@ def flags(args: argparse.Namespace) -> list[str]:
     words = (
         f"--num-layers {args.layers} --hidden-size {args.hidden} --seq-length {args.sequence} "
         f"--num-attention-heads {args.heads} --max-position-embeddings {args.sequence} "
-        f"--micro-batch-size 1 --global-batch-size {args.microbatches} --lr 0 --min-lr 0 "
+        f"--micro-batch-size {args.micro_batch} "
+        f"--global-batch-size {args.microbatches * args.micro_batch} --lr 0 --min-lr 0 "
         f"--seed {args.seed} --log-interval 1 "
         "--eval-iters 0 --eval-interval 100000 "
         f"--mock-data --tokenizer-type NullTokenizer --vocab-size {args.vocabulary} "
@@ -360,6 +418,7 @@ def report(
     if others:
         print("\nWith other settings:\n")
         own = [one.ms for one in measured if one.arm in (arms.STATIC, arms.GRAPHS)]
+        own += [one.ms for one in measured if one.arm.startswith(_PADDED)]
         best = min(own, default=math.nan)
         harness.print_table(
             "row | arm | queues | median ms (min..max, turns) | reserved GB | / best static | "

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 import threading
 import time
+import types
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron.dpp.errors import PeerDead, TransferTimeout, TransportError, TransportUnavailable
+from megatron.dpp.transport import kinds
 from megatron.dpp.transport.base import (
     Board,
     ChannelSpec,
@@ -33,7 +36,6 @@ from megatron.dpp.transport.base import (
     Transport,
     check_payload,
 )
-from megatron.dpp.transport.kinds import TransportKind, register
 
 Delay = float | Callable[[random.Random, ChannelSpec, int], float]
 """Seconds that a message travels: uniform in 0..delay, or the result of a function of (generator,
@@ -360,4 +362,6 @@ class _FakeBoard(Board):
         return self._state.words[position]
 
 
-register(TransportKind(name="fake"))
+fake: Any = types.ModuleType(f"{kinds.__name__}.fake")
+fake.KIND = kinds.TransportKind(name="fake")
+sys.modules[fake.__name__] = fake

@@ -9,17 +9,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+MARK = "DPP_SOAK"
+_OF_KILLED = re.compile("wandb-(media|artifacts)$|^torchinductor_")
+"""Names of folders that packages leave, whose process was killed."""
 
 
 class Node:
@@ -81,6 +86,32 @@ def running(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
     return found
+
+
+def marked() -> list[psutil.Process]:
+    """Processes with :data:`MARK` of this one, also those that have lost their parents."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == str(os.getpid()):
+                found.append(process)
+    return running(found)
+
+
+def left_behind(before: set[str], temporary: Path, known: Collection[str] = ()) -> list[str]:
+    """Things that an ended job left: processes, shared memory, temporary files but those of the
+    names ``known``. The files go.
+    """
+    deadline, left = time.monotonic() + 30.0, ["?"]
+    while left and time.monotonic() < deadline:
+        left = [f"process {p.pid} {' '.join(p.cmdline())[:200]}" for p in marked()]
+        left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - before]
+        names = {path.name for path in temporary.iterdir()} - {*known}
+        left += [str(temporary / name) for name in names if not _OF_KILLED.search(name)]
+        time.sleep(0.2 if left else 0.0)
+    for path in temporary.iterdir() if left else ():
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+    return left
 
 
 def wait_for_iterations(count: int, metrics: Path, patience: float, *running: Node) -> None:

@@ -27,15 +27,13 @@ from typing import Any
 import psutil
 
 from tests.hf import tiny
-from tests.nodes import Node, end, stacks
-from tests.soak import FLAGS, HARMLESS, MARK, SIGNALS, losses_in, marked, write_tokens
+from tests.nodes import MARK, Node, end, left_behind, stacks
+from tests.soak import FLAGS, HARMLESS, SIGNALS, losses_in, write_tokens
 
 DEADLINE = 150.0
 _LONGEST_WAIT = 45.0
 _TRAIN = f"{FLAGS} --train-iters 60 --save-interval 20 --log-interval 20"
 _TRACKER = f'Traceback (most recent call last):\n  File "{resource_tracker.__file__}", line'
-_OF_KILLED = ("torchelastic_", "wandb-media", "wandb-artifacts")
-"""Starts or ends of the names of folders that a killed torchrun, or what a rank imports, leaves."""
 _MODEL_TEXT = "Who is Ada? She bakes bread in the old town, 1234567 loaves a day."
 _TOKENIZER = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model"
 
@@ -274,26 +272,13 @@ class Signals:
         # tracker knows none of its names.
         if not is_run and "Traceback (most recent call last)" in said.replace(_TRACKER, ""):
             self._note(sent, f"a traceback: {said[-4000:]}")
-        for each in self._left():
+        of_killed = {path.name for path in self._temporary.glob("torchelastic_*")}
+        for each in left_behind(self._before, self._temporary, of_killed):
             self._note(sent, f"left: {each}")
 
     def _note(self, sent: Sent, fault: str) -> None:
         sent.faults.append(fault)
         print(f"FAULT {sent.kind}, {sent.victim}, {sent.number}: {fault[-1500:]}", flush=True)
-
-    def _left(self) -> list[str]:
-        """Things that an ended job left; others of :data:`_OF_KILLED` than its own."""
-        deadline, left = time.monotonic() + 30.0, ["?"]
-        while left and time.monotonic() < deadline:
-            left = [f"process {p.pid} {' '.join(p.cmdline())[:200]}" for p in marked()]
-            left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self._before]
-            for path in self._temporary.iterdir():
-                if not (path.name.startswith(_OF_KILLED) or path.name.endswith(_OF_KILLED)):
-                    left.append(str(path))
-            time.sleep(0.2 if left else 0.0)
-        for path in self._temporary.iterdir() if left else ():
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
-        return left
 
     def _compare(self, kind: str) -> None:
         """Compare a whole job's output with an undisturbed one's; nothing lies beside it."""

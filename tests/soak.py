@@ -29,7 +29,7 @@ import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from tests.netns import Hosts, two_hosts
-from tests.nodes import REPOSITORY, Node, end, running, stacks
+from tests.nodes import MARK, REPOSITORY, Node, end, left_behind, stacks
 from tests.runtime.launcher import free_port
 from tests.small_disk import mounted
 
@@ -57,7 +57,6 @@ HARMLESS = ("CONT", "WINCH", "URG", "CHLD")
 _IN_THE_START = 0.2
 """Share of the jobs whose first disturbance may come before their first iteration."""
 SIGNALS = ("KILL", "KILL", "TERM", "INT", "HUP", "QUIT", "SEGV", "BUS", "ABRT", "USR1")
-MARK = "DPP_SOAK"
 
 
 @dataclasses.dataclass
@@ -380,21 +379,9 @@ class Soak:
             disturbance.faults.append(f"nobody named it: {said[-3000:]}")
         if disturbance.victim == "torchrun":  # a killed one leaves its folders
             self._of_killed |= {path.name for path in job.temporary.glob("torchelastic_*")}
-        disturbance.faults += self._left(job)
-
-    def _left(self, job: Job) -> list[str]:
-        """Things that a job that has ended left."""
-        deadline, left = time.monotonic() + 30.0, ["?"]
-        while left and time.monotonic() < deadline:
-            left = [f"process {p.pid} {' '.join(p.cmdline())[:200]}" for p in marked()]
-            left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self._before]
-            left += [str(p) for p in job.temporary.iterdir() if p.name not in self._of_killed]
-            if left:
-                time.sleep(0.2)
-        for path in job.temporary.iterdir() if left else ():
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        left = left_behind(self._before, job.temporary, self._of_killed)
         self._before |= {name.removeprefix("/dev/shm/") for name in left}
-        return [f"left: {each}" for each in left]
+        disturbance.faults += [f"left: {each}" for each in left]
 
     def _wait(self, job: Job, done: Any, seconds: float) -> float:
         """Until ``done`` or the end of the job; looks at its size meanwhile. Returns the time."""
@@ -417,16 +404,6 @@ def _names_of(name: str, victim: psutil.Process) -> tuple[str, ...]:
     """Texts that name a process."""
     names = (f"process {victim.pid}", f"pid {victim.pid}", f"pid(s) {victim.pid}")
     return names if name.startswith("child") else (name, *names)
-
-
-def marked() -> list[psutil.Process]:
-    """Processes that a job of this soak has started, also those that have lost their parents."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == str(os.getpid()):
-                found.append(process)
-    return running(found)
 
 
 def write_tokens(prefix: Path) -> None:

@@ -113,6 +113,11 @@ def test_what_no_host_can_be_reached_at_is_refused(text: str, why: str) -> None:
         DppConfig(node_ips=text)
 
 
-def test_addresses_of_both_families_name_nodes() -> None:
-    config: Any = DppConfig(node_ips="10.0.0.1,FD00:0::2")
-    assert [config.node_ip(rank, 4, 2) for rank in (1, 2)] == ["10.0.0.1", "fd00::2"]
+def test_there_is_an_address_per_node_or_per_rank() -> None:
+    per_node, per_rank = (
+        DppConfig(node_ips=text) for text in ("10.0.0.1,FD00:0::2", "10.0.0.1,10.0.0.2,10.0.0.3")
+    )
+    assert [per_node.node_ip(rank, 4, 2) for rank in (1, 2)] == ["10.0.0.1", "fd00::2"]
+    assert per_rank.node_ip(2, 3, 3) == "10.0.0.3" and DppConfig().node_ip(0, 4, 2) is None
+    with pytest.raises(ConfigError, match=r"one per node \(3\) or one per rank \(6\)"):
+        per_node.node_ip(0, 6, 2)

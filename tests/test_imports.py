@@ -43,7 +43,8 @@ ENGINE_ROOMS = {
         *("trace", "transport", "core"),
     },
     "metrics": {"core", "errors", "files"},
-    "plugin": {"config", "errors", "core", "runtime", "schedule", "trace"},
+    "plugin_order": {"config", "errors", "core", "schedule", "sim"},
+    "plugin": {"config", "errors", "core", "runtime", "schedule", "trace", "plugin_order"},
     "plugin_lengths": {"core"},
     "torch": {
         *("config", "direction", "errors", "inject", "memory", "runtime", "schedule", "trace"),
@@ -70,7 +71,7 @@ TRAINER_ROOMS = {
     "cost": set(),
     "data": {"text_files"},
     "hf": {"data", "text_files"},
-    "presets": {"cost", "data", "hf"},
+    "presets": {"cost", "data", "hf", "text_files"},
     "pretrain": {"data", "presets", "hf"},
     "deepspeed": {"data", "presets", "pretrain"},
 }

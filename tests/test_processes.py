@@ -43,6 +43,30 @@ def test_a_child_ends_with_its_starter(number: signal.Signals) -> None:
         starter.communicate()
 
 
+_TORCHRUN = """
+import subprocess, sys
+rank = "from megatron.dpp import processes; processes.begin_program(); print('up', flush=True)"
+subprocess.run([sys.executable, "-c", rank + "; input()"])
+"""
+
+
+def test_a_rank_ends_with_a_killed_torchrun() -> None:
+    """Nothing else tells it: two ranks that exchange messages went on for ever."""
+    torchrun = subprocess.Popen(
+        [sys.executable, "-c", _TORCHRUN], cwd=REPOSITORY, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, env=os.environ | {"TORCHELASTIC_RUN_ID": "none"},
+    )  # fmt: skip
+    try:
+        assert torchrun.stdout is not None and torchrun.stdout.readline() == b"up\n"
+        (rank,) = psutil.Process(torchrun.pid).children()
+        torchrun.kill()
+        _, alive = psutil.wait_procs([rank], timeout=30)
+        assert not alive
+    finally:
+        torchrun.kill()
+        torchrun.communicate()
+
+
 def test_a_childs_status_is_told() -> None:
     assert run_child([sys.executable, "-c", "import sys; sys.exit(7)"]) == 7
 

@@ -328,11 +328,12 @@ void Transport::let_go() {
 void Transport::fail(const Error& error, std::string_view body) {
   if (!failure_.keep(error)) return;
   let_go();
-  bell_.ring();
-  // Ranks that are not linked to the culprit learn of it from us.
+  // Ranks that are not linked to the culprit learn of it from us, before our caller wakes and may
+  // end the process.
   for (const auto& peer : peers_) {
     if (!peer->departed()) peer->send_note(Peer::Note::kFailed, body);
   }
+  bell_.ring();
 }
 
 // A failure of the caller's thread. What check() threw is known already.

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron.dpp import run
-from megatron.dpp.errors import ConfigError
+from megatron.dpp.errors import ConfigError, said
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _NAMES = (
@@ -98,7 +98,7 @@ def install(**settings: Any) -> None:
     try:
         plugin.install(**run.plugin_arguments(given, naming), lengths=lengths)
     except ConfigError as error:
-        raise ConfigError(error.said(naming)) from error
+        raise ConfigError(said(error, naming)) from error
 
 
 def megatron_init(args: Any) -> None:

@@ -145,9 +145,9 @@ class DppConfig:
     policy: str = _option(
         "auto",
         _SCHEDULE,
-        "which ready task runs next: {policies}, or your own as module:function; auto: megatron "
-        "on two pipeline ranks, dynamic on more, or megatron-core's own schedule where it wins a "
-        "race of whole steps",
+        "which ready task runs next: {policies}, or your own as module:function; auto: megatron, "
+        "with one chunk per rank eager, where lengths are far apart on more than two ranks "
+        "dynamic, or megatron-core's own schedule where it wins a race of whole steps",
     )
     activation_cap: str = _option(
         "auto",
@@ -185,12 +185,14 @@ class DppConfig:
         "many as the longest sequence known has",
         *(0, 1 << 40),
     )
-    forward_only_order: str = _option(
+    call_order: str = _option(
         "auto",
         _SCHEDULE,
-        "order of forward-only steps over chunks: megatron (megatron-core's own), dynamic (what is "
-        "ready), auto (megatron if the model replays its routing, dynamic otherwise)",
-        *("auto", "megatron", "dynamic"),
+        "order in which forward steps are called: megatron (as megatron-core calls them), dynamic "
+        "(in forward-only steps over chunks what is ready), planned (also, where microbatches are "
+        "unlike, training's in the order that is fastest by simulation), auto (dynamic, but "
+        "megatron if the model replays its routing)",
+        *("auto", "megatron", "dynamic", "planned"),
     )
     task_rng: bool = _option(
         True,

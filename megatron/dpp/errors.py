@@ -129,10 +129,6 @@ class DppError(Exception):
         super().__init__(str(text))
         self.settings = _settings_of(text, *named)
 
-    def said(self, naming: Naming) -> str:
-        """The text, its settings spelled by ``naming``."""
-        return said(self, naming)
-
 
 class ConfigError(DppError, ValueError):
     """A setting or a combination of them cannot work; names it and the nearest choice."""
@@ -251,6 +247,16 @@ def program() -> str:
     return "megatron-dpp" if name in _UNTYPED else name
 
 
+def plain(text: str) -> str:
+    """A text for a terminal: control characters, which strangers' files may hold, as Python writes
+    them.
+
+    >>> plain("a\x1b[2J")
+    'a\\\\x1b[2J'
+    """
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
 def error_line(error: object, prog: str | None = None, naming: Naming = str) -> str:
     """The line of an error that ends a program, as argparse writes it.
 
@@ -261,7 +267,7 @@ def error_line(error: object, prog: str | None = None, naming: Naming = str) -> 
     >>> error_line(DataError("x.json: No such file"), "megatron-dpp sim")
     'megatron-dpp sim: error: x.json: No such file'
     """
-    return f"{prog or program()}: error: {said(error, naming)}"
+    return plain(f"{prog or program()}: error: {said(error, naming)}")
 
 
 def print_error(error: object, prog: str | None = None, naming: Naming = str) -> int:

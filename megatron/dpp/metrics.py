@@ -70,6 +70,7 @@ class _Run:
         self._began = 0.0
         self._samples = 0
         self._evaluation: dict[str, Any] = {}
+        self._torn = ""
 
     def train_step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._began = time.monotonic()
@@ -129,8 +130,11 @@ class _Run:
         """Append a line. A full disk costs metrics, it does not end the training."""
         try:
             with open_text_to_write(self._path, append=True) as file:
-                file.write(json.dumps(line | {"time": round(time.time(), 3)}) + "\n")
+                text = json.dumps(line | {"time": round(time.time(), 3)})
+                file.write(f"{self._torn}{text}\n")
+            self._torn = ""
         except OSError as error:
+            self._torn = "\n"  # the line's start may be in the file
             warnings.warn(f"{self._path}: no metrics of this step ({error})", stacklevel=2)
 
 

@@ -34,16 +34,16 @@ from megatron.dpp.errors import (
     said,
     setting,
 )
+from megatron.dpp.plugin_order import CallOrder, InOrder, Rows
 from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.runtime.host_trace import StepTrace
 from megatron.dpp.schedule import find_policy
 from megatron.dpp.trace.host import HostTrace
 
-Rows = Sequence[Sequence[int]]
-"""Tokens of the sequences that are packed into each microbatch."""
-
-Lengths = Callable[[Mapping[str, Any]], Sequence[int] | None]
-"""Tokens of a step's microbatches from the keywords of its call; None where they are not known."""
+Lengths = Callable[[Mapping[str, Any]], Sequence[int] | Rows | None]
+"""Tokens of a step's microbatches, or of the sequences in each, from the keywords of its call; None
+where they are not known.
+"""
 
 logger = logging.getLogger("megatron.dpp")
 
@@ -79,6 +79,7 @@ class Plugin:
         self._config, self._strict, self._lengths = config, strict, lengths
         self._traces_only = trace is not None and trace.only
         self._trace = StepTrace(trace, self._say)
+        self._order = CallOrder(config, self._say)
         self._num_steps = 0
         self._sizes: Sequence[int] | None = None
         self._rows: Rows | None = None
@@ -134,35 +135,47 @@ class Plugin:
             self._say(_NO_COMMUNICATOR)
         schedule = self._schedule
         assert schedule is not None
+        order, ordered = None, None
         if not keywords.get("forward_only"):
-            if self._rows is None:
-                self._look_ahead(keywords)
-                if self._sizes is not None:
-                    schedule.announce(self._sizes)
+            told = self._told(keywords)
+            order = self._order.of(keywords, told)
+            if self._order.takes:
+                ordered = InOrder(keywords, order)
+                keywords = ordered.step
+            schedule.policy = self._order.policy(keywords) if order else None
+            if order and told:
+                told = [told[number] for number in order]
+            if told and (order or self._rows is None):
+                schedule.announce([sum(row) for row in told])
             schedule.iteration = compat.host_iteration(schedule.iteration)
             model = keywords["model"]
             if needs_task_rng(model if isinstance(model, list) else [model]):
                 self._say(line(seeds=self._config.task_rng, named=True))
-            self._sizes = None
         self._rows = None
         with self._trace.step(self._step_number(keywords), keywords, "dpp") as schedule.recorder:
             try:
-                return schedule(**keywords)
+                losses = schedule(**keywords)
+                return ordered.restored(losses) if ordered else losses
             except BaseException as error:
                 self._leave(error)
                 raise
 
-    def _look_ahead(self, keywords: dict[str, Any]) -> None:
-        """Announce the sizes that the host's adapter knows, unless the host has told them."""
-        if self._lengths is None or self._sizes is not None:
-            return
-        try:
-            sizes = self._lengths(keywords)
-        except (AttributeError, KeyError, IndexError, TypeError) as error:  # of another version
-            self._say(f"dynamic pipeline: lengths are not read ahead: {one_line(error)}")
-            return
-        if sizes is not None:
-            self.announce(sizes)
+    def _told(self, keywords: dict[str, Any]) -> Rows | None:
+        """The tokens of the sequences in each microbatch of a training step, as the host or its
+        adapter has told them; one sequence where only its sum is known.
+        """
+        sizes, self._sizes = self._sizes, None
+        if self._rows is not None:
+            return self._rows
+        found: Sequence[int] | Rows | None = sizes
+        if found is None and self._lengths is not None:
+            try:
+                found = self._lengths(keywords)
+            except (AttributeError, KeyError, IndexError, TypeError) as error:  # another version's
+                self._say(f"dynamic pipeline: lengths are not read ahead: {one_line(error)}")
+        if found is None:
+            return None
+        return [[each] if isinstance(each, int) else each for each in found]
 
     def announce(self, sizes: Sequence[int] | None, rows: Rows | None = None) -> None:
         """Keep what :func:`announce` is told for the call."""
@@ -272,9 +285,9 @@ def install(
         strict: raise a :class:`ConfigError` where a step would go to megatron-core's own schedule.
         trace: what is recorded, and where; None records nothing. With ``only`` megatron-core's own
             schedule stays, and is recorded.
-        lengths: asked before each training step for the tokens of its microbatches, on all ranks;
-            :func:`announce` wins. ``plugin_lengths.packed_lengths`` knows slime, miles, verl and
-            NeMo-RL.
+        lengths: asked before each training step for the tokens of its microbatches, or of the
+            sequences in each, on all ranks; :func:`announce` wins.
+            ``plugin_lengths.packed_lengths`` knows slime, miles, verl and NeMo-RL.
         naming: spells settings in the lines of the log.
 
     Raises:

@@ -1,7 +1,7 @@
 """The tokens of microbatches that known hosts have packed before a training step.
 
 slime, miles, verl and NeMo-RL hold all microbatches of a step when they call the schedule, on every
-rank alike. :func:`packed_lengths` reads their sizes there; with ``DPP_ANNOUNCE=1``
+rank alike. :func:`packed_lengths` reads their lengths there; with ``DPP_ANNOUNCE=1``
 :mod:`megatron.dpp.autoload` installs the plug-in with it. They must be the sizes that the forward
 steps have, so a host that may pad otherwise gives none.
 """
@@ -19,8 +19,9 @@ from megatron.dpp.core.compat import host_argument
 _FP8 = ("fp8", "fp4")
 
 
-def packed_lengths(step: Mapping[str, Any]) -> list[int] | None:
-    """The tokens of each microbatch with the host's padding.
+def packed_lengths(step: Mapping[str, Any]) -> list[list[int]] | None:
+    """The tokens of the sequences in each microbatch with the host's padding, where padding behind
+    the last one counts as one more.
 
     Args:
         step: the keywords of the schedule's call.
@@ -45,7 +46,7 @@ def packed_lengths(step: Mapping[str, Any]) -> list[int] | None:
     return None
 
 
-def _of_rollout(iterator: Any, count: int, tensor: int, context: int) -> list[int] | None:
+def _of_rollout(iterator: Any, count: int, tensor: int, context: int) -> list[list[int]] | None:
     """slime's and miles': samples by index, each cut for context parallelism and padded to it, and
     rows padded to a multiple.
     """
@@ -55,16 +56,14 @@ def _of_rollout(iterator: Any, count: int, tensor: int, context: int) -> list[in
         return None
     lengths = iterator.rollout_data["total_lengths"]
     coming = indices[iterator.offset : iterator.offset + count]
-    if host_argument("allgather_cp"):
-        rows = [sum(lengths[place] for place in row) for row in coming]
-    else:
-        each = 2 * context if context > 1 else 1
-        rows = [sum(_padded(lengths[place], each) for place in row) for row in coming]
+    each = 2 * context if context > 1 and not host_argument("allgather_cp") else 1
+    rows = [[_padded(lengths[place], each) for place in row] for row in coming]
     multiple = context * tensor * int(host_argument("data_pad_size_multiplier") or 1)
-    return [_padded(row, multiple) for row in rows]
+    ends = [_padded(sum(row), multiple) - sum(row) for row in rows]
+    return [[*row, end] if end else row for row, end in zip(rows, ends, strict=True)]
 
 
-def _of_verl(engine: Any, iterator: Any, tensor: int, context: int) -> list[int] | None:
+def _of_verl(engine: Any, iterator: Any, tensor: int, context: int) -> list[list[int]] | None:
     """verl's: nested rows of documents, each padded to a multiple."""
     config, model = engine.engine_config, engine.tf_config
     padded = getattr(config, "pad_to_length", False) or not config.use_remove_padding
@@ -76,17 +75,16 @@ def _of_verl(engine: Any, iterator: Any, tensor: int, context: int) -> list[int]
         return None
     each = tensor * context * (2 if context > 1 else 1)
     return [
-        sum(_padded(length, each) for length in batch["input_ids"].offsets().diff().tolist())
+        [_padded(length, each) for length in batch["input_ids"].offsets().diff().tolist()]
         for batch in batches
     ]
 
 
-def _of_nemo_rl(step: Mapping[str, Any]) -> list[int]:
+def _of_nemo_rl(step: Mapping[str, Any]) -> list[list[int]]:
     """NeMo-RL's: with a pipeline each row is padded to the longest, which the call names. Dynamic
     batching, whose rows have several lengths, is refused there by its policy.
     """
-    tokens: int = step["seq_length"] * step["micro_batch_size"]
-    return [tokens] * step["num_microbatches"]
+    return [[step["seq_length"]] * step["micro_batch_size"]] * step["num_microbatches"]
 
 
 def _padded(tokens: int, multiple: int) -> int:

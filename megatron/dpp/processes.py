@@ -115,11 +115,14 @@ def sigint_held_back() -> Iterator[None]:
 def begin_program() -> None:
     """Prepare a program before PyTorch is imported, which cannot be in some places.
 
-    It ends where its working directory is gone. Where files are read, or texts printed, in another
+    A rank of torchrun gets SIGTERM when torchrun ends in any way. The program ends where its
+    working directory is gone. Where files are read, or texts printed, in another
     encoding than UTF-8 by default, it begins again in Python's UTF-8 mode: PyTorch's sources and
     the answers of models hold other characters than those of ASCII or GBK. What UTF-8 does not
     have, as some bytes of a file's name, is printed as an escape.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        _end_with(os.getppid(), signal.SIGTERM)
     try:
         os.getcwd()
     except OSError as error:

@@ -13,6 +13,7 @@ import sys
 try:
     import argparse
     import contextlib
+    import dataclasses
     import os
     import runpy
     import textwrap
@@ -40,17 +41,18 @@ try:
         no_scratch,
         print_error,
         require,
+        said,
         tell_torchrun,
     )
     from megatron.dpp.processes import begin_program, sigint_held_back
     from megatron.dpp.schedule import find_policy
-    from megatron.dpp.trace.host import HostTrace, trace_fields
+    from megatron.dpp.trace.host import HostTrace
 except KeyboardInterrupt:  # Ctrl-C at any time is no traceback
     sys.exit(130)
 
 _PROGRAM = "megatron-dpp run"
 _SWITCHES = ("--use-dpp", "--dpp-strict", "--dpp-trace", "--dpp-trace-only")
-_TRACE_VALUES = [field for field in trace_fields() if field.name != "only"]
+_TRACE_VALUES = [field for field in dataclasses.fields(HostTrace) if field.name != "only"]
 _STATES = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 
@@ -94,25 +96,15 @@ def flags_of(environment: Mapping[str, str]) -> Iterator[str]:
     Raises:
         ConfigError: a switch is neither on nor off.
     """
-    switches: dict[str, tuple[str, str | None]] = {
-        flag.strip("-").replace("-", "_").upper(): (flag, None) for flag in _SWITCHES
-    }
-    values = {
-        f"DPP_TRACE_{field.name.upper()}": f"--dpp-trace-{field.name}" for field in _TRACE_VALUES
-    }
-    for field in option_fields():
-        name, flag = f"DPP_{field.name.upper()}", flag_of(field.name)
-        if isinstance(field.default, bool):
-            switches[name] = (flag, flag.replace("--", "--no-", 1))
+    for dest, action in {action.dest: action for action in _parser()._actions}.items():
+        name = dest.upper()
+        if not environment.get(name) or "dpp" not in dest:
+            continue
+        flag, *off = action.option_strings
+        if action.nargs != 0:
+            yield f"{flag}={environment[name]}"
         else:
-            values[name] = flag
-    yield from (
-        f"{flag}={environment[name]}" for name, flag in values.items() if environment.get(name)
-    )
-    for name, (on, off) in switches.items():
-        if environment.get(name):
-            chosen = on if is_on(name, environment) else off
-            yield from [chosen] if chosen else []
+            yield from [flag] if is_on(name, environment) else off
 
 
 def is_on(name: str, environment: Mapping[str, str], *, otherwise: bool = False) -> bool:
@@ -194,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tell_torchrun(error_line(refusal, _PROGRAM, naming), printed=True)
             return print_error(refusal, _PROGRAM, naming)
         if refusal is not None:
-            refusal.args = (refusal.said(naming),)  # of the traceback
+            refusal.args = (said(refusal, naming),)  # of the traceback
         raise
     return 0
 
@@ -203,7 +195,10 @@ def plugin_arguments(given: argparse.Namespace, naming: Naming) -> dict[str, Any
     """The arguments of :func:`megatron.dpp.plugin.install`; none where it is not wanted."""
     if not (given.use_dpp or given.dpp_trace_only):
         return {}
-    traces = {field.name: getattr(given, f"dpp_trace_{field.name}") for field in trace_fields()}
+    traces = {
+        field.name: getattr(given, f"dpp_trace_{field.name}")
+        for field in dataclasses.fields(HostTrace)
+    }
     trace = HostTrace(**traces) if given.dpp_trace or given.dpp_trace_only else None
     return {
         "config": dpp_config(given),

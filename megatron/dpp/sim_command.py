@@ -29,7 +29,7 @@ from megatron.dpp.sim.costs import Costs, Shape
 from megatron.dpp.sim.flags import Lengths, changes, check_ranges, check_shape, new_sim_parser
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.measured import MeasuredCosts, load_costs
-from megatron.dpp.sim.orders import best_order
+from megatron.dpp.sim.orders import best_order, in_order, simulated
 from megatron.dpp.sim.result import Result, format_grid
 from megatron.dpp.sim.schedules import STATIC, find_schedule, run_static
 
@@ -130,7 +130,8 @@ def _runs(
 
 
 def _in_best_order(run: _Run, climb: int, shape: Shape, costs: Costs) -> Result:
-    return best_order(shape, costs, run, simulations=climb).result
+    plan = best_order(shape, costs, simulated(run, shape, costs), simulations=climb)
+    return run(*in_order(plan.order, shape, costs))
 
 
 def _runner(name: str, args: argparse.Namespace) -> _Run:

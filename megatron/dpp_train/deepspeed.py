@@ -255,20 +255,10 @@ def accumulate(
 
 def main() -> None:
     """Train GPT with the flags of the command line."""
-    from megatron.dpp_train.data.datasets import add_arguments as add_rows
-    from megatron.dpp_train.data.packed_attention import for_local_layers
     from megatron.dpp_train.pretrain import gpt
-    from megatron.dpp_train.pretrain.loop import train
 
     with engine():
-        train(
-            gpt.datasets,
-            gpt.forward_step,
-            model_config=gpt.model_config,
-            add_arguments=lambda parser: add_arguments(add_rows(parser)),
-            around=for_local_layers,
-            defaults={"tokenizer_type": "GPT2BPETokenizer"},
-        )
+        gpt.main(add_arguments)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import time
@@ -15,7 +16,7 @@ import pytest
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.data import preprocess_command as preprocess
 from megatron.dpp_train.data.child import Child, Died, in_order, limit_time
-from megatron.dpp_train.data.encode import Begun, Settings
+from megatron.dpp_train.data.encode import Begun
 from megatron.dpp_train.data.token_files import token_type
 
 
@@ -105,8 +106,8 @@ def test_answers_come_in_order_around_deaths() -> None:
 class Killed:
     """An encoder that the system kills."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._dtype = token_type(settings.tokenizer.vocab_size or 1)
+    def __init__(self, args: argparse.Namespace, _: float) -> None:
+        self._dtype = token_type(args.vocab_size)
 
     def __call__(self, lines: list[bytes] | None) -> Begun:
         if lines is None:

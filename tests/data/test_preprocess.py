@@ -206,18 +206,18 @@ def test_a_token_outside_the_vocabulary_is_a_bad_line(
 
 WRONG_ARGUMENTS = {
     "no such file": ["--input", "missing.jsonl"],
-    "neither a file nor a data set saved to disk": ["--input", "."],
+    "a folder; name the files": ["--input", "."],
     "--vocab-file missing.json": ["--vocab-file", "missing.json"],
     "needs --merge-file": ["--merge-file", ""],
     "--workers 0": ["--workers", "0"],
-    "at most 4096": ["--workers", "9" * 20],
+    "must be 1 to 4096": ["--workers", "9" * 20],
     "--output-prefix is empty": ["--output-prefix", ""],
     "named twice": ["--json-keys", "text", "text"],
 }
 
 
 WRONG_SETTINGS = {
-    *("needs --merge-file", "--workers 0", "at most 4096", "--output-prefix is empty"),
+    *("needs --merge-file", "--workers 0", "must be 1 to 4096", "--output-prefix is empty"),
     "named twice",
 }
 """Of these those that are no matter of files, whose exit status is 2."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import json
-import lzma
 import re
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,9 @@ import pytest
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.data import preprocess_command as preprocess
-from megatron.dpp_train.data.rows import files_of, is_rows, open_rows, size_of
-from megatron.dpp_train.data.vocabulary import tokenizer_flags
+from megatron.dpp_train.data import rows
+from megatron.dpp_train.data.rows import open_rows
+from megatron.dpp_train.presets.tokens import tokenizer_flags
 from tests.conftest import REPOSITORY
 
 GPT = (
@@ -59,25 +58,6 @@ def test_gzip_is_known_by_its_first_bytes(tmp_path: Path) -> None:
     assert rows_of(path) == CHATS[:1]
 
 
-@pytest.mark.parametrize(
-    ("begin", "said"),
-    [
-        (b"\x28\xb5\x2f\xfd\x04", "x.jsonl: is packed by Zstandard, .*: zstd -d first"),
-        (lzma.compress(b"{}"), "is packed by xz, "),
-        (bz2.compress(b"{}"), "is packed by bzip2, "),
-        (b"PK\x03\x04\x14", "is packed by zip, "),
-        ("{}".encode("utf-16"), "is UTF-16, expected UTF-8: iconv -f UTF-16 "),
-    ],
-    ids=["zstd", "xz", "bzip2", "zip", "utf-16"],
-)
-def test_other_formats_are_refused_as_such(tmp_path: Path, begin: bytes, said: str) -> None:
-    """``--skip-bad-lines`` left all of their lines out."""
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(begin)
-    with pytest.raises(DataError, match=said):
-        open_rows(path)
-
-
 def parquet(folder: Path) -> Path:
     tables = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed")
     arrow = pytest.importorskip("pyarrow")
@@ -85,26 +65,9 @@ def parquet(folder: Path) -> Path:
     return folder / "x.parquet"
 
 
-def saved(folder: Path) -> Path:
-    """As ``datasets.Dataset.save_to_disk`` writes it."""
-    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    split = folder / "x" / "train"
-    split.mkdir(parents=True)
-    files = []
-    for number, part in enumerate((CHATS[:1], CHATS[1:])):
-        files.append({"filename": f"data-{number:05d}-of-00002.arrow"})
-        table = arrow.Table.from_pylist(part, schema=arrow.Table.from_pylist(CHATS).schema)
-        with arrow.ipc.new_stream(split / files[-1]["filename"], table.schema) as stream:
-            stream.write_table(table)
-    state = {"_data_files": files, "_indices_data_files": None, "_split": None}
-    (split / "state.json").write_text(json.dumps(state))
-    (folder / "x" / "dataset_dict.json").write_text('{"splits": ["test", "train"]}')
-    return folder / "x"
-
-
 FORMATS = {
     "JSON lines": lines, "a JSON array": array, "a JSON array in a line": array_in_a_line,
-    "Parquet": parquet, "a data set of Hugging Face, its split train": saved,
+    "Parquet": parquet,
 }  # fmt: skip
 
 
@@ -113,15 +76,13 @@ def test_every_format_gives_the_same_rows(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = FORMATS[name](tmp_path)
-    assert rows_of(path) == CHATS and is_rows(str(path))
-    assert open_rows(path).name == name.removesuffix(" in a line")
+    assert rows_of(path) == CHATS
     places = [read for _, read in open_rows(path).lines]
-    assert places == sorted(places) and places[-1] <= size_of(path)
+    assert places == sorted(places) and places[-1] <= path.stat().st_size
     words = f"--input {path} --output-prefix {tmp_path}/made --sft {GPT}"
     assert preprocess.main(words.split()) == 0
     said = capsys.readouterr()
     assert said.out.startswith(f"{len(CHATS)} documents")
-    assert (f"note: {path}: read as " in said.err) == (name != "JSON lines")
     assert f"note: {len(CHATS)} lines: read as messages" in said.err
 
 
@@ -189,23 +150,10 @@ def test_a_file_that_is_no_table_is_named(tmp_path: Path) -> None:
         rows_of(write(tmp_path / "x.parquet", "PAR1"))
 
 
-def test_folders_that_hold_no_rows_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="neither a file nor a data set saved to disk"):
-        open_rows(tmp_path)
-    write(tmp_path / "dataset_dict.json", '{"splits": ["a", "b"]}')
-    with pytest.raises(DataError, match="holds the splits a, b; name one"):
-        open_rows(tmp_path)
-    for content, why in (("{}", "holds the splits none"), ("[]", "not a JSON object")):
-        write(tmp_path / "dataset_dict.json", content)
-        with pytest.raises(DataError, match=why):
-            open_rows(tmp_path)
-    (tmp_path / "dataset_dict.json").unlink()
-    write(tmp_path / "state.json", '{"_data_files": 7}')
-    with pytest.raises(DataError, match="names no data files"):
-        open_rows(tmp_path)
-    write(tmp_path / "state.json", '{"_data_files": [], "_indices_data_files": [1]}')
-    with pytest.raises(DataError, match="flatten_indices"):
-        open_rows(tmp_path)
+def test_a_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"--input {tmp_path} --output-prefix {tmp_path}/made {GPT}"
+    assert preprocess.main(words.split()) == 1
+    assert f"--input {tmp_path}: a folder; name the files in it" in capsys.readouterr().err
 
 
 def test_a_tokenizer_is_trained_on_all_texts_of_other_forms(tmp_path: Path) -> None:
@@ -216,6 +164,17 @@ def test_a_tokenizer_is_trained_on_all_texts_of_other_forms(tmp_path: Path) -> N
     assert {"zebra", "quagga", "okapi"} <= vocabulary.keys()
 
 
+def test_an_array_that_is_packed_to_burst_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A megabyte may unpack to a gigabyte, and an array is read as a whole."""
+    monkeypatch.setattr(rows, "_LONGEST_LINE", 1 << 12)
+    path = tmp_path / "x.json.gz"
+    path.write_bytes(gzip.compress(b"[" + b" " * (1 << 13) + b"]"))
+    with pytest.raises(DataError, match="an array of 4096 bytes or more; write JSON lines"):
+        open_rows(path)
+
+
 def test_a_damaged_gzip_file_is_named(tmp_path: Path) -> None:
     """It ended in zlib's own error."""
     path, lines = tmp_path / "x.jsonl.gz", b"".join(b'{"text": "%d"}\n' % i for i in range(2000))
@@ -223,11 +182,3 @@ def test_a_damaged_gzip_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(whole[:400] + bytes(8) + whole[408:])
     with pytest.raises(DataError, match=r"x.jsonl.gz, behind line \d+: "):
         list(open_rows(path).lines)
-
-
-@pytest.mark.parametrize("name", ["../secret.arrow", "/etc/passwd", "..", "", "a/b", "a\0b"])
-def test_a_data_set_names_files_of_its_own(name: str, tmp_path: Path) -> None:
-    """A stranger's folder could name any file of whoever trains on it."""
-    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
-    with pytest.raises(DataError, match="expected a file beside it"):
-        files_of(tmp_path)

@@ -127,10 +127,17 @@ def test_wrong_input_is_refused_by_name(tmp_path: Path) -> None:
         ("GPT2BPETokenizer", {"vocab_file": VOCAB, "merge_file": f"{tmp_path}/m.txt"},
          "does not fit"),
         ("BertWordPieceCase", {"vocab_file": f"{tmp_path}/b.txt"}, r"needs \[MASK\]"),
-        ("HuggingFaceTokenizer", {"tokenizer_model": str(tmp_path)}, "--tokenizer-model"),
+        ("HuggingFaceTokenizer", {"tokenizer_model": str(tmp_path)}, "no tokenizer"),
         ("HuggingFaceTokenizer", {"tokenizer_model": "some/where"}, "no such file or directory"),
         ("Llama2Tokenizer", {"tokenizer_model": str(tmp_path)}, "no model of SentencePiece"),
     ]  # fmt: skip
     for kind, given, why in wrong:
         with pytest.raises(DataError, match=why):
             made(kind, **given)
+
+
+def test_a_pipe_among_a_tokenizers_files_is_refused(tmp_path: Path) -> None:
+    """Opening it waited for ever, without taking processor time."""
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(DataError, match=r"tokenizer\.json: no regular file"):
+        build(TokenizerFiles(kind="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))

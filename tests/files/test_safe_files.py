@@ -18,7 +18,6 @@ from megatron.dpp.files.index_files import read_lengths
 from megatron.dpp.files.safe_files import (
     open_text_to_write,
     open_to_read,
-    private_directory,
     read_bytes,
     replacing,
 )
@@ -129,16 +128,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         with replacing(str(path)) as file:
             file.write(b"newer")
         assert (path.read_bytes(), reader.read()) == (b"newer", b"new")
-
-
-def test_nobody_else_enters_a_private_directory(tmp_path: Path) -> None:
-    private_directory(tmp_path / "own")
-    assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700
-    (tmp_path / "link").symlink_to(tmp_path / "own")
-    (tmp_path / "file").touch()
-    for name in ("link", "file"):
-        with pytest.raises(OSError, match=f"is a {name}; remove it"):
-            private_directory(tmp_path / name)
 
 
 def test_a_text_may_hold_the_bytes_of_a_name(tmp_path: Path) -> None:

@@ -182,6 +182,14 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
     "shape": (lambda f: change(f, **{GATE: torch.ones(32, 48)}), "up_proj.weight has shape [32"),
     "missing": (lambda f: change(f, **{NORM: None}), "lacks model.norm.weight"),
     "extra": (lambda f: edit(f, num_hidden_layers=3), "which llama does not have"),
+    "a name that clears the terminal": (
+        lambda f: change(f, **{"\x1b[2J": torch.ones(1)}),
+        "holds \\x1b[2J, which",
+    ),
+    "experts": (
+        lambda f: edit(f, model_type="mixtral", num_local_experts=2**30, num_experts_per_tok=2),
+        "4 layers of 1073741824 experts are too many",
+    ),
     "type": (
         lambda f: change(f, **{NORM: torch.ones(32, dtype=torch.int8)}),
         "model.norm.weight is I8",
@@ -232,7 +240,6 @@ def test_bad_checkpoints_and_targets_are_one_line(
         ("config.json is of ", ours, x, "--family", "mixtral"),
         ("--family nothing: expected one of", ours, x, "--family", "nothing"),
         ("--step: ", source, x, "--step", "0"),
-        ("a file; a model is a folder", source / WEIGHTS, x),
     ):
         assert said in refused(capsys, *words), said
     shutil.rmtree(ours / "hf")

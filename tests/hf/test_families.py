@@ -13,7 +13,6 @@ from megatron.dpp.errors import DataError
 from megatron.dpp_train.hf import flags_of
 from megatron.dpp_train.hf.convert_command import main as convert
 from megatron.dpp_train.hf.families import find_families
-from megatron.dpp_train.hf.families.left_out import LEFT_OUT
 from megatron.dpp_train.hf.fields import read_config
 from megatron.dpp_train.hf.forms import NAMES
 from tests.conftest import REPOSITORY
@@ -79,13 +78,6 @@ def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
         find_families(tmp_path / "none.py")
 
 
-@pytest.mark.parametrize("name", LEFT_OUT)
-def test_a_family_that_is_left_out_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=f"model_type '{name}' is left out: "):
-        read_config(folder_of(tmp_path / "model", name))
-    assert name not in find_families()
-
-
 PAGE = (REPOSITORY / "docs" / "families.md").read_text(encoding="utf-8")
 
 
@@ -97,7 +89,6 @@ def test_the_page_names_each_family_and_each_form() -> None:
     for name, family in find_families().items():
         forms = {*family.flags, *family.fields.values()} & set(NAMES)
         assert all(f"`{form}`" in rows[name] for form in forms), name
-    assert all(f"`{name}`" in PAGE for name in LEFT_OUT)
 
 
 def test_the_file_of_the_page_describes_its_family(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train import hf
+from megatron.dpp_train.data.tokenizer import of_transformers
 from megatron.dpp_train.hf import prompts
 from megatron.dpp_train.hf.generate_command import main
 from tests.hf import tiny
@@ -65,7 +66,7 @@ def test_a_checkpoint_answers_as_its_folder_and_as_transformers(
     chats = [{"messages": [{"role": "user", "content": each}]} for each in questions]
     chats[0]["messages"].append({"role": "assistant", "content": "gone"})
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    tokenizer = prompts.tokenizer_of(model)
+    tokenizer = of_transformers(model)
     for flag, file, asked in (
         ("--prompts", "texts.txt", [tokenizer(each)["input_ids"] for each in questions]),
         (
@@ -107,9 +108,8 @@ def test_wrong_input_is_one_line(
         ("--max-new-tokens 0: must be at least 1", model, "--prompt", "x", "--max-new-tokens", 0),
         ("--top-p 2.0: must be above 0", model, "--prompt", "x", "--top-p", 2),
         ("a prompt is empty", model, "--prompt", " "),
-        ("no such file", model, "--prompts", tmp_path / "none.jsonl"),
-        ("expected an object with prompt or text", model, "--prompts", tmp_path / "bad.jsonl"),
-        ("expected an object with messages", model, "--chat", tmp_path / "bad.jsonl"),
+        ("No such file", model, "--prompts", tmp_path / "none.jsonl"),
+        ("expected an object with a text or messages", model, "--prompts", tmp_path / "bad.jsonl"),
         ("64 positions", model, "--prompt", "x " * 90),
         ("no checkpoint of Megatron is there", tmp_path, "--prompt", "x"),
         ("its tokenizer is not known", bare, "--prompt", "x"),
@@ -141,7 +141,7 @@ def test_a_model_tuned_on_chats_names_the_end_of_an_answer(model: Path, tmp_path
     hf.to_megatron(model, tmp_path / "ours")
     target = tmp_path / "target"
     shutil.copytree(model, target)
-    values = {"tokenizer_model": str(run), "sft": True}
+    values = {"tokenizer_model": str(run), "data_path": ["1", "x_chat_document"]}
     assert convert.keep_tokenizer(type("Args", (), values), target) == ()
     assert (target / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
     ends = json.loads((target / "generation_config.json").read_text())["eos_token_id"]

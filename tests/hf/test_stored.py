@@ -271,3 +271,10 @@ def test_rotary_embeddings_come_back_as_they_were(
     ]
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-9)
+
+
+def test_a_list_of_tensors_that_is_none_is_refused(tmp_path: Path) -> None:
+    folder = written(tmp_path / "x", {"k": torch.ones(2)})
+    (folder / ".metadata").write_bytes(pickle.dumps(7))
+    with pytest.raises(DataError, match=r"\.metadata: damaged \('int' object"):
+        checkpoint.Stored(folder)

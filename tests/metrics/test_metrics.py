@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.core import compat
+from megatron.dpp.report.run_files import read_metrics
 from tests.runtime.test_compat import SOURCES
 
 SCRIPT = Path(__file__).with_name("mock_training.py")
@@ -53,21 +54,36 @@ def test_megatron_lm_has_the_functions(archive: Path | None) -> None:
     assert all(names <= found[function] for function, names in NEEDED.items())
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("megatron.training") is None, reason="there is no megatron.training"
-)
-def test_a_file_has_what_megatron_logs(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "metrics.jsonl"
+def trained(file: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Trains for four steps with metrics in ``file``."""
+    if importlib.util.find_spec("megatron.training") is None:
+        pytest.skip("there is no megatron.training")
     command = [sys.executable, "-m", "megatron.dpp.run", str(SCRIPT), "--metrics-file", str(file)]
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     done = subprocess.run(
         [*command, *FLAGS.split()],
-        env=environment | {"MASTER_PORT": "0"},
+        env={**os.environ, **place, **variables},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def test_a_full_disk_costs_a_line_and_not_the_training(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    done = trained(file, FULL_DISK=str(file))
+    assert done.stderr.count(f"{file}: no metrics of this step ([Errno 27] File too large)") == 1
+    found = read_metrics(file)
+    assert [line["iteration"] for line in found if "loss" in line] == [1, 3, 4]
+    assert sum("validation_loss" in line for line in found) == 3
+    assert len(file.read_text().splitlines()) == 8  # and 20 characters of the line that is lost
+
+
+def test_a_file_has_what_megatron_logs(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "metrics.jsonl"
+    done = trained(file)
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if "loss" in line]
     logged = re.findall(

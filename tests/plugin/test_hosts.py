@@ -104,12 +104,12 @@ PACKED_CASES = {
 }
 
 
-def corpus(folder: Path) -> str:
-    """Documents of 5 to 90 tokens, as Megatron-LM reads them."""
+def corpus(folder: Path, most: int = 90) -> str:
+    """Documents of 5 to ``most`` tokens, as Megatron-LM reads them."""
     draw = torch.Generator().manual_seed(5)
     builder = IndexedDatasetBuilder(str(folder / "corpus.bin"), dtype=numpy.int32)
     for _ in range(300):
-        length = int(torch.randint(5, 90, (), generator=draw))
+        length = int(torch.randint(5, most, (), generator=draw))
         builder.add_document(torch.randint(1, 127, (length,), generator=draw), [length])
     builder.finalize(str(folder / "corpus.idx"))
     return str(folder / "corpus")
@@ -142,6 +142,29 @@ def test_packed_rows_in_slices(hosts: Hosts, version: str, case: str, tmp_path: 
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     recorded = [file.read_text() for file in tmp_path.glob("decisions.*")]
     assert recorded and all('"groups"' in text for text in recorded), "no row was cut"
+
+
+@pytest.mark.slow
+def test_packed_rows_in_a_planned_order(hosts: Hosts, tmp_path: Path) -> None:
+    """Losses are the host's: those of the first step bit by bit, later ones to rounding."""
+    _, flags = PACKED_CASES["packed-pp2"]
+    flags += f" --seq-length 512 --max-position-embeddings 512 {PACKED}"
+    model = MODEL.replace("--mock-data", f"--data-path {corpus(tmp_path, 500)}")
+    arms = {"own": "", "planned": f"{DYNAMIC} --dpp-call-order planned"}
+    output = [
+        hosts.run(NEWEST, 2, f"{flags} {more}", tmp_path / name, model=model)
+        for name, more in arms.items()
+    ]
+    assert "microbatches run in a planned order (" in output[1]
+    own, planned = (
+        [json.loads(line)[1][0]["lm loss"] for line in records(tmp_path / name, 2)[-1]
+         if "train_step" in line]
+        for name in arms
+    )  # fmt: skip
+    assert own[0] == planned[0]
+    for one, other in zip(own, planned, strict=True):
+        losses = [float.fromhex(each[0]) for each in (one, other)]
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -40,16 +40,16 @@ def step(iterator: Any, count: int, sizes: tuple[int, int] = (1, 1), **more: Any
 @pytest.mark.parametrize(
     ("sizes", "arguments", "expected"),
     [
-        ((1, 1), {}, [23, 10]),
-        ((1, 1), {"data_pad_size_multiplier": 8}, [24, 16]),
-        ((2, 1), {"data_pad_size_multiplier": 8}, [32, 16]),
-        ((1, 2), {}, [24, 12]),  # of 20 + 4 and 8 + 4
-        ((1, 2), {"allgather_cp": True}, [24, 10]),
+        ((1, 1), {}, [[20, 3], [7, 3]]),
+        ((1, 1), {"data_pad_size_multiplier": 8}, [[20, 3, 1], [7, 3, 6]]),
+        ((2, 1), {"data_pad_size_multiplier": 8}, [[20, 3, 9], [7, 3, 6]]),
+        ((1, 2), {}, [[20, 4], [8, 4]]),
+        ((1, 2), {"allgather_cp": True}, [[20, 3, 1], [7, 3]]),
         ((1, 1), {"qkv_format": "bshd"}, None),
     ],
 )
 def test_a_rollouts_rows_have_the_hosts_padding(
-    host: str, sizes: tuple[int, int], arguments: dict[str, Any], expected: list[int] | None,
+    host: str, sizes: tuple[int, int], arguments: dict[str, Any], expected: list[list[int]] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     with_arguments(monkeypatch, **arguments)
@@ -62,9 +62,9 @@ def test_a_rollouts_rows_have_the_hosts_padding(
 @pytest.mark.parametrize(
     ("sizes", "settings", "expected"),
     [
-        ((1, 1), {}, [12, 5]),
-        ((2, 1), {}, [14, 6]),  # of 4 + 10 and 6
-        ((1, 2), {}, [16, 8]),
+        ((1, 1), {}, [[3, 9], [5]]),
+        ((2, 1), {}, [[4, 10], [6]]),
+        ((1, 2), {}, [[4, 12], [8]]),
         ((1, 1), {"use_remove_padding": False}, None),
         ((1, 1), {"pad_to_length": True}, None),
         ((1, 1), {"dynamic_context_parallel": True}, None),
@@ -72,7 +72,7 @@ def test_a_rollouts_rows_have_the_hosts_padding(
     ],
 )
 def test_verls_rows_are_read_from_a_copy_of_its_iterator(
-    sizes: tuple[int, int], settings: dict[str, Any], expected: list[int] | None
+    sizes: tuple[int, int], settings: dict[str, Any], expected: list[list[int]] | None
 ) -> None:
     values = {"use_remove_padding": True, "pad_to_length": False, "fp8": None} | settings
     kind = type("Engine", (SimpleNamespace,), {
@@ -94,7 +94,7 @@ def test_nemo_rls_rows_have_the_length_of_the_call() -> None:
 
     forward.__module__ = "nemo_rl.models.megatron.train"
     call = step(iter([0]), 3, forward_step_func=partial(forward, a=1), seq_length=32)
-    assert packed_lengths(call | {"micro_batch_size": 2}) == [64, 64, 64]
+    assert packed_lengths(call | {"micro_batch_size": 2}) == [[32, 32]] * 3
 
 
 def test_another_hosts_lengths_are_not_read() -> None:
@@ -122,6 +122,9 @@ def test_lengths_that_an_adapter_knows_are_announced_before_a_training_step(
     plugin.announce([1, 2, 3])
     run(**keywords())
     assert told == [[9, 23, 7], [1, 2, 3]], "what the host says itself wins"
+    installed["sizes"] = [[4, 5], [3], [2, 1]]
+    run(**keywords())
+    assert told.pop() == [9, 3, 3]
     installed["sizes"] = None
     run(**keywords())
     del installed["sizes"]  # as of a host whose names have changed

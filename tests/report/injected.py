@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import random
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron.dpp.report.align import align
@@ -12,6 +16,14 @@ from megatron.dpp.report.reader import open_run
 from tests.report.synthetic import MS, Run, base_cost, write
 
 CAUSES = ("slow-rank", "slow-link", "jitter", "heavy-stage", "transient")
+
+
+def call(main: Callable[..., int], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command's status and what it printed, without a process of its own."""
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        status = main([*arguments])
+    return subprocess.CompletedProcess(arguments, status, out.getvalue(), errors.getvalue())
 
 
 def draw(*key: int | str) -> random.Random:

@@ -14,18 +14,19 @@ from hypothesis import strategies as st
 from megatron.dpp.errors import DataError
 from megatron.dpp.report.analysis.model import (
     Arrival,
-    Iteration,
     JobShape,
     MessageId,
+    OtherWork,
     RankIteration,
     Send,
     TaskRun,
+    TracedIteration,
     Wait,
 )
 from megatron.dpp.report.analysis.sentences import EVEN_LAYERS, sentences, straggler_text
 from megatron.dpp.report.analysis.stragglers import Culprit
-from megatron.dpp.report.analysis.summary import Prediction, summary
-from megatron.dpp.report.analysis.times import painted
+from megatron.dpp.report.analysis.summary import PredictedTime, summary
+from megatron.dpp.report.analysis.times import iteration_times, painted
 from megatron.dpp.report.analysis.work import LinkSamples, link_samples
 from megatron.dpp.report.reader import read_events
 from megatron.dpp.report.whatif import (
@@ -98,6 +99,15 @@ def test_every_nanosecond_of_the_window_is_accounted_for(tmp_path):
             assert rank.tail == {"host": 50_000, "optimizer": 1_000_000}
 
 
+def test_other_work_after_a_ranks_last_task_is_drain():
+    task = TaskRun(0, 10, "F", 0, 0, 0)
+    early = RankIteration(0, 1, 0, 50, tasks=[task], spans=[OtherWork(5, 30, "batch")])
+    late = RankIteration(1, 1, 0, 50, tasks=[task._replace(end=40)])
+    times = iteration_times(TracedIteration(1, {0: early, 1: late})).ranks[0]
+    assert (times.busy, times.other, times.idle) == (10, 0, {"drain": 30})
+    assert times.tail == {"host": 10}
+
+
 def test_totals_equal_those_summed_from_the_events(tmp_path):
     analysis = analysed(Run(chunks=2), tmp_path, skip=0)
     report = summary(analysis)
@@ -167,8 +177,8 @@ def test_all_reports_name_a_rank_by_stage_and_replica(replicas, tensors, name):
 
 def test_a_heavy_stages_work_is_not_promised_away(tmp_path):
     report = summary(analysed(Run(chunks=2), tmp_path))
-    heavy = Prediction("without heavy-stage (stage 1, chunk 1)", 1000, 826)
-    report.what_if = [heavy, Prediction(EVEN_LAYERS, 1000, 928)]
+    heavy = PredictedTime("without heavy-stage (stage 1, chunk 1)", 1000, 826)
+    report.what_if = [heavy, PredictedTime(EVEN_LAYERS, 1000, 928)]
     assert sentences(report)[-1].endswith(
         "17.4 % of an iteration if that work were gone; laid out evenly over all stages 7.2 %."
     )
@@ -216,7 +226,7 @@ def test_a_run_that_kept_megatrons_order_is_simulated_with_it(tmp_path):
 def test_replicas_tell_a_heavy_stage_from_a_slow_rank():
     from megatron.dpp.report.analysis.model import JobShape
     from megatron.dpp.report.analysis.stragglers import StragglerSearch
-    from megatron.dpp.report.analysis.work import Work
+    from megatron.dpp.report.analysis.work import TaskTimes
 
     places = {rank: rank % 4 for rank in range(12)}
     shape = JobShape(4, 1, places, {rank: (rank // 4, 0) for rank in range(12)}, "dpp")
@@ -226,7 +236,7 @@ def test_replicas_tell_a_heavy_stage_from_a_slow_rank():
             (rank, 0): {"F": dict.fromkeys(range(8), 150 if rank in slow else 100)}
             for rank in range(12)
         }
-        works = [Work(number, tasks) for number in range(5)]
+        works = [TaskTimes(number, tasks) for number in range(5)]
         return StragglerSearch(shape, works, [{}] * 5, dict.fromkeys(places, 0)).find()
 
     assert [(c.kind, c.rank) for c in search({3})] == [("slow-rank", 3)]
@@ -264,7 +274,7 @@ def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
     """A busy receiver sees a message when its task ends, which bounds the delay from above only."""
     from megatron.dpp.report.analysis.model import JobShape
     from megatron.dpp.report.analysis.stragglers import StragglerSearch
-    from megatron.dpp.report.analysis.work import Work
+    from megatron.dpp.report.analysis.work import TaskTimes
     from megatron.dpp.report.whatif import hop_delay
 
     busy = LinkSamples(any=[11_000_000, 12_000_000, 9_000_000])
@@ -272,7 +282,7 @@ def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
     links = {(0, 1): quick, (1, 2): busy, (2, 1): busy, (2, 3): quick}
     shape = JobShape(4, 1, {r: r for r in range(4)}, dict.fromkeys(range(4), (0, 0)), "dpp")
     tasks = {(rank, 0): {"F": dict.fromkeys(range(8), 10_000_000)} for rank in range(4)}
-    works = [Work(number, tasks) for number in range(5)]
+    works = [TaskTimes(number, tasks) for number in range(5)]
     assert StragglerSearch(shape, works, [links] * 5, dict.fromkeys(range(4), 0)).find() == []
     assert hop_delay(links, range(4), 1) == pytest.approx(200e-6)
     slow = links | {(1, 2): LinkSamples(any=busy.any, clean=busy.any)}
@@ -295,7 +305,7 @@ def test_a_message_taken_ahead_is_timed_only_where_the_device_was_idle():
             waits=[Wait(100_000, 1_960_000, "message", "F0")],
             arrivals=[Arrival(900_000, 1_940_000, message, ahead=True)],
         )  # fmt: skip
-        iteration = Iteration(4, {0: sender, 1: receiver})
+        iteration = TracedIteration(4, {0: sender, 1: receiver})
         return link_samples(iteration)[0, 1]
 
     assert sampled(previous_end=1_900_000).clean == []

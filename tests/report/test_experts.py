@@ -9,7 +9,7 @@ import pytest
 from megatron.dpp.report.aggregate_command import merge
 from megatron.dpp.report.align import align
 from megatron.dpp.report.analysis.experts import LayerLoad, add_loads
-from megatron.dpp.report.analysis.model import ExpertsRun, Iteration, RankIteration
+from megatron.dpp.report.analysis.model import ExpertsRun, RankIteration, TracedIteration
 from megatron.dpp.report.analysis.sentences import EVEN_EXPERTS
 from megatron.dpp.report.building import Report, build_report
 from megatron.dpp.report.reader import open_run
@@ -117,7 +117,7 @@ def test_what_is_kept_does_not_grow_with_microbatches(count: int) -> None:
         for rank, tokens in enumerate((30, 10))
     }  # fmt: skip
     loads: dict[int, LayerLoad] = {}
-    add_loads(loads, Iteration(0, ranks))
+    add_loads(loads, TracedIteration(0, ranks))
     assert loads[1].meetings == {((0, 0), (1, 0)): [count, 10 * count]}
     assert loads[1].ratios == [count, 1.5 * count]
     assert (loads[1].points[0], loads[1].ns_per_token()) == (2 * count, 10)

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.report import monitor_command
 from megatron.dpp.report.reader import open_run
 from megatron.dpp.report.run_files import find_run
-from tests.report.injected import inject
+from tests.report.injected import call, inject
 from tests.report.synthetic import Run, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,8 +25,7 @@ SLOW = inject(Run(iterations=5), "slow-rank", 0)
 
 
 def monitor(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron.dpp", "monitor", "--once", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=150, cwd=ROOT)
+    return call(monitor_command.main, "--once", *arguments)
 
 
 def test_a_directory_without_traces_is_an_error(tmp_path):

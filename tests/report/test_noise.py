@@ -10,7 +10,7 @@ import pytest
 
 from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.stragglers import Culprit, StragglerSearch
-from megatron.dpp.report.analysis.work import LinkSamples, Work
+from megatron.dpp.report.analysis.work import LinkSamples, TaskTimes
 
 STEADY = 0.08
 """Spread of task times up to which they are not called unsteady."""
@@ -60,7 +60,7 @@ def noise(seed: int) -> tuple[StragglerSearch, float]:
                 }
                 for t in range(tensor):
                     tasks[rank_of[(*group, t)], chunk] = kinds
-        works.append(Work(number, tasks))
+        works.append(TaskTimes(number, tasks))
         links.append(
             {
                 (a, b): LinkSamples(clean=delays, any=delays)
@@ -99,7 +99,7 @@ def found(
             }
             for rank in shape.pipeline
         }
-        works.append(Work(number, tasks))
+        works.append(TaskTimes(number, tasks))
     waits = dict.fromkeys(shape.pipeline, 0)
     search = StragglerSearch(shape, works, [{} for _ in works], waits)
     return [(culprit.kind, culprit.rank) for culprit in search.find()]
@@ -118,6 +118,18 @@ def test_microbatches_of_unlike_work_are_no_rank_s_fault(shape: JobShape) -> Non
     assert found(shape, uneven) == [("jitter", None)]
 
 
+def test_a_rank_is_slow_beyond_four_standard_errors_of_its_own_variation() -> None:
+    """Of five iterations; rank 1 is a quarter slower in the middle one of them."""
+    shape = JobShape(3, 1, {r: r for r in range(3)}, dict.fromkeys(range(3), (0, 0)), "dpp")
+
+    def varied(off: float) -> list[tuple[str, int | None]]:
+        less = 1.25 * math.exp(-off)
+        times = ([1.0] * 5, [less, 1.9, 1.25, 1.9, less], [0.6, 0.3, 0.6, 0.3, 0.45])
+        return found(shape, lambda number, rank, _: times[rank][number], 5)
+
+    assert (varied(0.036), varied(0.033)) == ([], [("slow-rank", 1)])
+
+
 def test_no_rank_of_a_heavy_stage_waits_for_it() -> None:
     """Its other tensor rank was named among those that wait."""
     shape = JobShape(2, 1, {r: r // 2 for r in range(4)}, {r: (0, r % 2) for r in range(4)}, "dpp")
@@ -125,7 +137,7 @@ def test_no_rank_of_a_heavy_stage_waits_for_it() -> None:
         (rank, 0): {kind: dict.fromkeys(range(8), 10**6 * (1 + rank // 2)) for kind in "FB"}
         for rank in shape.pipeline
     }
-    works = [Work(number, times) for number in range(8)]
+    works = [TaskTimes(number, times) for number in range(8)]
     waits = {0: 1, 1: 2, 2: 3, 3: 4}
     (heavy,) = StragglerSearch(shape, works, [{}] * 8, waits).find()
     assert (heavy.kind, heavy.victims) == ("heavy-stage", (1, 0))

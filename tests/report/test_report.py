@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from megatron.dpp.report import report_command
 from megatron.dpp.report.analysis.sentences import duration
 from megatron.dpp.report.pictures.picture import COLOURS
-from tests.report.injected import inject
+from tests.report.injected import call, inject
 from tests.report.synthetic import Run, write
 
 ROOT = Path(__file__).resolve().parents[2]
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
-def report(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron.dpp", "report", *arguments]
-    environment = {**os.environ, **variables}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT
-    )
+def report(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return call(report_command.main, *arguments)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import http.client
-import json
 import os
 import re
 import signal
@@ -135,14 +134,3 @@ def test_a_page_follows_a_link_to_the_next_run(tmp_path):
         while f"<h1>{name}</h1>" not in (text := live.text()) and time.monotonic() < end:
             time.sleep(0.05)
         assert f"<h1>{name}</h1>" in text and badge(text).startswith(f"{state}, ")
-
-
-def test_the_monitor_finds_traces_and_metrics_in_the_home_of_a_run(tmp_path):
-    directory = write(Run(ranks=2), tmp_path / "home" / "traces")
-    line = {"iteration": 3, "loss": 3.25, "tokens": 4200, "ms": 1000.0}
-    (tmp_path / "home" / "metrics.jsonl").write_text(json.dumps(line) + "\n")
-    process = monitor("--interval", "0.1", "--benchmark_dir", str(tmp_path / "home"))
-    text, errors = process.communicate(timeout=150)
-    assert (process.returncode, errors) == (0, "")
-    assert text.splitlines()[0] == f"{directory}: ended"
-    assert "iteration 3  loss 3.2500  4,200 tokens/s" in text

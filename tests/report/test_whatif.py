@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.dpp.report import whatif
-from megatron.dpp.report.analysis.summary import Prediction
+from megatron.dpp.report.analysis.summary import PredictedTime
 from megatron.dpp.report.analysis.work import UNDISTURBED
 from megatron.dpp.report.whatif import (
     Recorded,
@@ -70,9 +70,9 @@ def test_what_varies_is_removed_before_slowness_that_stays(
     monkeypatch.setattr(whatif, "removal", removal)
     tried: list[list[str]] = []
 
-    def predict(name: str, change: Any) -> Prediction:
+    def predict(name: str, change: Any) -> PredictedTime:
         tried.append(change([]))
-        return Prediction(name, 10.0, 10.0 - len(tried[-1]))
+        return PredictedTime(name, 10.0, 10.0 - len(tried[-1]))
 
     model: Any = SimpleNamespace(runs=[], predict=predict)
     culprits: Any = [SimpleNamespace(kind=kind) for kind in kinds]

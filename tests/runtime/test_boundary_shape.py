@@ -11,7 +11,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.core.boundary import Boundaries, Tokens, boundaries
+from megatron.dpp.core.boundary import Boundaries, boundaries
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime.session import replica_of
@@ -75,12 +75,12 @@ def test_tokens_are_those_of_hidden_states_alone() -> None:
     """A rank counts its own part of a microbatch's: at least one, as a nominal length of 1 is
     shared out as well and sizes divide by it.
     """
-    tokens = Tokens(largest=32, hidden=8)
+    tokens = TokenCounter(largest=32, hidden=8)
     assert tokens.count(torch.zeros(5, 2, 8)) == 10 and tokens.count(torch.zeros(6, 8)) == 6
     for other in (torch.zeros(5, 2, 4), torch.zeros(8), torch.zeros([]), [torch.zeros(5, 2, 8)]):
         assert tokens.count(other) is None
-    assert Tokens(largest=32, hidden=0).count(torch.zeros(5, 2, 8)) is None
-    assert Tokens(largest=8, hidden=0, parts=4).of_rank([16, 32]) is None
+    assert TokenCounter(largest=32, hidden=0).count(torch.zeros(5, 2, 8)) is None
+    assert TokenCounter(largest=8, hidden=0, parts=4).of_rank([16, 32]) is None
     call = call_of(tensor=2, context=4, sequence_parallel=True)
     assert call.tokens(64).of_rank([64 * 3, 80]) == [8 * 3, 10]
     assert dataclasses.replace(call, seq_length=1).tokens(1).largest == 1

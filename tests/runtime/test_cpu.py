@@ -17,7 +17,6 @@ from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
 
 from megatron.dpp.core import compat, cpu
-from megatron.dpp.errors import ConfigError
 
 
 @pytest.fixture
@@ -65,8 +64,9 @@ def test_stand_ins_that_are_there_stay_for_the_one_that_made_them() -> None:
     before, modes = state(), torch.overrides._get_current_function_mode_stack()
     with contextlib.closing(cpu.install(host=True)):
         for again in (cpu.install(), cpu.install(host=True)):
-            assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+            assert len(torch.overrides._get_current_function_mode_stack()) == len(modes) + 1
             again.close()
+            assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
             assert torch.empty(2, device="cuda").device.type == "cpu"
             assert torch.cuda.get_device_capability() == (8, 0)
     assert not changed(before)
@@ -115,9 +115,6 @@ def test_a_host_measures_no_memory_and_profiles_nothing() -> None:
         with torch.cuda.nvtx.range("step"):
             torch.cuda.check_error(runtime.cudaProfilerStop())
         torch.cuda.set_stream(torch.cuda.Stream())
-        for record in (torch.cuda.memory._record_memory_history, torch.cuda.memory._dump_snapshot):
-            with pytest.raises(ConfigError, match="record_memory_history=True records the memory"):
-                record("memory.pickle")
 
 
 def test_a_warning_of_one_generator_for_both_devices_is_left_out_and_no_other(

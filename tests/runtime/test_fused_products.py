@@ -48,6 +48,6 @@ def test_a_fused_product_adds_into_the_main_gradient(
     weight: Any = torch.nn.Parameter(torch.zeros(2, 3, dtype=given))
     weight.main_grad = torch.ones(2, 3, dtype=kept)
     tokens, grads = torch.ones(4, 3, dtype=given), torch.full((4, 2), 2.0, dtype=given)
-    fused.accumulate(weight, tokens, grads)
+    fused.add_product(weight, tokens, grads)
     assert torch.equal(weight.main_grad, torch.full((2, 3), 9.0, dtype=kept))
     assert asked == [f"wgrad_gemm_accum_fp{32 if kept == torch.float32 else 16}"]

@@ -9,7 +9,7 @@ import torch
 
 from megatron.dpp.core.wgrad import product
 from megatron.dpp.core.wgrad.linear import WeightGradients
-from megatron.dpp.core.wgrad.own_way import places, why_eager
+from megatron.dpp.core.wgrad.own_way import modules_of, why_eager
 from megatron.dpp.errors import ConfigError
 from tests.runtime.test_weight_gradients import Chunk, Linear, inputs
 
@@ -92,7 +92,7 @@ def test_what_is_around_a_layer_counts(how: str) -> None:
 def test_a_module_in_itself_is_met_once() -> None:
     module = torch.nn.Module()
     module.again = module
-    assert len(list(places(module))) == 1
+    assert len(list(modules_of(module))) == 1
 
 
 @pytest.mark.parametrize("what", ["nothing", "forward hook", "parameter hook", "forward"])

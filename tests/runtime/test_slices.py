@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron.dpp.core.cut import Cut
-from megatron.dpp.core.prefix_attention import Span, attend
 from megatron.dpp.core.slices import Keys, Unit, attend_in_slice
+from megatron.dpp.core.varlen import DocumentSpan, attend
 
 HEADS, SIZE, TOKENS = 4, 8, 30
 
@@ -206,7 +206,7 @@ def test_a_units_documents_have_their_keys_and_places(
 def test_kernels_of_a_gpu_attend_to_earlier_keys(
     spans: list[tuple[int, ...]], dtype: torch.dtype, bound: float
 ) -> None:
-    found = [Span(*span) for span in spans]
+    found = [DocumentSpan(*span) for span in spans]
     num_keys, drawn = found[-1].last_key, torch.Generator().manual_seed(3)
     exact = [
         torch.randn(n, 1, h, 64, generator=drawn).to(dtype).float().requires_grad_()

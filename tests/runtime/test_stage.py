@@ -359,9 +359,7 @@ def test_each_input_gets_its_gradient_and_an_empty_one_where_there_is_none(
     several, timers = isinstance(given, tuple), Timers()
     config = SimpleNamespace(timers=timers, grad_scale_func=None, deallocate_pipeline_outputs=False)
     inputs = [ids() if value is None else full(value) for value in (given if several else [given])]
-    found = boundary.backward(
-        inputs if several else inputs[0], function(*inputs), received, 1, config
-    )
+    found = boundary.backward(inputs if several else inputs[0], function(*inputs), received, config)
     assert isinstance(found, list) is several
     pairs = zip(boundary.as_list(found), expected if several else [expected], strict=True)
     for gradient, value in pairs:
@@ -373,7 +371,7 @@ def test_outputs_of_the_data_alone_have_gradients_of_no_input() -> None:
     weight = full(3.0)
     config = SimpleNamespace(timers=None, grad_scale_func=None, deallocate_pipeline_outputs=False)
     outputs = [2 * weight, weight * weight]
-    assert boundary.backward(None, outputs, [ONES] * 2, 1, config) is None
+    assert boundary.backward(None, outputs, [ONES] * 2, config) is None
     assert weight.grad is not None and weight.grad.tolist() == [8.0, 8.0]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.dpp.core import varlen
-from megatron.dpp.core.varlen import Bounds
+from megatron.dpp.core.varlen import DocumentBounds
 
 STARTS = torch.tensor([0, 3, 4, 4, 9], dtype=torch.int32)
 TOKENS = 9
@@ -42,7 +42,7 @@ def test_documents_attend_within_themselves(monkeypatch: pytest.MonkeyPatch, gro
     monkeypatch.setattr(varlen, "kernel", lambda: kernel)
     drawn = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(TOKENS, n, 8, generator=drawn) for n in (4, groups, groups))
-    found = varlen.attend_documents(q, k, v, Bounds(STARTS, STARTS, 5, 5), scale=0.3)
+    found = varlen.attend_documents(q, k, v, DocumentBounds(STARTS, STARTS, 5, 5), scale=0.3)
     torch.testing.assert_close(found, dense(q, k, v, 0.3))
 
 

@@ -22,7 +22,7 @@ from megatron.dpp.schedule import Budget, Geometry, Kind, MemoryLimit, Scheduler
 from megatron.dpp.schedule.caps import default_cap
 from tests.schedule.pipelines import Pipeline, Walk, wild
 
-POLICIES = ["wild", "dynamic", "depth-first", "megatron"]
+POLICIES = ["wild", "dynamic", "depth-first", "megatron", "eager", "auto"]
 CUTS = [
     cut for number in (2, 3) for cut in itertools.product((1, 2, 3), repeat=number) if max(cut) > 1
 ]
@@ -193,7 +193,7 @@ ALONE: dict[str, Any] = {
     "v": st.integers(1, 3),
     "m": st.integers(1, 8),
     "pieces": st.lists(st.integers(0, 5), min_size=3, max_size=3),
-    "policy": st.sampled_from(["dynamic", "depth-first", "megatron"]),
+    "policy": st.sampled_from(["dynamic", "depth-first", "megatron", "eager"]),
     "seed": st.integers(0, 1 << 20),
 }
 

@@ -15,7 +15,7 @@ from megatron.dpp.schedule import Action, Kind
 from megatron.dpp.sim.arms import parts
 from megatron.dpp.sim.costs import Shape, even_costs
 from megatron.dpp.sim.measured import load_costs
-from megatron.dpp.sim.result import Slot, format_grid
+from megatron.dpp.sim.result import SimulatedTask, format_grid
 from megatron.dpp.sim.schedules import ScheduleConfig
 from megatron.dpp.sim_command import main
 
@@ -47,8 +47,8 @@ def cost_file(tmp_path: Path, **changes: object) -> str:
     return str(path)
 
 
-def slot(kind: Kind, microbatch: int, start: float, end: float) -> Slot:
-    return Slot(Action(kind, 0, microbatch), start, end)
+def slot(kind: Kind, microbatch: int, start: float, end: float) -> SimulatedTask:
+    return SimulatedTask(Action(kind, 0, microbatch), start, end)
 
 
 def test_grids() -> None:

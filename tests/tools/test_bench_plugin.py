@@ -54,6 +54,23 @@ def test_own_graphs_and_queues_are_process_groups(
     assert len([*bench_plugin.process_groups(args, "unlike")]) == 2
 
 
+def test_arms_of_commands_are_process_groups_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "v").mkdir()
+    words = ["--sources", str(tmp_path), "--versions", "v", "--cases", "command-unlike"]
+    (args,) = bench_plugin.parse_cases(words)
+    groups = [*bench_plugin.process_groups(args, "unlike")]
+    names = ["padded-static", "padded-static-graphs", "static", "command"]
+    assert groups == [("8", [name]) for name in names]
+    flags = {name: bench_plugin.own_flags(args, name) for name in names}
+    assert flags["command"] == ["--use-dpp"] and not flags["static"] + flags["padded-static"]
+    assert "--cuda-graph-impl" in flags["padded-static-graphs"]
+    assert [bench_plugin.arm_of(name) for name in names] == [(name, "own", {}) for name in names]
+    (rows,) = bench_plugin.parse_cases([*words[:-1], "command-345m"])
+    assert "--micro-batch-size 4 --global-batch-size 64 " in " ".join(bench_plugin.flags(rows))
+
+
 def test_each_table_is_a_command_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

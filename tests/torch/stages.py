@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 VOCABULARY = 32
 
@@ -149,22 +150,23 @@ def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def gradients(made: Sequence[nn.Module]) -> list[torch.Tensor | None]:
     """A copy of each parameter's gradient."""
     found = [parameter.grad for part in made for parameter in part.parameters()]
-    return [None if gradient is None else gradient.clone() for gradient in found]
+    plain = [each.to_local() if isinstance(each, DTensor) else each for each in found]
+    return [None if gradient is None else gradient.clone() for gradient in plain]
 
 
 def run(
-    schedule: Any, made: Sequence[nn.Module], given: Any, num_steps: int = 2
+    schedule: Any, stages: Sequence[PipelineStage], given: Any, num_steps: int = 2
 ) -> list[torch.Tensor | None]:
     """Two steps and an evaluation; losses, outputs and gradients of this rank.
 
     Args:
-        made: this rank's modules.
+        stages: of this rank.
         given: tokens, targets and keyword arguments.
     """
     tokens, targets, keywords = given
-    rank = dist.get_rank()
-    args = [tokens] if rank == 0 else []
-    target = targets if rank == dist.get_world_size() - 1 else None
+    made = [stage.submod for stage in stages]
+    args = [tokens] if stages[0].is_first else []
+    target = targets if stages[-1].is_last else None
     found: list[Any] = []
     torch.manual_seed(5)
     for _ in range(num_steps):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import os
@@ -315,39 +314,6 @@ def test_a_full_queue_drops_events_and_says_how_many(tmp_path, monkeypatch, thre
     recorder.close()
     assert json.loads(LAYOUT.path(tmp_path).read_text())[-1]["args"]["dropped"] == 15
     assert len(events_of(tmp_path)) == 10
-
-
-class Disk:
-    """A file on a disk that gets full."""
-
-    def __init__(self, file):
-        self._file, self.full = file, False
-
-    def __getattr__(self, name):
-        return getattr(self._file, name)
-
-    def write(self, data):
-        if self.full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return self._file.write(data)
-
-
-def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, monkeypatch, thread):
-    disks, opening = [], writer.open_to_write
-
-    def opened(*words, **options):
-        disks.append(Disk(opening(*words, **options)))
-        return disks[-1]
-
-    monkeypatch.setattr(writer, "open_to_write", opened)
-    recorder = open_recorder(tmp_path, rank=0, layout=LAYOUT)
-    disks[0].full = True
-    record_iteration(recorder, 0)
-    with pytest.warns(UserWarning, match="the trace ends here"):
-        thread.drain()
-    record_iteration(recorder, 1)
-    recorder.close()
-    assert len(LAYOUT.path(tmp_path).read_text().splitlines()) == 2, "the header alone"
 
 
 KILLED = """

@@ -92,7 +92,9 @@ REFUSED = {
     "--mode simpel": "--mode simpel (did you mean simple?)",
     "--mode simple x": "unexpected argument 'x'",
     "--model smal": "nearest: small",
-    "--tp 2": "--tp is an option of --mode 3d, not of --mode auto",
+    "--mode simple --engine deepspeed": "options of --mode deepspeed",
+    "--procs 0": "--procs: give a value above 0",
+    "--mode simple --tp 0": "--tensor-model-parallel-size 0: expected a whole number",
     "--mode simple --lr abc": "--lr abc: expected a number",
     "--mode simple --lr 0": "--lr 0: must be above 0",
     "--mode simple --seed x": "--seed x: expected a whole number",
@@ -108,7 +110,7 @@ REFUSED = {
     "--mode simple --bf16 --fp32": "--fp32 and --bf16 exclude each other",
     "--gpus 4": "--gpus 4: this node has 0; use --procs 4",
     "--gpus 4 --gpu H100": "only a plan can be made for it; add --dry-run",
-    "--mode simple --config no.yaml": "no.yaml: no such file",
+    "--mode simple --config no.yaml": "no.yaml: No such file",
     "--mode 3d --procs 4 --tp 3": "4 processes cannot be divided by",
     "--mode 3d --procs 2 --pp 2 --num-layers 7": "--num-layers 7 cannot be divided by",
     "--mode 3d --procs 8 --tp 8": "--num-attention-heads 4 cannot be divided by",
@@ -199,8 +201,15 @@ def test_a_config_wins_over_a_model_and_the_command_line_over_both(
     assert status == 0, err
     wanted = {"num_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 128}
     assert wanted.items() <= flags_of(out).items()
-    file.write_text("model: {num_layers: 2}")
-    assert "expected lines of `flag: value`" in train(f"--mode simple --config {file}")[2]
+    for text, said in (
+        ("model: {num_layers: 2}", "expected lines of `flag: value`"),
+        ("a: &a [x, x]\nb: [*a, *a]", "expected lines of `flag: value`"),
+        ('tensorboard-dir: "a\\0b"', "holds a zero byte"),
+        ("a: " + "[" * 3000, "no YAML file"),
+    ):
+        file.write_text(text)
+        (line,) = train(f"--mode simple --config {file}")[2].splitlines()
+        assert said in line
 
 
 MODELS = sorted(path.stem for path in (REPOSITORY / "configs" / "models").glob("*.yaml"))

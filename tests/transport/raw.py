@@ -10,9 +10,12 @@ import ctypes
 import importlib.util
 import socket
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from megatron.dpp.errors import TransportError
 
 FRAME_BYTES = 256
 """In front of each segment: the message's header, the channel, offset and length, padding."""
@@ -120,6 +123,19 @@ def alone(
         native.close()
         for sock in (made.control, *made.data):
             sock.close()
+
+
+def until_error(rank: Rank, *, receives: bool = False) -> Exception:
+    """The failure of a transport; nothing arrives at one that receives."""
+    deadline = time.monotonic() + PATIENCE
+    try:
+        while time.monotonic() < deadline:
+            assert not receives or rank.native.poll(1) == [0]
+            rank.native.check()
+            rank.native.wait(0.1)
+    except TransportError as error:
+        return error
+    raise AssertionError("no failure was noticed")
 
 
 def receive(sock: socket.socket, count: int) -> bytes:

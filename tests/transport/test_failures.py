@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import resource
@@ -326,6 +327,12 @@ def test_a_limit_on_address_space_is_an_error_at_set_up(kind: str, tmp_path: Pat
     assert found[0][0] in ("SetupError", "PeerDead", "no error"), found
 
 
+def objects() -> int:
+    """Objects of Python in this process."""
+    gc.collect()
+    return len(gc.get_objects())
+
+
 def test_nothing_is_left_behind_by_opening_and_closing() -> None:
     with opened("shm", pair()), opened("tcp", pair()), opened("rdma", pair()):
         pass  # also: three transports of one process at once, with equal names in different stores
@@ -335,6 +342,12 @@ def test_nothing_is_left_behind_by_opening_and_closing() -> None:
             a.put(0, torch.ones(3), iteration=0, microbatch=0)
             take_next(b, 0, 0)
     assert len(os.listdir("/proc/self/fd")) <= before[0]
+    del a, b
+    made = objects()
+    for _ in range(4):
+        with opened("shm", pair()):
+            pass
+    assert objects() < made + 8, "each transport leaves something"
     for _ in range(100):  # the kernel lists a thread for a moment after it was joined
         if len(os.listdir("/proc/self/task")) <= before[1]:
             break

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import os
 import random
 import select
@@ -97,20 +98,14 @@ def any_note(rng: random.Random) -> bytes:
     return mutated_bytes(rng, raw.note(rng.randrange(9), body))
 
 
-def unread(sock: socket.socket) -> bool:
-    """True while a transport has not read everything that a unix socket sent to it."""
-    return fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)) != bytes(4)
-
-
 def settle(rank: Rank) -> None:
     """Returns once a transport has read what was sent to it, or has failed."""
     deadline = time.monotonic() + raw.PATIENCE
     for sock in (rank.control, *rank.data):
         if sock.family != socket.AF_UNIX:
             continue
-        while not rank.native.failure() and fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)) != bytes(
-            4
-        ):
+        unread = functools.partial(fcntl.ioctl, sock, termios.TIOCOUTQ, bytes(4))
+        while not rank.native.failure() and unread() != bytes(4):
             assert time.monotonic() < deadline, "it reads no more"
             time.sleep(0.0001)
 
@@ -174,15 +169,6 @@ def test_frames_and_notes_of_a_hostile_peer_are_typed_failures(
 # What it found ------------------------------------------------------------------------------------
 
 
-def until_error(rank: Rank) -> Exception:
-    deadline = time.monotonic() + raw.PATIENCE
-    with pytest.raises(TransportError) as caught:
-        while time.monotonic() < deadline:
-            rank.native.check()
-            rank.native.wait(0.1)
-    return caught.value
-
-
 def test_credit_for_what_is_still_sent_frees_no_payload() -> None:
     """A payload is done when the kernel has it, whatever the receiver says."""
     large = (ctypes.c_ubyte * (32 << 20))()
@@ -213,7 +199,7 @@ def refusal_of(segment: Segment, *changes: tuple[int, str, int]) -> Exception:
         struct.pack_into(form, frame, at, value)
     with raw.alone(load_native(), 1, [raw.channel(0, SLOT, 4)]) as receiver:
         receiver.data[0].sendall(sealed(bytes(frame)) + segment.payload)
-        error = until_error(receiver)
+        error = raw.until_error(receiver)
     assert type(error) is ProtocolError
     return error
 
@@ -248,14 +234,14 @@ def test_credit_does_not_shrink() -> None:
         for _ in range(2):
             sender.put(0, (ctypes.c_ubyte * 64)())
         sender.control.sendall(raw.credit(0, 2) + raw.credit(0, 1))
-        error = until_error(sender)
+        error = raw.until_error(sender)
     assert type(error) is ProtocolError and "credit that it had given before" in str(error)
 
 
 def test_a_peer_says_goodbye_once() -> None:
     with raw.alone(load_native(), 1, [raw.channel(0, SLOT)]) as receiver:
         receiver.control.sendall(raw.note(raw.BYE, bytes(8)) + raw.note(raw.BYE, b"\1" + bytes(7)))
-        error = until_error(receiver)
+        error = raw.until_error(receiver)
     assert type(error) is ProtocolError and "a second goodbye" in str(error)
 
 

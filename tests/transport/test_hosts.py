@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.config import DppConfig
-from megatron.dpp.errors import ConfigError, PeerDead
+from megatron.dpp.errors import PeerDead
 from megatron.dpp.hosts import addresses
 from megatron.dpp.transport.meet import Meeting
 from tests.netns import ADDRESSES, Hosts, two_hosts
@@ -174,20 +173,6 @@ def test_a_blackout_is_survived_without_a_lost_message(
     hosts: Hosts, seconds: float, tmp_path: Path
 ) -> None:
     survive("tcp", hosts, seconds, tmp_path)
-
-
-def test_an_address_per_node_or_per_rank() -> None:
-    per_node = DppConfig(node_ips="10.0.0.1,10.0.0.2")
-    assert [per_node.node_ip(rank, 4, 2) for rank in range(4)] == ["10.0.0.1"] * 2 + [
-        "10.0.0.2"
-    ] * 2
-    per_rank = DppConfig(node_ips="10.0.0.1,10.0.0.2,10.0.0.3,10.0.0.4")
-    assert per_rank.node_ip(2, 4, 2) == "10.0.0.3"
-    assert DppConfig().node_ip(0, 4, 2) is None
-    with pytest.raises(ConfigError, match=r"one per node \(3\) or one per rank \(6\)"):
-        per_node.node_ip(0, 6, 2)
-    with pytest.raises(ConfigError, match="'node7' is not an IPv4 or IPv6 address"):
-        DppConfig(node_ips="10.0.0.1,node7")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

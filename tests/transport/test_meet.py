@@ -65,10 +65,10 @@ def test_on_one_node_a_file_has_the_token_until_all_have_read_it(
             assert one.unix_address != other.unix_address
             assert not list(one_node.iterdir())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # another node: the store has it
-    with met(store, 0, name="b") as one, met(store, 1, name="b") as other:
-        assert one.token_name == other.token_name == named_by(store.get("dpp/b/1/token"))
-    with met(store, 0, name="b") as again:
-        assert again.token_name == named_by(store.get("dpp/b/2/token")) != one.token_name
+    with met(store, 0) as one, met(store, 1) as other:
+        assert one.token_name == other.token_name == named_by(store.get("dpp/main/2/token"))
+    with met(store, 0) as again:
+        assert again.token_name == named_by(store.get("dpp/main/3/token")) != one.token_name
     assert not list(one_node.iterdir())
 
 
@@ -332,6 +332,15 @@ def test_a_store_that_is_gone_is_a_typed_error() -> None:
     text = r"rank 0: the set-up of the links ended: .*store is gone|rank 0: the first rank has not"
     with pytest.raises(SetupError, match=text):
         raise found[0]
+
+
+def test_a_stopped_launcher_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the store; without the name a rank blames its peer alone."""
+    found = {os.getppid(): ["process 7 (pt_elastic)"]}
+    monkeypatch.setattr(meet, "stopped", found.__getitem__)
+    text = r"rank 1 has not opened .*; process 7 \(pt_elastic\): stopped \(SIGSTOP"
+    with met(HashStore(), 0, setup_timeout=0.2) as one, pytest.raises(SetupError, match=text):
+        one.exchange(facts(0), [1])
 
 
 # Connections --------------------------------------------------------------------------------------

@@ -11,42 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.errors import PeerDead, ProtocolError, TransportError, TransportUnavailable
+from megatron.dpp.errors import PeerDead, ProtocolError, SetupError, TransportUnavailable
 from megatron.dpp.transport.joining import PeerLink
 from megatron.dpp.transport.options import RdmaOptions
 from tests.transport.conftest import Trouble
 from tests.transport.kinds import PATIENCE, fake_verbs, opened, pair, take_next, until_failure
+from tests.transport.test_rdma import GONE
 
 MIB = 1 << 20
 SOON = {"setup_timeout": 6.0}
 """A link is given a quarter of it to deliver the test pattern."""
-GONE = "cannot be reached over RDMA any more: transport retry counter exceeded"
 REFUSED = f"(refused an RDMA write: remote access error|{GONE})"
 """Or the refused rank's queue pair, which is then in the error state, answers no more."""
 Offer = dict[str, Any]
-
-
-@pytest.mark.parametrize(
-    ("status", "error", "text"),
-    [
-        (12, PeerDead, GONE),
-        (10, ProtocolError, "refused an RDMA write: remote access error"),
-    ],
-)
-@pytest.mark.parametrize("spared", [1, 2])
-def test_an_error_between_the_pieces_of_a_message(
-    trouble: Trouble, status: int, error: type[TransportError], text: str, spared: int
-) -> None:
-    with opened("rdma", pair(9 * MIB)) as (a, b):
-        trouble("spare-writes", spared)
-        trouble("error-status", status)
-        a.put(0, torch.ones(9 * MIB // 4), iteration=0, microbatch=0)
-        seen, told = until_failure(a), until_failure(b)
-        with pytest.raises(TransportError):
-            b.take(0)
-    assert type(seen) is error and type(told) is error
-    assert text in str(seen) and "rank 1 (pid" in str(seen), seen
-    assert text in str(told) and "reported by rank 0" in str(told), told
 
 
 def test_a_queue_pair_of_the_peer_that_is_gone(trouble: Trouble) -> None:
@@ -162,42 +139,47 @@ LOST = r"rank [01]: a write to rank [01] over fake0 port 1 has not completed aft
 WRONG = r"rank [01]: byte 0 of 4096 arrived wrong over fake0 port 1"
 
 
+CARRIES = r"rank [01]: DppConfig\(transport='rdma'\): "
+LOCKED, APART = "ulimit -l unlimited", "in one RDMA network"
+
+
 @pytest.mark.parametrize(
-    ("fault", "times", "text"),
+    ("fault", "value", "text", "asked_for"),
     [
-        ("lose-writes", 1000, LOST),  # UDP port 4791 is closed both ways
-        ("lose-writes", 1, LOST),  # one queue pair of one rank finds no way
-        ("lose-host-writes", 1, WRONG),
-        ("error-status", 12, "rank [01]: .*transport retry counter exceeded"),
+        # It carries nothing.
+        ("lose-writes", 1000, LOST, CARRIES),  # UDP port 4791 is closed both ways
+        ("lose-writes", 1, LOST, CARRIES),  # one queue pair of one rank finds no way
+        ("lose-host-writes", 1, WRONG, CARRIES),
+        ("error-status", 12, "rank [01]: .*transport retry counter exceeded", CARRIES),
+        # It cannot be set up.
+        ("fail-registration", 1, LOCKED, ""),  # one rank alone meets it
+        ("fail-registration", 100, LOCKED, ""),
+        ("fail-connection", 100, APART, ""),
     ],
 )
-def test_auto_gives_a_link_that_carries_nothing_to_tcp_on_both_ends(
-    trouble: Trouble, fault: str, times: int, text: str
+def test_a_link_that_is_none_is_tcp_by_auto_and_an_error_where_it_was_asked_for(
+    trouble: Trouble, fault: str, value: int, text: str, asked_for: str
 ) -> None:
-    trouble(fault, times)
+    trouble(fault, value)
     large = torch.arange(1 << 18)
     with opened("auto", pair(large.nbytes), **SOON) as (a, b):
-        links = [end.links()[0] for end in (a, b)]
+        reasons = [end.links()[0].reason for end in (a, b)]
+        assert [end.links()[0].kind for end in (a, b)] == ["tcp", "tcp"]
         for sender, receiver in ((a, b), (b, a)):
             sender.put(0, large, iteration=0, microbatch=0)
             assert torch.equal(take_next(receiver, 0, 0).tensor, large)
-    assert [link.kind for link in links] == ["tcp", "tcp"]
-    assert links[0].reason == links[1].reason
-    assert re.search(rf"\[rdma: {text}.*\]$", links[0].reason), links[0].reason
-
-
-@pytest.mark.parametrize(("fault", "text"), [("lose-writes", LOST), ("lose-host-writes", WRONG)])
-def test_a_link_that_was_asked_for_and_carries_nothing_is_an_error(
-    trouble: Trouble, fault: str, text: str
-) -> None:
-    trouble(fault, 1000)
-    with pytest.raises(TransportUnavailable) as caught, opened("rdma", pair(), **SOON):
+    for reason in reasons:
+        assert re.search(rf"^different hosts.*\[rdma: (?=rank [01]).*{text}.*\]$", reason), reason
+    assert reasons[0] == reasons[1] or value == 100  # else both met it
+    trouble(fault, value if fault == "error-status" else 100)
+    error = TransportUnavailable if asked_for else SetupError
+    with pytest.raises(error) as caught, opened("rdma", pair(), **SOON):
         pass
     said = str(caught.value)
-    assert re.match(rf"rank [01]: DppConfig\(transport='rdma'\): {text}", said), said
-    assert "has to deliver a test pattern" in said
-    for knob in ("UDP port 4791", "DPP_RDMA_DEVICES", "DppConfig(transport='tcp')"):
-        assert knob in said, said
+    assert re.search(f"{asked_for}.*{text}", said), said
+    if asked_for:
+        for knob in ("UDP port 4791", "DPP_RDMA_DEVICES", "DppConfig(transport='tcp')"):
+            assert knob in said and "has to deliver a test pattern" in said, said
 
 
 def test_the_test_waits_for_packets_that_are_sent_again(trouble: Trouble) -> None:

@@ -28,7 +28,10 @@ from megatron.dpp.errors import PeerDead, ProtocolError
 from megatron.dpp.transport.native import load_native
 from tests.transport import raw
 from tests.transport.raw import Rank, Segment
+from tests.transport.test_hostile_wire import sealed
 
+MICROBATCH = 24
+"""The place of a message's microbatch in its header."""
 STRIPED = 8 << 20
 """Bytes from which a message has a part on each connection."""
 
@@ -40,18 +43,6 @@ def parts() -> list[Segment]:
     with raw.alone(load_native(), 0, [raw.channel(0, STRIPED)]) as sender:
         sender.put(0, payload)
         return [raw.read_segment(sock) for sock in sender.data]
-
-
-def until_error(rank: Rank) -> Exception:
-    """The failure of a rank to which nothing arrives."""
-    deadline = time.monotonic() + raw.PATIENCE
-    try:
-        while time.monotonic() < deadline:
-            assert rank.native.poll(1) == [0]
-            rank.native.wait(0.1)
-    except (PeerDead, ProtocolError) as error:
-        return error
-    raise AssertionError("no failure was noticed")
 
 
 def moved(part: Segment, offset: int, length: int) -> Segment:
@@ -73,9 +64,20 @@ def test_segments_that_overlap_complete_no_message(forged: str, parts: list[Segm
     with raw.alone(load_native(), 1, [raw.channel(0, STRIPED)]) as receiver:
         receiver.data[0].sendall(parts[0].frame() + parts[0].payload)
         receiver.data[connection].sendall(make(parts).frame())
-        error = until_error(receiver)
+        error = raw.until_error(receiver, receives=True)
     assert type(error) is ProtocolError
     assert "which carries" in str(error) and "rank 0 (pid 1 on test, tcp) sent" in str(error)
+
+
+def test_the_parts_of_a_message_have_one_header(parts: list[Segment]) -> None:
+    front = bytearray(parts[1].front)
+    front[MICROBATCH] ^= 1
+    other = dataclasses.replace(parts[1], front=sealed(bytes(front)))
+    with raw.alone(load_native(), 1, [raw.channel(0, STRIPED)]) as receiver:
+        receiver.data[0].sendall(parts[0].frame() + parts[0].payload)
+        receiver.data[1].sendall(other.frame())
+        error = raw.until_error(receiver, receives=True)
+    assert type(error) is ProtocolError and "sent two headers for one message" in str(error)
 
 
 def test_the_parts_as_they_were_sent_are_a_message(parts: list[Segment]) -> None:
@@ -147,7 +149,7 @@ def test_a_message_that_is_lost_behind_a_goodbye_is_a_failure(
         receiver.data[0].sendall(parts[0].frame() + parts[0].payload)  # the other part never comes
         for step in order:
             step(receiver)
-        error = until_error(receiver)
+        error = raw.until_error(receiver, receives=True)
     assert type(error) is PeerDead
     assert "closed its transport, and 1 messages that it had sent were lost" in str(error)
 
@@ -167,7 +169,7 @@ def test_an_interrupted_wait_does_not_hide_the_end_of_a_connection() -> None:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             end_connections(receiver)
-            error = until_error(receiver)
+            error = raw.until_error(receiver, receives=True)
     finally:
         signal.signal(signal.SIGUSR1, old)
     assert type(error) is PeerDead

@@ -58,7 +58,7 @@ class Boundaries(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenCounter:
     """Counts a microbatch's tokens by the tensor of a boundary, [s, b, h].
 
     Args:
@@ -124,15 +124,12 @@ def boundaries(
         receives, sends = (
             tuple(torch.Size(one).numel() * itemsize for one in shapes) for shapes in given
         )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"adjust_tensor_shapes_fn returned {given!r}: two lists of shapes are needed, what a "
-            f"rank's stages receive and what they send ({error})"
-        ) from error
+    except (TypeError, ValueError):
+        receives = sends = ()
     if not receives or not sends:
         raise ConfigError(
-            f"adjust_tensor_shapes_fn returned {given!r}: each list needs one shape or more, also "
-            "where the pipeline begins or ends"
+            f"adjust_tensor_shapes_fn returned {given!r}: expected two lists of one shape or more, "
+            "what a rank's stages receive and what they send, also at the ends of the pipeline"
         )
     return Boundaries(usual, receives, sends)
 
@@ -152,7 +149,7 @@ def want_gradients(received: Tensors) -> None:
 
 
 def backward(
-    given: Tensors | None, output: Tensors, received: Tensors | None, model_type: Any, config: Any
+    given: Tensors | None, output: Tensors, received: Tensors | None, config: Any
 ) -> Tensors | None:
     """megatron-core's ``backward_step``, also for a stage with several inputs or outputs.
 
@@ -166,11 +163,11 @@ def backward(
         Gradient of each input, an empty tensor if it has none; None on the first stage.
     """
     if isinstance(output, torch.Tensor) and not isinstance(given, list):
-        return _backward_step(given, output, received, model_type, config)  # type: ignore[no-any-return]
+        return _backward_step(given, output, received, config)  # type: ignore[no-any-return]
     inputs = as_list(given)
     if isinstance(output, torch.Tensor):
         leaves = [tensor for tensor in inputs if tensor.requires_grad]
-        _backward_step(leaves or None, output, received, model_type, config)
+        _backward_step(leaves or None, output, received, config)
     else:
         _backward_from_several(output, as_list(received), config)
     gradients = [tensor.new_empty(0) if tensor.grad is None else tensor.grad for tensor in inputs]
@@ -179,15 +176,15 @@ def backward(
     return gradients or None
 
 
+def _backward_step(given: Any, output: Any, received: Any, config: Any) -> Any:
+    rest = (None, config) if _takes_type() else (config,)
+    return compat.lookup(_BACKWARD_STEP)(given, output, received, *rest)
+
+
 @functools.cache
 def _takes_type() -> bool:
-    """True if megatron-core's own takes a model type; it does not from 0.17 on."""
+    """True if megatron-core's own takes a model type, which it does not read, before 0.17."""
     return "model_type" in (compat.form_of(_BACKWARD_STEP).parameters or "")
-
-
-def _backward_step(given: Any, output: Any, received: Any, model_type: Any, config: Any) -> Any:
-    rest = (model_type, config) if _takes_type() else (config,)
-    return compat.lookup(_BACKWARD_STEP)(given, output, received, *rest)
 
 
 def _backward_from_several(

@@ -24,8 +24,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from megatron.dpp.errors import ConfigError
-
 MAX_KEPT_SENDS = 32
 _CPU_TYPE = re.compile(r"^torch\.(?!cuda\.)")
 _COMPILES_NOT = "TORCHDYNAMO_DISABLE"
@@ -285,13 +283,6 @@ class _Profiler:
     cudaProfilerStart = cudaProfilerStop = staticmethod(_nothing)
 
 
-def _refuse_history(*args: Any, **kwargs: Any) -> None:
-    raise ConfigError(
-        "record_memory_history=True records the memory of a GPU, and this run is on the CPU: "
-        "leave it out"
-    )
-
-
 _MEASURED = ("device_memory_used", "utilization", "temperature", "power_draw", "clock_rate")
 """Functions behind Megatron-LM's logs of device memory and stragglers."""
 
@@ -317,8 +308,6 @@ def _host_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     yield torch.cuda, "check_error", _nothing
     for name in ("range_push", "range_pop"):  # core/utils.py:2167 for nvtx_ranges
         yield torch.cuda.nvtx, name, _nothing
-    for name in ("_record_memory_history", "_dump_snapshot"):  # training.py:2013
-        yield torch.cuda.memory, name, _refuse_history
     with contextlib.suppress(ImportError):  # there are none from 0.20 on
         kernels = importlib.import_module("megatron.legacy.fused_kernels")
         yield kernels, "load", _nothing  # initialize.py:210 asks nvcc for its version

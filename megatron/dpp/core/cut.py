@@ -188,29 +188,23 @@ def sequences_between(ends: Iterable[int], total: int) -> list[int]:
 
 
 def _check_documents(unit: Unit, params: Any) -> None:
-    """Refuse a row whose documents are not those of its units."""
+    """Refuse a row whose documents, with their padding, are not those of its units."""
     told = [end - start for start, end in itertools.pairwise((*unit.starts, unit.total))]
-    ends = None if params is None else _ends_of(params)
+    padded = getattr(params, "cu_seqlens_q_padded", None)
+    ends = getattr(params, "cu_seqlens_q", None) if padded is None else padded
     if ends is None:
-        found, passed = [unit.total], "passes none in packed_seq_params"
+        documents, passed = [unit.total], "none in packed_seq_params"
     else:
-        found = sequences_between(ends, unit.total)
-        passed = f"passes cu_seqlens of sequences of {found} tokens"
-    if found != told:
+        documents = sequences_between(ends.flatten().tolist(), unit.total)
+        passed = f"cu_seqlens of sequences of {documents} tokens"
+    if documents != told:
         off = setting("slice_tokens", 0)
         raise ConfigError(
             f"microbatch {unit.row} counts as sequences of {told} tokens, and the forward step "
-            f"{passed}: announce the sequences of packed rows before the step "
+            f"passes {passed}: announce the sequences of packed rows before the step "
             f"(plugin.announce(rows=...)), or use {off}",
             off,
         )
-
-
-def _ends_of(params: Any) -> list[int] | None:
-    """The ends of a packed row's documents with their padding, some of them perhaps repeated."""
-    padded = getattr(params, "cu_seqlens_q_padded", None)
-    ends = params.cu_seqlens_q if padded is None else padded
-    return None if ends is None else [int(end) for end in ends.flatten().tolist()]
 
 
 def _refuse(what: str) -> NoReturn:

@@ -9,7 +9,6 @@ host keeps from being reduced in a call stays so (docs/decisions/0021-who-reduce
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,7 +74,8 @@ class GradSync:
                 "only accumulated, set finalize_model_grads_func to None or use the model's "
                 "no_sync()"
             )
-        functions = self._functions()
+        given = self._config.no_sync_func
+        functions = given if isinstance(given, list) else [given] if given is not None else []
         if self._groups:
             with contextlib.ExitStack() as tried:  # the last microbatch's hooks run after it
                 for function in functions:
@@ -132,12 +132,6 @@ class GradSync:
             for parameter in group.params:
                 group.register_grad_ready(parameter, everywhere)
         group.is_last_microbatch = False
-
-    def _functions(self) -> Iterable[Callable[[], Any]]:
-        given = self._config.no_sync_func
-        if given is None:
-            return ()
-        return given if isinstance(given, list) else (given,)
 
     def _flags(self) -> dict[Any, bool]:
         return {group: bool(group.is_last_microbatch) for group in self._groups}

@@ -33,13 +33,12 @@ class HeadCut(NamedTuple):
     hidden: torch.Tensor
     gradient: torch.Tensor
 
-    def backward(self, given: Tensors | None, model_type: Any, config: Any) -> Tensors | None:
-        """Run B from the hidden states; arguments and result are those of
-        :func:`boundary.backward`.
-        """
+    @property
+    def root(self) -> tuple[Tensors, Tensors]:
+        """The output from which B runs, and its gradient."""
         if self.hidden.numel() == self.gradient.numel() > 1:  # its storage could not be freed
-            return boundary.backward(given, [self.hidden], [self.gradient], model_type, config)
-        return boundary.backward(given, self.hidden, self.gradient, model_type, config)
+            return [self.hidden], [self.gradient]
+        return self.hidden, self.gradient
 
 
 class Head:

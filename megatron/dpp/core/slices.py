@@ -24,7 +24,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_model_config
 
 from megatron.dpp.core.model import attribute_of, decoder_block, rebound
-from megatron.dpp.core.prefix_attention import Span, attend
+from megatron.dpp.core.varlen import DocumentSpan, attend
 from megatron.dpp.errors import ConfigError
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -68,7 +68,7 @@ class Unit:
         return max(start for start in self.starts if start <= self.begin)
 
     @functools.cached_property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[DocumentSpan, ...]:
         """Each document's queries in the unit, and its keys from :attr:`first_key` on."""
         ends = (*self.starts[1:], self.total)
         found = []
@@ -76,7 +76,7 @@ class Unit:
             if stop > self.begin and start < self.end:
                 end = min(stop, self.end)
                 queries = max(start, self.begin) - self.begin, end - self.begin
-                found.append(Span(*queries, start - self.first_key, end - self.first_key))
+                found.append(DocumentSpan(*queries, start - self.first_key, end - self.first_key))
         return tuple(found)
 
     @functools.cached_property

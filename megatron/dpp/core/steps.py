@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.utils import get_model_config, get_model_type
+from megatron.core.utils import get_model_config
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core import boundary, compat, padded
-from megatron.dpp.core.boundary import Boundaries, Tensors, Tokens
+from megatron.dpp.core.boundary import Boundaries, Tensors, TokenCounter
 from megatron.dpp.core.cut import Cut, weighted_aux_loss
 from megatron.dpp.core.grad_sync import GradSync
 from megatron.dpp.core.groups import default_groups
@@ -94,6 +94,11 @@ class StepCall:
         return self.decoder_seq_length or self.seq_length
 
     @property
+    def varies(self) -> bool:
+        """True if microbatches may have unlike lengths."""
+        return bool(getattr(self.config, "variable_seq_lengths", False))
+
+    @property
     def num_whole(self) -> int:
         """The host's microbatches, whose losses are divided by their number."""
         return self.num_microbatches if self.cut is None else len(self.cut.groups)
@@ -151,7 +156,7 @@ class StepCall:
         Raises:
             ConfigError: names the settings that tell.
         """
-        if getattr(self.config, "variable_seq_lengths", False) and longest <= 1:
+        if self.varies and longest <= 1:
             max_tokens = setting("max_tokens")
             raise ConfigError(
                 f"variable_seq_lengths with seq_length {self.seq_length}: slots and the memory "
@@ -168,30 +173,29 @@ class StepCall:
             model whose losses megatron-core scales by the one tensor of a stage.
         """
         shape, dtype = self._boundary(length)
-        found = boundary.boundaries(tuple(shape), dtype.itemsize, self.adjust_tensor_shapes_fn)
+        sizes = boundary.boundaries(tuple(shape), dtype.itemsize, self.adjust_tensor_shapes_fn)
         for name in ("num_moe_experts", "mtp_num_layers"):
             value = getattr(self.config, name, None)
-            if found.several and value is not None:
+            if sizes.several and value is not None:
                 raise ConfigError(
                     f"adjust_tensor_shapes_fn: {name}={value!r} needs stages that exchange one "
-                    f"tensor, not {max(len(found.receives), len(found.sends))}: megatron-core "
+                    f"tensor, not {max(len(sizes.receives), len(sizes.sends))}: megatron-core "
                     "finds the device of its loss's scale there"
                 )
-        return found
+        return sizes
 
-    def tokens(self, longest: int, max_tokens: int = 0) -> Tokens:
+    def tokens(self, longest: int, max_tokens: int = 0) -> TokenCounter:
         """Counts the tokens of this call's microbatches, of which those of unlike length have at
         most ``longest`` per sequence; ``max_tokens`` as in :meth:`longest`.
         """
-        varies = getattr(self.config, "variable_seq_lengths", False)
-        shape, _ = self._boundary(longest if varies else self.length)
+        length = longest if self.varies else self.length
+        shape, _ = self._boundary(length)
         hidden = 0 if self.adjust_tensor_shapes_fn else shape[-1]
-        if varies and max_tokens and -(-max_tokens // self.micro_batch_size) >= longest:
+        if self.varies and max_tokens and -(-max_tokens // self.micro_batch_size) >= longest:
             bound: str = Text(given := setting("max_tokens", max_tokens), given)
         else:
-            length = longest if varies else self.length
             bound = f"seq_length={length} times micro_batch_size={self.micro_batch_size}"
-        return Tokens(max(1, shape[0] * shape[1]), hidden, self._parts, bound)
+        return TokenCounter(max(1, shape[0] * shape[1]), hidden, self._parts, bound)
 
     def captured_rows(self, settings: DppConfig) -> list[int]:
         """Rows of this rank's part of each length that ``length_buckets`` names, up to the
@@ -203,9 +207,8 @@ class StepCall:
         """Tokens of each length that ``length_buckets`` names for this call, up to the longest that
         is known."""
         longest, text = self.longest(settings.max_tokens), settings.length_buckets
-        varies = getattr(self.config, "variable_seq_lengths", False)
         repeats = torch.are_deterministic_algorithms_enabled()
-        if text == "auto" and varies and not repeats and self.why_not_padded() is None:
+        if text == "auto" and self.varies and not repeats and self.why_not_padded() is None:
             text = "geometric"
         chosen = dataclasses.replace(settings, length_buckets=text)
         found = chosen.buckets(longest if text == "geometric" else sys.maxsize, self._parts)
@@ -227,8 +230,7 @@ class StepCall:
         ``settings`` it is as long as the longest where lengths may be unlike.
         """
         length = self.length
-        varies = getattr(self.config, "variable_seq_lengths", False)
-        if settings is not None and (varies or settings.length_buckets not in ("off", "auto")):
+        if settings is not None and (self.varies or settings.length_buckets not in ("off", "auto")):
             length = self.longest(settings.max_tokens)
         shape, dtype = self._boundary(length)
         return torch.empty(shape, dtype=dtype, device=_device())
@@ -286,7 +288,6 @@ class Stage:
         self._num_chunks = len(call.model)
         self._is_last_rank = rank == num_ranks - 1
         self._window = window
-        self._model_type = get_model_type(call.model[0])
         self._slices = slices
         self._kept: dict[tuple[int, int], tuple[Tensors | None, Tensors | HeadCut]] = {}
         ends_here = head is not None and self._is_last_rank and not call.forward_only
@@ -431,8 +432,8 @@ class Stage:
         self, given: Tensors | None, output: Any, received: Tensors | None
     ) -> Tensors | None:
         if isinstance(output, HeadCut):
-            return output.backward(given, self._model_type, self._config)
-        return boundary.backward(given, output, received, self._model_type, self._config)
+            output, received = output.root
+        return boundary.backward(given, output, received, self._config)
 
     def weight(self, chunk: int, microbatch: int, piece: int) -> None:
         """Run one piece of W: the deferred weight gradients of one transformer layer."""

@@ -111,9 +111,11 @@ def replacing(path: str) -> Iterator[IO[bytes]]:
         with open_to_write(scratch) as file:
             yield file
         os.replace(scratch, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(scratch)
+        if isinstance(error, OSError) and error.filename in (None, scratch):
+            error.filename = path  # a full disk does not say whose
         raise
 
 
@@ -122,30 +124,6 @@ def open_text_to_write(path: str | Path, *, append: bool = False) -> TextIO:
     name, is written as an escape."""
     file = open_to_write(path, append=append)
     return io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace")
-
-
-def private_directory(path: Path) -> None:
-    """Make a directory that nobody else may enter, or take one that is there.
-
-    Raises:
-        OSError: it cannot be made, or a link or another user's directory has its name.
-    """
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700, parents=True)
-    found = path.lstat()
-    kind = stat.S_IFMT(found.st_mode)
-    if kind != stat.S_IFDIR or _is_of_another(found):
-        what = _KINDS.get(kind, "a file") if kind != stat.S_IFDIR else "a directory of another user"
-        raise _refusal(f"is {what}; remove it", str(path))
-    _set_mode(path, found, 0o700)
-
-
-def _set_mode(path: Path, found: os.stat_result, mode: int) -> None:
-    """Set the permissions; who inherits the group stays as it is."""
-    wanted = stat.S_IMODE(found.st_mode) & ~0o777 | mode
-    if stat.S_IMODE(found.st_mode) != wanted:
-        with contextlib.suppress(PermissionError):  # a file system without modes
-            path.chmod(wanted)
 
 
 def check_name(path: str | Path) -> None:

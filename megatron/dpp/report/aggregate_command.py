@@ -19,10 +19,10 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from megatron.dpp.command_line import command, new_parser, progress_bar
-from megatron.dpp.files.safe_files import open_to_write
+from megatron.dpp.files.safe_files import replacing
 from megatron.dpp.report.align import Alignment, align, message_key
 from megatron.dpp.report.analysis.model import JobShape, slice_names
 from megatron.dpp.report.reader import Event, TraceFile, open_run, read_events
@@ -186,17 +186,6 @@ def _events_of(file: TraceFile, alignment: Alignment, origin_ns: int) -> Iterato
     yield from (*tasks, *_ticks(block))
 
 
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[TextIO]:
-    with open_to_write(path) as raw:
-        if path.suffix == ".gz":
-            with gzip.open(raw, "wt", encoding="utf-8", compresslevel=3) as packed:
-                yield packed
-            return
-        with io.TextIOWrapper(raw, encoding="utf-8") as text:
-            yield text
-
-
 def merge(
     files: list[TraceFile],
     output: str | os.PathLike[str],
@@ -223,24 +212,22 @@ def merge(
         "uncertainty_ns": alignment.uncertainty_ns,
         "cut_short": [file.rank for file in files if not file.complete],
     }
-    path = Path(output)
-    partial = path.with_name(f".{path.name}" if path.suffix == ".gz" else f".{path.name}.part")
     count = 0
-    try:
-        with _open(partial) as stream:
-            stream.write('{"traceEvents":[\n')
-            for file in files:
-                named = _metadata(file, shape.name_of(file.rank), order.index(file.rank))
-                first = "" if file is files[0] else ",\n"
-                stream.write(first + ",\n".join(map(encode, named)))
-                for event in _events_of(file, alignment, origin_ns):
-                    stream.write(",\n" + encode(event))
-                    count += 1
-                progress("merging", file)
-            stream.write(f'\n],"displayTimeUnit":"ms","otherData":{encode(about)}}}\n')
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(replacing(os.fspath(output)))
+        if os.fspath(output).endswith(".gz"):
+            stream = stack.enter_context(gzip.GzipFile("", "wb", 3, stream))  # type: ignore[arg-type]
+        text = stack.enter_context(io.TextIOWrapper(stream, encoding="utf-8"))
+        text.write('{"traceEvents":[\n')
+        for file in files:
+            named = _metadata(file, shape.name_of(file.rank), order.index(file.rank))
+            first = "" if file is files[0] else ",\n"
+            text.write(first + ",\n".join(map(encode, named)))
+            for event in _events_of(file, alignment, origin_ns):
+                text.write(",\n" + encode(event))
+                count += 1
+            progress("merging", file)
+        text.write(f'\n],"displayTimeUnit":"ms","otherData":{encode(about)}}}\n')
     return alignment, count
 
 

@@ -38,7 +38,7 @@ _LARGEST_SLACK_NS = 1_000_000
 _UNBOUNDED = 1 << 60
 _SAMPLED_MICROBATCHES = 8
 
-Bounds = dict[tuple[str, str], int]
+ClockBounds = dict[tuple[str, str], int]
 """(a, b) -> the least ``arrived on b - sent on a`` seen: an upper bound of offset[a] - offset[b].
 """
 
@@ -104,7 +104,7 @@ class _Scan:
 
     def __init__(self, files: list[TraceFile]) -> None:
         self.clocks = {file.rank: file.clock for file in files}
-        self.bounds: dict[int, Bounds] = defaultdict(dict)
+        self.bounds: dict[int, ClockBounds] = defaultdict(dict)
         self.seen: dict[int, tuple[int, int]] = {}
         """First and last time of each iteration on the first rank's clock."""
         self._sends: dict[tuple[Any, ...], tuple[int, str]] = {}
@@ -163,13 +163,13 @@ class _Scan:
             (sent, sender), (time, receiver) = self._sends[key], self._arrivals[key]
             self._bound(args["iteration"], sender, receiver, sent, time)
 
-    def windows(self) -> list[tuple[int, Bounds]]:
+    def windows(self) -> list[tuple[int, ClockBounds]]:
         """All bounds, by the middles of windows on the first rank's clock."""
         for key, entered in self._entered.items():
             for a, entry in entered.items():
                 for b, leaving in self._left[key].items():
                     self._bound(key[0], a, b, entry, leaving)
-        windows: list[tuple[int, int, Bounds]] = []
+        windows: list[tuple[int, int, ClockBounds]] = []
         for number in sorted(self.seen, key=lambda number: self.seen[number]):
             first, last = self.seen[number]
             if not windows or last - windows[-1][0] > WINDOW_NS:
@@ -180,12 +180,12 @@ class _Scan:
         return [((begin + end) // 2, bounds) for begin, end, bounds in windows]
 
 
-def _tighten(known: Bounds, bounds: Bounds) -> None:
+def _tighten(known: ClockBounds, bounds: ClockBounds) -> None:
     for pair, delay in bounds.items():
         known[pair] = min(delay, known.get(pair, delay))
 
 
-def solve(clocks: Sequence[str], bounds: Bounds) -> dict[str, tuple[int, int]]:
+def solve(clocks: Sequence[str], bounds: ClockBounds) -> dict[str, tuple[int, int]]:
     """Offset to the first clock and uncertainty of every clock, in nanoseconds.
 
     Clocks that drift within the window contradict each other slightly; every bound is then widened
@@ -220,11 +220,11 @@ def solve(clocks: Sequence[str], bounds: Bounds) -> dict[str, tuple[int, int]]:
     return {clock: (int(middles[i]), int(widths[i])) for clock, i in place.items()}
 
 
-def _whole(clocks: dict[int, str], bounds: Iterable[Bounds]) -> dict[str, tuple[int, int]]:
+def _whole(clocks: dict[int, str], bounds: Iterable[ClockBounds]) -> dict[str, tuple[int, int]]:
     """The offsets by all bounds together: in a short trace the two directions may be in windows
     that follow each other.
     """
-    together: Bounds = {}
+    together: ClockBounds = {}
     for some in bounds:
         _tighten(together, some)
     try:

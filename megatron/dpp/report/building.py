@@ -102,7 +102,7 @@ class Report:
         return found
 
 
-def look(files: list[TraceFile]) -> Pipeline | None:
+def numbers_so_far(files: list[TraceFile]) -> Pipeline | None:
     """The numbers of a run that may go on; None before all ranks have finished an iteration."""
     try:
         return summary(analyse(files, align(files)))

@@ -28,7 +28,7 @@ from megatron.dpp.report.analysis.sentences import (
     time_left,
 )
 from megatron.dpp.report.analysis.summary import Pipeline, RankRow
-from megatron.dpp.report.building import look, names_of, state_of
+from megatron.dpp.report.building import names_of, numbers_so_far, state_of
 from megatron.dpp.report.reader import TraceFile, open_run
 from megatron.dpp.report.run_files import Training, find_run, read_training
 from megatron.dpp.report.web import REST, serve
@@ -95,7 +95,7 @@ def _watch(options: argparse.Namespace) -> int:
 
 def _view(place: Path, files: list[TraceFile], training: Training, state: str) -> str:
     """The whole text of one look."""
-    found = look(files) if files else None
+    found = numbers_so_far(files) if files else None
     lines = [f"{place}: {state}", _headline(training, found)]
     x, y = training.series("loss")
     if len(y) > 1:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.errors import DataError
-from megatron.dpp.files.safe_files import open_text_to_write
+from megatron.dpp.files.safe_files import replacing
 from megatron.dpp.report.analysis.sentences import NOT_OF_SLICES
 from megatron.dpp.report.building import build_report
 from megatron.dpp.report.pictures.page import page
@@ -64,8 +64,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    with open_text_to_write(path) as file:
-        file.write(text)
+    with replacing(str(path)) as file:
+        file.write(text.encode(errors="backslashreplace"))
 
 
 main = command("megatron-dpp report", build_parser, _run)

@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
-
 from megatron.dpp.command_line import ROOT
 from megatron.dpp.errors import DataError, require
 from megatron.dpp.files.safe_files import open_to_read, read_bytes, replacing
@@ -84,7 +82,7 @@ def write_state(directory: str | os.PathLike[str], state: str, by: str | None = 
         "times": {**(before.times if before else {}), state: round(time.time(), 3)},
         "host": socket.gethostname(),
         "process": os.getpid(),
-        "process_began": psutil.Process().create_time(),
+        "process_began": _began(os.getpid()),
     }
     with replacing(str(Path(directory, STATE))) as file:
         file.write(json.dumps(values).encode() + b"\n")
@@ -99,7 +97,7 @@ def read_state(directory: str | os.PathLike[str]) -> RunState | None:
         state = RunState(found["state"], times, by)
         last = state.since
         here = found["host"] == socket.gethostname()
-        lives = not here or _lives(found["process"], found["process_began"])
+        lives = not here or (_began(found["process"]) or -1) == found["process_began"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     if state.ended or lives:
@@ -108,11 +106,16 @@ def read_state(directory: str | os.PathLike[str]) -> RunState | None:
     return RunState("failed", {**times, "failed": last}, by)
 
 
-def _lives(process: int, began: float) -> bool:
-    try:
-        return bool(abs(psutil.Process(process).create_time() - began) < 1.0)
-    except psutil.Error:
-        return False
+def _began(process: object) -> int | None:
+    """The clock ticks from boot to the start of a process of this host, which no jump of the wall
+    clock moves; None where it has ended.
+    """
+    with contextlib.suppress(OSError):
+        if is_whole(process):
+            stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+            state, *fields = stat.rpartition(")")[2].split()
+            return None if state in "ZX" else int(fields[18])
+    return None
 
 
 @dataclass(frozen=True)
@@ -296,7 +299,7 @@ def read_training(
         training.runs, training.state = not state.ended, str(state)
         return training
     with contextlib.suppress(OSError):  # metrics just written, unless of the last step
-        fresh = time.time() - path.stat().st_mtime < _FRESH_S
+        fresh = abs(time.time() - path.stat().st_mtime) < _FRESH_S
         training.runs = fresh and (training.total is None or training.iteration < training.total)
     training.state = "running" if training.runs else "ended"
     return training

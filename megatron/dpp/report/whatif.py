@@ -21,9 +21,9 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.sentences import DYNAMIC, EVEN_LAYERS, STATIC
 from megatron.dpp.report.analysis.stragglers import Culprit
-from megatron.dpp.report.analysis.summary import Analysis, Prediction
+from megatron.dpp.report.analysis.summary import Analysis, PredictedTime
 from megatron.dpp.report.analysis.times import IterationTimes
-from megatron.dpp.report.analysis.work import UNDISTURBED, Cell, Links, Work
+from megatron.dpp.report.analysis.work import UNDISTURBED, Cell, LinkDelays, TaskTimes
 from megatron.dpp.schedule import Action, Geometry, Kind, reference_order
 from megatron.dpp.sim.costs import Costs, Hop, Shape
 from megatron.dpp.sim.schedules import ScheduleConfig, replay
@@ -32,7 +32,7 @@ from megatron.dpp.trace.vocabulary import IdleCause
 SECOND = 1e9
 """Nanoseconds."""
 
-Times = npt.NDArray[np.float64]
+TimeTable = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Recorded:
     """
 
     shape: Shape
-    tasks: Times
-    hops: Times
-    delays: Times
+    tasks: TimeTable
+    hops: TimeTable
+    delays: TimeTable
     orders: list[list[Action]]
     overhead: list[float]
     dynamic: bool
@@ -93,7 +93,7 @@ class Recorded:
         return replay(self.orders, self.costs(), self.shape.num_chunks)
 
 
-def hop_delay(links: Links, ranks: Sequence[int], stage: int) -> float:
+def hop_delay(links: LinkDelays, ranks: Sequence[int], stage: int) -> float:
     """Delay of a hop in seconds. Of a link that no rank waited for only a bound is known; the other
     links' median is used if it is smaller.
     """
@@ -109,7 +109,7 @@ def hop_delay(links: Links, ranks: Sequence[int], stage: int) -> float:
 
 
 def _recorded(
-    job: JobShape, ranks: Sequence[int], work: Work, links: Links, times: IterationTimes
+    job: JobShape, ranks: Sequence[int], work: TaskTimes, links: LinkDelays, times: IterationTimes
 ) -> Recorded | None:
     """Costs of the pipeline of ``ranks`` (in order) in one iteration; None if tasks are missing."""
     p, stages = len(ranks), len(ranks) * job.num_chunks
@@ -197,10 +197,10 @@ _UNSTEADY = ("jitter", "transient")
 _STRIDE = 7919
 """Step through undisturbed times; a prime, so that it reaches all of them."""
 
-Change = Callable[[Recorded], Recorded]
+CostChange = Callable[[Recorded], Recorded]
 
 
-def _retimed(edit: Callable[[Times, Recorded], None]) -> Change:
+def _retimed(edit: Callable[[TimeTable, Recorded], None]) -> CostChange:
     """A change of task times, which ``edit`` makes in place."""
 
     def change(run: Recorded) -> Recorded:
@@ -211,24 +211,24 @@ def _retimed(edit: Callable[[Times, Recorded], None]) -> Change:
     return change
 
 
-def _ratio(wanted: Times, present: Times) -> Times:
+def _ratio(wanted: TimeTable, present: TimeTable) -> TimeTable:
     """``wanted / present``, 1 where there is nothing present."""
     return np.divide(wanted, present, out=np.ones_like(present), where=present > 0)
 
 
-def without_rank(place: int, num_ranks: int, factor: float) -> Change:
+def without_rank(place: int, num_ranks: int, factor: float) -> CostChange:
     """Makes the rank at ``place`` of the pipeline ``factor`` times faster."""
 
-    def edit(tasks: Times, _: Recorded) -> None:
+    def edit(tasks: TimeTable, _: Recorded) -> None:
         tasks[:, place::num_ranks] /= factor
 
     return _retimed(edit)
 
 
-def without_heavy_stage(heavy: int) -> Change:
+def without_heavy_stage(heavy: int) -> CostChange:
     """Makes stage ``heavy`` as fast as the typical other stage."""
 
-    def edit(tasks: Times, _: Recorded) -> None:
+    def edit(tasks: TimeTable, _: Recorded) -> None:
         stages = np.median(tasks, axis=2)
         typical = np.median(np.delete(stages, heavy, axis=1), axis=1)
         tasks[:, heavy] *= _ratio(typical, stages[:, heavy])[:, None]
@@ -236,7 +236,7 @@ def without_heavy_stage(heavy: int) -> Change:
     return _retimed(edit)
 
 
-def without_link(places: tuple[int, int]) -> Change:
+def without_link(places: tuple[int, int]) -> CostChange:
     """Makes messages between two ranks of the pipeline as fast as on the typical other hop."""
 
     def change(run: Recorded) -> Recorded:
@@ -249,13 +249,13 @@ def without_link(places: tuple[int, int]) -> Change:
     return change
 
 
-def without_jitter(runs: Sequence[Recorded], places: Collection[int]) -> Change:
+def without_jitter(runs: Sequence[Recorded], places: Collection[int]) -> CostChange:
     """Gives disturbed tasks of the ranks at ``places`` undisturbed times of their kind and stage,
     over all ``runs``: those no further above the undisturbed time than the fastest is below it.
     """
     num_ranks = runs[0].shape.num_ranks
 
-    def edit(tasks: Times, _: Recorded) -> None:
+    def edit(tasks: TimeTable, _: Recorded) -> None:
         for kind, stage in itertools.product(*map(range, tasks.shape[:2])):
             if stage % num_ranks in places:
                 seen = np.sort([run.tasks[kind, stage] for run in runs], axis=None)
@@ -267,12 +267,12 @@ def without_jitter(runs: Sequence[Recorded], places: Collection[int]) -> Change:
     return _retimed(edit)
 
 
-def without_imbalance(ranks: Sequence[int], lost: Mapping[Cell, float]) -> Change:
+def without_imbalance(ranks: Sequence[int], lost: Mapping[Cell, float]) -> CostChange:
     """Gives all ranks of an expert-parallel group as many tokens. ``lost`` is the ns that this
     saves in a forward, by (rank, chunk); B and W save as much each, in one task or in two.
     """
 
-    def edit(tasks: Times, run: Recorded) -> None:
+    def edit(tasks: TimeTable, run: Recorded) -> None:
         chunks = range(run.shape.num_chunks)
         saved = np.array([lost.get((rank, chunk), 0.0) for chunk in chunks for rank in ranks])
         passes = np.array([1, 1 if run.split else 2, 1])
@@ -282,13 +282,13 @@ def without_imbalance(ranks: Sequence[int], lost: Mapping[Cell, float]) -> Chang
     return _retimed(edit)
 
 
-def balanced(slowness: Sequence[float]) -> Change:
+def with_even_layers(slowness: Sequence[float]) -> CostChange:
     """Spreads the same work evenly over the stages, as another layout of the layers would.
 
     ``slowness`` is the factor by which the rank at each place is slower than the others; it stays.
     """
 
-    def edit(tasks: Times, run: Recorded) -> None:
+    def edit(tasks: TimeTable, run: Recorded) -> None:
         means = tasks.mean(axis=2) / np.tile(slowness, run.shape.num_chunks)
         even = np.broadcast_to(means.mean(axis=1, keepdims=True), means.shape)
         tasks *= _ratio(even, means)[:, :, None]
@@ -324,11 +324,11 @@ class WhatIf:
     def predict(
         self,
         name: str,
-        change: Change = lambda run: run,
+        change: CostChange = lambda run: run,
         config: ScheduleConfig | None = None,
         *,
         in_recorded_order: bool = False,
-    ) -> Prediction:
+    ) -> PredictedTime:
         """Iteration time with a change of the costs, of the schedule, or of both; or with every
         rank's tasks in the order in which they ran.
 
@@ -345,10 +345,10 @@ class WhatIf:
             )
             now += run.window + run.tail
             then += run.window * makespan / base + run.tail
-        return Prediction(name, now / len(self.runs) * 1e3, then / len(self.runs) * 1e3)
+        return PredictedTime(name, now / len(self.runs) * 1e3, then / len(self.runs) * 1e3)
 
 
-def removal(culprit: Culprit, runs: Sequence[Recorded], ranks: Sequence[int]) -> Change | None:
+def removal(culprit: Culprit, runs: Sequence[Recorded], ranks: Sequence[int]) -> CostChange | None:
     """The change that removes a culprit; None if it is not in the pipeline of ``ranks``."""
     where = culprit.link or [rank for rank in (culprit.rank,) if rank is not None]
     if not {*where} <= {*ranks}:
@@ -373,7 +373,7 @@ def effects(
     changes = [removal(culprit, what_if.runs, ranks) for culprit in culprits]
     order = sorted(range(len(culprits)), key=lambda index: culprits[index].kind not in _UNSTEADY)
 
-    def without_all_but(left: int | None) -> Prediction:
+    def without_all_but(left: int | None) -> PredictedTime:
         def apply(run: Recorded) -> Recorded:
             for index in order:
                 change = changes[index]
@@ -394,7 +394,9 @@ def effects(
     return found
 
 
-def predict_all(what_if: WhatIf, culprits: Sequence[Culprit], shape: JobShape) -> list[Prediction]:
+def predict_all(
+    what_if: WhatIf, culprits: Sequence[Culprit], shape: JobShape
+) -> list[PredictedTime]:
     """Predictions for the removal of every culprit, for every other schedule that is possible
     (policies, caps, fused or split backward), and for even layers.
     """
@@ -418,5 +420,5 @@ def predict_all(what_if: WhatIf, culprits: Sequence[Culprit], shape: JobShape) -
             except ConfigError:
                 continue
     slow = {culprit.rank: culprit.factor for culprit in culprits if culprit.kind == "slow-rank"}
-    change = balanced([slow.get(rank, 1.0) for rank in ranks])
+    change = with_even_layers([slow.get(rank, 1.0) for rank in ranks])
     return [*predictions, what_if.predict(EVEN_LAYERS, change)]

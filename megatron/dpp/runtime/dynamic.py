@@ -31,7 +31,7 @@ from megatron.dpp.memory import allocator_retries
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.executor import Executor, Iteration
-from megatron.dpp.runtime.host_time import TOLD_AFTER, allocator_lines, host_lines
+from megatron.dpp.runtime.host_time import TOLD_AFTER, allocator_lines, host_line
 from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.runtime.race import FUSED, Race
 from megatron.dpp.runtime.session import Session, Sessions, check_chunks
@@ -61,6 +61,8 @@ class DppSchedule(PipelineSchedule):
     """Host microseconds per task of the last call, without PyTorch's launches; 0 where
     megatron-core's own schedule ran.
     """
+    policy: str | None = None
+    """Policy of the next training step, in the place of the configuration's."""
     _announced: Sequence[int] | None = None
     _static: StaticSchedule | None = None
     """megatron-core's own schedule, once a step has run in it."""
@@ -94,7 +96,8 @@ class DppSchedule(PipelineSchedule):
             self.iteration += 1
             losses: list[Any] = run(call)
         if not call.forward_only:
-            self._record_race()
+            for name, value in self._race.record.items():
+                self.recorder.counter(name, value)
         return losses
 
     def _run(self, backward: Backward, call: StepCall) -> list[Any]:
@@ -145,12 +148,6 @@ class DppSchedule(PipelineSchedule):
         self._sessions.close_links()
         torch.cuda.empty_cache()
 
-    def _record_race(self) -> None:
-        """Record the times that decided which schedule runs."""
-        for name, seconds in self._race.times.items():
-            self.recorder.counter(f"race: {name}", 1e3 * seconds)
-            self.recorder.counter(f"runs: {name}", name == self._race.winner)
-
     def check(self, **keywords: Any) -> None:
         """Check that a call with these keywords can run; no collective.
 
@@ -191,7 +188,7 @@ class DppSchedule(PipelineSchedule):
             ConfigError: it should run in F, and the model does not allow it.
         """
         asked = self.config.head_in_forward
-        holds_all = self.config.policy in HOLDS_ALL
+        holds_all = (self.policy or self.config.policy) in HOLDS_ALL
         wanted = holds_all or self._slicing.slices_of(call) is not None
         if asked == "off" or call.forward_only or (asked == "auto" and not wanted):
             return None
@@ -287,13 +284,13 @@ class DppSchedule(PipelineSchedule):
         self.peak_held = max(self.peak_held, decisions.peak_held)
         self.num_out_of_order = scheduler.num_out_of_order
         self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
-        self._tell_limits(session, geometry, stage.call)
+        self._tell_limits(session, geometry)
         slices = self._slicing.slices_of(stage.call)
         if slices is not None:
             self.recorder.counter("keys", slices.keys.peak_bytes)
         return largest / (executor.first_size or largest)
 
-    def _tell_limits(self, session: Session, geometry: Geometry, call: StepCall) -> None:
+    def _tell_limits(self, session: Session, geometry: Geometry) -> None:
         """Record the host's time per task and the share of launching; log once what limits steps
         after the first.
         """
@@ -307,21 +304,20 @@ class DppSchedule(PipelineSchedule):
         self.recorder.counter("host", self.host_us_per_task)
         self.recorder.counter("launching", launching)
         if tells:
-            replayed, can_replay = self._prepared.replays, self._prepared.can_replay(call)
-            us = self.host_us_per_task
+            eager = 0.0 if self._prepared.replays else launching
             retries = allocator_retries() - self._retries
             for line in (
-                *host_lines(us, launching, replayed=replayed, can_replay=can_replay),
+                host_line(self.host_us_per_task, eager),
                 *allocator_lines(retries, TOLD_AFTER - 1),
             ):
                 self._log(line)
 
     def _policy_of(self, call: StepCall) -> str | None:
-        """The policy of an evaluation, in the place of the configuration's."""
+        """The policy of a call in the place of the configuration's, if there is one."""
         if not call.forward_only:
-            return None
-        order = self.config.forward_only_order
-        keeps = order == "megatron" or (order == "auto" and call.replays_routing)
+            return self.policy
+        order = self.config.call_order
+        keeps = order == "megatron" or (order != "dynamic" and call.replays_routing)
         return "megatron" if keeps else "depth-first"
 
     def close(self) -> None:

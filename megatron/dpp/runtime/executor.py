@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron.dpp.direction import Direction
 from megatron.dpp.inject import Injector, Task
@@ -163,6 +163,7 @@ class Executor:
                 begin = 0
                 continue
             actions.append(action)
+            self._runner_ns = 0
             run_kind[action.kind](action)
             end = now()
             self.overhead_ns += end - begin - self._runner_ns
@@ -215,6 +216,13 @@ class Executor:
             self._begin(action, ahead=True)
         return received
 
+    def _timed(self, function: Callable[..., Any], *given: Any) -> Any:
+        """Call the runner, whose time is no overhead."""
+        begin = time.perf_counter_ns()
+        result = function(*given)
+        self._runner_ns += time.perf_counter_ns() - begin
+        return result
+
     def _forward(self, action: Action) -> None:
         _, chunk, microbatch, _ = action
         received = self._receive(action, Direction.FORWARD)
@@ -223,9 +231,7 @@ class Executor:
             self._learn(microbatch, received)
         if not output_tells:
             self._decider.look_ahead()
-        begin = time.perf_counter_ns()
-        output = self._runner.forward(chunk, microbatch, received)
-        self._runner_ns = time.perf_counter_ns() - begin
+        output = self._timed(self._runner.forward, chunk, microbatch, received)
         if output_tells:
             self._learn(microbatch, output)
             self._decider.look_ahead()
@@ -249,9 +255,7 @@ class Executor:
         fused = self._scheduler.fused  # before the next task is decided
         received = self._receive(action, Direction.BACKWARD)
         self._decider.look_ahead()
-        begin = time.perf_counter_ns()
-        gradient = self._runner.backward(chunk, microbatch, received)
-        self._runner_ns = time.perf_counter_ns() - begin
+        gradient = self._timed(self._runner.backward, chunk, microbatch, received)
         self._finish_task("B", chunk, microbatch)
         self._mail.put(Direction.BACKWARD, chunk, microbatch, gradient)
         if fused:
@@ -267,9 +271,7 @@ class Executor:
                 self._record_next(chunk, microbatch, piece, self._scheduler.held)
             else:
                 self._begin(Action(Kind.W, chunk, microbatch, piece))
-            begin = time.perf_counter_ns()
-            self._runner.weight(chunk, microbatch, piece)
-            self._runner_ns += time.perf_counter_ns() - begin
+            self._timed(self._runner.weight, chunk, microbatch, piece)
             number += 1
             if self._injector is not None or piece == pieces - 1:  # each is to be prolonged
                 self._finish_task("W", chunk, microbatch, number)
@@ -284,11 +286,9 @@ class Executor:
         _, chunk, microbatch, piece = action
         self._begin(action)
         self._decider.look_ahead()
-        self._runner_ns, number = 0, 0
+        number = 0
         while True:
-            begin = time.perf_counter_ns()
-            self._runner.weight(chunk, microbatch, piece)
-            self._runner_ns += time.perf_counter_ns() - begin
+            self._timed(self._runner.weight, chunk, microbatch, piece)
             number += 1
             following = self._run_on(chunk, microbatch, number)
             if following is None:
@@ -325,13 +325,12 @@ class Executor:
         before its output leaves.
         """
         key = (kind, chunk)
-        if self._injector is not None:
+        if (injector := self._injector) is not None:
             cost = self._cost(kind, chunk)
             task = Task(self._iteration.number, kind, chunk, microbatch, self._work, cost)
             self._work += cost
-            begin = time.perf_counter_ns()
-            self._timer.prolong(key, self._injector.factor(task), self._injector.seconds(task))
-            self._runner_ns += time.perf_counter_ns() - begin
+            prolong = self._timer.prolong
+            self._timed(lambda: prolong(key, injector.factor(task), injector.seconds(task)))
         size = self._shares[microbatch]
         if kind in self._longer:
             size *= self._longer[kind][microbatch]

@@ -7,7 +7,6 @@ rank of another data-parallel replica reads it there when its collective fails.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -120,7 +119,5 @@ def within(seconds: float, function: Callable[[], object]) -> None:
 
 
 def _quoted(error: BaseException) -> str:
-    """The first line, without gloo's place in the source and advice."""
-    line = (str(error).splitlines() or [""])[0]
-    line = re.sub(r"^\[\S*gloo\S*\] |\. This is typically caused by.*", "", line)
-    return line[:_LONGEST]
+    """The first line of a text, which may be long."""
+    return (str(error).splitlines() or [""])[0][:_LONGEST]

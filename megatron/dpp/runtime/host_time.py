@@ -11,32 +11,22 @@ TOLD_AFTER = 5
 """Training steps after which the lines are logged, once."""
 
 
-def host_lines(
-    us_per_task: float, launching: float, *, replayed: bool, can_replay: bool
-) -> Sequence[str]:
-    """The lines of a rank.
-
-    The device works at least for the rest of the tasks' time, hence the bounds.
+def host_line(us_per_task: float, launching: float) -> str:
+    """The line of a rank. The device works at least for the rest of the tasks' time, hence a bound.
 
     Args:
         us_per_task: microseconds of the host per task, without PyTorch's launches.
-        launching: share of launching in the tasks' time; 0 on a CPU.
-        replayed: CUDA graphs are replayed.
-        can_replay: they could be.
+        launching: share of launching in the tasks' time; 0 on a CPU, and where graphs are replayed.
     """
     text = f"dynamic pipeline: the host takes {us_per_task:.0f} us per task"
-    if not launching or replayed:
-        return [text]
-    share = f"{text} beside launching, which takes {launching:.0%} of the tasks' time"
-    if launching < GRAPHS_PAY_FROM:
-        return [share]
-    on = setting("cuda_graphs", "on")
-    graphs = Text(f"CUDA graphs ({on}) would save up to {launching:.0%} of the tasks' time, ", on)
-    return [
-        share,
-        f"dynamic pipeline: launch-bound: {graphs if can_replay else ''}a micro_batch_size twice "
-        f"as large would save up to {launching / 2:.0%} per sample",
-    ]
+    if launching:
+        text += f" beside launching, which takes {launching:.0%} of the tasks' time"
+    if launching >= GRAPHS_PAY_FROM:
+        text += (
+            ": launch-bound: a micro_batch_size twice as large would save up to "
+            f"{launching / 2:.0%} per sample"
+        )
+    return text
 
 
 def allocator_lines(retries: int, steps: int) -> Sequence[str]:

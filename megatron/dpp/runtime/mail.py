@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -50,7 +52,8 @@ class Mail:
         """
         self._look = links.transport.poll if links.whole else links.poll
         # Calls of torch here need nobody to look at them, as the stand-ins of CUDA do on a CPU.
-        self._watched = torch._C._len_torch_function_stack() > 0
+        watched = torch._C._len_torch_function_stack() > 0
+        self._unwatched: Any = torch._C.DisableTorchFunction if watched else contextlib.nullcontext
         self._iteration, self._timeout = iteration, timeout
         self._backward_units = backward_units
         self._kinds = {link.peer: link.kind for link in links.transport.links()}
@@ -79,17 +82,13 @@ class Mail:
         Raises:
             ProtocolError: it is another one than that of this iteration and ``microbatch``.
         """
-        if self._watched:
-            with torch._C.DisableTorchFunction():
-                return self._take(channel, microbatch)
-        return self._take(channel, microbatch)
-
-    def _take(self, channel: int, microbatch: int) -> Tensors:
         self._taken[channel] += 1
         num_parts = self._channels.tensors_in[channel]
-        if num_parts == 1:
-            return self._take_part(channel, microbatch, 0, 1)
-        return [self._take_part(channel, microbatch, part, num_parts) for part in range(num_parts)]
+        with self._unwatched():
+            if num_parts == 1:
+                return self._take_part(channel, microbatch, 0, 1)
+            parts = range(num_parts)
+            return [self._take_part(channel, microbatch, part, num_parts) for part in parts]
 
     def _take_part(self, channel: int, microbatch: int, part: int, num_parts: int) -> torch.Tensor:
         message = self._transport.take(channel)
@@ -120,27 +119,20 @@ class Mail:
         if channel is None:
             return False
         num_parts = self._channels.tensors_out[channel]
-        if num_parts == 1 and isinstance(result, torch.Tensor):
-            if self._watched:
-                with torch._C.DisableTorchFunction():
-                    self._put_part(channel, microbatch, result, 0, 1)
-            else:
-                self._put_part(channel, microbatch, result, 0, 1)
-            return True
-        given = result if isinstance(result, list) else [result]
-        tensors = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
-        if not len(tensors) == len(given) == num_parts:
+        tensors = result if isinstance(result, list) else [result]
+        if len(tensors) != num_parts or not all(isinstance(t, torch.Tensor) for t in tensors):
             raise TypeError(
-                f"chunk {chunk} returned {', '.join(type(t).__name__ for t in given)} to its "
+                f"chunk {chunk} returned {', '.join(type(t).__name__ for t in tensors)} to its "
                 f"neighbour; {num_parts} Tensor{'s' * (num_parts > 1)} declared (one, unless "
                 "adjust_tensor_shapes_fn returns more shapes)"
             )
-        for part, tensor in enumerate(tensors):
-            self._put_part(channel, microbatch, tensor, part, num_parts)
+        with self._unwatched():
+            for part, tensor in enumerate(tensors):
+                self._put_part(channel, microbatch, tensor, part, num_parts)
         return True
 
     def _put_part(
-        self, channel: int, microbatch: int, tensor: torch.Tensor, part: int, num_parts: int
+        self, channel: int, microbatch: int, tensor: Any, part: int, num_parts: int
     ) -> None:
         payload = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
         num_bytes = payload.nbytes

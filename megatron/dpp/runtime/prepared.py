@@ -12,7 +12,7 @@ from megatron.dpp.config import GRAPHS_PAY_FROM, POOL_GROWTH, Backward, DppConfi
 from megatron.dpp.core.expert_trace import traced_experts
 from megatron.dpp.core.graphs.capture import Capture, can_capture
 from megatron.dpp.core.graphs.pools import SPARE
-from megatron.dpp.core.graphs.slots import ChunkGraphs, why_not
+from megatron.dpp.core.graphs.slots import ChunkGraphs
 from megatron.dpp.core.padded import PaddedRows
 from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.core.wgrad.linear import WeightGradients
@@ -104,11 +104,8 @@ class Prepared:
         return found
 
     def begin(self, backward: Backward, *, graphs: bool) -> None:
-        """Begin a training step, after :meth:`prepare`.
-
-        Args:
-            backward: the way of its backwards.
-            graphs: CUDA graphs may be captured and replayed in it.
+        """Begin a call with this way of its backwards; ``graphs``: CUDA graphs may be captured and
+        replayed in it.
         """
         self._backward, self._binds = backward, graphs
 
@@ -172,10 +169,6 @@ class Prepared:
     def replays(self) -> bool:
         """CUDA graphs of the model are replayed."""
         return self.graphs is not None and self.graphs.replays
-
-    def can_replay(self, call: StepCall) -> bool:
-        """Some chunk's graphs could be captured for steps like this."""
-        return call.cut is None and any(why_not(chunk) is None for chunk in call.model)
 
     def forget(self) -> None:
         """Free what was prepared, with the graphs. May be called twice."""

@@ -12,7 +12,6 @@ that were close to the best one.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import statistics
 import time
@@ -24,14 +23,16 @@ import torch
 
 from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.core.graphs.slots import WARM_UP_STEPS
+from megatron.dpp.core.own_schedule import can_run, counted
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import Text, setting
 from megatron.dpp.runtime.prepared import Prepared
+from megatron.dpp.runtime.stage_group import StageGroup
 
 _TIMED, _TIMED_UNLIKE = 2, 4
 """Timed steps of a way; the latter where steps are of unlike work."""
-_LONGEST_TURN = 12
-"""Most steps of a way: one in which a graph was captured does not count."""
+_LONGEST_TURN = 24
+"""Most steps of a way, as those in which graphs are captured do not count."""
 _TIE, _BEHIND = 0.01, 0.05
 """Shares of a step's time: within the first an earlier way is preferred, and a way that is further
 behind than the second is not raced again."""
@@ -50,11 +51,13 @@ class _Turn:
     way: Way
     num_steps: int = 0
     timed: list[float] = field(default_factory=list)
+    least: float = math.inf
+    """Seconds of the shortest step that did not count, or did."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of a typical step; infinity if none was timed."""
-        return statistics.median(self.timed) if self.timed else math.inf
+        """Seconds of a step that nothing else has slowed down."""
+        return statistics.median_low(self.timed) if self.timed else self.least
 
 
 class Race:
@@ -87,8 +90,9 @@ class Race:
         self._numbers: set[int] = set()
         """Numbers of microbatches of the model's steps."""
         self._ways: list[Way] = [SPLIT]
-        self._chosen: Way = SPLIT
-        self._graphed: Way = SPLIT
+        self._ours = SPLIT
+        """The way of ours before a race, and where megatron-core's schedule cannot run a step."""
+        self._chosen = self._won = self._graphed = self._ways[0]
         self.binds_graphs = False
         """CUDA graphs are captured or replayed in the step that runs."""
         self._num_steps = 0
@@ -96,15 +100,15 @@ class Race:
         self._turns: list[_Turn] = []
         self._place = 0
         self._timed = _TIMED
+        self._spoilt = False
+        """The step before does not count."""
         self._steps: list[tuple[float, float]] = []
         """Seconds and work of the steps that ranks have not compared yet."""
-        self._tokens = self._work = 0.0
-        self._unit = self._usual = self._began = 0.0
+        self._tokens: list[int] = []
+        self._work = self._unit = self._usual = self._began = 0.0
         self._drift = _DRIFT
-        self.times: dict[str, float] = {}
-        """Seconds of a step of each way in the last race, by its name."""
-        self.winner = ""
-        """Name of the way that won it."""
+        self.record: dict[str, float] = {}
+        """Counters of a trace: ms of a step of each way in the last race, and 1 for its winner."""
 
     @property
     def _races(self) -> bool:
@@ -116,56 +120,31 @@ class Race:
 
     @contextlib.contextmanager
     def step(self, call: StepCall, keywords: Mapping[str, Any]) -> Iterator[Way]:
-        """Give the way of a step, and time it. In some training steps this is a collective of all
-        ranks that train the model. Evaluations keep ours during a race, and then follow the winner.
-
-        Args:
-            keywords: those of the host's call.
+        """Give the way of a step with these keywords, and time it. In some training steps this is
+        a collective of all ranks that train the model. Evaluations keep ours during a race, and
+        then follow the winner.
         """
         if call.forward_only:
-            way: Way = FUSED
-            if self.leaves(call) and _can_run(call, keywords):
-                way = None
-            yield way
+            yield None if self.leaves(call) and can_run(call, keywords) else FUSED
             return
         way = self._next(call, keywords)
         self.binds_graphs = way == self._graphed
-        counts = way is not None or _can_run(call, keywords)
+        runs = way is not None or can_run(call, keywords)
         captures, begin = self._prepared.num_captures, time.perf_counter()
-        yield way if counts else self._ours
-        self._work = self._tokens if _varies(call) else call.num_microbatches
-        self._tokens = 0.0
+        yield way if runs else self._ours
+        self._work = sum(self._tokens) if call.varies else call.num_microbatches
+        self._tokens.clear()
         if self._races:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            counts &= self._prepared.num_captures == captures
-            took = time.perf_counter() - begin if counts else math.inf
+            took = time.perf_counter() - begin if runs else math.inf
             self._steps.append((took, self._work))
-
-    @property
-    def _ours(self) -> Backward:
-        """The way of ours before a race, and where megatron-core's schedule cannot run a step."""
-        found = self._ways[-1]
-        assert found is not None
-        return found
+            self._spoilt = not runs or self._prepared.num_captures != captures
 
     def counted(self, call: StepCall) -> StepCall:
-        """The call with a forward step that counts the tokens for which the last stage has losses
-        or logits, where lengths are unlike.
-        """
-        last, group = call.model[-1], call.pg_collection.pp
-        watched = not call.forward_only and len(self._ways) > 1 and _varies(call)
-        if not watched or group.rank() < group.size() - 1:
-            return call
-        original = call.forward_step_func
-
-        def forward_step(iterator: Any, model: Any, *rest: Any, **options: Any) -> Any:
-            result = original(iterator, model, *rest, **options)
-            if model is last and isinstance(result[0], torch.Tensor):
-                self._tokens += math.prod(result[0].shape[:2])
-            return result
-
-        return dataclasses.replace(call, forward_step_func=forward_step)
+        """The call, in whose forward steps tokens are counted where lengths are unlike."""
+        watched = len(self._ways) > 1 and not call.forward_only and call.varies
+        return counted(call, self._tokens.append) if watched else call
 
     def _next(self, call: StepCall, keywords: Mapping[str, Any]) -> Way:
         if self._model != call.model:
@@ -193,35 +172,25 @@ class Race:
         if not self._asked and getattr(call.config, "recompute_granularity", None) == "full":
             ours = [FUSED]
             off = setting("split_backward", "off")
-            self._log(
-                Text(
-                    f"dynamic pipeline: {off} is chosen: recompute_granularity='full' asks for "
-                    "little memory, and a deferred weight gradient keeps what it has freed",
-                    off,
-                )
-            )
+            why = "recompute_granularity='full' asks for little memory"
+            self._log(Text(f"dynamic pipeline: {off} is chosen: {why}", off))
         return [None, *ours] if self._takes_own else ours
 
     def _begin(self, ways: list[Way]) -> None:
         """Begin a race after some steps of ours."""
         self._ways, self._turns, self._place, self._num_steps = ways, [], 0, 0
         self._steps.clear()
-        self._usual = 0.0
+        self._usual, self._ours = 0.0, ways[-1] or SPLIT
         self._chosen = self._ours
 
     def _draw_up(self, call: StepCall, keywords: Mapping[str, Any]) -> None:
         """Agree on the ways that can run on all ranks. Fused backwards are not tried where nothing
         is deferred, and where all ranks replay CUDA graphs, which launch W as fast as B.
         """
-        number, prepared = call.num_microbatches, self._prepared
+        number, varied = call.num_microbatches, call.varies or len(self._numbers) > 1
+        own, defer = can_run(call, keywords), any(self._prepared.num_pieces)
         cannot, most, minus_fewest, unlike, defers, eager = _largest(
-            call,
-            not _can_run(call, keywords),
-            number,
-            -number,
-            _varies(call) or len(self._numbers) > 1,
-            any(prepared.num_pieces),
-            not prepared.settles(call),
+            call, not own, number, -number, varied, defer, not self._prepared.settles(call)
         )
         ways = list(self._ways)
         if None in ways and (cannot or most != -minus_fewest):
@@ -235,22 +204,26 @@ class Race:
         else:
             self._chosen = ways[0]
 
-    def _agreed(self, call: StepCall) -> list[float]:
-        """The seconds of each kept step on its slowest rank, for work like the race's first."""
-        found = iter(_largest(call, *(value for step in self._steps for value in step)))
+    def _agreed(self, call: StepCall) -> tuple[list[float], bool]:
+        """The seconds of each kept step on its slowest rank, for work like the race's first, and
+        whether the last one does not count on some rank.
+        """
+        values = [value for step in self._steps for value in step]
+        spoilt, *found = _largest(call, self._spoilt, *values)
         self._steps.clear()
         times = []
-        for seconds, work in zip(found, found, strict=True):
+        for seconds, work in zip(found[::2], found[1::2], strict=True):
             self._unit = self._unit or work
             times.append(seconds * self._unit / work if work else seconds)
-        return times
+        return times, bool(spoilt)
 
     def _count(self, call: StepCall) -> None:
         """Count the step before, and go on to the next turn or to the race's end."""
         turn = self._turns[self._place]
-        (seconds,) = self._agreed(call)
+        (seconds,), spoilt = self._agreed(call)
         turn.num_steps += 1
-        if turn.num_steps > 1 and seconds < math.inf:
+        turn.least = min(turn.least, seconds)
+        if turn.num_steps > 1 and not spoilt:
             turn.timed.append(seconds)
         if len(turn.timed) == self._timed or turn.num_steps == _LONGEST_TURN:
             self._place += 1
@@ -258,26 +231,23 @@ class Race:
                 self._decide()
 
     def _decide(self) -> None:
+        """Keep the fastest way, say so, and free what the others need."""
         best = min(turn.seconds for turn in self._turns)
         way = next(turn.way for turn in self._turns if turn.seconds <= (1.0 + _TIE) * best)
         graphs = self._prepared.replays
         names = [_name(t.way, graphs=graphs and t.way == self._graphed) for t in self._turns]
-        self.times = dict(zip(names, (turn.seconds for turn in self._turns), strict=True))
-        before, self.winner = self.winner, names[self._ways.index(way)]
-        if before != self.winner:
-            self._drift = _DRIFT
-        each = ", ".join(f"{name} {1e3 * took:.4g} ms" for name, took in self.times.items())
-        self._log(f"dynamic pipeline: raced: {each}: {self.winner} runs")
-        self._keep(way)
-
-    def _keep(self, way: Way) -> None:
-        """Run this way from now on, and free what the others need."""
-        self._chosen = way
+        times = {name: 1e3 * t.seconds for name, t in zip(names, self._turns, strict=True)}
+        winner = names[self._ways.index(way)]
+        each = ", ".join(f"{name} {ms:.4g} ms" for name, ms in times.items())
+        self._log(f"dynamic pipeline: raced: {each}: {winner} runs")
+        self.record = {f"race: {name}": ms for name, ms in times.items()} | {f"runs: {winner}": 1}
+        if way != self._won:
+            self._won, self._drift = way, _DRIFT
         if way is None:
             self._free()
         elif way != self._graphed:
             self._prepared.drop_graphs()
-        self._began = time.perf_counter()
+        self._chosen, self._began = way, time.perf_counter()
 
     def _watch(self, call: StepCall) -> None:
         """Begin another race among close ways if steps have become slower or faster."""
@@ -286,7 +256,7 @@ class Race:
         self._began = now
         if len(self._steps) < _WINDOW:
             return
-        median = statistics.median(self._agreed(call))
+        median = statistics.median(self._agreed(call)[0])
         self._usual = self._usual or median
         drift = abs(median / self._usual - 1.0)
         if drift > self._drift:
@@ -307,32 +277,11 @@ def _name(way: Way, *, graphs: bool) -> str:
     return f"ours ({'split' if way.split else 'fused'}{', graphs' if graphs else ''})"
 
 
-def _varies(call: StepCall) -> bool:
-    return call.cut is None and getattr(call.config, "variable_seq_lengths", False)
-
-
 def _largest(call: StepCall, *values: float) -> list[float]:
     """The largest of each value over all ranks that train the model; a collective of them."""
-    groups = call.pg_collection
-    found = torch.tensor(values, dtype=torch.float64, device=call.boundary_example().device)
+    groups, found = call.pg_collection, list(values)
     for group in (groups.tp, groups.pp, groups.dp_cp):
         if group.size() > 1:
-            torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX, group=group)
-    return [float(value) for value in found.tolist()]
-
-
-def _can_run(call: StepCall, keywords: Mapping[str, Any]) -> bool:
-    """True if megatron-core's own schedule can run a call of these arguments. It takes process
-    groups only with a communicator of the host's, and one tensor per stage boundary.
-    """
-    given = [keywords.get(name) is not None for name in ("pg_collection", "p2p_communicator")]
-    config, num_ranks, chunks = call.config, call.pg_collection.pp.size(), len(call.model)
-    if given[0] != given[1] or call.cut is not None or call.adjust_tensor_shapes_fn:
-        return False
-    if config.virtual_pipeline_model_parallel_size != (chunks if chunks > 1 else None):
-        return False  # megatron-core would take the schedule of another number of chunks
-    if config.delay_wgrad_compute:
-        return False
-    grouped = config.microbatch_group_size_per_vp_stage in (None, num_ranks)
-    apart = config.overlap_p2p_comm and not config.batch_p2p_comm  # else two ranks mix messages up
-    return chunks == 1 or (grouped and apart and call.num_microbatches % num_ranks == 0)
+            ranks = StageGroup(group=group)
+            found = ranks.largest(*found, device=call.boundary_example().device)
+    return found

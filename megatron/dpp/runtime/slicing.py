@@ -69,7 +69,7 @@ class Slicing:
             return call
         whole = self._prepared(call)
         longest = max(unit.end - unit.begin for unit in cut.units)
-        if getattr(call.config, "variable_seq_lengths", False):  # room for those of later steps
+        if call.varies:  # room for those of later steps
             longest = max(longest, int(WHOLE_UP_TO * self._config.slice_tokens))
         return dataclasses.replace(
             call,
@@ -98,7 +98,7 @@ class Slicing:
         if self._packs:
             self._tell("steps whose rows are not announced, as others were, are not cut")
             return None
-        if getattr(call.config, "variable_seq_lengths", False):
+        if call.varies:
             self._refuse(
                 "microbatches of one length are cut, and variable_seq_lengths tells of others: "
                 "announce their sequences before the step (plugin.announce(rows=...))"

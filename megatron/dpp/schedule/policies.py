@@ -23,6 +23,9 @@ from megatron.dpp.schedule.state import View
 Policy = Callable[[View], Action | None]
 """Decides from the view alone."""
 
+_SPREAD = 0.25
+"""Shortest over longest microbatch below which ``auto`` is ``dynamic`` on more than two ranks."""
+
 
 def dynamic(view: View) -> Action | None:
     """Alternates forwards and backwards, each in depth-first order; starts with a forward.
@@ -66,18 +69,47 @@ def megatron(view: View) -> Action | None:
     return view.weight()
 
 
-def auto(view: View) -> Action | None:
-    """:func:`megatron` on two ranks, where it is as fast or faster with equal and packed lengths
-    (docs/decisions/0024), else :func:`dynamic`.
+def eager(view: View) -> Action | None:
+    """Megatron's order with a warm-up as deep as memory allows; weight gradients fill the waits.
+
+    A rank may run forwards ahead up to its share of the cap, which falls from rank to rank. Which
+    task is next follows from sizes alone; only a forward whose input is late lets a backward pass.
+    With several chunks it is :func:`megatron`.
     """
-    return BUILT_IN[chosen_policy("auto", view.geometry.num_ranks)](view)
+    geometry = view.geometry
+    if geometry.num_chunks > 1 or geometry.groups:
+        return megatron(view)
+    run, done, sizes = view.forwards_run[0], view.backwards_run[0], view.sizes
+    behind = geometry.num_ranks - 1 - geometry.rank
+    ahead = run < geometry.num_microbatches and run - done <= behind
+    if behind and not ahead and run < geometry.num_microbatches:
+        share = view.cap * (behind + 1) / geometry.num_ranks
+        ahead = sum(sizes[i] for i in range(done, run + 1)) <= share * sizes.largest
+    first = view.forward(0) if ahead else view.backward(0)
+    return first or view.weight() or (view.backward(0) if ahead else None)
 
 
-def chosen_policy(name: str, num_ranks: int) -> str:
-    """The policy that ``name`` runs on so many pipeline ranks: another one for ``auto`` alone."""
+def auto(view: View) -> Action | None:
+    """The policy of :func:`chosen_policy` for the sizes that are known."""
+    geometry, sizes = view.geometry, view.sizes
+    if geometry.groups:
+        return (megatron if geometry.num_ranks == 2 else dynamic)(view)
+    least = sizes.least / sizes.largest
+    return BUILT_IN[chosen_policy("auto", geometry.num_ranks, geometry.num_chunks, least)](view)
+
+
+def chosen_policy(name: str, num_ranks: int, num_chunks: int = 1, least: float = 1.0) -> str:
+    """The policy that ``name`` runs: another one for ``auto`` alone (docs/decisions/0024).
+
+    Args:
+        num_ranks, num_chunks: of the pipeline.
+        least: the shortest microbatch over the longest.
+    """
     if name != "auto":
         return name
-    return "megatron" if num_ranks == 2 else "dynamic"
+    if num_ranks > 2 and least < _SPREAD:
+        return "dynamic"
+    return "eager" if num_chunks == 1 and (num_ranks > 2 or least < 1.0) else "megatron"
 
 
 BUILT_IN: Mapping[str, Policy] = MappingProxyType(
@@ -87,6 +119,7 @@ BUILT_IN: Mapping[str, Policy] = MappingProxyType(
         "depth-first": depth_first,
         "breadth-first": breadth_first,
         "megatron": megatron,
+        "eager": eager,
     }
 )
 """The values of ``DppConfig.policy``, beside a user's own ``module:function``."""

@@ -6,7 +6,7 @@ import math
 
 WHOLE_UP_TO = 1.5
 """A sequence of up to so many slices' tokens is not cut."""
-ROUNDING = 64
+_ROUNDING = 64
 """A slice has a multiple of so many tokens, as kernels like it."""
 
 
@@ -25,7 +25,7 @@ def slice_size(length: int, tokens: int, multiple: int = 1) -> int:
     """
     if length <= WHOLE_UP_TO * tokens:
         return length
-    step = math.lcm(min(ROUNDING, tokens), multiple)
+    step = math.lcm(min(_ROUNDING, tokens), multiple)
     each = math.ceil(length / math.ceil(length / tokens) / step) * step
     while 0 < length % each < each / 2 and each + step <= WHOLE_UP_TO * tokens:
         each += step

@@ -27,6 +27,8 @@ class KnownSizes:
 
     def __init__(self, geometry: Geometry, largest: int) -> None:
         self._rank, self.largest = geometry.rank, largest
+        self.least = largest
+        """The smallest size that is known."""
         self.known: list[int | None] = [None] * geometry.num_microbatches
 
     def learn(self, microbatch: int, size: int) -> bool:
@@ -43,7 +45,7 @@ class KnownSizes:
             raise ScheduleError(
                 f"{what}; the memory cap was set for sizes from 0 to {self.largest}"
             )
-        before = self.known[microbatch]
+        before, self.least = self.known[microbatch], min(self.least, size)
         if before is not None and before != size:
             raise ScheduleError(f"{what}, but had size {before} before")
         self.known[microbatch] = size

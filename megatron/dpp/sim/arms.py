@@ -17,6 +17,8 @@ from megatron.dpp.sim.schedules import find_schedule, run_static
 MEGATRON_W = "Megatron's order + W"
 FUSED_STATIC = "fused, cap static"
 FUSED = "dynamic, fused"
+EAGER = "eager + W"
+"""A fixed order with as much memory: with one chunk per rank."""
 DYNAMIC_STATIC = "dynamic, cap static"
 DYNAMIC = "dynamic"
 INGREDIENTS = ("transport", "graphs", "W", "order", "memory")
@@ -38,6 +40,7 @@ def steps(static: str, *, split: bool = True) -> dict[str, tuple[str, str]]:
         return fused
     return {
         MEGATRON_W: (static, "W"),
+        **({EAGER: (MEGATRON_W, "memory")} if static == "1f1b" else {}),
         **fused,
         DYNAMIC_STATIC: (MEGATRON_W, "order"),
         DYNAMIC: (DYNAMIC_STATIC, "memory"),
@@ -118,8 +121,8 @@ class Arms:
         if name == self.static:
             return run_static(name, shape, costs, beta=self.beta, group=self.group)
         schedule = find_schedule(
-            "megatron" if name == MEGATRON_W else self.policy,
-            cap=self.cap if name in (FUSED, DYNAMIC) else "static",
+            {MEGATRON_W: "megatron", EAGER: "eager"}.get(name, self.policy),
+            cap=self.cap if name in (FUSED, DYNAMIC, EAGER) else "static",
             split_backward=name not in (FUSED, FUSED_STATIC),
             stock=self.stock,
             beta=self.beta,

@@ -16,9 +16,9 @@ from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule import DIRECTION_OF, Action, Kind
 from megatron.dpp.sim.costs import Costs
-from megatron.dpp.sim.result import Result, Slot, format_grid
+from megatron.dpp.sim.result import Result, SimulatedTask, format_grid
 
-_SAME_TIME = 1e-9
+SAME_TIME = 1e-9
 """Events closer than this, relative to the current time, arrive together, before any decision."""
 
 
@@ -81,7 +81,7 @@ class _Clock:
         lead: float,
     ) -> None:
         num_ranks = self._num_ranks = len(lanes)
-        self.slots: list[list[Slot]] = [[] for _ in lanes]
+        self.slots: list[list[SimulatedTask]] = [[] for _ in lanes]
         self._lanes, self._costs = lanes, costs
         self._split, self._pieces, self._lead = split_backward, w_pieces, lead
         self._free_at = [0.0] * num_ranks
@@ -99,7 +99,7 @@ class _Clock:
         events, pop = self._events, heapq.heappop
         while events:
             now = events[0][0]
-            until = now + _SAME_TIME * max(1.0, now)
+            until = now + SAME_TIME * max(1.0, now)
             touched = set()
             while events and events[0][0] <= until:
                 _, _, rank, direction, chunk, total = pop(events)
@@ -129,7 +129,7 @@ class _Clock:
         if action.kind == Kind.B and self._lanes[rank].fused:  # its output leaves before its W
             work = self._costs.durations[Kind.W][stage][action.microbatch]
             end = sent + work if slow is None else slow.end(sent, work)
-        self.slots[rank].append(Slot(action, start, end))
+        self.slots[rank].append(SimulatedTask(action, start, end))
         free = self._free_at[rank] = end + self._costs.overhead.get(rank, 0.0)
         self._idle[rank] = False
         self._push(max(start, free - self._lead), rank, None, 0, 0)

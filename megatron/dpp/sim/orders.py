@@ -1,4 +1,4 @@
-"""The order of microbatches: named orders, and hill climbing over the simulator.
+"""The order of microbatches: named orders, and hill climbing over simulated iterations.
 
 Where microbatches are unlike, their order matters more than the order of tasks. A plan is made of
 sizes and settings alone and draws with a fixed seed, so every rank that plans finds the same one.
@@ -14,12 +14,15 @@ from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.sim.costs import Costs, Shape
+from megatron.dpp.sim.filled import FilledOrder
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.result import Result
 from megatron.dpp.sim.schedules import ScheduleConfig
 
 Run = Callable[[Shape, Costs], Result]
 """Simulates a schedule."""
+Timed = Callable[[Sequence[int]], tuple[float, float]]
+"""Time of an iteration with the microbatches in an order, and the most that a rank holds."""
 
 _MARGIN = 0.002
 """Share of the time that another order must gain."""
@@ -33,19 +36,22 @@ class PlannedOrder:
     Args:
         order: the microbatches' numbers in it.
         name: of the order that it is, or was climbed from.
-        result: the simulated iteration.
-        drawn: that of the microbatches as they were given.
+        time, held: simulated time of the iteration, and the most that a rank holds in it, in chunk
+            activations.
+        drawn_time, drawn_held: those of the microbatches as they were given.
     """
 
     order: list[int]
     name: str
-    result: Result
-    drawn: Result
+    time: float
+    held: float
+    drawn_time: float
+    drawn_held: float
 
     @property
     def gain(self) -> float:
         """Share of the drawn order's time that it saves."""
-        return 1.0 - self.result.makespan / self.drawn.makespan
+        return 1.0 - self.time / self.drawn_time
 
 
 def plan_order(
@@ -55,8 +61,7 @@ def plan_order(
     num_chunks: int = 1,
     squares: Sequence[int] = (),
     costs: LengthCosts | None = None,
-    policy: str = "megatron",
-    cap: str = "static",
+    config: ScheduleConfig | None = None,
     hop: float = 0.01,
     memory: float | None = 1.0,
     simulations: int = 200,
@@ -69,7 +74,8 @@ def plan_order(
         squares: sum of the squared lengths of each microbatch's sequences; empty for one sequence
             in each.
         costs: time of a rank's tasks; by default a transformer's of hidden size 4,096.
-        policy, cap: of the schedule, which splits backwards.
+        config: the schedule; by default Megatron's order with a split backward, in the static
+            schedule's memory.
         hop: time of a message, in forwards of a chunk.
         memory: most that an order may hold on a rank, over what the given one holds; None for what
             the cap allows.
@@ -84,12 +90,14 @@ def plan_order(
     work = list(zip(sizes, squares, strict=True))
     drawn = (costs or LengthCosts.transformer()).of_works(work, num_ranks, num_chunks, hop)
     shape = Shape(num_ranks, num_chunks, len(sizes), sizes=tuple(sizes), largest=max(sizes))
-    config = ScheduleConfig(policy=policy, cap=cap)
-    return best_order(shape, drawn, config.run, memory=memory, simulations=simulations)
+    config = config or ScheduleConfig(policy="megatron", cap="static", sizes_at_start=True)
+    by_order = config.policy == "megatron" and config.sizes_at_start
+    timed = FilledOrder(shape, drawn, config) if by_order else simulated(config.run, shape, drawn)
+    return best_order(shape, drawn, timed, memory=memory, simulations=simulations)
 
 
 def best_order(
-    shape: Shape, costs: Costs, run: Run, *, memory: float | None = None, simulations: int = 0
+    shape: Shape, costs: Costs, timed: Timed, *, memory: float | None = None, simulations: int = 0
 ) -> PlannedOrder:
     """The best order of a shape's microbatches under one schedule; the drawn one if none gains.
 
@@ -98,29 +106,43 @@ def best_order(
         simulations: most steps of hill climbing from the best named order.
     """
     totals = [sum(row[0][i] for row in costs.durations) for i in range(shape.num_microbatches)]
-    best = drawn = PlannedOrder(list(range(len(totals))), "drawn", *[_run(run, shape, costs)] * 2)
-    most = math.inf if memory is None else max(drawn.result.peak_held) * (memory + _ROUNDING)
+    drawn = best = PlannedOrder(list(range(len(totals))), "drawn", *timed(range(len(totals))) * 2)
+    most = math.inf if memory is None else drawn.held * (memory + _ROUNDING)
 
     def tried(name: str, order: list[int]) -> PlannedOrder:
-        result = _run(run, shape, costs, order)
-        fits = max(result.peak_held) <= most and result.makespan < best.result.makespan
-        return dataclasses.replace(best, order=order, name=name, result=result) if fits else best
+        time, held = timed(order)
+        if time >= best.time or held > most:
+            return best
+        return dataclasses.replace(best, order=order, name=name, time=time, held=held)
 
     for name, order in orders(totals, shape.num_ranks):
         best = tried(name, order)
-    least, rng = max(drawn.result.own) * (1 + _MARGIN), random.Random(len(totals))
+    own = max(
+        sum(sum(row) for kind in costs.durations for row in kind[rank :: shape.num_ranks])
+        for rank in range(shape.num_ranks)
+    )
+    rng = random.Random(len(totals))
     for _ in range(simulations if len(totals) > 1 else 0):
-        if best.result.makespan <= least:  # no order is faster
+        if best.time <= own * (1 + _MARGIN):  # no order is faster
             break
         best = tried(f"climbed from {best.name.rpartition(' from ')[2]}", _moved(best.order, rng))
     return best if best.gain > _MARGIN else drawn
 
 
-def _run(run: Run, shape: Shape, costs: Costs, order: Sequence[int] = ()) -> Result:
-    if not order:
-        return run(shape, costs)
+def simulated(run: Run, shape: Shape, costs: Costs) -> Timed:
+    """Times orders by whole simulations of a schedule."""
+
+    def timed(order: Sequence[int]) -> tuple[float, float]:
+        found = run(*in_order(order, shape, costs))
+        return found.makespan, max(found.peak_held)
+
+    return timed
+
+
+def in_order(order: Sequence[int], shape: Shape, costs: Costs) -> tuple[Shape, Costs]:
+    """The same microbatches in another order."""
     sizes = tuple(shape.sizes[i] for i in order) if shape.sizes else ()
-    return run(dataclasses.replace(shape, sizes=sizes), costs.permuted(order))
+    return dataclasses.replace(shape, sizes=sizes), costs.permuted(order)
 
 
 def _moved(order: Sequence[int], rng: random.Random) -> list[int]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from megatron.dpp.schedule import Action
 
 
-class Slot(NamedTuple):
+class SimulatedTask(NamedTuple):
     """A task that ran on a rank from ``start`` to ``end``."""
 
     action: Action
@@ -27,7 +27,7 @@ class Result:
         own: time of the rank's own tasks alone, without waits, at the speed that it has.
     """
 
-    slots: list[list[Slot]]
+    slots: list[list[SimulatedTask]]
     peak_held: list[float]
     own: list[float]
 
@@ -47,7 +47,7 @@ class Result:
         return [[slot.action for slot in slots] for slots in self.slots]
 
 
-def format_grid(slots: Sequence[Sequence[Slot]], max_columns: int = 400) -> str:
+def format_grid(slots: Sequence[Sequence[SimulatedTask]], max_columns: int = 400) -> str:
     """The tasks of each rank over time, as in ``0F0 0F1 0B0``; ``.`` is idle, ``-`` continues a
     task.
 
@@ -68,7 +68,7 @@ def format_grid(slots: Sequence[Sequence[Slot]], max_columns: int = 400) -> str:
     return "\n".join(lines)
 
 
-def _row(lane: Sequence[Slot], column: float, width: int) -> list[str]:
+def _row(lane: Sequence[SimulatedTask], column: float, width: int) -> list[str]:
     cells: list[str] = []
     for slot in lane:
         start, end = round(slot.start / column), round(slot.end / column)

@@ -70,7 +70,7 @@ class ScheduleConfig:
     def caps(self, shape: Shape) -> list[float]:
         """The cap of each rank, in chunk activations."""
         ranks = range(shape.num_ranks)
-        return [self._allowance(shape, self._geometry(shape, rank)).chunks for rank in ranks]
+        return [self._allowance(shape, self.geometry(shape, rank)).chunks for rank in ranks]
 
     def run(self, shape: Shape, costs: Costs, *, lead: float = 0.0) -> Result:
         """Simulate one iteration."""
@@ -86,7 +86,7 @@ class ScheduleConfig:
         pieces = self.w_pieces
         return pieces if isinstance(pieces, tuple) else (pieces,) * shape.num_stages
 
-    def _geometry(self, shape: Shape, rank: int) -> Geometry:
+    def geometry(self, shape: Shape, rank: int) -> Geometry:
         return Geometry(
             shape.num_ranks,
             rank,
@@ -98,7 +98,7 @@ class ScheduleConfig:
         )
 
     def _scheduler(self, shape: Shape, rank: int) -> Scheduler:
-        geometry = self._geometry(shape, rank)
+        geometry = self.geometry(shape, rank)
         allowance = self._allowance(shape, geometry)
         at_start = self.sizes_at_start or bool(shape.groups)
         make = partial(

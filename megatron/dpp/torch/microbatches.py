@@ -84,8 +84,9 @@ class Microbatches:
         (tokens, where that holds their numbers).
         """
         found = []
-        for args, kwargs in zip(self.args, self.kwargs, strict=True):
-            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf))
+        for i in range(max(len(self.args), len(self.kwargs))):
+            leaves = tree_leaves((self.arguments(i), self.keywords(i)))
+            tensors = (leaf for leaf in leaves if torch.is_tensor(leaf))
             found.append(max(1, next((tensor.numel() for tensor in tensors), 1)))
         return found
 

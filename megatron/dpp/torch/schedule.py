@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,29 +16,29 @@ from torch.distributed.pipelining.microbatch import merge_chunks
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from megatron.dpp.config import Backward, DppConfig, missing_part
-from megatron.dpp.errors import ConfigError, DppError, setting
+from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.executor import Executor, Iteration
-from megatron.dpp.runtime.failure import leave
 from megatron.dpp.torch.linear import WeightGradients
 from megatron.dpp.torch.microbatches import Microbatches
-from megatron.dpp.torch.session import Agreement, Session, replica_of
+from megatron.dpp.torch.session import Session, replica_of
 from megatron.dpp.torch.stages import StageRunner, Step
 from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder
 
 logger = logging.getLogger("megatron.dpp")
 
-_OTHERS = ("slice_tokens", "cuda_graphs", "length_buckets", "head_in_forward", "forward_only_order")
+_OTHERS = ("slice_tokens", "cuda_graphs", "length_buckets", "head_in_forward", "call_order")
 """Fields of the configuration that only megatron-core's models know."""
 
 
 class DynamicSchedule(PipelineScheduleMulti):
     """The dynamic pipeline for stages of ``torch.distributed.pipelining``.
 
-    The arguments of the first line are those of PyTorch's ``PipelineScheduleMulti``, and losses,
-    gradients and outputs are those of its schedules, bit by bit.
+    Losses, gradients and outputs are those of PyTorch's schedules, bit by bit.
 
     Args:
+        words, named: the further arguments of PyTorch's ``PipelineScheduleMulti``: ``loss_fn``,
+            ``args_chunk_spec``, ``kwargs_chunk_spec``, ``output_merge_spec``, ``scale_grads``.
         stages: this rank's ``PipelineStage``, or a list of them: of p ranks, rank r has the stages
             r, r + p, r + 2p and so on.
         n_microbatches: of a whole batch. A step that is given lists has as many as their items.
@@ -57,21 +57,20 @@ class DynamicSchedule(PipelineScheduleMulti):
     """
 
     def __init__(
-        self, stages: PipelineStage | list[PipelineStage], n_microbatches: int,
-        loss_fn: Callable[..., torch.Tensor] | None = None, args_chunk_spec: Any = None,
-        kwargs_chunk_spec: Any = None, output_merge_spec: Any = None,
-        use_full_backward: bool | None = None, scale_grads: bool = True,
-        backward_requires_autograd: bool = True, *, config: DppConfig | None = None,
-        together: dist.ProcessGroup | None = None, trace: str | None = None,
+        self,
+        stages: PipelineStage | list[PipelineStage],
+        n_microbatches: int,
+        *words: Any,
+        config: DppConfig | None = None,
+        together: dist.ProcessGroup | None = None,
+        trace: str | None = None,
         log: Callable[[str], None] | None = None,
-    ) -> None:  # fmt: skip
+        **named: Any,
+    ) -> None:
         found = _checked(stages)
         if n_microbatches < 1:
             raise ConfigError(f"n_microbatches is {n_microbatches}: at least 1 is needed")
-        super().__init__(
-            [*found], n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec,
-            output_merge_spec, use_full_backward, scale_grads, backward_requires_autograd,
-        )  # fmt: skip
+        super().__init__([*found], n_microbatches, *words, **named)
         self.config = config or DppConfig()
         for name in _OTHERS:
             if getattr(self.config, name) != getattr(DppConfig(), name):
@@ -94,13 +93,22 @@ class DynamicSchedule(PipelineScheduleMulti):
         self._end = weakref.finalize(self, _close, self.session)
 
     def step(
-        self, *args: Any, target: Any = None, losses: list[Any] | None = None,
-        return_outputs: bool = True, loss_kwargs: dict[str, Any] | None = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Run one step; arguments and result are those of PyTorch's schedules.
 
         A list in the place of an argument, of the target or of a keyword's value has an item per
-        microbatch, of any length: then the result is a list, too.
+        microbatch, of any length: then the result is a list, too. So have ``arg_mbs``,
+        ``kwarg_mbs`` and ``target_mbs``, which torchtitan's trainer gives in the place of all.
 
         Raises:
             ConfigError: inputs that do not fit together, or stages that return something else than
@@ -114,15 +122,15 @@ class DynamicSchedule(PipelineScheduleMulti):
             raise ConfigError("step() needs gradients, and torch.no_grad() is on: call eval()")
         if losses is not None and not isinstance(losses, list):
             raise ConfigError(f"losses is of type {type(losses).__name__}: a list is needed")
-        given = Microbatches.of(
-            args, kwargs, target, self._n_microbatches, self._args_chunk_spec,
-            self._kwargs_chunk_spec,
-        )  # fmt: skip
         try:
+            if arg_mbs or kwarg_mbs or target_mbs:
+                given = Microbatches(arg_mbs or (), kwarg_mbs or (), target_mbs, listed=True)
+            else:
+                specs = self._args_chunk_spec, self._kwargs_chunk_spec
+                given = Microbatches.of(args, kwargs, target, self._n_microbatches, *specs)
             runner = self._run(given, return_outputs, loss_kwargs or {}, trains=trains)
         except BaseException as error:
-            links = self.session.links
-            self._failed = cause = leave(error, links.transport if links else None)
+            self._failed = cause = self.session.leave(error)
             if cause is error:
                 raise
             raise cause from error
@@ -132,10 +140,8 @@ class DynamicSchedule(PipelineScheduleMulti):
             losses[:] = runner.losses
         if not return_outputs:
             return None
-        return runner.outputs if given.listed else self._merged(runner.outputs)
-
-    def _merged(self, outputs: Sequence[Any]) -> Any:
-        return merge_chunks(list(outputs), self._output_merge_spec)
+        outputs = runner.outputs
+        return outputs if given.listed else merge_chunks(outputs, self._output_merge_spec)
 
     def _run(
         self,
@@ -153,9 +159,12 @@ class DynamicSchedule(PipelineScheduleMulti):
         if last and trains and given.targets is None:
             raise ConfigError("target: the rank of the last stage has to be given one")
         session = self.session
-        agreed = session.begin(given, self._n_microbatches, iteration, trains=trains)
-        number = len(agreed.sizes)
-        weights = self._weights() if trains else None
+        sizes = session.begin(given, self._n_microbatches, iteration, trains=trains)
+        number = len(sizes)
+        weights = None
+        if trains and self._backward.split:
+            weights = WeightGradients([stage.submod for stage in self._own])
+            weights = weights if any(weights.num_pieces) else None
         draws = self.config.task_rng and trains and len(self._own) > 1
         step = Step(
             stages=self._own,
@@ -168,43 +177,31 @@ class DynamicSchedule(PipelineScheduleMulti):
             grad_scale=number if self.scale_grads else 1,
             return_outputs=return_outputs,
             weights=weights,
-            seed=(torch.initial_seed(), iteration) if draws else None,
+            iteration=iteration,
+            seed=torch.initial_seed() if draws else None,
             measures=trains and session.decisions.wants_measuring,
         )
         runner, recorder = StageRunner(step), self._recorded(trains)
         recorder.begin_iteration(iteration)
         with weights.bound() if weights else contextlib.nullcontext():
-            self._execute(runner, agreed, iteration, recorder, weights)
+            self._execute(runner, step, sizes, recorder)
         recorder.end_iteration()
         if step.measures:
-            session.account(runner.activation_bytes, runner.deferred_bytes, agreed.sizes[0])
+            session.account(runner.activation_bytes, runner.deferred_bytes, sizes[0])
         return runner
 
-    def _weights(self) -> WeightGradients | None:
-        """The weight gradients that are deferred in a step; None for fused backwards."""
-        if not self._backward.split:
-            return None
-        found = WeightGradients([stage.submod for stage in self._own])
-        return found if any(found.num_pieces) else None
-
     def _execute(
-        self,
-        runner: StageRunner,
-        agreed: Agreement,
-        iteration: int,
-        recorder: Recorder,
-        weights: WeightGradients | None,
+        self, runner: StageRunner, step: Step, sizes: list[int], recorder: Recorder
     ) -> None:
-        session, links = self.session, self.session.links
+        session, links, weights = self.session, self.session.links, step.weights
         assert links is not None
         backward = self._backward if weights else Backward(split=False)
+        pieces = weights.num_pieces if weights else None
         geometry = session.topology.geometry(
-            len(agreed.sizes),
-            forward_only=not agreed.trains,
-            w_pieces=weights.num_pieces if weights else None,
+            step.number, forward_only=not step.trains, w_pieces=pieces
         )
         scheduler = session.decisions.scheduler(
-            geometry, backward=backward, largest=session.longest, sizes=agreed.sizes
+            geometry, backward=backward, largest=session.longest, sizes=sizes
         )
         decider = decider_for(scheduler, links.channels.receiving, links.transport.board)
         decider.start(links.consumed)
@@ -216,10 +213,10 @@ class DynamicSchedule(PipelineScheduleMulti):
             timer=session.timer,
             injector=session.injector,
             iteration=Iteration(
-                number=iteration,
+                number=step.iteration,
                 split_backward=backward.split,
                 timeout=self.config.timeout,
-                launch_ahead=session.launch_ahead and (backward.split or not agreed.trains),
+                launch_ahead=session.launch_ahead and (backward.split or not step.trains),
             ),
         )
         executor.run()
@@ -249,7 +246,8 @@ class DynamicSchedule(PipelineScheduleMulti):
 
     def close(self) -> None:
         """Close links and trace. May be called twice."""
-        self._end()
+        self._end.detach()
+        self.session.close()
         self._recorder.close()
 
 
@@ -279,11 +277,8 @@ def _checked(stages: Any) -> list[PipelineStage]:
 
 
 def _close(session: Session) -> None:
-    """Close the links at the end of a schedule or of the process; an error that ended it is told to
-    the other ranks.
-    """
+    """Close the links at the end of the process, and tell other ranks of an error that ended it."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    if isinstance(error, BaseException) and session.links is not None:
-        with contextlib.suppress(DppError):
-            leave(error, session.links.transport)
+    if isinstance(error, BaseException):
+        session.abort(error)
     session.close()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, ProtocolError
 from megatron.dpp.inject import Injector
 from megatron.dpp.runtime.decisions import Decisions
+from megatron.dpp.runtime.failure import leave, reason
 from megatron.dpp.runtime.links import Links, links_of, why_not_ahead
 from megatron.dpp.runtime.timer import DeviceTimer, HostTimer, TaskTimer
 from megatron.dpp.runtime.topology import Topology
@@ -29,30 +29,6 @@ _GROWTH = 2
 _LEAST_BYTES = 1 << 16
 """Of a slot, which also has to hold the sizes of a step's microbatches."""
 _NAP_SECONDS = 0.05
-
-
-class Agreement(NamedTuple):
-    """What the first stage's rank tells the others at the beginning of a step.
-
-    Args:
-        trains: backwards follow.
-        room: size of the longest microbatch for which links have to have room.
-        sizes: of the microbatches.
-    """
-
-    trains: bool
-    room: int
-    sizes: list[int]
-
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> Agreement:
-        """Read :attr:`numbers`."""
-        return cls(bool(numbers[0]), numbers[1], list(numbers[2:]))
-
-    @property
-    def numbers(self) -> list[int]:
-        """All of it."""
-        return [int(self.trains), self.room, *self.sizes]
 
 
 class Session:
@@ -75,7 +51,7 @@ class Session:
         seed: int,
         log: Callable[[str], None],
     ) -> None:
-        self._stages, self._config, self._together, self._log = stages, config, together, log
+        self._config, self._together, self._log = config, together, log
         self._members = dist.get_process_group_ranks(together) if together is not None else []
         first = stages[0]
         group = first.group or dist.distributed_c10d._get_default_group()
@@ -98,8 +74,13 @@ class Session:
         self.longest = 0
         """Size of the longest microbatch so far, or of the longest that the configuration names."""
         self._room = 0
+        alone = self.topology.num_ranks == 1
+        store: Store = HashStore() if alone else dist.distributed_c10d._get_default_store()
+        key = f"dpp/torch/{','.join(map(str, ranks))}"
+        number = store.add(f"{key}/{self.topology.rank}", 1)
+        self._probe = Probe(stages, store, f"{key}#{number}", config.timeout)
 
-    def begin(self, given: Microbatches, number: int, iteration: int, *, trains: bool) -> Agreement:
+    def begin(self, given: Microbatches, number: int, iteration: int, *, trains: bool) -> list[int]:
         """Agree on the sizes of a step's microbatches, and open links that have room for them.
 
         The sizes pass from rank to rank in front of the first microbatch, for which a rank waits
@@ -112,52 +93,56 @@ class Session:
             ConfigError: ranks were given different steps.
             TransportError: a peer died, or does not begin the step in time.
         """
-        sizes = given.sizes() or [1] * number
-        own = Agreement(trains, self._wanted_room(max(sizes)), sizes)
-        found = self._meet(given, own) if self.links is None else self._pass_on(own, iteration)
-        if found.trains != trains:
+        own = given.sizes() or [1] * number
+        room = max(self._config.max_tokens, *own)
+        if self._room < room and self.links is not None:
+            room = max(room, _GROWTH * self._room)
+        room, first, *sizes = self._agree([room, int(trains), *own], iteration)
+        if bool(first) != trains:
             kinds = ("evaluates", "trains")
             raise ConfigError(
-                f"rank {self.topology.ranks[0]} {kinds[found.trains]}, and rank {dist.get_rank()} "
+                f"rank {self.topology.ranks[0]} {kinds[first]}, and rank {dist.get_rank()} "
                 f"{kinds[trains]}: all ranks of a pipeline have to call step() or eval() alike"
             )
-        for name, mine in (("arguments", given.args), ("targets", given.targets)):
-            if mine and len(mine) != len(found.sizes):
+        each = {"arguments": given.args, "keywords": given.kwargs, "targets": given.targets}
+        for name, mine in each.items():
+            if mine and len(mine) != len(sizes):
                 raise ConfigError(
                     f"rank {dist.get_rank()} was given {name} of {len(mine)} microbatches, and "
-                    f"rank {self.topology.ranks[0]} runs {len(found.sizes)}"
+                    f"rank {self.topology.ranks[0]} runs {len(sizes)}"
                 )
-        longest = max(self.longest, self._config.max_tokens, *found.sizes)
+        longest = max(self.longest, self._config.max_tokens, *sizes)
         if longest > self.longest:  # which caps count in
             self.longest = longest
             self.decisions.renew()
-        if self.links is None or found.room > self._room:
-            self._open(found.room)
-        return found
+        if self.links is None:
+            self.shapes = self._probe.run(given, sizes.index(max(sizes)), max(sizes))
+            self._probe.tell(f"ready {self.topology.rank}", True)
+            for place, rank in enumerate(self.topology.ranks):  # one that failed opens no links
+                self._probe.told(f"ready {place}", f"rank {rank}")
+        if room > self._room:
+            self._open(room)
+        return sizes
 
-    def _wanted_room(self, longest: int) -> int:
-        longest = max(longest, self._config.max_tokens)
-        if self.links is None or longest <= self._room:
-            return max(longest, self._room)
-        return max(longest, _GROWTH * self._room)
-
-    def _meet(self, given: Microbatches, own: Agreement) -> Agreement:
-        """Agree on the first step, and learn the shapes of its longest microbatch."""
-        if self.topology.num_ranks == 1:
-            store: Store = HashStore()
-        else:
-            store = dist.distributed_c10d._get_default_store()
-        ranks = ",".join(map(str, self.topology.ranks))
-        count = store.add(f"dpp/torch/{ranks}/{self.topology.rank}", 1)
-        probe = Probe(self._stages, store, f"dpp/torch/{ranks}#{count}", self._config.timeout)
-        if self.topology.rank == 0:
-            probe.tell("sizes", own.numbers)
-        found = Agreement.of(probe.told("sizes", f"rank {self.topology.ranks[0]}"))
-        longest = found.sizes.index(max(found.sizes))
-        self.shapes = probe.run(given, longest, found.sizes[longest])
-        return found
+    def _agree(self, numbers: list[int], iteration: int) -> list[int]:
+        """Numbers of the first rank, which pass along the links once these are open."""
+        links = self.links
+        if links is None:
+            if self.topology.rank == 0:
+                self._probe.tell("sizes", numbers)
+            return list(self._probe.told("sizes", f"rank {self.topology.ranks[0]}"))
+        on_gpu = self.device.type == "cuda"  # where nothing waits for what is queued
+        aside: Any = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(aside):
+            if self.topology.rank > 0:
+                numbers = self._take(links, iteration)
+            if self.topology.rank < self.topology.num_ranks - 1:
+                self._put(links, numbers, iteration)
+        return numbers
 
     def _open(self, room: int) -> None:
+        if self.links is not None:
+            self.links.transport.flush(self._config.timeout)
         self.close()
         slot = max(_LEAST_BYTES, self.shapes.slot_bytes(room))
         slots = [slot] * self.shapes.num_tensors
@@ -172,38 +157,20 @@ class Session:
         )
         self._room = room
         for link in self.links.transport.links():
-            self._log(
-                f"dynamic pipeline: rank {dist.get_rank()} -> {link.peer}: {link.kind} "
-                f"({link.reason})"
-            )
-        reason = why_not_ahead(self.links.transport)
-        self.launch_ahead = reason is None
-        if reason is not None:
-            self._log(f"dynamic pipeline: no task is launched ahead of its input: {reason}")
+            ends = f"rank {dist.get_rank()} -> {link.peer}"
+            self._log(f"dynamic pipeline: {ends}: {link.kind} ({link.reason})")
+        self.launch_ahead = why_not_ahead(self.links.transport) is None
 
-    def _pass_on(self, own: Agreement, iteration: int) -> Agreement:
-        """Take the sizes from the rank before, and hand them to the next one."""
-        assert self.links is not None
-        links = self.links
-        with self._aside():
-            if self.topology.rank > 0:
-                own = self._take(links, iteration)
-            channel = links.channels.outgoing(Direction.FORWARD, 0)
-            if channel is not None and self.topology.rank < self.topology.num_ranks - 1:
-                message = torch.tensor(own.numbers, dtype=torch.int64, device=self.device)
-                parts = links.channels.tensors_out[channel]
-                for part in range(parts):
-                    links.transport.put(
-                        channel,
-                        message if part == 0 else message[:0],
-                        iteration=iteration,
-                        microbatch=0,
-                        part=part,
-                        num_parts=parts,
-                    )
-        return own
+    def _put(self, links: Links, numbers: list[int], iteration: int) -> None:
+        channel = links.channels.outgoing(Direction.FORWARD, 0)
+        assert channel is not None
+        message = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        parts = links.channels.tensors_out[channel]
+        more = {"iteration": iteration, "microbatch": 0, "num_parts": parts}
+        for part in range(parts):
+            links.transport.put(channel, message if part == 0 else message[:0], part=part, **more)
 
-    def _take(self, links: Links, iteration: int) -> Agreement:
+    def _take(self, links: Links, iteration: int) -> list[int]:
         channel = links.channels.incoming(Direction.FORWARD, 0)
         assert channel is not None
         begin = time.monotonic()
@@ -222,16 +189,7 @@ class Session:
                 f"{links.channels.spec_in(channel)}: expected the sizes of step {iteration}, got a "
                 f"message of step {message.iteration}; do all ranks run the same step?"
             )
-        return Agreement.of(message.tensor.tolist())
-
-    @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Work that does not wait for what is queued on the device."""
-        if self.device.type != "cuda":
-            yield
-            return
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):  # type: ignore[no-untyped-call]
-            yield
+        return list(message.tensor.tolist())
 
     def account(self, activation: int, deferred: int, size: int) -> None:
         """Take over measured memory, for caps; of ranks that run one order the largest.
@@ -247,12 +205,23 @@ class Session:
         longest = [each * self.longest / size for each in found.tolist()]
         self.decisions.measured(Memory(activation_bytes=longest[0], deferred_bytes=longest[1]))
 
+    def leave(self, error: BaseException) -> BaseException:
+        """Tell the other ranks why a step ends; returns what explains ``error``."""
+        if self.links is None:
+            self._probe.fail(error)
+        return leave(error, self.links.transport if self.links else None)
+
+    def abort(self, error: BaseException) -> None:
+        """Tell the ranks of this pipeline at the end of the process why it ends."""
+        if self.links is None:
+            self._probe.fail(error)
+        else:
+            self.links.transport.abort(reason(error))
+
     def close(self) -> None:
         """Close the links. May be called twice."""
         links, self.links = self.links, None
         if links is not None:
-            with contextlib.suppress(Exception):
-                links.transport.flush(self._config.timeout)
             links.transport.close()
 
 

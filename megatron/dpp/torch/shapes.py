@@ -6,12 +6,14 @@ store, once per schedule: later microbatches of other lengths need bytes in prop
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
@@ -20,14 +22,13 @@ from torch.distributed.tensor import DTensor
 from megatron.dpp.errors import ConfigError, PeerDead, from_json, one_line, setting, to_json
 from megatron.dpp.torch.microbatches import Microbatches
 
+_NAP_SECONDS = 0.005
+_META = torch.device("meta")
+
 
 class Boundary(NamedTuple):
-    """What a stage hands to the next one.
-
-    Args:
-        shapes: of each tensor.
-        dtypes: names of their dtypes.
-        grads: which of them take a gradient.
+    """The tensors that a stage hands to the next one: their shapes, names of their dtypes, and
+    which of them take a gradient.
     """
 
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -56,11 +57,6 @@ class Boundary(NamedTuple):
             for shape, dtype, grad in zip(*self, strict=True)
         ]
 
-    @property
-    def most_bytes(self) -> int:
-        """Bytes of the largest tensor."""
-        return max(tensor.nbytes for tensor in self.zeros(torch.device("meta")))
-
 
 def forward(stage: PipelineStage, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run a stage's module as PyTorch's schedules do; nothing is reduced."""
@@ -85,12 +81,7 @@ def outputs_of(stage: PipelineStage, output: Any) -> list[torch.Tensor]:
 
 
 class Shapes(NamedTuple):
-    """The boundaries of a pipeline.
-
-    Args:
-        size: of the microbatch that was measured.
-        boundaries: behind each stage but the last.
-    """
+    """The boundaries behind each stage but the last, of a microbatch of ``size``."""
 
     size: int
     boundaries: tuple[Boundary, ...]
@@ -102,7 +93,8 @@ class Shapes(NamedTuple):
 
     def slot_bytes(self, size: int) -> int:
         """Bytes of the largest tensor of a microbatch of ``size``."""
-        most = max((each.most_bytes for each in self.boundaries), default=0)
+        tensors = [each for boundary in self.boundaries for each in boundary.zeros(_META)]
+        most = max((tensor.nbytes for tensor in tensors), default=0)
         return -(-most * size // self.size)
 
 
@@ -127,27 +119,35 @@ class Probe:
         """Tell all ranks something."""
         self._store.set(f"{self._key}/{name}", json.dumps(value))
 
+    def fail(self, error: BaseException) -> None:
+        """Tell the ranks that wait in :meth:`told` why this one ends."""
+        text = to_json(
+            f"rank {dist.get_rank()} gave up: {type(error).__name__}: {one_line(error, 200)}"
+        )
+        with contextlib.suppress(RuntimeError):  # the store is gone
+            self.tell("failed", text)
+
     def told(self, name: str, whose: str) -> Any:
         """Wait for what a rank tells.
 
         Raises:
-            PeerDead: it failed, or does not tell in time.
+            PeerDead: a rank failed, or this one does not tell in time.
         """
-        key = f"{self._key}/{name}"
-        try:
-            self._store.wait([key], timedelta(seconds=self._timeout))
-        except RuntimeError as error:
-            timeout = setting("timeout")
-            raise PeerDead(
-                f"{whose} has told nothing of its shapes for {self._timeout:g} s: it died, or is "
-                f"slower than {timeout} allows",
-                timeout,
-            ) from error
-        found = json.loads(self._store.get(key))
-        if isinstance(found, dict):
-            failed = from_json(found["failed"])
-            raise PeerDead(f"{whose} gave up: {failed}", failed)
-        return found
+        key, failed = f"{self._key}/{name}", f"{self._key}/failed"
+        deadline = time.monotonic() + self._timeout
+        while not self._store.check([key]):
+            if self._store.check([failed]):
+                reason = from_json(json.loads(self._store.get(failed)))
+                raise PeerDead(reason, reason)
+            if time.monotonic() > deadline:
+                timeout = setting("timeout")
+                raise PeerDead(
+                    f"{whose} has told nothing of its shapes for {self._timeout:g} s: it died, or "
+                    f"is slower than {timeout} allows",
+                    timeout,
+                )
+            time.sleep(_NAP_SECONDS)
+        return json.loads(self._store.get(key))
 
     def run(self, microbatches: Microbatches, number: int, size: int) -> Shapes:
         """The shapes of a microbatch.
@@ -159,13 +159,7 @@ class Probe:
         boundaries: list[Boundary] = []
         for index in range(self._num_stages - 1):
             if stage := self._stages.get(index):
-                try:
-                    found = self._measure(stage, microbatches, number, boundaries)
-                except BaseException as error:
-                    text = to_json(f"{type(error).__name__}: {one_line(error, 200)}")
-                    self.tell(str(index), {"failed": text})
-                    raise
-                self.tell(str(index), found)
+                self.tell(str(index), self._measure(stage, microbatches, number, boundaries))
             shapes, dtypes, grads = self.told(str(index), f"stage {index}")
             boundaries.append(Boundary(tuple(map(tuple, shapes)), tuple(dtypes), tuple(grads)))
         return Shapes(size, tuple(boundaries))

@@ -34,6 +34,7 @@ class Step:
         grad_scale: gradients are divided by it.
         return_outputs: keep the last stage's outputs.
         weights: takes deferred weight gradients; None for fused backwards.
+        iteration: its number.
         seed: of each forward's random numbers; None leaves them in the order of tasks.
         measures: measure the memory of microbatch 0.
     """
@@ -48,7 +49,8 @@ class Step:
     grad_scale: int
     return_outputs: bool
     weights: WeightGradients | None
-    seed: tuple[int, ...] | None
+    iteration: int
+    seed: int | None
     measures: bool
 
 
@@ -59,9 +61,8 @@ class StageRunner:
         self._step = step
         self._kept: dict[tuple[int, int], tuple[Any, list[torch.Tensor]]] = {}
         self.losses: list[torch.Tensor] = []
-        """Of the last stage, by microbatch."""
         self.outputs: list[Any] = []
-        """Likewise."""
+        """Both of the last stage, by microbatch."""
         self.activation_bytes = self.deferred_bytes = 0
         """What a forward saves and what a backward defers, of the stage that keeps most."""
 
@@ -91,12 +92,14 @@ class StageRunner:
     @contextlib.contextmanager
     def _random(self, stage: PipelineStage, microbatch: int) -> Iterator[None]:
         """Random numbers that do not depend on the order of tasks."""
-        if self._step.seed is None:
+        step = self._step
+        if step.seed is None:
             yield
             return
         devices = [stage.device] if stage.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            torch.manual_seed(abs(hash((*self._step.seed, stage.stage_index, microbatch))))
+            task = step.seed, step.iteration, stage.stage_index, microbatch
+            torch.manual_seed(abs(hash(task)))
             yield
 
     def _inputs(self, chunk: int, received: Tensors | None) -> list[torch.Tensor]:

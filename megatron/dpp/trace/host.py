@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,8 +37,3 @@ class HostTrace:
         except ValueError as error:
             what = setting("iterations", owner="HostTrace")
             raise ConfigError(f"{what}: {error}", what) from error
-
-
-def trace_fields() -> tuple[dataclasses.Field[Any], ...]:
-    """The fields of :class:`HostTrace`."""
-    return dataclasses.fields(HostTrace)

@@ -70,20 +70,6 @@ def header(
     }
 
 
-def link_of(channel: object) -> dict[str, Any]:
-    """The ends, chunk and direction of an event's channel, or just its name."""
-    source = getattr(channel, "source", None)
-    if source is None:
-        return {"channel": str(channel)}
-    direction = getattr(channel, "direction", 0)
-    return {
-        "source": source,
-        "destination": getattr(channel, "destination", -1),
-        "chunk": getattr(channel, "chunk", 0),
-        "direction": "forward" if direction == Direction.FORWARD else "backward",
-    }
-
-
 def first_line(head: dict[str, Any]) -> str:
     """The start of a file."""
     return "[\n" + json.dumps(head, separators=(",", ":"))
@@ -112,15 +98,8 @@ class EventLines:
         tracks = (TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK)
         self._place = {track: f'"pid":{rank},"tid":{track}' for track in tracks}
         self._links: dict[int, tuple[object, str]] = {}
-        self._body = {
-            EventKind.TASK: self._task,
-            EventKind.EXPERTS: self._experts,
-            EventKind.WAIT: self._wait,
-            EventKind.SEND: self._send,
-            EventKind.ARRIVAL: self._arrival,
-            EventKind.SPAN: self._span,
-            EventKind.ITERATION: self._iteration,
-        }
+        kinds = set(EventKind) - {EventKind.COUNTER}
+        self._body = {kind: getattr(self, f"_{kind}") for kind in kinds}
 
     def line(self, event: tuple[Any, ...]) -> str:
         """One recorded event (see ``recorder``), whose times are in nanoseconds."""
@@ -191,12 +170,18 @@ class EventLines:
         )
 
     def _link(self, channel: object) -> str:
+        """The ends, chunk and direction of an event's channel, or just its name."""
         known = self._links.get(id(channel))
         if known is None or known[0] is not channel:
             if len(self._links) > _MOST_LINKS:
                 self._links.clear()
-            text = json.dumps(link_of(channel), separators=(",", ":"))[1:-1]
-            known = self._links[id(channel)] = (channel, text)
+            ends: dict[str, Any] = {"channel": str(channel)}
+            if hasattr(channel, "source"):
+                ends = {name: getattr(channel, name) for name in ("source", "destination", "chunk")}
+                forward = getattr(channel, "direction", 0) == Direction.FORWARD
+                ends["direction"] = "forward" if forward else "backward"
+            known = channel, json.dumps(ends, separators=(",", ":"))[1:-1]
+            self._links[id(channel)] = known
         return known[1]
 
 

@@ -38,18 +38,8 @@ class IdleCause(_Word):
     HOST = "host"
     SEND = "send"
 
-    @property
-    def label(self) -> str:
-        """The cause's name in a legend."""
-        return _TEXTS[self][0]
 
-    @property
-    def words(self) -> str:
-        """The cause's meaning in a sentence."""
-        return _TEXTS[self][1]
-
-
-_TEXTS = {
+CAUSES: dict[str, tuple[str, str]] = {
     IdleCause.WARM_UP: ("warm-up", "filling the pipeline at the start"),
     IdleCause.DRAIN: ("drain", "draining it at the end"),
     IdleCause.MESSAGE: ("waits for a message", "waiting for a message from a neighbour"),
@@ -63,8 +53,4 @@ _TEXTS = {
     IdleCause.HOST: ("host", "the host: launching, deciding, Python"),
     IdleCause.SEND: ("waits for the receiver", "waiting for a receiver"),
 }
-
-
-def words_of(cause: str) -> str:
-    """The meaning of a cause in a sentence; its name where it is unknown."""
-    return next((each.words for each in IdleCause if each == cause), cause)
+"""Cause of idle time -> its name in a legend, and its meaning in a sentence."""

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import abc
 import math
+import os
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -346,6 +348,11 @@ class Transport(abc.ABC):
         """True if ``peer`` has closed its transport in good order; a dead peer is a failure."""
         return False
 
+    def let_go_in_child(self) -> None:  # noqa: B027
+        """Let go of what a forked child shares with its parent; called there of each transport that
+        is in ``OPENED``.
+        """
+
     def __enter__(self) -> Transport:
         return self
 
@@ -355,6 +362,18 @@ class Transport(abc.ABC):
                 self.abort(f"{type(error).__name__}: {error}")
         finally:
             self.close()
+
+
+OPENED: weakref.WeakSet[Transport] = weakref.WeakSet()
+"""Transports of this process that have something to let go of."""
+
+
+def _let_all_go() -> None:
+    for transport in list(OPENED):
+        transport.let_go_in_child()
+
+
+os.register_at_fork(after_in_child=_let_all_go)  # once: a hook of its own would outlive each
 
 
 def check_payload(tensor: torch.Tensor, spec: ChannelSpec) -> None:

@@ -40,6 +40,7 @@ from megatron.dpp.errors import (
     setting,
 )
 from megatron.dpp.hosts import family_of, with_port
+from megatron.dpp.processes import stopped
 from megatron.dpp.transport import handshake
 from megatron.dpp.transport.handshake import Admission, Connection, identify
 from megatron.dpp.transport.joining import Facts
@@ -50,6 +51,7 @@ from megatron.dpp.transport.rdma_ports import read_places
 CONTROL = "control"
 """Purpose of a link's first connection, whose end means that the peer is gone."""
 
+_PREFIX = "dpp/main"
 _SHORTEST_TOKEN, _MOST_TOKEN_BYTES = 16, 1 << 16
 _TOKEN_PREFIX = "dpp-token-"
 _TOKEN_NAME = re.compile(rf"{_TOKEN_PREFIX}\w{{1,64}}", re.ASCII)
@@ -76,8 +78,8 @@ class Meeting:
         self._store = store
         self._rank = rank
         self._options = options
-        self._prefix = f"dpp/{options.name}"
-        self._prefix += f"/{self._count(f'opened/{rank}')}"
+        self._prefix = _PREFIX
+        self._prefix += f"/{self._count(f'opened/{rank}')}"  # by this rank, over this store
         self._deadline = time.monotonic() + options.setup_timeout
         self._listeners: list[socket.socket] = []
         self._has_published = False
@@ -212,9 +214,11 @@ class Meeting:
             self._store.wait([key], timedelta(seconds=max(0.001, self._remaining())))
             return self._store.get(key).decode(errors="replace")  # from anybody
         except RuntimeError as error:
+            halted = ", ".join(stopped(os.getppid()))  # torchrun, which has the store, or a rank
             raise SetupError(
                 f"rank {self._rank}: {whose} has not opened its transport after "
                 f"{self._options.setup_timeout:g} s ({str(error).splitlines()[0][:200]})"
+                + (f"; {halted}: stopped (SIGSTOP or a debugger; kill -CONT)" if halted else "")
             ) from error
 
     def _remaining(self) -> float:

@@ -6,9 +6,6 @@ place.
 
 from __future__ import annotations
 
-import functools
-import os
-import weakref
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -19,6 +16,7 @@ from megatron.dpp.config import missing_extension
 from megatron.dpp.errors import TransportUnavailable, shown
 from megatron.dpp.transport.abandon import Abandon
 from megatron.dpp.transport.base import (
+    OPENED,
     Board,
     LinkInfo,
     Message,
@@ -111,7 +109,7 @@ class NativeTransport(Transport):
         self._kept: list[deque[tuple[int, torch.Tensor]]] = [deque() for _ in outgoing]
         self._num_kept = 0
         self._abandon = Abandon(native.failure, self.rank, request.options.abandon_after)
-        os.register_at_fork(after_in_child=functools.partial(_disown, weakref.ref(self)))
+        OPENED.add(self)
 
     def put(
         self, channel: int, tensor: torch.Tensor, *, iteration: int, microbatch: int,
@@ -238,11 +236,6 @@ class NativeTransport(Transport):
         for kept in self._kept:
             kept.clear()
 
-
-def _disown(transport: weakref.ref[NativeTransport]) -> None:
-    """Close the connections in a forked child.
-
-    Copies of them in a data loader's worker would let a killed parent look alive to its peers.
-    """
-    if (inherited := transport()) is not None:
-        inherited._native.disown()
+    def let_go_in_child(self) -> None:
+        # Connections in a data loader's worker would let a killed parent look alive to its peers.
+        self._native.disown()

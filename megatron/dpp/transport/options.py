@@ -86,7 +86,6 @@ class TransportOptions:
             it names), ``node`` (that of the node, given by the user), ``route`` (found).
         listen_ports: first and last port that a rank may listen on for other hosts; None takes any.
         tcp_connections: connections of a tcp link that carry payloads, 1 to 16.
-        name: distinguishes the transports that one job opens over one store.
         token_file: file (mode 0600) with the job's secret; None takes ``DPP_TOKEN_FILE`` from the
             environment, or agrees on a random secret: by a private file where torchrun's variables
             say that all ranks are on one node, else through the store.
@@ -107,7 +106,6 @@ class TransportOptions:
     address_of: str = "rank"
     listen_ports: tuple[int, int] | None = None
     tcp_connections: int = _option(4, 1, 16)
-    name: str = "main"
     token_file: str | None = None
     peer_timeout: float = _option(30.0, 0.001, LONGEST_WAIT)
     max_pending: int = _option(1024, 1, 1 << 20)

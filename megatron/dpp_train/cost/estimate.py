@@ -134,7 +134,7 @@ def layout_line(shape: RunShape) -> str:
     always = ("tensor", "pipeline", "data")
     parts = [f"{name} {n}" for name, n in sizes.items() if n > 1 or name in always]
     text = f"{' x '.join(parts)} = {shape.world_size} ranks"
-    policy = f"policy {chosen_policy(shape.policy, shape.pipeline)}"
+    policy = f"policy {chosen_policy(shape.policy, shape.pipeline, shape.chunks)}"
     text += f", {policy if shape.dynamic else 'static'}" if shape.pipeline > 1 else ""
     return text + ("" if shape.shard == "none" else f", {shape.shard} sharded")
 

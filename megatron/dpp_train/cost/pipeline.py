@@ -176,8 +176,8 @@ def balanced(run: RunShape, device: Device) -> RunShape:
     layers = [0, *[1] * (number - 2), 0]
     parts = part_times(run, device)
     kinds = zip(*(_stage_times(layers, parts, kind) for kind in Kind), strict=True)
-    stage: list[float] = list(map(sum, kinds))
-    layer, rank = sum(parts.layer), [float(sum(stage[r::p])) for r in range(p)]
+    layer, stage = sum(parts.layer), [float(sum(each)) for each in kinds]
+    rank = [float(sum(stage[r::p])) for r in range(p)]
     for _ in range(run.num_layers - sum(layers)):
         least = min(range(p), key=lambda r: rank[r])
         target = min(range(least, number, p), key=lambda s: stage[s])

@@ -204,7 +204,7 @@ def _serve(channel: connection.Connection, begin: Begin, memory: int, seconds: f
     os.dup2(silence, 2)  # what libraries print when they abort; the parent tells it on one line
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     limit_time(seconds)
-    _limit_memory(memory)
+    limit_memory(memory)
     with contextlib.suppress(EOFError, OSError):
         work = _answered(channel, begin)
         while work is not None:
@@ -227,7 +227,8 @@ def _answered(channel: connection.Connection, work: Callable[..., Any], *request
     return found
 
 
-def _limit_memory(num_bytes: int) -> None:
+def limit_memory(num_bytes: int) -> None:
+    """Refuse this process more memory than so many bytes beyond what it has."""
     used = int(Path("/proc/self/statm").read_bytes().split()[0]) * _PAGE_BYTES
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = used + num_bytes

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,35 +24,7 @@ _Document = dict[str, tuple[list[int], list[int]]]
 """Key -> its token ids, and the length of each sentence."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of the encoding of lines.
-
-    Args:
-        tokenizer: its files.
-        keys: fields of a line that hold texts; of chats the two that are written.
-        append_eod: end documents with a token.
-        chats: lines hold chats.
-        template: ``--sft-tokenizer-prompt-format``.
-        splitter: splits texts into sentences; None leaves them whole.
-        language: of Punkt's data.
-        keep_newlines: leave the white space behind a sentence in place.
-        seconds: processor time that a line may take, beside what its length allows.
-    """
-
-    tokenizer: TokenizerFiles
-    keys: tuple[str, ...]
-    append_eod: bool = False
-    chats: bool = False
-    template: str = "auto"
-    splitter: str | None = None
-    language: str = "english"
-    keep_newlines: bool = False
-    seconds: float = 10.0
-
-
-@dataclass(frozen=True)
-class Begun:
+class Begun(NamedTuple):
     """An encoder's word before the first line: the type of stored ids, and notes on the chat
     template."""
 
@@ -60,8 +32,7 @@ class Begun:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class EncodedBatch:
+class EncodedBatch(NamedTuple):
     """The documents of a batch by key, what is to be said about its lines, and the numbers of bad
     lines, from 0, with the reasons."""
 
@@ -69,43 +40,45 @@ class EncodedBatch:
     notes: Counter[str]
     bad_lines: list[tuple[int, str]]
 
-    @classmethod
-    def joined(cls, parts: Sequence[EncodedBatch]) -> EncodedBatch:
-        """One batch of several of a line each."""
-        keys = parts[0].documents
-        documents = {
-            key: Documents(
-                *map(np.concatenate, zip(*(part.documents[key] for part in parts), strict=True))
-            )
-            for key in keys
-        }
-        notes: Counter[str] = sum((part.notes for part in parts), Counter())
-        bad = [(n, reason) for n, part in enumerate(parts) for _, reason in part.bad_lines]
-        return cls(documents, notes, bad)
+
+def keys_of(args: argparse.Namespace) -> tuple[str, ...]:
+    """Fields of a line that hold texts; of chats the two that are written."""
+    return (CHAT_KEY, ANSWERS_KEY) if args.sft else tuple(args.json_keys)
 
 
 class Encoder:
     """Turns lines into token ids.
 
+    Args:
+        args: parsed arguments of ``preprocess``.
+        seconds: processor time that a line may take, beside what its length allows.
+
     Raises:
         DppError: at construction, when vocabulary, template or sentence data are not usable.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        files = settings.tokenizer
-        self._tokenizer = build(files)
+    def __init__(self, args: argparse.Namespace, seconds: float) -> None:
+        self._keys, self._append_eod, self._seconds = keys_of(args), args.append_eod, seconds
+        self._tokenizer = build(
+            TokenizerFiles(
+                kind=args.tokenizer_type,
+                vocab_file=args.vocab_file,
+                merge_file=args.merge_file,
+                tokenizer_model=args.tokenizer_model,
+                vocab_size=args.vocab_size,
+            )
+        )
         self._dtype = token_type(self._tokenizer.vocab_size)
         self._chats = self._split = None
-        if settings.append_eod and self._tokenizer.eod is None:
-            raise DataError(f"--append-eod: --tokenizer-type {files.kind} has no end of a document")
-        if settings.chats:
-            beside = files.tokenizer_model or files.vocab_file
-            templates = find_templates(settings.template, beside)
+        if args.append_eod and self._tokenizer.eod is None:
+            raise DataError(f"--append-eod: {args.tokenizer_type} has no end of a document")
+        if args.sft:
+            beside = args.tokenizer_model or args.vocab_file
+            templates = find_templates(args.sft_tokenizer_prompt_format, beside)
             self._chats = ChatEncoder(self._tokenizer, templates)
-        if settings.splitter:
+        if args.split_sentences:
             self._split = make_splitter(
-                settings.splitter, settings.language, keep_newlines=settings.keep_newlines
+                args.sentence_splitter, args.lang, keep_newlines=args.keep_newlines
             )
 
     def __call__(self, lines: Sequence[bytes] | None) -> EncodedBatch | Begun:
@@ -113,10 +86,10 @@ class Encoder:
         if lines is None:
             return Begun(self._dtype, self._chats.notes() if self._chats else ())
         parts: dict[str, tuple[list[int], list[int], list[int]]]
-        parts = {key: ([], [], []) for key in self._settings.keys}
+        parts = {key: ([], [], []) for key in self._keys}
         notes, bad_lines = Counter[str](), []
         for number, line in enumerate(lines):
-            limit_time(self._settings.seconds + _SECONDS_PER_BYTE * len(line))
+            limit_time(self._seconds + _SECONDS_PER_BYTE * len(line))
             try:
                 documents, more = self._encode_line(line)
             except BadLine as error:
@@ -138,7 +111,7 @@ class Encoder:
         """The documents of a line, and what a user should know about them."""
         document = parse_line(line)
         if self._chats is None:
-            return [{key: self._encode(text_of(document, key)) for key in self._settings.keys}], ()
+            return [{key: self._encode(text_of(document, key)) for key in self._keys}], ()
         samples, notes = self._chats.encode(document)
         for sample in samples:
             self._check(sample.ids)
@@ -153,7 +126,7 @@ class Encoder:
             if new:
                 ids.extend(new)
                 lengths.append(len(new))
-        if ids and self._settings.append_eod:
+        if ids and self._append_eod:
             ids.append(self._tokenizer.eod or 0)
             lengths[-1] += 1
         self._check(ids)
@@ -169,9 +142,3 @@ class Encoder:
         if isinstance(text, list):
             return text
         return self._split(text) if self._split else [text]
-
-
-def unread(keys: Sequence[str], dtype: Any, reason: str) -> EncodedBatch:
-    """The batch of one line that cannot be used."""
-    nothing = {key: Documents.of([], [], [], dtype) for key in keys}
-    return EncodedBatch(nothing, Counter(), [(0, reason)])

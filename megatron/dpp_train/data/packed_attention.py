@@ -19,7 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron.dpp.core.varlen import Bounds, attend_documents, can_take
+from megatron.dpp.core.varlen import DocumentBounds, attend_documents, can_take
 
 
 @dataclass
@@ -70,7 +70,7 @@ class PackedDotProductAttention(DotProductAttention):  # type: ignore[misc]
             return found
         if self._is_plain and can_take(query, self._dropout):
             starts, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-            bounds = Bounds(starts, starts, longest, longest)
+            bounds = DocumentBounds(starts, starts, longest, longest)
             output = attend_documents(query, key, value, bounds, scale=self.softmax_scale)
             return output.reshape(len(query), 1, -1)
         ends = getattr(packed_seq_params, "bounds", ()) or packed_seq_params.cu_seqlens_q.tolist()

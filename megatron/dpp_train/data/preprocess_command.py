@@ -17,23 +17,23 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from megatron.dpp.command_line import guarded, new_parser, progress_bar
-from megatron.dpp.errors import ConfigError, DataError, require
+from megatron.dpp.errors import ConfigError, DataError, plain, require
 from megatron.dpp.files.locks import scratch_directory
 from megatron.dpp.files.safe_files import FileState
 from megatron.dpp_train.data import child
-from megatron.dpp_train.data.chats import ANSWERS_KEY, CHAT_KEY
+from megatron.dpp_train.data.chats import ANSWERS_KEY
 from megatron.dpp_train.data.child import Child, Died
-from megatron.dpp_train.data.encode import Begun, EncodedBatch, Encoder, Settings, unread
-from megatron.dpp_train.data.rows import LINES, files_of, open_rows, size_of
+from megatron.dpp_train.data.encode import Begun, EncodedBatch, Encoder, keys_of
+from megatron.dpp_train.data.rows import open_rows
 from megatron.dpp_train.data.sentences import SPLITTERS
 from megatron.dpp_train.data.token_files import Documents, TokenFileWriter
-from megatron.dpp_train.data.tokenizer import PIECE_TYPES, TOKENIZER_TYPES, TokenizerFiles
+from megatron.dpp_train.data.tokenizer import PIECE_TYPES, TOKENIZER_TYPES
 
 _BATCH_LINES = 256
 _BATCH_BYTES = 1 << 20
@@ -41,7 +41,6 @@ _MOST_BAD_LINES_SHOWN = 20
 _MOST_NOTES_SHOWN = 40
 _MOST_DEATHS = 20
 """Lines that may end a worker in a run that leaves out bad lines."""
-_MOST_WORKERS = 4096
 LINE_SECONDS = 10.0
 """Processor time that a line may take, beside what its length allows."""
 _CHAT_TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", *PIECE_TYPES)
@@ -49,11 +48,10 @@ _CHAT_TOKENIZERS = ("GPT2BPETokenizer", "HuggingFaceTokenizer", *PIECE_TYPES)
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive lines of one input file, or rows (``unit``), of a format (``name``);
-    ``consumed`` are the bytes of the file that they took."""
+    """Consecutive lines of one input file, or rows (``unit``); ``consumed`` are the bytes of the
+    file that they took."""
 
     path: str
-    name: str
     unit: str
     first_number: int
     lines: list[bytes]
@@ -70,11 +68,10 @@ class Totals:
     answers: int = 0
     bad_lines: list[str] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
-    formats: dict[str, str] = field(default_factory=dict)
 
     def add(self, documents: dict[str, Documents]) -> None:
         """Count the documents of each key."""
-        self.documents += len(next(iter(documents.values())).counts)
+        self.documents += len(next(iter(documents.values())).counts) if documents else 0
         for key, each in documents.items():
             if key == ANSWERS_KEY:
                 self.answers += int(each.ids.sum())
@@ -88,8 +85,8 @@ def find_inputs(pattern: str) -> list[str]:
     paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
     if not paths:
         raise DataError(f"--input {pattern}: no such file")
-    for path in paths:
-        files_of(Path(path))  # names what is wrong with a folder
+    if folder := next(filter(os.path.isdir, paths), None):
+        raise DataError(f"--input {folder}: a folder; name the files in it (FOLDER/*.parquet)")
     return paths
 
 
@@ -102,10 +99,10 @@ def read_batches(paths: list[str]) -> Iterator[Batch]:
             lines.append(line)
             size += len(line)
             if len(lines) == _BATCH_LINES or size >= _BATCH_BYTES:
-                yield Batch(path, rows.name, rows.unit, number, lines, read - before)
+                yield Batch(path, rows.unit, number, lines, read - before)
                 before, number, lines, size = read, number + len(lines), [], 0
         if lines:
-            yield Batch(path, rows.name, rows.unit, number, lines, size_of(Path(path)) - before)
+            yield Batch(path, rows.unit, number, lines, os.path.getsize(path) - before)
 
 
 class Work:
@@ -115,11 +112,11 @@ class Work:
         DppError: the settings cannot be used.
     """
 
-    def __init__(self, settings: Settings, workers: int) -> None:
-        self._settings, self._workers, self._deaths = settings, workers, 0
-        self._begin = functools.partial(Encoder, settings)
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._kind, self._workers, self._deaths = args.tokenizer_type, args.workers, 0
+        self._begin = functools.partial(Encoder, args, LINE_SECONDS)
         modules = ["megatron.dpp_train.data.encode"]
-        if settings.tokenizer.kind == "HuggingFaceTokenizer":
+        if self._kind == "HuggingFaceTokenizer":
             modules.append("transformers.models.auto.tokenization_auto")
         child.prepare(*modules)
         first = self._started()
@@ -127,24 +124,28 @@ class Work:
             first.send(None)
             self.begun: Begun = first.receive()
         except Died as died:
-            raise DataError(f"{settings.tokenizer.kind} cannot be used: {died}") from died
+            raise DataError(f"{self._kind} cannot be used: {died}") from died
         finally:
             first.close()
 
     def encoded(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, EncodedBatch]]:
         """The batches in their order, encoded; lines that end a worker are bad ones."""
         for batch, found in child.in_order(self._workers, self._begin, batches, _lines_of):
-            yield batch, self._line_by_line(batch) if isinstance(found, Died) else found
+            if isinstance(found, Died):
+                yield from self._line_by_line(batch)
+            else:
+                yield batch, found
 
-    def _line_by_line(self, batch: Batch) -> EncodedBatch:
-        """A batch that has ended its worker."""
-        parts: list[EncodedBatch] = []
-        worker = self._started()
+    def _line_by_line(self, batch: Batch) -> Iterator[tuple[Batch, EncodedBatch]]:
+        """The lines of a batch that has ended its worker, each as a batch."""
+        worker, consumed = self._started(), batch.consumed
         try:
             for number, line in enumerate(batch.lines, batch.first_number):
-                worker.send([line])
+                one = replace(batch, first_number=number, lines=[line], consumed=consumed)
+                consumed = 0
+                worker.send(one.lines)
                 try:
-                    parts.append(worker.receive())
+                    yield one, worker.receive()
                 except Died as died:
                     where = f"{batch.path}, {batch.unit} {number}"
                     if died.code == -signal.SIGKILL:
@@ -158,19 +159,17 @@ class Work:
                             f"{where}: {died}, as with {_MOST_DEATHS} lines before: tokenizer or "
                             "template cannot be used"
                         ) from died
-                    parts.append(unread(self._settings.keys, self.begun.dtype, str(died)))
+                    yield one, EncodedBatch({}, Counter(), [(0, str(died))])
                     worker.close()
                     worker = self._started()
         finally:
             worker.close()
-        return EncodedBatch.joined(parts)
 
     def _started(self) -> Child:
         try:
             return Child(self._begin)
         except Died as died:
-            kind = self._settings.tokenizer.kind
-            raise DataError(f"{kind} or the chat template cannot be read: {died}") from died
+            raise DataError(f"{self._kind} or the chat template cannot be read: {died}") from died
 
 
 def _lines_of(batch: Batch) -> list[bytes]:
@@ -232,28 +231,26 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
         DataError: a bad line without ``--skip-bad-lines``, no document at all, or a broken input.
     """
     paths = find_inputs(args.input)
-    settings = _settings(args)
     level = "sentence" if args.split_sentences else "document"
-    work = Work(settings, args.workers)
+    work = Work(args)
     for note in work.begun.notes:
         print(f"note: {note}", file=sys.stderr)
     totals = Totals()
-    before = {file: FileState.of(file) for path in paths for file in files_of(Path(path))}
+    before = {path: FileState.of(Path(path)) for path in paths}
     bar = progress_bar(
-        sum(size_of(Path(path)) for path in paths),
+        sum(map(os.path.getsize, paths)),
         mininterval=0.2 if sys.stderr.isatty() else 10.0,
         disable=False,
         leave=True,
     )
     with bar, ExitStack() as stack:
-        writer = Writer(args.output_prefix, settings.keys, level, work.begun.dtype, stack)
+        writer = Writer(args.output_prefix, keys_of(args), level, work.begun.dtype, stack)
         for batch, encoded in work.encoded(read_batches(paths)):
             _take_batch(batch, encoded, writer, totals, skip_bad_lines=args.skip_bad_lines)
-            totals.formats[batch.path] = batch.name
             bar.set_postfix_str(f"{totals.documents} documents", refresh=False)
             bar.update(batch.consumed)
         for file, was in before.items():
-            if was.is_before(FileState.of(file)):
+            if was.is_before(FileState.of(Path(file))):
                 raise DataError(f"{file}: written while it was read; start again when it is whole")
         if not totals.sentences:
             raise DataError(f"{', '.join(paths)}: {totals.documents} documents and not one token")
@@ -282,7 +279,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--input",
         required=True,
         metavar="FILES",
-        help="JSON lines or array, .gz too, Parquet, a saved data set; glob patterns",
+        help="JSON lines or array, .gz too, Parquet; glob patterns",
     )
     data("--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys to encode (text)")
     data("--output-prefix", required=True, metavar="PREFIX", help="output path without a suffix")
@@ -315,8 +312,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    if not 1 <= args.workers <= _MOST_WORKERS:
-        raise ConfigError(f"--workers {args.workers}: must be at least 1 and at most 4096")
+    require(1 <= args.workers <= 4096, f"--workers {args.workers}: must be 1 to 4096")
     require(args.output_prefix, "--output-prefix is empty: name the files to write")
     if len(set(args.json_keys)) != len(args.json_keys):
         raise ConfigError(f"--json-keys {' '.join(args.json_keys)}: a key is named twice")
@@ -330,26 +326,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
         print("warning: BERT's data needs --split-sentences", file=sys.stderr)
 
 
-def _settings(args: argparse.Namespace) -> Settings:
-    return Settings(
-        tokenizer=TokenizerFiles(
-            kind=args.tokenizer_type,
-            vocab_file=args.vocab_file,
-            merge_file=args.merge_file,
-            tokenizer_model=args.tokenizer_model,
-            vocab_size=args.vocab_size,
-        ),
-        keys=(CHAT_KEY, ANSWERS_KEY) if args.sft else tuple(args.json_keys),
-        append_eod=args.append_eod,
-        chats=args.sft,
-        template=args.sft_tokenizer_prompt_format,
-        splitter=args.sentence_splitter if args.split_sentences else None,
-        language=args.lang,
-        keep_newlines=args.keep_newlines,
-        seconds=LINE_SECONDS,
-    )
-
-
 def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp preprocess") -> int:
     """Run the command; returns 1 after an error, 2 for settings that cannot work."""
     args = _parser(prog).parse_args(argv)
@@ -360,13 +336,11 @@ def _run(args: argparse.Namespace) -> int:
     start = time.monotonic()
     _check_arguments(args)
     totals, files = preprocess(args)
-    for path, name in totals.formats.items():
-        if name != LINES:
-            print(f"note: {path}: read as {name}", file=sys.stderr)
     for note, count in totals.notes.most_common(_MOST_NOTES_SHOWN):
-        print(f"note: {count} {'line' if count == 1 else 'lines'}: {note}", file=sys.stderr)
+        lines = "line" if count == 1 else "lines"
+        print(plain(f"note: {count} {lines}: {note}"), file=sys.stderr)
     for message in totals.bad_lines[:_MOST_BAD_LINES_SHOWN]:
-        print(f"skipped: {message}", file=sys.stderr)
+        print(plain(f"skipped: {message}"), file=sys.stderr)
     tokens = f"{totals.tokens} tokens"
     tokens += f" ({totals.answers} in answers)" if args.sft else ""
     print(

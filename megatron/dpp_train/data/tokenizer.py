@@ -7,6 +7,7 @@ and BERT's even where the files are given.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import re
@@ -252,16 +253,33 @@ def _bert(vocab_file: str, *, lower: bool) -> Tokenizer:
 
 
 def _hugging_face(path: Path) -> Tokenizer:
-    from transformers import AutoTokenizer
-
-    folder = path if path.is_dir() else path.parent
     if not path.exists():
         raise DataError(f"--tokenizer-model {path}: no such file or directory")
+    return _HuggingFace(of_transformers(path if path.is_dir() else path.parent), str(path))
+
+
+def of_transformers(folder: Path) -> Any:
+    """transformers' tokenizer of a folder; nothing is downloaded, and no code of the folder runs.
+
+    Raises:
+        ConfigError: transformers is not installed.
+        DataError: it cannot load the folder.
+    """
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # it raises anything
-        raise DataError(f"--tokenizer-model {path}: {one_line(error, 300)}") from error
-    return _HuggingFace(tokenizer, str(path))
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError("transformers is not installed: pip install transformers") from error
+    for each in folder.iterdir() if folder.is_dir() else ():
+        if each.exists() and not (each.is_file() or each.is_dir()):  # a pipe blocks for ever
+            raise DataError(f"{each}: no regular file")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # a broken file raises anything
+        raise DataError(f"{folder}: no tokenizer ({one_line(error, 300)})") from error
 
 
 def _pieces_of(path: Path) -> Tokenizer:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import io
 import json
 import math
 import pickle
 import re
+import resource
+import signal
+import threading
 import warnings
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,7 +39,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.dpp.errors import DataError, one_line
 from megatron.dpp.files.safe_files import open_to_read, read_bytes
-from megatron.dpp_train.hf.budget import budget
+from megatron.dpp_train.data.child import limit_memory
 from megatron.dpp_train.hf.families import Sizes
 from megatron.dpp_train.hf.folder import some
 from megatron.dpp_train.hf.rules import cast
@@ -236,6 +240,29 @@ class _Unpickler(pickle.Unpickler):
         return None
 
 
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """Bound time and memory of the block; the time in the main thread alone, where Python handles
+    signals."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    in_main = threading.current_thread() is threading.main_thread()
+    handler = signal.signal(signal.SIGALRM, _too_long) if in_main else None
+    limit_memory(_MEMORY_BYTES)
+    try:
+        if in_main:
+            signal.setitimer(signal.ITIMER_REAL, _SECONDS)
+        yield
+    finally:
+        if in_main:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _too_long(*_: object) -> NoReturn:
+    raise TimeoutError("it takes too much time")
+
+
 def _unpickled(content: bytes, where: object) -> Any:
     """The content of a pickle, or of a file of ``torch.save`` without its tensors.
 
@@ -247,7 +274,7 @@ def _unpickled(content: bytes, where: object) -> Any:
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 inner = [n for n in archive.namelist() if n.endswith("/data.pkl")]
                 content = archive.read(inner[0])
-        with budget(_SECONDS, _MEMORY_BYTES):
+        with _bounded():
             return _Unpickler(io.BytesIO(content)).load()
     except Exception as error:  # a broken file raises anything
         raise DataError(f"{where}: unreadable ({one_line(error, 200)})") from error
@@ -272,8 +299,20 @@ class Stored:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        metadata = self._read_metadata(path / ".metadata")
+        self._path, file = path, path / ".metadata"
+        self._chunks: dict[tuple[str, tuple[int, ...]], list[_Chunk]] = defaultdict(list)
+        try:
+            metadata = _unpickled(read_bytes(file), file)
+            self.args: Any = self._read_common(self._read_index(metadata)).get("args")
+        except OSError as error:
+            raise DataError(f"{file}: {error.strerror}; the checkpoint is not whole") from error
+        except DataError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise DataError(f"{file}: damaged ({one_line(error, 200)})") from error
+
+    def _read_index(self, metadata: Any) -> Any:
+        """Find the parts of all tensors; returns the place of the plain state, if it has one."""
         self._tensors = {
             key: each
             for key, each in metadata.state_dict_metadata.items()
@@ -284,7 +323,6 @@ class Stored:
             for key, each in self._tensors.items()
             for chunk in each.chunks
         }
-        self._chunks: dict[tuple[str, tuple[int, ...]], list[_Chunk]] = defaultdict(list)
         common = None
         for index, info in metadata.storage_data.items():
             if index.fqn in self._tensors:
@@ -293,14 +331,7 @@ class Stored:
                     self._chunks[index.fqn, chunk.offset[:leading]].append(chunk)
             elif index.fqn == _COMMON_KEY:
                 common = info
-        self.args: Any = self._read_common(common).get("args")
-
-    @staticmethod
-    def _read_metadata(path: Path) -> Any:
-        try:
-            return _unpickled(read_bytes(path), path)
-        except OSError as error:
-            raise DataError(f"{path}: {error.strerror}; the checkpoint is not whole") from error
+        return common
 
     def _read_common(self, info: Any) -> dict[str, Any]:
         """The plain state, from its own file or from the part of a file."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp.files.locks import lock_directory
-from megatron.dpp.files.safe_files import private_directory
+from megatron.dpp.files.locks import scratch_directory
+from megatron.dpp_train.data.document_files import CHAT_SUFFIX
 from megatron.dpp_train.hf import checkpoint
 from megatron.dpp_train.hf.families import Sizes, find_families
 from megatron.dpp_train.hf.fields import CONFIG, HfConfig, parse_config
@@ -232,7 +232,8 @@ def keep_tokenizer(args: Any, folder: Path) -> tuple[str, ...]:
         for name in TOKENIZER:
             (folder / name).unlink(missing_ok=True)
         copy_files(place, folder, TOKENIZER)
-    if not getattr(args, "sft", False):
+    data = getattr(args, "data_path", None) or ()
+    if not any(str(path).endswith(CHAT_SUFFIX) for path in data):
         return ()
     from megatron.dpp_train.hf.prompts import end_of_answers
 
@@ -266,32 +267,24 @@ def unfinished(target: Path) -> Iterator[Path]:
     a result; after a kill the next attempt removes it.
 
     Raises:
-        DataError: ``target`` exists, or another process writes it.
+        DataError: ``target`` exists, or cannot be written.
     """
     target = target.absolute()
-    scratch = target.with_name(f".{target.name}.unfinished")
+    scratch = f".{target.name}.unfinished-"
     try:
         if target.exists():
             raise DataError(f"{target}: exists; name another target, or remove it")
-        private_directory(scratch)
-        with lock_directory(scratch, "convert:"):
-            new = scratch / "new"
-            try:
-                shutil.rmtree(new, ignore_errors=True)  # left by a kill
-                new.mkdir()
-                yield new
-                new.rename(target)
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
-    except DataError:
-        with suppress(OSError):
-            scratch.rmdir()  # where it could not be locked; that of another process is not empty
-        raise
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with scratch_directory(target.parent, scratch) as folder:
+            new = folder / "new"
+            new.mkdir()
+            yield new
+            new.rename(target)
     except (OSError, RuntimeError) as error:  # PyTorch's writer raises the latter at a full disk
         free = ""
         with suppress(OSError):
             free = f" ({shutil.disk_usage(target.parent).free} bytes are free there)"
         name = str(getattr(error, "filename", ""))
-        where = f"{Path(name).name}: " if name.startswith(str(scratch)) else ""
+        where = f"{Path(name).name}: " if scratch in name else ""
         text = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
         raise DataError(f"{target}: {where}{text}{free}") from error

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.command_line import command, new_parser, progress_bar
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import DataError, plain
 from megatron.dpp.processes import sigint_held_back
-from megatron.dpp_train.hf.fields import CONFIG, refuse_other_forms
+from megatron.dpp_train.hf.fields import CONFIG
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -45,7 +45,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> int:
-    refuse_other_forms(args.source)
     if not args.source.is_dir():
         raise DataError(f"{args.source}: no such directory")
     if not 0 < args.shard_size < math.inf:
@@ -71,7 +70,7 @@ def _run(args: argparse.Namespace) -> int:
         convert = to_megatron if from_hf else to_hf
         config = convert(args.source, args.target, progress=progress, **values)
     for note in config.notes:
-        print(f"note: {note}", file=sys.stderr)
+        print(plain(f"note: {note}"), file=sys.stderr)
     seconds = time.monotonic() - start
     print(f"{args.target}: {total / 10**9:.3f} GB in {seconds:.1f} s")
     if from_hf:

@@ -15,18 +15,15 @@ from typing import Any
 
 from megatron.dpp.errors import DataError, one_line, shown
 from megatron.dpp_train.hf.families import Config, Family, Sizes, find_families
-from megatron.dpp_train.hf.families.left_out import LEFT_OUT
 from megatron.dpp_train.hf.families.rotary import add_rotary
 from megatron.dpp_train.hf.forms import FLAG, NAMES, Forms
 from megatron.dpp_train.text_files import read_json
 
-CONFIG, ADAPTER = "config.json", "adapter_config.json"
-ORIGIN = "hf"
-"""Folder beside a converted checkpoint that keeps ``config.json`` and the tokenizer."""
+CONFIG = "config.json"
 _MOST_CONFIG_BYTES = 1 << 24
 _MOST = {"num_hidden_layers": 10_000, "n_layer": 10_000}
-_MOST_OF_ALL = 1 << 31
-"""Sizes from which on a ``config.json`` is taken for a damaged one."""
+_MOST_OF_ALL, _MOST_EXPERTS = 1 << 31, 1 << 17
+"""Sizes, and experts of all layers, from which on a ``config.json`` is taken for a damaged one."""
 _OTHER_NAMES = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}
 """Names of a field in files of other versions of transformers -> its name in a family's table."""
 
@@ -94,7 +91,6 @@ def read_config(folder: str | Path, family_file: str | Path | None = None) -> Hf
     Raises:
         DataError: there is none, or a model of this kind cannot be trained here.
     """
-    refuse_other_forms(Path(folder))
     path = Path(folder) / CONFIG
     content = read_json(inside(Path(folder), CONFIG), most=_MOST_CONFIG_BYTES)
     if not isinstance(content, dict):
@@ -118,17 +114,6 @@ def inside(folder: Path, name: str) -> Path:
             f"{path}: a link to {real}, outside of the model's folder: copy the file there"
         )
     return path
-
-
-def refuse_other_forms(path: Path) -> None:
-    """Refuse an adapter, and a model that is one file (DataError)."""
-    if path.is_file():
-        raise DataError(f"{path}: a file; a model is a folder with {CONFIG} and safetensors")
-    if (path / ADAPTER).is_file() and not (path / CONFIG).is_file():
-        raise DataError(
-            f"{path}: an adapter ({ADAPTER}), not a whole model: merge it into its model first "
-            "(peft's merge_and_unload, then save_pretrained)"
-        )
 
 
 def parse_config(content: Config, where: str, family_file: str | Path | None = None) -> HfConfig:
@@ -171,17 +156,16 @@ def parse_config(content: Config, where: str, family_file: str | Path | None = N
         for key, value in content.items()
         if key not in known and value not in (None, False, 0, 0.0, [], {})
     ]
-    return HfConfig(
-        family=family, content=original, sizes=_sizes(flags), flags=flags, notes=tuple(notes)
-    )
+    sizes = _sizes(flags)
+    if sizes.layers * sizes.experts > _MOST_EXPERTS:
+        raise DataError(f"{where}: {sizes.layers} layers of {sizes.experts} experts are too many")
+    return HfConfig(family=family, content=original, sizes=sizes, flags=flags, notes=tuple(notes))
 
 
 def _family_of(name: Any, where: str, family_file: str | Path | None) -> Family:
     families = find_families(family_file)
     if str(name) in families:
         return families[str(name)]
-    if str(name) in LEFT_OUT:
-        raise DataError(f"{where}: model_type {shown(name)} is left out: {LEFT_OUT[str(name)]}")
     raise DataError(
         f"{where}: model_type {shown(name)} is not supported; expected one of "
         f"{', '.join(sorted(families))}, or a family of your own (--family-file)"

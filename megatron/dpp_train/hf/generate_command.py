@@ -16,10 +16,13 @@ from typing import Any
 from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.errors import DataError, one_line, require
 from megatron.dpp.files.safe_files import open_text_to_write
-from megatron.dpp_train.hf.fields import CONFIG, refuse_other_forms
+from megatron.dpp_train.data.tokenizer import of_transformers
+from megatron.dpp_train.hf.fields import CONFIG
 from megatron.dpp_train.hf.folder import TOKENIZER
-from megatron.dpp_train.hf.prompts import Chat, encode, tokenizer_of
-from megatron.dpp_train.text_files import nearest_path, parse_json, read_text
+from megatron.dpp_train.hf.prompts import Chat, encode
+from megatron.dpp_train.text_files import parse_json, read_text
+
+_JSON = (".jsonl", ".json")
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -90,9 +93,9 @@ def _prompts(args: argparse.Namespace) -> list[str | Chat]:
     if args.prompt is not None:
         found: list[str | Chat] = list(args.prompt)
     elif args.prompts is not None:
-        found = list(_texts(args.prompts))
-    elif args.chat.endswith((".jsonl", ".json")):
-        found = [_chat(line, where) for line, where in _lines(Path(args.chat), "--chat")]
+        found = list(_of_file(args.prompts, "--prompts"))
+    elif args.chat.endswith(_JSON):
+        found = list(_of_file(Path(args.chat), "--chat"))
     else:
         found = [[{"role": "user", "content": args.chat}]] if args.chat.strip() else []
     if not found or any(isinstance(each, str) and not each.strip() for each in found):
@@ -100,40 +103,32 @@ def _prompts(args: argparse.Namespace) -> list[str | Chat]:
     return found
 
 
-def _lines(path: Path, flag: str) -> Iterator[tuple[Any, str]]:
-    """The value of each JSON line, and its name for errors."""
-    if not path.is_file():
-        raise DataError(f"{flag} {path}: no such file{nearest_path(path)}")
+def _of_file(path: Path, flag: str) -> Iterator[str | Chat]:
+    """The prompt of each line that is not empty, of JSON or as it is."""
     for number, line in enumerate(read_text(path, flag).split("\n"), 1):
         if line.strip():
             where = f"{flag} {path}, line {number}"
-            yield parse_json(line, where), where
+            is_json = path.name.endswith(_JSON)
+            yield _prompt(parse_json(line, where), where) if is_json else line
 
 
-def _texts(path: Path) -> Iterator[str]:
-    if path.suffix not in (".jsonl", ".json"):
-        yield from (line for line in read_text(path, "--prompts").split("\n") if line.strip())
-        return
-    for value, where in _lines(path, "--prompts"):
-        text = value.get("prompt", value.get("text")) if isinstance(value, dict) else None
-        if not isinstance(text, str):
-            raise DataError(f"{where}: expected an object with prompt or text")
-        yield text
-
-
-def _chat(value: Any, where: str) -> Chat:
-    """The messages of a line, without the answers at the end, so that files of training can be
-    asked again."""
-    messages = value.get("messages", value.get("prompt")) if isinstance(value, dict) else None
-    if not isinstance(messages, list) or not all(
-        isinstance(each, dict) and "role" in each for each in messages
+def _prompt(value: Any, where: str) -> str | Chat:
+    """The text or the messages of a line, without the answers at the end, so that files of training
+    can be asked again."""
+    names = ("messages", "prompt", "text")
+    found = value if isinstance(value, dict) else {}
+    prompt = next((found[name] for name in names if name in found), None)
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list) or not all(
+        isinstance(each, dict) and "role" in each for each in prompt
     ):
-        raise DataError(f"{where}: expected an object with messages, each with role and content")
-    while messages and messages[-1]["role"] == "assistant":
-        messages = messages[:-1]
-    if not messages:
+        raise DataError(f"{where}: expected an object with a text or messages: {', '.join(names)}")
+    while prompt and prompt[-1]["role"] == "assistant":
+        prompt = prompt[:-1]
+    if not prompt:
         raise DataError(f"{where}: no message to answer")
-    return messages
+    return prompt
 
 
 def _answered(prompt: str | Chat, text: str) -> dict[str, Any]:
@@ -148,7 +143,6 @@ def _answered(prompt: str | Chat, text: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def _folder(args: argparse.Namespace) -> Iterator[Path]:
     """The Hugging Face folder of the model; of a checkpoint, a temporary one."""
-    refuse_other_forms(args.model)
     if (args.model / CONFIG).is_file():
         yield args.model
         return
@@ -176,7 +170,7 @@ class _Answers:
 
         transformers: Any = importlib.import_module("transformers")
         self._torch, self._args = torch, args
-        self._tokenizer = tokenizer_of(place)
+        self._tokenizer = of_transformers(place)
         on_gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
         self._device = torch.device("cuda" if on_gpu else "cpu")
         kind = args.dtype or ("bfloat16" if on_gpu else "float32")

@@ -6,14 +6,14 @@ Templates and tokenizers come from strangers, so they work in a child process th
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import ConfigError, DataError, one_line
+from megatron.dpp.errors import DataError, one_line
 from megatron.dpp_train.data.child import Child, Died, limit_time, prepare
+from megatron.dpp_train.data.tokenizer import of_transformers
 
 Chat = list[dict[str, Any]]
 SECONDS = 60.0
@@ -50,27 +50,6 @@ def end_of_answers(folder: Path, template: str | None = None) -> int | None:
     return end
 
 
-def tokenizer_of(folder: Path) -> Any:
-    """transformers' tokenizer of a folder; nothing is downloaded, and no code of the folder runs.
-
-    Raises:
-        ConfigError: transformers is not installed.
-        DataError: it cannot load the folder.
-    """
-    try:
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise ConfigError("transformers is not installed: pip install transformers") from error
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        return transformers.AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as error:  # a broken file raises anything
-        raise DataError(f"{folder}: no tokenizer ({one_line(error, 200)})") from error
-
-
 def _ids(tokenizer: Any, prompts: list[str | Chat]) -> tuple[list[list[int]], int | None]:
     ask = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
     found = [
@@ -79,7 +58,7 @@ def _ids(tokenizer: Any, prompts: list[str | Chat]) -> tuple[list[list[int]], in
         else list(tokenizer.apply_chat_template(each, **ask))
         for each in prompts
     ]
-    return found, None if isinstance(prompts[0], str) else _end(tokenizer)
+    return found, None if all(isinstance(each, str) for each in prompts) else _end(tokenizer)
 
 
 def _end(tokenizer: Any, request: None = None) -> int | None:
@@ -106,7 +85,7 @@ def _in_child(
 def _begin(
     work: Callable[[Any, Any], Any], folder: Path, template: str | None, seconds: float
 ) -> Callable[[Any], Any]:
-    tokenizer = tokenizer_of(folder)
+    tokenizer = of_transformers(folder)
     if template is not None:
         tokenizer.chat_template = template
 

@@ -21,8 +21,11 @@ from megatron.dpp.errors import (
     DppError,
     did_you_mean,
     print_error,
+    require,
+    shown,
 )
 from megatron.dpp_train.presets.flag_table import Flag, Table, saved
+from megatron.dpp_train.text_files import nearest_path
 
 NOW = {
     "--trace": "--dpp-trace",
@@ -109,6 +112,7 @@ def _value(name: str, flag: Flag, given: Sequence[str]) -> Any:
 
 
 def _typed(name: str, flag: Flag, text: str) -> Any:
+    require("\0" not in text, f"{name} {shown(text)}: holds a zero byte")
     if flag.choices and text not in flag.choices:
         near = did_you_mean(text, flag.choices)
         raise ConfigError(f"{name} {text}: expected one of {', '.join(flag.choices)}{near}")
@@ -280,7 +284,7 @@ def _require_tokens(prefix: str, named: str) -> None:
         return  # rows of chats, say, which a data set reads as they are
     for suffix in (".idx", ".bin"):
         if not Path(prefix + suffix).is_file():
-            near = nearest_name(Path(prefix + suffix))
+            near = nearest_path(Path(prefix + suffix))
             raise DataError(
                 f"{named}: {prefix}{suffix} is missing{near}; megatron-dpp preprocess makes token "
                 "files"
@@ -290,14 +294,6 @@ def _require_tokens(prefix: str, named: str) -> None:
 def require_file(path: Path, named: str) -> None:
     """Refuse a path that is no readable file (DataError); ``named`` is how the user wrote it."""
     if not path.is_file():
-        raise DataError(f"{named}: no such file{nearest_name(path)}")
+        raise DataError(f"{named}: no such file{nearest_path(path)}")
     if not os.access(path, os.R_OK):
         raise DataError(f"{named}: this user may not read it")
-
-
-def nearest_name(path: Path) -> str:
-    """The part of a text about a missing file that names the nearest one beside it."""
-    try:
-        return did_you_mean(path.name, [each.name for each in path.parent.iterdir()])
-    except OSError:
-        return ""

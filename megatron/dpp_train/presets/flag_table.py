@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import enum
 import hashlib
 import importlib
@@ -74,13 +75,13 @@ def of_parser(parser: argparse.ArgumentParser) -> Table:
 def engine_flags() -> Table:
     """The table of the dynamic pipeline's flags."""
     from megatron.dpp.command_line import add_dpp_flags
-    from megatron.dpp.trace.host import trace_fields
+    from megatron.dpp.trace.host import HostTrace
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_dpp_flags(parser)
     for switch in ("--use-dpp", "--dpp-strict", "--dpp-trace", "--dpp-trace-only"):
         parser.add_argument(switch, action="store_true")
-    for field in trace_fields():
+    for field in dataclasses.fields(HostTrace):
         if field.name != "only":
             parser.add_argument(f"--dpp-trace-{field.name}", type=type(field.default or ""))
     parser.add_argument("--metrics-file")

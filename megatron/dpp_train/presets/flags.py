@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.dpp.command_line import ROOT
-from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp_train.presets.checks import is_flag, require_file
+from megatron.dpp.errors import ConfigError, DataError, one_line
+from megatron.dpp_train.presets.checks import is_flag
 from megatron.dpp_train.presets.flag_table import PACKAGE
+from megatron.dpp_train.text_files import read_text
 
 _OTHER_NAMES = {
     **dict.fromkeys(("117m", "124m"), "small"),
@@ -39,13 +40,14 @@ def read_flags(path: Path) -> Flags:
     """
     import yaml
 
-    require_file(path, str(path))
+    text = read_text(path)
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        what = " ".join(str(error).split())
-        raise DataError(f"{path}: no YAML file of UTF-8 ({what})") from None
-    if not isinstance(loaded, dict) or any(isinstance(each, dict) for each in loaded.values()):
+        loaded = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: no YAML file ({one_line(error, 200)})") from None
+    values = loaded.values() if isinstance(loaded, dict) else [{}]
+    words = [each for value in values for each in (value if isinstance(value, list) else [value])]
+    if not all(isinstance(each, str | int | float | None) for each in words):
         raise ConfigError(
             f"{path}: expected lines of `flag: value` (Megatron's grouped form: --yaml-cfg)"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 from collections.abc import Mapping
 from decimal import Decimal
 from pathlib import Path
@@ -13,17 +14,9 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp_train.cost import Devices, choose
 from megatron.dpp_train.presets.checks import nearest_multiple
 from megatron.dpp_train.presets.flags import Flags, model_flags, number, read_flags, shared
+from megatron.dpp_train.presets.options import CHUNKS, CONTEXT, EXPERT, PIPELINE, TENSOR
 
 _HALF = ("--fp16", "--bf16")
-TENSOR, PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-CHUNKS = "--num-virtual-stages-per-pipeline-rank"
-_LAYOUT = {
-    "tp": TENSOR,
-    "pp": PIPELINE,
-    "chunks": CHUNKS,
-    "cp": "--context-parallel-size",
-    "ep": "--expert-model-parallel-size",
-}
 _RECOMPUTE: dict[str | None, Flags] = {
     "full": {
         "--recompute-granularity": "full",
@@ -46,9 +39,7 @@ def base_flags(options: argparse.Namespace, given: Flags, devices: Devices) -> F
     flags = read_flags(shared("configs") / "train.yaml") | model_flags(name)
     if options.arch == "bert":
         flags["--seq-length"] = min(512, number(flags, "--seq-length"))
-    named: Flags = {"--global-batch-size": options.batch_size, "--train-iters": options.max_steps}
-    own = read_flags(Path(options.config)) if options.config else {}
-    own |= {name: value for name, value in named.items() if value is not None} | given
+    own = (read_flags(Path(options.config)) if options.config else {}) | given
     flags |= own | _heads(own)
     if "--train-samples" in own and "--train-iters" not in own:
         del flags["--train-iters"]
@@ -104,13 +95,11 @@ def add_layout(
     """
     lines: list[str] = []
     if options.mode == "auto":
-        choice = choose(flags, devices, arch=options.arch)
+        static = {"--use-dpp": False} if options.no_dpp else {}
+        choice = choose(flags | static, devices, arch=options.arch)
         flags, lines = flags | choice.flags, choice.lines
-        if options.no_dpp:
-            flags.pop("--use-dpp", None)
-    asked = {flag: getattr(options, name) for name, flag in _LAYOUT.items()}
-    flags |= {flag: size for flag, size in asked.items() if size is not None}
-    if options.mode == "3d" and not {*_LAYOUT.values()} & set(flags) and devices.number % 2 == 0:
+    sizes = {TENSOR, PIPELINE, CHUNKS, CONTEXT, EXPERT}
+    if options.mode == "3d" and not sizes & set(flags) and devices.number % 2 == 0:
         flags[PIPELINE] = 2
     dynamic = options.mode in ("3d", "simple") and not options.no_dpp
     if dynamic and number(flags, PIPELINE) > 1:
@@ -141,7 +130,7 @@ _FSDP2: Flags = {
 def _shards(options: argparse.Namespace) -> Flags:
     """Flags of the states that replicas share in mode ``deepspeed``."""
     stage = 1 if options.zero_stage is None else options.zero_stage
-    if options.engine == "megatron":
+    if options.engine != "deepspeed":
         return _SHARDS[stage] | (_FSDP2 if stage > 1 else {})
     if importlib.util.find_spec("deepspeed") is None:
         raise ConfigError(
@@ -151,14 +140,16 @@ def _shards(options: argparse.Namespace) -> Flags:
     return {"--deepspeed-zero-stage": max(1, stage)}
 
 
+def replicas_of(flags: Flags, devices: Devices) -> int:
+    """Data-parallel replicas."""
+    sizes = (number(flags, name) for name in (TENSOR, PIPELINE, CONTEXT))
+    return devices.number // math.prod(sizes)
+
+
 def _batch(options: argparse.Namespace, flags: Flags, devices: Devices) -> Flags:
     """Micro-batch and global batch sizes that fit. A size that was not given is adapted."""
     pipeline = number(flags, PIPELINE)
-    replicas = max(
-        1,
-        devices.number
-        // (number(flags, TENSOR) * pipeline * number(flags, "--context-parallel-size")),
-    )
+    replicas = max(1, replicas_of(flags, devices))
     static = number(flags, CHUNKS) > 1 and "--use-dpp" not in flags
     unit = replicas * (pipeline if static else 1)
     micro, batch = number(flags, "--micro-batch-size"), number(flags, "--global-batch-size")

@@ -36,15 +36,27 @@ plan      --dry-run: print estimate, flags and command, start nothing
 example   megatron-dpp train --mode 3d --procs 2 --pp 2 --chunks 2
 All flags: python pretrain_gpt.py --help. Guide: docs/USAGE_GUIDE.md"""
 
-_COUNTS = ("tp", "pp", "chunks", "cp", "ep", "gpus", "procs", "batch-size", "max-steps")
+TENSOR, PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+CONTEXT, EXPERT = "--context-parallel-size", "--expert-model-parallel-size"
+_SHORT = {
+    "--tp": TENSOR,
+    "--pp": PIPELINE,
+    "--chunks": CHUNKS,
+    "--cp": CONTEXT,
+    "--ep": EXPERT,
+    "--batch-size": "--global-batch-size",
+    "--max-steps": "--train-iters",
+    "--num-gpus": "--gpus",
+}
+"""Options that are other names of flags."""
+_COUNTS = ("gpus", "procs")
 _TEXTS = (
     "model", "config", "data", "tokenizer", "run-dir", "resume-from", "load-hf", "save-hf", "gpu",
 )  # fmt: skip
 _SWITCHES = ("no-dpp", "fp32", "skip-bad-lines", "dry-run")
 _OTHERS = ("mode", "arch", "zero-stage", "engine", "recompute")
-_OF_MODE = dict.fromkeys(_COUNTS[:5], "3d") | {"zero_stage": "deepspeed", "engine": "deepspeed"}
-_MOST = 1 << 20
-NAMES = tuple(f"--{name}" for name in (*_COUNTS, *_TEXTS, *_SWITCHES, *_OTHERS))
+NAMES = (*_SHORT, *(f"--{name}" for name in (*_COUNTS, *_TEXTS, *_SWITCHES, *_OTHERS)))
 """All options of ``train`` itself."""
 
 
@@ -54,14 +66,13 @@ def new_parser() -> argparse.ArgumentParser:
     parser.add_argument("--mode", default="auto")
     parser.add_argument("--arch", choices=("gpt", "bert"), default="gpt")
     for name in _COUNTS:
-        names = [f"--{name}", *(["--num-gpus"] if name == "gpus" else [])]
-        parser.add_argument(*names, type=int)
+        parser.add_argument(f"--{name}", type=int)
     for name in _TEXTS:
         parser.add_argument(f"--{name}")
     for name in _SWITCHES:
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3))
-    parser.add_argument("--engine", choices=("megatron", "deepspeed"), default="megatron")
+    parser.add_argument("--engine", choices=("megatron", "deepspeed"))
     parser.add_argument("--recompute", choices=("none", "selective", "full"))
     return parser
 
@@ -72,36 +83,26 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Flags]:
     Raises:
         ConfigError: a wrong value, or an option of another mode.
     """
-    parser = new_parser()
-    options, rest = parser.parse_known_args(_now(argv))
+    options, rest = new_parser().parse_known_args(_now(argv))
     known = (*MODES, *_ALIASES)
     if options.mode not in known:
         hint = did_you_mean(options.mode, known)
         raise ConfigError(f"--mode {options.mode}{hint}: expected one of {', '.join(known)}")
     options.mode = _ALIASES.get(options.mode, options.mode)
-    given = vars(parser.parse_known_args([])[0])
-    for name, mode in _OF_MODE.items():
-        if getattr(options, name) != given[name] and _ALIASES.get(mode, mode) != options.mode:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is an option of --mode {mode}, not of "
-                f"--mode {options.mode}"
-            )
-    for name in _COUNTS:
-        value = getattr(options, name.replace("-", "_"))
-        if value is not None and not 1 <= value <= _MOST:
-            raise ConfigError(f"--{name} {value}: expected a whole number from 1 to {_MOST}")
-    for name in _TEXTS:
-        if getattr(options, name.replace("-", "_")) == "":
-            raise ConfigError(f"--{name} is empty: give a value, or leave the option out")
+    if options.mode != "zero" and (options.zero_stage is not None or options.engine):
+        raise ConfigError("--zero-stage and --engine are options of --mode deepspeed")
+    for name in (*_COUNTS, *_TEXTS):
+        if getattr(options, name.replace("-", "_")) in (0, ""):
+            raise ConfigError(f"--{name}: give a value above 0, or leave the option out")
     if options.procs is not None and (options.gpus or options.gpu):
         raise ConfigError("--procs and --gpus exclude each other: --procs is for the CPU")
     flags = from_argv(rest)
-    options.given = {*flags} | ({"--global-batch-size"} if options.batch_size else set())
+    options.given = {*flags}
     return options, flags
 
 
 def _now(argv: Sequence[str]) -> list[str]:
-    """A command line with flags of earlier versions by their names of now, without those that are
+    """A command line with other and earlier names of flags by those of now, without flags that are
     not needed any more."""
     words: list[str] = []
     dropped = False
@@ -109,5 +110,5 @@ def _now(argv: Sequence[str]) -> list[str]:
         name, equals, value = word.partition("=")
         dropped = NOW[name] == "" if name in NOW else dropped and not is_flag(word)
         if not dropped:
-            words.append(NOW.get(name, name) + equals + value)
+            words.append((NOW | _SHORT).get(name, name) + equals + value)
     return words

@@ -14,7 +14,7 @@ from megatron.dpp.errors import PROGRAM, ConfigError, DataError, DppError
 from megatron.dpp_train.cost import Devices, find_devices, named_devices
 from megatron.dpp_train.presets import flag_table, modes, options, recipes
 from megatron.dpp_train.presets.checks import check, parse
-from megatron.dpp_train.presets.flags import Flags, number, to_argv
+from megatron.dpp_train.presets.flags import Flags, to_argv
 from megatron.dpp_train.presets.nodes import Nodes, find_nodes, whole
 from megatron.dpp_train.presets.tokens import Tokens, find_tokens
 
@@ -63,11 +63,7 @@ class Plan:
     @property
     def replicas(self) -> int:
         """Data-parallel replicas."""
-        return self.devices.number // (
-            number(self.flags, modes.TENSOR)
-            * number(self.flags, modes.PIPELINE)
-            * number(self.flags, "--context-parallel-size")
-        )
+        return modes.replicas_of(self.flags, self.devices)
 
 
 def of_options(words: Sequence[str], env: Mapping[str, str]) -> Plan:

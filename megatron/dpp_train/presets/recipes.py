@@ -13,8 +13,8 @@ from typing import Any
 
 from megatron.dpp.errors import ConfigError, require
 from megatron.dpp_train.presets.flags import Flags, from_argv, shared
-from megatron.dpp_train.presets.modes import CHUNKS
 from megatron.dpp_train.presets.nodes import own_address, whole
+from megatron.dpp_train.presets.options import CHUNKS
 from megatron.dpp_train.presets.tokens import sample_vocabulary
 
 ROLES = ("node", "master", "worker")

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.presets.flags import Flags, number
-from megatron.dpp_train.presets.modes import CHUNKS, PIPELINE, TENSOR
+from megatron.dpp_train.presets.options import CHUNKS, PIPELINE, TENSOR
 
 METRICS, COMMAND = "metrics.jsonl", "command"
 

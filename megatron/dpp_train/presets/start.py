@@ -15,7 +15,7 @@ from megatron.dpp.errors import DataError
 from megatron.dpp.files.locks import lock_directory
 from megatron.dpp.processes import run_child
 from megatron.dpp_train.cost import describe
-from megatron.dpp_train.presets import modes, run_directory
+from megatron.dpp_train.presets import options, run_directory
 from megatron.dpp_train.presets.flags import number
 from megatron.dpp_train.presets.launch import Command, run
 from megatron.dpp_train.presets.nodes import meet
@@ -75,9 +75,9 @@ def _convert(source: str, target: Path, *words: str) -> None:
 def header(plan: Plan) -> None:
     """Prints a few lines about the run that is about to start."""
     flags, devices = plan.flags, plan.devices
-    chunks, pipeline = number(flags, modes.CHUNKS), number(flags, modes.PIPELINE)
+    chunks, pipeline = number(flags, options.CHUNKS), number(flags, options.PIPELINE)
     sizes = {
-        "TP": number(flags, modes.TENSOR),
+        "TP": number(flags, options.TENSOR),
         "PP": pipeline,
         "CP": number(flags, "--context-parallel-size"),
         "DP": plan.replicas,
@@ -112,7 +112,7 @@ def environment(plan: Plan) -> dict[str, str]:
     if (ROOT / "setup.py").is_file():
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     # megatron-core's tensor and context parallelism rely on one hardware queue, FSDP2 on several
-    one = number(plan.flags, modes.TENSOR) > 1 or "--context-parallel-size" in plan.flags
+    one = number(plan.flags, options.TENSOR) > 1 or "--context-parallel-size" in plan.flags
     one = one and "--use-torch-fsdp2" not in plan.flags
     defaults = {
         "OMP_NUM_THREADS": "1",

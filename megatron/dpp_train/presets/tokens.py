@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import random
+import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.errors import ConfigError, DataError, require
 from megatron.dpp.files.index_files import check_index
+from megatron.dpp.files.locks import scratch_directory
 from megatron.dpp.processes import run_child
-from megatron.dpp_train.data.rows import JSON, PARQUET, files_of, is_rows
-from megatron.dpp_train.data.vocabulary import CHOICES, tokenizer_flags
-from megatron.dpp_train.presets.checks import nearest_name
+from megatron.dpp_train.data.rows import JSON, PARQUET, open_rows
+from megatron.dpp_train.data.tokenizer import END_OF_TEXT, PIECES
 from megatron.dpp_train.presets.flag_table import PACKAGE, user_cache
 from megatron.dpp_train.presets.flags import Flags, shared, to_argv
+from megatron.dpp_train.text_files import nearest_path, read_json
 
 _LOADERS = (
     "--mock-data", "--data-path", "--train-data-path", "--data-args-path",
@@ -32,6 +36,19 @@ _HOW = {
     "bert": ["--split-sentences", "--sentence-splitter", "rules"],
 }
 _SPLIT, _FEW = "949,50,1", 100
+
+
+CHOICES = (
+    "--tokenizer gpt2 (GPT-2's vocab.json and merges.txt, found beside the data, here or in the "
+    "hub's cache), --tokenizer DIR_OR_FILE (your own files), --tokenizer train:32000 (train one "
+    "on this corpus) or --tokenizer sample (the sample's 1,409 tokens)"
+)
+_PAIRS = (("vocab.json", "merges.txt"), ("gpt2-vocab.json", "gpt2-merges.txt"))
+_HUB = Path("~/.cache/huggingface/hub")
+_MOST_TEXT = 1 << 30
+"""Bytes of a corpus that a tokenizer is trained on; of a larger one it sees a part of the lines."""
+_SMALLEST = 257
+"""Tokens of a byte-level vocabulary without merges: each byte, and the end of a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +90,9 @@ def find_tokens(
     if path and loaders:
         raise ConfigError(f"--data and {loaders[0]} exclude each other")
     text = Path(path) if path else shared(f"datasets_{arch}") / "dataset.json"
-    is_text = path is None or is_rows(path)
+    is_text = path is None or path.endswith((*JSON, PARQUET))
     if is_text and not loaders and not text.exists():
-        raise DataError(f"--data {text}: no such file{nearest_name(text)}")
+        raise DataError(f"--data {text}: no such file{nearest_path(text)}")
     given = {name: flags[name] for name in ("--tokenizer-type", *_FILES) if name in flags}
     if tokenizer and given:
         raise ConfigError(f"--tokenizer and {next(iter(given))} exclude each other")
@@ -123,22 +140,14 @@ def prepare(tokens: Tokens) -> Flags:
     return _held_out(prefix) if isinstance(prefix, str) else {}
 
 
-def sample_vocabulary(arch: str) -> Flags:
-    """The flags of the sample corpus's vocabulary."""
-    folder = shared(f"datasets_{arch}")
-    if arch == "bert":
-        return {"--vocab-file": str(folder / "vocab.txt")}
-    return {"--vocab-file": str(folder / "vocab.json"), "--merge-file": str(folder / "merges.txt")}
-
-
 def _prefix(path: str) -> str:
     """A prefix of token files, with or without one of their suffixes."""
     prefix = path.removesuffix(".bin").removesuffix(".idx")
     if not Path(prefix + ".idx").is_file():
         missing = Path(prefix + ".idx")
         raise DataError(
-            f"--data {path}: neither rows ({', '.join((*JSON, PARQUET))}, a saved data set) nor a "
-            f"prefix of token files: {missing} is missing{nearest_name(missing)}"
+            f"--data {path}: neither rows ({', '.join((*JSON, PARQUET))}) nor a "
+            f"prefix of token files: {missing} is missing{nearest_path(missing)}"
         )
     return prefix
 
@@ -150,7 +159,7 @@ def _digest(text: Path, found: Mapping[str, Any], how: Sequence[str]) -> str:
     folders = [
         each for folder in named if folder.is_dir() for each in sorted(folder.glob("*.json"))
     ]
-    for path in [*files_of(text), *(each for each in named if each.is_file()), *folders]:
+    for path in [text, *(each for each in named if each.is_file()), *folders]:
         try:
             with path.open("rb") as file:
                 while block := file.read(1 << 20):
@@ -181,3 +190,159 @@ def _held_out(prefix: str) -> Flags:
     if documents < _FEW:
         return {"--split": "1,0,0", "--eval-iters": 0}
     return {"--split": _SPLIT}
+
+
+# --- the tokenizer ---
+
+
+def sample_vocabulary(arch: str) -> Flags:
+    """The flags of the sample corpus's vocabulary."""
+    folder = shared(f"datasets_{arch}")
+    if arch == "bert":
+        return {"--vocab-file": str(folder / "vocab.txt")}
+    return _pair_flags(folder / "vocab.json", folder / "merges.txt")
+
+
+def tokenizer_flags(arch: str, choice: str, text: Path | None) -> Flags:
+    """The flags that ``--tokenizer choice`` stands for.
+
+    Args:
+        arch: ``gpt`` or ``bert``.
+        text: the corpus in JSON lines; None for token files and the sample.
+
+    Raises:
+        ConfigError: the choice means nothing for this run.
+        DataError: files are missing or of another kind.
+    """
+    if choice == "sample":
+        return sample_vocabulary(arch)
+    kind, _, size = choice.partition(":")
+    if arch == "bert":
+        require(
+            kind not in ("gpt2", "train"),
+            f"--tokenizer {choice}: BERT needs a vocab.txt; name its file or directory",
+        )
+        path = Path(choice)
+        return {"--vocab-file": str(_existing(path / "vocab.txt" if path.is_dir() else path))}
+    if kind == "train":
+        if text is None:
+            raise ConfigError(f"--tokenizer {choice}: needs --data with JSON lines to train on")
+        require(
+            re.fullmatch(r"\d+", size) and int(size) >= _SMALLEST,
+            f"--tokenizer {choice}: expected train:N with N of at least {_SMALLEST}",
+        )
+        return _pair_flags(*_trained(text, int(size)))
+    if kind == "gpt2":
+        return _pair_flags(*_gpt2(text))
+    return _own(Path(choice))
+
+
+def _pair_flags(vocab: Path, merges: Path) -> Flags:
+    return {"--vocab-file": str(vocab), "--merge-file": str(merges)}
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise DataError(f"--tokenizer: {path} is missing")
+    return path
+
+
+def _pair_in(folder: Path) -> tuple[Path, Path] | None:
+    for vocab, merges in _PAIRS:
+        if (folder / vocab).is_file() and (folder / merges).is_file():
+            return folder / vocab, folder / merges
+    return None
+
+
+def _gpt2(text: Path | None) -> tuple[Path, Path]:
+    hub = sorted(_HUB.expanduser().glob("models--*gpt2/snapshots/*"))
+    places = [*([text.absolute().parent] if text else []), Path.cwd(), *hub]
+    for folder in places:
+        found = _pair_in(folder)
+        if found and len(read_json(found[0])) == 50257:
+            return found
+    raise DataError(
+        "--tokenizer gpt2: GPT-2's vocab.json and merges.txt (50,257 tokens) are in none of "
+        f"{', '.join(map(str, places))}; nothing is downloaded: put them there, or name their "
+        "directory with --tokenizer DIR"
+    )
+
+
+def _own(path: Path) -> Flags:
+    """The flags of a tokenizer's directory, or of one of its files."""
+    if not path.exists():
+        raise DataError(f"--tokenizer {path}: no such file or directory; choose {CHOICES}")
+    folder = path if path.is_dir() else path.parent
+    file = path if path.name == "tokenizer.json" else folder / "tokenizer.json"
+    pair = _pair_in(folder)
+    pieces = path if path.suffix == ".model" else folder / PIECES
+    if pieces.is_file() and (path == pieces or (pair is None and not file.is_file())):
+        return {"--tokenizer-type": "Llama2Tokenizer", "--tokenizer-model": str(pieces)}
+    if file.is_file() and (path.is_dir() or path == file or pair is None):
+        return {"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": str(folder)}
+    if pair is None:
+        raise DataError(
+            f"--tokenizer {path}: neither tokenizer.json, {PIECES} nor vocab.json with merges.txt "
+            "is there"
+        )
+    return _pair_flags(*pair)
+
+
+def _trained(text: Path, size: int) -> tuple[Path, Path]:
+    """Train a byte-level BPE on a corpus, once; it is kept beside the corpus."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    length, latest = text.stat().st_size, text.stat().st_mtime_ns
+    key = hashlib.sha256(f"{text.absolute()} {length} {latest} {size}".encode()).hexdigest()[:12]
+    parent = text.parent if os.access(text.parent, os.W_OK) else Path.cwd()
+    folder = parent / f"{text.name.split('.')[0]}-bpe{size}-{key}"
+    pair = _pair_in(folder)
+    if pair is not None:
+        return pair
+    share = min(1.0, _MOST_TEXT / max(1, length))
+    part = f"{share:.1%} of the lines of " if share < 1 else ""
+    print(f"training a tokenizer of {size} tokens on {part}{text} ...", flush=True)
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(
+        _texts(text, share), vocab_size=size, special_tokens=[END_OF_TEXT], show_progress=False
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with scratch_directory(folder, ".partial-") as scratch:
+            vocab, merges = map(Path, trained.save_model(str(scratch)))
+            pair = vocab.replace(folder / vocab.name), merges.replace(folder / merges.name)
+    except Exception as error:  # the package raises plain Exception
+        raise DataError(f"--tokenizer train:{size}: {folder} cannot be written: {error}") from error
+    print(f"tokenizer: {trained.get_vocab_size()} tokens, {folder}", flush=True)
+    return pair
+
+
+def _texts(path: Path, share: float) -> Iterator[str]:
+    """The texts of a share of the lines, the same ones each time."""
+    draw = random.Random(0).random
+    for line, _ in open_rows(path).lines:
+        if share < 1 and draw() >= share:
+            continue
+        try:
+            found = json.loads(line.decode("utf-8", errors="replace"))
+        except ValueError:
+            continue  # preprocessing names bad lines
+        if isinstance(found, dict):
+            yield from _texts_of(found)
+
+
+_TEXTS = (
+    *("text", "messages", "conversations", "prompt", "completion"),
+    *("instruction", "input", "output", "system", "content", "value"),
+)
+"""Fields of a line, or of its messages, that hold text."""
+
+
+def _texts_of(found: Any) -> Iterator[str]:
+    """The text of a line, or all texts of a chat."""
+    if isinstance(found, str):
+        yield found
+    for each in found if isinstance(found, list) else []:
+        yield from _texts_of(each)
+    for key in _TEXTS if isinstance(found, dict) else ():
+        yield from _texts_of(found.get(key))

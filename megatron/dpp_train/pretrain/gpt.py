@@ -7,6 +7,7 @@ each step to the dynamic pipeline.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -132,12 +133,19 @@ def loss_of(
     return checked(total), count, {"lm loss": torch.stack([total.detach(), count.to(total.dtype)])}
 
 
-if __name__ == "__main__":
+def main(add_more: Callable[[Any], Any] = lambda parser: parser) -> None:
+    """Train GPT with the flags of the command line, and with those that ``add_more`` adds."""
     train(
         datasets,
         forward_step,
         model_config=model_config,
-        add_arguments=lambda parser: layers.add_arguments(documents.add_arguments(parser)),
+        add_arguments=lambda parser: add_more(
+            layers.add_arguments(documents.add_arguments(parser))
+        ),
         around=for_local_layers,
         defaults={"tokenizer_type": "GPT2BPETokenizer"},
     )
+
+
+if __name__ == "__main__":
+    main()

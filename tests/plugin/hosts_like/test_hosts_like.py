@@ -58,7 +58,7 @@ EXCHANGED = [case("slime", "slime"), case("slime v1", "slime", v=1), case("bridg
 """Functions that a host sets and clears between steps, losses that count tokens."""
 REPLAYS = [
     case("replays", "replays", m=8),
-    case("asked for", "replays", {"forward_only_order": "megatron", "inject": LATE}, m=8,
+    case("asked for", "replays", {"call_order": "megatron", "inject": LATE}, m=8,
          told=False),
 ]  # fmt: skip
 """A model whose routers replay, and a host that asks for megatron-core's order of calls."""

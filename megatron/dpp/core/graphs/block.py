@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,6 +51,7 @@ class _Graphs:
         options: Mapping[str, Any],
     ) -> None:
         self._owner, self._slot, self._pools = owner, slot, pools
+        self.parameters = owner.parameters
         self._input = slot.input[:rows].requires_grad_()
         self._output, self._grad_output = slot.output[:rows], slot.grad_output[:rows]
         self._grad_input = pools.grad_input[:rows]
@@ -68,7 +68,7 @@ class _Graphs:
         self._unfinished = 0
         self._draws = owner.recomputed(partial(owner.run, self._input, self.options), self._input)
         self._forward = owner.capture(self._run_forward, slot.pool)
-        with owner.repeating(self._draws):
+        with owner.rng.repeating(self._draws) if owner.rng else contextlib.nullcontext():
             self._backward = owner.capture(self._run_backward, slot.pool)
         layers = range(owner.num_layers - 1, -1, -1) if owner.store is not None else ()
         self._weights = {n: owner.capture(partial(self._run_weight, n), slot.pool) for n in layers}
@@ -101,7 +101,7 @@ class _Graphs:
 
     def _add(self, number: int, alias: Any) -> None:
         """Add a new gradient to its parameter's."""
-        parameter = self._owner.parameters[number]
+        parameter = self.parameters[number]
         if getattr(alias, "grad_added_to_main_grad", False):
             parameter.grad_added_to_main_grad = True
         accumulate.add(parameter, [_taken(alias)])
@@ -119,7 +119,8 @@ class _Graphs:
             if isinstance(value, torch.Tensor):
                 self._copy_option(name, value)
         self._begun = self._draws.states() if self._draws else {}
-        with self._owner.drawing():
+        rng = self._owner.rng
+        with rng.replaying() if rng else contextlib.nullcontext():
             self._forward.replay()
         return self._output.detach()
 
@@ -146,10 +147,6 @@ class _Graphs:
             self._pools.give_back(self._slot)
         return self._grad_input.clone()
 
-    def adds_to(self, weight: torch.Tensor) -> bool:
-        """True if this is a parameter of the block."""
-        return any(parameter is weight for parameter in self._owner.parameters)
-
     def weight(self, layer: int) -> None:
         """Replay one layer's W; the last one gives the slot back."""
         self._weights[layer].replay()
@@ -169,7 +166,7 @@ class _WeightReplay(DeferredWork):
         return 0
 
     def touches(self, weight: torch.Tensor) -> bool:
-        return self.graphs.adds_to(weight)
+        return any(parameter is weight for parameter in self.graphs.parameters)
 
     def compute(self) -> None:
         self.graphs.weight(self.layer)
@@ -209,7 +206,7 @@ class GraphedBlock:
         rng: CapturedRng | None,
         say: Callable[[str], None],
     ) -> None:
-        self._rng = rng
+        self.rng = rng
         self._recomputes = bool(get_model_config(chunk).recompute_granularity)
         self._recomputed: dict[torch.Size, RecomputedDraws] = {}
         block: Any = decoder_block(chunk)
@@ -323,20 +320,12 @@ class GraphedBlock:
         Args:
             forward: runs the block's forward eagerly.
         """
-        if self._rng is None or not self._recomputes:
+        if self.rng is None or not self._recomputes:
             return None
         if example.shape not in self._recomputed:
             with torch.no_grad():
                 self._recomputed[example.shape] = RecomputedDraws(forward)
         return self._recomputed[example.shape]
-
-    def repeating(self, draws: RecomputedDraws | None) -> AbstractContextManager[None]:
-        """Register these draws' generators with a capture."""
-        return self._rng.repeating(draws) if self._rng and draws else contextlib.nullcontext()
-
-    def drawing(self) -> AbstractContextManager[None]:
-        """Give a replay the tracker's random states."""
-        return self._rng.replaying() if self._rng is not None else contextlib.nullcontext()
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block
@@ -428,12 +417,12 @@ class GraphedBlock:
 
 def _made_of(block: torch.nn.Module) -> list[Any]:
     """The objects that a capture depends on."""
-    found: list[Any] = []
+    objects: list[Any] = []
     for module in block.modules():
-        found += (module, type(module), module.training)
+        objects += (module, type(module), module.training)
         for parameter in module._parameters.values():
-            found += (parameter, parameter is not None and parameter.requires_grad)
-    return found
+            objects += (parameter, parameter is not None and parameter.requires_grad)
+    return objects
 
 
 def _taken(tensor: torch.Tensor) -> torch.Tensor:
@@ -449,13 +438,11 @@ def _reserved(tensor: torch.Tensor) -> int:
 
 def _signature(hidden: Any, options: Mapping[str, Any]) -> Any:
     """The properties that must be equal to replay a graph; None if a value cannot be compared."""
-    if not isinstance(hidden, torch.Tensor):
-        return None
-    described: list[Any] = [hidden.shape, hidden.dtype]
-    for name, value in options.items():
+    described: list[Any] = []
+    for name, value in {"": hidden, **options}.items():
         if isinstance(value, torch.Tensor):
             described.append((name, value.shape, value.dtype, value.device))
-        elif value is None or isinstance(value, bool | int | float | str):
+        elif name and isinstance(value, bool | int | float | str | None):
             described.append((name, value))
         else:
             return None

@@ -56,9 +56,9 @@ class CapturedRng:
             tracker.states_[name] = generator.get_state()
 
     @contextlib.contextmanager
-    def repeating(self, draws: RecomputedDraws) -> Iterator[None]:
+    def repeating(self, draws: RecomputedDraws | None) -> Iterator[None]:
         """Let a captured backward draw from the generators of its recomputed parts, too."""
-        self._repeating = draws.generators()
+        self._repeating = draws.generators() if draws else []
         try:
             yield
         finally:

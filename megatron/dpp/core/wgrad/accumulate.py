@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 _OWN = "megatron.core."
+_Hook = Callable[..., Any]
 
 
 class _Give(torch.autograd.Function):
@@ -39,9 +40,9 @@ def add(parameter: Any, given: list[torch.Tensor]) -> None:
     """
     if not given:
         parameter.grad_added_to_main_grad = True
-    if parameter.grad is None and not node_is_hooked(parameter):
+    before, after = _hooks_of(parameter) if parameter.grad is None else ([], [])
+    if parameter.grad is None and not _is_changed(parameter, before, after):
         # What autograd would do, which waits for other streams and cannot be captured.
-        _, after = _hooks_of(parameter)
         parameter.grad = given.pop().to(parameter.dtype) if given else _stand_in(parameter)
         for hook in after:
             hook((), ())
@@ -68,19 +69,22 @@ def node_is_hooked(parameter: torch.Tensor) -> bool:
     """True if a host has hooked a parameter, or the node that accumulates its gradient. Hooks of
     DistributedDataParallel do not count, which read no argument.
     """
-    before, after = _hooks_of(parameter)
+    return _is_changed(parameter, *_hooks_of(parameter))
+
+
+def _is_changed(parameter: torch.Tensor, before: list[_Hook], after: list[_Hook]) -> bool:
     own = all(getattr(hook, "__module__", "").startswith(_OWN) for hook in after)
     return is_hooked(parameter) or bool(before) or not own
 
 
-def _hooks_of(parameter: torch.Tensor) -> tuple[list[Callable[..., Any]], ...]:
+def _hooks_of(parameter: torch.Tensor) -> tuple[list[_Hook], list[_Hook]]:
     """The hooks that run before and after autograd's node adds a gradient."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     handles: list[Any] = [node.register_prehook(print), node.register_hook(print)]
-    hooks = [[*handle.hooks_dict_ref().values()][:-1] for handle in handles]  # without ours
+    before, after = ([*handle.hooks_dict_ref().values()][:-1] for handle in handles)  # without ours
     for handle in handles:
         handle.remove()
-    return tuple(hooks)
+    return before, after
 
 
 def _stand_in(parameter: Any) -> torch.Tensor:

@@ -30,7 +30,7 @@ def provide() -> None:
         compat.assign(_AVAILABLE, True)
 
 
-def accumulate(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> None:
+def add_product(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> None:
     """Add one microbatch's weight gradient to ``weight.main_grad``.
 
     Args:

@@ -31,7 +31,7 @@ from megatron.dpp.core.model import decoder_block
 from megatron.dpp.core.wgrad import accumulate
 from megatron.dpp.core.wgrad.accumulate import OwnHook
 from megatron.dpp.core.wgrad.deferrable import Deferrable, DeferredWork, refuse, refuse_unlike
-from megatron.dpp.core.wgrad.own_way import places
+from megatron.dpp.core.wgrad.own_way import modules_of
 from megatron.dpp.core.wgrad.product import Layer
 from megatron.dpp.core.wgrad.te_layer import TELayer
 
@@ -41,7 +41,7 @@ _OWN_PASS = (
     "dynamic pipeline: a forward step runs a backward pass of its own: its gradients are added in "
     "the order of tasks, which megatron-core's schedule may have another of"
 )
-KINDS: tuple[type[Deferrable], ...] = (Layer, TELayer)
+LAYER_KINDS: tuple[type[Deferrable], ...] = (Layer, TELayer)
 """The kinds of layers whose weight gradients may wait."""
 _NAMED = 2
 """Layers that a line names; the others are counted."""
@@ -103,8 +103,8 @@ class WeightGradients:
         layers = list(block.layers) if block is not None else []
         num_known, own_ways = len(self._weights), defaultdict[str, list[str]](list)
         piece_of = {id(m): number for number, layer in enumerate(layers) for m in layer.modules()}
-        for name, module, around in places(chunk):
-            kind = next((kind for kind in KINDS if kind.takes(module)), None)
+        for name, module, around in modules_of(chunk):
+            kind = next((kind for kind in LAYER_KINDS if kind.takes(module)), None)
             if kind is None or id(module) not in piece_of:
                 continue
             reason = kind.why_not(module, lambda weight: uses[id(weight)])

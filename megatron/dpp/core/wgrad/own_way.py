@@ -2,8 +2,8 @@
 
 A weight gradient is deferred only where nothing between a layer's product and its weight's gradient
 is a host's: the layer is of megatron-core's own class, calls megatron-core's own product, and its
-weight is a leaf without hooks. :func:`places` finds the modules of a chunk; each kind of layer, and
-:func:`why_weight`, tell the reason why a layer's own backward must compute the weight gradient.
+weight is a leaf without hooks. :func:`modules_of` finds the modules of a chunk; each kind of layer,
+and :func:`why_weight`, tell the reason why a layer's own backward must compute the weight gradient.
 Hosts change modules between steps, so all of it is asked in each.
 """
 
@@ -24,7 +24,7 @@ STANDS_FOR = "dpp_stands_for"
 """Attribute of a parameter over the memory of another one, which a capture computes with."""
 
 
-def places(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str | None]]:
+def modules_of(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str | None]]:
     """The modules of a chunk, each once: its name without those of wrappers, the module, and the
     reason why no layer in it may defer, None without one.
     """
@@ -106,7 +106,7 @@ def why_eager(module: torch.nn.Module) -> str | None:
     """The reason why a replay of a captured module would leave out what a host does; None without
     one.
     """
-    for place, part, around in places(module):
+    for place, part, around in modules_of(module):
         name = place or type(part).__name__
         if around is not None:
             return around

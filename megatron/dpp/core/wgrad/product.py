@@ -116,7 +116,7 @@ class _Deferred(LayerWork):
                 operands.grad_output.get(layer.name), total_input
             )
             if layer.fused:
-                fused_wgrad.accumulate(layer.weight, total_input, grad_output)
+                fused_wgrad.add_product(layer.weight, total_input, grad_output)
             else:
                 added = grad_output.t().matmul(total_input)
                 gradients = [gradients.pop() + added if gradients else added]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.dpp.report.analysis.model import Iteration
+from megatron.dpp.report.analysis.model import TracedIteration
 from megatron.dpp.report.analysis.work import Cell
 
 _MS = 1e6
@@ -69,7 +69,7 @@ def _add(sums: list[Any], more: Sequence[float]) -> None:
     sums[:] = [a + b for a, b in zip(sums, more, strict=True)]
 
 
-def add_loads(loads: Loads, iteration: Iteration) -> None:
+def add_loads(loads: Loads, iteration: TracedIteration) -> None:
     """Add the loads of all ranks in one iteration."""
     meetings: dict[tuple[int, int, int], list[tuple[Cell, int]]] = defaultdict(list)
     for rank in iteration.ranks.values():

@@ -1,8 +1,8 @@
 """Iterations of a run as objects, all ranks on one clock, and the places of the ranks.
 
 Reads the ranks' files side by side, so that one iteration of all ranks is in memory at a time
-however long the run was. The other modules of this package take :class:`Iteration` objects and
-never see a file.
+however long the run was. The other modules of this package take :class:`TracedIteration` objects
+and never see a file.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Wait(NamedTuple):
     detail: str
 
 
-class Span(NamedTuple):
+class OtherWork(NamedTuple):
     """Other work: optimizer, gradient reduction, data."""
 
     start: int
@@ -155,7 +155,7 @@ class RankIteration:
     tasks: list[TaskRun] = field(default_factory=list)
     experts: list[ExpertsRun] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[OtherWork] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
     arrivals: list[Arrival] = field(default_factory=list)
     peaks: dict[str, float] = field(default_factory=dict)
@@ -168,7 +168,7 @@ class RankIteration:
 
 
 @dataclass(frozen=True, slots=True)
-class Iteration:
+class TracedIteration:
     """All ranks' share of one iteration."""
 
     number: int
@@ -212,7 +212,7 @@ def _add(to: RankIteration, event: Event, start: int, end: int, alignment: Align
     elif cat == EventKind.WAIT:
         to.waits.append(Wait(start, end, args["cause"], args.get("detail", "")))
     elif cat == EventKind.SPAN:
-        to.spans.append(Span(start, end, event["name"]))
+        to.spans.append(OtherWork(start, end, event["name"]))
     elif cat in (EventKind.SEND, EventKind.ARRIVAL) and (message := message_of(event)):
         if cat == EventKind.SEND:
             to.sends.append(Send(start, message, args["bytes"], args["kind"]))
@@ -233,7 +233,7 @@ def _allow_open_files(count: int) -> None:
 
 def read_iterations(
     files: list[TraceFile], alignment: Alignment, only: Collection[int] | None = None
-) -> Iterator[Iteration]:
+) -> Iterator[TracedIteration]:
     """The iterations that every rank has finished, in order.
 
     Args:
@@ -249,7 +249,7 @@ def read_iterations(
         number = max(rank.number for rank in ranks)
         if all(rank.number == number for rank in ranks):
             if only is None or number in only:
-                yield Iteration(number, {rank.rank: rank for rank in ranks})
+                yield TracedIteration(number, {rank.rank: rank for rank in ranks})
             number += 1
         for index, rank in enumerate(ranks):
             if rank.number < number:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from megatron.dpp.config import GRAPHS_PAY_FROM
 from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.stragglers import Culprit
-from megatron.dpp.report.analysis.summary import Pipeline, Totals
+from megatron.dpp.report.analysis.summary import Pipeline, RunTotals
 from megatron.dpp.report.run_files import Training
-from megatron.dpp.trace.vocabulary import words_of
+from megatron.dpp.trace.vocabulary import CAUSES
 
 LEAST = 0.01
 """A cause that costs a smaller share of an iteration is none."""
@@ -140,9 +140,9 @@ def sentences(found: Pipeline) -> list[str]:
     return lines
 
 
-def _time_lines(totals: Totals) -> list[str]:
+def _time_lines(totals: RunTotals) -> list[str]:
     causes = ", ".join(
-        f"{percent(share)} {words_of(cause)}"
+        f"{percent(share)} {CAUSES.get(cause, ('', cause))[1]}"
         for cause, share in totals.bubble_by_cause.items()
         if share >= 0.001
     )

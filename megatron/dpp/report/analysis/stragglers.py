@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.dpp.report.analysis.model import JobShape
-from megatron.dpp.report.analysis.work import Cell, Link, Links, Work, merge_links
+from megatron.dpp.report.analysis.work import Cell, Link, LinkDelays, TaskTimes, merge_links
 
 _SLOW = 1.15
 _SLOW_LINK = 3.0
@@ -96,7 +96,7 @@ class _Slowness(NamedTuple):
     always: bool
 
 
-def _factors(works: Sequence[Work], cells: Sequence[Cell]) -> npt.NDArray[np.float64]:
+def _factors(works: Sequence[TaskTimes], cells: Sequence[Cell]) -> npt.NDArray[np.float64]:
     """By iteration and cell: its work per microbatch over that of the typical cell of its chunk; 1
     where it is unknown.
     """
@@ -135,8 +135,8 @@ class StragglerSearch:
     def __init__(
         self,
         shape: JobShape,
-        works: Sequence[Work],
-        links: Sequence[Links],
+        works: Sequence[TaskTimes],
+        links: Sequence[LinkDelays],
         waits: dict[int, int],
         *,
         threshold: float = _SLOW,
@@ -278,7 +278,7 @@ class StragglerSearch:
         return [own for own in ratios if own]
 
 
-def _delays(links: Links, pair: Link) -> tuple[list[int], list[int]]:
+def _delays(links: LinkDelays, pair: Link) -> tuple[list[int], list[int]]:
     """Clean delays between two ranks, and the other links' own: of those with clean samples, or,
     where there is none, the bounds that the rest have.
     """
@@ -287,7 +287,7 @@ def _delays(links: Links, pair: Link) -> tuple[list[int], list[int]]:
     return clean, [s.delay for s in others if s.clean] or [s.delay for s in others]
 
 
-def _link_is_slow(links: Links, pair: Link, forward: float) -> bool | None:
+def _link_is_slow(links: LinkDelays, pair: Link, forward: float) -> bool | None:
     """The verdict of one iteration; None where nobody was looking when a message came."""
     clean, others = _delays(links, pair)
     if not clean:

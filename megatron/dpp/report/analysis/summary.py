@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from megatron.dpp.errors import DataError
 from megatron.dpp.report.align import Alignment
 from megatron.dpp.report.analysis.experts import LayerRow, Loads, add_loads, layer_rows
-from megatron.dpp.report.analysis.model import Iteration, JobShape, read_iterations
+from megatron.dpp.report.analysis.model import JobShape, TracedIteration, read_iterations
 from megatron.dpp.report.analysis.stragglers import Culprit, StragglerSearch
 from megatron.dpp.report.analysis.times import IterationTimes, RankTimes, iteration_times
-from megatron.dpp.report.analysis.work import Links, Work, link_samples, work_of
+from megatron.dpp.report.analysis.work import LinkDelays, TaskTimes, link_samples, work_of
 from megatron.dpp.report.reader import TraceFile
 from megatron.dpp.trace.vocabulary import IdleCause
 
@@ -47,7 +47,7 @@ class TracedRun:
 
 
 @dataclass
-class Totals:
+class RunTotals:
     """Numbers of the whole run: ``iteration_ms`` is a median; ``ideal_ms`` is the busiest rank's
     own work; ``bubble`` is the idle share of the pipeline, split by cause.
     """
@@ -89,7 +89,7 @@ class RankRow:
 
 
 @dataclass
-class Prediction:
+class PredictedTime:
     """Time of an iteration as measured, and as simulated with a change. ``gain`` is the share of it
     that is saved, negative for a loss.
     """
@@ -108,13 +108,13 @@ class Pipeline:
     """Numbers of a run's traces; ``without_effect`` are culprits that cost next to nothing."""
 
     run: TracedRun
-    totals: Totals
+    totals: RunTotals
     iterations: list[IterationRow]
     ranks: list[RankRow]
     experts: list[LayerRow]
     stragglers: list[Culprit] = field(default_factory=list)
     without_effect: list[Culprit] = field(default_factory=list)
-    what_if: list[Prediction] = field(default_factory=list)
+    what_if: list[PredictedTime] = field(default_factory=list)
     fidelity: float = 0.0
 
     @property
@@ -132,12 +132,12 @@ class Analysis:
     alignment: Alignment
     skipped: list[int] = field(default_factory=list)
     times: list[IterationTimes] = field(default_factory=list)
-    works: list[Work] = field(default_factory=list)
-    links: list[Links] = field(default_factory=list)
+    works: list[TaskTimes] = field(default_factory=list)
+    links: list[LinkDelays] = field(default_factory=list)
     loads: Loads = field(default_factory=dict)
     culprits: list[Culprit] = field(default_factory=list)
 
-    def add(self, iteration: Iteration) -> None:
+    def add(self, iteration: TracedIteration) -> None:
         """Take the numbers of one iteration."""
         self.times.append(iteration_times(iteration))
         self.works.append(work_of(iteration))
@@ -223,7 +223,7 @@ def _rank_row(analysis: Analysis, rank: int) -> RankRow:
     )
 
 
-def _totals(times: list[IterationTimes]) -> Totals:
+def _totals(times: list[IterationTimes]) -> RunTotals:
     idle: dict[str, float] = {}
     for one in times:
         for rank in one.ranks.values():
@@ -232,7 +232,7 @@ def _totals(times: list[IterationTimes]) -> Totals:
                 idle[cause] = idle.get(cause, 0.0) + share
     window = statistics.fmean(t.window for t in times)
     ideal = statistics.fmean(t.ideal for t in times)
-    return Totals(
+    return RunTotals(
         iteration_ms=statistics.median(t.total for t in times) / _MS,
         mean_ms=statistics.fmean(t.total for t in times) / _MS,
         window_ms=window / _MS,

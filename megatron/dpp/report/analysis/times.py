@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron.dpp.report.analysis.model import Iteration, RankIteration
+from megatron.dpp.report.analysis.model import RankIteration, TracedIteration
 from megatron.dpp.trace.vocabulary import EventKind, IdleCause
 
-Layer = tuple[str, int, int]
+Stretch = tuple[str, int, int]
 """A name, and the ns from which and up to which it holds."""
 
 
@@ -58,7 +58,7 @@ class IterationTimes:
         return sum(rank.bubble for rank in self.ranks.values()) / len(self.ranks)
 
 
-def painted(start: int, end: int, layers: Sequence[Layer]) -> dict[str, int]:
+def painted(start: int, end: int, layers: Sequence[Stretch]) -> dict[str, int]:
     """Nanoseconds from ``start`` to ``end`` by name. Each layer covers the ones before it; time
     that no layer covers does not count.
     """
@@ -78,9 +78,9 @@ def painted(start: int, end: int, layers: Sequence[Layer]) -> dict[str, int]:
 def _rank_times(rank: RankIteration, start: int, end: int) -> RankTimes:
     first = min((task.start for task in rank.tasks), default=end)
     last = max((task.end for task in rank.tasks), default=start)
-    host: Layer = (IdleCause.HOST, start, max(end, rank.end))
+    host: Stretch = (IdleCause.HOST, start, max(end, rank.end))
     waits = sorted(rank.waits, key=lambda wait: wait.cause, reverse=True)
-    spans: list[Layer] = [(span.name, span.start, span.end) for span in reversed(rank.spans)]
+    spans: list[Stretch] = [(span.name, span.start, span.end) for span in reversed(rank.spans)]
     idle = painted(
         start,
         end,
@@ -109,7 +109,7 @@ def _rank_times(rank: RankIteration, start: int, end: int) -> RankTimes:
     )
 
 
-def iteration_times(iteration: Iteration) -> IterationTimes:
+def iteration_times(iteration: TracedIteration) -> IterationTimes:
     """Account for every nanosecond of the pipeline window of every rank."""
     ranks = iteration.ranks.values()
     start = iteration.start

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from megatron.dpp.report.analysis.model import Arrival, Iteration, RankIteration
+from megatron.dpp.report.analysis.model import Arrival, RankIteration, TracedIteration
 from megatron.dpp.trace.vocabulary import IdleCause
 
 Cell = tuple[int, int]
@@ -26,7 +26,7 @@ _LOOK_NS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class TaskTimes:
     """Times of one iteration's tasks in ns: ``tasks[(rank, chunk)][kind][microbatch]``, each rank's
     tasks (kind, chunk, microbatch, piece) in the order in which they ran, and the groups of its
     microbatches, as in ``Geometry``.
@@ -50,9 +50,9 @@ class Work:
         return sum(self.typical(cell, kind) for kind in self.tasks[cell])
 
 
-def work_of(iteration: Iteration) -> Work:
+def work_of(iteration: TracedIteration) -> TaskTimes:
     """Add up the pieces of every task of an iteration."""
-    work = Work(iteration.number, {})
+    work = TaskTimes(iteration.number, {})
     for number, rank in iteration.ranks.items():
         for task in rank.tasks:
             times = work.tasks.setdefault((number, task.chunk), {}).setdefault(task.kind, {})
@@ -78,7 +78,7 @@ class LinkSamples:
         return round(statistics.median(self.clean)) if self.clean else min(self.any, default=0)
 
 
-Links = dict[Link, LinkSamples]
+LinkDelays = dict[Link, LinkSamples]
 
 
 def _waited_for(rank: RankIteration, arrival: Arrival, start: int, kind: str) -> bool:
@@ -97,10 +97,10 @@ def _waited_for(rank: RankIteration, arrival: Arrival, start: int, kind: str) ->
     )
 
 
-def link_samples(iteration: Iteration) -> Links:
+def link_samples(iteration: TracedIteration) -> LinkDelays:
     """Delays of all messages of an iteration, by directed pair of ranks."""
     sends = {send.message: send for rank in iteration.ranks.values() for send in rank.sends}
-    links: Links = {}
+    links: LinkDelays = {}
     kinds: dict[Link, str] = {}
     for rank in iteration.ranks.values():
         for arrival in rank.arrivals:
@@ -119,9 +119,9 @@ def link_samples(iteration: Iteration) -> Links:
     return links
 
 
-def merge_links(parts: Iterable[Links]) -> Links:
+def merge_links(parts: Iterable[LinkDelays]) -> LinkDelays:
     """Samples of several iterations together."""
-    total: Links = {}
+    total: LinkDelays = {}
     for part in parts:
         for link, samples in part.items():
             into = total.setdefault(link, LinkSamples())

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.dpp.files.safe_files import open_text_to_write
-from megatron.dpp.trace.vocabulary import IdleCause
+from megatron.dpp.trace.vocabulary import CAUSES
 
 THEMES = ("light", "dark")
 
@@ -51,7 +51,7 @@ LABELS = {
     "W": "W: weight gradient",
     "span": "other work",
     "tail": "after the pipeline",
-    **{cause.value: cause.label for cause in IdleCause},
+    **{cause: label for cause, (label, _) in CAUSES.items()},
 }
 """Class of a bar -> its label in a legend."""
 
@@ -77,7 +77,7 @@ def label_of(name: str) -> str:
     return LABELS.get(name, name)
 
 
-def in_order(names: Collection[str]) -> list[str]:
+def in_legend_order(names: Collection[str]) -> list[str]:
     """Classes in the order of ``LABELS``, then those without a label."""
     return [name for name in LABELS if name in names] + sorted(set(names) - LABELS.keys())
 

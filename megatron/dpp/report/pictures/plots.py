@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.dpp.report.analysis.model import Iteration, JobShape, RankIteration, slice_names
+from megatron.dpp.report.analysis.model import JobShape, RankIteration, TracedIteration, slice_names
 from megatron.dpp.report.analysis.sentences import duration, number, percent
 from megatron.dpp.report.analysis.summary import Pipeline, RankRow
-from megatron.dpp.report.pictures.picture import Bar, Picture, in_order, label_of, text_width, ticks
+from megatron.dpp.report.pictures.picture import (
+    Bar,
+    Picture,
+    in_legend_order,
+    label_of,
+    text_width,
+    ticks,
+)
 from megatron.dpp.report.run_files import Training
 
 _MOST_ROWS = 32
@@ -78,7 +85,7 @@ def _thinned(points: Points) -> Points:
     return [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
 
 
-def plot_timeline(iteration: Iteration, shape: JobShape, schedule: str) -> Picture:
+def plot_timeline(iteration: TracedIteration, shape: JobShape, schedule: str) -> Picture:
     """All tasks and waits of one iteration."""
     order = [rank for ranks in shape.pipelines() for rank in ranks][:_MOST_ROWS]
     length = (iteration.end - iteration.start) / 1e6
@@ -91,7 +98,7 @@ def plot_timeline(iteration: Iteration, shape: JobShape, schedule: str) -> Pictu
         for row, rank in enumerate(order)
         for bar in _bars(iteration.ranks[rank], row, iteration.start)
     ]
-    picture.legend({kind: label_of(kind) for kind in in_order({bar.kind for bar in bars})})
+    picture.legend({kind: label_of(kind) for kind in in_legend_order({bar.kind for bar in bars})})
     names = [f"stage {shape.pipeline[rank]}, rank {rank}" for rank in order]
     picture.timeline(names, bars, length, "ms")
     return picture
@@ -127,7 +134,7 @@ def _parts(row: RankRow) -> dict[str, float]:
 
 def _mean_row(name: str, pipeline: Pipeline) -> tuple[str, dict[str, float], float]:
     parts = [_parts(row) for row in pipeline.ranks]
-    names = in_order({name for own in parts for name in own})
+    names = in_legend_order({name for own in parts for name in own})
     mean = {name: sum(own.get(name, 0.0) for own in parts) / len(parts) for name in names}
     return name, mean, pipeline.totals.bubble
 
@@ -144,13 +151,13 @@ def plot_time(found: Pipeline, other: Pipeline | None) -> Picture:
     rows += [_mean_row(f"baseline, {other.name}", other)] if other else []
     rows += [(row.name, _parts(row), row.bubble) for row in found.ranks[:_MOST_ROWS]]
     present = {name for _, parts, _ in rows for name, value in parts.items() if value > 0}
-    top = picture.legend({name: label_of(name) for name in in_order(present)})
+    top = picture.legend({name: label_of(name) for name in in_legend_order(present)})
     left = max(text_width(name) for name, _, _ in rows) + 8
     scale = (picture.width - left - 90) / (max(sum(p.values()) for _, p, _ in rows) or 1.0)
     for index, (name, parts, bubble) in enumerate(rows):
         x, y = left, top + index * 28
         picture.text(left - 8, y + 11, name, anchor="end")
-        for kind in in_order(parts):
+        for kind in in_legend_order(parts):
             wide, text = parts[kind] * scale, duration(parts[kind])
             picture.rect(x, y, wide, 22, kind, hint=f"{label_of(kind)}: {text}")
             if wide > text_width(text, 11) + 6:

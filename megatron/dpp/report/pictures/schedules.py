@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron.dpp.report.analysis.sentences import percent
-from megatron.dpp.report.pictures.picture import Bar, Picture, in_order, label_of
+from megatron.dpp.report.pictures.picture import Bar, Picture, in_legend_order, label_of
 from megatron.dpp.sim.result import Result
 
 
@@ -27,7 +27,7 @@ def draw(results: Mapping[str, Result], unit: str = "") -> Picture:
     note = "the number in a task is its microbatch; later chunks are paler"
     picture = Picture(title, note=note)
     tasks = {name: _bars(result) for name, result in results.items()}
-    kinds = in_order({bar.kind for bars in tasks.values() for bar in bars})
+    kinds = in_legend_order({bar.kind for bars in tasks.values() for bar in bars})
     picture.legend({kind: label_of(kind) for kind in kinds})
     for name, result in results.items():
         own = f"{result.ratio:.3f} x the busiest rank's own work"

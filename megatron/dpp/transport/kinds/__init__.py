@@ -1,8 +1,8 @@
-"""The registry of transport kinds.
+"""The transport kinds.
 
 Each module of this folder is one kind. The module's name is the kind's name and a value of
-``DppConfig.transport``; at its end the module registers a :class:`TransportKind`. All other code
-asks the registry for capabilities and compares no names.
+``DppConfig.transport``; its ``KIND`` is a :class:`TransportKind`. All other code asks that for
+capabilities and compares no names.
 """
 
 from __future__ import annotations
@@ -68,27 +68,21 @@ class TransportKind:
     connections: Callable[[TransportOptions], tuple[str, ...]] = lambda options: ()
 
 
-_registered: dict[str, TransportKind] = {}
-
-
-def register(kind: TransportKind) -> TransportKind:
-    """Add a kind; each module calls this once, when it is imported."""
-    _registered[kind.name] = kind
-    return kind
-
-
 def find(name: str) -> TransportKind:
     """The kind of that name.
 
     Raises:
         ConfigError: there is none.
     """
-    if name not in _registered and name in TRANSPORT_KINDS and name != AUTO:
-        importlib.import_module(f"{__name__}.{name}")
-    if name not in _registered:
+    try:
+        kind: TransportKind = importlib.import_module(f"{__name__}.{name}").KIND
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith(__name__):  # a package that the kind needs
+            raise
         what = setting("transport", name)
-        raise ConfigError(f"{what}: expected one of {', '.join(TRANSPORT_KINDS)}", what)
-    return _registered[name]
+        wrong = f"{what}: expected one of {', '.join(TRANSPORT_KINDS)}"
+        raise ConfigError(wrong, what) from error
+    return kind
 
 
 def kinds_of_links(wanted: str = AUTO) -> list[TransportKind]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.dpp.errors import ProtocolError, SetupError, TransportUnavailable, setting
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup, link_faults, undelivered
-from megatron.dpp.transport.kinds import TransportKind, register, staged
+from megatron.dpp.transport.kinds import TransportKind, staged
 
 
 def obstacle(one: Facts, other: Facts) -> str | None:
@@ -102,14 +102,12 @@ def _open(cuda: Any, link: PeerLink) -> str:
     return ""
 
 
-register(
-    TransportKind(
-        name="cuda_ipc",
-        preference=10,
-        reason="GPUs of one host with peer access: CUDA IPC",
-        obstacle=obstacle,
-        join=join,
-        announces=True,
-        device_memory=True,
-    )
+KIND = TransportKind(
+    name="cuda_ipc",
+    preference=10,
+    reason="GPUs of one host with peer access: CUDA IPC",
+    obstacle=obstacle,
+    join=join,
+    announces=True,
+    device_memory=True,
 )

@@ -17,14 +17,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
 import secrets
 import threading
 import time
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -43,9 +41,16 @@ from megatron.dpp.errors import (
     one_line,
 )
 from megatron.dpp.transport.abandon import Abandon
-from megatron.dpp.transport.base import ChannelSpec, LinkInfo, Message, Transport, check_payload
+from megatron.dpp.transport.base import (
+    OPENED,
+    ChannelSpec,
+    LinkInfo,
+    Message,
+    Transport,
+    check_payload,
+)
 from megatron.dpp.transport.joining import Request
-from megatron.dpp.transport.kinds import AUTO, TransportKind, register
+from megatron.dpp.transport.kinds import AUTO, TransportKind
 from megatron.dpp.transport.native import NativeTransport, load_native
 from megatron.dpp.transport.nixl_agent import NixlAgent, Slots, keep_for_ever
 
@@ -145,7 +150,7 @@ class NixlTransport(Transport):
         seconds = request.options.abandon_after
         self._abandon = Abandon(lambda: str(self._failure or ""), self.rank, seconds)
         atexit.register(self.close)  # the thread must not outlive the interpreter
-        os.register_at_fork(after_in_child=functools.partial(_keep_in_child, weakref.ref(self)))
+        OPENED.add(self)
 
     def _join(self, request: Request) -> None:
         try:
@@ -162,7 +167,7 @@ class NixlTransport(Transport):
         self._memory.callback(self._receive_slots.close)
         self._send_slots = Slots(self.rank, self.outgoing)
         self._memory.callback(self._send_slots.close)
-        name = f"{request.options.name}-{self.rank}-{secrets.token_hex(8)}"
+        name = f"{self.rank}-{secrets.token_hex(8)}"
         self._agent = NixlAgent(name, (self._receive_slots, self._send_slots))
         description = self._agent.description()
         for index, stride in enumerate(self._receive_slots.strides):
@@ -415,6 +420,9 @@ class NixlTransport(Transport):
         self._abandon.stop()
         self._control.abort(reason)
 
+    def let_go_in_child(self) -> None:
+        keep_for_ever(self)  # a child must not take apart what threads of its parent use
+
     def close(self) -> None:
         if self._closed:
             return
@@ -460,10 +468,4 @@ def _open_control(request: Request) -> NativeTransport:
     )
 
 
-def _keep_in_child(transport: weakref.ref[NixlTransport]) -> None:
-    """A forked child must not take apart what threads of its parent use."""
-    if (inherited := transport()) is not None:
-        keep_for_ever(inherited)
-
-
-register(TransportKind(name=_NAME, open=NixlTransport, between_hosts=True))
+KIND = TransportKind(name=_NAME, open=NixlTransport, between_hosts=True)

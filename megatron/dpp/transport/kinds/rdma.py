@@ -26,7 +26,7 @@ from megatron.dpp.errors import (
     to_json,
 )
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup, link_faults, undelivered
-from megatron.dpp.transport.kinds import TransportKind, register, tcp
+from megatron.dpp.transport.kinds import TransportKind, tcp
 from megatron.dpp.transport.options import TransportOptions, variable
 from megatron.dpp.transport.rdma_ports import Place, find_places, read_places, way
 
@@ -330,16 +330,14 @@ def _make(setup: Setup, link: PeerLink, place: Place, gpudirect: str) -> Any:
     )
 
 
-register(
-    TransportKind(
-        name=_NAME,
-        preference=40,
-        reason="different hosts with RDMA devices: RDMA writes",
-        obstacle=obstacle,
-        look=look,
-        join=join,
-        between_hosts=True,
-        device_memory=True,
-        may_fail=True,
-    )
+KIND = TransportKind(
+    name=_NAME,
+    preference=40,
+    reason="different hosts with RDMA devices: RDMA writes",
+    obstacle=obstacle,
+    look=look,
+    join=join,
+    between_hosts=True,
+    device_memory=True,
+    may_fail=True,
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup
-from megatron.dpp.transport.kinds import TransportKind, register
+from megatron.dpp.transport.kinds import TransportKind
 
 
 def obstacle(one: Facts, other: Facts) -> str | None:
@@ -32,13 +32,11 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
     return {}
 
 
-register(
-    TransportKind(
-        name="shm",
-        preference=30,
-        reason="same host, same user: shared memory",
-        obstacle=obstacle,
-        join=join,
-        carries_board=True,
-    )
+KIND = TransportKind(
+    name="shm",
+    preference=30,
+    reason="same host, same user: shared memory",
+    obstacle=obstacle,
+    join=join,
+    carries_board=True,
 )

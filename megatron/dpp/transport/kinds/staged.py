@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup
-from megatron.dpp.transport.kinds import TransportKind, register, shm
+from megatron.dpp.transport.kinds import TransportKind, shm
 
 
 def obstacle(one: Facts, other: Facts) -> str | None:
@@ -48,13 +48,11 @@ def _open(cuda: Any, link: PeerLink, workload: int) -> None:
             os.close(fd)
 
 
-register(
-    TransportKind(
-        name="staged",
-        preference=20,
-        reason="GPUs of one host without peer access: pinned host memory",
-        obstacle=obstacle,
-        join=join,
-        device_memory=True,
-    )
+KIND = TransportKind(
+    name="staged",
+    preference=20,
+    reason="GPUs of one host without peer access: pinned host memory",
+    obstacle=obstacle,
+    join=join,
+    device_memory=True,
 )

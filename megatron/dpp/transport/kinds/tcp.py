@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron.dpp.errors import Text, setting
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup
-from megatron.dpp.transport.kinds import TransportKind, register
+from megatron.dpp.transport.kinds import TransportKind
 from megatron.dpp.transport.options import TransportOptions
 
 
@@ -39,15 +39,13 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
     return {}
 
 
-register(
-    TransportKind(
-        name="tcp",
-        preference=50,
-        reason="different hosts, and no RDMA link: TCP",
-        obstacle=obstacle,
-        join=join,
-        between_hosts=True,
-        carries_board=True,
-        connections=connections,
-    )
+KIND = TransportKind(
+    name="tcp",
+    preference=50,
+    reason="different hosts, and no RDMA link: TCP",
+    obstacle=obstacle,
+    join=join,
+    between_hosts=True,
+    carries_board=True,
+    connections=connections,
 )
