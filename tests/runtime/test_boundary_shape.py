@@ -11,12 +11,10 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.core.boundary import Boundaries, boundaries
+from megatron.dpp.core.boundary import Boundaries, TokenCounter, boundaries
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime.session import replica_of
-from megatron.dpp.runtime.topology import Topology
-from megatron.dpp.schedule import Geometry
 from tests.runtime.test_stage import Chunk, config_with
 from tests.runtime.test_step_call import FakeGroup
 
@@ -112,14 +110,6 @@ def test_shapes_that_are_no_shapes_are_refused_and_links_hold_the_largest() -> N
     ):
         with pytest.raises(ConfigError, match=said):
             Boundaries(8, receives, sends).check_fits(opened)
-
-
-@pytest.mark.parametrize("group", [None, 0, 4])
-def test_a_rank_sees_its_call_as_a_geometry(group: int | None) -> None:
-    call = call_of(microbatch_group_size_per_vp_stage=group)
-    call = dataclasses.replace(call, forward_only=True, num_microbatches=6)
-    expected = Geometry(3, 2, 2, 6, forward_only=True, group=group or None, w_pieces=(2, 0))
-    assert Topology((5, 6, 7), 2, 2).geometry(call, (2, 0)) == expected
 
 
 @pytest.mark.parametrize(
