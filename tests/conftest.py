@@ -26,7 +26,7 @@ LONGEST = (
     "runtime/test_equality.py", "plugin/test_hosts.py", "runtime/test_expert_equality.py",
     "train/test_pretrain.py", "train/test_seed_commands.py", "hf/test_training.py",
     "train/test_rows.py", "plugin/hosts_like/test_hosts_like.py",
-    "runtime/test_sliced_training.py", "runtime/test_backwards_alike.py",
+    "runtime/test_sliced_training.py", "runtime/test_race.py",
     "transport/test_cuda_fake.py", "runtime/test_host_changes.py", "runtime/test_te.py",
     "tools/test_setup.py", "plugin/test_autoload.py", "tools/test_bench_plugin.py",
     "report/test_analysis.py", "test_house.py",

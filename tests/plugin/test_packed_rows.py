@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -18,8 +19,7 @@ from megatron.dpp import DppConfig, plugin
 from megatron.dpp.core import compat
 from megatron.dpp.core.packed_rows import read_ahead
 from megatron.dpp.errors import ConfigError
-from tests.plugin.test_plugin import keywords
-from tests.plugin.test_plugin_lengths import with_arguments
+from tests.plugin.test_plugin import keywords, with_arguments
 
 TOKENS = torch.zeros(1, 8)
 BATCHES = (
@@ -105,3 +105,18 @@ def test_rows_are_read_for_slices_alone_and_stay_for_megatrons_own_schedule(
             run(**keywords(data_iterator=iter(BATCHES), a_newer_keyword=1))
         *_, given = static_calls.pop()
         assert told == expected and list(given["data_iterator"]) == list(BATCHES)
+
+
+@pytest.mark.parametrize("masks", [True, False])
+def test_slices_of_a_host_that_masks_documents_are_refused(
+    monkeypatch: pytest.MonkeyPatch, dynamic_calls: list[Any], masks: bool
+) -> None:
+    """Attention across slices is causal."""
+    with_arguments(monkeypatch, reset_attention_mask=masks)
+    refused = pytest.raises(ConfigError, match=r"slice_tokens=8.*reset_attention_mask")
+    with (
+        plugin.installed(DppConfig(split_backward="off", slice_tokens=8), strict=True),
+        refused if masks else contextlib.nullcontext(),
+    ):
+        schedules.get_forward_backward_func()(**keywords())
+    assert len(dynamic_calls) == (not masks)

@@ -62,71 +62,59 @@ def keywords(pipeline: int = 2, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def with_arguments(monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
+    """Megatron-LM's arguments."""
+    variables = ModuleType("megatron.training.global_vars")
+    variables._GLOBAL_ARGS = SimpleNamespace(**given)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, variables.__name__, variables)
+
+
 def test_every_importer_gets_one_schedule_until_uninstall(host: ModuleType) -> None:
+    """Those of modules that are imported later, too."""
     plugin.install()
+    later: dict[str, Any] = {}
+    exec("from megatron.core.pipeline_parallel import get_forward_backward_func as get", later)
     for module in (host, schedules, pipeline_parallel):
         get = module.get_forward_backward_func
         assert get is not ORIGINAL
         assert get() is get(2, 3) is get(pp_size=2, vp_size=None, schedule_pg_collection=None)
-        assert get() is schedules.get_forward_backward_func()
+        assert get() is schedules.get_forward_backward_func() is later["get"]()
+    with pytest.raises(ConfigError, match=r"^the dynamic pipeline is installed already: call .*$"):
+        plugin.install(DppConfig(slots=3))
     plugin.uninstall()
     for module in (host, schedules, pipeline_parallel):
         assert module.get_forward_backward_func is ORIGINAL
     plugin.uninstall()
+    with pytest.raises(ConfigError, match="policy"):
+        plugin.install(DppConfig(policy="no such policy"))
+    plugin.install()
 
 
-def test_what_ended_a_block_is_told_and_nothing_is_left_for_the_exit(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("explains", [True, False])
+def test_what_ended_a_block_is_told_and_nothing_is_left(
+    host: ModuleType, monkeypatch: pytest.MonkeyPatch, explains: bool
 ) -> None:
+    """Nor for the exit of the process, also where another error explains it."""
     told: list[Any] = []
     at_exit: list[Any] = []
 
     def unregister(function: Any) -> None:
         at_exit[:] = [each for each in at_exit if each != function]
 
+    def leave(own: plugin.Plugin, error: BaseException | None) -> None:
+        told.append(error)
+        if explains and error is not None:
+            raise PeerDead("rank 1 died") from error
+
     exits = SimpleNamespace(register=at_exit.append, unregister=unregister)
     monkeypatch.setattr(plugin, "atexit", exits)
-    monkeypatch.setattr(plugin.Plugin, "leave", lambda self, error: told.append(error))
+    monkeypatch.setattr(plugin.Plugin, "leave", leave)
     with plugin.installed():
-        assert len(at_exit) == 1
-    assert not at_exit
-    error = KeyError("a key of the host")
-    with pytest.raises(KeyError), plugin.installed():
+        assert len(at_exit) == 1 and host.get_forward_backward_func is not ORIGINAL
+    error = RuntimeError("Connection reset by peer")
+    with pytest.raises(PeerDead if explains else RuntimeError), plugin.installed():
         raise error
-    assert told == [None, error]
-
-
-def test_modules_that_are_imported_later_are_covered(host: ModuleType) -> None:
-    plugin.install()
-    namespace: dict[str, Any] = {}
-    exec("from megatron.core.pipeline_parallel import get_forward_backward_func as get", namespace)
-    assert namespace["get"]() is host.get_forward_backward_func()
-
-
-def test_a_second_installation_is_refused() -> None:
-    plugin.install()
-    with pytest.raises(ConfigError, match=r"^the dynamic pipeline is installed already: call .*$"):
-        plugin.install(DppConfig(slots=3))
-
-
-def test_the_context_manager_uninstalls_after_an_error(host: ModuleType) -> None:
-    with pytest.raises(ZeroDivisionError), plugin.installed():
-        assert host.get_forward_backward_func is not ORIGINAL
-        1 / 0  # noqa: B018
-    assert host.get_forward_backward_func is ORIGINAL
-    with plugin.installed():
-        pass
-
-
-def test_what_explains_an_error_leaves_nothing_installed(
-    host: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def explains(own: plugin.Plugin, error: BaseException) -> None:
-        raise PeerDead("rank 1 died") from error
-
-    monkeypatch.setattr(plugin.Plugin, "leave", explains)
-    with pytest.raises(PeerDead, match="rank 1 died"), plugin.installed():
-        raise RuntimeError("Connection reset by peer")
+    assert told == [None, error] and not at_exit
     assert host.get_forward_backward_func is ORIGINAL
 
 
@@ -177,44 +165,23 @@ def test_dropout_is_named_once(
     assert line in record.getMessage()
 
 
-def test_steps_of_a_host_without_a_count_are_numbered_by_training_steps(
-    monkeypatch: pytest.MonkeyPatch, dynamic_calls: list[Any]
-) -> None:
-    numbers: list[int] = []
-
-    def step(_: Any, number: int, *__: Any) -> contextlib.AbstractContextManager[None]:
-        numbers.append(number)
-        return contextlib.nullcontext()
-
-    monkeypatch.setattr(plugin.StepTrace, "step", step)
-    plugin.install(DppConfig(split_backward="off"))
-    for forward_only in (False, True, True, False, False):
-        schedules.get_forward_backward_func()(**keywords(forward_only=forward_only))
-    assert numbers == [0, 1, 1, 1, 2]
-
-
-def test_a_nominal_length_needs_the_most_tokens(
-    dynamic_calls: list[Any], static_calls: list[Any]
-) -> None:
-    """verl passes ``seq_length`` 1 and ``micro_batch_size`` 1, and no pipeline sizes."""
-    asked = keywords(config={"variable_seq_lengths": True}, seq_length=1)
-    plugin.install(DppConfig(split_backward="off", max_tokens=4096))
-    assert schedules.get_forward_backward_func()(**asked) == ["dynamic"]
-
-
-def test_a_length_of_the_host_is_enough(
-    dynamic_calls: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Megatron-LM's argument, or the field of Megatron-Bridge's model."""
-    plugin.install(DppConfig(split_backward="off"), strict=True)
-    run = schedules.get_forward_backward_func()
-    config = {"variable_seq_lengths": True}
-    run(**keywords(config={**config, "seq_length": 64}, seq_length=1))
-    variables = ModuleType("megatron.training.global_vars")
-    variables._GLOBAL_ARGS = SimpleNamespace(seq_length=64)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, variables.__name__, variables)
-    run(**keywords(config=config, seq_length=1))
-    assert len(dynamic_calls) == 2
+@pytest.mark.parametrize(
+    ("config", "arguments", "max_tokens", "runs"),
+    [
+        ({}, {}, 0, False),
+        ({}, {}, 4096, True),  # verl, which gives no pipeline sizes
+        ({"seq_length": 64}, {}, 0, True),  # the field of Megatron-Bridge's model
+        ({}, {"seq_length": 64}, 0, True),  # Megatron-LM's argument
+    ],
+)
+def test_a_nominal_length_needs_the_most_tokens_or_a_length_of_the_host(
+    dynamic_calls: list[Any], static_calls: list[Any], monkeypatch: pytest.MonkeyPatch,
+    config: dict[str, Any], arguments: dict[str, Any], max_tokens: int, runs: bool,
+) -> None:  # fmt: skip
+    with_arguments(monkeypatch, **arguments)
+    plugin.install(DppConfig(split_backward="off", max_tokens=max_tokens))
+    asked = keywords(config={"variable_seq_lengths": True, **config}, seq_length=1)
+    assert schedules.get_forward_backward_func()(**asked) == ["dynamic" if runs else "static"]
 
 
 class MultiModuleProcessGroupCollection(SimpleNamespace):
@@ -257,19 +224,6 @@ def test_what_cannot_be_honoured_runs_statically_after_one_line(
         schedules.get_forward_backward_func()(**asked)
 
 
-def test_groups_of_several_modules_pass_through(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    groups, name = (
-        MultiModuleProcessGroupCollection(),
-        "forward_backward_pipelining_without_interleaving",
-    )
-    monkeypatch.setattr(schedules, name, lambda **given: given["pg_collection"])
-    plugin.install()
-    assert schedules.get_forward_backward_func()(**keywords(pg_collection=groups)) is groups
-    assert "those of several modules" in caplog.text
-
-
 @pytest.fixture
 def direct(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A module of a host that calls megatron-core's schedule by its name."""
@@ -293,19 +247,25 @@ def test_a_schedule_that_a_host_calls_by_its_name_is_run_dynamically(
     assert getattr(direct, WITHOUT) is getattr(schedules, WITHOUT) is own
 
 
-def test_several_modules_of_a_host_that_calls_the_schedule_by_its_name_are_seen(
-    direct: ModuleType, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("by_name", [True, False])
+def test_groups_of_several_modules_pass_through(
+    direct: ModuleType, caplog: pytest.LogCaptureFixture, by_name: bool
 ) -> None:
-    """As in Megatron-Bridge's training and evaluation of several modules."""
-    groups = MultiModuleProcessGroupCollection()
+    """As in Megatron-Bridge's training and evaluation, which call the schedule by its name."""
+    asked = keywords(pg_collection=MultiModuleProcessGroupCollection())
+
+    def run() -> Any:
+        own = getattr(direct, WITHOUT) if by_name else schedules.get_forward_backward_func()
+        return own(**asked)
+
     plugin.install()
     for _ in range(2):
-        assert getattr(direct, WITHOUT)(**keywords(pg_collection=groups)) == ["static"]
+        assert run() == ["static"]
     assert caplog.text.count("own schedule runs: its process groups are those of several") == 1
     plugin.uninstall()
     plugin.install(strict=True)
     with pytest.raises(ConfigError, match=r"install.strict=True.: .* those of several modules"):
-        getattr(direct, WITHOUT)(**keywords(pg_collection=groups))
+        run()
 
 
 @pytest.mark.parametrize("only", [True, False])
@@ -318,17 +278,26 @@ def test_one_pipeline_rank_passes_through_once(
     assert getattr(direct, WITHOUT)(**keywords(pipeline=1)) == ["static"]
 
 
-def test_a_host_of_several_modules_gets_the_schedule_of_its_groups(
+def test_a_host_that_passes_through_gets_the_schedule_of_its_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """One of several modules, or one that is only traced."""
+    asked: list[Any] = []
     monkeypatch.setattr(
-        schedules, "get_forward_backward_func", lambda *sizes, **more: (sizes, more)
+        plugin.compat, "lookup", lambda name: lambda *sizes, **more: asked.append((sizes, more))
     )
     monkeypatch.setattr(plugin.compat, "importers", lambda *_: [])
-    made = plugin.Plugin(DppConfig(), strict=False, trace=None)
     groups = MultiModuleProcessGroupCollection()
-    found = made.get(2, vp_size=3, schedule_pg_collection=groups)
-    assert found == ((2,), {"vp_size": 3, "schedule_pg_collection": groups})
+    plugin.Plugin(DppConfig(), strict=False, trace=None).get(
+        2, vp_size=3, schedule_pg_collection=groups
+    )
+    traced = plugin.Plugin(DppConfig(), strict=False, trace=HostTrace(only=True))
+    traced.get(pp_size=2, schedule_pg_collection="groups")
+    traced.get(pp_size=2)
+    assert asked == [
+        ((2,), {"vp_size": 3, "schedule_pg_collection": groups}),
+        ((), {"pp_size": 2, "schedule_pg_collection": "groups"}), ((), {"pp_size": 2}),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("error", [None, KeyError("a key of the host")])
@@ -348,46 +317,38 @@ def test_the_trace_ends_with_the_installation(
     assert ended == ["trace", str(type(error) if error else None)]
 
 
-def test_a_resumed_host_goes_on_with_its_own_step_numbers(
-    dynamic_calls: list[Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("host", "calls", "traced"),
+    [
+        (None, [0, 1, 2, 3, 4], [0, 1, 1, 1, 2]),
+        (40, [40, 41, 42, 40, 40], [40] * 5),
+    ],
+)
+def test_steps_have_the_hosts_numbers_or_are_counted(
+    monkeypatch: pytest.MonkeyPatch, host: int | None, calls: list[int], traced: list[int]
 ) -> None:
-    numbers: list[int] = []
-    monkeypatch.setattr(DppSchedule, "check", lambda self, **given: None)
-    monkeypatch.setattr(DppSchedule, "__call__", lambda self, **_: numbers.append(self.iteration))
-    variables = ModuleType("megatron.training.global_vars")
-    variables._GLOBAL_ARGS = SimpleNamespace(curr_iteration=40)  # type: ignore[attr-defined]
-    plugin.install()
-    run = schedules.get_forward_backward_func()
-    run(**keywords())
-    monkeypatch.setitem(sys.modules, variables.__name__, variables)
-    run(**keywords())
-    run(**keywords(forward_only=True))
-    assert numbers == [0, 40, 40]
-
-
-def test_no_two_calls_of_a_host_without_a_count_have_one_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Random states and messages of an evaluation are not those of a training step."""
-    numbers: list[int] = []
+    """A resumed host goes on with its own. Of a host without a count no two calls have one number,
+    as random states and messages of an evaluation are not those of a training step; its trace
+    counts training steps.
+    """
+    told: dict[str, list[int]] = {"calls": [], "traced": []}
 
     def call(self: DppSchedule, **_: Any) -> None:
-        numbers.append(self.iteration)
+        told["calls"].append(self.iteration)
         self.iteration += 1
+
+    def step(_: Any, number: int, *__: Any) -> contextlib.AbstractContextManager[None]:
+        told["traced"].append(number)
+        return contextlib.nullcontext()
 
     monkeypatch.setattr(DppSchedule, "check", lambda self, **given: None)
     monkeypatch.setattr(DppSchedule, "__call__", call)
+    monkeypatch.setattr(plugin.StepTrace, "step", step)
+    with_arguments(monkeypatch, **({"curr_iteration": host} if host else {}))
     plugin.install()
-    run = schedules.get_forward_backward_func()
-    for evaluates in (False, True, False):
-        run(**keywords(forward_only=evaluates))
-    assert numbers == [0, 1, 2]
-
-
-def test_an_unknown_policy_is_refused_when_it_is_installed() -> None:
-    with pytest.raises(ConfigError, match="policy"):
-        plugin.install(DppConfig(policy="no such policy"))
-    plugin.install()
+    for forward_only in (False, True, True, False, False):
+        schedules.get_forward_backward_func()(**keywords(forward_only=forward_only))
+    assert told == {"calls": calls, "traced": traced}
 
 
 @pytest.mark.parametrize(("rank", "told"), [("0", 1), ("3", 0)])
@@ -414,18 +375,3 @@ def test_one_rank_says_a_line_once(
         assert [each.getMessage() for each in caplog.records] == ["slow links"] * told
     finally:
         made.remove()
-
-
-def test_a_host_that_is_only_traced_gets_its_schedule_for_its_own_groups(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        plugin.compat, "lookup", lambda name: lambda **given: asked.append(given) or "own"
-    )
-    monkeypatch.setattr(plugin.compat, "importers", lambda *_: [])
-    monkeypatch.setattr(plugin.compat, "is_multimodule", lambda groups: False)
-    made = plugin.Plugin(DppConfig(), strict=False, trace=SimpleNamespace(only=True))  # type: ignore[arg-type]
-    made.get(pp_size=2, schedule_pg_collection="groups")
-    made.get(pp_size=2)
-    assert asked == [{"pp_size": 2, "schedule_pg_collection": "groups"}, {"pp_size": 2}]

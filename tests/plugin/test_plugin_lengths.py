@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from megatron.dpp import plugin
 from megatron.dpp.config import DppConfig
 from megatron.dpp.plugin_lengths import packed_lengths
 from megatron.dpp.runtime.dynamic import DppSchedule
-from tests.plugin.test_plugin import keywords
+from tests.plugin.test_plugin import keywords, with_arguments
 
 LENGTHS = [9, 20, 7, 3, 11]
 
@@ -27,12 +26,6 @@ def rollout(host: str, rows: Sequence[Sequence[int]], offset: int = 0, **more: A
     return kind(
         rollout_data={"total_lengths": LENGTHS, **more}, micro_batch_indices=rows, offset=offset
     )
-
-
-def with_arguments(monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
-    variables = ModuleType("megatron.training.global_vars")
-    variables._GLOBAL_ARGS = SimpleNamespace(**given)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, variables.__name__, variables)
 
 
 def step(iterator: Any, count: int, sizes: tuple[int, int] = (1, 1), **more: Any) -> dict[str, Any]:

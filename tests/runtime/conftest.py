@@ -1,4 +1,4 @@
-"""A clock that the tests of the executor share."""
+"""A clock that the tests of the executor share, and a chunk for those of graphs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.fake_network import VirtualClock
+from tests.runtime.graphed import Chunk
 
 
 @pytest.fixture
@@ -17,3 +18,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
     fake = SimpleNamespace(monotonic_ns=lambda: int(made.now() * 1e9))
     monkeypatch.setattr("megatron.dpp.runtime.gaps.time", fake)
     return made
+
+
+@pytest.fixture
+def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chunk is captured in its first step."""
+    monkeypatch.setattr("megatron.dpp.core.graphs.slots.why_not", lambda chunk: None)
+    monkeypatch.setattr("megatron.dpp.core.graphs.slots.WARM_UP_STEPS", 0)
+
+
+@pytest.fixture
+def chunk() -> Chunk:
+    return Chunk()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any
 
-import pytest
 import torch
 
 from megatron.dpp.core.graphs import slots as graphs
+from tests.runtime.rerun import Rerun
+
+SHAPE = (3, 2, 4)
 
 
 class Block(torch.nn.Module):
@@ -33,9 +37,48 @@ class Chunk(torch.nn.Module):
         )
 
 
-@pytest.fixture(name="chunk")
-def graphed_chunk(monkeypatch: pytest.MonkeyPatch) -> Chunk:
-    """One that is captured in its first step."""
-    monkeypatch.setattr(graphs, "why_not", lambda chunk: None)
-    monkeypatch.setattr(graphs, "WARM_UP_STEPS", 0)
-    return Chunk()
+class Captures:
+    """Captures of stand-ins, which are counted, and their replays."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.replays: list[Rerun] = []
+
+    def __call__(self, function: Any, pool: Any) -> Rerun:
+        self.number += 1
+        return Rerun(function, pool, replays=self.replays)
+
+
+def graphs_of(
+    *chunks: torch.nn.Module, capture: Callable[..., Any] | None = Rerun, rows: Sequence[int] = (),
+    most: Callable[[], float] | None = None, store: Any = None,
+) -> tuple[graphs.ChunkGraphs, list[str]]:  # fmt: skip
+    """Graphs of these chunks, and what they say."""
+    said: list[str] = []
+    made = graphs.ChunkGraphs(
+        list(chunks), store, said.append, lambda chunks: True, capture, rows=rows, most=most
+    )
+    return made, said
+
+
+def step(
+    made: graphs.ChunkGraphs, *chunks: Any, lengths: Sequence[int] = (), longest: int = SHAPE[0],
+    **options: Any,
+) -> list[torch.Tensor]:  # fmt: skip
+    """One step of microbatches through these chunks, all in flight at once; the gradients of their
+    inputs.
+    """
+    inputs = [
+        torch.arange(8.0 * rows).reshape(rows, *SHAPE[1:]).requires_grad_()
+        for rows in lengths or [longest] * len(chunks)
+    ]
+    with made.bound(torch.empty(longest, *SHAPE[1:])):
+        outputs = [
+            each.decoder(hidden_states=hidden, **options)
+            for each, hidden in zip(chunks * (len(inputs) // len(chunks)), inputs, strict=True)
+        ]
+        for output in outputs:
+            output.sum().backward()
+    gradients = [hidden.grad for hidden in inputs]
+    assert all(gradient is not None for gradient in gradients)
+    return gradients  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""Pipelines over the fake network, one thread per rank.
+"""Pipelines over the fake network, one thread per rank, and single ranks of them.
 
 The tasks are arithmetic: stage s maps x to 2 x + s, and each backward triples the gradient. A
 message that is lost, doubled or swapped changes the numbers.
@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -21,7 +23,7 @@ from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Scheduler, parse_cap
 from megatron.dpp.trace import NullRecorder
-from tests.fake_network import FakeNetwork
+from tests.fake_network import Delay, FakeNetwork, FakeTransport, VirtualClock
 
 
 @dataclass
@@ -36,17 +38,24 @@ class Arithmetic:
     """Bytes of each tensor that it gets from the stage before it, and gives a gradient to."""
     sends: Sequence[int] = (4,)
     """Likewise, of the stage after it."""
-    late: float = 0.0
-    """Seconds that a forward takes."""
+    late: Callable[[int], object] = lambda microbatch: None
+    """Called as a task begins, with its microbatch."""
+    lengths: Sequence[int] = ()
+    """Elements of each microbatch's one tensor, in the place of the bytes above."""
     log: list[tuple[str, int, int, int]] = field(default_factory=list)
     results: dict[tuple[str, int, int], float] = field(default_factory=dict)
     complete: list[int] = field(default_factory=list)
     complete_after: list[int] = field(default_factory=list)
     """Of each entry of ``complete``, the number of tasks in ``log`` by then."""
 
+    def _begin(self, kind: str, chunk: int, microbatch: int) -> None:
+        self.log.append((kind, chunk, microbatch, 0))
+        self.late(microbatch)
+        if self.lengths:
+            self.receives = self.sends = [4 * self.lengths[microbatch]]
+
     def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
-        self.log.append(("F", chunk, microbatch, 0))
-        time.sleep(self.late)
+        self._begin("F", chunk, microbatch)
         value = self.same(received, self.receives)
         value = torch.tensor([float(microbatch)]) if value is None else value
         output = 2 * value + self.topology.stage(chunk)
@@ -71,7 +80,7 @@ class Arithmetic:
         pass
 
     def backward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors | None:
-        self.log.append(("B", chunk, microbatch, 0))
+        self._begin("B", chunk, microbatch)
         value = self.same(received, self.sends)
         value = torch.tensor([1.0 + microbatch]) if value is None else value
         self.results["B", chunk, microbatch] = value.item()
@@ -99,64 +108,135 @@ class StartsLater(HostTimer):
         return self._looks > 0
 
 
+class NeverStarts(HostTimer):
+    """A device that never gets the input of the task that was launched ahead."""
+
+    def waiting(self) -> bool:
+        return True
+
+
 def run_pipeline(
     p: int, v: int, m: int, *, policy: str = "dynamic", cap: str = "auto", split: bool = True,
-    delay: float = 0.0, seed: int = 0, timeout: float = 20.0, iterations: int = 1,
+    delay: Delay = 0.0, seed: int = 0, timeout: float = 20.0, iterations: int = 1,
     network: FakeNetwork | None = None, members: int = 1, tensors: int = 1, ahead: bool = False,
     forward_only: bool = False, late: float = 0.0, evaluations: Collection[int] = (),
     pieces: Sequence[int] | None = None, sizes: Sequence[Sequence[int]] | None = None,
-) -> list[Arithmetic]:  # fmt: skip
+    lengths: Sequence[int] = (), kind: type[Arithmetic] = Arithmetic,
+    schedulers: Sequence[Scheduler] = (), clock: VirtualClock | None = None, depth: int = 2,
+    spend: Callable[[FakeTransport, int], object] | None = None,
+) -> list[Any]:  # fmt: skip
     """Runs every rank of a pipeline in a thread of its own; ``members`` ranks share each stage.
 
     The last stage's forwards take ``late`` seconds. ``evaluations`` are the iterations without
     backwards. ``pieces`` has the number of pieces of each chunk's weight gradient. ``sizes`` has
-    the bytes of each tensor that a rank's stages send.
+    the bytes of each tensor that a rank's stages send, and ``lengths`` the elements of each
+    microbatch's. ``schedulers`` are of each rank, for one iteration. A task calls ``spend``.
+    Returns the runners.
     """
     topologies = [
         Topology(tuple(range(t, p * members, members)), r, v)
         for r in range(p)
         for t in range(members)
     ]
-    sends = sizes or [[4] * tensors] * p
+    sends = sizes or [[4 * max(lengths)] if lengths else [4] * tensors] * p
     rooms = [(sends[top.rank - 1], sends[top.rank]) for top in topologies]
-    opened = [top.channels(*room, 2) for top, room in zip(topologies, rooms, strict=True)]
-    specs = {s: None for channels in opened for s in channels.specs}
-    network = network or FakeNetwork(list(specs), seed=seed, delay=delay, ahead=ahead)
+    opened = [top.channels(*room, depth) for top, room in zip(topologies, rooms, strict=True)]
+    specs = list(dict.fromkeys(spec for channels in opened for spec in channels.specs))
+    network = network or FakeNetwork(specs, seed=seed, delay=delay, ahead=ahead, clock=clock)
     runners = [
-        Arithmetic(top, *room, late * (top.rank == p - 1))
-        for top, room in zip(topologies, rooms, strict=True)
+        kind(top, *room, lengths=lengths) for top, room in zip(topologies, rooms, strict=True)
     ]
+    for runner in runners[-members:]:
+        runner.late = lambda microbatch: time.sleep(late)
 
     def body(index: int) -> None:
-        top, runner, channels = topologies[index], runners[index], opened[index]
-        first = index - index % members
+        top, channels, first = topologies[index], opened[index], index - index % members
         board = range(first, first + members) if members > 1 else None
         transport = network.transport(
             index, board_ranks=board, board_counters=2 * channels.num_incoming
         )
-        links = Links(transport, channels)
-        w_pieces = tuple(pieces or (2,) * v) if split else None
-        for iteration in range(iterations):
-            evaluates = forward_only or iteration in evaluations
-            geometry = Geometry(p, top.rank, v, m, w_pieces=w_pieces, forward_only=evaluates)
-            cap_chunks = parse_cap(cap, geometry).chunks
-            scheduler = Scheduler(geometry, policy=policy, cap=cap_chunks, split_backward=split)
-            decider = decider_for(scheduler, channels.receiving, transport.board)
-            decider.start(links.consumed)
-            Executor(
-                runner=runner,
-                decider=decider,
-                links=links,
-                recorder=NullRecorder(),
-                timer=StartsLater(),
-                injector=None,
-                iteration=Iteration(split_backward=split, number=iteration, timeout=timeout),
-            ).run()
-            links.consume(geometry)
-            assert scheduler.peak_held <= cap_chunks
+        if spend is not None:
+            runners[index].late = partial(spend, transport)
+        try:
+            links = Links(transport, channels)
+            w_pieces = tuple(pieces or (2,) * v) if split else None
+            for iteration in range(iterations):
+                evaluates = forward_only or iteration in evaluations
+                geometry = Geometry(p, top.rank, v, m, w_pieces=w_pieces, forward_only=evaluates)
+                scheduler = (
+                    schedulers[index]
+                    if schedulers
+                    else Scheduler(
+                        geometry,
+                        policy=policy,
+                        cap=parse_cap(cap, geometry).chunks,
+                        split_backward=split,
+                        **({"largest": max(lengths)} if lengths else {}),
+                    )
+                )
+                rank_of(
+                    links=links, scheduler=scheduler, runner=runners[index], timer=StartsLater(),
+                    number=iteration, split_backward=split, timeout=timeout,
+                    **({"count_tokens": torch.Tensor.numel} if lengths else {}),
+                ).run()  # fmt: skip
+                links.consume(scheduler.geometry)
+                assert scheduler.held == 0 and scheduler.peak_held <= scheduler.view.cap + 1e-6
+                assert not lengths or scheduler.sizes.known == list(lengths[:m])
+        finally:
+            if clock is not None:
+                transport.close()
 
-    in_threads(body, len(runners), timeout + 10)
+    in_threads(body, len(runners), timeout + 100)
     return runners
+
+
+FIRST, LAST = (Topology((0, 1), rank, 1) for rank in range(2))
+"""The two ranks of a pipeline of one chunk each."""
+
+
+def network_of(
+    topology: Topology, sends: Sequence[int] = (4,), depth: int = 2, **more: Any
+) -> FakeNetwork:
+    """The network of one rank, whose stages send tensors of these bytes."""
+    return FakeNetwork(list(topology.channels([4], sends, depth).specs), **more)
+
+
+def put(network: FakeNetwork, number: int, *, iteration: int = 0, channel: int = 0) -> None:
+    """Rank 0 sends the first microbatches."""
+    for microbatch in range(number):
+        tensor = torch.zeros(1)
+        network.transport(0).put(channel, tensor, iteration=iteration, microbatch=microbatch)
+
+
+def rank_of(
+    network: FakeNetwork | None = None, geometry: Geometry | None = None, **more: Any
+) -> Executor:
+    """The executor of one rank of two, or of ``topology``; ``more`` replaces its arguments, those
+    of its links, or settings of its iteration.
+    """
+    scheduler = more.pop("scheduler", None)
+    if scheduler is None:
+        assert geometry is not None
+        chosen = {"policy": more.pop("policy", "dynamic"), "cap": more.pop("cap", 8)}
+        split = more.get("split_backward", False)
+        scheduler = Scheduler(geometry, split_backward=split, **chosen)
+    geometry = scheduler.geometry
+    topology = more.pop("topology", Topology((0, 1), geometry.rank, geometry.num_chunks))
+    sends, links = more.pop("sends", [4]), more.pop("links", None)
+    if links is None:
+        assert network is not None
+        links = Links(network.transport(geometry.rank), topology.channels([4], sends, 2))
+    links.consumed = more.pop("consumed", links.consumed)
+    receiving = links.channels.receiving
+    decider = more.pop("decider", None) or decider_for(scheduler, receiving, links.transport.board)
+    decider.start(links.consumed)
+    given: dict[str, Any] = {
+        "runner": Arithmetic(topology), "decider": decider, "links": links,
+        "recorder": NullRecorder(), "timer": HostTimer(), "injector": None,
+    }  # fmt: skip
+    settings = {"number": 0, "split_backward": False, "timeout": 20.0}
+    settings |= {name: more.pop(name) for name in Iteration.__dataclass_fields__ if name in more}
+    return Executor(**given | more, iteration=Iteration(**settings))
 
 
 def in_threads(body: Callable[[int], None], number: int, seconds: float) -> None:

@@ -11,7 +11,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.core import boundary
+from megatron.dpp.core.boundary import Boundaries, TokenCounter, boundaries
 from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime.session import replica_of
@@ -69,11 +69,47 @@ def test_megatron_core_tells_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
         assert call.config.variable_seq_lengths == varies
 
 
-def test_a_rank_counts_its_own_part_of_a_microbatchs_tokens() -> None:
-    """At least one, as a nominal length of 1 is shared out as well and sizes divide by it."""
+def test_tokens_are_those_of_hidden_states_alone() -> None:
+    """A rank counts its own part of a microbatch's: at least one, as a nominal length of 1 is
+    shared out as well and sizes divide by it.
+    """
+    tokens = TokenCounter(largest=32, hidden=8)
+    assert tokens.count(torch.zeros(5, 2, 8)) == 10 and tokens.count(torch.zeros(6, 8)) == 6
+    for other in (torch.zeros(5, 2, 4), torch.zeros(8), torch.zeros([]), [torch.zeros(5, 2, 8)]):
+        assert tokens.count(other) is None
+    assert TokenCounter(largest=32, hidden=0).count(torch.zeros(5, 2, 8)) is None
+    assert TokenCounter(largest=8, hidden=0, parts=4).of_rank([16, 32]) is None
     call = call_of(tensor=2, context=4, sequence_parallel=True)
     assert call.tokens(64).of_rank([64 * 3, 80]) == [8 * 3, 10]
     assert dataclasses.replace(call, seq_length=1).tokens(1).largest == 1
+    for varies, rows in ((True, 96), (False, 16)):  # of the longest sequence where lengths vary
+        call = call_of(context=4, variable_seq_lengths=varies)
+        assert call.tokens(96 * 4).largest == rows * 3
+    adjust = {"adjust_tensor_shapes_fn": lambda receives, sends: (receives, sends)}
+    call = dataclasses.replace(call_of(), **adjust)
+    assert call.tokens(call.length).hidden == 0, "tensors of other shapes"
+
+
+def test_shapes_that_are_no_shapes_are_refused_and_links_hold_the_largest() -> None:
+    assert boundaries((4, 2, 8), 2, None) == (128, (128,), (128,))
+    both = boundaries((4, 2, 8), 2, lambda r, s: (r, [*s, (3,)]))
+    assert both == (128, (128,), (128, 6)) and both.several
+    four = [(4,)]
+    for given in (None, ([], four), (four, []), ([], []), ([("x",)], four)):
+        with pytest.raises(ConfigError, match="adjust_tensor_shapes_fn returned"):
+            boundaries((4, 2, 8), 2, lambda r, s, given=given: given)
+    assert not Boundaries(8, (8,), (8,)).several
+    assert Boundaries(8, (8, 8), (8,)).several and Boundaries(8, (8,), (8, 8)).several
+    opened = Boundaries(8, (8, 64), (32, 16))
+    for fits in (opened, Boundaries(8, (64, 8), (16, 32))):
+        fits.check_fits(opened)
+    for receives, sends, said in (
+        ((8, 65), (32, 16), "receive 2 tensors of up to 65 bytes"),
+        ((8, 64), (8, 33), "send 2 tensors of up to 33 bytes"),
+        ((8,), (32, 16), r"receive 1 tensors .* 2 of up"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Boundaries(8, receives, sends).check_fits(opened)
 
 
 @pytest.mark.parametrize(
@@ -94,14 +130,6 @@ def test_a_microbatch_beyond_the_bound_names_the_setting_that_gave_it(
         tokens.count(torch.zeros(5, 3, 8))
     assert f"15 tokens, and links and the memory cap have room for 6 ({named})" in str(caught.value)
     assert "DppConfig(max_tokens=15), or more" in str(caught.value)
-
-
-@pytest.mark.parametrize(("varies", "rows"), [(True, 96), (False, 16)])
-def test_the_most_tokens_are_those_of_the_longest_sequence_where_lengths_vary(
-    varies: bool, rows: int
-) -> None:
-    call = call_of(context=4, variable_seq_lengths=varies)
-    assert call.tokens(96 * 4).largest == rows * 3
 
 
 @pytest.mark.parametrize(
@@ -145,18 +173,6 @@ def test_captured_lengths_are_shared_out_without_a_remainder(buckets: str) -> No
         call.captured_rows(DppConfig(length_buckets="64"))
 
 
-@pytest.mark.parametrize("given", [([], [(4,)]), ([(4,)], []), ([], [])])
-def test_a_boundary_has_a_tensor_also_where_the_pipeline_begins_or_ends(given: Any) -> None:
-    with pytest.raises(ConfigError, match="two lists of one shape or more"):
-        boundary.boundaries((2, 3, 4), 2, lambda receives, sends: given)
-
-
-def test_tensors_of_other_shapes_are_not_counted_as_tokens() -> None:
-    adjust = {"adjust_tensor_shapes_fn": lambda receives, sends: (receives, sends)}
-    call = dataclasses.replace(call_of(), **adjust)
-    assert call.tokens(call.length).hidden == 0
-
-
 @pytest.mark.parametrize(("rank", "replica"), [(0, 0), (3, 0), (4, 1), (11, 2)])
 def test_context_ranks_share_a_replica(
     monkeypatch: pytest.MonkeyPatch, rank: int, replica: int
@@ -176,10 +192,3 @@ def test_losses_scaled_by_one_tensor_need_one_tensor(name: str, said: str) -> No
         dataclasses.replace(call_of(**{name: 0}), **several).boundaries(64)
     with pytest.raises(ConfigError, match=f"{said}.* exchange one tensor, not 2"):
         dataclasses.replace(call_of(**{name: 4}), **several).boundaries(64)
-
-
-def test_partial_checkpoints_are_refused_with_a_global_loss_alone() -> None:
-    partial = {"num_microbatches_with_partial_activation_checkpoints": 1}
-    call_of(moe_router_load_balancing_type=["aux_loss"], **partial).refuse_ordered()
-    with pytest.raises(ConfigError, match=r"global_aux_loss.? with partial checkpoints"):
-        call_of(moe_router_load_balancing_type=["global_aux_loss"], **partial).refuse_ordered()

@@ -20,8 +20,8 @@ from megatron.dpp.core.graphs.block import GraphedBlock
 from megatron.dpp.core.graphs.capture import cuda_capture
 from megatron.dpp.core.graphs.pools import Pools
 from megatron.dpp.core.graphs.rng import CapturedRng, RecomputedDraws
+from tests.runtime.graphed import SHAPE, Block, Chunk, graphs_of, step
 from tests.runtime.rerun import Rerun
-from tests.runtime.test_graphs import SHAPE, Block, Chunk
 
 DEFAULT, PARALLEL = 11, 22
 """Seeds."""
@@ -116,6 +116,9 @@ def test_each_part_has_generators_that_are_set_to_where_the_forward_had_come(
         assert default.state.tolist() == [DEFAULT, 500 + 8 * number]
         assert states["parallel"].state.tolist() == [PARALLEL, 7000 + 4 * number]
     assert len(draws.generators()) == 4
+    machine.states_["parallel"] = torch.Generator()
+    with pytest.raises(TypeError, match="states that can be saved"):
+        RecomputedDraws(machine.forward)
 
 
 def test_a_part_inside_of_a_switched_state_follows_that_state(machine: Machine) -> None:
@@ -136,12 +139,6 @@ def test_a_part_inside_of_a_switched_state_follows_that_state(machine: Machine) 
     machine.states_["parallel"] = torch.tensor([PARALLEL, 40])
     draws.rewind(RecomputedDraws.states())
     assert default.state.tolist() == [PARALLEL, 43]
-
-
-def test_states_that_are_generators_are_refused(machine: Machine) -> None:
-    machine.states_["parallel"] = torch.Generator()
-    with pytest.raises(TypeError, match="states that can be saved"):
-        RecomputedDraws(machine.forward)
 
 
 # Replays ------------------------------------------------------------------------------------------
@@ -243,31 +240,24 @@ def test_a_replayed_backward_draws_its_own_forwards_numbers(machine: Machine) ->
             assert torch.equal(hidden.grad, torch.full(SHAPE, float(start * (start + 4))))
 
 
-def test_a_capture_that_fails_gives_the_tracker_its_states_back(machine: Machine) -> None:
-    before = machine.states_
+def test_a_capture_registers_generators_and_gives_the_tracker_its_states_back(
+    machine: Machine,
+) -> None:
+    """Also one that fails. Those of recomputed parts are registered with their backward alone."""
+    before, own = machine.states_, Generator(DEFAULT)
     for error in (None, RuntimeError("not permitted")):
         with contextlib.suppress(RuntimeError), CapturedRng().capturing():
             assert machine.states_ is not before and machine.use_cudagraphable_rng
             if error is not None:
                 raise error
         assert machine.states_ is before and machine.use_cudagraphable_rng is False
-
-
-def test_generators_of_recomputed_parts_are_registered_with_their_backward_alone(
-    machine: Machine,
-) -> None:
-    rng, own = CapturedRng(), Generator(DEFAULT)
-    draws: Any = SimpleNamespace(generators=lambda: [own])
-    with rng.repeating(draws), rng.capturing() as generators:
+    rng, draws = CapturedRng(), SimpleNamespace(generators=lambda: [own])
+    with rng.repeating(draws), rng.capturing() as generators:  # type: ignore[arg-type]
         assert generators[-1] is own and len(generators) == 2
     with rng.capturing() as generators:
         assert own not in generators and len(generators) == 1
-
-
-def test_a_tracker_of_generators_is_captured_as_it_is(machine: Machine) -> None:
-    """``--te-rng-tracker``: its generators are those that the graph registers."""
+    # A tracker of generators (``--te-rng-tracker``) is captured as it is.
     machine.use_cudagraphable_rng, machine.states_ = True, {"parallel": Generator(PARALLEL)}
-    rng = CapturedRng()
     with rng.capturing() as generators:
         assert generators == list(machine.states_.values())
     with rng.replaying():
@@ -277,44 +267,36 @@ def test_a_tracker_of_generators_is_captured_as_it_is(machine: Machine) -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_random_states_are_exchanged_around_replays_of_layers_that_draw(
-    machine: Machine, dropout: float, monkeypatch: pytest.MonkeyPatch
+    machine: Machine, dropout: float, monkeypatch: pytest.MonkeyPatch, captured_at_once: None
 ) -> None:
-    monkeypatch.setattr(slots, "why_not", lambda chunk: None)
-    monkeypatch.setattr(slots, "WARM_UP_STEPS", 0)
-    monkeypatch.setattr(slots, "cuda_capture", lambda rng: Rerun)
     exchanged: list[CapturedRng] = []
 
     def replaying(rng: CapturedRng) -> Any:
         exchanged.append(rng)
         return contextlib.nullcontext()
 
+    monkeypatch.setattr(slots, "cuda_capture", lambda rng: Rerun)
     monkeypatch.setattr(CapturedRng, "replaying", replaying)
     chunk = Chunk()
-    chunk.config = SimpleNamespace(
-        hidden_dropout=dropout, attention_dropout=0.0, recompute_granularity=None,
-        moe_input_jitter_eps=None, moe_router_force_load_balancing=False, fp8=None,
-    )  # fmt: skip
-    made = slots.ChunkGraphs([chunk], None, print, lambda chunks: True)
-    with made.bound(torch.empty(SHAPE)):
-        for _ in range(2):
-            chunk.decoder(hidden_states=torch.ones(SHAPE, requires_grad=True)).sum().backward()
-    assert len(exchanged) == (2 if dropout else 0)
-
-
-class Stream:
-    """A stream of a GPU that only tells what it does."""
-
-    def __init__(self, name: str, told: list[Any]) -> None:
-        self.name, self._told = name, told
-
-    def wait_stream(self, other: Any) -> None:
-        self._told.append(f"{self.name} waits for {other.name}")
+    vars(chunk.config).update(
+        hidden_dropout=dropout, moe_input_jitter_eps=None, moe_router_force_load_balancing=False
+    )
+    step(graphs_of(chunk, capture=None)[0], chunk)
+    assert len(exchanged) == (dropout > 0)
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Calls of the CUDA driver that captures make."""
     told: list[Any] = []
+
+    class Stream:
+        def __init__(self, name: str = "our own") -> None:
+            self.name = name
+            told.extend(["a new stream"] * (name == "our own"))
+
+        def wait_stream(self, other: Any) -> None:
+            told.append(f"{self.name} waits for {other.name}")
 
     class Graph:
         def register_generator_state(self, generator: Any) -> None:
@@ -337,13 +319,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         yield
         told.append(f"leaves {stream.name}")
 
-    def made() -> Stream:
-        told.append("a new stream")
-        return Stream("our own", told)
-
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "Stream", made)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("the current", told))
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream("the current"))
     monkeypatch.setattr(torch.cuda, "stream", on)
     return told
 
@@ -375,8 +353,7 @@ def test_a_capture_whose_work_fails_is_ended_and_tells_the_works_error(
     """The driver would refuse what the GPU is asked after it; its own error names no reason."""
 
     def work() -> None:
-        if not valid:
-            driver.append("invalid")
+        driver.extend(["invalid"] * (not valid))
         raise error
 
     with pytest.raises(type(error)) as caught:

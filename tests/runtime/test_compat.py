@@ -40,6 +40,7 @@ def keys_of(version: str) -> list[str]:
 
 
 def test_the_installed_version_has_every_name_as_the_table_says() -> None:
+    assert megatron.core.__version__ == compat.VERSION
     engine = ("transformer_engine", "transformer_engine.pytorch")
     has_engine = all(importlib.util.find_spec(name) for name in engine)
     folder = Path(megatron.core.__path__[0])
@@ -63,10 +64,6 @@ def test_a_parameter_that_only_the_development_branch_has_may_be_missing() -> No
     states = "cpu_rng_state cuda_rng_state cuda_rng_state_tracker"
     assert entry.takes(states) and entry.takes(f"{states} kind")
     assert not entry.takes(f"{states} other") and not entry.takes("kind")
-
-
-def test_the_version_is_that_of_what_is_imported() -> None:
-    assert megatron.core.__version__ == compat.VERSION
 
 
 @pytest.mark.parametrize("archive", sorted(SOURCES.glob("*.tar.xz")) or [None])
@@ -189,11 +186,18 @@ def test_every_entry_is_needed() -> None:
 
 
 def test_forms_of_one_name_follow_each_other() -> None:
+    """One ends with the first release that has the next. Some came with newer versions."""
     for key in {entry.key for entry in TABLE}:
         forms = [entry for entry in TABLE if entry.key == key]
         assert compat.has(key, forms[0].since) and not forms[-1].until
         for one, other in itertools.pairwise(forms):
             assert one.until == other.since
+            assert form_of(key, one.until) is not one and form_of(key, one.since) is one
+    later = {entry.key for entry in TABLE} - set(keys_of(compat.OLDEST))
+    assert later == {"optimizer.clip_grads:multi_tensor_scale_tensor_impl"}
+    assert all(compat.has(key, "0.17.0") and not compat.has(key, "0.16.1") for key in later)
+    with pytest.raises(KeyError, match="not in the table"):
+        compat.lookup("pipeline_parallel.schedules:_nonsense")
 
 
 @pytest.mark.parametrize("version", ["0.15.3", "0.9.0rc1"])
@@ -222,27 +226,6 @@ def test_a_changed_signature_is_refused_by_name(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delattr(schedules, "forward_step")
     with pytest.raises(ConfigError, match=r"has no megatron\.core\..*schedules\.forward_step"):
         compat.lookup(key)
-
-
-def test_a_name_outside_of_the_table_is_refused() -> None:
-    with pytest.raises(KeyError, match="not in the table"):
-        compat.lookup("pipeline_parallel.schedules:_nonsense")
-
-
-def test_a_name_may_have_come_with_a_newer_version() -> None:
-    later = {entry.key for entry in TABLE} - set(keys_of(compat.OLDEST))
-    assert later == {"optimizer.clip_grads:multi_tensor_scale_tensor_impl"}
-    assert all(compat.has(key, "0.17.0") and not compat.has(key, "0.16.1") for key in later)
-
-
-def test_a_form_ends_with_the_version_that_has_the_next() -> None:
-    """From the first release on that has it, and before it not at all."""
-    ends = [entry for entry in TABLE if entry.until]
-    assert ends
-    for entry in ends:
-        with contextlib.suppress(KeyError):  # it is gone
-            assert form_of(entry.key, entry.until) is not entry
-        assert form_of(entry.key, entry.since) is entry
 
 
 @pytest.mark.parametrize("forward_only", [True, False])

@@ -117,20 +117,6 @@ def test_a_host_measures_no_memory_and_profiles_nothing() -> None:
         torch.cuda.set_stream(torch.cuda.Stream())
 
 
-def test_nothing_is_captured_on_the_cpu(on_cpu: None) -> None:
-    """megatron-core asks before it reads a value from a GPU; PyTorch has no answer without one."""
-    assert not torch.cuda.is_current_stream_capturing()
-    assert not torch.cuda.graphs.is_current_stream_capturing()
-
-
-def test_events_of_the_cpu_tell_the_time_between_them(on_cpu: None) -> None:
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    last.record(torch.cuda.current_stream())
-    assert first.elapsed_time(last) > 0
-    assert len(torch.cuda.Stream.priority_range()) == 2
-
-
 def test_a_warning_of_one_generator_for_both_devices_is_left_out_and_no_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -167,21 +153,19 @@ def test_a_machines_gpus_are_not_there_for_a_run_on_the_cpu(
     assert (torch.cuda.is_available(), torch.cuda.device_count()) == (True, 2)
 
 
-def test_memory_is_not_pinned_on_the_cpu(on_cpu: None) -> None:
-    """PyTorch refuses it without a GPU."""
-    assert not torch.zeros(2, pin_memory=True).is_pinned()
-
-
-def test_types_are_told_as_those_of_a_gpu_and_converted_as_asked(on_cpu: None) -> None:
-    """megatron-core compares the text."""
+def test_generators_tensors_and_types_are_the_cpus(on_cpu: None) -> None:
+    """Outputs of 16 bits become those of 32 for losses; megatron-core compares types as texts."""
     tensor = torch.zeros(2)
     assert tensor.type() == "torch.cuda.FloatTensor"
     assert tensor.type(torch.float64).dtype == tensor.type(dtype=torch.float64).dtype
     assert tensor.type(torch.float64).dtype == torch.float64
-
-
-def test_work_of_the_cpu_is_done_and_its_device_and_generator_are_the_cpus(on_cpu: None) -> None:
-    assert torch.cuda.Event().query() and torch.cuda.current_stream().record_event().query()
+    for name, found in (
+        ("FLOAT", torch.FloatTensor), ("HALF", torch.HalfTensor), ("BF16", torch.BFloat16Tensor),
+    ):  # fmt: skip
+        assert compat.lookup(f"transformer.module:_{name}_TYPES") == (found,)
+    for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor"):
+        assert getattr(torch.cuda, name) is getattr(torch, name)
+    assert not torch.zeros(2, pin_memory=True).is_pinned(), "PyTorch refuses it without a GPU"
     assert torch.cuda.current_device() == torch.device("cpu")
     assert torch.cuda.default_generators[0] is torch.default_generator
     for module in (torch.cuda, torch.cuda.random):
@@ -192,31 +176,40 @@ def test_work_of_the_cpu_is_done_and_its_device_and_generator_are_the_cpus(on_cp
         assert torch.equal(torch.rand(3, generator=torch.Generator().manual_seed(5)), drawn)
 
 
-def test_streams_of_the_cpu_are_in_order_and_nothing_waits(on_cpu: None) -> None:
+def test_work_of_the_cpu_is_done_in_order_and_nothing_waits(on_cpu: None) -> None:
     """Calls that would start CUDA do nothing, nor does any ask a stream for its GPU."""
+    assert torch.cuda.Event().query() and torch.cuda.current_stream().record_event().query()
+    assert not torch.cuda.is_current_stream_capturing()
+    assert not torch.cuda.graphs.is_current_stream_capturing()
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    last.record(torch.cuda.current_stream())
+    assert first.elapsed_time(last) > 0 and len(torch.cuda.Stream.priority_range()) == 2
     stream, other = torch.cuda.Stream(priority=-1), torch.cuda.default_stream()
     with torch.cuda.stream(stream) as given:
         torch.cuda.synchronize()
     assert given is stream
     for wait in (stream.synchronize, stream.wait_stream, stream.wait_event, stream.wait):
         wait(other)
-    torch.cuda.Event(enable_timing=True).record(stream)
     compat.lookup("tensor_parallel.random:_lazy_init")()
     called: list[int] = []
     compat.lookup("tensor_parallel.random:_lazy_call")(lambda: called.append(1), seed_all=True)
-    assert called == [1]
+    assert called == [1] and compat.lookup("jit:jit_fuser")(print) is print
 
 
-def test_kinds_of_numbers_are_those_of_the_cpu_and_compilation_is_none(on_cpu: None) -> None:
-    """Outputs of 16 bits become those of 32 for losses."""
-    for name, found in (
-        ("FLOAT", torch.FloatTensor), ("HALF", torch.HalfTensor), ("BF16", torch.BFloat16Tensor),
-    ):  # fmt: skip
-        assert compat.lookup(f"transformer.module:_{name}_TYPES") == (found,)
-    for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor"):
-        assert getattr(torch.cuda, name) is getattr(torch, name)
-    fused = compat.lookup("jit:jit_fuser")
-    assert fused(print) is print
+def test_what_megatron_core_asks_of_its_device_is_the_cpus(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mesh of a group, and counts of tokens, which a dispatcher wants as arrays."""
+    mesh = SimpleNamespace(from_group=lambda group, device: (group, device))
+    monkeypatch.setattr(cpu, "DeviceMesh", mesh)
+    made = compat.lookup("distributed.torch_fully_sharded_data_parallel:DeviceMesh")
+    assert made.from_group("ranks", "cuda") == ("ranks", "cpu")
+    move = compat.lookup("transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu")
+    tensor = torch.arange(3)
+    assert move(tensor) is tensor and move(None, as_numpy=True) is None
+    found = move(tensor, as_numpy=True, record_stream=True)
+    assert type(found).__module__ == "numpy" and found.tolist() == [0, 1, 2]
 
 
 def test_a_host_starts_without_compiling_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,21 +224,6 @@ def test_a_host_starts_without_compiling_kernels(monkeypatch: pytest.MonkeyPatch
         assert torch.cuda.get_device_capability() == torch.cuda.get_device_capability(0) == (8, 0)
         found = torch.cuda.get_device_properties(0)
         assert (found.major, found.minor) == (8, 0) and found.total_memory > 0
-
-
-def test_the_mesh_of_a_group_is_on_the_cpu(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "distributed.torch_fully_sharded_data_parallel:DeviceMesh"
-    mesh = SimpleNamespace(from_group=lambda group, device: (group, device))
-    monkeypatch.setattr(cpu, "DeviceMesh", mesh)
-    assert compat.lookup(name).from_group("ranks", "cuda") == ("ranks", "cpu")
-
-
-def test_counts_of_tokens_are_arrays_where_the_dispatcher_asks_for_them(on_cpu: None) -> None:
-    move = compat.lookup("transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu")
-    tensor = torch.arange(3)
-    assert move(tensor) is tensor and move(None, as_numpy=True) is None
-    found = move(tensor, as_numpy=True, record_stream=True)
-    assert type(found).__module__ == "numpy" and found.tolist() == [0, 1, 2]
 
 
 def test_choices_on_the_cpu_are_megatron_cores_own_without_kernels() -> None:
@@ -282,40 +260,31 @@ def test_only_training_code_of_a_host_sees_a_gpu_for_each_rank_of_its_node(
             assert asked_from("megatron.core.utils") == asked_from("torch.x") == (False, 0)
     with contextlib.closing(cpu.install()):
         assert asked_from("megatron.training.initialize") == (False, 0)
-
-
-def test_megatrons_count_of_packed_tokens_runs_on_the_cpu() -> None:
-    """It asked for the device ``cuda:cpu``."""
-    own = {"__name__": "megatron.training.training", "torch": torch}
-    name = "update_seqlen_stats_from_cu_seqlens"
-    exec(f"def {name}(): return torch.cuda.is_available()", own)
+    # Megatron's count of packed tokens asked for the device "cuda:cpu".
+    name, own = "update_seqlen_stats_from_cu_seqlens", {"__name__": "megatron.training.training"}
+    exec(f"import torch\ndef {name}(): return torch.cuda.is_available()", own)
     with contextlib.closing(cpu.install(host=True)):
         assert not own[name]()  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("set_before", [None, "0"])
+@pytest.mark.parametrize("before", [None, "0", "1"])
+@pytest.mark.parametrize("disabled", [True, False])
 def test_compilation_is_off_on_the_cpu_and_as_before_after_it(
-    monkeypatch: pytest.MonkeyPatch, set_before: str | None
+    monkeypatch: pytest.MonkeyPatch, before: str | None, disabled: bool
 ) -> None:
-    """It stayed off for a model on a GPU after one on the CPU."""
+    """Also where PyTorch's settings of it are imported after the stand-ins. What a program has
+    turned off stays off.
+    """
     from torch._dynamo import config
 
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    if set_before is not None:
-        monkeypatch.setenv("TORCHDYNAMO_DISABLE", set_before)
-    with config.patch(disable=False):
+    name = "TORCHDYNAMO_DISABLE"
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    with config.patch(disable=disabled):
         with contextlib.closing(cpu.install()):
-            assert (config.disable, os.environ["TORCHDYNAMO_DISABLE"]) == (True, "1")
-        assert (config.disable, os.environ.get("TORCHDYNAMO_DISABLE")) == (False, set_before)
-
-
-def test_compilation_that_a_program_turned_off_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._dynamo import config
-
-    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
-    with config.patch(disable=True):
-        cpu.install().close()
-        assert config.disable and "TORCHDYNAMO_DISABLE" not in os.environ
+            assert (config.disable, os.environ[name]) == (True, "1")
+        assert (config.disable, os.environ.get(name)) == (disabled, before)
 
 
 class Work:

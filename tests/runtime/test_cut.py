@@ -12,10 +12,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+from megatron.dpp.config import DppConfig
 from megatron.dpp.core.cut import Cut, WholeSteps, weighted_aux_loss
 from megatron.dpp.core.slices import Slices, Unit, attend_in_slice, why_not
+from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.memory import saved_bytes
+from megatron.dpp.runtime.slicing import Slicing
 from megatron.dpp.schedule.slice_sizes import slice_size
 
 USUAL = {
@@ -214,6 +217,19 @@ def test_packed_rows_are_cut_alone_where_they_are_long() -> None:
         (0, 0, 6), (0, 6, 12), (0, 12, 16), (1, 0, 5)
     ]  # fmt: skip
     assert cut.sizes == (6, 6, 4, 5) and cut.longest == 16 and cut.units[0].starts == (0, 3, 12)
+
+
+def test_announced_rows_serve_one_step() -> None:
+    slicing = Slicing(DppConfig(), print)
+    call = StepCall(
+        forward_step_func=print, data_iterator=[], model=[torch.nn.Linear(1, 1)],
+        num_microbatches=3, seq_length=6, micro_batch_size=1,
+    )  # fmt: skip
+    slicing.announce([[4], [6]])
+    assert slicing.cut(call, take=False) is call
+    with pytest.raises(ConfigError, match="announce: 2 rows for a step of 3 microbatches"):
+        slicing.cut(call, take=True)
+    assert slicing.cut(call, take=True) is call
 
 
 class Model(GPTModel):  # type: ignore[misc]

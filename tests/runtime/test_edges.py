@@ -1,59 +1,14 @@
-"""Edges of the runtime's rules: what is counted, waited for and logged."""
+"""What is measured and announced, and the schedulers and caps that follow from it."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
-import torch
 
 from megatron.dpp.config import Backward, DppConfig
-from megatron.dpp.core import rng
 from megatron.dpp.direction import Direction
-from megatron.dpp.errors import ConfigError, PeerDead
-from megatron.dpp.runtime.base import PipelineSchedule
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.schedule import Action, Geometry, Memory
-from megatron.dpp.trace import NullRecorder, Recorder
-from megatron.dpp.transport import TransportOptions
-from tests.fake_network import FakeNetwork
-from tests.runtime.pipelines import Topology
-from tests.runtime.test_executor_contract import rank_of
-
-
-def test_a_rank_between_a_live_and_a_gone_neighbour_names_the_gone_one() -> None:
-    """It waits for an input and for a gradient; only the gradient's sender has left."""
-    topology = Topology((0, 1, 2), 1, 1)
-    network = FakeNetwork(list(topology.channels([4], [4], 2).specs))
-    network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=0)
-    network.transport(2).close()
-    executor = rank_of(network, Geometry(3, 1, 1, 4), topology=topology, timeout=2.0)
-    with pytest.raises(PeerDead, match=r"microbatch 0 of iteration 0 \(backward of chunk 0"):
-        executor.run()
-    assert [str(action) for action in executor.actions] == ["0F0"]
-
-
-@pytest.mark.parametrize(
-    ("settings", "forward_only", "needed"),
-    [
-        ({}, False, False),
-        ({"hidden_dropout": 0.1}, False, True),
-        ({"attention_dropout": 0.1}, False, True),
-        ({"hidden_dropout": 0.1}, True, False),
-        ({"moe_input_jitter_eps": 0.1}, True, True),
-        ({"moe_router_force_load_balancing": True}, True, True),
-    ],
-)
-def test_tasks_are_seeded_where_a_forward_draws(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], forward_only: bool, needed: bool
-) -> None:
-    given = {
-        "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_input_jitter_eps": None,
-        "moe_router_force_load_balancing": False,
-    }  # fmt: skip
-    monkeypatch.setattr(rng, "get_model_config", lambda _: SimpleNamespace(**given | settings))
-    assert rng.needs_task_rng([torch.nn.Identity()], forward_only=forward_only) is needed
 
 
 def decisions(said: list[str]) -> Decisions:
@@ -120,16 +75,6 @@ def test_the_cap_is_that_of_the_last_training_step() -> None:
         assert made.cap == cap
 
 
-def test_another_model_forgets_what_was_measured() -> None:
-    made = decisions([])
-    geometry = Geometry(2, 0, 1, 4, w_pieces=(2,))
-    made.measured(Memory(activation_bytes=100, deferred_bytes=60))
-    measured = made.scheduler(geometry, backward=Backward())
-    made.renew()
-    assert made.wants_measuring and made.activation_bytes == 0
-    assert made.scheduler(geometry, backward=Backward()) is not measured
-
-
 def test_a_scheduler_that_is_kept_follows_the_static_peak_of_the_batches() -> None:
     made = Decisions(DppConfig(activation_cap="static"), lambda _: None, 0, decides=True)
     geometry, caps = Geometry(2, 0, 1, 4), []
@@ -155,37 +100,3 @@ def test_announced_sizes_that_cannot_be_are_refused(cap: str, sizes: list[int], 
     for geometry in (Geometry(2, 0, 1, 4), Geometry(2, 0, 1, 4, forward_only=True)):
         with pytest.raises(ConfigError, match=f"announce: {said}"):
             made.scheduler(geometry, backward=Backward(), largest=10, sizes=sizes)
-
-
-@pytest.mark.parametrize("number", [0, -1, 3, 6, 1 << 21])
-def test_the_most_pending_messages_are_a_power_of_two(number: int) -> None:
-    for allowed in (1, 2, 64, 1 << 20):
-        assert TransportOptions(max_pending=allowed).max_pending == allowed
-    with pytest.raises(ConfigError, match=f"max_pending is {number}"):
-        TransportOptions(max_pending=number)
-
-
-class Idle(PipelineSchedule):
-    """A schedule that runs nothing."""
-
-    injected_seconds = 0.0
-
-    def __call__(self, **keywords: Any) -> list[Any]:
-        self._log("a line")
-        return [self._seed]
-
-    def close(self) -> None:
-        pass
-
-    def _links(self) -> None:
-        return None
-
-
-def test_a_schedule_records_into_what_it_is_given_or_nowhere() -> None:
-    recorder, said = Recorder(), list[str]()
-    given = Idle(DppConfig(slots=3), recorder=recorder, seed=0, log=said.append)
-    assert given.recorder is recorder and given.config.slots == 3
-    assert given() == [0] and said == ["a line"]
-    usual = Idle()
-    assert isinstance(usual.recorder, NullRecorder)
-    assert usual() == [torch.initial_seed()] and usual.iteration == 0

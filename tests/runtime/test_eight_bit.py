@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.core.graphs import slots
 from megatron.dpp.core.wgrad.own_way import STANDS_FOR
+from tests.runtime.graphed import SHAPE, Chunk, graphs_of, step
 from tests.runtime.rerun import Rerun
-from tests.runtime.test_graphs import SHAPE, Chunk, graphs_of, step
+
+pytestmark = pytest.mark.usefixtures("captured_at_once")
 
 
 class Quantised:
@@ -68,18 +69,21 @@ class EightBit(torch.nn.Linear):
         return torch.nn.functional.linear(hidden, kept.data * kept.scale + 0 * self.weight)
 
 
+def eight_bit_chunk(renews: str) -> tuple[EightBit, Chunk]:
+    layer, chunk = EightBit(renews), Chunk()
+    chunk.decoder.layers = torch.nn.ModuleList([layer])
+    chunk.config.fp8, chunk.config.disable_parameter_transpose_cache = "hybrid", False
+    return layer, chunk
+
+
 @pytest.mark.parametrize(("renews", "num_first"), [("yes", 2), ("no", 4), ("wrong", 4)])
 def test_8_bit_weights_are_quantised_once_a_step_and_read_by_replays(
-    renews: str, num_first: int, monkeypatch: pytest.MonkeyPatch
+    renews: str, num_first: int
 ) -> None:
     """A forward does it, until the weights were seen to be made alike without one. Graphs would
     read what is not theirs any more if anything else had moved them.
     """
-    monkeypatch.setattr(slots, "why_not", lambda chunk: None)
-    monkeypatch.setattr(slots, "WARM_UP_STEPS", 0)
-    layer, chunk = EightBit(renews), Chunk()
-    chunk.decoder.layers = torch.nn.ModuleList([layer])
-    chunk.config.fp8, chunk.config.disable_parameter_transpose_cache = "hybrid", False
+    layer, chunk = eight_bit_chunk(renews)
     made, said = graphs_of(chunk)
 
     def check() -> None:
@@ -88,7 +92,7 @@ def test_8_bit_weights_are_quantised_once_a_step_and_read_by_replays(
             layer.weight += 1.0
         layer.is_first_microbatch = True
         expected = layer.weight.detach().sum(0).expand(SHAPE)
-        assert all(torch.equal(step(made, chunk), expected) for _ in range(3))
+        assert all(torch.equal(step(made, chunk)[0], expected) for _ in range(3))
 
     for _ in range(4):
         check()
@@ -99,14 +103,10 @@ def test_8_bit_weights_are_quantised_once_a_step_and_read_by_replays(
     assert not made.inspect() and "8-bit weights have moved" in said[-1]
 
 
-def test_8_bit_weights_that_a_capture_would_move_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_8_bit_weights_that_a_capture_would_move_stay() -> None:
     """The first microbatch's backward would have read new ones, into which nothing was written."""
-    monkeypatch.setattr(slots, "why_not", lambda chunk: None)
-    monkeypatch.setattr(slots, "WARM_UP_STEPS", 0)
-    layer, chunk = EightBit("yes"), Chunk()
+    layer, chunk = eight_bit_chunk("yes")
     layer.moves = True
-    chunk.decoder.layers = torch.nn.ModuleList([layer])
-    chunk.config.fp8, chunk.config.disable_parameter_transpose_cache = "hybrid", False
 
     class Captured(Rerun):
         """Runs the function at once, too, as a capture does."""
@@ -116,8 +116,8 @@ def test_8_bit_weights_that_a_capture_would_move_stay(monkeypatch: pytest.Monkey
             with torch.enable_grad():
                 function()
 
-    made, said = graphs_of(chunk, Captured)
+    made, said = graphs_of(chunk, capture=Captured)
     expected = layer.weight.detach().sum(0).expand(SHAPE)
     step(made, chunk)
-    assert torch.equal(step(made, chunk), expected)
+    assert torch.equal(step(made, chunk)[0], expected)
     assert "8-bit weights would move" in said[-1]

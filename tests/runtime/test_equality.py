@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, UNLIKE, case, check
+from tests.runtime.cases import (
+    EXPERTS,
+    FUSED_GRAPHS,
+    LATE,
+    LATE_GRAPHS,
+    OPTIMIZED,
+    UNLIKE,
+    case,
+    check,
+)
+
+fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
 
 
 def test_two_ranks_any_number_of_chunks() -> None:
-    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     check(
         2,
         case("v1", 2, 5, fused, late, {"static": True, "transport": "shm"}, dropout=0.1),
@@ -29,7 +39,6 @@ def test_two_ranks_any_number_of_chunks() -> None:
 
 @pytest.mark.slow
 def test_two_ranks_in_further_layouts() -> None:
-    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     check(
         2,
         case("v4", 2, 6, fused, late, {"activation_cap": "strict"}, v=4, spec="megatron"),
@@ -54,7 +63,6 @@ def test_links_over_nixl() -> None:
 
 def test_microbatches_of_unlike_length() -> None:
     """megatron-core's own exchange tells the shapes first; our channels carry them."""
-    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     static, tight = {"static": True, "transport": "shm"}, {"activation_cap": "strict"} | late
     follows = {"activation_cap": "static"} | late
     drawn = {"lengths": True, "layers": 4}
@@ -94,7 +102,6 @@ def test_unlike_lengths_on_four_ranks() -> None:
 
 def test_packed_documents() -> None:
     """Each document has the numbers that it has alone, to fp32's rounding."""
-    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     static = {"static": True, "transport": "shm"}
     told = {"packed": "together", "per_token": True, "layers": 4}
     rope, groups = {"positions": "rope"}, {"model": UNLIKE | {"num_query_groups": 2}}
@@ -121,7 +128,6 @@ def test_seeds_of_delays_on_four_ranks(half: int) -> None:
 
 def test_experts_and_further_tokens() -> None:
     """The number of tokens of an expert differs from microbatch to microbatch, and may be 0."""
-    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     shared = {"moe_layer_freq": [0, 1, 1, 1], "moe_shared_expert_intermediate_size": 32}
     crowded = {"num_moe_experts": 16, "moe_token_dispatcher_type": "allgather"}
     check(
@@ -137,10 +143,7 @@ def test_experts_and_further_tokens() -> None:
 
 def test_captured_tasks() -> None:
     """Runs each captured function again instead of a graph, over the graph's buffers."""
-    fused, late = (
-        {"split_backward": "off", "cuda_graphs": "on"},
-        {"inject": LATE, "cuda_graphs": "on"},
-    )
+    fused, late = FUSED_GRAPHS, LATE_GRAPHS
     check(
         2,
         case("graphs v2", 2, 4, fused, late, v=2, iterations=4, dropout=0.1),
@@ -151,10 +154,7 @@ def test_captured_tasks() -> None:
 
 @pytest.mark.slow
 def test_captured_tasks_of_further_layouts() -> None:
-    fused, late = (
-        {"split_backward": "off", "cuda_graphs": "on"},
-        {"inject": LATE, "cuda_graphs": "on"},
-    )
+    fused, late = FUSED_GRAPHS, LATE_GRAPHS
     check(
         2,
         case("graphs v1", 2, 5, fused, late, iterations=4),
@@ -179,7 +179,7 @@ def test_captured_tasks_of_static_schedules() -> None:
 
 @pytest.mark.slow
 def test_captured_tasks_of_tensor_parallel_stages() -> None:
-    late = {"inject": LATE, "cuda_graphs": "on"}
+    late = LATE_GRAPHS
     check(4, case("graphs tp2", 2, 4, late, v=2, tp=2, sp=True, layers=4, iterations=4))
 
 
@@ -209,10 +209,7 @@ def test_graphs_of_several_lengths_on_one_gpu() -> None:
 
 @pytest.mark.multigpu
 def test_graphs_on_two_gpus() -> None:
-    fused, late = (
-        {"split_backward": "off", "cuda_graphs": "on"},
-        {"inject": LATE, "cuda_graphs": "on"},
-    )
+    fused, late = FUSED_GRAPHS, LATE_GRAPHS
     static = {"static": True, "cuda_graphs": "on"}
     check(
         2,
@@ -235,22 +232,10 @@ def test_graphs_on_two_gpus() -> None:
 
 
 def test_tensor_and_data_parallel() -> None:
-    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     check(
         4,
         case("tp2 sequence parallel", 2, 4, late, v=2, tp=2, sp=True, dropout=0.1, layers=4),
-        case(
-            "dp2 distributed optimizer, overlap",
-            2,
-            4,
-            fused,
-            late,
-            v=2,
-            dropout=0.1,
-            layers=4,
-            distributed_optimizer=True,
-            overlap=True,
-        ),
+        case("dp2 optimized", 2, 4, fused, late, v=2, dropout=0.1, layers=4, **OPTIMIZED),
         case("dp2", 2, 4, late, layers=4, between=True, per_token=True),
         case("experts, tp2", 2, 4, late, v=2, tp=2, sp=True, layers=4, model=EXPERTS),
     )
@@ -258,7 +243,6 @@ def test_tensor_and_data_parallel() -> None:
 
 @pytest.mark.slow
 def test_tensor_parallel_ranks_in_further_layouts() -> None:
-    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     check(
         4,
         case("tp2", 2, 4, fused, late, v=2, tp=2, layers=4),
@@ -271,7 +255,6 @@ def test_tensor_parallel_ranks_in_further_layouts() -> None:
 
 def test_frozen_parameters() -> None:
     """Layers behind frozen ones are trained, although their input needs no gradient."""
-    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     graphs = [{**run, "cuda_graphs": "on"} for run in ({"static": True}, fused, late)]
     table, all_but_products = ["embedding"], ["embedding", "layernorm", "bias"]
     two = {"layers": 2, "untied": True, "iterations": 4}
@@ -287,21 +270,12 @@ def test_reduction_that_overlaps() -> None:
     """A user's own loop without no_sync_func, with force_all_reduce, and with several optimizer
     instances, between which each gradient is reduced once.
     """
-    late = {"inject": LATE}
     both = {"overlap": True, "distributed_optimizer": True, "layers": 2, "iterations": 3}
     check(
         4,
         case("no no_sync_func", 2, 3, late, **both, no_sync=False),
         case("everywhere", 2, 3, late, **both, everywhere=True),
-        case(
-            "everywhere, at the end",
-            2,
-            3,
-            late,
-            layers=2,
-            distributed_optimizer=True,
-            everywhere=True,
-        ),
+        case("at the end", 2, 3, late, layers=2, distributed_optimizer=True, everywhere=True),
         case("two instances", 1, 2, late, **both, instances=2),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -10,18 +11,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.dpp.core.boundary import boundaries
-from megatron.dpp.errors import ConfigError, PeerDead, TransferTimeout
-from megatron.dpp.runtime.agreement import decider_for
-from megatron.dpp.runtime.executor import Executor, Iteration
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.runtime.agreement import Decider, decider_for
 from megatron.dpp.runtime.links import Links
-from megatron.dpp.runtime.mail import Mail
+from megatron.dpp.runtime.mail import Mail, Tensors
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler, View
 from megatron.dpp.trace import NullRecorder
-from tests.fake_network import FakeNetwork, FakeTransport, VirtualClock
-from tests.runtime.pipelines import Arithmetic, StartsLater, check_values, run_pipeline
+from tests.fake_network import FakeNetwork, FakeTransport
+from tests.runtime.pipelines import (
+    LAST,
+    Arithmetic,
+    check_values,
+    network_of,
+    put,
+    rank_of,
+    run_pipeline,
+)
+
+GEOMETRY = Geometry(2, 1, 1, 2)
+"""The last of two ranks, with one chunk and two microbatches."""
 
 
 @settings(max_examples=25)
@@ -48,186 +58,184 @@ def test_any_timing_gives_the_same_values(
     check_values(runners, m)
     for runner in runners:
         assert runner.complete == list(range(v - 1, -1, -1)), "gradients are reduced as v-1..0"
-
-
-def test_neighbour_may_be_an_iteration_ahead() -> None:
-    runners = run_pipeline(3, 2, 4, iterations=3, delay=0.001)
-    check_values(runners, 4, iterations=3)
-
-
-def test_weight_gradients_run_in_microbatch_order_piece_by_piece() -> None:
-    for runner in run_pipeline(2, 2, 6, delay=0.001):
-        for chunk in range(2):
+        for chunk in range(v):
             order = [(i, q) for k, c, i, q in runner.log if k == "W" and c == chunk]
-            assert order == [(i, q) for i in range(6) for q in range(2)]
+            assert order == [(i, q) for i in range(m) for q in range(2)] * split
+
+
+@pytest.mark.parametrize(
+    ("p", "v", "members", "more"),
+    [
+        (3, 2, 1, {"iterations": 3}),
+        (3, 2, 2, {}),
+        (2, 2, 2, {"tensors": 3, "iterations": 2}),
+        *((p, v, members, {"sizes": [[4, 64], [16], [8, 8, 120]][-p:], "iterations": 2})
+          for p, v, members in ((2, 1, 1), (3, 2, 1), (2, 2, 2))),
+    ],
+)  # fmt: skip
+def test_members_of_a_stage_run_one_order_and_each_boundary_has_tensors_of_its_own(
+    p: int, v: int, members: int, more: dict[str, Any]
+) -> None:
+    """A rank may receive another number of tensors than it sends, with other sizes; neighbours may
+    be an iteration ahead.
+    """
+    runners = run_pipeline(p, v, 6, members=members, delay=0.003, seed=5, **more)
+    check_values(runners, 6, iterations=more.get("iterations", 1))
+    if members == 2:
+        for leader, follower in zip(runners[::2], runners[1::2], strict=True):
+            assert leader.log == follower.log
+
+
+@pytest.mark.parametrize(("p", "v", "members"), [(2, 1, 1), (3, 2, 1), (2, 2, 2)])
+def test_evaluations_between_training_steps(p: int, v: int, members: int) -> None:
+    """An evaluation sends no gradients, so gradient channels must not count its microbatches. It
+    completes no chunk.
+    """
+    evaluations, m = (1, 3, 4), 4
+    runners = run_pipeline(
+        p, v, m, iterations=6, evaluations=evaluations, members=members, delay=0.001
+    )
+    for runner in runners:
+        for chunk in range(v):
+            for kind, times in (("F", 6), ("B", 3)):
+                order = [i for k, c, i, _ in runner.log if k == kind and c == chunk]
+                assert order == list(range(m)) * times
+        assert runner.complete == list(range(v - 1, -1, -1)) * 3
 
 
 @pytest.mark.parametrize("members", [1, 2])
 def test_a_w_is_decided_once_and_run_piece_by_piece(
     monkeypatch: pytest.MonkeyPatch, members: int
 ) -> None:
-    """Also by the members of a stage, which run one order."""
+    """Members that only follow decide nothing."""
     decided: list[Action | None] = []
     decide = Scheduler.next
     monkeypatch.setattr(Scheduler, "next", lambda own: decided.append(decide(own)) or decided[-1])
-    runners = run_pipeline(2, 1, 8, members=members, pieces=(5,))
-    check_values(runners, 8)
-    for runner in runners:
+    for runner in run_pipeline(2, 1, 8, members=members, pieces=(5,)):
         order = [(i, q) for k, _, i, q in runner.log if k == "W"]
         assert order == [(i, q) for i in range(8) for q in range(5)]
-    # Members that only follow decide nothing.
     assert sum(action is not None and action.kind == Kind.W for action in decided) < 2 * 8 * 5 / 2
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_what_arrives_within_a_w_comes_before_its_next_piece(late: bool) -> None:
     """A last rank, whose next input comes while the second of three pieces runs."""
-    geometry = Geometry(2, 1, 1, 2, w_pieces=(3,))
-    channels = LAST.channels([64], [64], 2)
-    network = FakeNetwork(list(channels.specs))
-    sender = network.transport(0)
-    sender.put(0, torch.zeros(16), iteration=0, microbatch=0)
+    network = network_of(LAST)
+    put(network, 1)
 
     class Sending(Arithmetic):
         def weight(self, chunk: int, microbatch: int, piece: int) -> None:
             super().weight(chunk, microbatch, piece)
             if (microbatch, piece) == (0, 1 if late else 0):
-                sender.put(0, torch.zeros(16), iteration=0, microbatch=1)
+                network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=1)
 
-    links = Links(network.transport(1), channels)
-    runner = Sending(LAST, (64,), (64,))
-    scheduler = Scheduler(geometry, cap=4)
-    Executor(
-        runner=runner,
-        decider=decider_for(scheduler, channels.receiving, None),
-        links=links,
-        recorder=NullRecorder(),
-        timer=HostTimer(),
-        injector=None,
-        iteration=Iteration(split_backward=True, number=0, timeout=20.0),
-    ).run()
+    runner = Sending(LAST)
+    geometry = Geometry(2, 1, 1, 2, w_pieces=(3,))
+    rank_of(network, geometry, runner=runner, split_backward=True).run()
     order = [f"{k}{i}{q}" for k, _, i, q in runner.log]
     before = ["F00", "B00", "W00"] + ["W01"] * late
     after = ["F10", "B10"] + ["W01"] * (not late) + ["W02", "W10", "W11", "W12"]
     assert order == before + after
 
 
-def test_members_of_a_stage_run_the_same_order() -> None:
-    runners = run_pipeline(3, 2, 6, members=2, delay=0.003, seed=5)
-    check_values(runners, 6)
-    for leader, follower in zip(runners[::2], runners[1::2], strict=True):
-        assert leader.log == follower.log
+def weights_last(view: View) -> Action | None:
+    """Deferred weight gradients when all else has run, so that a chunk without any is early."""
+    done = view.geometry.num_microbatches * view.geometry.num_chunks
+    late = view.weight() if sum(view.backwards_run) == done else None
+    return view.first_backward() or view.first_forward() or late
 
 
-FIRST = Topology((0, 1), 0, 1)
-"""The first of two ranks."""
-
-LAST = Topology((0, 1), 1, 1)
-"""The second of two ranks."""
-
-
-def last_rank(
-    network: FakeNetwork, scheduler: Scheduler, timer: HostTimer, timeout: float
-) -> Executor:
-    """The executor of the last rank alone."""
-    channels = LAST.channels([64], [64], 2)
-    links = Links(network.transport(1), channels)
-    return Executor(
-        runner=Arithmetic(LAST),
-        decider=decider_for(scheduler, channels.receiving, None),
-        links=links,
-        recorder=NullRecorder(),
-        timer=timer,
-        injector=None,
-        iteration=Iteration(split_backward=False, number=0, timeout=timeout),
-    )
-
-
-def test_a_peer_that_left_is_named_at_once() -> None:
-    """The rank does not wait until --dpp-timeout."""
-    network = FakeNetwork(list(LAST.channels([64], [64], 2).specs))
-    network.transport(0).close()
-    scheduler = Scheduler(Geometry(2, 1, 1, 2), split_backward=False)
-    with pytest.raises(PeerDead, match="rank 0 has closed its transport"):
-        last_rank(network, scheduler, HostTimer(), timeout=600.0).run()
-
-
-def test_missing_message_ends_in_a_named_timeout() -> None:
-    topology = Topology((0, 1), 1, 1)
-    specs = list(topology.channels([64], [64], 2).specs)
-    network = FakeNetwork(specs)
-    forward = next(spec for spec in specs if spec.destination == 1)
-    network.stall(forward)
-    with pytest.raises(TransferTimeout, match=r"forward of chunk 0, rank 0 -> 1"):
-        run_pipeline(2, 1, 2, network=network, timeout=0.3)
-
-
-@pytest.mark.parametrize(("p", "v", "members"), [(3, 1, 1), (3, 2, 1), (2, 3, 2)])
-def test_an_evaluation_keeps_few_outputs(
-    monkeypatch: pytest.MonkeyPatch, p: int, v: int, members: int
+@pytest.mark.parametrize("policy", ["dynamic", f"{__name__}:weights_last"])
+@pytest.mark.parametrize("pieces", [(0, 2), (2, 0), (0, 0), (1, 3, 0)])
+def test_chunks_with_nothing_to_defer_complete_with_their_last_backward(
+    pieces: tuple[int, ...], policy: str
 ) -> None:
-    """A first stage that is faster than the last must not keep the outputs of all microbatches."""
-    pending: list[int] = []
-    put = FakeTransport.put
-
-    def watched(own: FakeTransport, *given: Any, **options: Any) -> None:
-        put(own, *given, **options)
-        pending.append(own.pending())
-
-    monkeypatch.setattr(FakeTransport, "put", watched)
-    runners = run_pipeline(
-        p, v, 60, policy="depth-first", split=False, forward_only=True, late=0.002, members=members
-    )
-    assert all(len(runner.log) == 60 * v for runner in runners)
-    # Where there are several chunks, what the others have under way may come round meanwhile.
-    assert max(pending) <= (8 + 1 if v == 1 else p * (8 + 1) + v) < 60
+    """In the order v-1..0, each as soon as it and those before it have all of their gradients."""
+    v, m = len(pieces), 4
+    for runner in run_pipeline(2, v, m, pieces=pieces, policy=policy, cap="8p"):
+        ends = []
+        for chunk in range(v):
+            kinds = [k for k, c, _, _ in runner.log if c == chunk]
+            assert kinds.count("W") == m * pieces[chunk]
+            ends.append(max(n for n, task in enumerate(runner.log) if task[1] == chunk) + 1)
+        assert runner.complete == list(range(v - 1, -1, -1))
+        assert runner.complete_after == [max(ends[chunk:]) for chunk in range(v - 1, -1, -1)]
 
 
-@pytest.mark.parametrize("policy", ["dynamic", "megatron"])
-def test_a_first_rank_notices_that_its_receiver_left(policy: str) -> None:
-    """Also with Megatron's order, where a forward may run but the next task is a backward."""
-    channels = FIRST.channels([64], [64], 2)
-    network = FakeNetwork(list(channels.specs))
-    network.transport(1).close()
-    links = Links(network.transport(0), channels)
-    scheduler = Scheduler(Geometry(2, 0, 1, 8), policy=policy, split_backward=False)
-    executor = Executor(
-        runner=Arithmetic(FIRST),
-        decider=decider_for(scheduler, channels.receiving, None),
-        links=links,
-        recorder=NullRecorder(),
-        timer=HostTimer(),
-        injector=None,
-        iteration=Iteration(split_backward=False, number=0, timeout=60.0),
-    )
-    with pytest.raises(PeerDead, match="rank 1 has closed its transport"):
-        executor.run()
+# Arrivals ----------------------------------------------------------------------------------------
 
 
-def test_policies_that_wait_for_each_other_are_named() -> None:
-    """Rank 1 runs no backward, and waits for the input that rank 0 sends after its gradient."""
-    timid = Scheduler(Geometry(2, 1, 1, 2), policy=_forwards_alone, split_backward=False)
-    with pytest.raises(TransferTimeout, match=r"or the policy waits for messages"):
-        last_rank(on_its_way(0.0), timid, HostTimer(), timeout=0.05).run()
-    assert timid.held == 1.0
+def test_an_iteration_of_a_neighbour_that_is_ahead_waits_for_its_turn() -> None:
+    """Rank 0 has sent all inputs of three iterations before rank 1 begins."""
+    network = network_of(LAST, depth=6)
+    first, last = network.transport(0), network.transport(1)
+    for iteration in range(3):
+        for microbatch in range(2):
+            value = torch.tensor([float(10 * iteration + microbatch)])
+            first.put(0, value, iteration=iteration, microbatch=microbatch)
+    links, runner = Links(last, LAST.channels([4], [4], 6)), Arithmetic(LAST)
+    for iteration in range(3):
+        rank_of(None, GEOMETRY, links=links, runner=runner, number=iteration).run()
+        links.consume(GEOMETRY)
+        for microbatch in range(2):
+            assert runner.results["F", 0, microbatch] == 2 * (10 * iteration + microbatch) + 1
+    assert len(runner.log) == 3 * 4
 
 
-def _forwards_alone(view: View) -> Action | None:
-    return view.first_forward()
+def new_decider(before: int) -> Decider:
+    """The decider of a single rank that has counted so many microbatches in earlier iterations."""
+    decider = Decider(Scheduler(GEOMETRY, split_backward=False), [(0, 0)])
+    decider.start([before])
+    return decider
 
 
-def test_members_of_a_stage_agree_on_whole_boundaries() -> None:
-    """An arrival counts when all members have all tensors of it."""
-    runners = run_pipeline(2, 2, 6, members=2, delay=0.003, seed=9, tensors=3, iterations=2)
-    check_values(runners, 6, iterations=2)
+def test_only_this_iterations_arrivals_count_and_are_believed_to_come() -> None:
+    decider = new_decider(before=4)
+    assert decider.next([4]) is None
+    assert str(decider.next([5])) == "0F0"
+    assert str(decider.next([7])) == "0B0", "one input of the next iteration is here"
+    assert [str(decider.next([9])) for _ in range(2)] == ["0F1", "0B1"]
+    assert decider.scheduler.done and decider.next([9]) is None
+    coming = new_decider(before=4)
+    assert coming.next_coming([4]) is None
+    assert str(coming.next_coming([7])) == "0F0"
+    assert str(coming.next([4])) == "0B0"
+    assert str(coming.next_coming([7])) == "0F1"
+    assert str(coming.next([5])) == "0B1"
+    assert coming.scheduler.done and coming.next_coming([9]) is None
 
 
-@pytest.mark.parametrize(("p", "v", "members"), [(2, 1, 1), (3, 2, 1), (2, 2, 2)])
-def test_each_boundary_has_tensors_of_its_own(p: int, v: int, members: int) -> None:
-    """A rank receives another number of tensors than it sends, with other sizes."""
-    sizes = [[4, 64], [16], [8, 8, 120]][-p:]
-    runners = run_pipeline(p, v, 4, delay=0.002, sizes=sizes, members=members, iterations=2)
-    check_values(runners, 4, iterations=2)
+def test_one_coming_message_is_believed_and_gradients_come_first() -> None:
+    channels = Topology((0, 1), 0, 2).channels([64], [64], 2)
+    Links(FakeNetwork(list(channels.specs)).transport(0), channels)
+    decider = decider_for(Scheduler(Geometry(2, 0, 2, 2), cap=8), channels.receiving, None)
+    index = {channel: place for place, channel in enumerate(channels.receiving)}
+    nothing, coming = [0] * len(index), [0] * len(index)
+    while decider.next(nothing):
+        pass
+    assert decider.next_coming([]) is None and decider.next_coming(coming) is None
+    coming[index[0, 1]] = 2
+    assert str(decider.next_coming(coming)) == "1F0"
+    assert decider.next(nothing) is None, "the second input is not here"
+    coming[index[1, 1]] = 1
+    assert str(decider.next_coming(coming)) == "1B0"
+    assert decider.next_coming(nothing) is None
+
+
+@pytest.mark.parametrize(("consumed", "ahead"), [(4, False), (5, True)])
+def test_an_input_is_ahead_of_its_task_in_later_iterations_too(
+    monkeypatch: pytest.MonkeyPatch, consumed: int, ahead: bool
+) -> None:
+    """The count of arrivals is compared with all messages that earlier iterations took."""
+    links = Links(network_of(LAST).transport(1), LAST.channels([4], [4], 2))
+    links.consumed = [consumed]
+    monkeypatch.setattr(links.transport, "poll", lambda: [5])
+    mail = Mail(links, NullRecorder(), 0, 20.0)
+    mail.poll()
+    assert mail.is_ahead(0) == ahead
+
+
+# Channels ----------------------------------------------------------------------------------------
 
 
 def test_both_ends_of_a_boundary_mean_the_same_channels() -> None:
@@ -253,42 +261,166 @@ def test_a_rank_that_is_its_own_neighbour_sends_what_it_would_receive() -> None:
         Topology((3,), 0, 2).channels([4], [8], 2)
 
 
-def test_an_undeclared_tensor_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Arithmetic, "spread", lambda _, tensor, sizes: [tensor, tensor])
-    scheduler = Scheduler(Geometry(2, 1, 1, 2), split_backward=False)
-    with pytest.raises(TypeError, match="returned Tensor, Tensor to its neighbour; 1 Tensor decl"):
-        last_rank(on_its_way(0.0), scheduler, HostTimer(), timeout=20.0).run()
+# Evaluations and lengths -------------------------------------------------------------------------
 
 
-def test_shapes_that_are_no_shapes_are_refused() -> None:
-    assert boundaries((4, 2, 8), 2, None) == (128, (128,), (128,))
-    both = boundaries((4, 2, 8), 2, lambda r, s: (r, [*s, (3,)]))
-    assert both == (128, (128,), (128, 6))
-    assert both.several
-    for adjust in (lambda r, s: None, lambda r, s: ([], s), lambda r, s: ([("x",)], s)):
-        with pytest.raises(ConfigError, match="adjust_tensor_shapes_fn returned"):
-            boundaries((4, 2, 8), 2, adjust)
-    both.check_fits(both)
-    with pytest.raises(ConfigError, match=r"would send 1 tensors of up to 128 bytes .* 2 of up"):
-        boundaries((4, 2, 8), 2, None).check_fits(both)
+@pytest.fixture
+def pending(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The messages that wait to leave behind each put, and their bytes."""
+    found: list[tuple[int, int]] = []
+    send = FakeTransport.put
+
+    def watched(own: FakeTransport, *given: Any, **options: Any) -> None:
+        send(own, *given, **options)
+        found.append((own.pending(), own.pending_bytes()))
+
+    monkeypatch.setattr(FakeTransport, "put", watched)
+    return found
 
 
-def test_one_coming_message_is_believed_and_gradients_come_first() -> None:
-    channels = Topology((0, 1), 0, 2).channels([64], [64], 2)
-    Links(FakeNetwork(list(channels.specs)).transport(0), channels)
-    scheduler = Scheduler(Geometry(2, 0, 2, 2), cap=8)
-    decider = decider_for(scheduler, channels.receiving, None)
-    index = {channel: place for place, channel in enumerate(channels.receiving)}
-    nothing, coming = [0] * len(index), [0] * len(index)
-    while decider.next(nothing):
-        pass
-    assert decider.next_coming([]) is None and decider.next_coming(coming) is None
-    coming[index[0, 1]] = 2
-    assert str(decider.next_coming(coming)) == "1F0"
-    assert decider.next(nothing) is None, "the second input is not here"
-    coming[index[1, 1]] = 1
-    assert str(decider.next_coming(coming)) == "1B0"
-    assert decider.next_coming(nothing) is None
+EVALUATES: dict[str, Any] = {"policy": "depth-first", "split": False, "forward_only": True}
+LENGTHS = [1, 9, 2, 16, 3, 3, 12, 1, 5, 2] * 6
+
+
+@pytest.mark.parametrize(("p", "v", "members"), [(3, 1, 1), (3, 2, 1), (2, 3, 2)])
+def test_an_evaluation_keeps_few_outputs(
+    pending: list[tuple[int, int]], p: int, v: int, members: int
+) -> None:
+    """A first stage that is faster than the last must not keep the outputs of all microbatches."""
+    runners = run_pipeline(p, v, 60, late=0.002, members=members, **EVALUATES)
+    assert all(len(runner.log) == 60 * v for runner in runners)
+    # Where there are several chunks, what the others have under way may come round meanwhile.
+    assert max(n for n, _ in pending) <= (8 + 1 if v == 1 else p * (8 + 1) + v) < 60
+
+
+def test_an_evaluation_is_bounded_by_tokens(
+    pending: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many short outputs may wait, or few long ones, and one message always."""
+    monkeypatch.setattr("megatron.dpp.runtime.mail.MOST_PENDING", 4)
+    run_pipeline(2, 1, 60, late=0.003, lengths=LENGTHS, **EVALUATES)
+    largest_mean = max(sum(LENGTHS[:n]) / n for n in range(1, 61))
+    assert max(number for number, _ in pending) > 4 + 1
+    assert max(size for _, size in pending) <= 4 * (4 * largest_mean + max(LENGTHS))
+
+
+@pytest.mark.parametrize(("p", "v", "members"), [(3, 1, 1), (2, 2, 1), (2, 2, 2)])
+@pytest.mark.parametrize("policy", ["dynamic", "megatron"])
+def test_all_ranks_learn_all_sizes(p: int, v: int, members: int, policy: str) -> None:
+    """Members of a stage, too: a follower checks its leader's choices by sizes of its own."""
+    runners = run_pipeline(
+        p, v, 10, policy=policy, cap="strict", delay=0.002, members=members, lengths=LENGTHS
+    )
+    check_values(runners, 10)
+
+
+# Memory that is freed, or overwritten by a later task ------------------------------------------
+
+NAN = float("nan")
+
+
+@dataclass
+class Freed(Arithmetic):
+    """An output's storage is replaced when it is freed, as megatron-core does."""
+
+    outputs: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
+        output = super().forward(chunk, microbatch, received)
+        assert isinstance(output, torch.Tensor)
+        self.outputs[chunk, microbatch] = output
+        return output
+
+    def free_output(self, chunk: int, microbatch: int) -> None:
+        self.outputs.pop((chunk, microbatch)).data = torch.full((2,), NAN)
+
+
+@dataclass
+class Strided(Freed):
+    """Results are every second element of a buffer."""
+
+    def spread(self, tensor: torch.Tensor, sizes: Any) -> Tensors:
+        buffer = torch.full((2, 2), NAN)
+        buffer[:, 0] = tensor
+        assert not buffer[:, 0].is_contiguous()
+        return buffer[:, 0]
+
+
+@pytest.mark.parametrize("kind", [Freed, Strided])
+def test_outputs_are_freed_once_they_are_put_and_may_lie_in_strides(kind: type[Freed]) -> None:
+    runners = run_pipeline(3, 2, 5, delay=0.002, sizes=[[8]] * 3, iterations=2, kind=kind)
+    check_values(runners, 5, iterations=2)
+    for runner in runners:
+        last = runner.topology.stage(1) == 5
+        assert set(runner.outputs) == ({(1, i) for i in range(5)} if last else set())
+
+
+@dataclass
+class Slots(Arithmetic):
+    """Works in slots, as CUDA graphs do: an activation's input and output lie in the buffers of its
+    slot from its F to its last W, and then in those of another. Every B writes to one place, whose
+    content is copied for the neighbour.
+    """
+
+    pieces: int = 2
+    """W tasks of an activation; without them a slot is free after B."""
+    free: list[torch.Tensor] = field(default_factory=list)
+    held: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    gradient: torch.Tensor = field(default_factory=lambda: torch.full((2,), NAN))
+    num_slots: int = 0
+
+    def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
+        if not self.free:
+            self.free.append(torch.full((2, 2), NAN))
+            self.num_slots += 1
+        slot = self.held[chunk, microbatch] = self.free.pop()
+        if received is not None:
+            assert isinstance(received, torch.Tensor)
+            slot[0].copy_(received)
+            received = slot[0]
+        slot[1].copy_(super().forward(chunk, microbatch, received))  # type: ignore[arg-type]
+        return slot[1]
+
+    def backward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors | None:
+        found = super().backward(chunk, microbatch, received)
+        self._work_on(chunk, microbatch, last=not self.pieces)
+        if found is None:
+            return None
+        assert isinstance(found, torch.Tensor)
+        return self.gradient.copy_(found).clone()
+
+    def weight(self, chunk: int, microbatch: int, piece: int) -> None:
+        super().weight(chunk, microbatch, piece)
+        self._work_on(chunk, microbatch, last=piece == self.pieces - 1)
+
+    def _work_on(self, chunk: int, microbatch: int, *, last: bool) -> None:
+        slot = self.held[chunk, microbatch]
+        assert slot[1, 0].item() == self.results["F", chunk, microbatch], "it is this activation's"
+        if last:
+            self.free.append(self.held.pop((chunk, microbatch)).fill_(NAN))
+
+
+@dataclass
+class Fused(Slots):
+    """With a fused backward."""
+
+    pieces: int = 0
+
+
+@pytest.mark.parametrize("policy", ["dynamic", "depth-first", "megatron"])
+@pytest.mark.parametrize("kind", [Slots, Fused])
+def test_a_slot_is_used_again_once_nothing_in_it_is_needed(kind: type[Slots], policy: str) -> None:
+    """By then its output has arrived, and its input is no longer read."""
+    runners = run_pipeline(
+        3, 2, 8, delay=0.002, sizes=[[8]] * 3, iterations=2, policy=policy, split=kind is Slots,
+        kind=kind,
+    )  # fmt: skip
+    check_values(runners, 8, iterations=2)
+    for runner in runners:
+        assert not runner.held and runner.num_slots < 2 * 8, "slots are used again"
+
+
+# A device ----------------------------------------------------------------------------------------
 
 
 class Busy(HostTimer):
@@ -313,66 +445,7 @@ class Busy(HostTimer):
 
 def test_a_busy_device_leaves_the_interpreter_to_other_threads() -> None:
     """A loop that polls without sleeping keeps the GIL from a data loader's thread."""
-    scheduler, timer = Scheduler(Geometry(2, 1, 1, 1, forward_only=True)), Busy()
-    last_rank(on_its_way(0.0), scheduler, timer, timeout=20.0).run()
-    assert scheduler.done
+    network, timer = network_of(LAST, ahead=True), Busy()
+    put(network, 1)
+    rank_of(network, Geometry(2, 1, 1, 1, forward_only=True), timer=timer).run()
     assert timer.looks < 2 * 30 / 0.05, "it looks every 50 us at most"
-
-
-class NeverStarts(HostTimer):
-    """A device that never gets the input of the task that was launched ahead."""
-
-    def waiting(self) -> bool:
-        return True
-
-
-def on_its_way(seconds: float, **more: Any) -> FakeNetwork:
-    """A network with the last rank's first input."""
-    specs = list(LAST.channels([64], [64], 2).specs)
-    network = FakeNetwork(specs, delay=lambda *_: seconds, ahead=True, **more)
-    network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=0)
-    return network
-
-
-@pytest.mark.parametrize(("consumed", "ahead"), [(4, False), (5, True)])
-def test_an_input_is_ahead_of_its_task_in_later_iterations_too(
-    monkeypatch: pytest.MonkeyPatch, consumed: int, ahead: bool
-) -> None:
-    """The count of arrivals is compared with all messages that earlier iterations took."""
-    channels = LAST.channels([64], [64], 2)
-    links = Links(FakeNetwork(list(channels.specs)).transport(1), channels)
-    links.consumed = [consumed]
-    monkeypatch.setattr(links.transport, "poll", lambda: [5])
-    mail = Mail(links, NullRecorder(), 0, 20.0)
-    mail.poll()
-    assert mail.is_ahead(0) == ahead
-
-
-def test_a_device_that_waits_is_not_waited_for_longer_than_the_timeout(clock: VirtualClock) -> None:
-    """Also when the iteration has no other task left."""
-    scheduler = Scheduler(Geometry(2, 1, 1, 1, forward_only=True))
-    network = on_its_way(0.2, clock=clock, stepping=True)
-    executor = last_rank(network, scheduler, NeverStarts(), timeout=0.5)
-    with pytest.raises(TransferTimeout, match=r"microbatch 0 of iteration 0 .*rank 0 -> 1"):
-        executor.run()
-    assert scheduler.done
-
-
-def test_the_deadline_counts_from_when_the_device_began_to_wait() -> None:
-    """The wait of a task without a gap before it starts now, not at the clock's zero."""
-    scheduler = Scheduler(Geometry(2, 1, 1, 1, forward_only=True))
-    channels = LAST.channels([64], [64], 2)
-    links = Links(on_its_way(0.05).transport(1), channels)
-    decider: Any = decider_for(scheduler, channels.receiving, None)
-    decider.next = lambda arrived: type(decider).next_coming(decider, [1])
-    timer = StartsLater()
-    Executor(
-        runner=Arithmetic(LAST),
-        decider=decider,
-        links=links,
-        recorder=NullRecorder(),
-        timer=timer,
-        injector=None,
-        iteration=Iteration(split_backward=False, number=0, timeout=100.0),
-    ).run()
-    assert not timer.waiting(), "it was waited for"

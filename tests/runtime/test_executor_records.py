@@ -1,24 +1,28 @@
-"""The gaps, tasks and messages that the executor records, one rank at a time."""
+"""The gaps, tasks, messages and costs that the executor tells, one rank at a time."""
 
 from __future__ import annotations
 
+import math
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from megatron.dpp.inject import Task
 from megatron.dpp.report.reader import read_events, read_header
+from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.gaps import Gaps
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Scheduler
 from megatron.dpp.trace import Recorder, TraceLayout, open_recorder
-from tests.fake_network import FakeTransport, VirtualClock
-from tests.runtime.pipelines import Arithmetic
-from tests.runtime.test_executor_contract import LAST, decider_of, network_of, put, rank_of
+from tests.fake_network import FakeNetwork, FakeTransport, VirtualClock
+from tests.runtime.pipelines import FIRST, LAST, Arithmetic, network_of, put, rank_of
+from tests.runtime.test_executor_contract import ONE, TWO
 
 
 class Log(Recorder):
@@ -53,10 +57,10 @@ class Log(Recorder):
 
 def test_gaps_last_from_the_first_idle_look_to_the_task(clock: VirtualClock) -> None:
     """One gap per wait, with the tasks that would have run; it ends before its task begins."""
-    network = network_of(1, delay=lambda _, __, n: 2.0 * (n + 1), clock=clock, stepping=True)
+    network = network_of(LAST, delay=lambda _, __, n: 2.0 * (n + 1), clock=clock, stepping=True)
     put(network, 2)
     log = Log()
-    rank_of(network, LAST, recorder=log).run()
+    rank_of(network, TWO, recorder=log).run()
     seconds = [(a * 1e-9 - 1000, b * 1e-9 - 1000, *rest) for a, b, *rest in log.gaps]
     assert seconds == [
         (pytest.approx(0.0, abs=1e-6), pytest.approx(2.0), "warm-up", "F0"),
@@ -68,13 +72,13 @@ def test_gaps_last_from_the_first_idle_look_to_the_task(clock: VirtualClock) -> 
 
 def test_a_fused_backwards_output_leaves_before_the_pieces_of_its_weight_gradient() -> None:
     """They are recorded as tasks, are no decisions, and complete the chunk."""
-    network = network_of(1)
+    network = network_of(LAST)
     put(network, 2)
-    log, topology = Log(), Topology((0, 1), 1, 1)
-    runner, geometry = Arithmetic(topology), Geometry(2, 1, 1, 2, w_pieces=(2,))
+    log = Log()
+    runner, geometry = Arithmetic(LAST), Geometry(2, 1, 1, 2, w_pieces=(2,))
     scheduler = Scheduler(geometry, cap=8, stock=0)
     executor = rank_of(
-        network, geometry, runner, recorder=log, scheduler=scheduler, split_backward=True
+        network, runner=runner, recorder=log, scheduler=scheduler, split_backward=True
     )
     executor.run()
     assert list(map(str, executor.actions)) == ["0F0", "0B0", "0F1", "0B1"]
@@ -93,9 +97,9 @@ def test_a_task_is_launched_ahead_of_its_input_where_that_is_asked_for(
     clock: VirtualClock, launch_ahead: bool
 ) -> None:
     """The gap lasts until the task has its input."""
-    network = network_of(1, delay=lambda *_: 0.5, clock=clock, stepping=True, ahead=True)
+    network = network_of(LAST, delay=lambda *_: 0.5, clock=clock, stepping=True, ahead=True)
     put(network, 1)
-    log, alone = Log(), Geometry(2, 1, 1, 1, forward_only=True)
+    log, alone = Log(), ONE
     rank_of(network, alone, recorder=log, launch_ahead=launch_ahead).run()
     ahead, usual = ["taken 0 ahead", "0F0", "end", "held 0", "gap"], ["gap", "0F0", "taken 0"]
     assert log.events == (ahead if launch_ahead else [*usual, "end", "held 0"])
@@ -108,15 +112,15 @@ def test_a_wait_behind_a_task_becomes_one_for_an_input(clock: VirtualClock) -> N
         def pause(self) -> float:
             return self.pauses.pop() if self.pauses else 0.0
 
-    network = network_of(1, delay=lambda *_: 0.5, clock=clock, stepping=True)
+    network = network_of(LAST, delay=lambda *_: 0.5, clock=clock, stepping=True)
     put(network, 1)
     log = Log()
-    rank_of(network, Geometry(2, 1, 1, 1, forward_only=True), recorder=log, timer=Busy()).run()
+    rank_of(network, ONE, recorder=log, timer=Busy()).run()
     assert [gap[2:] for gap in log.gaps] == [("lookahead", ""), ("warm-up", "F0")]
 
 
 def gaps_of(recorder: Recorder) -> Gaps:
-    return Gaps(recorder, decider_of(LAST, Topology((0, 1), 1, 1)))
+    return Gaps(recorder, decider_for(Scheduler(TWO), [(0, 0)], None))
 
 
 def test_a_gap_keeps_its_first_cause_unless_that_was_the_lookahead(clock: VirtualClock) -> None:
@@ -147,7 +151,7 @@ def test_a_trace_file_has_the_gaps_between_its_tasks(
     layout = TraceLayout(
         data=0, pipeline=1, tensor=0, data_size=1, pipeline_size=2, tensor_size=1, num_chunks=1
     )
-    network, microbatches = network_of(1), iter(range(2))
+    network, microbatches = network_of(LAST), iter(range(2))
 
     def wait(own: FakeTransport, seconds: float) -> bool:
         time.sleep(0.02)
@@ -156,7 +160,7 @@ def test_a_trace_file_has_the_gaps_between_its_tasks(
 
     monkeypatch.setattr(FakeTransport, "wait", wait)
     with open_recorder(tmp_path, rank=1, layout=layout) as recorder:
-        executor = rank_of(network, LAST, recorder=recorder, number=0)
+        executor = rank_of(network, TWO, recorder=recorder, number=0)
         recorder.begin_iteration(0)
         executor.run()
         recorder.end_iteration()
@@ -179,7 +183,7 @@ def test_a_trace_file_has_the_gaps_between_its_tasks(
 
 def test_a_message_is_recorded_before_it_is_put(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fast copy would arrive before it was sent."""
-    log, network = Log(), network_of(0)
+    log, network = Log(), network_of(FIRST)
     executor = rank_of(network, Geometry(2, 0, 1, 1, forward_only=True), recorder=log)
     real = FakeTransport.put
 
@@ -207,3 +211,79 @@ def test_a_gap_has_a_part_for_each_delay_of_another_member_and_one_deadline(
         "warm-up", "late-member", "late-leader", "message",
     ]  # fmt: skip
     assert all(one[1] == other[0] for one, other in pairwise(log.gaps))
+
+
+# Costs --------------------------------------------------------------------------------------------
+
+
+class Injected:
+    """Injects nothing, and keeps what it is asked for."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+
+    def factor(self, task: Task) -> float:
+        self.tasks.append(task)
+        return 1.0
+
+    def seconds(self, task: Task) -> float:
+        return 0.0
+
+
+COSTS = {"0F": 0.5, "0B": 0.5, "0W": 0.25, "1F": 0.5, "1B": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stock", "costs"),
+    [(None, math.inf, COSTS | {"0B": 1.0}), ((2, 0), math.inf, COSTS), ((2, 0), 0, COSTS)],
+)
+def test_the_work_of_a_rank_is_three_forwards_per_microbatch(
+    pieces: tuple[int, ...] | None, stock: float, costs: dict[str, float]
+) -> None:
+    """Delays that depend on the work done so far are the same in all schedules."""
+    topology, injected, split = Topology((0,), 0, 2), Injected(), pieces is not None
+    geometry = Geometry(1, 0, 2, 2, w_pieces=pieces)
+    scheduler = Scheduler(geometry, cap=8, split_backward=split, stock=stock)
+    rank_of(
+        network_of(topology), scheduler=scheduler, topology=topology, injector=injected,
+        split_backward=split, number=5,
+    ).run()  # fmt: skip
+    done = 0.0
+    for task in injected.tasks:
+        assert task.iteration == 5
+        assert task.cost == costs[f"{task.chunk}{task.kind}"]
+        assert task.begin == pytest.approx(done)
+        done += task.cost
+    assert done == pytest.approx(2 * 3)
+
+
+@pytest.mark.parametrize("injects", [False, True])
+def test_the_hosts_own_time_is_that_outside_of_tasks_and_delays(
+    monkeypatch: pytest.MonkeyPatch, injects: bool
+) -> None:
+    now = 0
+
+    def takes(nanoseconds: int, function: Any) -> Any:
+        def timed(*given: Any) -> Any:
+            nonlocal now
+            now += nanoseconds
+            return function(*given)
+
+        return timed
+
+    clock = SimpleNamespace(perf_counter_ns=lambda: now)
+    monkeypatch.setattr("megatron.dpp.runtime.executor.time", clock)
+    topology, injected = Topology((0,), 0, 1), Injected()
+    runner: Any = Arithmetic(topology)
+    decider: Any = decider_for(Scheduler(Geometry(1, 0, 1, 3), split_backward=False), [], None)
+    for owner, name, nanoseconds in (
+        (injected, "factor", 50_000), (runner, "forward", 1_000), (runner, "backward", 1_000),
+        (decider, "next", 7),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, takes(nanoseconds, getattr(owner, name)))
+    executor = rank_of(
+        FakeNetwork([]), scheduler=decider.scheduler, runner=runner, topology=topology,
+        decider=decider, injector=injected if injects else None,
+    )  # fmt: skip
+    executor.run()
+    assert executor.overhead_ns == 6 * 7

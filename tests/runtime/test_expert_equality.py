@@ -17,8 +17,10 @@ from megatron.dpp.report.reader import open_run
 from tests.runtime.cases import (
     ALLGATHER,
     EXPERTS,
+    FUSED_GRAPHS,
     GLOBAL,
     LATE,
+    LATE_GRAPHS,
     OPTIMIZED,
     PADDED,
     SHARED,
@@ -28,20 +30,19 @@ from tests.runtime.cases import (
     check,
 )
 
+fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
 LEARNED = {"positions": "learned_absolute"}
 """megatron-core's rotary embeddings cut each document of a packed row, these tests whole rows."""
 
 
 def test_captured_experts_of_a_padded_capacity() -> None:
-    graphs = {"cuda_graphs": "on"}
-    late, fused = graphs | {"inject": LATE}, graphs | {"split_backward": "off"}
-    check(2, case("padded", 2, 3, late, fused, layers=2, iterations=4, model=PADDED))
+    told = {"layers": 2, "iterations": 4, "model": PADDED}
+    check(2, case("padded", 2, 3, LATE_GRAPHS, FUSED_GRAPHS, **told))
 
 
 @pytest.mark.slow
 def test_captured_experts_of_further_layouts() -> None:
-    graphs = {"cuda_graphs": "on"}
-    late, fused = {"inject": LATE} | graphs, {"split_backward": "off"} | graphs
+    late, fused = LATE_GRAPHS, FUSED_GRAPHS
     biased = PADDED | {
         "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
         "moe_z_loss_coeff": 1e-3, "moe_shared_expert_intermediate_size": 32,
@@ -73,9 +74,9 @@ def test_expert_parallel() -> None:
     """Replicas whose experts are apart meet in every forward and backward."""
     check(
         4,
-        case("ep2 v2", 2, 4, {"inject": LATE}, v=2, ep=2, layers=4, model=EXPERTS | SHARED,
+        case("ep2 v2", 2, 4, late, v=2, ep=2, layers=4, model=EXPERTS | SHARED,
              dropout=0.1, deviates=1, **OPTIMIZED),
-        case("ep2, allgather", 2, 4, {"inject": LATE}, ep=2, layers=2, model=EXPERTS | ALLGATHER),
+        case("ep2, allgather", 2, 4, late, ep=2, layers=2, model=EXPERTS | ALLGATHER),
     )  # fmt: skip
 
 
@@ -102,10 +103,10 @@ def test_context_parallel() -> None:
     told = {"cp": 2, "per_token": True, "uncut": True, "positions": "rope"}
     check(
         4,
-        case("cp2", 2, 4, {"inject": LATE}, v=2, layers=4, **told, deviates=1),
-        case("cp2, packed", 2, 3, {"inject": LATE}, layers=2, **told | LEARNED, packed="together",
+        case("cp2", 2, 4, late, v=2, layers=4, **told, deviates=1),
+        case("cp2, packed", 2, 3, late, layers=2, **told | LEARNED, packed="together",
              model=UNLIKE | {"num_query_groups": 2}),
-        case("cp2, dropout", 2, 3, {"inject": LATE}, cp=2, layers=2, dropout=0.1,
+        case("cp2, dropout", 2, 3, late, cp=2, layers=2, dropout=0.1,
              recompute="full"),
     )  # fmt: skip
 
@@ -116,7 +117,6 @@ PLAIN_EXPERTS = EXPERTS | {"moe_aux_loss_coeff": 0.0}
 
 @pytest.mark.slow
 def test_context_parallel_in_further_layouts() -> None:
-    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     two = {"cp": 2, **CUT}
     packed = two | LEARNED | {"packed": "together", "model": UNLIKE}
     check(
@@ -144,7 +144,6 @@ def test_context_parallel_in_further_layouts() -> None:
 
 @pytest.mark.slow
 def test_context_parallel_on_eight_ranks() -> None:
-    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     packed = CUT | LEARNED | {"packed": "together", "model": UNLIKE}
     two = {"cp": 2, **TENSOR}
     check(
@@ -220,7 +219,6 @@ def test_twenty_seeds_of_delays(name: str) -> None:
 
 @pytest.mark.slow
 def test_every_kind_of_expert_group() -> None:
-    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     sinkhorn = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
     two = {"ep": 2, "layers": 4}
     check(
@@ -237,7 +235,6 @@ def test_every_kind_of_expert_group() -> None:
 
 @pytest.mark.slow
 def test_settings_with_expert_parallelism() -> None:
-    fused, late = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
     biased = {
         "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
         "moe_z_loss_coeff": 1e-3,
@@ -261,12 +258,11 @@ def test_settings_with_expert_parallelism() -> None:
 
 @pytest.mark.slow
 def test_expert_groups_on_eight_ranks() -> None:
-    late, tensor = {"inject": LATE}, {"tp": 2, "sp": True}
     check(
         8,
-        case("tp2 ep2", 2, 4, late, v=2, **tensor, ep=2, etp=1, layers=4, model=EXPERTS),
-        case("tp2 ep2 etp2", 2, 4, late, v=2, **tensor, ep=2, layers=4, model=EXPERTS | ALLGATHER),
+        case("tp2 ep2", 2, 4, late, v=2, **TENSOR, ep=2, etp=1, layers=4, model=EXPERTS),
+        case("tp2 ep2 etp2", 2, 4, late, v=2, **TENSOR, ep=2, layers=4, model=EXPERTS | ALLGATHER),
         case("ep4", 2, 4, late, v=2, ep=4, layers=4, model=EXPERTS, deviates=1),
-        case("tp2 ep4", 2, 4, late, **tensor, ep=4, etp=1, layers=4, model=EXPERTS),
+        case("tp2 ep4", 2, 4, late, **TENSOR, ep=4, etp=1, layers=4, model=EXPERTS),
         case("ep2 dp4", 2, 4, late, v=2, ep=2, layers=4, model=EXPERTS, **OPTIMIZED),
     )

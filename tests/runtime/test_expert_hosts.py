@@ -5,23 +5,14 @@ Each pipeline stays on a host; the replicas that share experts do not. Their boa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.netns import ADDRESSES, Hosts, two_hosts
-from tests.runtime.cases import (
-    ALLGATHER,
-    EXPERTS,
-    GLOBAL,
-    LATE,
-    OPTIMIZED,
-    WORKER,
-    case,
-)
-from tests.runtime.launcher import run_ranks
+from tests.runtime import cases
+from tests.runtime.cases import ALLGATHER, EXPERTS, GLOBAL, LATE, OPTIMIZED, case
 
 
 @pytest.fixture
@@ -30,20 +21,17 @@ def hosts() -> Iterator[Hosts]:
         yield made
 
 
-def check(hosts: Hosts, num_ranks: int, *cases: dict[str, Any], neighbours: int = 1) -> None:
+def check(hosts: Hosts, num_ranks: int, *given: dict[str, Any], neighbours: int = 1) -> None:
     """Run the cases; ``neighbours`` ranks in a row are on one host, the next ones on the other."""
 
     def place(rank: int) -> tuple[str, dict[str, str]]:
         host = rank // neighbours % 2
         return hosts.names[host], {
-            "MASTER_ADDR": ADDRESSES[0],
-            "GLOO_SOCKET_IFNAME": hosts.devices[host],
+            "MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": hosts.devices[host],
             "LOCAL_WORLD_SIZE": str(num_ranks // 2),
-        }
+        }  # fmt: skip
 
-    output = run_ranks(WORKER, num_ranks, [json.dumps(cases)], timeout=280, place=place)
-    for one in cases:
-        assert f"CASE {one['name']} ok" in output
+    cases.check(num_ranks, *given, place=place)
 
 
 def test_experts_of_two_hosts_train_as_with_the_static_schedule(hosts: Hosts) -> None:

@@ -73,12 +73,6 @@ def test_a_collective_that_fails_as_a_rank_died_names_the_rank() -> None:
     assert schedule.closed
 
 
-def test_an_error_that_no_link_explains_is_kept() -> None:
-    with pytest.raises(RuntimeError, match="Connection reset"), Opened() as schedule:
-        raise RuntimeError("Connection reset by peer")
-    assert schedule.closed
-
-
 def test_a_rank_of_another_replica_is_named_by_its_neighbour(
     store: HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,20 +86,8 @@ def test_a_rank_of_another_replica_is_named_by_its_neighbour(
         raise RuntimeError(GLOO)
 
 
-def test_an_error_of_no_collective_is_not_put_down_to_another_rank(store: HashStore) -> None:
-    store.set("dpp/failure", "rank 3 gave up: OutOfMemoryError: 1 GiB")
-    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"), Opened():
-        raise torch.OutOfMemoryError("2 GiB")
-
-
-def test_a_lost_store_leaves_the_collectives_error(store: HashStore) -> None:
-    failure.dist.distributed_c10d._get_default_store = lambda: _Lost()  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="gloo"), Opened():
-        raise RuntimeError(GLOO)
-
-
 class _Lost:
-    def check(self, keys: list[str]) -> bool:
+    def check(self, *given: Any) -> bool:
         raise DistError("Broken pipe")
 
     compare_set = check
@@ -143,47 +125,6 @@ def test_an_error_of_nccl_has_a_cause_and_is_none(
         raise error
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (KeyError("attention_mask"), ["KeyError: 'attention_mask'"]),
-        (SystemExit(1), ["SystemExit: 1"]),
-        (SystemExit(0), []),
-    ],
-)
-def test_the_neighbours_are_told_at_once_why_a_rank_ends(
-    error: BaseException, said: list[str], store: HashStore
-) -> None:
-    """They would wait for its messages until --dpp-timeout."""
-    heard: list[tuple[str, bool]] = []
-    with pytest.raises(type(error)), Opened() as schedule:
-        schedule.transport.abort = lambda why: heard.append((why, schedule.closed))  # type: ignore[method-assign]
-        raise error
-    assert heard == [(text, False) for text in said], "before the links are closed"
-
-
-def test_a_rank_that_gives_up_by_itself_says_so(store: HashStore) -> None:
-    with pytest.raises(KeyError), Opened():
-        raise KeyError("attention_mask")
-    assert told(store) == "rank 0 gave up: KeyError: 'attention_mask'"
-
-
-@pytest.mark.parametrize(("status", "tells"), [(None, False), (0, False), (1, True), ("no", True)])
-def test_a_rank_that_exits_with_an_error_tells_the_others(
-    store: HashStore, status: int | str | None, tells: bool
-) -> None:
-    with pytest.raises(SystemExit), Opened() as schedule:
-        raise SystemExit(status)
-    assert schedule.closed and bool(told(store)) is tells
-
-
-def test_what_another_rank_has_told_is_not_told_again(store: HashStore) -> None:
-    """Its text names who met the cause; the store may have been emptied since."""
-    with pytest.raises(PeerDead), Opened():
-        raise PeerDead("rank 0: rank 3 died (says rank 1)")
-    assert not told(store)
-
-
 def test_the_cause_is_told_without_what_it_meant_here() -> None:
     here = "; the oldest missing message here is 3"
     error = PeerDead(f"rank 0: rank 1 (pid 7) died{here}; met here as RuntimeError: reset")
@@ -191,6 +132,43 @@ def test_the_cause_is_told_without_what_it_meant_here() -> None:
     assert failure.reason(error) == "rank 1 (pid 7) died"
     own = PeerDead("rank 0: a message was lost")
     assert failure.reason(own) == "rank 0: a message was lost", "no other rank is named"
+
+
+KEPT: list[tuple[BaseException, str, str | None, bool]] = [
+    # an error that stays as it is, what the store says before, what neighbours are told, and if all
+    # ranks are told of it by the store
+    (RuntimeError("of a host"), "", "RuntimeError: of a host", True),
+    (RuntimeError(GLOO), "", "RuntimeError: Read error", False),  # a collective's is no cause
+    (torch.OutOfMemoryError("2 GiB"), "rank 3 gave up", "OutOfMemoryError: 2 GiB", False),
+    (KeyError("attention_mask"), "", "KeyError: 'attention_mask'", True),
+    (SystemExit(None), "", None, False),
+    (SystemExit(0), "", None, False),
+    (SystemExit(1), "", "SystemExit: 1", True),
+    (SystemExit("no"), "", "SystemExit: no", True),
+    (ValueError("x" * 300 + "\nmore"), "", "ValueError: " + "x" * 200, True),
+    (PeerDead("rank 0: rank 3 died (says rank 1)"), "", "rank 3 died", False),
+]
+
+
+@pytest.mark.parametrize(("error", "before", "heard", "tells"), KEPT)
+def test_an_error_that_nobody_explains_stays_and_neighbours_hear_of_it_at_once(
+    store: HashStore, error: BaseException, before: str, heard: str | None, tells: bool
+) -> None:
+    """Before the links are closed: they would wait for its messages until --dpp-timeout."""
+    if before:
+        store.set("dpp/failure", before)
+    words: list[tuple[str, bool]] = []
+    with pytest.raises(type(error)) as caught, Opened() as schedule:
+        schedule.transport.abort = lambda why: words.append((why, schedule.closed))  # type: ignore[method-assign]
+        raise error
+    assert caught.value is error and schedule.closed
+    assert len(words) == (heard is not None)
+    assert all(why.startswith(heard or "") and not closed for why, closed in words), words
+    assert told(store) == (f"rank 0 gave up: {heard}" if tells else before)
+    failure.dist.distributed_c10d._get_default_store = lambda: _Lost()  # type: ignore[attr-defined]
+    with pytest.raises(type(error)) as caught, Opened():
+        raise error
+    assert caught.value is error, "a lost store leaves it, too"
 
 
 def test_a_cause_crosses_with_the_settings_that_it_names(store: HashStore) -> None:
@@ -205,17 +183,6 @@ def test_a_cause_crosses_with_the_settings_that_it_names(store: HashStore) -> No
     assert said(raised.value, lambda given: "--slots").startswith(
         "rank 0: rank 0 gave up: ConfigError: --slots: no; met here as RuntimeError"
     )
-
-
-def test_of_a_long_error_the_first_characters_are_told() -> None:
-    assert failure.reason(ValueError("x" * 300 + "\nmore")) == "ValueError: " + "x" * 200
-
-
-def test_an_error_of_our_own_is_not_replaced() -> None:
-    with pytest.raises(KeyError), Opened() as schedule:
-        schedule.network.kill(1)
-        raise KeyError("attention_mask")
-    assert schedule.closed
 
 
 def test_a_store_that_never_answers_keeps_no_process_alive() -> None:

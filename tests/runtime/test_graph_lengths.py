@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 
-from megatron.dpp.core.graphs import slots as graphs
 from megatron.dpp.core.graphs.pools import Pools, Slot
-from tests.runtime.graphed import Chunk, graphed_chunk  # noqa: F401  (a fixture)
-from tests.runtime.rerun import Rerun
+from tests.runtime.graphed import Captures, Chunk, graphs_of, step
 
-
-def forwards(made: graphs.ChunkGraphs, chunk: Chunk, *lengths: int) -> list[torch.Tensor | None]:
-    """One step over microbatches of these lengths, all in flight at once; their gradients."""
-    inputs = [torch.ones(length, 2, 4, requires_grad=True) for length in lengths]
-    with made.bound(torch.empty(8, 2, 4)):
-        outputs = [chunk.decoder(hidden_states=hidden) for hidden in inputs]
-        for output in outputs:
-            output.sum().backward()
-    return [hidden.grad for hidden in inputs]
+pytestmark = pytest.mark.usefixtures("captured_at_once")
 
 
 def test_each_named_length_has_graphs_of_its_own(
@@ -30,27 +17,24 @@ def test_each_named_length_has_graphs_of_its_own(
     """A slot takes a MiB per row here."""
     add = Pools.add
     monkeypatch.setattr(Pools, "add", lambda s, slot, _: add(s, slot, slot.rows << 20))
-    replays: list[Rerun] = []
-    said: list[str] = []
-    made = graphs.ChunkGraphs(
-        [chunk], None, said.append, lambda chunks: True, partial(Rerun, replays=replays),
-        rows=[2, 4, 8],
-    )  # fmt: skip
-    found = forwards(made, chunk, 2, 4, 8, 3)
-    assert len(replays) == 6, "F and B of three lengths; 3 is none of them"
+    captures = Captures()
+    made, said = graphs_of(chunk, capture=captures, rows=[2, 4, 8])
+    found = step(made, chunk, lengths=[2, 4, 8, 3], longest=8)
+    assert len(captures.replays) == 6, "F and B of three lengths; 3 is none of them"
     chunk.decoder.layers[0].weight.grad = None
     eager = torch.ones(8, 2, 4, requires_grad=True)
     chunk.decoder(hidden_states=eager).sum().backward()
     for grad in found:
-        assert grad is not None and torch.equal(grad, eager.grad[: len(grad)])  # type: ignore[index]
+        assert torch.equal(grad, eager.grad[: len(grad)])  # type: ignore[index]
     assert said == [
         "CUDA graphs: chunk 0 microbatches that are not of one of the lengths 2, 4, 8 run without "
         "graphs (length_buckets names lengths)",
         "CUDA graphs: memory for 3 chunk activations of 3 lengths, 14 MiB together",
     ]
-    replays.clear()
-    assert all(torch.equal(grad, found[1]) for grad in forwards(made, chunk, 4, 4, 4)[:2])
-    assert len(replays) == 6 and len(said) == 3, "the second 4 uses the slot of the 8"
+    captures.replays.clear()
+    again = step(made, chunk, lengths=[4, 4, 4], longest=8)
+    assert all(torch.equal(grad, found[1]) for grad in again)
+    assert len(captures.replays) == 6 and len(said) == 3, "the second 4 uses the slot of the 8"
     assert said[-1].endswith("memory for 4 chunk activations of 3 lengths, 18 MiB together")
 
 
@@ -58,71 +42,55 @@ def test_a_slot_serves_shorter_microbatches_and_is_captured_for_them_between_ste
     chunk: Chunk,
 ) -> None:
     """Slots of each length alone had room for a part of the microbatches; others ran eagerly."""
-    replays: list[Rerun] = []
-    captured: list[Any] = []
-
-    def capture(function: Any, pool: Any) -> Rerun:
-        captured.append(function)
-        return Rerun(function, pool, replays=replays)
-
-    made = graphs.ChunkGraphs(
-        [chunk], None, print, lambda chunks: True, capture, rows=[2, 4, 8], most=lambda: 4 / 3
-    )
-    forwards(made, chunk, 8, 8)
-    assert len(captured) == 4
-    forwards(made, chunk, 2, 4)
-    assert len(captured) == 12, "2 and 4 in both slots"
+    captures = Captures()
+    made, _ = graphs_of(chunk, capture=captures, rows=[2, 4, 8], most=lambda: 4 / 3)
+    step(made, chunk, lengths=[8, 8], longest=8)
+    assert captures.number == 4
+    step(made, chunk, lengths=[2, 4], longest=8)
+    assert captures.number == 12, "2 and 4 in both slots"
     for rows in ((4, 2), (2, 2), (8, 4)):
-        replays.clear()
-        assert all(grad is not None for grad in forwards(made, chunk, *rows))
-        assert len(replays) == 4
-    assert len(captured) == 12
+        captures.replays.clear()
+        step(made, chunk, lengths=rows, longest=8)
+        assert len(captures.replays) == 4
+    assert captures.number == 12
 
 
-def test_the_longest_length_is_captured_only_if_it_is_named(chunk: Chunk) -> None:
-    replays: list[Rerun] = []
-    said: list[str] = []
-    made = graphs.ChunkGraphs(
-        [chunk], None, said.append, lambda chunks: True, partial(Rerun, replays=replays), rows=[4],
-    )  # fmt: skip
-    forwards(made, chunk, 4, 8)
-    assert len(replays) == 2
-    assert any("not of one of the lengths 4 run without graphs" in line for line in said)
+@pytest.mark.parametrize(
+    ("rows", "most", "lengths", "replays", "line"),
+    [
+        # The longest length is captured only if it is named.
+        ([4], None, (4, 8), 2, "not of one of the lengths 4 run without graphs"),
+        # 12 of 1.5 times 8 rows are taken by the first two; slots that are there are used again.
+        ([4, 8], 1.0, (8, 4, 4, 8), 4, "memory of the activation cap is spent"),
+    ],
+)
+def test_lengths_without_a_slot_run_eagerly_and_are_named(
+    chunk: Chunk, rows: list[int], most: float | None, lengths: tuple[int, ...], replays: int,
+    line: str,
+) -> None:  # fmt: skip
+    captures, bound = Captures(), None if most is None else lambda: most
+    made, said = graphs_of(chunk, capture=captures, rows=rows, most=bound)
+    for step_lengths in (lengths, lengths[:2]):
+        captures.replays.clear()
+        step(made, chunk, lengths=step_lengths, longest=8)
+        assert len(captures.replays) == replays
+    assert any(line in each for each in said)
 
 
-def test_slots_of_several_lengths_stop_at_one_and_a_half_times_the_cap(chunk: Chunk) -> None:
-    replays: list[Rerun] = []
-    said: list[str] = []
-    made = graphs.ChunkGraphs(
-        [chunk], None, said.append, lambda chunks: True, partial(Rerun, replays=replays),
-        rows=[4, 8], most=lambda: 1.0,
-    )  # fmt: skip
-    forwards(made, chunk, 8, 4, 4, 8)  # 12 of 1.5 times 8 rows are taken by the first two
-    assert len(replays) == 4
-    assert any("memory of the activation cap is spent" in line for line in said)
-    replays.clear()
-    assert all(grad is not None for grad in forwards(made, chunk, 4, 8))
-    assert len(replays) == 4, "slots that are there are used again"
-
-
-def test_a_slot_is_added_only_where_all_of_it_fits() -> None:
+def test_the_shortest_free_slot_is_taken_and_one_is_added_where_all_of_it_fits() -> None:
     """8 rows are taken of 10: another 4 would be 2 too many, 2 fit."""
-    pools = Pools(torch.zeros(8, 1, 2), [2, 4, 8], most=lambda: 5 / 6)
-    taken: dict[int, bool] = {}
-    for rows in (8, 4, 2):
-        slot = pools.take("block", rows)
-        taken[rows] = slot is not None
-        if slot is not None:
-            pools.add(slot, 1)
-    assert taken == {8: True, 4: False, 2: True}
-
-
-def test_the_shortest_free_slot_that_holds_a_microbatch_is_taken() -> None:
     pools = Pools(torch.zeros(8, 1, 2), [2, 4, 8])
     for rows in (8, 2, 4):
         pools.give_back(Slot(torch.zeros(rows, 1, 2)))
     taken = [pools.take("block", rows) for rows in (4, 2, 2, 4)]
     assert [slot.rows for slot in taken if slot is not None] == [4, 2, 8, 4]
+    pools, fits = Pools(torch.zeros(8, 1, 2), [2, 4, 8], most=lambda: 5 / 6), {}
+    for rows in (8, 4, 2):
+        slot = pools.take("block", rows)
+        fits[rows] = slot is not None
+        if slot is not None:
+            pools.add(slot, 1)
+    assert fits == {8: True, 4: False, 2: True}
 
 
 @pytest.mark.parametrize(

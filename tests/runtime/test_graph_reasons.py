@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.dpp.core.graphs import slots
-from tests.runtime.test_graphs import Block
+from tests.runtime.graphed import Block
 
 TENSORWISE = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
 SELECTIVE = {"recompute_granularity": "selective"}
@@ -40,13 +40,10 @@ def config_with(**settings: Any) -> TransformerConfig:
     return made
 
 
-def test_a_usual_chunk_is_captured() -> None:
-    assert slots.why_not(Wrapped(config_with())) is None
-
-
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
+        ({}, None),
         ({"num_microbatches_with_partial_activation_checkpoints": 0}, "are recomputed and others"),
         ({"num_microbatches_with_partial_activation_checkpoints": 2}, "are recomputed and others"),
         ({"fp8": "hybrid"}, "of the recipe delayed keep scales from task to task"),
@@ -92,25 +89,50 @@ def test_layers_that_keep_8_bit_weights_elsewhere_are_not_captured() -> None:
     assert slots.why_not(chunk) is None
 
 
-@pytest.mark.parametrize("gathers", [True, False])
-def test_parameters_that_layers_gather_are_not_captured(gathers: bool) -> None:
-    """A replay would not wait for them."""
-    found = slots.why_not(Wrapped(config_with(), overlap_param_gather=gathers))
-    assert ("overlap_param_gather" in str(found)) is gathers
-
-
-@pytest.mark.parametrize(("ranks", "refused"), [(1, False), (2, True)])
-def test_engine_layers_of_several_tensor_ranks_are_not_captured(ranks: int, refused: bool) -> None:
-    chunk = Wrapped(config_with(tensor_model_parallel_size=ranks))
-    engine = type("Linear", (torch.nn.Linear,), {"__module__": "transformer_engine.pytorch"})
-    chunk.decoder.layers.append(engine(4, 4))
-    assert ("Transformer Engine's tensor-parallel" in str(slots.why_not(chunk))) is refused
-
-
-def test_a_chunk_without_layers_or_in_another_wrapper_is_not_captured() -> None:
-    chunk = Wrapped(config_with())
+def test_chunks_whose_layers_or_wrappers_graphs_cannot_follow_are_not_captured() -> None:
+    """A replay would not wait for parameters that layers gather."""
+    for gathers in (True, False):
+        found = slots.why_not(Wrapped(config_with(), overlap_param_gather=gathers))
+        assert ("overlap_param_gather" in str(found)) is gathers
+    for ranks in (1, 2):
+        chunk = Wrapped(config_with(tensor_model_parallel_size=ranks))
+        engine = type("Linear", (torch.nn.Linear,), {"__module__": "transformer_engine.pytorch"})
+        chunk.decoder.layers.append(engine(4, 4))
+        refused = "Transformer Engine's tensor-parallel" in str(slots.why_not(chunk))
+        assert refused is (ranks == 2)
     chunk.decoder.layers = torch.nn.ModuleList()
     assert "no transformer layers" in str(slots.why_not(chunk))
     other = torch.nn.Module()
     other.config, other.decoder = config_with(), Block()
     assert "Module is not megatron-core's DistributedDataParallel" in str(slots.why_not(other))
+
+
+EXPERTS = {
+    "num_moe_experts": 4, "moe_pad_expert_input_to_capacity": True,
+    "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": ["aux_loss"],
+    "moe_input_jitter_eps": None, "moe_router_force_load_balancing": False,
+    "moe_shared_expert_overlap": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({}, None),
+        ({"moe_router_load_balancing_type": "seq_aux_loss"}, None),
+        ({"num_moe_experts": None, "moe_pad_expert_input_to_capacity": False}, None),
+        ({"moe_pad_expert_input_to_capacity": False}, "varying shapes"),
+        ({"moe_token_dispatcher_type": "allgather"}, "dispatcher alltoall"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+        ({"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]}, "global_aux_loss"),
+        ({"moe_input_jitter_eps": 0.1}, "noise of routers"),
+        ({"moe_shared_expert_overlap": True}, "stream of their own"),
+    ],
+)
+def test_only_experts_of_fixed_shapes_are_captured(
+    setting: dict[str, Any], reason: str | None
+) -> None:
+    found = slots.reasons_of_experts(SimpleNamespace(**EXPERTS | setting), torch.nn.Identity())
+    held = [text for text, holds in found.items() if holds]
+    assert len(held) == (reason is not None)
+    assert reason is None or reason in held[0]

@@ -12,12 +12,14 @@ from megatron.core import parallel_state
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core import groups
 from megatron.dpp.direction import Direction
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime import links as opening
 from megatron.dpp.runtime import stage_group
 from megatron.dpp.runtime.links import Links, open_links, own_address
 from megatron.dpp.runtime.stage_group import StageGroup, stage_group_of
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry
+from megatron.dpp.transport import TransportOptions
 from megatron.dpp.transport.base import ChannelSpec
 from tests.fake_network import FakeNetwork
 
@@ -34,136 +36,71 @@ class Group:
         return len(self.ranks)
 
 
-TP, CP = Group(6, 7), Group(6)
-"""Rank 6 and its tensor-parallel neighbour; no context parallelism."""
-
-
-class Ranks:
-    """A rank of a model, with the groups that others have."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.others: list[list[list[int]]] = []
-        patch = monkeypatch.setattr
-        patch(torch.distributed, "get_rank", lambda: 6)
-        patch(stage_group, "get_process_group_ranks", lambda group: list(group.ranks))
-        patch(torch.distributed, "all_gather_object", self._gather)
-        self.gathered: list[Any] = []
-
-    def _gather(self, found: list[Any], mine: Any, group: Any) -> None:
-        self.gathered.append(group)
-        found[:] = [mine, *self.others]
-
-    def of(self, tensor: Group, context: Group, **given: Any) -> StageGroup:
-        """The group of a call; ``given`` are fields of its config, or groups."""
-        config = {
-            "num_moe_experts": None, "expert_tensor_parallel_size": None,
-            "expert_model_parallel_size": 1, "tensor_model_parallel_size": tensor.size(),
-        }  # fmt: skip
-        config |= {name: given.pop(name) for name in list(given) if name in config}
-        balanced = given.pop("balanced", False)
-        groups = SimpleNamespace(tp=tensor, cp=context, **given)
-        call: Any = SimpleNamespace(
-            pg_collection=groups, config=SimpleNamespace(**config), has_global_aux_loss=balanced
-        )
-        return stage_group_of(call)
-
-
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    return Ranks(monkeypatch)
-
-
-def test_a_rank_without_neighbours_in_its_tasks_decides_alone(ranks: Ranks) -> None:
-    assert ranks.of(Group(6), Group(6)) == StageGroup()
-    assert not ranks.gathered
-
-
-def test_a_model_without_experts_joins_no_replicas_whatever_is_set_for_them(ranks: Ranks) -> None:
-    found = ranks.of(
-        Group(6), CP, expert_tensor_parallel_size=2, expert_model_parallel_size=2, balanced=True
-    )
-    assert found == StageGroup() and not ranks.gathered
-
-
-def test_a_rank_that_shares_experts_with_nobody_decides_alone(ranks: Ranks) -> None:
-    stage = Group(4, 6)
-    found = ranks.of(
-        Group(6), CP, num_moe_experts=4, expert_model_parallel_size=2, tp_ep=Group(6),
-        tp_dp_cp=stage,
-    )  # fmt: skip
-    assert found.ranks == () and found.one_replica
-
-
-@pytest.mark.parametrize(("tensor", "context"), [(TP, CP), (Group(6), Group(6, 7))])
-def test_tensor_and_context_ranks_follow_the_lowest(
-    ranks: Ranks, tensor: Group, context: Group
-) -> None:
-    both = Group(7, 6)
-    assert ranks.of(tensor, context, tp_cp=both) == StageGroup((6, 7), both)  # type: ignore[arg-type]
-    assert not ranks.gathered, "no collective without experts"
-
-
-def test_experts_join_replicas(ranks: Ranks) -> None:
-    stage, experts = Group(4, 5, 6, 7), Group(6, 4)
-    ranks.others = [[[4, 6]], [[5, 7]]]
-    found = ranks.of(
-        Group(6), CP, num_moe_experts=4, expert_model_parallel_size=2, tp_ep=experts,
-        tp_dp_cp=stage,
-    )  # fmt: skip
-    assert found == StageGroup((4, 6), stage, one_replica=False)  # type: ignore[arg-type]
-    assert ranks.gathered == [stage]
-
-
-def test_a_tensor_neighbour_follows_where_experts_join_others(ranks: Ranks) -> None:
-    """Rank 7 shares no experts with this one, but its layers."""
-    stage = Group(4, 5, 6, 7)
-    ranks.others = [[[4, 6]]]
-    found = ranks.of(
-        TP, CP, num_moe_experts=4, expert_model_parallel_size=2, tp_cp=Group(6, 7),
-        tp_ep=Group(4, 6), tp_dp_cp=stage,
-    )  # fmt: skip
-    assert found == StageGroup((4, 6, 7), stage, one_replica=False)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("tensor", "context"), [(TP, CP), (Group(6), Group(6, 7))])
-def test_experts_inside_of_one_replica_keep_its_sizes(
-    ranks: Ranks, tensor: Group, context: Group
-) -> None:
-    stage, both = Group(4, 5, 6, 7), Group(6, 7)
-    ranks.others = [[[4, 5]]]
-    found = ranks.of(
-        tensor, context, num_moe_experts=4, expert_model_parallel_size=2, tp_cp=both, tp_ep=both,
-        tp_dp_cp=stage,
-    )  # fmt: skip
-    assert found == StageGroup((6, 7), stage)  # type: ignore[arg-type]
+ALONE, BOTH, STAGE = Group(6), Group(6, 7), Group(4, 5, 6, 7)
+EXPERTS = {"num_moe_experts": 4, "expert_model_parallel_size": 2}
+SHARED: list[tuple[Group, Group, dict[str, Any], list[Any], tuple[int, ...], Any, bool]] = [
+    # tensor and context group of rank 6, config or groups, those of other ranks; the ranks that run
+    # one order, their group, and if they are of one replica
+    (ALONE, ALONE, {}, [], (), None, True),
+    # Without experts nothing is joined, whatever is set for them.
+    (ALONE, ALONE, {"expert_tensor_parallel_size": 2, "expert_model_parallel_size": 2,
+                    "balanced": True}, [], (), None, True),
+    (ALONE, ALONE, {**EXPERTS, "tp_ep": ALONE, "tp_dp_cp": Group(4, 6)}, [], (), None, True),
+    # Tensor and context ranks follow the lowest.
+    (BOTH, ALONE, {"tp_cp": BOTH}, [], (6, 7), BOTH, True),
+    (ALONE, BOTH, {"tp_cp": BOTH}, [], (6, 7), BOTH, True),
+    # Experts join replicas; a tensor neighbour follows that shares none of them.
+    (ALONE, ALONE, {**EXPERTS, "tp_ep": Group(6, 4), "tp_dp_cp": STAGE}, [[[4, 6]], [[5, 7]]],
+     (4, 6), STAGE, False),
+    (BOTH, ALONE, {**EXPERTS, "tp_cp": BOTH, "tp_ep": Group(4, 6), "tp_dp_cp": STAGE}, [[[4, 6]]],
+     (4, 6, 7), STAGE, False),
+    # Inside of one replica they keep its sizes.
+    *((tensor, context, {**EXPERTS, "tp_cp": BOTH, "tp_ep": BOTH, "tp_dp_cp": STAGE}, [[[4, 5]]],
+       (6, 7), STAGE, True) for tensor, context in ((BOTH, ALONE), (ALONE, BOTH))),
+    # Divided unlike the layers they cross replicas.
+    *((BOTH, ALONE, {"num_moe_experts": 4, "expert_tensor_parallel_size": size, "tp_cp": BOTH,
+                     "tp_ep": STAGE, "tp_dp_cp": STAGE}, [], (4, 5, 6, 7) if crosses else (6, 7),
+       STAGE if crosses else BOTH, not crosses)
+      for size, crosses in ((None, False), (1, False), (2, False), (4, True), (3, True))),
+    # A global loss joins all replicas where there are several.
+    *((ALONE, ALONE, {"num_moe_experts": 4, "balanced": balanced, "tp_dp_cp": STAGE,
+                      "dp_cp": Group(*range(6, 6 + replicas))}, [], (4, 5, 6, 7) if joined else (),
+       STAGE if joined else None, not joined)
+      for balanced, replicas, joined in ((True, 2, True), (True, 1, False), (False, 2, False))),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("expert_tensor", "crosses"), [(None, False), (1, False), (2, False), (4, True), (3, True)]
+    ("tensor", "context", "given", "others", "ranks", "group", "one_replica"), SHARED
 )
-def test_experts_divided_unlike_the_layers_cross_replicas(
-    ranks: Ranks, expert_tensor: int | None, crosses: bool
-) -> None:
-    wide, stage = Group(4, 5, 6, 7), Group(4, 5, 6, 7)
-    found = ranks.of(
-        TP, CP, num_moe_experts=4, expert_tensor_parallel_size=expert_tensor, tp_cp=Group(6, 7),
-        tp_ep=wide, tp_dp_cp=stage,
-    )  # fmt: skip
-    assert found.ranks == ((4, 5, 6, 7) if crosses else (6, 7))
-    assert found.one_replica is not crosses
+def test_ranks_that_share_collectives_in_tasks_follow_one_leader(
+    monkeypatch: pytest.MonkeyPatch, tensor: Group, context: Group, given: dict[str, Any],
+    others: list[Any], ranks: tuple[int, ...], group: Any, one_replica: bool,
+) -> None:  # fmt: skip
+    """No collective without experts."""
+    gathered: list[Any] = []
 
+    def gather(found: list[Any], mine: Any, group: Any) -> None:
+        gathered.append(group)
+        found[:] = [mine, *others]
 
-@pytest.mark.parametrize(("balanced", "replicas"), [(True, 2), (True, 1), (False, 2)])
-def test_a_global_loss_joins_all_replicas_where_there_are_several(
-    ranks: Ranks, balanced: bool, replicas: int
-) -> None:
-    stage = Group(6, 8)
-    found = ranks.of(
-        Group(6), CP, num_moe_experts=4, balanced=balanced, tp_dp_cp=stage,
-        dp_cp=Group(*range(6, 6 + replicas)),
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 6)
+    monkeypatch.setattr(stage_group, "get_process_group_ranks", lambda group: list(group.ranks))
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
+    config = {
+        "num_moe_experts": None, "expert_tensor_parallel_size": None,
+        "expert_model_parallel_size": 1, "tensor_model_parallel_size": tensor.size(),
+    }  # fmt: skip
+    config |= {name: given[name] for name in config if name in given}
+    groups = {name: value for name, value in given.items() if isinstance(value, Group)}
+    call: Any = SimpleNamespace(
+        pg_collection=SimpleNamespace(tp=tensor, cp=context, **groups),
+        config=SimpleNamespace(**config), has_global_aux_loss=given.get("balanced", False),
     )  # fmt: skip
-    joined = balanced and replicas > 1
-    assert found == (StageGroup((6, 8), stage, one_replica=False) if joined else StageGroup())  # type: ignore[arg-type]
+    found = stage_group_of(call)
+    assert (found.ranks, found.one_replica) == (ranks, one_replica)
+    assert not ranks or found.group is group
+    assert bool(gathered) <= ("num_moe_experts" in given)
 
 
 def test_the_largest_of_each_value_is_that_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,9 +113,9 @@ def test_the_largest_of_each_value_is_that_of_the_group(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     cpu = torch.device("cpu")
     assert StageGroup().largest(3.0, 1e9 + 1, device=cpu) == [3.0, 1e9 + 1] and not asked
-    assert StageGroup((0, 1), TP).largest(3.0, 1e9 + 1, device=cpu) == [3.0, 1e9 + 1]  # type: ignore[arg-type]
-    assert StageGroup((0, 1), TP).largest(3.0, 1.0, device=cpu) == [3.0, 9.0]  # type: ignore[arg-type]
-    assert asked == [(torch.distributed.ReduceOp.MAX, TP)] * 2
+    assert StageGroup((0, 1), BOTH).largest(3.0, 1e9 + 1, device=cpu) == [3.0, 1e9 + 1]  # type: ignore[arg-type]
+    assert StageGroup((0, 1), BOTH).largest(3.0, 1.0, device=cpu) == [3.0, 9.0]  # type: ignore[arg-type]
+    assert asked == [(torch.distributed.ReduceOp.MAX, BOTH)] * 2
 
 
 # Addresses ----------------------------------------------------------------------------------------
@@ -209,33 +146,26 @@ def test_a_host_of_several_has_the_address_that_it_is_given_or_that_the_master_s
     assert own_address(DppConfig(node_ips=ips)) == expected
 
 
-@pytest.mark.parametrize(
-    ("ips", "address_of"),
-    [(None, "route"), ("10.0.0.1,10.0.0.2", "node"), ("10.0.0.1,10.0.0.2,10.0.0.3,::4", "rank")],
-)
-def test_the_transport_knows_what_its_address_stands_for(
-    monkeypatch: pytest.MonkeyPatch, ips: str | None, address_of: str
-) -> None:
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setattr(opening, "open_transport", lambda specs, **rest: given.update(rest))
-    open_links([], DppConfig(node_ips=ips))
-    assert given["options"].address_of == address_of
-
-
 # Links --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("own", [0, 1])
+@pytest.mark.parametrize(
+    ("own", "ips", "address_of"),
+    [
+        (0, None, "route"),
+        (1, "10.0.0.1,10.0.0.2", "node"),
+        (1, "10.0.0.1,10.0.0.2,::3,::4", "rank"),
+    ],
+)
 def test_links_are_opened_as_the_configuration_says(
-    monkeypatch: pytest.MonkeyPatch, own: int
+    monkeypatch: pytest.MonkeyPatch, own: int, ips: str | None, address_of: str
 ) -> None:
-    """A board counts two numbers for each channel that ends at this rank."""
+    """A board counts two numbers for each channel that ends at this rank. The transport knows whose
+    its address is.
+    """
     given: dict[str, Any] = {}
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: own)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
     monkeypatch.setattr(opening, "own_address", lambda config: "10.0.0.7")
     monkeypatch.setattr(
         torch.distributed.distributed_c10d, "_get_default_store", lambda: "the store"
@@ -244,7 +174,12 @@ def test_links_are_opened_as_the_configuration_says(
         opening, "open_transport", lambda specs, **rest: given.update(rest, specs=specs)
     )
     config = DppConfig(
-        transport="tcp", timeout=7.0, checksum=True, gpudirect="off", token_file="secret"
+        transport="tcp",
+        timeout=7.0,
+        checksum=True,
+        gpudirect="off",
+        token_file="secret",
+        node_ips=ips,
     )
     for name, value in {
         "WORKLOAD": "9", "PEER_TIMEOUT": "3", "TCP_CONNECTIONS": "2",
@@ -259,7 +194,7 @@ def test_links_are_opened_as_the_configuration_says(
     assert given["board_counters"] == 2 * (3 if own else 1)
     options = given["options"]
     assert (options.timeout, options.checksum, options.workload) == (7.0, True, 9)
-    assert options.gpudirect == "off"
+    assert (options.gpudirect, options.address_of) == ("off", address_of)
     assert (options.node_ips, options.token_file) == ("10.0.0.7", "secret")
     assert (options.peer_timeout, options.abandon_after) == (3.0, 3.0)
     assert (options.tcp_connections, options.listen_ports) == (2, (5000, 5009))
@@ -325,6 +260,25 @@ def test_replicas_include_the_context_ranks_of_megatrons_own_groups(
         assert groups.group_of(SimpleNamespace(**given), "tp_dp_cp") == expected
 
 
-def test_groups_in_a_chain_are_joined_to_its_end() -> None:
-    chain = [{0, 1}, {1, 2}, {2, 3}, {5, 6}]
-    assert [stage_group.joined(chain, rank) for rank in (0, 3)] == [(0, 1, 2, 3)] * 2
+@pytest.mark.parametrize(
+    ("groups", "rank", "together"),
+    [
+        ([], 3, (3,)),
+        ([[0, 1], [2, 3]], 2, (2, 3)),
+        ([[0, 1], [2, 3], [4, 5], [0, 1, 2], [3, 4, 5]], 5, (0, 1, 2, 3, 4, 5)),
+        ([[6, 4], [4, 2], [1, 3], [2, 0]], 6, (0, 2, 4, 6)),
+        ([[0, 1], [1, 2], [2, 3], [5, 6]], 0, (0, 1, 2, 3)),
+    ],
+)
+def test_overlapping_groups_are_joined(
+    groups: list[list[int]], rank: int, together: tuple[int, ...]
+) -> None:
+    assert stage_group.joined(groups, rank) == together
+
+
+@pytest.mark.parametrize("number", [0, -1, 3, 6, 1 << 21])
+def test_the_most_pending_messages_are_a_power_of_two(number: int) -> None:
+    for allowed in (1, 2, 64, 1 << 20):
+        assert TransportOptions(max_pending=allowed).max_pending == allowed
+    with pytest.raises(ConfigError, match=f"max_pending is {number}"):
+        TransportOptions(max_pending=number)

@@ -63,7 +63,7 @@ class Chunk(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = SimpleNamespace(grad_scale_func=None, deallocate_pipeline_outputs=True)
+        self.config = SimpleNamespace(grad_scale_func=None, deallocate_pipeline_outputs=False)
         self.inner, self.output_layer = torch.nn.Linear(4, 4), torch.nn.Linear(4, 6)
 
     def forward(self, given: torch.Tensor, how: str = "") -> torch.Tensor:
@@ -76,18 +76,23 @@ class Chunk(torch.nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("how", ["reads hidden states", "runs it twice"])
-def test_a_head_that_cannot_be_cut_stays_whole(how: str) -> None:
-    """Its backward is then the usual one, with nothing lost."""
+@pytest.mark.parametrize("how", ["", "reads hidden states", "runs it twice"])
+def test_a_head_has_the_gradients_of_the_scaled_loss_or_stays_whole(how: str) -> None:
+    """Where it cannot be cut, its backward is the usual one, with nothing lost."""
     torch.manual_seed(1)
     chunk, said = Chunk(), list[str]()
     given = torch.randn(3, 4, requires_grad=True)
-    expected = torch.autograd.grad(chunk(given, how), [given, *chunk.parameters()])
+    expected = torch.autograd.grad(4 * chunk(given, how), [given, *chunk.parameters()])
+    chunk.config.grad_scale_func = lambda loss: 4 * loss
     head = Head(chunk, said.append)
     with head.cut():
         loss = chunk(given, how)
-    assert head.backward(loss, given) is None and len(said) == 1
-    loss.backward()
+    kept = head.backward(loss, given)
+    assert (kept is None) == bool(how) == len(said)
+    if kept is None:
+        (4 * loss).backward()
+    else:
+        kept.hidden.backward(kept.gradient)
     for got, wanted in zip([given, *chunk.parameters()], expected, strict=True):
         assert got.grad is not None and torch.equal(got.grad, wanted)
 

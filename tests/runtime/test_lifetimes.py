@@ -1,4 +1,4 @@
-"""A schedule may outlive the sequence length and the model that it began with."""
+"""What schedules promise from call to call; lifetimes_worker.py has the checks."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ WORKER = Path(__file__).with_name("lifetimes_worker.py")
 
 
 def test_a_schedule_outlives_what_it_began_with(tmp_path: Path) -> None:
-    assert run_ranks(WORKER, 2, [str(tmp_path)]).count("ok ") == 2 * 8
+    assert run_ranks(WORKER, 2, [str(tmp_path)], timeout=300).count("ok ") == 2 * 14

@@ -1,11 +1,12 @@
-"""Preparation of a model for its steps: weight gradients, graphs and measurements.
+"""Preparation of a model for its steps: what cannot be trained by tasks, graphs, measurements.
 
-Models and stages are stand-ins that note what they are asked for.
+test_lifetimes.py prepares real models, one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,115 +18,93 @@ from megatron.dpp.core.boundary import Boundaries
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime import prepared
 from megatron.dpp.runtime.decisions import Decisions
-from megatron.dpp.runtime.prepared import Prepared
+from megatron.dpp.runtime.prepared import Prepared, why_no_graphs
 from megatron.dpp.schedule import LastRank, Memory
-from tests.runtime.test_dynamic import Weights, call_of
 
 
-def sessions_of(current: Any = None) -> Any:
-    return SimpleNamespace(current=current)
+class Weights:
+    """Weight gradients of two layers of each chunk."""
+
+    def __init__(self, chunks: Sequence[Any], say: Any) -> None:
+        self.num_pieces = (2,) * len(chunks)
+
+    def inspect(self) -> None:
+        """A host may have changed the model."""
 
 
-def prepared_of(
-    session: Any = None, said: list[str] | None = None, capture: Any = None, **config: Any
-) -> Prepared:
-    """Prepares models while ``session`` is open."""
-    log = ([] if said is None else said).append
-    return Prepared(DppConfig(**config), sessions_of(session), log, log, capture)
+class Graphs:
+    """Graphs that note what they are made with; a model that has ``changed`` needs others."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        self.pay, self.more = given[3], more
+        self.awaits_size, self.changed, self.closed = False, False, 0
+        self.sizes: list[float] = []
+        self.slot_bytes, self.keep_size = (lambda eager: 0.0), self.sizes.append
+
+    def inspect(self) -> bool:
+        return not self.changed
+
+    def close(self) -> None:
+        self.closed += 1
 
 
-def session_of(**config: Any) -> Any:
-    """A session that has decisions, and is the largest of its stage."""
-    decisions = Decisions(DppConfig(**config), lambda line: None)
-    return SimpleNamespace(
-        decisions=decisions, largest=lambda call, *values: list(values),
-        timer=SimpleNamespace(launch_share=lambda chunks: 0.9),
-    )  # fmt: skip
+@pytest.fixture(autouse=True)
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "WeightGradients", Weights)
+    monkeypatch.setattr(prepared, "ChunkGraphs", Graphs)
 
 
-# Models -------------------------------------------------------------------------------------------
+class Rank:
+    """A rank of a stage whose values are twice or, in words, as large as its own."""
+
+    def __init__(self, chunks: int = 1, capture: Any = "a test's", **config: Any) -> None:
+        self.said: list[str] = []
+        self.decisions = Decisions(DppConfig(**config), self.said.append)
+        self.launching, self.factor = 0.9, 1.0
+        session: Any = SimpleNamespace(
+            decisions=self.decisions,
+            largest=lambda call, *values: [self.factor * value for value in values],
+            timer=SimpleNamespace(launch_share=lambda chunks: self.launching),
+        )
+        sessions: Any = SimpleNamespace(current=session)
+        log = self.said.append
+        self.own = Prepared(DppConfig(**config), sessions, log, log, capture)
+        self.call: Any = SimpleNamespace(
+            model=[torch.nn.Linear(2, 2) for _ in range(chunks)], length=8,
+            config=SimpleNamespace(recompute_granularity=None), padded_rows=lambda config: None,
+            captured_rows=lambda config: [3], boundaries=lambda length: Boundaries(8, (8,), (8,)),
+        )  # fmt: skip
+
+    def graphs(self) -> Any:
+        self.own.prepare(self.call)
+        return self.own.graphs
 
 
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Weights]:
-    """The weight gradients that were made."""
-    found: list[Weights] = []
-
-    def make(chunks: Sequence[Any], say: Callable[[str], None]) -> Weights:
-        found.append(Weights(chunks))
-        return found[-1]
-
-    monkeypatch.setattr(prepared, "WeightGradients", make)
-    return found
-
-
-def test_a_model_whose_weights_are_frozen_between_steps_is_prepared_anew(
-    made: list[Weights],
-) -> None:
-    own = prepared_of()
-    call = call_of(2, model=[torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
-    for frozen, times in ((False, 1), (False, 1), (True, 2), (True, 2), (False, 3)):
-        call.model[1].weight.requires_grad_(not frozen)
-        own.prepare(call)
-        assert len(made) == times
-
-
-def test_a_model_is_prepared_once_and_another_one_anew(
-    monkeypatch: pytest.MonkeyPatch, made: list[Weights]
-) -> None:
-    said, session, closed = list[str](), session_of(), list[str]()
-    graphs = SimpleNamespace(inspect=lambda: True, close=lambda: closed.append("graphs"))
-    monkeypatch.setattr(prepared, "ChunkGraphs", lambda *_, **__: graphs)
-    own = prepared_of(session, said, capture=object())
-    session.decisions.measured(Memory(activation_bytes=1, deferred_bytes=0))
-    first, second = call_of(2), call_of(2)
-    assert own.prepare(first) is own.prepare(first) is made[0]
-    assert len(made) == 1 and made[0].inspections == 1, "a host may have changed it since"
-    assert len(said) == 1 and "the backward of chunks [1] is fused" in said[0]
-    assert not session.decisions.wants_measuring, "the first model is the one that was measured"
-    assert own.prepare(second) is made[1] and len(made) == 2
-    assert session.decisions.wants_measuring and closed == ["graphs"]
-    second.model[0] = call_of(2).model[0]
-    own.prepare(second)
-    assert len(made) == 3, "the host wraps it in its own list"
-
-
-def test_a_model_without_anything_to_defer_has_a_fused_backward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prepared, "WeightGradients", lambda chunks, say: Weights(chunks, (0, 0)))
-    assert prepared_of().prepare(call_of(2)) is None
-
-
-def test_graphs_of_a_changed_model_are_made_anew(
-    monkeypatch: pytest.MonkeyPatch, made: list[Weights]
-) -> None:
-    told: list[str] = []
-
-    def graphs(*_: Any, **__: Any) -> Any:
-        return SimpleNamespace(inspect=lambda: len(told) > 0, close=lambda: told.append("closed"))
-
-    monkeypatch.setattr(prepared, "ChunkGraphs", graphs)
-    own, call, found = prepared_of(capture=object()), call_of(), []
-    for _ in range(3):
-        own.prepare(call)
-        found.append(own.graphs)
-    assert told == ["closed"] and found[0] is not found[1] is found[2]
-
-
-def test_a_trained_parameter_of_two_chunks_is_refused(made: list[Weights]) -> None:
+def test_a_trained_parameter_of_two_chunks_is_refused() -> None:
     """Their backwards have no fixed order, in which its gradients would be added."""
-    own = prepared_of()
-    call = call_of(2)
-    call.model = [torch.nn.Linear(2, 2) for _ in range(2)]
-    call.model[1].bias = call.model[0].bias
+    rank = Rank(2)
+    one, other = rank.call.model
+    other.bias = one.bias
     with pytest.raises(ConfigError, match=r"chunks 0 and 1 of a rank share .*bias and bias"):
-        own.prepare(call)
-    call.model[0].bias.requires_grad_(False)
-    own.prepare(call)
+        rank.graphs()
+    one.bias.requires_grad_(False)
+    rank.graphs()
 
 
-# Graphs -------------------------------------------------------------------------------------------
+def test_a_model_is_prepared_anew_where_it_or_what_is_trained_of_it_changes() -> None:
+    rank = Rank(2)
+    rank.decisions.measured(Memory(activation_bytes=1, deferred_bytes=0))
+    first, found = rank.graphs(), [rank.own.prepare(rank.call)]
+    for frozen in (False, True, True, False):
+        rank.call.model[1].weight.requires_grad_(not frozen)
+        found.append(rank.own.prepare(rank.call))
+    assert [one is other for one, other in itertools.pairwise(found)] == [
+        True, False, True, False,
+    ]  # fmt: skip
+    assert first.closed == 1 and rank.decisions.wants_measuring
+    changed = rank.graphs()
+    changed.changed = True
+    assert rank.graphs() is not changed and changed.closed == 1
 
 
 @pytest.mark.parametrize(
@@ -133,150 +112,81 @@ def test_a_trained_parameter_of_two_chunks_is_refused(made: list[Weights]) -> No
     [("auto", 1, True), ("on", 1, True), ("off", 1, False), ("auto", None, False)],
 )
 def test_graphs_are_made_where_they_can_be_captured(
-    monkeypatch: pytest.MonkeyPatch, made: list[Weights], wanted: str, capture: Any, captured: bool
+    wanted: str, capture: Any, captured: bool
 ) -> None:
-    monkeypatch.setattr(prepared, "ChunkGraphs", lambda *_, **__: "graphs")
-    own = prepared_of(capture=capture, cuda_graphs=wanted)
-    own.prepare(call_of())
-    assert own.graphs == ("graphs" if captured else None)
+    rank = Rank(capture=capture, cuda_graphs=wanted)
+    assert (rank.graphs() is not None) is captured
+    if captured:
+        rank.decisions.cap = 2.5
+        assert rank.graphs().more["rows"] == [3] and rank.graphs().more["most"]() == 2.5
 
 
-class MadeGraphs:
-    """Prepares a model with graphs that note what they are made with."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, session: Any, call: Any) -> None:
-        self.given: tuple[Any, ...] = ()
-        self.more: dict[str, Any] = {}
-        self.said: list[str] = []
-        monkeypatch.setattr(prepared, "ChunkGraphs", self._make)
-        self.own = prepared_of(session, self.said, capture=object())
-        self.own.prepare(call)
-
-    def _make(self, *given: Any, **more: Any) -> Any:
-        self.given, self.more = given, more
-        return SimpleNamespace(close=lambda: None)
-
-    def pay(self) -> bool:
-        found: bool = self.given[3]([0])
-        return found
-
-
-def test_graphs_have_as_many_slots_as_the_cap_allows(
-    monkeypatch: pytest.MonkeyPatch, made: list[Weights]
+@pytest.mark.parametrize(
+    ("word", "given", "said"),
+    [
+        ("auto", {}, None),
+        ("auto", {"launch_share": 0.33}, "33%"),
+        ("auto", {"recomputes_all": True}, "recompute_granularity"),
+        ("auto", {"filled": 0.8}, None),
+        ("auto", {"filled": 1.3}, "1.3 times the memory"),
+        ("on", {"launch_share": 0.1, "recomputes_all": True, "filled": 1.3}, None),
+    ],
+)
+def test_graphs_are_taken_where_they_pay(
+    word: str, given: dict[str, Any], said: str | None
 ) -> None:
-    call, session = call_of(captured_rows=lambda settings: [3]), session_of()
-    graphs = MadeGraphs(monkeypatch, session, call)
-    assert graphs.more["rows"] == [3]
-    session.decisions.cap = 2.5
-    assert graphs.more["most"]() == 2.5
+    reason = why_no_graphs(word, **{"launch_share": 0.9} | given)
+    assert reason is None if said is None else said in str(reason)
 
 
 def test_graphs_are_judged_by_the_largest_values_of_the_stage(
-    monkeypatch: pytest.MonkeyPatch, made: list[Weights]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    call, session = call_of(), session_of()
-    shares: list[float] = []
-
-    def largest(call: Any, share: float, filled: float) -> list[float]:
-        shares.append(filled)
-        return [9 * share, filled]
-
-    session.largest, decisions = largest, session.decisions
-    session.timer.launch_share = lambda chunks: 0.1
-    graphs = MadeGraphs(monkeypatch, session, call)
-    graphs.said.clear()
-    monkeypatch.setattr(prepared, "room", lambda: 1000)
-    assert graphs.pay() is True and not graphs.said
+    """Pools may take twice what activations do, and half as much again with several lengths."""
+    rank = Rank()
+    graphs, decisions = rank.graphs(), rank.decisions
+    rank.launching, rank.factor = 0.3, 3.0
+    assert graphs.pay([0])
     decisions.measured(Memory(activation_bytes=100, deferred_bytes=0))
-    decisions.peak_held = 4.0
-    decisions.cap = 6.0
-    assert graphs.pay() is True
-    assert "may reserve up to 0.0 GiB for 6 chunk activations" in graphs.said.pop()
-    assert shares[-1] == pytest.approx(2.0 * 4.0 * 100 / 1000)
-    call.captured_rows = lambda settings: [128, 256]
-    assert graphs.pay() is False, "slots of several lengths have room for half as much again"
-    assert shares[-1] == pytest.approx(3.0 * 4.0 * 100 / 1000)
-    graphs.said.clear()
-    call.captured_rows = lambda settings: []
-    decisions.peak_held = 6.0
-    assert graphs.pay() is False
-    assert "CUDA graphs: not used, as they may need 1.2 times the memory" in graphs.said[0]
-    decisions.peak_held = 4.0
-    call.config.recompute_granularity = "selective"
-    assert graphs.pay() is True and graphs.said.pop()
-    call.config.recompute_granularity = "full"
-    assert graphs.pay() is False and "recompute_granularity" in graphs.said[1]
-    monkeypatch.setattr(prepared, "room", lambda: 0)
-    graphs.pay()
-    assert shares[-1] > 1.0, "nothing is left"
-    monkeypatch.setattr(prepared, "room", lambda: None)
-    graphs.pay()
-    assert shares[-1] == 0.0, "the room is not known"
-
-
-def test_boundaries_of_several_tensors_have_no_graphs(made: list[Weights]) -> None:
-    said: list[str] = []
-    call = call_of(boundaries=lambda length: Boundaries(8, (8,), (4, 4)))
-    own = prepared_of(said=said, capture=object())
-    own.prepare(call)
-    assert own.graphs is None
-    assert "several tensors (1 received, 2 sent)" in said[-1]
-
-
-# Memory -------------------------------------------------------------------------------------------
-
-
-def measured_stage(sizes: Sequence[int], *, last: bool) -> Any:
-    return SimpleNamespace(
-        activation_bytes=dict(enumerate(sizes)), deferred_bytes={0: 30, 1: 50},
-        runs_head_in_forward=False,
-        is_last=lambda chunk: last and chunk == len(sizes) - 1,
-    )  # fmt: skip
+    decisions.cap = rank.factor = 1.0
+    for share, room, held, lengths, wanted in (
+        (0.9, 1000, 4.0, 1, True), (0.3, 1000, 4.0, 1, False), (0.9, 1000, 6.0, 1, False),
+        (0.9, 1000, 4.0, 2, False), (0.9, 0, 4.0, 1, False), (0.9, None, 6.0, 1, True),
+    ):  # fmt: skip
+        monkeypatch.setattr(prepared, "room", lambda room=room: room)
+        rank.launching, decisions.peak_held = share, held
+        rank.call.captured_rows = lambda config, number=lengths: [128] * number
+        assert graphs.pay([0]) is wanted, (share, room, held, lengths)
+        assert wanted or "CUDA graphs: not used" in rank.said[-1]
+    rank.call.config.recompute_granularity = "full"
+    assert not graphs.pay([0])
 
 
 @pytest.mark.parametrize(("split", "last"), [(False, True), (True, False), (True, True)])
-def test_the_head_is_told_apart_on_the_last_rank_with_weight_gradients_alone(
+def test_measured_memory_is_the_largest_of_the_stage_and_later_that_of_slots(
     monkeypatch: pytest.MonkeyPatch, split: bool, last: bool
 ) -> None:
-    monkeypatch.setattr(prepared, "WeightGradients", lambda chunks, say: Weights(chunks, (2, 2)))
-    session, sizes, asked = session_of(), [100, 400], list[tuple[float, ...]]()
-    session.largest = lambda call, *values: asked.append(values) or list(values)
-    own = prepared_of(session, split_backward="on" if split else "off")
-    call = call_of(2)
-    own.prepare(call)
-    own.account(call, 1.0, measured_stage(sizes, last=last))
-    expected = LastRank.of(sizes, (2, 2)) if split and last else LastRank(400)
-    activation, _, *rest = asked[0]
-    assert LastRank(activation, head_room=rest[0], layers=rest[1]) == expected
-    assert (expected == LastRank(400)) is not (split and last)
-
-
-def test_measured_memory_is_the_largest_of_the_stage_and_later_that_of_slots(
-    monkeypatch: pytest.MonkeyPatch, made: list[Weights]
-) -> None:
-    taken, asked, kept = list[Any](), list[tuple[float, ...]](), list[float]()
-    session = SimpleNamespace(
-        decisions=SimpleNamespace(
-            measured=taken.append, measured_slots=taken.append, activation_bytes=30
-        ),
-        largest=lambda call, *values: asked.append(values) or [2 * value for value in values],
-    )
-    graphs: Any = SimpleNamespace(awaits_size=False, keep_size=kept.append)
-    monkeypatch.setattr(prepared, "ChunkGraphs", lambda *_, **__: graphs)
-    own, call = prepared_of(session, capture=object()), call_of(2)
-    own.prepare(call)
-    own.account(call, 1.5, measured_stage([100, 80], last=False))
-    assert asked == [(150.0, 75.0, 1.0, 1.0)]
-    expected = Memory(activation_bytes=300, deferred_bytes=150, head_room=2, last_layers=2)
-    assert taken == [expected]
-    own.account(call, 1.5, None)
-    assert len(taken) == 1, "measured once"
-    graphs.awaits_size, graphs.slot_bytes = True, lambda eager: 0
-    own.account(call, 1.5, None)
-    assert not kept and len(taken) == 1, "no graph has been captured yet"
+    """The head is told apart on the last rank, with weight gradients alone."""
+    rank, taken = Rank(2, split_backward="on" if split else "off"), list[Any]()
+    graphs, rank.factor = rank.graphs(), 2.0
+    monkeypatch.setattr(rank.decisions, "measured", taken.append)
+    monkeypatch.setattr(rank.decisions, "measured_slots", taken.append)
+    stage: Any = SimpleNamespace(
+        activation_bytes={0: 100, 1: 400}, deferred_bytes={0: 30, 1: 50},
+        runs_head_in_forward=False, is_last=lambda chunk: last and chunk == 1,
+    )  # fmt: skip
+    rank.own.account(rank.call, 1.5, stage)
+    apart = LastRank.of([100, 400], (2, 2)) if split and last else LastRank(400)
+    memory = Memory(
+        activation_bytes=3 * apart.activation_bytes, deferred_bytes=150,
+        head_room=2 * apart.head_room, last_layers=2 * apart.layers,
+    )  # fmt: skip
+    assert taken == [memory]
+    graphs.awaits_size = True
+    rank.own.account(rank.call, 1.5, None)
+    assert not graphs.sizes, "no graph has been captured yet"
     graphs.slot_bytes = lambda eager: eager + 10
-    own.account(call, 1.5, None)
-    assert kept == [80] and taken[1:] == [80]
-    graphs.awaits_size = False
-    own.account(call, 1.5, None)
-    assert kept == [80]
+    for awaits in (True, False):
+        graphs.awaits_size = awaits
+        rank.own.account(rank.call, 1.5, None)
+    assert graphs.sizes == taken[1:] == [20]

@@ -4,26 +4,20 @@ order to the last bit, whatever order they run in.
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.runtime import cases
 from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, TENSOR, UNLIKE, case
-from tests.runtime.launcher import run_ranks, shared_gpus
+from tests.runtime.launcher import shared_gpus
 
-WORKER = Path(__file__).with_name("slices_worker.py")
+check = partial(cases.check, worker=Path(__file__).with_name("slices_worker.py"))
 RANDOM = {"policy": "tests.runtime.slices_worker:AtRandom"}
 LATE_RUN, FUSED = ({"inject": LATE, "split_backward": how} for how in ("on", "off"))
 PACKED = {"positions": "rope", "model": UNLIKE | {"num_query_groups": 2}}
 ROTARY = {"positions": "rope", "model": {"num_query_groups": 2}}
-
-
-def check(num_ranks: int, *cases: dict[str, Any]) -> None:
-    output = run_ranks(WORKER, num_ranks, [json.dumps(cases)], timeout=300)
-    for each in cases:
-        assert f"CASE {each['name']} ok" in output
 
 
 def test_two_ranks_in_slices() -> None:
@@ -42,15 +36,13 @@ def test_two_ranks_in_slices() -> None:
 
 @pytest.mark.gpu
 def test_two_ranks_in_slices_on_gpus() -> None:
-    cases = [
+    check(
+        2,
         case("rotary, groups", 2, 3, LATE_RUN, FUSED, RANDOM, slices=4, **ROTARY),
         case("v2, learned", 2, 4, LATE_RUN, slices=6, v=2, layers=4, per_token=True),
         case("full", 2, 2, LATE_RUN, slices=8, recompute="full", **ROTARY),
-    ]
-    told = [json.dumps(cases)]
-    output = run_ranks(WORKER, 2, told, timeout=300, place=shared_gpus, fresh=True)
-    for each in cases:
-        assert f"CASE {each['name']} ok" in output
+        place=shared_gpus, fresh=True,
+    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 
 from megatron.dpp.core import boundary, grad_sync, steps
 from megatron.dpp.core.steps import Stage, StepCall
-from megatron.dpp.errors import ConfigError
 
 
 class Group:
@@ -96,60 +94,32 @@ def frees(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, bool]]:
     return freed
 
 
+class Timers:
+    """Notes the timers that are started and stopped."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.given: list[dict[str, Any]] = []
+
+    def __call__(self, name: str, log_level: int | None = None) -> Any:
+        def start(**given: Any) -> None:
+            self.given.append(given)
+            self.told.append(f"start {name}")
+
+        return SimpleNamespace(start=start, stop=lambda: self.told.append(f"stop {name}"))
+
+
 @pytest.fixture(autouse=True)
 def replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grad_sync, "DistributedDataParallel", Chunk)
 
 
-def test_complete_chunks_start_their_own_reductions_in_one_order() -> None:
-    chunks = [Chunk(config_with()), Chunk(config_with())]
-    stage = stage_of(chunks)
-    with pytest.raises(AssertionError, match="chunk 0 is complete before chunk 1"):
-        stage.chunk_complete(0)
-    stage.chunk_complete(1)
-    assert [chunk.started() for chunk in chunks] == [[[], []], [[False], [False]]]
-    with pytest.raises(AssertionError, match="chunk 1 is complete before chunk 2"):
-        stage.chunk_complete(1)
-    stage.chunk_complete(0)
-    assert [chunk.started() for chunk in chunks] == [[[False], [False]]] * 2
-
-
-@pytest.mark.parametrize(("by_call", "by_model"), [(True, False), (False, True), (False, False)])
-def test_either_the_call_or_the_model_asks_for_reductions_everywhere(
-    by_call: bool, by_model: bool
-) -> None:
-    chunk = Chunk(config_with())
-    chunk.force_all_reduce = by_model
-    stage_of([chunk], force_all_reduce=by_call).chunk_complete(0)
-    assert chunk.started() == [[by_call or by_model]] * 2
-
-
-def test_between_instances_the_first_step_is_reduced_at_the_end_alone() -> None:
-    first, later = (Chunk(config_with(), instances=2, first=first) for first in (True, False))
-    for chunk in (first, later):
-        stage_of([chunk]).chunk_complete(0)
-    assert first.started() == [[], []]
-    assert later.started() == [[False], [False]]
-
-
-@pytest.mark.parametrize("listed", [True, False])
-def test_a_users_own_reduction_takes_the_place_of_ours(listed: bool) -> None:
-    given: list[str] = []
-    sync: Any = [lambda _: given.append("0"), lambda _: given.append("1")]
-    config = config_with(grad_sync_func=sync if listed else sync[0])
-    chunks = [Chunk(config), Chunk(config)]
-    stage = stage_of(chunks)
-    for chunk in (1, 0):
-        stage.chunk_complete(chunk)
-    assert given == (["1", "0"] if listed else ["0", "0"])
-    assert [chunk.started() for chunk in chunks] == [[[], []]] * 2
-
-
 @pytest.mark.parametrize("forward_only", [True, False])
-@pytest.mark.parametrize("per_token", [True, False])
-def test_gradients_are_finalized_with_what_the_call_asks(
-    monkeypatch: pytest.MonkeyPatch, per_token: bool, forward_only: bool
+@pytest.mark.parametrize(("per_token", "offloads"), [(True, False), (False, True)])
+def test_a_step_ends_as_the_call_and_its_config_ask(
+    monkeypatch: pytest.MonkeyPatch, per_token: bool, offloads: bool, forward_only: bool
 ) -> None:
+    """Gradients are finalised, and offloaded activations forgotten."""
     got: list[tuple[Any, ...]] = []
 
     def finalize(model: Any, num_tokens: Any, pg_collection: Any, force_all_reduce: bool) -> None:
@@ -157,6 +127,12 @@ def test_gradients_are_finalized_with_what_the_call_asks(
         got.append((model, tokens, pg_collection, force_all_reduce))
 
     config = config_with(finalize_model_grads_func=finalize, calculate_per_token_loss=per_token)
+    resets: list[tuple[Any, bool]] = []
+    monkeypatch.setattr(
+        steps.compat, "reset_offload",
+        lambda groups, *, forward_only: resets.append((groups, forward_only)),
+    )  # fmt: skip
+    config.fine_grained_activation_offloading = offloads
     stage = stage_of([Chunk(config)], force_all_reduce=True, forward_only=forward_only)
     forwards(monkeypatch, torch.zeros(1), 3)
     for microbatch in range(2):
@@ -165,23 +141,7 @@ def test_gradients_are_finalized_with_what_the_call_asks(
     call = stage.call
     expected = (call.model, 6 if per_token else None, call.pg_collection, True)
     assert got == ([] if forward_only else [expected])
-
-
-@pytest.mark.parametrize("forward_only", [True, False])
-@pytest.mark.parametrize("offloads", [True, False])
-def test_offloaded_activations_are_forgotten_at_the_end_of_a_step(
-    offloads: bool, forward_only: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[Any, bool]] = []
-
-    def reset(groups: Any, *, forward_only: bool) -> None:
-        told.append((groups, forward_only))
-
-    monkeypatch.setattr(steps.compat, "reset_offload", reset)
-    config = config_with(fine_grained_activation_offloading=offloads)
-    stage = stage_of([Chunk(config)], forward_only=forward_only)
-    stage.finish()
-    assert told == [(stage.call.pg_collection, forward_only)] * offloads
+    assert resets == [(call.pg_collection, forward_only)] * offloads
 
 
 def test_as_many_forwards_as_asked_keep_their_activations_of_each_window(
@@ -284,68 +244,24 @@ def test_offloaded_activations_are_not_measured(
     assert stage.activation_bytes == ({} if name else {0: 100})
 
 
-class Timers:
-    """Notes the timers that are started and stopped."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def __call__(self, name: str, log_level: int | None = None) -> Any:
-        told = self.told.append
-        return SimpleNamespace(
-            start=lambda **_: told(f"start {name}"), stop=lambda: told(f"stop {name}")
-        )
-
-
-def test_weight_gradients_have_a_timer_of_their_own() -> None:
-    timers, run = Timers(), []
-    store = SimpleNamespace(run=lambda *task: run.append((task, *timers.told)))
-    stage = stage_of([Chunk(config_with(timers=timers))], weight_gradients=store)
-    stage.weight(0, 3, 1)
-    assert run == [((0, 3, 1), "start weight-compute")]
-    assert timers.told == ["start weight-compute", "stop weight-compute"]
-
-
-@pytest.mark.parametrize("given", ["list", "one", "none"])
-def test_a_stage_holds_reductions_back_from_its_beginning_to_its_end(given: str) -> None:
-    """Within the functions of the config, if there are any, and without them."""
-    told: list[str] = []
-
-    @contextlib.contextmanager
-    def held(name: str) -> Iterator[None]:
-        told.append(f"hold {name}")
-        yield
-        told.append(f"free {name}")
-
-    names = {"list": ["0", "1"], "one": ["all"], "none": []}[given]
-    each: list[Any] = [functools.partial(held, name) for name in names]
-    functions: Any = {"list": each, "none": None}.get(given, each[:1] and each[0])
-    timers = Timers()
-    config = config_with(no_sync_func=functions, timers=timers, barrier_with_L1_time=True)
-    config.finalize_model_grads_func = None
-    chunks: list[Any] = [Chunk(config), Chunk(config)]
-    stage = stage_of(chunks)
-    stage.open()
-    assert told[2 * len(names) :] == [f"hold {name}" for name in names], "after a trial of them"
-    groups = [g for c in chunks for g in c.bucket_groups + c.expert_parallel_bucket_groups]
-    assert not any(group.is_last_microbatch for group in groups)
-    told.clear()
-    assert stage.finish() is stage.forward_data_store
-    assert told == [f"free {name}" for name in reversed(names)]
-    assert all(group.is_last_microbatch for group in groups)
-    assert timers.told == ["start forward-backward", "stop forward-backward"]
-
-
 @pytest.mark.parametrize("barrier", [True, False])
-def test_the_timer_of_a_step_begins_at_a_barrier_where_the_config_asks(barrier: bool) -> None:
-    started: list[dict[str, Any]] = []
-
-    def timers(name: str, log_level: int) -> Any:
-        return SimpleNamespace(start=lambda **given: started.append(given))
-
-    config = config_with(timers=timers, barrier_with_L1_time=barrier, no_sync_func=[])
-    stage_of([Chunk(config)]).open()
-    assert started == [{"barrier": barrier}]
+def test_a_step_and_its_weight_gradients_have_timers(barrier: bool) -> None:
+    """That of a step begins at a barrier where the config asks for it."""
+    timers, run = Timers(), []
+    config = config_with(
+        timers=timers, barrier_with_L1_time=barrier, finalize_model_grads_func=None
+    )
+    store = SimpleNamespace(run=lambda *task: run.append((task, *timers.told[1:])))
+    stage = stage_of([Chunk(config)], weight_gradients=store)
+    stage.open()
+    stage.weight(0, 3, 1)
+    assert stage.finish() is stage.forward_data_store
+    assert run == [((0, 3, 1), "start weight-compute")]
+    assert timers.told == [
+        "start forward-backward", "start weight-compute", "stop weight-compute",
+        "stop forward-backward",
+    ]  # fmt: skip
+    assert timers.given == [{"barrier": barrier}, {}]
 
 
 @pytest.mark.parametrize("deallocate", [True, False])
@@ -412,69 +328,54 @@ def test_a_forward_collects_what_the_call_asks(
     assert seen[0]["vp_stage"] is None, "a single chunk has no number"
 
 
-class TestBoundaryBackward:
-    """Backwards of stages with several inputs or outputs, by megatron-core's own function."""
+# Backwards of stages with several inputs or outputs, by megatron-core's own function
 
-    def config(self, timers: Any = None) -> Any:
-        return SimpleNamespace(
-            timers=timers, grad_scale_func=None, deallocate_pipeline_outputs=False
-        )
+ONES = torch.ones(2)
 
-    def test_each_input_gets_its_gradient_and_an_empty_one_where_there_is_none(self) -> None:
-        a, b, c = (torch.full((2,), value, requires_grad=True) for value in (1.0, 2.0, 3.0))
-        outputs = [a * b, a + 0, torch.ones(1)]
-        timers = Timers()
-        grads = boundary.backward(
-            [a, b, c], outputs, [torch.ones(2), torch.empty(0), torch.ones(1)],
-            self.config(timers),
-        )  # fmt: skip
-        assert isinstance(grads, list)
-        assert torch.equal(grads[0], b.detach()) and torch.equal(grads[1], a.detach())
-        assert grads[2].numel() == 0
-        assert timers.told == ["start backward-compute", "stop backward-compute"]
 
-    def test_one_output_of_several_inputs(self) -> None:
-        a, ids = torch.full((2,), 3.0, requires_grad=True), torch.zeros(2, dtype=torch.int)
-        grads = boundary.backward([a, ids], 2 * a, torch.ones(2), self.config())
-        assert isinstance(grads, list)
-        assert grads[0].tolist() == [2.0, 2.0] and grads[1].numel() == 0
-        b = torch.full((2,), 5.0, requires_grad=True)
-        grads = boundary.backward(
-            [ids, a.detach().requires_grad_(), b], a * b, torch.ones(2), self.config()
-        )
-        assert isinstance(grads, list)
-        assert grads[0].numel() == 0 and grads[2].tolist() == [3.0, 3.0]
+def full(value: float, *, trained: bool = True) -> torch.Tensor:
+    return torch.full((2,), value, requires_grad=trained)
 
-    def test_several_outputs_of_one_input_and_of_the_data(self) -> None:
-        a = torch.full((2,), 3.0, requires_grad=True)
-        grad = boundary.backward(a, [2 * a, 3 * a], [torch.ones(2)] * 2, self.config())
-        assert isinstance(grad, torch.Tensor) and grad.tolist() == [5.0, 5.0]
-        weight = torch.full((2,), 3.0, requires_grad=True)
-        outputs = [2 * weight, weight * weight]
-        assert boundary.backward(None, outputs, [torch.ones(2)] * 2, self.config()) is None
-        assert weight.grad is not None and weight.grad.tolist() == [8.0, 8.0]
 
-    def test_one_input_and_one_output(self) -> None:
-        a = torch.full((2,), 3.0, requires_grad=True)
-        grad = boundary.backward(a, 2 * a, torch.ones(2), self.config())
-        assert isinstance(grad, torch.Tensor) and grad.tolist() == [2.0, 2.0]
+def ids() -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int)
 
-    def test_links_hold_the_largest_tensor_of_a_boundary(self) -> None:
-        opened = boundary.Boundaries(8, (8, 64), (32, 16))
-        assert opened.several and not boundary.Boundaries(8, (8,), (8,)).several
-        assert boundary.Boundaries(8, (8, 8), (8,)).several
-        assert boundary.Boundaries(8, (8,), (8, 8)).several
-        opened.check_fits(opened)
-        boundary.Boundaries(8, (64, 8), (16, 32)).check_fits(opened)
-        for receives, sends, said in (
-            ((8, 65), (32, 16), "receive 2 tensors of up to 65 bytes"),
-            ((8, 64), (8, 33), "send 2 tensors of up to 33 bytes"),
-            ((8,), (32, 16), "receive 1 tensors"),
-        ):
-            with pytest.raises(ConfigError, match=said):
-                boundary.Boundaries(8, receives, sends).check_fits(opened)
 
-    def test_integers_want_no_gradient(self) -> None:
-        floats, ids = torch.zeros(2), torch.zeros(2, dtype=torch.int)
-        boundary.want_gradients([floats, ids])
-        assert floats.requires_grad and not ids.requires_grad
+BACKWARDS: list[tuple[Any, Any, Any, Any]] = [
+    # inputs, outputs of them, gradients of these, gradients of the inputs (None: an empty one)
+    ((1.0, 2.0, 3.0), lambda a, b, c: [a * b, a + 0, torch.ones(1)],
+     [ONES, torch.empty(0), torch.ones(1)], [2.0, 1.0, None]),
+    ((3.0, None), lambda a, _: 2 * a, ONES, [2.0, None]),
+    ((None, 3.0, 5.0), lambda _, a, b: a * b, ONES, [None, 5.0, 3.0]),
+    (3.0, lambda a: [2 * a, 3 * a], [ONES, ONES], 5.0),
+    (3.0, lambda a: 2 * a, ONES, 2.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "function", "received", "expected"), BACKWARDS)
+def test_each_input_gets_its_gradient_and_an_empty_one_where_there_is_none(
+    given: Any, function: Any, received: Any, expected: Any
+) -> None:
+    several, timers = isinstance(given, tuple), Timers()
+    config = SimpleNamespace(timers=timers, grad_scale_func=None, deallocate_pipeline_outputs=False)
+    inputs = [ids() if value is None else full(value) for value in (given if several else [given])]
+    found = boundary.backward(inputs if several else inputs[0], function(*inputs), received, config)
+    assert isinstance(found, list) is several
+    pairs = zip(boundary.as_list(found), expected if several else [expected], strict=True)
+    for gradient, value in pairs:
+        assert gradient.tolist() == ([] if value is None else [value] * 2)
+    assert timers.told == ["start backward-compute", "stop backward-compute"]
+
+
+def test_outputs_of_the_data_alone_have_gradients_of_no_input() -> None:
+    weight = full(3.0)
+    config = SimpleNamespace(timers=None, grad_scale_func=None, deallocate_pipeline_outputs=False)
+    outputs = [2 * weight, weight * weight]
+    assert boundary.backward(None, outputs, [ONES] * 2, config) is None
+    assert weight.grad is not None and weight.grad.tolist() == [8.0, 8.0]
+
+
+def test_integers_want_no_gradient() -> None:
+    floats, numbers = full(0.0, trained=False), ids()
+    boundary.want_gradients([floats, numbers])
+    assert floats.requires_grad and not numbers.requires_grad

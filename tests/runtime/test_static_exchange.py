@@ -27,37 +27,6 @@ def two_ranks() -> FakeNetwork:
     return FakeNetwork([*{*ring_channels((0, 1), 0, 64, 2), *ring_channels((0, 1), 1, 64, 2)}])
 
 
-def test_a_sender_that_left_is_named_at_once() -> None:
-    """Messages that it sent before are still taken."""
-    network = two_ranks()
-    sender, exchange = network.transport(0), ChannelExchange(network.transport(1), timeout=600.0)
-    out = next(i for i, s in enumerate(sender.outgoing) if s.direction == Direction.FORWARD)
-    sender.put(out, torch.ones(4), iteration=0, microbatch=0)
-    sender.flush(5.0)
-    sender.close()
-    assert torch.equal(exchange.take(Direction.FORWARD), torch.ones(4))
-    with pytest.raises(PeerDead, match="message 1 will not arrive: rank 0 has closed"):
-        exchange.take(Direction.FORWARD)
-
-
-def test_a_message_that_arrives_while_its_sender_leaves_is_taken() -> None:
-    """A sender may send and leave between the look for messages and that at the sender."""
-    wire: Any = Wire(torch.ones(2))
-    looks = iter([[0, 0]])
-    wire.poll = lambda: next(looks, [1, 0])
-    wire.departed, wire.wait = lambda source: True, lambda seconds: None
-    taken = ChannelExchange(wire, timeout=5.0).take(Direction.FORWARD)
-    assert torch.equal(taken, torch.ones(2))
-
-
-def test_a_sender_that_is_slow_is_waited_for() -> None:
-    network = two_ranks()
-    network.transport(0)
-    exchange = ChannelExchange(network.transport(1), timeout=0.1)
-    with pytest.raises(TransferTimeout, match="its sender is alive"):
-        exchange.take(Direction.FORWARD)
-
-
 class Wire:
     """A transport whose neighbours send what they are asked to, and that notes what is put."""
 
@@ -121,6 +90,26 @@ def test_what_is_received_comes_in_order_from_its_side() -> None:
     assert following is None and not len(previous) and wire.took == [1, 1]
     handles["recv_prev"].wait()
     assert torch.equal(previous, two) and previous.requires_grad and wire.took == [2, 1]
+
+
+def test_a_sender_is_waited_for_unless_it_has_left() -> None:
+    """Messages that it sent before are taken, also one that it sends as it leaves."""
+    network = two_ranks()
+    sender, exchange = network.transport(0), ChannelExchange(network.transport(1), timeout=0.1)
+    out = next(i for i, s in enumerate(sender.outgoing) if s.direction == Direction.FORWARD)
+    with pytest.raises(TransferTimeout, match="its sender is alive"):
+        exchange.take(Direction.FORWARD)
+    sender.put(out, torch.ones(4), iteration=0, microbatch=0)
+    sender.flush(5.0)
+    sender.close()
+    assert torch.equal(exchange.take(Direction.FORWARD), torch.ones(4))
+    with pytest.raises(PeerDead, match="message 1 will not arrive: rank 0 has closed"):
+        exchange.take(Direction.FORWARD)
+    wire: Any = Wire(torch.ones(2))
+    looks = iter([[0, 0]])
+    wire.poll = lambda: next(looks, [1, 0])
+    wire.departed, wire.wait = lambda source: True, lambda seconds: None
+    assert torch.equal(ChannelExchange(wire, timeout=5.0).take(Direction.FORWARD), torch.ones(2))
 
 
 class Traced:
@@ -207,29 +196,20 @@ def test_a_wait_before_the_first_task_is_warm_up(monkeypatch: pytest.MonkeyPatch
     assert made.causes == ["warm-up", "send", "message"]
 
 
-def test_a_backward_belongs_to_the_forward_that_made_its_output() -> None:
+def test_a_backward_belongs_to_the_forward_that_made_its_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An output's storage may be used anew, for another microbatch."""
-    told: list[Any] = []
-    names = ("forward_step", "backward_step")
-    ((owner, _), _) = [compat.resolve(f"pipeline_parallel.schedules:{name}") for name in names]
-    originals = {name: getattr(owner, name) for name in names}
-    output, received, gradient = torch.zeros(1), torch.ones(1), torch.full((1,), 2.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, "forward_step", lambda *given, **_: (output, 0))
-        patch.setattr(owner, "backward_step", lambda *given: gradient)
-        with around_steps(
-            lambda step, tensor: told.append(("before", step, tensor)),
-            lambda step, tensor: told.append(("after", step, tensor)),
-        ):
-            for number in (4, 5):
-                owner.forward_step(
-                    None, None, None, 1, received, current_microbatch=number, vp_stage=1
-                )
-                owner.backward_step(received, [output], [gradient])
-            owner.backward_step(received, output, gradient)
-    assert {name: getattr(owner, name) for name in originals} == originals
+    made, told = Traced(monkeypatch), list[Any]()
+    monkeypatch.setattr(schedules, "backward_step", lambda *given: made.gradient)
+    originals = schedules.forward_step, schedules.backward_step
+    with around_steps(lambda *given: told.append(given), lambda *given: told.append(given)):
+        for number in (4, 5):
+            made.forward(1, number)
+            schedules.backward_step(made.received, [made.output], [made.gradient])
+        schedules.backward_step(made.received, made.output, made.gradient)
+    assert (schedules.forward_step, schedules.backward_step) == originals
     steps = [("F", 1, 4), ("B", 1, 4), ("F", 1, 5), ("B", 1, 5), ("B", 0, 0)]
-    assert [tuple(step) for _, step, _ in told] == [step for step in steps for _ in range(2)]
-    tensors = [tensor for _, _, tensor in told[:4]]
-    for found, expected in zip(tensors, (received, output, gradient, gradient), strict=True):
-        assert found is expected
+    assert [tuple(step) for step, _ in told] == [step for step in steps for _ in range(2)]
+    expected = (made.received, made.output, made.gradient, made.gradient)
+    assert all(found is tensor for (_, found), tensor in zip(told, expected, strict=False))

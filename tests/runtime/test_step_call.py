@@ -56,12 +56,15 @@ def test_settings_that_need_a_static_order_are_refused_with_what_is_gained_witho
         call.refuse_ordered()
 
 
-def test_expert_parallelism_is_not_refused() -> None:
-    settings = {"moe_router_load_balancing_type": ["global_aux_loss"], "cuda_graph_impl": "none"}
-    call_with(expert_model_parallel_size=2, **settings).refuse_ordered()
-    name = "num_microbatches_with_partial_activation_checkpoints"
+def test_expert_parallelism_is_refused_with_partial_checkpoints_of_a_global_loss_alone() -> None:
+    kinds, partial = (
+        "moe_router_load_balancing_type",
+        {"num_microbatches_with_partial_activation_checkpoints": 1},
+    )
+    call_with(expert_model_parallel_size=2, **{kinds: ["global_aux_loss"]}).refuse_ordered()
+    call_with(**partial, **{kinds: ["aux_loss"]}).refuse_ordered()
     with pytest.raises(ConfigError, match=r"global_aux_loss.? with partial checkpoints needs"):
-        call_with(**settings, **{name: 1}).refuse_ordered()
+        call_with(**partial, **{kinds: ["global_aux_loss"]}).refuse_ordered()
 
 
 def test_arguments_that_do_not_fit_together_are_refused() -> None:

@@ -138,3 +138,25 @@ def test_seeds_are_equal_on_every_machine() -> None:
     """A resumed run draws the numbers that an uninterrupted run draws."""
     assert rng.derive(1, 2, 3, 4) == 7597657864365363701
     assert rng.derive(1, 2, 3, 4, 0, name="model-parallel-rng") == 3200291550365815258
+
+
+@pytest.mark.parametrize(
+    ("settings", "forward_only", "needed"),
+    [
+        ({}, False, False),
+        ({"hidden_dropout": 0.1}, False, True),
+        ({"attention_dropout": 0.1}, False, True),
+        ({"hidden_dropout": 0.1}, True, False),
+        ({"moe_input_jitter_eps": 0.1}, True, True),
+        ({"moe_router_force_load_balancing": True}, True, True),
+    ],
+)
+def test_tasks_are_seeded_where_a_forward_draws(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], forward_only: bool, needed: bool
+) -> None:
+    given = {
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_input_jitter_eps": None,
+        "moe_router_force_load_balancing": False,
+    }  # fmt: skip
+    monkeypatch.setattr(rng, "get_model_config", lambda _: SimpleNamespace(**given | settings))
+    assert rng.needs_task_rng([torch.nn.Identity()], forward_only=forward_only) is needed

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +14,10 @@ import torch
 
 from megatron.dpp.core.wgrad import accumulate, te_layer
 from megatron.dpp.core.wgrad.te_layer import TELayer, adding
-from tests.runtime import te_double
+from tests.runtime import cases, te_double
 from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, UNLIKE, case
-from tests.runtime.launcher import run_ranks, shared_gpus
+from tests.runtime.launcher import shared_gpus
 
-WORKER = Path(__file__).with_name("te_worker.py")
 FUSED, SPLIT = {"split_backward": "off", "inject": LATE}, {"inject": LATE}
 
 
@@ -29,44 +28,34 @@ def graphed(**more: Any) -> list[dict[str, Any]]:
             {"inject": LATE, **graphs}]  # fmt: skip
 
 
-LAYERS: list[dict[str, Any]] = [
-    {"name": "v2", "p": 2, "v": 2, "m": 6, "layers": 4,
-     "runs": [SPLIT, {"policy": "breadth-first", "activation_cap": "8p", "inject": LATE}]},
-    {"name": "overlap", "p": 2, "v": 2, "m": 4, "overlap": True, "runs": [SPLIT],
-     "fused_wgrad": True, "distributed_optimizer": True},
-    {"name": "frozen", "p": 2, "m": 4, "runs": [SPLIT], "layers": 4, "untied": True,
-     "frozen": ["linear_qkv"]},
-    {"name": "graphs", "p": 2, "v": 2, "m": 4, "fused_wgrad": True, "overlap": True,
-     "runs": graphed(), "layers": 4, "iterations": 4},
-    {"name": "main_grad", "p": 2, "v": 2, "m": 4, "fused_wgrad": True, "runs": [FUSED, SPLIT]},
-    {"name": "bf16", "p": 2, "m": 4, "runs": [SPLIT], "fused_wgrad": True, "bf16": True},
-    {"name": "no main_grad", "p": 2, "v": 2, "m": 4, "runs": [SPLIT], "overlap": True},
-    {"name": "recompute", "p": 2, "m": 4, "runs": [SPLIT], "recompute": "full"},
-]  # fmt: skip
+FAR = {"policy": "breadth-first", "activation_cap": "8p", "inject": LATE}
+LAYERS = [
+    case("v2", 2, 6, SPLIT, FAR, v=2, layers=4),
+    case("overlap", 2, 4, SPLIT, v=2, fused_wgrad=True, **OPTIMIZED),
+    case("frozen", 2, 4, SPLIT, layers=4, untied=True, frozen=["linear_qkv"]),
+    case("graphs", 2, 4, *graphed(), v=2, fused_wgrad=True, overlap=True, layers=4, iterations=4),
+    case("main_grad", 2, 4, FUSED, SPLIT, v=2, fused_wgrad=True),
+    case("bf16", 2, 4, SPLIT, fused_wgrad=True, bf16=True),
+    case("no main_grad", 2, 4, SPLIT, v=2, overlap=True),
+    case("recompute", 2, 4, SPLIT, recompute="full"),
+]
 """The ranks start once: their imports take longer than the cases."""
 
 
-def run(cases: list[dict[str, Any]]) -> str:
-    return run_ranks(WORKER, 2, [json.dumps(cases)], timeout=240, preload="libraries")
-
-
-def check(cases: list[dict[str, Any]], output: str) -> None:
-    for one in cases:
-        assert f"CASE {one['name']} ok" in output
+check = partial(cases.check, worker=Path(__file__).with_name("te_worker.py"))
 
 
 def test_equal_to_the_static_schedule_bit_by_bit() -> None:
-    check(LAYERS, run(LAYERS))
+    check(2, *LAYERS, preload="libraries")
 
 
-STRICT = {"policy": "breadth-first", "activation_cap": "8p", "inject": LATE}
 HALF = {"bf16": True, "fusion": True}
 DOCUMENTS = {"packed": "together", "per_token": True, "layers": 4, "model": UNLIKE}
 GROUPED = EXPERTS | {"moe_grouped_gemm": True}
 PACKAGE: dict[str, tuple[int, list[dict[str, Any]]]] = {
     "fp32": (2, [
         case("v1", 2, 5, FUSED, SPLIT, layers=4, dropout=0.1),
-        case("v2", 2, 6, SPLIT, STRICT, v=2, layers=8),
+        case("v2", 2, 6, SPLIT, FAR, v=2, layers=8),
         case("main_grad", 2, 6, FUSED, SPLIT, v=2, fusion=True),
     ]),
     "bf16": (2, [
@@ -112,12 +101,8 @@ PACKAGE: dict[str, tuple[int, list[dict[str, Any]]]] = {
 )
 @pytest.mark.parametrize("name", PACKAGE)
 def test_the_package_itself_is_equal_to_the_static_schedule_bit_by_bit(name: str) -> None:
-    num_ranks, cases = PACKAGE[name]
-    output = run_ranks(
-        WORKER, num_ranks, [json.dumps(cases)], timeout=150, place=shared_gpus, fresh=True
-    )
-    check(cases, output)
-    print("\n".join(line for line in output.splitlines() if line.startswith(("CASE", "LAYERS"))))
+    num_ranks, given = PACKAGE[name]
+    check(num_ranks, *given, place=shared_gpus, fresh=True)
 
 
 def layer_of(double: Any, return_bias: bool, delay: bool) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -99,34 +100,19 @@ def test_weights_wait_for_their_w_and_get_what_a_fused_backward_gives() -> None:
         store.run(0, 1, 0)
 
 
-def test_what_waits_for_its_w_keeps_no_graph() -> None:
+def test_what_waits_for_its_w_keeps_no_graph_and_is_noticed_if_left_out() -> None:
     chunk = Chunk(Linear(), Linear())
     store = WeightGradients([chunk])
-    with store.bound(), store.divert() as deferred:
-        chunk(inputs(1)[0]).sum().backward()
-    works: list[Any] = [work for layer in deferred.values() for work in layer]
-    kept = [each.input.get("") for work in works for each in work.products]
-    assert len(kept) == 2 and all(tensor.grad_fn is None for tensor in kept)
-
-
-def test_a_piece_that_is_left_out_is_noticed_at_the_last() -> None:
-    chunk = Chunk(Linear(), Linear())
-    store = WeightGradients([chunk])
-    (value,) = inputs(1)
     with store.bound():
-        output = chunk(value).sum()
+        with store.divert() as deferred:
+            chunk(inputs(1)[0]).sum().backward()
+        works: list[Any] = [work for layer in deferred.values() for work in layer]
+        kept = [each.input.get("") for work in works for each in work.products]
+        assert len(kept) == 2 and all(tensor.grad_fn is None for tensor in kept)
         with store.collect(0, 0):
-            output.backward()
+            chunk(inputs(1)[0]).sum().backward()
         with pytest.raises(AssertionError, match=r"weight gradients left over: \[1\]"):
             store.run(0, 0, 1)
-
-
-def test_outside_of_a_collection_the_weight_gradient_is_computed_at_once() -> None:
-    chunk = Chunk(Linear())
-    store = WeightGradients([chunk])
-    with store.bound():
-        chunk(inputs(1)[0]).sum().backward()
-    assert chunk.decoder.layers[0].weight.grad is not None and store.held_bytes == 0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("way", ["grad", "backward"])
@@ -145,22 +131,30 @@ def test_a_loss_that_asks_for_the_gradient_of_a_deferred_weight_is_refused(way: 
                 loss.backward(inputs=[weight])
 
 
-def test_a_pass_within_a_forward_adds_after_what_earlier_passes_have_deferred() -> None:
+@pytest.mark.parametrize("collected", [1, 2])
+def test_passes_are_added_one_by_one_as_autograd_does(collected: int) -> None:
+    """One within a forward runs at once, behind what earlier ones have deferred; several that one
+    backward collects have a sum each.
+    """
     chunk: Any = Chunk(Linear())
     said: list[str] = []
     store, weight = WeightGradients([chunk], said.append), chunk.decoder.layers[0].weight
-    first, second = (chunk(value) for value in inputs(2))
-    with store.bound():
-        first, second = (chunk(value) for value in inputs(2))
-        with store.collect(0, 0):
-            first.sum().backward()
-        second.sum().backward()
-        added = weight.grad.clone()
-        store.run(0, 0, 0)
-    weight.grad = None
-    for value in inputs(2):
-        chunk(value).sum().backward()
-    assert torch.equal(added, weight.grad) and "a backward pass of its own" in said[0]
+    before, added = torch.full((2, 2), 3e3), []
+    for deferred in (True, False):
+        weight.grad = before.clone()
+        with store.bound() if deferred else contextlib.nullcontext():
+            first, second = (chunk(value).square().sum() for value in inputs(2))
+            with store.collect(0, 0) if deferred else contextlib.nullcontext():
+                first.backward()
+                if collected == 2:
+                    second.backward()
+            if collected == 1:
+                second.backward()
+            if deferred:
+                store.run(0, 0, 0)
+        added.append(weight.grad)
+    assert torch.equal(*added)
+    assert [("a backward pass of its own" in line) for line in said] == [True] * (collected == 1)
 
 
 def test_the_model_is_its_own_again_after_a_step_and_after_an_error() -> None:
@@ -172,16 +166,37 @@ def test_the_model_is_its_own_again_after_a_step_and_after_an_error() -> None:
     assert "_forward_impl" not in vars(chunk.decoder.layers[0])  # type: ignore[index]
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_layer_behind_frozen_ones_computes_its_gradient_within_b(bias: bool) -> None:
-    """No gradient of its input is wanted, so autograd would not come to a deferred one."""
-    chunk = Chunk(Linear(bias=bias))
-    store = WeightGradients([chunk])
-    value = inputs(1)[0].detach()
+@pytest.mark.parametrize(
+    ("how", "defers"),
+    [
+        ("usual", True),
+        ("behind frozen layers", False),  # autograd would not come to a deferred one
+        ("behind frozen layers, with a trained bias", True),
+        ("a product of another dtype", False),
+        ("under autocast", False),
+    ],
+)
+def test_calls_that_cannot_wait_compute_their_gradient_within_b(how: str, defers: bool) -> None:
+    """It is that of the layer alone."""
+    more = {"output_dtype": torch.float64} if "dtype" in how else {}
+    layer, said = Linear(bias="bias" in how, **more), list[str]()
+    chunk: Any = Chunk(layer)
+    store, value = WeightGradients([chunk], said.append), inputs(1)[0]
+    value = value.detach() if "frozen" in how else value
+    around = torch.autocast("cpu", torch.bfloat16, enabled="autocast" in how)
+    with around:
+        chunk(value).sum().backward()
+    expected, layer.weight.grad = layer.weight.grad, None
     with store.bound(), store.divert() as deferred:
-        output = chunk(value).sum()
+        with around:
+            output = chunk(value).sum()
         output.backward()
-        assert bool(deferred) is bias, "a trained bias leads the backward here"
+        assert bool(deferred) is defers
+        assert defers or torch.equal(layer.weight.grad, expected)  # type: ignore[arg-type]
+    assert said == [
+        "dynamic pipeline: the weight gradient of decoder.layers.0 is computed within B: autocast "
+        "is on"
+    ] * ("autocast" in how)
 
 
 def test_a_bias_gets_the_sum_over_all_rows_of_an_input_of_any_rank() -> None:
@@ -194,15 +209,6 @@ def test_a_bias_gets_the_sum_over_all_rows_of_an_input_of_any_rank() -> None:
             chunk(torch.ones(shape, requires_grad=True)).sum().backward()
         rows = float(math.prod(shape[:-1]))
         assert chunk.decoder.layers[0].bias.grad.tolist() == [rows, rows]  # type: ignore[union-attr]
-
-
-def test_a_product_of_another_dtype_is_the_layers_own() -> None:
-    """Its weight gradient is computed within B, unless no gradient is wanted at all."""
-    chunk = Chunk(Linear(output_dtype=torch.float64))
-    store = WeightGradients([chunk])
-    with store.bound(), store.divert() as deferred:
-        chunk(inputs(1)[0]).sum().backward()
-    assert not deferred and chunk.decoder.layers[0].weight.grad is not None  # type: ignore[union-attr]
 
 
 def hooked(weight: Any, hook: Any) -> None:
@@ -237,34 +243,20 @@ def test_a_fused_product_is_told_to_the_wrapper_after_it_was_added(
     assert layer.weight.grad_added_to_main_grad  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("frozen", ["weight", "absent"])
-def test_layers_without_a_trained_weight_defer_nothing(frozen: str) -> None:
-    layer = Linear()
-    if frozen == "weight":
-        layer.weight.requires_grad_(False)
-    else:
-        layer.weight = None  # type: ignore[assignment]
-    assert WeightGradients([Chunk(layer), Chunk(torch.nn.Identity())]).num_pieces == (0, 0)
-
-
 def test_each_chunk_counts_its_own_layers_that_defer() -> None:
-    chunks: list[torch.nn.Module] = [Chunk(Linear(), Linear()), Chunk(torch.nn.Identity())]
-    assert WeightGradients(chunks).num_pieces == (2, 0)
-    assert WeightGradients(chunks[::-1]).num_pieces == (0, 2)
-
-
-def test_a_chunk_under_autocast_defers_nothing() -> None:
-    assert WeightGradients([Chunk(Linear(), autocast=True), Chunk(Linear())]).num_pieces == (0, 1)
-
-
-def test_a_chunk_without_a_block_defers_nothing() -> None:
-    chunk = torch.nn.Module()
-    chunk.config = SimpleNamespace()
-    assert WeightGradients([chunk]).num_pieces == (0,)
-    encoder = Chunk(Linear(), Linear())
+    """Those with a trained weight in a decoder's or an encoder's block, without autocast."""
+    frozen, absent, bare, encoder = Linear(), Linear(), torch.nn.Module(), Chunk(Linear(), Linear())
+    frozen.weight.requires_grad_(False)
+    absent.weight = None  # type: ignore[assignment]
+    bare.config = SimpleNamespace()
     encoder.encoder = encoder.decoder
     del encoder.decoder
-    assert WeightGradients([chunk, encoder]).num_pieces == (0, 2)
+    chunks: list[torch.nn.Module] = [
+        Chunk(Linear(), Linear()), Chunk(torch.nn.Identity()), Chunk(frozen), Chunk(absent), bare,
+        Chunk(Linear(), autocast=True), encoder,
+    ]  # fmt: skip
+    assert WeightGradients(chunks).num_pieces == (2, 0, 0, 0, 0, 0, 2)
+    assert WeightGradients(chunks[::-1]).num_pieces == (2, 0, 0, 0, 0, 0, 2)
 
 
 def test_wrappers_that_reduce_gradients_in_other_ways_are_refused() -> None:

@@ -8,7 +8,6 @@ import pytest
 from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import (
-    BUILT_IN,
     Allowance,
     Geometry,
     Kind,
@@ -19,8 +18,6 @@ from megatron.dpp.schedule import (
     beside_head,
     parse_cap,
     peak_in_flight,
-    peak_size,
-    reference_order,
     sliced_allowance,
 )
 from megatron.dpp.schedule.caps import StaticSizes
@@ -128,17 +125,19 @@ def test_a_head_of_one_microbatch_at_a_time_is_reserved_once():
     assert slots.chunks == cap.chunks - 2 and not slots.limits
 
 
-def worst_bytes(ranks, room):
-    """The most that any rank holds, in chunk activations: of the last chunk with its head."""
+FREED = {Kind.F: -1.0, Kind.B: 0.0, Kind.W: 1.0}
+"""Shares of an activation that a task frees where its W keeps all of it."""
+
+
+def worst(ranks, room=0.0, freed=FREED, sizes=None):
+    """The most that any rank holds; the last chunk of the last rank with its head until its B."""
     peaks = []
     for rank, slots in enumerate(ranks):
         held = peak = 0.0
         for action in (slot.action for slot in slots):
-            if action.kind == Kind.W:
-                held -= 0.9
-                continue
             head = room if rank == len(ranks) - 1 and action.chunk == 1 else 0.0
-            held += 1 + head if action.kind == Kind.F else -0.1 - head
+            held -= freed[action.kind] * (sizes[action.microbatch] if sizes else 1)
+            held += {Kind.F: head, Kind.B: -head, Kind.W: 0.0}[action.kind]
             peak = max(peak, held)
         assert held == pytest.approx(0)
         peaks.append(peak)
@@ -151,32 +150,9 @@ def test_no_rank_holds_more_bytes_than_the_static_schedule(num_ranks, room):
     memory = Memory(activation_bytes=100, deferred_bytes=90, head_room=room)
     shape, costs = Shape(num_ranks, 2, 16), even_costs(2 * num_ranks, 16, hop=0.05)
     ours = ScheduleConfig(memory=(memory,) * num_ranks).run(shape, costs)
-    order = [reference_order(Geometry(num_ranks, rank, 2, 16)) for rank in range(num_ranks)]
-    weights = (1.0, 1.0 + room)
-    static = max(
-        peak_size(order[rank], [1000] * 16, weights if rank == num_ranks - 1 else ()) / 1000
-        for rank in range(num_ranks)
-    )
-    assert worst_bytes(ours.slots, room) <= static + 1e-6
-
-
-def worst_in_slots(ranks, room, *, split):
-    """As :func:`worst_bytes` where activations are kept in slots of CUDA graphs, to their end."""
-    peaks = []
-    for rank, slots in enumerate(ranks):
-        held = peak = 0.0
-        for action in (slot.action for slot in slots):
-            head = room if rank == len(ranks) - 1 and action.chunk == 1 else 0.0
-            if action.kind == Kind.F:
-                held += 1 + head
-            elif action.kind == Kind.B:
-                held -= head + (not split)
-            else:
-                held -= 1
-            peak = max(peak, held)
-        assert held == pytest.approx(0)
-        peaks.append(peak)
-    return max(peaks)
+    static = run_static("interleaved", shape, costs)
+    most = worst(static.slots, room, {Kind.F: -1.0, Kind.B: 1.0})
+    assert worst(ours.slots, room, {Kind.F: -1.0, Kind.B: 0.1, Kind.W: 0.9}) <= most + 1e-6
 
 
 @pytest.mark.parametrize("room", [1.0, 1.9, LARGE])
@@ -186,8 +162,8 @@ def test_two_ranks_with_graphs_and_a_large_vocabulary_are_as_the_static_schedule
     shape, costs = Shape(2, 2, 16), even_costs(4, 16, hop=0.05)
     ours = ScheduleConfig(memory=(memory,) * 2).run(shape, costs)
     static = run_static("interleaved", shape, costs)
-    least = worst_in_slots(static.slots, room, split=False)
-    assert worst_in_slots(ours.slots, room, split=True) <= 1.02 * least
+    least = worst(static.slots, room, {Kind.F: -1.0, Kind.B: 1.0})
+    assert worst(ours.slots, room) <= 1.02 * least
     assert ours.makespan <= 1.01 * static.makespan
 
 
@@ -216,18 +192,6 @@ def test_what_the_head_takes_is_told_from_the_other_chunks():
     assert LastRank.of([500], (4,)) == LastRank.of([0, 500], (0, 4)) == (500, 1.0, 1.0)
 
 
-def test_slots_take_the_place_of_activations():
-    decisions = pytest.importorskip("megatron.dpp.runtime.decisions")
-    training = decisions.Decisions(DppConfig(), log=lambda line: None)
-    training.measured(Memory(activation_bytes=100, deferred_bytes=60, head_room=3.0))
-    training.measured_slots(150)
-    where = Geometry(4, 3, 2, 16)
-    assert training.activation_bytes == 150
-    assert training.scheduler(where, backward=Backward()).view.cap == 11 - 2, (
-        "2 slots hold the head"
-    )
-
-
 @pytest.mark.parametrize("p, v, m", [(3, 4, 6), (2, 1, 4), (3, 1, 7), (6, 3, 11)])
 def test_what_a_refusal_advises_is_accepted(p, v, m):
     where = Geometry(p, p - 1, v, m)
@@ -242,22 +206,14 @@ def test_what_a_refusal_advises_is_accepted(p, v, m):
     assert Scheduler(where, policy="breadth-first", cap=room)
 
 
-def test_an_advised_cap_is_not_refused_for_rounding():
-    """1.18 x 10 x 5 is a little less than 59."""
-    where = Geometry(10, 0, 5, 100)
-    assert peak_in_flight(where) == 59
-    cap = parse_cap("1.18p", where)
-    assert Scheduler(where, cap=cap.chunks).next() is not None
-
-
-def test_breadth_first_with_bytes_begins_when_an_activation_is_measured():
-    decisions = pytest.importorskip("megatron.dpp.runtime.decisions")
-    config = DppConfig(policy="breadth-first", activation_cap="1MiB")
-    training = decisions.Decisions(config, log=lambda line: None)
-    where = Geometry(4, 0, 1, 16)
-    assert training.scheduler(where, backward=Backward()).policy is BUILT_IN["depth-first"]
-    training.measured(Memory(activation_bytes=100, deferred_bytes=60))
-    assert training.scheduler(where, backward=Backward()).policy is BUILT_IN["breadth-first"]
+def test_the_least_cap_is_exact():
+    """But for rounding: 1.18 x 10 x 5 is a little less than 59."""
+    for shape in (*map(geometry, range(4)), Geometry(10, 0, 5, 100)):
+        least = peak_in_flight(shape)
+        assert Scheduler(shape, cap=least).view.cap == least
+        with pytest.raises(ConfigError, match=f"hold {least - 1} chunk .* own order needs {least}"):
+            Scheduler(shape, cap=least - 1)
+    assert Scheduler(shape, cap=parse_cap("1.18p", shape).chunks).next() is not None
 
 
 @pytest.mark.parametrize(
@@ -267,15 +223,6 @@ def test_breadth_first_with_bytes_begins_when_an_activation_is_measured():
 def test_a_backward_frees_what_weight_gradients_do_not_keep(activation, deferred, beta):
     memory = Memory(activation_bytes=activation, deferred_bytes=deferred)
     assert memory.beta == pytest.approx(beta)
-
-
-def test_the_least_cap_is_exact():
-    for rank in range(4):
-        shape = geometry(rank)
-        least = peak_in_flight(shape)
-        assert Scheduler(shape, cap=least).view.cap == least
-        with pytest.raises(ConfigError, match=f"hold {least - 1} chunk .* own order needs {least}"):
-            Scheduler(shape, cap=least - 1)
 
 
 def test_bytes_below_the_order_of_the_longest_microbatches_name_what_to_give() -> None:
@@ -331,18 +278,8 @@ def test_a_static_cap_holds_no_more_than_the_static_schedule_and_is_faster(p, v)
         ran = ScheduleConfig(cap="static", sizes_at_start=True).run(shape, costs)
         theirs = run_static(static, shape, costs)
         assert ran.makespan < 0.99 * theirs.makespan
-        worst = max(theirs.peak_held)
-        assert max(most_held(slots, sizes) for slots in ran.slots) <= worst * longest + 1e-6
+        assert worst(ran.slots, sizes=sizes) <= max(theirs.peak_held) * longest + 1e-6
         assert waits == any(deferred_at_forwards(slots) for slots in ran.slots)
-
-
-def most_held(slots, sizes):
-    """The most that a rank holds where a W keeps the whole activation."""
-    held = peak = 0
-    for action, _, _ in slots:
-        held += {Kind.F: 1, Kind.B: 0, Kind.W: -1}[action.kind] * sizes[action.microbatch]
-        peak = max(peak, held)
-    return peak
 
 
 def deferred_at_forwards(slots):

@@ -117,6 +117,10 @@ ORDERS: dict[str, tuple[Geometry, dict[str, Any], str]] = {
     "slices run back from the last": (
         rank(1, 0, 1, 3, groups=(2, 1)), {"cap": 3, **FUSED}, "0F0 0F1 0B1 0F2 0B0 0B2 -",
     ),
+    "keys of slices count beside their activations": (
+        rank(2, 0, 1, 4, groups=(2, 2)),
+        {"cap": 5, "largest": 10, "sizes": (10,) * 4, "kappa": 0.5}, "0F0 0F1 0F2 -",
+    ),
     "a backward that is fused keeps nothing": (
         rank(1, 0, 1, 2, w_pieces=(3,)), {"cap": 4, "stock": 0}, "0F0 0B0 0F1 0B1 -",
     ),

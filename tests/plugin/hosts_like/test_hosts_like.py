@@ -5,33 +5,26 @@ Each test starts its ranks once. The dynamic runs have delays, so that they take
 
 from __future__ import annotations
 
-import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.plugin.hosts import NEWEST, Hosts
+from tests.runtime import cases
 from tests.runtime.cases import LATE, OPTIMIZED, UNLIKE
-from tests.runtime.launcher import REPOSITORY, Place, run_ranks
+from tests.runtime.launcher import REPOSITORY
 
-WORKER = Path(__file__).with_name("worker.py")
 MOST = 2 * 16
 """Tokens of a microbatch of the worker's."""
 
 
 def case(name: str, loop: str, *runs: dict[str, Any], **layout: Any) -> dict[str, Any]:
     """A case of two stages x two chunks, if ``layout`` names no others."""
-    given = {
-        "p": 2,
-        "v": 2,
-        "m": 2,
-        "layers": 4,
-        "spec": "host",
-        "runs": runs or [{"inject": LATE}],
-    }
-    return {"name": name, "loop": loop, **given, **layout}
+    given = {"v": 2, "m": 2, "layers": 4, "spec": "host", "loop": loop} | layout
+    return cases.case(name, 2, given.pop("m"), *(runs or [{"inject": LATE}]), **given)
 
 
 EARLY = {"overlap": True}
@@ -84,41 +77,20 @@ FAILS = [
 """The run after a failed one is as if there had been none."""
 
 
-def check(num_ranks: int, cases: list[dict[str, Any]], place: Place | None = None) -> None:
-    output = run_ranks(
-        WORKER, num_ranks, [json.dumps(cases)], timeout=240, place=place, fresh=place is not None
-    )
-    for each in cases:
-        assert f"CASE {each['name']} ok" in output
+check = partial(cases.check, worker=Path(__file__).with_name("worker.py"))
 
 
-def test_gradients_that_the_host_accumulates_over_calls_are_reduced_by_the_host() -> None:
-    check(4, ACCUMULATES)
-
-
-def test_an_actor_its_reference_and_a_wider_critic_take_turns() -> None:
-    check(2, VERL)
-
-
-def test_functions_that_a_host_sets_and_clears_between_steps() -> None:
-    check(2, EXCHANGED)
-
-
-def test_forward_only_steps_keep_the_order_of_calls_where_a_host_needs_it() -> None:
-    check(2, REPLAYS)
-
-
-def test_weights_that_a_host_freezes_between_steps() -> None:
-    check(2, FREEZES)
-
-
-def test_an_error_of_a_rank_is_that_of_all_and_leaves_nothing_behind() -> None:
-    check(2, FAILS)
+@pytest.mark.parametrize(
+    ("num_ranks", "forms"),
+    [(4, ACCUMULATES), (2, VERL), (2, EXCHANGED), (2, REPLAYS + FREEZES), (2, FAILS)],
+)
+def test_loops_have_the_numbers_of_megatron_cores_schedule(num_ranks: int, forms: Any) -> None:
+    check(num_ranks, *forms)
 
 
 @pytest.mark.slow
 def test_two_replicas_of_further_hosts() -> None:
-    check(4, FURTHER)
+    check(4, *FURTHER)
 
 
 @pytest.mark.slow
@@ -127,5 +99,5 @@ def test_the_newest_megatron_core(hosts: Hosts, num_ranks: int) -> None:
     root = hosts.unpacked(NEWEST)
     path = [root, REPOSITORY, root.parent, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     given = {"PYTHONPATH": os.pathsep.join(map(str, path))}
-    cases = {2: VERL + EXCHANGED + REPLAYS + FREEZES + FAILS, 4: ACCUMULATES + FURTHER}
-    check(num_ranks, cases[num_ranks], lambda _: ("", given))
+    forms = {2: VERL + EXCHANGED + REPLAYS + FREEZES + FAILS, 4: ACCUMULATES + FURTHER}
+    check(num_ranks, *forms[num_ranks], place=lambda _: ("", given), fresh=True)
