@@ -42,6 +42,7 @@ def test_many_equal_to_the_schedules_of_torch(num_ranks: int) -> None:
 
 @pytest.mark.slow
 def test_the_example_learns() -> None:
+    pytest.importorskip("peft")
     example = Path(__file__).parents[2] / "examples" / "torch_lora.py"
     output = run_ranks(example, 2, ["--steps", "10"], 250.0, preload="libraries")
     first, *_, last = map(float, re.findall(r"step \d+: loss ([0-9.]+)", output))

@@ -21,7 +21,7 @@ REPORT_SECONDS = 0.5
 ASK_SECONDS = 2.0
 """Short, as the store may be lost, too."""
 _NAP_SECONDS = 0.02
-_LONGEST = 200
+_LONGEST = 600
 """Characters of an error's text that are quoted."""
 _SAID_BY = "(says rank"
 _MISSING = "; the oldest missing message here"
