@@ -147,7 +147,7 @@ def parse_arguments() -> argparse.Namespace:
                 parser.error(f"--{flag} {name}: expected one of {', '.join(known)}")
     if args.batch % args.devices:
         parser.error(f"--batch {args.batch}: must be a multiple of --devices {args.devices}")
-    args.ranks, args.microbatches = 1, args.batch
+    args.ranks, args.microbatches, args.micro_batch = 1, args.batch, 1
     return args
 
 

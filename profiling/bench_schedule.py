@@ -37,7 +37,7 @@ from sleeping import (
 )
 
 from megatron.dpp.command_line import renamed
-from megatron.dpp.errors import ConfigError, exit_with, require
+from megatron.dpp.errors import ConfigError, exit_with, require, said
 from megatron.dpp.inject import Injector
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.schedule.reference import padded_microbatches
@@ -103,7 +103,7 @@ def parse_arguments() -> argparse.Namespace:
         _check(args)
     except ConfigError as error:
         naming = renamed({"activation_cap": "--cap", "inject": "--inject"})
-        raise ConfigError(error.said(naming)) from None
+        raise ConfigError(said(error, naming)) from None
     return args
 
 

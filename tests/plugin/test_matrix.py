@@ -16,8 +16,10 @@ OTHERS = {
     "test_every_version_and_layout",
     "test_masks_of_documents_are_not_cut",
     "test_packed_rows_in_slices",
+    "test_packed_rows_in_a_planned_order",
 }
-"""Of the first the cases have rows, the second compares no numbers, the third has its own table."""
+"""Of the first the cases have rows, the second compares no numbers, the third has its own table,
+the fourth differs from the host by rounding."""
 REPORT = """<testsuites><testsuite>
 <testcase name="test_every_version_and_layout[core_v0.16.1-pp2]"/>
 <testcase name="test_every_version_and_layout[main-2026-08-22-pp2-x2]"><failure/></testcase>

@@ -1,4 +1,4 @@
-"""What schedules promise from call to call: links, models, measurements, announcements, delays.
+"""Promises of schedules from call to call: links, models, measurements, announcements, delays.
 
 Run by test_lifetimes.py on two ranks: lifetimes_worker.py FOLDER. Prints ``ok NAME`` per check.
 """

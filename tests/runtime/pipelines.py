@@ -21,7 +21,7 @@ from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.mail import Tensors
 from megatron.dpp.runtime.timer import HostTimer
 from megatron.dpp.runtime.topology import Topology
-from megatron.dpp.schedule import Geometry, Scheduler, parse_cap
+from megatron.dpp.schedule import UNIT, Geometry, Scheduler, parse_cap
 from megatron.dpp.trace import NullRecorder
 from tests.fake_network import Delay, FakeNetwork, FakeTransport, VirtualClock
 
@@ -115,6 +115,12 @@ class NeverStarts(HostTimer):
         return True
 
 
+def _topologies(p: int, v: int, members: int) -> list[Topology]:
+    """The place of each rank, by its number."""
+    replicas = [tuple(range(member, p * members, members)) for member in range(members)]
+    return [Topology(ranks, stage, v) for stage in range(p) for ranks in replicas]
+
+
 def run_pipeline(
     p: int, v: int, m: int, *, policy: str = "dynamic", cap: str = "auto", split: bool = True,
     delay: Delay = 0.0, seed: int = 0, timeout: float = 20.0, iterations: int = 1,
@@ -133,28 +139,25 @@ def run_pipeline(
     microbatch's. ``schedulers`` are of each rank, for one iteration. A task calls ``spend``.
     Returns the runners.
     """
-    topologies = [
-        Topology(tuple(range(t, p * members, members)), r, v)
-        for r in range(p)
-        for t in range(members)
-    ]
+    topologies = _topologies(p, v, members)
     sends = sizes or [[4 * max(lengths)] if lengths else [4] * tensors] * p
-    rooms = [(sends[top.rank - 1], sends[top.rank]) for top in topologies]
-    opened = [top.channels(*room, depth) for top, room in zip(topologies, rooms, strict=True)]
+    places = [(top, sends[top.rank - 1], sends[top.rank]) for top in topologies]
+    opened = [top.channels(*room, depth) for top, *room in places]
     specs = list(dict.fromkeys(spec for channels in opened for spec in channels.specs))
     network = network or FakeNetwork(specs, seed=seed, delay=delay, ahead=ahead, clock=clock)
-    runners = [
-        kind(top, *room, lengths=lengths) for top, room in zip(topologies, rooms, strict=True)
-    ]
+    runners = [kind(*place, lengths=lengths) for place in places]
     for runner in runners[-members:]:
         runner.late = lambda microbatch: time.sleep(late)
 
+    def made(geometry: Geometry) -> Scheduler:
+        chunks, most = parse_cap(cap, geometry).chunks, max(lengths, default=UNIT)
+        return Scheduler(geometry, policy=policy, cap=chunks, split_backward=split, largest=most)
+
     def body(index: int) -> None:
         top, channels, first = topologies[index], opened[index], index - index % members
-        board = range(first, first + members) if members > 1 else None
-        transport = network.transport(
-            index, board_ranks=board, board_counters=2 * channels.num_incoming
-        )
+        board, counters = range(first, first + members), 2 * channels.num_incoming
+        shared: dict[str, Any] = {"board_ranks": board if members > 1 else None}
+        transport = network.transport(index, board_counters=counters, **shared)
         if spend is not None:
             runners[index].late = partial(spend, transport)
         try:
@@ -163,17 +166,7 @@ def run_pipeline(
             for iteration in range(iterations):
                 evaluates = forward_only or iteration in evaluations
                 geometry = Geometry(p, top.rank, v, m, w_pieces=w_pieces, forward_only=evaluates)
-                scheduler = (
-                    schedulers[index]
-                    if schedulers
-                    else Scheduler(
-                        geometry,
-                        policy=policy,
-                        cap=parse_cap(cap, geometry).chunks,
-                        split_backward=split,
-                        **({"largest": max(lengths)} if lengths else {}),
-                    )
-                )
+                scheduler = made(geometry) if not schedulers else schedulers[index]
                 rank_of(
                     links=links, scheduler=scheduler, runner=runners[index], timer=StartsLater(),
                     number=iteration, split_backward=split, timeout=timeout,

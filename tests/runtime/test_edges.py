@@ -1,4 +1,4 @@
-"""What is measured and announced, and the schedulers and caps that follow from it."""
+"""Measurements and announcements, and the schedulers and caps that follow from it."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Chunk(torch.nn.Module):
 
 @pytest.mark.parametrize("how", ["", "reads hidden states", "runs it twice"])
 def test_a_head_has_the_gradients_of_the_scaled_loss_or_stays_whole(how: str) -> None:
-    """Where it cannot be cut, its backward is the usual one, with nothing lost."""
+    """The backward of a head that cannot be cut is the usual one, with nothing lost."""
     torch.manual_seed(1)
     chunk, said = Chunk(), list[str]()
     given = torch.randn(3, 4, requires_grad=True)

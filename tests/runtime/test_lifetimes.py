@@ -1,4 +1,4 @@
-"""What schedules promise from call to call; lifetimes_worker.py has the checks."""
+"""Promises of schedules from call to call; lifetimes_worker.py has the checks."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT / "profiling"))
         ("schedule", "--sleep-ms -1", "--sleep-ms -1: must be above 0"),
         ("schedule", "--schedules split0", "--schedules split0: chunks 0: must be at least 1"),
         ("schedule", "--schedules split1 --cap 0.1p", "--cap: 0.1p whole-model activations"),
-        ("schedule", "--schedules split1 --inject nonsense", "--inject nonsense: expected"),
+        ("schedule", "--schedules split1 --inject nonsense", "--inject nonsense: unknown form"),
         ("schedule", "--ranks 2 --microbatches 3 --schedules static2",
          "a multiple of the ranks, 2; 4 would"),
         ("schedule", "--schedules capstatic2", "expected static, megatron"),
