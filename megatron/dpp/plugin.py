@@ -16,9 +16,11 @@ import atexit
 import contextlib
 import functools
 import logging
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 from megatron.dpp.config import DppConfig, missing_part
@@ -175,7 +177,7 @@ class Plugin:
                 self._say(f"dynamic pipeline: lengths are not read ahead: {one_line(error)}")
         if found is None:
             return None
-        return [[each] if isinstance(each, int) else each for each in found]
+        return [[int(each)] if isinstance(each, int | Integral) else each for each in found]
 
     def announce(self, sizes: Sequence[int] | None, rows: Rows | None = None) -> None:
         """Keep what :func:`announce` is told for the call."""
@@ -190,7 +192,7 @@ class Plugin:
         if sizes is None:
             self._rows = [list(row) for row in rows or ()]
         else:
-            self._sizes = list(sizes)
+            self._sizes = [operator.index(size) for size in sizes]  # numpy's and tensors', too
 
     def _run_own(self, schedule: Callable[..., Any], **keywords: Any) -> list[Any]:
         """Run one step with megatron-core's own schedule, also where ours has its name."""

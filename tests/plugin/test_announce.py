@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 pytest.importorskip("megatron.core.pipeline_parallel")
 
@@ -44,6 +46,18 @@ def test_announced_sizes_reach_the_next_training_step_alone(
     run(**keywords(pipeline=1, forward_only=True))
     run(**keywords())
     assert told[1:] == [([3, 3, 3], ())], "an evaluation by megatron-core's schedule took none"
+
+
+@pytest.mark.parametrize("given", [numpy.array([8, 2]), torch.tensor([8, 2])])
+def test_sizes_may_be_of_numpy_and_tensors(
+    told: list[Any], dynamic_calls: list[dict[str, Any]], given: Any
+) -> None:
+    plugin.install(DppConfig(split_backward="off"), lengths=lambda _: numpy.array([5, 3]))
+    run = schedules.get_forward_backward_func()
+    plugin.announce(given)
+    run(**keywords())
+    run(**keywords())
+    assert told == [([8, 2], ()), ([5, 3], ())]
 
 
 def test_announced_rows_reach_the_next_call(
