@@ -6,21 +6,19 @@ Run by test_call_order.py, one process per rank: planned_worker.py JSON, a list 
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron.dpp import DppConfig, plugin
 from tests.plugin.hosts_like.loops import Job
-from tests.runtime.equality_worker import MICRO_BATCH, SEQUENCE, VOCABULARY, initialize, start
+from tests.plugin.hosts_like.worker import main
+from tests.runtime.equality_worker import MICRO_BATCH, SEQUENCE, VOCABULARY, initialize
 
 LENGTHS = [2, 16, 4, 15, 2, 12, 16, 3, 2, 7]
 
@@ -82,18 +80,7 @@ def run_case(case: dict[str, Any]) -> None:
         if step == 0:
             assert losses == host.train(batches)[0]
             torch.testing.assert_close(planned.norms, host.norms)
-    dist.barrier()
-    parallel_state.destroy_model_parallel()
-    if dist.get_rank() == 0:
-        print(f"CASE {case['name']} ok", flush=True)
-
-
-def main() -> None:
-    start()
-    for case in json.loads(sys.argv[1]):
-        run_case(case)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(run_case)

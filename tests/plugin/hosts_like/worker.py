@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,18 +83,19 @@ def run_case(case: dict[str, Any]) -> None:
         if "-v" in sys.argv:
             print(case["name"], dist.get_rank(), expected["norms"], got["norms"], flush=True)
         compare(case, expected, got, f"with {settings},")
-    dist.barrier()
-    parallel_state.destroy_model_parallel()
-    if dist.get_rank() == 0:
-        print(f"CASE {case['name']} ok", flush=True)
 
 
-def main() -> None:
+def main(run_case: Callable[[dict[str, Any]], None]) -> None:
+    """Run all cases of the command line."""
     start()
     for case in json.loads(sys.argv[1]):
         run_case(case)
+        dist.barrier()
+        parallel_state.destroy_model_parallel()
+        if dist.get_rank() == 0:
+            print(f"CASE {case['name']} ok", flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    main(run_case)
