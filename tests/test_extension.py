@@ -79,7 +79,7 @@ def test_a_checkout_names_the_command_that_builds_it(without: Path, tmp_path: Pa
     flags = (
         "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3 "
         "--max-position-embeddings 32 --micro-batch-size 2 --train-iters 1 --eval-iters 0 "
-        "--transformer-impl local --device cpu --mock-data --tokenizer-type NullTokenizer "
+        "--transformer-impl local --mock-data --tokenizer-type NullTokenizer "
         "--vocab-size 100 --use-dpp"
     )
     done = run(tmp_path, "pretrain_gpt.py", *flags.split())
