@@ -12,6 +12,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -34,19 +35,37 @@ def end_with_parent() -> None:
     _end_with(None if parent is None else parent.pid, signal.SIGKILL)
 
 
-def stopped(pid: int) -> list[str]:
-    """Names the stopped ones (SIGSTOP, a debugger) among a process of this host and all that
-    descend from it, as ``process 12 (name)``."""
+def stopped(pid: int, *, alone: bool = False) -> list[str]:
+    """Names the stopped ones (SIGSTOP, a debugger) among a process of this host and, unless it is
+    looked at ``alone``, all that descend from it, as ``process 12 (name)``."""
     import psutil  # type: ignore[import-untyped]
 
     names = []
     with contextlib.suppress(psutil.Error, OSError):  # it has ended, or no file can be opened
         process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
+        below = [] if alone else process.children(recursive=True)
+        for each in (process, *below):
             with contextlib.suppress(psutil.Error, OSError):
                 if each.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
                     names.append(f"process {each.pid} ({each.name()})")
     return names
+
+
+def are_stopped(names: Sequence[str], of: str = "") -> str:
+    """Text about stopped processes of this host, of which ``of`` says more, and what to do."""
+    where = f"{'is' if len(names) == 1 else 'are'} stopped on {socket.gethostname()}"
+    return f"{', '.join(names)}{of} {where} (SIGSTOP or a debugger; kill -CONT)"
+
+
+def stopped_of_job(*, alone: bool = False) -> str:
+    """Text about torchrun, which started this process, and all ranks of it on this host, as far as
+    they are stopped; empty where none is.
+
+    Args:
+        alone: look at torchrun alone.
+    """
+    names = stopped(os.getppid(), alone=alone) if "TORCHELASTIC_RUN_ID" in os.environ else []
+    return are_stopped(names) if names else ""
 
 
 def how_ended(code: int | None) -> str:

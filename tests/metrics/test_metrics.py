@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -79,6 +80,20 @@ def test_a_full_disk_costs_a_line_and_not_the_training(tmp_path: Path) -> None:
     assert [line["iteration"] for line in found if "loss" in line] == [1, 3, 4]
     assert sum("validation_loss" in line for line in found) == 3
     assert len(file.read_text().splitlines()) == 8  # and 20 characters of the line that is lost
+
+
+def test_lost_curves_of_tensorboard_do_not_end_a_run(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.training")
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    from megatron.dpp_train.pretrain.mended import lossy_curves
+
+    with lossy_curves(), pytest.warns(UserWarning, match="curves are not written"):
+        writer = tensorboard.SummaryWriter(str(tmp_path / "curves"))
+        shutil.rmtree(tmp_path / "curves")
+        for step in range(3):
+            writer.add_scalar("loss", 1.0, step)
+            writer.flush()
+        writer.close()
 
 
 def test_a_file_has_what_megatron_logs(tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +14,14 @@ import pytest
 import torch
 from torch.distributed import DistError, HashStore
 
-from megatron.dpp.errors import ConfigError, PeerDead, from_json, said, setting
+from megatron.dpp.errors import (
+    ConfigError,
+    PeerDead,
+    TransferTimeout,
+    from_json,
+    said,
+    setting,
+)
 from megatron.dpp.runtime import failure
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.topology import Topology
@@ -110,6 +121,25 @@ def test_a_rank_tells_the_others_why_it_ends(store: HashStore) -> None:
     with pytest.raises(KeyError), Opened():
         raise KeyError("attention_mask")
     assert told(store) == first
+
+
+def test_a_stopped_torchrun_and_its_stopped_ranks_are_named(
+    store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a message is overdue, and where a collective fails."""
+    with subprocess.Popen(["sleep", "600"]) as torchrun:
+        monkeypatch.setattr("os.getppid", lambda: torchrun.pid)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        torchrun.send_signal(signal.SIGSTOP)
+        named = rf"process {torchrun.pid} \(sleep\) is stopped on \S+ \(SIGSTOP or a debugger"
+        os.waitpid(torchrun.pid, os.WUNTRACED)
+        try:
+            with pytest.raises(TransferTimeout, match=f"rank 0: {named}.*Read error"), Opened():
+                raise RuntimeError(GLOO)
+            overdue = Opened().transport.overdue(0, 1.0, iteration=0, microbatch=0)
+            assert re.search(named, str(overdue))
+        finally:
+            torchrun.kill()
 
 
 def test_an_error_of_nccl_has_a_cause_and_is_none(

@@ -100,6 +100,39 @@ def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> Non
         assert state is not None and (state.state, state.by) == ("stopped", by)
 
 
+_LAUNCHER = """
+import os, sys
+from pathlib import Path
+from megatron.dpp_train.presets.launch import Command, run
+home, words = Path(sys.argv[1]), [sys.executable, "-c", *sys.argv[2:]]
+flags = {"--metrics-file": str(home / "metrics.jsonl")}
+sys.exit(run(Command(words=words, env=os.environ, directory=home, log=home / "log", flags=flags)))
+"""
+
+
+def test_a_stopped_torchrun_is_named_while_the_run_waits_for_it(tmp_path: Path) -> None:
+    stops = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    words = [sys.executable, "-c", _LAUNCHER, str(tmp_path), stops]
+    with subprocess.Popen(words, cwd=REPOSITORY, text=True, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        (torchrun,) = psutil.Process(process.pid).children()
+        torchrun.resume()
+        assert process.wait(60) == 0
+    assert f"process {torchrun.pid} (" in said and "is stopped on" in said and "-CONT" in said
+
+
+def test_a_run_whose_directory_is_lost_ends_as_torchrun_does(tmp_path: Path) -> None:
+    home = tmp_path / "run"
+    home.mkdir()
+    loses = "import shutil, sys; shutil.rmtree(sys.argv[1]); sys.exit(3)"
+    words = [sys.executable, "-c", _LAUNCHER, str(home), loses, str(home)]
+    done = subprocess.run(words, cwd=REPOSITORY, text=True, capture_output=True, check=False)
+    assert done.returncode == 1
+    state, error, _ = done.stderr.splitlines()
+    assert "its state cannot be written (No such file" in state and "exit code 3" in error
+
+
 def test_a_line_holds_step_loss_rate_and_time_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

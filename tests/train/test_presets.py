@@ -14,6 +14,7 @@ import yaml
 
 from megatron.dpp.__main__ import main
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.files.locks import lock_directory
 from megatron.dpp_train.presets import flag_table, recipes
 from megatron.dpp_train.presets.checks import check_direct, parse
 from megatron.dpp_train.presets.nodes import find_nodes
@@ -280,6 +281,26 @@ def test_an_index_without_its_tokens_is_named(train: Train, tmp_path: Path) -> N
     (tmp_path / "a.idx").touch()
     status, _, err = train(f"--mode simple --data-path {tmp_path}/a")
     assert status == 2 and f"{tmp_path}/a.bin is missing" in err
+
+
+def test_a_second_run_in_a_directory_leaves_the_files_of_the_first(
+    train: Train, tmp_path: Path
+) -> None:
+    with lock_directory(tmp_path, "here"):
+        status, _, err = train(f"--mode simple --procs 1 --mock-data --run-dir {tmp_path}")
+    assert status == 2 and "writes there" in err
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_text_with_a_dash_in_front_of_its_name_is_no_flag(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("-a.jsonl").write_text('{"text": "a"}\n')
+    status, out, err = train("--mode simple --data ./-a.jsonl --tokenizer sample --dry-run")
+    assert status == 0, err
+    assert f"--input {tmp_path}/-a.jsonl" in out
+    assert flags_of(out)["data_path"][0].startswith(f"{tmp_path}/-a-")
 
 
 def test_resuming_names_the_step_and_takes_the_rate_of_now(train: Train, tmp_path: Path) -> None:

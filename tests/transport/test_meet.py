@@ -338,7 +338,7 @@ def test_a_stopped_launcher_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the store; without the name a rank blames its peer alone."""
     found = {os.getppid(): ["process 7 (pt_elastic)"]}
     monkeypatch.setattr(meet, "stopped", found.__getitem__)
-    text = r"rank 1 has not opened .*; process 7 \(pt_elastic\): stopped \(SIGSTOP"
+    text = r"rank 1 has not opened .*; process 7 \(pt_elastic\) is stopped on"
     with met(HashStore(), 0, setup_timeout=0.2) as one, pytest.raises(SetupError, match=text):
         one.exchange(facts(0), [1])
 

@@ -136,7 +136,7 @@ def test_a_receiver_that_is_stopped_is_not_dead(tmp_path: Path) -> None:
 
     with forked(2, body, tmp_path) as (_, results):
         found = dict(results.get(timeout=PATIENCE) for _ in range(2))
-    assert "of rank 1 is stopped (SIGSTOP" in found[0]
+    assert "of rank 1 is stopped on" in found[0]
     assert found[1] == large.numel()
 
 

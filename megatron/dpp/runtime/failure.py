@@ -13,7 +13,15 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from megatron.dpp.errors import PeerDead, Text, TransportError, from_json, to_json
+from megatron.dpp.errors import (
+    PeerDead,
+    Text,
+    TransferTimeout,
+    TransportError,
+    from_json,
+    to_json,
+)
+from megatron.dpp.processes import stopped_of_job
 from megatron.dpp.transport.base import Transport
 
 _KEY = "dpp/failure"
@@ -42,8 +50,12 @@ def explained(error: BaseException, transport: Transport | None) -> BaseExceptio
             found = type(failure)(f"{failure}{met}", failure)
             found.cause = failure.cause or Text(failure, failure)
             return found
-    told = ask() if _is_of_collective(error) else None
-    return PeerDead(f"rank {dist.get_rank()}: {told}{met}", told) if told else error
+    if not _is_of_collective(error):
+        return error
+    if told := ask():
+        return PeerDead(f"rank {dist.get_rank()}: {told}{met}", told)
+    halted = stopped_of_job()
+    return TransferTimeout(f"rank {dist.get_rank()}: {halted}{met}") if halted else error
 
 
 def leave(error: BaseException, transport: Transport | None) -> BaseException:

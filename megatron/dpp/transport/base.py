@@ -31,7 +31,7 @@ from megatron.dpp.errors import (
     setting,
     shown,
 )
-from megatron.dpp.processes import stopped
+from megatron.dpp.processes import are_stopped, stopped, stopped_of_job
 
 _MOST_RANKS = (1 << 31) - 1
 _MOST_BYTES = 1 << 47
@@ -309,23 +309,19 @@ class Transport(abc.ABC):
 
     def trouble(self) -> str:
         """Text about peers whose host does not answer, and about those of this host that are
-        stopped, or of which a child is; else empty.
+        stopped, or of which a child is, and torchrun; else empty.
         """
         found = []
         for link in self.links():
             if link.pid and (names := stopped(link.pid)):
-                are = "is" if len(names) == 1 else "are"
-                found.append(
-                    f"{', '.join(names)} of rank {link.peer} {are} stopped (SIGSTOP or a debugger; "
-                    "kill -CONT)"
-                )
+                found.append(are_stopped(names, f" of rank {link.peer}"))
             elif (seconds := self.silence(link.peer)) >= _SILENT_SECONDS:
                 found.append(
                     f"nothing has come from the host of rank {link.peer} for {seconds:.0f} s "
                     f"({link.kind}): it is down, or the network between is cut (DPP_PEER_TIMEOUT "
                     "sets when it counts as gone)"
                 )
-        return "; ".join(found)
+        return "; ".join(filter(None, (*found, stopped_of_job(alone=True))))
 
     def raise_failure(self) -> None:
         """Raise a link's failure that explains an error met elsewhere, if one shows in a second.

@@ -40,7 +40,7 @@ from megatron.dpp.errors import (
     setting,
 )
 from megatron.dpp.hosts import family_of, with_port
-from megatron.dpp.processes import stopped
+from megatron.dpp.processes import are_stopped, stopped
 from megatron.dpp.transport import handshake
 from megatron.dpp.transport.handshake import Admission, Connection, identify
 from megatron.dpp.transport.joining import Facts
@@ -214,11 +214,11 @@ class Meeting:
             self._store.wait([key], timedelta(seconds=max(0.001, self._remaining())))
             return self._store.get(key).decode(errors="replace")  # from anybody
         except RuntimeError as error:
-            halted = ", ".join(stopped(os.getppid()))  # torchrun, which has the store, or a rank
+            halted = stopped(os.getppid())  # torchrun, which has the store, or a rank
             raise SetupError(
                 f"rank {self._rank}: {whose} has not opened its transport after "
                 f"{self._options.setup_timeout:g} s ({str(error).splitlines()[0][:200]})"
-                + (f"; {halted}: stopped (SIGSTOP or a debugger; kill -CONT)" if halted else "")
+                + (f"; {are_stopped(halted)}" if halted else "")
             ) from error
 
     def _remaining(self) -> float:

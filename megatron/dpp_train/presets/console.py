@@ -57,9 +57,7 @@ class Progress:
             if "validation_loss" in row:
                 self.validation = row["validation_loss"]
                 if row["iteration"] != self._steps:
-                    self._print(
-                        f"step {row['iteration']}: validation loss {_loss(self.validation)}"
-                    )
+                    self.say(f"step {row['iteration']}: validation loss {_loss(self.validation)}")
             elif "loss" in row:
                 self.first = self.first or row
                 self.last, fresh = row, True
@@ -110,7 +108,7 @@ class Progress:
             print(f"\r\x1b[2K{text[:width]}", end="", flush=True)
             self._shown = text
 
-    def _print(self, text: str) -> None:
+    def say(self, text: str) -> None:
         """A line of its own, above the progress line."""
         if self._on_terminal and self._shown:
             print("\r\x1b[2K", end="")

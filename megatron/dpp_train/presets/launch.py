@@ -25,11 +25,12 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from megatron.dpp.errors import FAILED, print_error
-from megatron.dpp.processes import bound_to_this
+from megatron.dpp.processes import are_stopped, bound_to_this, stopped
 from megatron.dpp.report.run_files import write_state
 from megatron.dpp_train.presets.console import Progress
 
-_BETWEEN = 0.2
+_BETWEEN, _LOOK_SECONDS = 0.2, 3.0
+"""Seconds between looks at the metrics, and at processes that may be stopped."""
 _GRACE_SECONDS = 40.0
 """torchrun gives its ranks 30 seconds after a SIGTERM."""
 _PR_SET_CHILD_SUBREAPER = 36
@@ -99,7 +100,7 @@ def run(command: Command) -> int:
     scratch = command.directory / f".torchrun-{os.getpid()}"  # torchrun's own files
     env = {**command.env, "PET_LOG_DIR": str(scratch)}
     progress = command.progress()
-    write_state(command.directory, "starting")
+    _note(command, "starting")
     with _signals_end_it(), command.log.open("ab") as log:
         process = subprocess.Popen(
             command.words,
@@ -121,23 +122,37 @@ def run(command: Command) -> int:
             shutil.rmtree(scratch, ignore_errors=True)
     progress.end()
     if code == 0:
-        write_state(command.directory, "finished")
+        _note(command, "finished")
         print(progress.summary())
         return 0
-    write_state(command.directory, "failed", by=failure or None)
+    _note(command, "failed", by=failure or None)
     print_error(failure or f"torchrun ended with exit code {code}")
     print(f"log      {command.log}{how_to_go_on(command.save)}", file=sys.stderr)
     return FAILED
 
 
+def _note(command: Command, state: str, by: str | None = None) -> None:
+    """Write the run's state. A directory that is lost meanwhile does not end the training."""
+    try:
+        write_state(command.directory, state, by=by)
+    except OSError as error:
+        why = f"{command.directory}: its state cannot be written ({error.strerror})"
+        print(f"warning: {why}", file=sys.stderr)
+
+
 def _follow(process: subprocess.Popen[bytes], progress: Progress, command: Command) -> int:
     """The exit code of torchrun, once it has ended."""
-    running = False
+    running, halted, next_look = False, list[str](), 0.0
     while (code := process.poll()) is None:
         progress.look()
+        if time.monotonic() > next_look:
+            before, halted = halted, stopped(process.pid)
+            if halted and halted != before:
+                progress.say(f"warning: {are_stopped(halted)}")
+            next_look = time.monotonic() + _LOOK_SECONDS
         if progress.last and not running:
             running = True
-            write_state(command.directory, "running")
+            _note(command, "running")
         time.sleep(_BETWEEN)
     progress.look()
     return code
@@ -151,7 +166,7 @@ def _stop(process: subprocess.Popen[bytes], number: signal.Signals, command: Com
         process.wait(_GRACE_SECONDS)
     with contextlib.suppress(_Ended):
         _end_all(process)
-    write_state(command.directory, "stopped", by=by)
+    _note(command, "stopped", by=by)
     print(f"stopped by {by}; nothing is left running{how_to_go_on(command.save)}", file=sys.stderr)
     return 128 + number
 
@@ -170,7 +185,8 @@ def _end_all(process: subprocess.Popen[bytes]) -> None:
 
 def _failure(log: Path, scratch: Path) -> str:
     """One line about the rank that failed first: its number, process, exit code and error."""
-    with log.open("rb") as file:
+    text = ""
+    with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         text = file.read().decode(errors="replace")
     found = _ROOT_CAUSE.search(text)
@@ -204,8 +220,8 @@ def _last_error(text: str) -> str:
 
 def how_to_go_on(save: str | None) -> str:
     """The checkpoint that an ended run leaves, and the option that goes on from it."""
-    tracker = Path(save or ".") / "latest_checkpointed_iteration.txt"
-    if not save or not tracker.is_file():
+    try:
+        step = Path(save or "", "latest_checkpointed_iteration.txt").read_text(encoding="utf-8")
+    except OSError:
         return ""
-    step = tracker.read_text(encoding="utf-8").strip()
-    return f"; go on from step {step} with --resume-from {save}"
+    return f"; go on from step {step.strip()} with --resume-from {save}" if save else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
@@ -16,7 +17,7 @@ from megatron.dpp.files.locks import lock_directory
 from megatron.dpp.processes import run_child
 from megatron.dpp_train.cost import describe
 from megatron.dpp_train.presets import options, run_directory
-from megatron.dpp_train.presets.flags import number
+from megatron.dpp_train.presets.flags import Flags, number
 from megatron.dpp_train.presets.launch import Command, run
 from megatron.dpp_train.presets.nodes import meet
 from megatron.dpp_train.presets.plan import Plan
@@ -42,6 +43,12 @@ def start(plan: Plan) -> int:
     node = f"-node{plan.nodes.rank}" if plan.nodes.count > 1 else ""
     home = run_directory.make(name + node, plan.run_dir, goes_on="--load" in flags)
     say("run", os.path.relpath(home) if home.is_relative_to(Path.cwd()) else home)
+    with contextlib.nullcontext() if plan.nodes.rank else lock_directory(home, "run directory"):
+        return _run_in(home, plan, flags, node)  # further nodes may share the directory
+
+
+def _run_in(home: Path, plan: Plan, flags: Flags, node: str) -> int:
+    """Run a plan in its directory, to its end; ``node`` ends names of this node's files."""
     flags |= run_directory.places(flags, home, saves=plan.save_hf is not None)
     if plan.load_hf:
         _convert(plan.load_hf, home / "start")
@@ -49,16 +56,8 @@ def start(plan: Plan) -> int:
     plan = replace(plan, flags=flags)
     run_directory.write_command(home, plan.command())
     env = environment(plan) | (meet(plan.nodes, plan.devices.per_node) if node else {})
-    with lock_directory(home, "run directory"):
-        code = run(
-            Command(
-                words=plan.command(),
-                env=env,
-                directory=home,
-                flags=flags,
-                log=home / f"train{node if plan.run_dir else ''}.log",
-            )
-        )
+    log = home / f"train{node if plan.run_dir else ''}.log"
+    code = run(Command(words=plan.command(), env=env, directory=home, flags=flags, log=log))
     if code == 0 and plan.save_hf and plan.nodes.rank == 0:
         like = ["--like", plan.load_hf] if plan.load_hf else []
         _convert(str(flags["--save"]), Path(plan.save_hf), *like)

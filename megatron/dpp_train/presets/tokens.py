@@ -72,6 +72,8 @@ def find_tokens(
     loaders = [name for name in _LOADERS if name in flags]
     if path and loaders:
         raise ConfigError(f"--data and {loaders[0]} exclude each other")
+    if path and str(Path(path)).startswith("-"):  # which commands would take for a flag
+        path = str(Path(path).absolute())
     text = Path(path) if path else shared(f"datasets_{arch}") / "dataset.json"
     is_text = path is None or path.endswith((*JSON, PARQUET))
     if is_text and not loaders and not text.exists():

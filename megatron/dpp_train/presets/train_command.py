@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp train")
     except BrokenPipeError:  # piped into head: whoever read has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except OSError as error:  # of the run's directory, which it may lose
+        return print_error(error)
 
 
 def _train(words: Sequence[str]) -> int:

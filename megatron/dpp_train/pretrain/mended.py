@@ -9,6 +9,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import importlib.util
+import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,8 @@ def mended() -> Iterator[None]:
             undo.enter_context(mock.patch.object(helpers, "compile_helpers", lambda: None))
         undo.enter_context(local_vocabularies())
         undo.enter_context(_given_rates())
+        if any(word.startswith("--tensorboard-dir") for word in sys.argv):
+            undo.enter_context(lossy_curves())
         undo.enter_context(mock.patch.object(argparse.HelpFormatter, "_expand_help", _help_of))
         yield
 
@@ -61,6 +66,31 @@ def local_vocabularies() -> Iterator[None]:
         for kind, folder in _VOCABULARIES.items():
             path = str(Path(__file__).with_name("vocabularies") / folder)
             undo.enter_context(mock.patch.dict(models[kind], tokenizer_name=path))
+        yield
+
+
+@contextlib.contextmanager
+def lossy_curves() -> Iterator[None]:
+    """A directory of TensorBoard that cannot be written any more costs its curves and a warning;
+    its writer ends the training."""
+    name = "tensorboard.summary.writer.record_writer"
+    if importlib.util.find_spec("tensorboard") is None:
+        yield
+        return
+    kind = importlib.import_module(name).RecordWriter
+
+    def lossy(original: Any) -> Any:
+        def call(self: Any, *given: Any) -> None:
+            try:
+                original(self, *given)
+            except OSError as error:
+                warnings.warn(f"TensorBoard's curves are not written ({error})", stacklevel=2)
+
+        return call
+
+    with contextlib.ExitStack() as undo:
+        for each in ("write", "flush", "close"):
+            undo.enter_context(mock.patch.object(kind, each, lossy(getattr(kind, each))))
         yield
 
 
