@@ -18,7 +18,8 @@ from megatron.core.utils import get_model_config
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core import compat
-from megatron.dpp.core.groups import default_groups
+from megatron.dpp.core.compat import default_groups
+from megatron.dpp.core.model import balancing_of
 from megatron.dpp.core.packed_rows import read_ahead
 from megatron.dpp.errors import ConfigError, Text, one_line, setting
 from megatron.dpp.schedule import Geometry, parse_cap
@@ -133,7 +134,7 @@ class CallOrder:
             return "routers replay what calls have recorded in that order"
         if getattr(config, "expert_model_parallel_size", 1) > 1:
             return "replicas that share experts meet in their microbatches"
-        if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", "") or ""):
+        if "global_aux_loss" in balancing_of(config):
             return "global_aux_loss looks at the microbatches so far"
         for each in _listed(step["data_iterator"]):
             known = hasattr(each, "__next__") or getattr(each, "micro_batch_indices", None)

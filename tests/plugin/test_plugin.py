@@ -193,11 +193,9 @@ class MultiModuleProcessGroupCollection(SimpleNamespace):
     [
         ({"pipeline": 1}, "there is one pipeline rank"),
         ({"config": {"overlap_moe_expert_parallel_comm": True}}, "overlap_moe_expert_par"),
-        ({"config": {"cuda_graph_impl": "local"}}, "cuda_graph_impl needs meg"),
-        ({"config": {"cuda_graph_impl": "full_iteration"}}, "cuda_graph_impl needs meg"),
+        ({"config": {"cuda_graph_impl": "local"}}, "cuda_graph_impl='local' needs meg"),
         ({"config": {"variable_seq_lengths": True}, "seq_length": 1}, "variable_seq_lengths with"),
-        ({"config": {"moe_paged_stash": True}}, "moe_paged_stash needs"),
-        ({"config": {"gtp_weight_remat_size": 2}}, "gtp_weight_remat_size is 2"),
+        ({"config": {"moe_paged_stash": True}}, "moe_paged_stash=True needs"),
         ({"some_new_keyword": 1}, "some_new_keyword: megatron-core .* passes this"),
         ({"config": {"virtual_pipeline_model_parallel_size": 2}}, "model: 1 chunks were given"),
     ],

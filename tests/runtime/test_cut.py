@@ -13,9 +13,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.core.call import StepCall
 from megatron.dpp.core.cut import Cut, WholeSteps, weighted_aux_loss
 from megatron.dpp.core.slices import Slices, Unit, attend_in_slice, why_not
-from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.memory import saved_bytes
 from megatron.dpp.runtime.slicing import Slicing

@@ -17,8 +17,8 @@ import torch
 
 from megatron.dpp.core.graphs import block as graphed_block
 from megatron.dpp.core.graphs import slots as graphs
+from megatron.dpp.core.graphs.capture import CapturedRng
 from megatron.dpp.core.graphs.pools import Pools
-from megatron.dpp.core.graphs.rng import CapturedRng
 from megatron.dpp.errors import SetupError
 from tests.runtime.graphed import SHAPE, Block, Captures, Chunk, graphs_of, step
 from tests.runtime.rerun import Rerun

@@ -9,6 +9,7 @@ megatron-core and against the sources of other versions.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -19,7 +20,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import megatron.core
+from megatron.core.process_groups_config import ProcessGroupCollection
 from packaging.version import Version
+from torch.distributed import ProcessGroup
 
 from megatron.dpp.errors import ConfigError
 
@@ -94,6 +97,11 @@ TRAINING = tuple(
     for name in ("train_step", "training_log", "evaluate", "evaluate_and_print_results")
 )
 """Functions of Megatron's training loop, which megatron-core's wheels have from 0.17 on."""
+_GROUPS = (
+    *("tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp"),
+    *("tp_dp_cp", "gtp_remat", "expt_gtp_remat", "dp_cp_gtp_remat"),  # some versions
+)
+"""Process groups that a schedule and the finalisation of gradients ask for."""
 _VALUES = {
     "tensor_parallel.random:": "_lazy_call _lazy_init",
     "tensor_parallel.random:CudaRNGStatesTracker.": "states_ use_cudagraphable_rng",
@@ -332,10 +340,27 @@ def has_multimodule(keywords: dict[str, Any]) -> bool:
     return any(is_multimodule(keywords.get(name)) for name in ("pg_collection", "p2p_communicator"))
 
 
+def default_groups() -> ProcessGroupCollection:
+    """megatron-core's global groups, those of ``_GROUPS`` that this version has."""
+    known = {field.name for field in dataclasses.fields(ProcessGroupCollection)}
+    groups: ProcessGroupCollection = ProcessGroupCollection.use_mpu_process_groups(
+        [name for name in _GROUPS if name in known]
+    )
+    return groups
+
+
+def group_of(collection: Any, name: str) -> ProcessGroup:
+    """A group of megatron-core's ``ProcessGroupCollection``, or the global one where that is None
+    or lacks it."""
+    group: ProcessGroup | None = getattr(collection, name, None)
+    if group is None:
+        group = getattr(ProcessGroupCollection.use_mpu_process_groups([name]), name)
+    assert group is not None
+    return group
+
+
 def pipeline_size(groups: Any = None) -> int:
     """Ranks of the pipeline, by the given process groups or else megatron-core's own."""
-    from megatron.dpp.core.groups import group_of
-
     return group_of(groups, "pp").size()
 
 

@@ -9,15 +9,13 @@ host keeps from being reduced in a call stays so (docs/decisions/0021-who-reduce
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron.dpp.core.call import StepCall
 from megatron.dpp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megatron.dpp.core.steps import StepCall
 
 
 def replicated(chunk: torch.nn.Module) -> list[Any]:

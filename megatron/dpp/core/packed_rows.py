@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from megatron.dpp.core import compat
+from megatron.dpp.core.compat import default_groups
 from megatron.dpp.core.cut import sequences_between
-from megatron.dpp.core.groups import default_groups
 from megatron.dpp.errors import ConfigError
 
 _MEGATRON_LM = ("sft", "dataloader_inter_document_masking")

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from megatron.dpp.config import Backward
+from megatron.dpp.core.call import StepCall
 from megatron.dpp.core.head import Head, why_not
 from megatron.dpp.core.rng import Draws, TaskRng, line
-from megatron.dpp.core.steps import Stage, StepCall
+from megatron.dpp.core.steps import Stage
 from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.memory import allocator_retries
 from megatron.dpp.runtime.agreement import decider_for

@@ -11,9 +11,9 @@ import torch
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core import compat
+from megatron.dpp.core.call import StepCall
 from megatron.dpp.core.cut import Cut, WholeSteps
 from megatron.dpp.core.slices import Slices, why_not
-from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError, Text, setting
 from megatron.dpp.schedule import Kind
 from megatron.dpp.schedule.slice_sizes import WHOLE_UP_TO, slice_size

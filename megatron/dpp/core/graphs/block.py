@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
-from megatron.dpp.core.graphs.capture import Capture
+from megatron.dpp.core.graphs.capture import Capture, CapturedRng, RecomputedDraws
 from megatron.dpp.core.graphs.eight_bit import CachedWeights
 from megatron.dpp.core.graphs.pools import Pools, Slot, alike
 from megatron.dpp.core.graphs.reductions import Additions, Reductions
-from megatron.dpp.core.graphs.rng import CapturedRng, RecomputedDraws
 from megatron.dpp.core.model import decoder_block
 from megatron.dpp.core.wgrad import accumulate
 from megatron.dpp.core.wgrad.deferrable import DeferredWork

@@ -28,10 +28,9 @@ from megatron.core.utils import get_model_config
 from megatron.dpp.config import ENGINE_ROWS
 from megatron.dpp.core.graphs import eight_bit
 from megatron.dpp.core.graphs.block import GraphedBlock
-from megatron.dpp.core.graphs.capture import Capture, cuda_capture
+from megatron.dpp.core.graphs.capture import Capture, CapturedRng, cuda_capture
 from megatron.dpp.core.graphs.pools import Pools
-from megatron.dpp.core.graphs.rng import CapturedRng
-from megatron.dpp.core.model import decoder_block
+from megatron.dpp.core.model import balancing_of, decoder_block
 from megatron.dpp.core.rng import needs_task_rng
 from megatron.dpp.core.wgrad.linear import WeightGradients
 
@@ -263,8 +262,6 @@ def reasons_of_experts(config: Any, block: torch.nn.Module) -> dict[str, bool]:
     """
     if not config.num_moe_experts:
         return {}
-    balancing = config.moe_router_load_balancing_type
-    kinds = {balancing} if isinstance(balancing, str) else set(balancing)
     return {
         "experts take varying shapes, unless moe_pad_expert_input_to_capacity pads them": (
             not config.moe_pad_expert_input_to_capacity
@@ -273,7 +270,7 @@ def reasons_of_experts(config: Any, block: torch.nn.Module) -> dict[str, bool]:
             config.moe_token_dispatcher_type != "alltoall"
         ),
         "routers of type sinkhorn and global_aux_loss depend on numbers of the device": bool(
-            kinds & {"sinkhorn", "global_aux_loss"}
+            balancing_of(config) & {"sinkhorn", "global_aux_loss"}
         ),
         "noise of routers has not been tried": bool(
             config.moe_input_jitter_eps or config.moe_router_force_load_balancing
