@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from megatron.dpp.config import DppConfig, option_fields
 from megatron.dpp.errors import (
     ConfigError,
-    DataError,
     DppError,
     Naming,
     Setting,
@@ -158,9 +157,6 @@ def guarded(prog: str, run: Callable[[], int], *, naming: Naming = in_flags) -> 
         if isinstance(error, OSError) and error.filename is None and output_fails():
             raise  # exit_with says so
         return print_error(error, prog, naming)
-    except MemoryError:
-        short = "too little memory: raise the limit (ulimit -v), or use a larger machine"
-        return print_error(DataError(short), prog)
 
 
 def command(

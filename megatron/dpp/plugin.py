@@ -357,18 +357,11 @@ def _remove(error: BaseException | None) -> None:
 
 
 @contextlib.contextmanager
-def installed(
-    config: DppConfig | None = None,
-    *,
-    strict: bool = False,
-    trace: HostTrace | None = None,
-    lengths: Lengths | None = None,
-    naming: Naming = str,
-) -> Iterator[None]:
+def installed(config: DppConfig | None = None, **options: Any) -> Iterator[None]:
     """:func:`install` for a block. An error that ends the block is told to the other ranks, and
     becomes the :class:`~megatron.dpp.errors.TransportError` that explains it, if there is one.
     """
-    install(config, strict=strict, trace=trace, lengths=lengths, naming=naming)
+    install(config, **options)
     try:
         yield
     except BaseException as error:

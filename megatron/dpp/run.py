@@ -38,7 +38,6 @@ try:
         Naming,
         error_line,
         exit_with,
-        no_scratch,
         print_error,
         require,
         said,
@@ -180,13 +179,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.use_dpp and (missing := missing_part(config.transport)):
             raise ConfigError(missing)
         _run(script, rest, plugin_arguments(given, naming), given.metrics_file)
-    except (DppError, OSError) as error:
-        refusal = no_scratch(error) if isinstance(error, OSError) else error
-        if isinstance(refusal, ConfigError):
-            tell_torchrun(error_line(refusal, _PROGRAM, naming), printed=True)
-            return print_error(refusal, _PROGRAM, naming)
-        if refusal is not None:
-            refusal.args = (said(refusal, naming),)  # of the traceback
+    except DppError as error:
+        if isinstance(error, ConfigError):
+            tell_torchrun(error_line(error, _PROGRAM, naming), printed=True)
+            return print_error(error, _PROGRAM, naming)
+        error.args = (said(error, naming),)  # of the traceback
         raise
     return 0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,12 +28,6 @@ BATCHES = (
     {"tokens": TOKENS, "cu_seqlens": torch.tensor([[0, 5, 8, 8, 8]])},
 )
 ROWS = [[3, 5], [8], [1, 1, 1, 5]]
-
-
-@pytest.fixture(autouse=True)
-def _uninstalled() -> Iterator[None]:
-    yield
-    plugin.uninstall()
 
 
 @pytest.mark.parametrize("name", ["sft", "dataloader_inter_document_masking"])

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import re
 import sys
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -25,12 +24,6 @@ from tests.runtime.test_step_call import FakeGroup  # noqa: E402
 
 WITHOUT = "forward_backward_pipelining_without_interleaving"
 ORIGINAL = schedules.get_forward_backward_func
-
-
-@pytest.fixture(autouse=True)
-def _uninstalled() -> Iterator[None]:
-    yield
-    plugin.uninstall()
 
 
 @pytest.fixture

@@ -107,3 +107,67 @@ def test_a_replay_would_leave_out_hooks_and_replaced_forwards(what: str) -> None
     reason = why_eager(torch.nn.Sequential(layer))
     assert (reason is None) is (what == "nothing")
     assert reason is None or reason.startswith("0")
+
+
+@pytest.mark.parametrize("first", ["product", "use"])
+def test_a_weight_that_its_pass_uses_elsewhere_is_refused_in_either_order(
+    first: str,
+) -> None:
+    """Autograd would have added up both gradients before it adds them to the weight's."""
+    layer, value = Linear(), torch.ones(3, 1, 2, requires_grad=True)
+    chunk = Chunk(layer)
+    store = WeightGradients([chunk])
+    with store.bound(), store.collect(0, 0):
+        if first == "use":  # autograd runs what was made last first
+            loss = chunk(value).sum() + layer.weight.square().sum()
+        else:
+            other = layer.weight.square().sum()
+            loss = chunk(value).sum() + other
+        with pytest.raises(ConfigError, match="weight is also used outside of its layer's own"):
+            loss.backward()
+
+
+def test_a_layer_beside_one_that_goes_its_own_way_in_a_call_defers() -> None:
+    chunk = Chunk(Linear(), Linear(output_dtype=torch.float32))
+    waits, own = (layer.weight for layer in chunk.decoder.layers)  # type: ignore[union-attr]
+    value = torch.ones(3, 1, 2, requires_grad=True)
+    chunk(value).square().sum().backward()
+    expected = [waits.grad, own.grad]
+    chunk.zero_grad()
+    store = WeightGradients([chunk])
+    with store.bound():
+        with store.collect(0, 0):
+            chunk(value).square().sum().backward()
+        assert waits.grad is None and torch.equal(own.grad, expected[1])
+        store.run(0, 0, 0)
+        store.run(0, 0, 1)
+    assert torch.equal(waits.grad, expected[0])
+
+
+def test_products_of_one_pass_are_summed_before_they_are_added() -> None:
+    """Beside 2**24 of fp32 each of them alone is lost."""
+    layer = Linear()
+    layer.weight.grad = torch.full((2, 2), 2.0**24)
+    chunk = Chunk(layer)
+    store = WeightGradients([chunk])
+    with store.bound():
+        rows = [torch.ones(1, 1, 2, requires_grad=True) for _ in range(2)]
+        with store.collect(0, 0):
+            torch.autograd.backward([chunk(row).sum() for row in rows])
+        store.run(0, 0, 0)
+    assert layer.weight.grad.unique().tolist() == [2.0**24 + 2]
+
+
+@pytest.mark.parametrize("owner", ["megatron.core.distributed", "a.host"])
+def test_a_replay_heeds_a_hosts_hooks_on_what_accumulates_a_gradient(owner: str) -> None:
+    module: Any = torch.nn.Linear(2, 2)
+    weight = module.weight
+
+    def hook(*_: Any) -> None: ...
+
+    hook.__module__ = owner
+    module.keeps = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    module.keeps.register_hook(hook)
+    assert why_eager(module) == (
+        None if owner.startswith("megatron") else "Linear.weight has hooks"
+    )
