@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def flags_of(environment: Mapping[str, str]) -> Iterator[str]:
+def flags_of_variables(environment: Mapping[str, str]) -> Iterator[str]:
     """The flags that variables stand for.
 
     Raises:
@@ -136,7 +136,7 @@ def take_flags(
     Raises:
         ConfigError: an unknown ``--dpp-*``, or a value of the wrong type.
     """
-    parser, words = _parser(), [*flags_of(environment), *words]
+    parser, words = _parser(), [*flags_of_variables(environment), *words]
     given, rest = parser.parse_known_args(words)
     refuse_unknown(parser, [word for word in rest if word.startswith(("--dpp-", "--no-dpp-"))])
     if given.use_dpp and given.dpp_trace_only:

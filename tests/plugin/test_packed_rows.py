@@ -16,8 +16,8 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron.dpp import DppConfig, plugin
 from megatron.dpp.core import compat
-from megatron.dpp.core.packed_rows import read_ahead
 from megatron.dpp.errors import ConfigError
+from megatron.dpp.plugin_lengths import read_ahead
 from tests.plugin.test_plugin import keywords, with_arguments
 
 TOKENS = torch.zeros(1, 8)

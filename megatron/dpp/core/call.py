@@ -21,7 +21,6 @@ from megatron.core.utils import get_model_config
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core import boundary, compat, padded
 from megatron.dpp.core.boundary import Boundaries, TokenCounter
-from megatron.dpp.core.compat import default_groups
 from megatron.dpp.core.cut import Cut
 from megatron.dpp.core.model import balancing_of, unusual
 from megatron.dpp.errors import ConfigError, Text, setting
@@ -70,8 +69,7 @@ class StepCall:
         Raises:
             ConfigError: arguments that do not fit together.
         """
-        chunks = list(model) if isinstance(model, list) else [model]
-        iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator]
+        chunks, iterators = list(compat.listed(model)), list(compat.listed(data_iterator))
         if len(iterators) == 1 and len(chunks) > 1:
             raise ConfigError(
                 f"data_iterator: {len(chunks)} model chunks need a list of as many iterators, got 1"
@@ -87,7 +85,7 @@ class StepCall:
                 f"{', '.join(unknown)}: megatron-core {compat.VERSION} passes this to its "
                 "schedule; the dynamic pipeline does not support it"
             )
-        groups = pg_collection or default_groups()
+        groups = pg_collection or compat.default_groups()
         return cls(data_iterator=iterators, model=chunks, pg_collection=groups, **rest)
 
     @property
@@ -215,7 +213,7 @@ class StepCall:
 
     def why_not_padded(self) -> str | None:
         """The reason why rows are not padded at the model's door; None if they can be."""
-        return padded.why_not(self.model, self.config, self.pg_collection.cp.size())
+        return padded.why_not_padded(self.model, self.config, self.pg_collection.cp.size())
 
     def padded_rows(self, settings: DppConfig) -> padded.PaddedRows | None:
         """Pads this call's rows to :meth:`buckets`; None where they stay as they are."""

@@ -16,11 +16,12 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import megatron.core
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
 from packaging.version import Version
 from torch.distributed import ProcessGroup
 
@@ -364,6 +365,16 @@ def pipeline_size(groups: Any = None) -> int:
     return group_of(groups, "pp").size()
 
 
+def listed(given: Any) -> list[Any]:
+    """What a schedule takes one of, or one for each chunk: a list of them."""
+    return given if isinstance(given, list) else [given]
+
+
+def config_of(step: Mapping[str, Any]) -> Any:
+    """The config of the model in the keywords of a schedule's call."""
+    return get_model_config(listed(step["model"])[0])
+
+
 ORIGINAL = "dpp_original"
 """Attribute of a function in the place of one of megatron-core's schedules: that schedule."""
 
@@ -371,13 +382,11 @@ ORIGINAL = "dpp_original"
 def static_schedule(original: Callable[..., Any], keywords: dict[str, Any]) -> Callable[..., Any]:
     """megatron-core's own schedule for one call, by its ``get_forward_backward_func``."""
     from megatron.core.pipeline_parallel import schedules
-    from megatron.core.utils import get_model_config
 
-    groups, model = keywords.get("pg_collection"), keywords["model"]
     own: Callable[..., Any] = schedules.forward_backward_pipelining_without_interleaving
     if not has_multimodule(keywords):
-        config = get_model_config(model[0] if isinstance(model, list) else model)
-        own = original(pipeline_size(groups), config.virtual_pipeline_model_parallel_size)
+        virtual = config_of(keywords).virtual_pipeline_model_parallel_size
+        own = original(pipeline_size(keywords.get("pg_collection")), virtual)
     return getattr(own, ORIGINAL, own)
 
 

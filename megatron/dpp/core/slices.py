@@ -378,7 +378,7 @@ def _by_engine(core: Any) -> Callable[..., torch.Tensor]:
     return kernel
 
 
-def why_not(config: Any) -> str | None:
+def why_not_sliced(config: Any) -> str | None:
     """The reason why a model of this config cannot be cut; None if it can."""
     reasons = unusual(config, _USUAL)
     if config.num_moe_experts:

@@ -81,7 +81,7 @@ class ChunkGraphs:
         capture = capture or cuda_capture(rng)
         for number, chunk in enumerate(chunks):
             say = partial(self._say, number)
-            reason = why_not(chunk)
+            reason = why_not_captured(chunk)
             if reason is None:
                 self._numbers.append(number)
                 self._blocks.append(
@@ -229,7 +229,7 @@ class ChunkGraphs:
             self._addresses, self._num_said, self._num_graphs = addresses, 0, 0
 
 
-def why_not(chunk: torch.nn.Module) -> str | None:
+def why_not_captured(chunk: torch.nn.Module) -> str | None:
     """The reason why a chunk cannot be captured; None if it can."""
     config, block = get_model_config(chunk), decoder_block(chunk)
     if not isinstance(chunk, DistributedDataParallel):
@@ -251,7 +251,7 @@ def why_not(chunk: torch.nn.Module) -> str | None:
         "context parallelism has streams of its own": config.context_parallel_size > 1,
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
-    return found or eight_bit.why_not(config, block)
+    return found or eight_bit.why_not_in_8_bit(config, block)
 
 
 def reasons_of_experts(config: Any, block: torch.nn.Module) -> dict[str, bool]:
