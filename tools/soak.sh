@@ -3,7 +3,7 @@
 # by itself in time, to name the culprit, and to leave nothing; the losses have to be an undisturbed
 # run's. Memory, descriptors and threads have to stay flat.
 #
-#   tools/soak.sh [HOURS] [--seed N] [--log FILE]
+#   tools/soak.sh [HOURS] [--seed N]
 #
 # Default: a third of an hour. The last lines are tables; the exit code is 1 where anything was not
 # as it has to be. Blackouts and full disks need root: network namespaces and a tmpfs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +12,12 @@ from megatron.dpp.core.wgrad import product
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.own_way import modules_of, why_eager
 from megatron.dpp.errors import ConfigError
+from tests.runtime.launcher import REPOSITORY
 from tests.runtime.test_weight_gradients import Chunk, Linear, inputs
+
+sys.path.insert(0, str(REPOSITORY / "profiling"))
+
+import fused_products
 
 
 @pytest.fixture(autouse=True)
@@ -171,3 +177,18 @@ def test_a_replay_heeds_a_hosts_hooks_on_what_accumulates_a_gradient(owner: str)
     assert why_eager(module) == (
         None if owner.startswith("megatron") else "Linear.weight has hooks"
     )
+
+
+@pytest.mark.parametrize(
+    ("kept", "given"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16,) * 2],
+)
+def test_a_fused_product_adds_into_the_main_gradient(
+    monkeypatch: pytest.MonkeyPatch, kept: torch.dtype, given: torch.dtype
+) -> None:
+    monkeypatch.setattr(product.compat, "lookup", lambda name: fused_products)
+    weight: Any = torch.nn.Parameter(torch.zeros(2, 3, dtype=given))
+    weight.main_grad = torch.ones(2, 3, dtype=kept)
+    tokens, grads = torch.ones(4, 3, dtype=given), torch.full((4, 2), 2.0, dtype=given)
+    product.add_product(weight, tokens, grads)
+    assert torch.equal(weight.main_grad, torch.full((2, 3), 9.0, dtype=kept))

@@ -21,7 +21,7 @@ from megatron.dpp.core.grad_sync import GradSync
 from megatron.dpp.core.head import Head, HeadCut
 from megatron.dpp.core.slices import Slices
 from megatron.dpp.core.wgrad.linear import WeightGradients
-from megatron.dpp.memory import is_readable, saved_bytes
+from megatron.dpp.memory import saved_bytes
 
 
 class Stage:
@@ -90,7 +90,8 @@ class Stage:
         """Measure the memory of each chunk's first forward and backward, unless activations are
         offloaded.
         """
-        self._measuring = set(range(self._num_chunks)) if is_readable(self._config) else set()
+        offloads = self._config.cpu_offloading or self._config.fine_grained_activation_offloading
+        self._measuring = set() if offloads else set(range(self._num_chunks))  # it would fetch them
 
     def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
         """Run F. ``received`` is the previous stage's output (None on the first stage).
@@ -99,12 +100,9 @@ class Stage:
             The chunk's output, a list if it is several tensors; the scaled loss on the last stage.
         """
         head = self._head if self.is_last(chunk) else None
-        if head is None and self._slices is None:
+        around = head.cut() if head else contextlib.nullcontext()
+        with self._running(chunk, microbatch), around:
             output = self._forward(chunk, microbatch, received)
-        else:
-            around = head.cut() if head else contextlib.nullcontext()
-            with self._running(chunk, microbatch), around:
-                output = self._forward(chunk, microbatch, received)
         if microbatch == 0 and chunk in self._measuring:
             outputs = output if isinstance(output, list) else [output]
             keys = self._slices.keys.storages if self._slices else ()
@@ -185,22 +183,14 @@ class Stage:
         store = self._weight_gradients
         measures = store is not None and microbatch == 0 and chunk in self._measuring
         held = store.held_bytes if store and measures else 0
-        if store is None and self._slices is None:
-            gradient = self._backward(given, output, received)
-        else:
-            around = store.collect(chunk, microbatch) if store else contextlib.nullcontext()
-            with self._running(chunk, microbatch, backward=True), around:
-                gradient = self._backward(given, output, received)
+        if isinstance(output, HeadCut):
+            output, received = output.root
+        around = store.collect(chunk, microbatch) if store else contextlib.nullcontext()
+        with self._running(chunk, microbatch, backward=True), around:
+            gradient = boundary.backward(given, output, received, self._config)
         if store and measures:
             self.deferred_bytes[chunk] = store.held_bytes - held
         return gradient
-
-    def _backward(
-        self, given: Tensors | None, output: Any, received: Tensors | None
-    ) -> Tensors | None:
-        if isinstance(output, HeadCut):
-            output, received = output.root
-        return boundary.backward(given, output, received, self._config)
 
     def weight(self, chunk: int, microbatch: int, piece: int) -> None:
         """Run one piece of W: the deferred weight gradients of one transformer layer."""
