@@ -23,10 +23,14 @@ def main() -> None:
         if number == 1 and dist.get_rank() == 1:
             raise ValueError("a host's own trouble")
         schedules.get_forward_backward_func()(
-            forward_step_func=models.ForwardStep(CASE), data_iterator=[models.batches(CASE)],
-            model=chunks, num_microbatches=4, seq_length=models.SEQUENCE, micro_batch_size=models.MICRO_BATCH,
+            forward_step_func=models.ForwardStep(CASE),
+            data_iterator=[models.batches(CASE)],
+            model=chunks,
+            num_microbatches=4,
+            seq_length=models.SEQUENCE,
+            micro_batch_size=models.MICRO_BATCH,
             forward_only=False,
-        )  # fmt: skip
+        )
 
 
 if __name__ == "__main__":
