@@ -33,6 +33,7 @@ from megatron.dpp.core.graphs.pools import Pools
 from megatron.dpp.core.model import balancing_of, decoder_block
 from megatron.dpp.core.rng import needs_task_rng
 from megatron.dpp.core.wgrad.linear import WeightGradients
+from megatron.dpp.errors import Text
 
 WARM_UP_STEPS = 2
 """Eager training steps before the capture, for initialisation and measurements."""
@@ -134,7 +135,7 @@ class ChunkGraphs:
         gc.collect()  # graphs and their slots know each other
 
     def _say(self, chunk: int, text: str) -> None:
-        line = f"CUDA graphs: chunk {chunk} {text}"
+        line = Text(f"CUDA graphs: chunk {chunk} {text}", text)
         if line not in self._said:
             self._said.add(line)
             self._log(line)
