@@ -51,8 +51,12 @@ from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
 from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder  # noqa: E402
 from tests.runtime import layers  # noqa: E402
 from tests.runtime.layers import block_spec, packed_params, positions, prediction_spec  # noqa: E402
-from tests.runtime.losses import OwnLoss, loss_func, token_loss  # noqa: E402
-from tests.runtime.rerun import Rerun  # noqa: E402
+from tests.runtime.losses import (  # noqa: E402
+    OwnLoss,
+    Rerun,
+    loss_func,
+    token_loss,
+)
 
 VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
 LOG = "megatron.dpp.runtime.base.logger.info"

@@ -19,7 +19,7 @@ from megatron.dpp.core.graphs.block import GraphedBlock
 from megatron.dpp.core.graphs.capture import CapturedRng, RecomputedDraws, cuda_capture
 from megatron.dpp.core.graphs.pools import Pools
 from tests.runtime.graphed import SHAPE, Block, Chunk, graphs_of, step
-from tests.runtime.rerun import Rerun
+from tests.runtime.losses import Rerun
 
 DEFAULT, PARALLEL = 11, 22
 """Seeds."""

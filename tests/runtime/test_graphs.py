@@ -21,7 +21,7 @@ from megatron.dpp.core.graphs.capture import CapturedRng
 from megatron.dpp.core.graphs.pools import Pools
 from megatron.dpp.errors import SetupError
 from tests.runtime.graphed import SHAPE, Block, Captures, Chunk, graphs_of, step
-from tests.runtime.rerun import Rerun
+from tests.runtime.losses import Rerun
 
 pytestmark = pytest.mark.usefixtures("captured_at_once")
 
