@@ -3,7 +3,7 @@
 Under megatron-core's schedules a DistributedDataParallel reduces a bucket from the hooks of the
 last microbatch. The dynamic order is not the same on all replicas, so :class:`GradSync` keeps the
 hooks from it, and starts reductions in one order, chunk v-1 .. 0, as each chunk is complete. What a
-host keeps from being reduced in a call stays so (docs/decisions/0021-who-reduces-gradients.md).
+host keeps from being reduced in a call stays so (decision 0021 in docs/decisions/gpu.md).
 """
 
 from __future__ import annotations
