@@ -103,9 +103,6 @@ def add_dpp_flags(parser: argparse.ArgumentParser) -> None:
             "default": field.default,
             "help": field.metadata["help"].format_map(names),
         }
-        if field.name == "split_backward":  # was a switch, whose off was spelled so
-            off = options | {"action": "store_const", "const": "off", "help": argparse.SUPPRESS}
-            groups[section].add_argument(flag.replace("--", "--no-", 1), **off)
         if isinstance(field.default, bool):
             options["action"] = argparse.BooleanOptionalAction
         else:
