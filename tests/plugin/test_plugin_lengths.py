@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -215,16 +214,23 @@ def test_rows_are_read_for_slices_alone_and_stay_for_megatrons_own_schedule(
         assert told == expected and list(given["data_iterator"]) == list(BATCHES)
 
 
-@pytest.mark.parametrize("masks", [True, False])
-def test_slices_of_a_host_that_masks_documents_are_refused(
-    monkeypatch: pytest.MonkeyPatch, dynamic_calls: list[Any], masks: bool
-) -> None:
-    """Attention across slices is causal."""
-    with_arguments(monkeypatch, reset_attention_mask=masks)
-    refused = pytest.raises(ConfigError, match=r"slice_tokens=8.*reset_attention_mask")
+@pytest.mark.parametrize(
+    ("host", "config", "settings", "said"),
+    [
+        ({"reset_attention_mask": True}, {}, {}, r"slice_tokens=4.*reset_attention_mask"),
+        ({}, {"mtp_num_layers": 1}, {}, "mtp_num_layers=1 does not work with slices"),
+        ({}, {}, {"cuda_graphs": "on"}, r"cuda_graphs='on'.*does not go with slices"),
+    ],
+)
+def test_models_and_hosts_that_cannot_be_cut_are_named(
+    host: dict[str, Any], config: dict[str, Any], settings: dict[str, Any], said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    with_arguments(monkeypatch, **host)
     with (
-        plugin.installed(DppConfig(split_backward="off", slice_tokens=8), strict=True),
-        refused if masks else contextlib.nullcontext(),
+        plugin.installed(DppConfig(split_backward="off", slice_tokens=4, **settings), strict=True),
+        pytest.raises(ConfigError, match=said),
     ):
-        schedules.get_forward_backward_func()(**keywords())
-    assert len(dynamic_calls) == (not masks)
+        schedules.get_forward_backward_func()(
+            **keywords(config={"num_moe_experts": None, **config})
+        )
