@@ -15,9 +15,10 @@ import contextlib
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import fused_products
 import harness
 import torch
 
@@ -42,11 +43,10 @@ class _Chunk:
         )
         from megatron.core.transformer import TransformerConfig
 
-        from megatron.dpp.core.wgrad import fused
         from megatron.dpp.core.wgrad.linear import WeightGradients
 
         if fusion:
-            fused.provide()
+            fused_products.provide()
         half = torch.cuda.is_available()
         config = TransformerConfig(
             num_layers=args.layers, hidden_size=args.hidden, num_attention_heads=args.heads,
@@ -71,21 +71,11 @@ class _Chunk:
         self.tokens = torch.arange(args.sequence, device=device)[None] % args.vocabulary
         self.loss: Any = None
 
-    @contextlib.contextmanager
-    def step(self, *, apart: bool) -> Iterator[None]:
-        """Around the tasks of one step."""
-        self.chunk.zero_grad_buffer()
-        with self.weights.bound() if apart else contextlib.nullcontext():
-            yield
-
     def forward(self) -> None:
         self.loss = self.chunk(self.tokens, self.tokens, None, labels=self.tokens).sum()
 
-    def backward(self) -> None:
-        self.loss.backward()
-
-    def backward_apart(self, number: int) -> None:
-        with self.weights.collect(0, number):
+    def backward(self, number: int, apart: bool) -> None:
+        with self.weights.collect(0, number) if apart else contextlib.nullcontext():
             self.loss.backward()
 
     def weight(self, number: int) -> None:
@@ -109,14 +99,11 @@ def _measure(args: argparse.Namespace, chunk: _Chunk, *, apart: bool) -> list[fl
     """The least times of F, B and W per layer."""
     times: list[tuple[float, float, float]] = []
     for turn in range(args.rounds + 1):
-        with chunk.step(apart=apart):
+        chunk.chunk.zero_grad_buffer()
+        with chunk.weights.bound() if apart else contextlib.nullcontext():
             for number in range(args.microbatches):
-                forward = _timed(chunk.forward)
-                if apart:
-                    backward = _timed(chunk.backward_apart, number)
-                    found = forward, backward, _timed(chunk.weight, number)
-                else:
-                    found = forward, _timed(chunk.backward), 0.0
+                forward, backward = _timed(chunk.forward), _timed(chunk.backward, number, apart)
+                found = forward, backward, _timed(chunk.weight, number) if apart else 0.0
                 times += [found] if turn else []
     return [min(column) / args.layers for column in zip(*times, strict=True)] + [
         statistics.median(map(sum, times)) / args.layers
@@ -125,13 +112,9 @@ def _measure(args: argparse.Namespace, chunk: _Chunk, *, apart: bool) -> list[fl
 
 def _run(args: argparse.Namespace) -> None:
     rows = []
-    end = time.monotonic() + args.seconds
     engine = importlib.util.find_spec("transformer_engine") is not None
     for build in _BUILDS if engine else _BUILDS[:1]:
         for fusion in (False, True) if build != "local" else (False,):
-            if time.monotonic() > end:
-                print(f"{build}: left out after {args.seconds:g} s")
-                continue
             chunk = _Chunk(args, build, fusion=fusion)
             title = f"{build}, {'added to main_grad' if fusion else 'own gradient'}"
             fused, apart = (_measure(args, chunk, apart=apart) for apart in (False, True))
@@ -150,7 +133,6 @@ def main() -> int:
     parser = harness.new_parser(
         __doc__, layers=12, hidden=512, heads=8, sequence=128, vocabulary=512, microbatches=8,
         rounds=(4, "steps that are timed, after one that is not"),
-        seconds=(70.0, "after which no further layers are begun"),
     )  # fmt: skip
     args = parser.parse_args()
     with harness.alone(seed=1), torch.autograd.set_multithreading_enabled(False):

@@ -31,10 +31,10 @@ from typing import Any
 SCRIPT = os.environ["BENCH_SCRIPT"]
 sys.path[:0] = [str(Path(SCRIPT).parent)]
 
+import fused_products  # noqa: E402
 import torch  # noqa: E402
 
 from megatron.dpp.config import DppConfig  # noqa: E402
-from megatron.dpp.core.wgrad import fused  # noqa: E402
 from megatron.dpp.plugin import Plugin  # noqa: E402
 from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
 
@@ -200,7 +200,7 @@ LENGTHS = [int(length) for length in os.environ["BENCH_LENGTHS"].split(",") if l
 if LENGTHS:
     vary_lengths()
 if "--no-gradient-accumulation-fusion" not in sys.argv:
-    fused.provide()
+    fused_products.provide()
 take_turns(Batches(int(os.environ["BENCH_MICROBATCHES"]), LENGTHS))
 sys.argv[0] = SCRIPT
 runpy.run_path(SCRIPT, run_name="__main__")

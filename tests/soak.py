@@ -220,18 +220,20 @@ class Soak:
         self._expected: dict[int, set[float]] = {}
         self._of_killed: set[str] = set()
 
-    def run(self, seconds: float, log: Path | None) -> None:
+    def run(self, seconds: float) -> None:
         write_tokens(self._folder / "tokens")
         job = Job(self._folder, None, None)
-        with self._ending(job):
+        try:
             self._wait(job, lambda: False, 1200)
+        finally:
+            end(*job.nodes)
         assert job.is_complete(), job.said()
         self._expected = self._losses()
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            self._lap(until, log)
+            self._lap(until)
 
-    def _lap(self, until: float, log: Path | None) -> None:
+    def _lap(self, until: float) -> None:
         (self._folder / "metrics.jsonl").unlink(missing_ok=True)
         shutil.rmtree(self._save, ignore_errors=True)
         complete = False
@@ -241,8 +243,10 @@ class Soak:
                 break
             hosts = self._random.choice([None, self._hosts])
             job = Job(self._folder, hosts, self._save)
-            with self._ending(job):
-                complete = self._disturb_until_it_ends(job, hosts, log)
+            try:
+                complete = self._disturb_until_it_ends(job, hosts)
+            finally:
+                end(*job.nodes)
         self.laps += complete
         found = self._losses()
         self.compared += sum(map(len, found.values()))
@@ -257,14 +261,7 @@ class Soak:
             found[row["iteration"]].add(row["loss"])
         return found
 
-    @contextlib.contextmanager
-    def _ending(self, job: Job) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            end(*job.nodes)
-
-    def _disturb_until_it_ends(self, job: Job, hosts: Hosts | None, log: Path | None) -> bool:
+    def _disturb_until_it_ends(self, job: Job, hosts: Hosts | None) -> bool:
         """True where the run came to its last iteration."""
         if self._random.random() < _IN_THE_START:
             self._wait(job, lambda: False, self._random.uniform(0.0, 20.0))
@@ -274,13 +271,13 @@ class Soak:
             self._wait(job, lambda: False, self._random.uniform(0.0, 4.0))
             if job.has_ended():
                 if not job.is_complete():
-                    self._note(Disturbance("none", "", 0, faults=[job.said()[-3000:]]), log)
+                    self._note(Disturbance("none", "", 0, faults=[job.said()[-3000:]]))
                 return job.is_complete()
             disturbance = self._disturb(job, hosts)
             if disturbance is None:
                 continue
             self._judge(job, disturbance)
-            self._note(disturbance, log)
+            self._note(disturbance)
             if job.has_ended():
                 return job.is_complete()
 
@@ -391,13 +388,9 @@ class Soak:
             time.sleep(0.3)
         return time.monotonic() - start
 
-    def _note(self, disturbance: Disturbance, log: Path | None) -> None:
+    def _note(self, disturbance: Disturbance) -> None:
         self.done.append(disturbance)
-        text = json.dumps(dataclasses.asdict(disturbance))
-        print(text[:400], flush=True)
-        if log is not None:
-            with log.open("a") as file:
-                file.write(text + "\n")
+        print(json.dumps(dataclasses.asdict(disturbance)), flush=True)
 
 
 def _names_of(name: str, victim: psutil.Process) -> tuple[str, ...]:
@@ -454,7 +447,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tools/soak.sh")
     parser.add_argument("hours", nargs="?", type=float, default=1 / 3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--log", type=Path)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     start = time.monotonic()
@@ -465,7 +457,7 @@ def main() -> int:
     ):
         soak = Soak(Path(name), hosts, disk, options.seed)
         try:
-            soak.run(3600 * options.hours, options.log)
+            soak.run(3600 * options.hours)
         finally:
             faults = report(soak, time.monotonic() - start)
     return min(faults, 1)

@@ -1,4 +1,4 @@
-"""Rules that hold for all tests."""
+"""A rule that holds for all tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 
 import pytest
 import torch
-from hypothesis import settings
 
 from tests import conftest
 
@@ -25,10 +24,3 @@ def test_a_test_that_is_not_marked_for_gpus_sees_none(
         assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert (torch.cuda.is_available(), torch.cuda.device_count()) == (True, 2)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
-
-
-def test_properties_have_no_deadline_and_the_same_examples_each_time(
-    pytestconfig: pytest.Config,
-) -> None:
-    assert settings().deadline is None
-    assert settings().derandomize is not pytestconfig.getoption("--long")

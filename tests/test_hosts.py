@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,11 @@ def test_the_route_decides_without_an_address() -> None:
     assert hosts.addresses()["127.0.0.1"] == "lo"
 
 
-def test_an_address_that_is_not_ours_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"NODE_IPS gives 192\.0\.2\.1 to this node, which has"):
-        hosts.own_interface("127.0.0.1", ["192.0.2.1"])
+@pytest.mark.parametrize("other", ["192.0.2.1", "2001:DB8::1", "999.1.1.1"])
+def test_an_address_that_is_not_ours_is_refused(other: str) -> None:
+    said = f"NODE_IPS gives {other} to this node, which has"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        hosts.own_interface("127.0.0.1", [other])
 
 
 def test_a_further_address_of_an_interface_is_ours_without_its_name() -> None:
@@ -62,11 +65,6 @@ def test_an_address_of_ipv6_has_an_interface_and_one_spelling() -> None:
     assert hosts.own_interface("127.0.0.1", ["0:0::1"]) == ("::1", "lo")
 
 
-def test_an_address_of_ipv6_that_is_not_ours_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"NODE_IPS gives 2001:db8::1 to this node, which has"):
-        hosts.own_interface("127.0.0.1", ["2001:DB8::1"])
-
-
 def answer(monkeypatch: pytest.MonkeyPatch, *found: str) -> None:
     """Let every name have these addresses."""
     entries = [
@@ -87,29 +85,21 @@ def test_the_other_family_is_tried_where_no_route_leads(monkeypatch: pytest.Monk
     assert hosts.address_towards("node0") == "::1"
 
 
-@pytest.mark.parametrize("text", ["fe80::1%lo", "fe80::1"])
-def test_an_address_of_one_link_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer(monkeypatch, text)
+def test_an_address_of_one_link_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, "fe80::1%lo")
     with pytest.raises(ConfigError, match=r"MASTER_ADDR=.*valid on one link only"):
-        hosts.address_towards(text)
-    with pytest.raises(ConfigError, match=r"node_ips=.* is valid on one link only"):
-        DppConfig(node_ips=text)
+        hosts.address_towards("node0")
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    "text",
     [
-        ("[::1]", "is not an IPv4 or IPv6 address"),
-        ("fd00::1%eth0", "is valid on one link only"),
-        ("::ffff:10.0.0.1", "give 10.0.0.1"),
-        ("::", "not the address of one host"),
-        ("0.0.0.0", "not the address of one host"),
-        ("ff02::1", "not the address of one host"),
-        ("10.0.0.1,::1:", "is not an IPv4 or IPv6 address"),
+        *("[::1]", "10.0.0.1,::1:", "fe80::1%lo", "fe80::1", "fd00::1%eth0", "::ffff:10.0.0.1"),
+        *("169.254.0.1", "::", "0.0.0.0", "ff02::1", "224.0.0.1"),
     ],
 )
-def test_what_no_host_can_be_reached_at_is_refused(text: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=f"node_ips=.*{why}"):
+def test_what_no_host_can_be_reached_at_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"node_ips=.* is not an IPv4 or IPv6 address by which"):
         DppConfig(node_ips=text)
 
 

@@ -43,9 +43,12 @@ ENGINE_ROOMS = {
         *("trace", "transport", "core"),
     },
     "metrics": {"core", "errors", "files"},
-    "plugin_order": {"config", "errors", "core", "schedule", "sim"},
-    "plugin": {"config", "errors", "core", "runtime", "schedule", "trace", "plugin_order"},
-    "plugin_lengths": {"core"},
+    "plugin_lengths": {"core", "errors"},
+    "plugin_order": {"config", "errors", "core", "schedule", "sim", "plugin_lengths"},
+    "plugin": {
+        *("config", "errors", "core", "runtime", "schedule", "trace"),
+        *("plugin_lengths", "plugin_order"),
+    },
     "torch": {
         *("config", "direction", "errors", "inject", "memory", "runtime", "schedule", "trace"),
     },

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -139,22 +138,3 @@ def test_the_doors_use_utf8(words: tuple[str, ...]) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, timeout=60)
     assert done.returncode == 2
     assert "--łódź" in done.stderr.decode()
-
-
-@pytest.mark.parametrize("words", [("-m", "megatron.dpp", "sim"), ("train", "--help")])
-def test_a_working_directory_that_is_gone_is_one_line(
-    words: tuple[str, ...], tmp_path: Path
-) -> None:
-    """MKL could not load its own libraries there, and others ended with a traceback."""
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    first, *rest = (str(REPOSITORY / word) if word == "train" else word for word in words)
-    env = os.environ | {"DPP_TRAIN_PYTHON": "set up", "PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(
-        ["sh", "-c", 'rmdir "$PWD" && exec "$@"', "sh", sys.executable, first, *rest],
-        cwd=gone, env=env, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 2
-    said = [line for line in done.stderr.splitlines() if not line.startswith("shell-init")]
-    assert len(said) == 1  # beside what a shell says of itself
-    assert "error: the working directory cannot be used (No such file or directory)" in done.stderr

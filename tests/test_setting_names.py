@@ -7,12 +7,13 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megatron.dpp.command_line import in_flags
 from megatron.dpp.config import DppConfig
-from megatron.dpp.errors import Setting
+from megatron.dpp.errors import ConfigError, Setting
 from megatron.dpp.trace.host import HostTrace
 from tests.sources import ROOT, tree_of
 
@@ -115,3 +116,19 @@ def test_every_field_of_the_settings_has_a_flag_that_is_parsed() -> None:
         words = in_flags(Setting("DppConfig", field.name, "8.8.8.8" if value is None else value))
         name, *rest = words.split()
         dpp_config(parser.parse_args([" ".join([name, *rest]).replace(" ", "=", 1)]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"slots": 0}, r"DppConfig\(slots=0\): must be from 1 to 1048576"),
+        ({"timeout": float("nan")}, r"DppConfig\(timeout=nan\): must be from 0.001 to 2000000.0"),
+        ({"slots": 10**5000},
+         r"DppConfig\(slots='a number of 16610 bits'\): must be from 1 to 1048576"),
+        ({"record": "./x", "replay": "x"},
+         r"replay='x'\): DppConfig\(record='./x'\) is the same file"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_field(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        DppConfig(**settings)

@@ -3,13 +3,10 @@
 # by itself in time, to name the culprit, and to leave nothing; the losses have to be an undisturbed
 # run's. Memory, descriptors and threads have to stay flat.
 #
-#   tools/soak.sh [HOURS] [--seed N] [--log FILE]
-#   tools/soak.sh --signals N [--hours HOURS] [--seed N] [--log FILE]
+#   tools/soak.sh [HOURS] [--seed N]
 #
-# Default: a third of an hour. --signals sends N signals to short jobs instead: runs, preprocess,
-# convert, generate, for at most an hour. The last lines are tables; the exit code is 1 where
-# anything was not as it has to be. Blackouts and full disks need root: network namespaces and a
-# tmpfs.
+# Default: a third of an hour. The last lines are tables; the exit code is 1 where anything was not
+# as it has to be. Blackouts and full disks need root: network namespaces and a tmpfs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
@@ -21,9 +18,4 @@ own=()
 if [[ $(id -u) == 0 ]] && unshare --mount true 2>/dev/null; then # another's files are not what a job left
   own=(unshare --mount bash -c 'mount -t tmpfs tmpfs /dev/shm && exec "$@"' soak)
 fi
-module=tests.soak
-if [[ ${1:-} == --signals ]]; then
-  module=tests.signals
-  shift
-fi
-exec "${own[@]}" "$PYTHON" -m "$module" "$@"
+exec "${own[@]}" "$PYTHON" -m tests.soak "$@"

@@ -76,9 +76,9 @@ class _Deferred:
                     setattr(module, name, after[name])
 
 
-def install(**settings: Any) -> None:
-    """Install the plugin with the settings of ``DPP_*``; what they leave open ``settings`` give.
-    An installation that exists stays.
+def install(max_tokens: int = 0) -> None:
+    """Install the plugin with the settings of ``DPP_*``, and with this bound of a microbatch where
+    they give none. An installation that exists stays.
 
     Raises:
         ConfigError: a setting that cannot be, by its variable.
@@ -89,9 +89,7 @@ def install(**settings: Any) -> None:
     naming = run.naming_of((), os.environ)
     words = () if run.is_on("DPP_TRACE_ONLY", os.environ) else ("--use-dpp",)
     given, _ = run.take_flags(words, os.environ)
-    for name, value in settings.items():
-        if not os.environ.get(f"DPP_{name.upper()}"):
-            setattr(given, f"dpp_{name}", value)
+    given.dpp_max_tokens = given.dpp_max_tokens or max_tokens
     if plugin.is_installed():
         return
     lengths = packed_lengths if run.is_on("DPP_ANNOUNCE", os.environ) else None
@@ -111,7 +109,7 @@ def megatron_init(args: Any) -> None:
     """
     most = getattr(args, "max_tokens_per_gpu", None)
     if run.is_on("USE_DPP", os.environ, otherwise=True):
-        install(**({"max_tokens": most * args.context_parallel_size} if most else {}))
+        install(most * args.context_parallel_size if most else 0)
 
 
 if any(run.is_on(name, os.environ) for name in ("USE_DPP", "DPP_TRACE_ONLY")):

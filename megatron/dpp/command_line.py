@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from megatron.dpp.config import DppConfig, option_fields
 from megatron.dpp.errors import (
     ConfigError,
-    DataError,
     DppError,
     Naming,
     Setting,
@@ -104,9 +103,6 @@ def add_dpp_flags(parser: argparse.ArgumentParser) -> None:
             "default": field.default,
             "help": field.metadata["help"].format_map(names),
         }
-        if field.name == "split_backward":  # was a switch, whose off was spelled so
-            off = options | {"action": "store_const", "const": "off", "help": argparse.SUPPRESS}
-            groups[section].add_argument(flag.replace("--", "--no-", 1), **off)
         if isinstance(field.default, bool):
             options["action"] = argparse.BooleanOptionalAction
         else:
@@ -158,9 +154,6 @@ def guarded(prog: str, run: Callable[[], int], *, naming: Naming = in_flags) -> 
         if isinstance(error, OSError) and error.filename is None and output_fails():
             raise  # exit_with says so
         return print_error(error, prog, naming)
-    except MemoryError:
-        short = "too little memory: raise the limit (ulimit -v), or use a larger machine"
-        return print_error(DataError(short), prog)
 
 
 def command(

@@ -277,8 +277,8 @@ class DppConfig:
             self._require(False, "split_backward", str(error))
         self.buckets(sys.maxsize)
         for address in self.node_ips.split(",") if self.node_ips else ():
-            wrong = _fault_of_address(address)
-            self._require(not wrong, "node_ips", f"{address!r} {wrong}")
+            rule = f"{address!r} is not an IPv4 or IPv6 address by which other hosts reach one host"
+            self._require(_is_routable(address), "node_ips", rule)
         paths = [os.path.realpath(path) for path in (self.record, self.replay) if path]
         record = setting("record", self.record)
         rule = Text(f"{record} is the same file, and would overwrite its source", record)
@@ -355,20 +355,15 @@ def _fault(option: dataclasses.Field[Any], value: Any) -> str:
     return f"must be from {least} to {most}" if wrong else ""
 
 
-def _fault_of_address(text: str) -> str:
-    """The reason why other hosts cannot reach this host at ``text``; empty if they may."""
+def _is_routable(text: str) -> bool:
+    """True for an address at which other hosts may reach this host."""
     try:
-        address = ipaddress.ip_address(text)
+        address: Any = ipaddress.ip_address(text)
     except ValueError:
-        return "is not an IPv4 or IPv6 address"
-    if isinstance(address, ipaddress.IPv6Address):
-        if address.is_link_local or address.scope_id:  # a scope names an interface: "%eth0"
-            return "is valid on one link only: give a routable address"
-        if address.ipv4_mapped:
-            return f"stands for an IPv4 address: give {address.ipv4_mapped}"
-    if address.is_unspecified or address.is_multicast:
-        return "is not the address of one host"
-    return ""
+        return False
+    # A scope names an interface ("%eth0"); what is mapped stands for an IPv4 address.
+    of_six = address.version == 6 and (address.scope_id or address.ipv4_mapped)
+    return not (of_six or address.is_link_local or address.is_unspecified or address.is_multicast)
 
 
 def option_fields() -> tuple[dataclasses.Field[Any], ...]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.dpp.command_line import command, in_flags, new_parser
-from megatron.dpp.errors import DataError, Text, TransportError, exit_with, said
+from megatron.dpp.errors import DataError, Text, TransportError, exit_with, said, setting
 from megatron.dpp.files.safe_files import replacing
 from megatron.dpp.processes import begin_program
 
@@ -106,7 +106,9 @@ def probe_rdma() -> Finding:
     root = Path("/sys/class/infiniband")
     devices = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     if not devices:
-        return Finding("RDMA", "note", "no device; links between hosts use TCP (node_ips)")
+        ips = setting("node_ips")
+        text = Text(f"no device; links between hosts use TCP ({ips})", ips)
+        return Finding("RDMA", "note", text)
     if not Path("/dev/infiniband").is_dir():
         advice = "docker: --device=/dev/infiniband --cap-add=IPC_LOCK"
         return Finding("RDMA", "note", f"{', '.join(devices)}, but no /dev/infiniband", advice)

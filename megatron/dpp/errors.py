@@ -272,8 +272,6 @@ def error_line(error: object, prog: str | None = None, naming: Naming = str) -> 
 
 def print_error(error: object, prog: str | None = None, naming: Naming = str) -> int:
     """Print :func:`error_line` on standard error; returns :func:`status_of` the error."""
-    if isinstance(error, OSError):
-        error = no_scratch(error) or error
     sys.stdout.flush()
     print(error_line(error, prog, naming), file=sys.stderr, flush=True)
     return status_of(error)
@@ -313,7 +311,6 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
     """Ends the program with the status that ``main`` returns; without an error when the reader of
     its output has left, as ``head`` does, or after Ctrl-C. A missing package and an output that
     cannot be written are one line, as is an error of this project."""
-    _open_standard_files()
     try:
         status = main()
         sys.stdout.flush()
@@ -324,17 +321,10 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
             raise
         remedy = "install it, or go to the environment of the clone (source tools/activate.sh)"
         status = print_error(ConfigError(f"{sys.executable} has no package {error.name}: {remedy}"))
-    except ImportError as error:
-        if "shared object" not in str(error):
-            raise
-        why = "too little memory for it (ulimit -v), or a package that is not whole"
-        status = print_error(ConfigError(f"{sys.executable} cannot load a library, {error}: {why}"))
     except BrokenPipeError:
         _drop_output()
         status = FAILED
     except OSError as error:
-        if no_scratch(error) is not None:
-            sys.exit(print_error(error))
         if not output_fails():
             raise
         _drop_output()
@@ -344,31 +334,12 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
     sys.exit(status)
 
 
-def _open_standard_files() -> None:
-    """Open standard files that are closed on nothing: else the next files have their numbers, and
-    get what is printed."""
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        try:
-            os.fstat(number)
-        except OSError:
-            if os.open(os.devnull, os.O_RDWR) == number:  # the lowest that is free
-                setattr(sys, name, open(number, mode, encoding="utf-8"))  # noqa: SIM115 - to the end
-
-
 def output_fails() -> bool:
     """True where standard output cannot be written, as on a full disk."""
     try:
         return os.write(sys.stdout.fileno(), b"\n") != 1
     except OSError:
         return True
-
-
-def no_scratch(error: OSError) -> ConfigError | None:
-    """The text of the error that libraries raise at their import where they can write no
-    temporary file; None where ``error`` is another one."""
-    _, found, where = str(error.strerror).partition("No usable temporary directory found in ")
-    why = f"no temporary directory can be written ({where}): make room, or name another as TMPDIR"
-    return ConfigError(why) if found else None
 
 
 def _drop_output() -> None:

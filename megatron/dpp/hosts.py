@@ -103,24 +103,16 @@ def own_interface(master: str, own: Sequence[str] = ()) -> tuple[str, str]:
     Raises:
         ConfigError: an address of ``own`` is not one of this host.
     """
-    here, own = addresses(), [_canonical(address) for address in own]
+    here = addresses()
     for address in own:
-        if address not in here and not _can_be_bound(address):
+        if not _can_be_bound(address):
             raise ConfigError(
                 f"NODE_IPS gives {address} to this node, which has "
                 f"{', '.join(f'{known} ({name})' for known, name in here.items()) or 'none'}: "
                 "the order is that of the nodes (NODE_RANK), one address each or one per rank"
             )
-    address = own[0] if own else address_towards(master)
+    address = str(ipaddress.ip_address(own[0])) if own else address_towards(master)
     return address, here.get(address, "")
-
-
-def _canonical(address: str) -> str:
-    """The one spelling of an address; other text as it is."""
-    try:
-        return str(ipaddress.ip_address(address))
-    except ValueError:
-        return address
 
 
 def is_loopback(address: str) -> bool:

@@ -41,11 +41,6 @@ def allocator_retries() -> int:
     return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
-def is_readable(config: Any) -> bool:
-    """True if reading saved tensors is free of side effects: offloaded ones would be fetched."""
-    return not (config.cpu_offloading or config.fine_grained_activation_offloading)
-
-
 def _saved_tensors(outputs: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The saved tensors of each function of the graph behind the outputs."""
     waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]

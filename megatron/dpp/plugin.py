@@ -25,7 +25,6 @@ from typing import Any
 
 from megatron.dpp.config import DppConfig, missing_part
 from megatron.dpp.core import compat
-from megatron.dpp.core.packed_rows import read_ahead
 from megatron.dpp.core.rng import line, needs_task_rng
 from megatron.dpp.errors import (
     ConfigError,
@@ -36,6 +35,7 @@ from megatron.dpp.errors import (
     said,
     setting,
 )
+from megatron.dpp.plugin_lengths import read_ahead
 from megatron.dpp.plugin_order import CallOrder, InOrder, Rows
 from megatron.dpp.runtime.dynamic import DppSchedule
 from megatron.dpp.runtime.host_trace import StepTrace
@@ -150,8 +150,7 @@ class Plugin:
             if told and (order or self._rows is None):
                 schedule.announce([sum(row) for row in told])
             schedule.iteration = compat.host_iteration(schedule.iteration)
-            model = keywords["model"]
-            if needs_task_rng(model if isinstance(model, list) else [model]):
+            if needs_task_rng(compat.listed(keywords["model"])):
                 self._say(line(seeds=self._config.task_rng, named=True))
         self._rows = None
         with self._trace.step(self._step_number(keywords), keywords, "dpp") as schedule.recorder:
@@ -357,18 +356,11 @@ def _remove(error: BaseException | None) -> None:
 
 
 @contextlib.contextmanager
-def installed(
-    config: DppConfig | None = None,
-    *,
-    strict: bool = False,
-    trace: HostTrace | None = None,
-    lengths: Lengths | None = None,
-    naming: Naming = str,
-) -> Iterator[None]:
+def installed(config: DppConfig | None = None, **options: Any) -> Iterator[None]:
     """:func:`install` for a block. An error that ends the block is told to the other ranks, and
     becomes the :class:`~megatron.dpp.errors.TransportError` that explains it, if there is one.
     """
-    install(config, strict=strict, trace=trace, lengths=lengths, naming=naming)
+    install(config, **options)
     try:
         yield
     except BaseException as error:

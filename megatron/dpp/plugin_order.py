@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from megatron.core.utils import get_model_config
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core import compat
-from megatron.dpp.core.groups import default_groups
-from megatron.dpp.core.packed_rows import read_ahead
+from megatron.dpp.core.model import balancing_of
 from megatron.dpp.errors import ConfigError, Text, one_line, setting
+from megatron.dpp.plugin_lengths import read_ahead
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.sim.lengths import LengthCosts
 from megatron.dpp.sim.orders import plan_order
@@ -84,11 +83,11 @@ class CallOrder:
         """
         if self._config.policy != "auto":
             return None
-        return "megatron" if len(_listed(step["model"])) > 1 else "eager"
+        return "megatron" if len(compat.listed(step["model"])) > 1 else "eager"
 
     def _planned(self, step: Mapping[str, Any], rows: Rows) -> list[int] | None:
         """The planned order if it gains enough, with a line; with ``auto`` the line alone."""
-        config, number, chunks = self._config, len(rows), len(_listed(step["model"]))
+        config, number, chunks = self._config, len(rows), len(compat.listed(step["model"]))
         ranks, cap = compat.pipeline_size(step.get("pg_collection")), config.activation_cap
         if parse_cap(cap, Geometry(ranks, 0, chunks, number)).needs_measuring:
             cap = "auto"
@@ -98,7 +97,7 @@ class CallOrder:
             ranks,
             num_chunks=chunks,
             squares=[sum(tokens * tokens for tokens in row) for row in rows],
-            costs=LengthCosts.transformer(_config_of(step).hidden_size),
+            costs=LengthCosts.transformer(compat.config_of(step).hidden_size),
             config=ScheduleConfig(
                 policy="megatron", cap=cap, split_backward=splits, sizes_at_start=True
             ),
@@ -124,7 +123,7 @@ class CallOrder:
 
     def _why_not(self, step: Mapping[str, Any]) -> str | None:
         """The reason why microbatches must keep their order; None if there is none."""
-        config = _config_of(step)
+        config = compat.config_of(step)
         for name in ("record", "replay", "slice_tokens"):
             if value := getattr(self._config, name):
                 return Text(given := setting(name, value), given)
@@ -133,9 +132,9 @@ class CallOrder:
             return "routers replay what calls have recorded in that order"
         if getattr(config, "expert_model_parallel_size", 1) > 1:
             return "replicas that share experts meet in their microbatches"
-        if "global_aux_loss" in (getattr(config, "moe_router_load_balancing_type", "") or ""):
+        if "global_aux_loss" in balancing_of(config):
             return "global_aux_loss looks at the microbatches so far"
-        for each in _listed(step["data_iterator"]):
+        for each in compat.listed(step["data_iterator"]):
             known = hasattr(each, "__next__") or getattr(each, "micro_batch_indices", None)
             if each is not None and not known:
                 return f"data comes from a {type(each).__name__}, no iterator"
@@ -151,7 +150,7 @@ class InOrder:
     """
 
     def __init__(self, step: Mapping[str, Any], order: Sequence[int] | None) -> None:
-        self._order, self._own = order, _listed(step["data_iterator"])
+        self._order, self._own = order, compat.listed(step["data_iterator"])
         self._agreed = _agreeing(step, order)
         self._given = list(self._own)
         if order is not None:
@@ -198,8 +197,8 @@ class InOrder:
 def _agreeing(step: Mapping[str, Any], order: Sequence[int] | None) -> Callable[[], bool]:
     """Compares the orders of all ranks of a replica beside the step; tells whether they agree."""
     mark = zlib.crc32(repr(order and list(order)).encode())
-    device = next(_listed(step["model"])[0].parameters()).device
-    groups = step.get("pg_collection") or default_groups()
+    device = next(compat.listed(step["model"])[0].parameters()).device
+    groups = step.get("pg_collection") or compat.default_groups()
     found = []
     for group in (groups.pp, groups.tp, groups.cp):
         marks = torch.tensor([mark, -mark], device=device)
@@ -240,11 +239,3 @@ def _reordered(own: Any, order: Sequence[int]) -> Any:
     indices[start : start + len(order)] = [indices[start + place] for place in order]
     found.micro_batch_indices = indices  # slime's and miles' samples of each microbatch
     return found
-
-
-def _listed(given: Any) -> list[Any]:
-    return given if isinstance(given, list) else [given]
-
-
-def _config_of(step: Mapping[str, Any]) -> Any:
-    return get_model_config(_listed(step["model"])[0])

@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-from megatron.dpp.errors import ConfigError, print_error
-
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _C_LIBRARY = ctypes.CDLL(None)  # opened before any fork: another thread may hold the loader's lock
 _PATIENCE_S = 5.0
@@ -134,19 +132,13 @@ def sigint_held_back() -> Iterator[None]:
 def begin_program() -> None:
     """Prepare a program before PyTorch is imported, which cannot be in some places.
 
-    A rank of torchrun gets SIGTERM when torchrun ends in any way. The program ends where its
-    working directory is gone. Where files are read, or texts printed, in another
-    encoding than UTF-8 by default, it begins again in Python's UTF-8 mode: PyTorch's sources and
-    the answers of models hold other characters than those of ASCII or GBK. What UTF-8 does not
-    have, as some bytes of a file's name, is printed as an escape.
+    A rank of torchrun gets SIGTERM when torchrun ends in any way. Where files are read, or texts
+    printed, in another encoding than UTF-8 by default, the program begins again in Python's UTF-8
+    mode: PyTorch's sources and the answers of models hold other characters than those of ASCII or
+    GBK. What UTF-8 does not have, as some bytes of a file's name, is printed as an escape.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _end_with(os.getppid(), signal.SIGTERM)
-    try:
-        os.getcwd()
-    except OSError as error:
-        why = f"the working directory cannot be used ({error.strerror}): go to another one"
-        sys.exit(print_error(ConfigError(why)))
     printed = os.environ.get("PYTHONIOENCODING", "").partition(":")[0] or "utf-8"
     used = (locale.getpreferredencoding(False), printed)
     if {codecs.lookup(each).name for each in used} == {"utf-8"}:

@@ -38,7 +38,6 @@ try:
         Naming,
         error_line,
         exit_with,
-        no_scratch,
         print_error,
         require,
         said,
@@ -90,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def flags_of(environment: Mapping[str, str]) -> Iterator[str]:
+def flags_of_variables(environment: Mapping[str, str]) -> Iterator[str]:
     """The flags that variables stand for.
 
     Raises:
@@ -137,7 +136,7 @@ def take_flags(
     Raises:
         ConfigError: an unknown ``--dpp-*``, or a value of the wrong type.
     """
-    parser, words = _parser(), [*flags_of(environment), *words]
+    parser, words = _parser(), [*flags_of_variables(environment), *words]
     given, rest = parser.parse_known_args(words)
     refuse_unknown(parser, [word for word in rest if word.startswith(("--dpp-", "--no-dpp-"))])
     if given.use_dpp and given.dpp_trace_only:
@@ -180,13 +179,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.use_dpp and (missing := missing_part(config.transport)):
             raise ConfigError(missing)
         _run(script, rest, plugin_arguments(given, naming), given.metrics_file)
-    except (DppError, OSError) as error:
-        refusal = no_scratch(error) if isinstance(error, OSError) else error
-        if isinstance(refusal, ConfigError):
-            tell_torchrun(error_line(refusal, _PROGRAM, naming), printed=True)
-            return print_error(refusal, _PROGRAM, naming)
-        if refusal is not None:
-            refusal.args = (said(refusal, naming),)  # of the traceback
+    except DppError as error:
+        if isinstance(error, ConfigError):
+            tell_torchrun(error_line(error, _PROGRAM, naming), printed=True)
+            return print_error(error, _PROGRAM, naming)
+        error.args = (said(error, naming),)  # of the traceback
         raise
     return 0
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from megatron.dpp import plugin
 from megatron.dpp.runtime.dynamic import DppSchedule
 from tests.plugin.hosts import Hosts
 
@@ -13,6 +15,12 @@ from tests.plugin.hosts import Hosts
 @pytest.fixture(scope="session")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Hosts:
     return Hosts(tmp_path_factory.mktemp("megatron-lm"))
+
+
+@pytest.fixture(autouse=True)
+def _uninstalled() -> Iterator[None]:
+    yield
+    plugin.uninstall()
 
 
 @pytest.fixture

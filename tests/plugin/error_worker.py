@@ -1,9 +1,6 @@
-"""One rank of a host that installs the plug-in, and ends by an error: error_worker.py WHERE."""
+"""One rank of a host that installs the plug-in, and ends by an error between two steps."""
 
 from __future__ import annotations
-
-import sys
-from typing import Any
 
 from tests.runtime import equality_worker as models
 
@@ -22,21 +19,18 @@ def main() -> None:
     plugin.install(DppConfig(timeout=60))
     model_parallel_cuda_manual_seed(1)
     chunks, _ = models.build(CASE)
-    step = models.ForwardStep(CASE)
-
-    def forward_step(iterator: Any, model: Any) -> Any:
-        if sys.argv[1] == "within a step" and dist.get_rank() == 1:
-            raise ValueError("a host's own trouble")
-        return step(iterator, model)
-
     for number in range(2):
-        if number == 1 and sys.argv[1] == "between steps" and dist.get_rank() == 1:
+        if number == 1 and dist.get_rank() == 1:
             raise ValueError("a host's own trouble")
         schedules.get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=[models.batches(CASE)], model=chunks,
-            num_microbatches=4, seq_length=models.SEQUENCE, micro_batch_size=models.MICRO_BATCH,
+            forward_step_func=models.ForwardStep(CASE),
+            data_iterator=[models.batches(CASE)],
+            model=chunks,
+            num_microbatches=4,
+            seq_length=models.SEQUENCE,
+            micro_batch_size=models.MICRO_BATCH,
             forward_only=False,
-        )  # fmt: skip
+        )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -16,12 +15,6 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.dpp import DppConfig, plugin
 from megatron.dpp.errors import ConfigError
 from tests.plugin.test_plugin import keywords
-
-
-@pytest.fixture(autouse=True)
-def _uninstalled() -> Iterator[None]:
-    yield
-    plugin.uninstall()
 
 
 def test_announced_sizes_reach_the_next_training_step_alone(

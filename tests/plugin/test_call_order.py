@@ -76,7 +76,6 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
     monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
     yield found
     OTHERWISE.clear()
-    plugin.uninstall()
 
 
 def train(**more: Any) -> list[Any]:

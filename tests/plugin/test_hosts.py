@@ -61,8 +61,6 @@ def compare(hosts: Hosts, version: str, case: tuple[int, str, str], folder: Path
 
 
 SLICES = f"{DYNAMIC} --dpp-slice-tokens 16"
-ROTARY = f"{PP2X2} --position-embedding-type rope"
-"""The flags of every test that is not slow, which share the host's own run."""
 
 
 def check_slices(hosts: Hosts, version: str, flags: str, folder: Path, *policies: str) -> None:
@@ -76,10 +74,6 @@ def check_slices(hosts: Hosts, version: str, flags: str, folder: Path, *policies
     first = [json.loads(each[-1][0])[1][0]["lm loss"][0] for each in (uncut, found[0])]
     assert float.fromhex(first[1]) == pytest.approx(float.fromhex(first[0]), rel=1e-6)
     assert [len(each[-1]) for each in (uncut, found[0])] == [len(uncut[-1])] * 2
-
-
-def test_sequences_in_slices(hosts: Hosts, tmp_path: Path) -> None:
-    check_slices(hosts, NEWEST, ROTARY, tmp_path)
 
 
 @pytest.mark.slow
@@ -177,7 +171,8 @@ def test_masks_of_documents_are_not_cut(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def test_numbers_are_those_of_the_static_schedule(hosts: Hosts, tmp_path: Path) -> None:
-    compare(hosts, NEWEST, (2, ROTARY, ""), tmp_path)
+    rotary = f"{PP2X2} --position-embedding-type rope"
+    compare(hosts, NEWEST, (2, rotary, ""), tmp_path)
 
 
 @pytest.mark.slow

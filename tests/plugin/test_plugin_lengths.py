@@ -1,4 +1,4 @@
-"""Lengths that slime, miles, verl and NeMo-RL have packed reach the schedule before a step."""
+"""Lengths and rows that hosts have packed reach the schedule before a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron.dpp import plugin
 from megatron.dpp.config import DppConfig
-from megatron.dpp.plugin_lengths import packed_lengths
+from megatron.dpp.core import compat
+from megatron.dpp.errors import ConfigError
+from megatron.dpp.plugin_lengths import packed_lengths, read_ahead
 from megatron.dpp.runtime.dynamic import DppSchedule
 from tests.plugin.test_plugin import keywords, with_arguments
 
@@ -130,3 +132,105 @@ def test_lengths_that_an_adapter_knows_are_announced_before_a_training_step(
     del installed["sizes"]  # as of a host whose names have changed
     run(**keywords())
     assert len(told) == 2 and "lengths are not read ahead: 'sizes'" in caplog.text
+
+
+TOKENS = torch.zeros(1, 8)
+BATCHES = (
+    {"tokens": TOKENS, "cu_seqlens": torch.tensor([[0, 3, 8, 8, 8]])},
+    {"tokens": TOKENS, "cu_seqlens": torch.tensor([[0, 8, 8, 8, 8]])},
+    {"tokens": TOKENS, "cu_seqlens": torch.tensor([[0, 1, 2, 3, 8]])},
+    {"tokens": TOKENS, "cu_seqlens": torch.tensor([[0, 5, 8, 8, 8]])},
+)
+ROWS = [[3, 5], [8], [1, 1, 1, 5]]
+
+
+@pytest.mark.parametrize("name", ["sft", "dataloader_inter_document_masking"])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_megatrons_batches_tell_their_sequences(
+    name: str, as_list: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_arguments(monkeypatch, **{name: True})
+    own = iter(BATCHES)
+    step = keywords(data_iterator=[None, own] if as_list else own)
+    assert read_ahead(step) == ROWS
+    given = step["data_iterator"][1] if as_list else step["data_iterator"]
+    assert list(given) == list(BATCHES), "the forward steps read them again"
+
+
+def test_several_samples_of_a_batch_are_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_arguments(monkeypatch, sft=True)
+    both = {
+        "tokens": torch.zeros(2, 8), "cu_seqlens": torch.tensor([[0, 3, 8], [0, 8, 8]]),
+        "cu_seqlens_padded": torch.tensor([[0, 4, 8], [0, 8, 8]]),
+    }  # fmt: skip
+    step = keywords(data_iterator=iter([both]), num_microbatches=1)
+    assert read_ahead(step) == [[4, 4, 8]], "sequences with their padding"
+
+
+def forward_step(state: Any, *_: Any) -> None:
+    """A forward step of Megatron-Bridge's form."""
+
+
+def test_bridges_data_set_tells_that_it_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = {"tokens": TOKENS, "cu_seqlens_q": torch.tensor([0, 3, 7]),
+              "cu_seqlens_q_padded": torch.tensor([0, 4, 8])}  # fmt: skip
+    data = SimpleNamespace(enable_in_batch_packing=True)
+    state = SimpleNamespace(cfg=SimpleNamespace(dataset=data))
+    step = keywords(
+        data_iterator=iter([packed]), num_microbatches=1,
+        forward_step_func=partial(forward_step, state),
+    )  # fmt: skip
+    assert read_ahead(step) is None, "another host's"
+    monkeypatch.setattr(forward_step, "__module__", "megatron.bridge.training.gpt_step")
+    assert read_ahead(step) == [[4, 4]]
+    data.enable_in_batch_packing = False
+    assert read_ahead(step) is None
+
+
+def test_stages_in_the_middle_must_know_the_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_arguments(monkeypatch, sft=True)
+    monkeypatch.setattr(compat, "VERSION", "0.16.1")
+    assert read_ahead(keywords(data_iterator=iter(BATCHES))) == ROWS
+    with pytest.raises(
+        ConfigError, match=r"sft=True: Megatron-LM 0\.16\.1 does not tell stages in"
+    ):
+        read_ahead(keywords(4, data_iterator=iter(BATCHES)))
+    monkeypatch.setattr(compat, "VERSION", "0.17.1")
+    assert read_ahead(keywords(4, data_iterator=iter(BATCHES))) == ROWS
+
+
+def test_rows_are_read_for_slices_alone_and_stay_for_megatrons_own_schedule(
+    monkeypatch: pytest.MonkeyPatch,
+    told: list[Any],
+    dynamic_calls: list[Any],
+    static_calls: list[Any],
+) -> None:
+    with_arguments(monkeypatch, sft=True)
+    for tokens, expected in ((0, []), (4, [([8, 8, 8], ROWS), ((), ())])):
+        with plugin.installed(DppConfig(split_backward="off", slice_tokens=tokens)):
+            run = schedules.get_forward_backward_func()
+            run(**keywords(data_iterator=iter(BATCHES), a_newer_keyword=1))
+        *_, given = static_calls.pop()
+        assert told == expected and list(given["data_iterator"]) == list(BATCHES)
+
+
+@pytest.mark.parametrize(
+    ("host", "config", "settings", "said"),
+    [
+        ({"reset_attention_mask": True}, {}, {}, r"slice_tokens=4.*reset_attention_mask"),
+        ({}, {"mtp_num_layers": 1}, {}, "mtp_num_layers=1 does not work with slices"),
+        ({}, {}, {"cuda_graphs": "on"}, r"cuda_graphs='on'.*does not go with slices"),
+    ],
+)
+def test_models_and_hosts_that_cannot_be_cut_are_named(
+    host: dict[str, Any], config: dict[str, Any], settings: dict[str, Any], said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    with_arguments(monkeypatch, **host)
+    with (
+        plugin.installed(DppConfig(split_backward="off", slice_tokens=4, **settings), strict=True),
+        pytest.raises(ConfigError, match=said),
+    ):
+        schedules.get_forward_backward_func()(
+            **keywords(config={"num_moe_experts": None, **config})
+        )

@@ -88,29 +88,33 @@ def test_the_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(flag_of(field.name) in usage() for field in option_fields())
 
 
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    """One that must not run."""
+    path = tmp_path / "script.py"
+    path.write_text("raise AssertionError")
+    return str(path)
+
+
 def test_a_missing_script_and_a_bad_setting_end_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([]) == 2
     assert main(["nowhere.py"]) == 2
-    script = tmp_path / "script.py"
-    script.write_text("raise SystemExit(0)")
-    assert main([str(script), "--use-dpp", "--dpp-policy", "best"]) == 2
+    assert main([script, "--use-dpp", "--dpp-policy", "best"]) == 2
     error = capsys.readouterr().err
     assert "nowhere.py: no such script" in error and "--dpp-policy best: expected one of" in error
 
 
 def test_a_refusal_names_the_variable_that_gave_the_setting(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("raise SystemExit(0)")
     monkeypatch.setenv("DPP_SLOTS", "0")
-    assert main([str(script), "--use-dpp"]) == 2
+    assert main([script, "--use-dpp"]) == 2
     assert capsys.readouterr().err.startswith(
         "megatron-dpp run: error: DPP_SLOTS=0: must be from 1 to "
     )
-    assert main([str(script), "--use-dpp", "--dpp-slots", "-1"]) == 2
+    assert main([script, "--use-dpp", "--dpp-slots", "-1"]) == 2
     assert capsys.readouterr().err.startswith(
         "megatron-dpp run: error: --dpp-slots -1: must be from 1 to "
     )
@@ -170,11 +174,9 @@ def test_a_trace_has_flags_and_variables() -> None:
     ],
 )
 def test_a_bad_trace_ends_with_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    script: str, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("raise SystemExit(0)")
-    assert main([str(script), *words]) == 2
+    assert main([script, *words]) == 2
     assert capsys.readouterr().err.startswith(f"megatron-dpp run: error: {message}")
 
 

@@ -23,7 +23,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
 @pytest.fixture
 def captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every chunk is captured in its first step."""
-    monkeypatch.setattr("megatron.dpp.core.graphs.slots.why_not", lambda chunk: None)
+    monkeypatch.setattr("megatron.dpp.core.graphs.slots.why_not_captured", lambda chunk: None)
     monkeypatch.setattr("megatron.dpp.core.graphs.slots.WARM_UP_STEPS", 0)
 
 

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -46,13 +47,16 @@ from megatron.core.utils import get_model_config  # noqa: E402
 from megatron.dpp import DppConfig, DppSchedule, plugin  # noqa: E402
 from megatron.dpp.core.compat import replaced  # noqa: E402
 from megatron.dpp.core.graphs.reductions import Reductions  # noqa: E402
-from megatron.dpp.core.wgrad import fused as fused_wgrad  # noqa: E402
 from megatron.dpp.runtime.static import StaticSchedule  # noqa: E402
 from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder  # noqa: E402
 from tests.runtime import layers  # noqa: E402
 from tests.runtime.layers import block_spec, packed_params, positions, prediction_spec  # noqa: E402
-from tests.runtime.losses import OwnLoss, loss_func, token_loss  # noqa: E402
-from tests.runtime.rerun import Rerun  # noqa: E402
+from tests.runtime.losses import (  # noqa: E402
+    OwnLoss,
+    Rerun,
+    loss_func,
+    token_loss,
+)
 
 VOCABULARY, SEQUENCE, HIDDEN, MICRO_BATCH = 64, 16, 32, 2
 LOG = "megatron.dpp.runtime.base.logger.info"
@@ -71,7 +75,10 @@ def build(case: dict[str, Any]) -> tuple[list[Any], Any]:
     """Model chunks under DDP, and their optimizer, as the training layer builds them."""
     v = case.get("v", 1)
     if case.get("fusion"):
-        fused_wgrad.provide()
+        sys.path.append(str(Path(__file__).parents[2] / "profiling"))
+        import fused_products
+
+        fused_products.provide()
     dtype = torch.bfloat16 if case.get("bf16") else torch.float32
     config = TransformerConfig(
         num_layers=case.get("layers", max(4, case["p"] * v)),

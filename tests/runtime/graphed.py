@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.dpp.core.graphs import slots as graphs
-from tests.runtime.rerun import Rerun
+from tests.runtime.losses import Rerun
 
 SHAPE = (3, 2, 4)
 

@@ -33,7 +33,7 @@ STEPS, LATE = 3, "delay:2ms,message-delay:3ms"
 
 
 def train(example: dict[str, Any], schedule: Any) -> dict[str, torch.Tensor]:
-    """Three steps; returns all parameters and what is left of their gradients, by name."""
+    """Two or three steps; returns all parameters and what is left of their gradients, by name."""
     MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1)  # not of another model
     torch.manual_seed(7 + dist.get_rank())
     model_parallel_cuda_manual_seed(7, force_reset_rng=True)
@@ -46,7 +46,7 @@ def train(example: dict[str, Any], schedule: Any) -> dict[str, torch.Tensor]:
     forward_step = models.ForwardStep(example)
     told: list[torch.Tensor] = []
     losses = [LOSSES[name] for name in example.get("losses", ())]
-    for step in range(STEPS):
+    for step in range(example.get("steps", STEPS)):
         for name, when, seed in example["changes"]:
             if when == step:
                 CHANGES[name](random.Random(f"{seed} {dist.get_rank()}"), chunks)

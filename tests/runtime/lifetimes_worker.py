@@ -26,7 +26,7 @@ from megatron.dpp import ConfigError, DppConfig, DppSchedule
 from megatron.dpp.core.graphs.slots import ChunkGraphs
 from megatron.dpp.errors import PeerDead, ScheduleError
 from megatron.dpp.runtime.static import StaticSchedule
-from tests.runtime.rerun import Rerun
+from tests.runtime.losses import Rerun
 
 LENGTHS = (8, 8, 16, 8)
 

@@ -1,10 +1,11 @@
-"""Loss functions of hosts, for workers."""
+"""Loss functions of hosts, for workers, and a stand-in for CUDA graphs."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,3 +52,21 @@ class Box:
 
     number: int
     tensor: torch.Tensor
+
+
+class Rerun:
+    """Stand-in for a CUDA graph: each replay runs the function again, over the graph's buffers.
+
+    ``replays`` records each replay.
+    """
+
+    def __init__(
+        self, function: Callable[[], None], pool: Any, replays: list[Rerun] | None = None
+    ) -> None:
+        self._function, self._replays = function, replays
+
+    def replay(self) -> None:
+        if self._replays is not None:
+            self._replays.append(self)
+        with torch.enable_grad():
+            self._function()

@@ -17,7 +17,7 @@ from megatron.dpp import DppSchedule  # isort: skip
 from megatron.dpp.runtime import dynamic
 from megatron.dpp.runtime.race import FUSED, SPLIT, Race
 from megatron.dpp.runtime.timer import HostTimer
-from tests.runtime.rerun import Rerun
+from tests.runtime.losses import Rerun
 
 CASE: dict[str, Any] = {}
 REPLAYS: list[Rerun] = []

@@ -1,19 +1,15 @@
 """A small stand-in for Transformer Engine, which cannot be installed without a GPU.
 
-It has the interface that megatron-core's wrappers expect of ``Linear`` and ``LayerNormLinear``,
-and delays weight gradients as Transformer Engine 2.8 does: a queue per module, ``backward_dw``
-that takes the oldest entry and overwrites ``grad``, hooks handed over by
-DistributedDataParallel, ``is_first_microbatch`` captured with an entry, and a meaningless gradient
-where the weight's own is added to ``main_grad`` directly (NaN here, so that nobody reads it), in
-whose dtype the bias's is. One tensor-parallel rank only. Its optimizers and kernels want a GPU, as
-the package's.
+It has the interface that megatron-core's wrappers expect of ``Linear`` and ``LayerNormLinear``, and
+asks a ``wgrad_store`` as Transformer Engine 2.8 does. Where a weight's gradient is added to
+``main_grad`` directly its own is meaningless (NaN here, so that nobody reads it), and the bias's
+has that dtype. One tensor-parallel rank only. Its optimizers and kernels want a GPU, as theirs.
 ``install()`` goes before the first import of megatron-core.
 """
 
 from __future__ import annotations
 
 import importlib.machinery
-import queue
 import sys
 import types
 from collections.abc import Callable
@@ -26,26 +22,13 @@ VERSION = "2.8.0"
 
 
 class WeightGradStore:
-    """Work that a backward pass left, oldest first."""
-
-    def __init__(self, delay_wgrad_compute: bool) -> None:
-        self.context: queue.Queue[Any] | None = queue.Queue() if delay_wgrad_compute else None
-        self.enabled = delay_wgrad_compute
+    """That of a module whose host does not delay weight gradients."""
 
     def delay_wgrad_compute(self) -> bool:
-        return self.enabled
+        return False
 
     def put(self, tensors: list[torch.Tensor], function: Callable[..., Any]) -> None:
-        assert self.enabled
-        assert self.context is not None
-        self.context.put([tensors, function])
-
-    def pop(self) -> tuple[Any, list[torch.Tensor]]:
-        assert self.context is not None
-        if self.context.qsize() == 0:
-            raise RuntimeError("Pop empty queue")
-        tensors, function = self.context.get()
-        return function(*tensors), tensors
+        raise NotImplementedError
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -84,7 +67,7 @@ class _LinearFunction(torch.autograd.Function):
 
 
 class _Base(torch.nn.Module):
-    """The part of TransformerEngineBaseModule that delays weight gradients."""
+    """The part of TransformerEngineBaseModule that linear layers share."""
 
     def _build(self, inp: int, out: int, *, bias: bool, **options: Any) -> None:
         assert options["tp_size"] == 1
@@ -95,31 +78,10 @@ class _Base(torch.nn.Module):
         self.fuse_wgrad_accumulation = options["fuse_wgrad_accumulation"]
         self.weight = torch.nn.Parameter(torch.empty(out, inp, device=device, dtype=dtype))
         options["init_method"](self.weight)
-        names = ["weight"]
+        self.bias = torch.empty(0)
         if bias:
             self.bias = torch.nn.Parameter(torch.zeros(out, device=device, dtype=dtype))
-            names.append("bias")
-        else:
-            self.bias = torch.empty(0)
-        self.wgrad_store = WeightGradStore(options.get("delay_wgrad_compute", False))
-        self.wgrad_accumulation_and_reduce_hooks: list[Callable[[], None]] = []
-        if self.wgrad_store.delay_wgrad_compute():
-            for name in names:
-                getattr(self, name).skip_backward_post_hook = True
-
-    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        self.wgrad_accumulation_and_reduce_hooks.append(hook)
-
-    def backward_dw(self) -> None:
-        if not self.wgrad_store.delay_wgrad_compute():
-            return
-        (wgrad, bgrad), _ = self.wgrad_store.pop()
-        if not self.fuse_wgrad_accumulation:
-            self.weight.grad = wgrad.to(self.weight.dtype)
-        if self.use_bias and self.bias.grad is None:
-            self.bias.grad = bgrad.to(self.bias.dtype)
-        for hook in self.wgrad_accumulation_and_reduce_hooks:
-            hook()
+        self.wgrad_store = WeightGradStore()
 
     def _linear(self, inp: torch.Tensor, first: bool | None) -> Any:
         bias = self.bias if self.use_bias and not self.return_bias else None

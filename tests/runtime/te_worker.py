@@ -1,9 +1,7 @@
 """equality_worker.py's cases with megatron-core's Transformer Engine layers.
 
-te_worker.py JSON. On GPUs with the package itself, otherwise over the stand-in. The static schedule
-runs the layers undelayed, and so does a fused dynamic one; a split one builds them with delayed
-weight gradients. With ``as_built``, of a case or a run, it takes them as a host builds them.
-``fused_wgrad`` adds gradients to ``main_grad`` directly.
+te_worker.py JSON. On GPUs with the package itself, else over the stand-in. ``fused_wgrad`` adds
+gradients to ``main_grad`` directly.
 """
 
 from __future__ import annotations

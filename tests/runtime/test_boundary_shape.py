@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core.boundary import Boundaries, TokenCounter, boundaries
-from megatron.dpp.core.steps import StepCall
+from megatron.dpp.core.call import StepCall
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime.session import replica_of
 from tests.runtime.test_stage import Chunk, config_with

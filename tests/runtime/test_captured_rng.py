@@ -14,14 +14,12 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import random as parallel_random
 
-from megatron.dpp.core.graphs import rng as captured_rng
-from megatron.dpp.core.graphs import slots
+from megatron.dpp.core.graphs import capture, slots
 from megatron.dpp.core.graphs.block import GraphedBlock
-from megatron.dpp.core.graphs.capture import cuda_capture
+from megatron.dpp.core.graphs.capture import CapturedRng, RecomputedDraws, cuda_capture
 from megatron.dpp.core.graphs.pools import Pools
-from megatron.dpp.core.graphs.rng import CapturedRng, RecomputedDraws
 from tests.runtime.graphed import SHAPE, Block, Chunk, graphs_of, step
-from tests.runtime.rerun import Rerun
+from tests.runtime.losses import Rerun
 
 DEFAULT, PARALLEL = 11, 22
 """Seeds."""
@@ -93,7 +91,7 @@ class Machine:
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: made.default.get_state())
-    monkeypatch.setattr(captured_rng, "get_cuda_rng_tracker", lambda: made)
+    monkeypatch.setattr(capture, "get_cuda_rng_tracker", lambda: made)
     monkeypatch.setattr(torch.cuda, "default_generators", [made.default])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(parallel_random, "_get_all_rng_states", made.all_states)

@@ -26,7 +26,7 @@ from megatron.dpp.core.compat import TABLE, PrivateName, check_version, form_of
 from megatron.dpp.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE, TRAINER = ROOT / "megatron" / "dpp" / "core", ROOT / "megatron" / "dpp_train"
+CORE = ROOT / "megatron" / "dpp" / "core"
 SOURCES = Path(os.environ.get("DPP_MEGATRON_SOURCES", ROOT.parent / "shared" / "megatron-lm"))
 """Archives ``NAME.tar.xz`` of Megatron-LM, each with a folder ``NAME/megatron/core``."""
 
@@ -176,7 +176,8 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 def test_every_entry_is_needed() -> None:
     """Code names it, or a constant beside the table does."""
-    files = {*CORE.parent.rglob("*.py"), *TRAINER.rglob("*.py")} - {CORE / "compat.py"}
+    found = [path for room in ("megatron", "profiling") for path in (ROOT / room).rglob("*.py")]
+    files = {*found} - {CORE / "compat.py"}
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     constants = {each for each in vars(compat).values() if isinstance(each, str)}
     known = {*constants, *compat.DIRECT_SCHEDULES, *compat.TRAINING}

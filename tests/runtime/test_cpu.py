@@ -60,27 +60,21 @@ def test_nothing_of_the_stand_ins_stays_after_them(monkeypatch: pytest.MonkeyPat
 
 
 def test_stand_ins_that_are_there_stay_for_the_one_that_made_them() -> None:
-    """A second set would make ``torch.cuda.cuda.FloatTensor`` of a type."""
+    """A second set would make ``torch.cuda.cuda.FloatTensor`` of a type. Answers for hosts stay as
+    long as the host does."""
     before, modes = state(), torch.overrides._get_current_function_mode_stack()
-    with contextlib.closing(cpu.install(host=True)):
-        for again in (cpu.install(), cpu.install(host=True)):
-            assert len(torch.overrides._get_current_function_mode_stack()) == len(modes) + 1
-            again.close()
-            assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
-            assert torch.empty(2, device="cuda").device.type == "cpu"
-            assert torch.cuda.get_device_capability() == (8, 0)
-    assert not changed(before)
-    assert torch.overrides._get_current_function_mode_stack() == modes
-
-
-def test_a_hosts_answer_beside_ours_is_without_its_layer_again() -> None:
-    """Answers for hosts stay as long as the host does."""
     capability = torch.cuda.get_device_capability
     with contextlib.closing(cpu.install()):
-        with contextlib.closing(cpu.install(host=True)):
-            assert torch.cuda.get_device_capability() == (8, 0)
-        assert torch.cuda.get_device_capability is capability
-        assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+        for _ in range(2):
+            with contextlib.closing(cpu.install(host=True)):
+                assert len(torch.overrides._get_current_function_mode_stack()) == len(modes) + 1
+                cpu.install(host=True).close()
+                assert torch.cuda.get_device_capability() == (8, 0)
+            assert torch.cuda.get_device_capability is capability
+            assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+            assert torch.empty(2, device="cuda").device.type == "cpu"
+    assert not changed(before)
+    assert torch.overrides._get_current_function_mode_stack() == modes
 
 
 class Other(torch.overrides.TorchFunctionMode):
@@ -140,17 +134,6 @@ def test_tensors_for_a_gpu_are_made_and_moved_on_the_cpu(
     for found in (torch.empty(2, device=device), tensor.to(device), tensor.to(device=device)):
         assert found.device.type == expected
     assert tensor.cuda() is tensor
-
-
-def test_a_machines_gpus_are_not_there_for_a_run_on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """``--device cpu`` on a machine with GPUs: links, timers and measurements would take them."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with contextlib.closing(cpu.install()):
-        assert (torch.cuda.is_available(), torch.cuda.device_count()) == (False, 0)
-    assert (torch.cuda.is_available(), torch.cuda.device_count()) == (True, 2)
 
 
 def test_generators_tensors_and_types_are_the_cpus(on_cpu: None) -> None:
@@ -246,9 +229,9 @@ def asked_from(module: str) -> tuple[bool, int]:
 def test_only_training_code_of_a_host_sees_a_gpu_for_each_rank_of_its_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Other code would use what is not there."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    """Other code would use what is not there, also on a machine with GPUs (``--device cpu``)."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv("WORLD_SIZE", "8")
     for number in ("4", None):
         if number is None:
@@ -259,7 +242,8 @@ def test_only_training_code_of_a_host_sees_a_gpu_for_each_rank_of_its_node(
             assert asked_from("megatron.training.initialize") == (True, int(number or 1))
             assert asked_from("megatron.core.utils") == asked_from("torch.x") == (False, 0)
     with contextlib.closing(cpu.install()):
-        assert asked_from("megatron.training.initialize") == (False, 0)
+        assert asked_from("megatron.training.initialize") == asked_from("torch.x") == (False, 0)
+    assert asked_from("torch.x") == (True, 2)
     # Megatron's count of packed tokens asked for the device "cuda:cpu".
     name, own = "update_seqlen_stats_from_cu_seqlens", {"__name__": "megatron.training.training"}
     exec(f"import torch\ndef {name}(): return torch.cuda.is_available()", own)

@@ -13,9 +13,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from megatron.dpp.config import DppConfig
+from megatron.dpp.core.call import StepCall
 from megatron.dpp.core.cut import Cut, WholeSteps, weighted_aux_loss
-from megatron.dpp.core.slices import Slices, Unit, attend_in_slice, why_not
-from megatron.dpp.core.steps import StepCall
+from megatron.dpp.core.slices import Slices, Unit, attend_in_slice, why_not_sliced
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.memory import saved_bytes
 from megatron.dpp.runtime.slicing import Slicing
@@ -153,8 +153,8 @@ def test_transformer_engines_kernels_are_aligned_bottom_right() -> None:
      ("window_size", (8, 0)), ("moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss"])],
 )  # fmt: skip
 def test_settings_that_do_not_go_with_slices_are_named(name: str, value: Any) -> None:
-    assert why_not(SimpleNamespace(**USUAL)) is None
-    reason = why_not(SimpleNamespace(**{**USUAL, "num_moe_experts": 4, name: value}))
+    assert why_not_sliced(SimpleNamespace(**USUAL)) is None
+    reason = why_not_sliced(SimpleNamespace(**{**USUAL, "num_moe_experts": 4, name: value}))
     assert reason is not None and "does not work with slices" in reason
 
 

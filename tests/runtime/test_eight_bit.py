@@ -14,7 +14,7 @@ import torch
 
 from megatron.dpp.core.wgrad.own_way import STANDS_FOR
 from tests.runtime.graphed import SHAPE, Chunk, graphs_of, step
-from tests.runtime.rerun import Rerun
+from tests.runtime.losses import Rerun
 
 pytestmark = pytest.mark.usefixtures("captured_at_once")
 

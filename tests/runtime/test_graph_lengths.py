@@ -28,7 +28,7 @@ def test_each_named_length_has_graphs_of_its_own(
         assert torch.equal(grad, eager.grad[: len(grad)])  # type: ignore[index]
     assert said == [
         "CUDA graphs: chunk 0 microbatches that are not of one of the lengths 2, 4, 8 run without "
-        "graphs (length_buckets names lengths)",
+        "graphs (DppConfig(length_buckets=...) names lengths)",
         "CUDA graphs: memory for 3 chunk activations of 3 lengths, 14 MiB together",
     ]
     captures.replays.clear()
@@ -61,7 +61,7 @@ def test_a_slot_serves_shorter_microbatches_and_is_captured_for_them_between_ste
         # The longest length is captured only if it is named.
         ([4], None, (4, 8), 2, "not of one of the lengths 4 run without graphs"),
         # 12 of 1.5 times 8 rows are taken by the first two; slots that are there are used again.
-        ([4, 8], 1.0, (8, 4, 4, 8), 4, "memory of the activation cap is spent"),
+        ([4, 8], 1.0, (8, 4, 4, 8), 4, "the activation cap has no memory left"),
     ],
 )
 def test_lengths_without_a_slot_run_eagerly_and_are_named(

@@ -76,7 +76,7 @@ def config_with(**settings: Any) -> TransformerConfig:
 def test_a_setting_that_graphs_cannot_follow_is_named(
     settings: dict[str, Any], reason: str | None
 ) -> None:
-    found = slots.why_not(Wrapped(config_with(**settings)))
+    found = slots.why_not_captured(Wrapped(config_with(**settings)))
     assert found is None if reason is None else reason in str(found)
 
 
@@ -84,27 +84,29 @@ def test_layers_that_keep_8_bit_weights_elsewhere_are_not_captured() -> None:
     chunk = Wrapped(config_with(**TENSORWISE))
     layer: Any = chunk.decoder.layers[0]
     layer.is_first_microbatch = True
-    assert "keeps 8-bit weights where" in str(slots.why_not(chunk))
+    assert "keeps 8-bit weights where" in str(slots.why_not_captured(chunk))
     vars(layer).update({"_fp8_workspaces": {}})
-    assert slots.why_not(chunk) is None
+    assert slots.why_not_captured(chunk) is None
 
 
 def test_chunks_whose_layers_or_wrappers_graphs_cannot_follow_are_not_captured() -> None:
     """A replay would not wait for parameters that layers gather."""
     for gathers in (True, False):
-        found = slots.why_not(Wrapped(config_with(), overlap_param_gather=gathers))
+        found = slots.why_not_captured(Wrapped(config_with(), overlap_param_gather=gathers))
         assert ("overlap_param_gather" in str(found)) is gathers
     for ranks in (1, 2):
         chunk = Wrapped(config_with(tensor_model_parallel_size=ranks))
         engine = type("Linear", (torch.nn.Linear,), {"__module__": "transformer_engine.pytorch"})
         chunk.decoder.layers.append(engine(4, 4))
-        refused = "Transformer Engine's tensor-parallel" in str(slots.why_not(chunk))
+        refused = "Transformer Engine's tensor-parallel" in str(slots.why_not_captured(chunk))
         assert refused is (ranks == 2)
     chunk.decoder.layers = torch.nn.ModuleList()
-    assert "no transformer layers" in str(slots.why_not(chunk))
+    assert "no transformer layers" in str(slots.why_not_captured(chunk))
     other = torch.nn.Module()
     other.config, other.decoder = config_with(), Block()
-    assert "Module is not megatron-core's DistributedDataParallel" in str(slots.why_not(other))
+    assert "Module is not megatron-core's DistributedDataParallel" in str(
+        slots.why_not_captured(other)
+    )
 
 
 EXPERTS = {

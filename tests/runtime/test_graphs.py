@@ -17,11 +17,11 @@ import torch
 
 from megatron.dpp.core.graphs import block as graphed_block
 from megatron.dpp.core.graphs import slots as graphs
+from megatron.dpp.core.graphs.capture import CapturedRng
 from megatron.dpp.core.graphs.pools import Pools
-from megatron.dpp.core.graphs.rng import CapturedRng
 from megatron.dpp.errors import SetupError
 from tests.runtime.graphed import SHAPE, Block, Captures, Chunk, graphs_of, step
-from tests.runtime.rerun import Rerun
+from tests.runtime.losses import Rerun
 
 pytestmark = pytest.mark.usefixtures("captured_at_once")
 
@@ -110,13 +110,15 @@ def test_steps_and_sizes_are_awaited_before_anything_is_captured(
         assert made.replays is replays and made.awaits_size
     made.keep_size(100.0)
     assert not made.replays and not made.awaits_size
-    monkeypatch.setattr(graphs, "why_not", lambda chunk: "no")
+    monkeypatch.setattr(graphs, "why_not_captured", lambda chunk: "no")
     assert not graphs_of(chunk)[0].awaits_size
 
 
 def test_only_chunks_that_can_be_captured_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks: list[torch.nn.Module] = [Chunk(), Chunk(), Chunk()]
-    monkeypatch.setattr(graphs, "why_not", lambda chunk: "no" if chunk is chunks[1] else None)
+    monkeypatch.setattr(
+        graphs, "why_not_captured", lambda chunk: "no" if chunk is chunks[1] else None
+    )
     asked: list[list[int]] = []
 
     def wanted(numbers: Sequence[int]) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.core.head import Head
+from megatron.dpp.core import boundary
+from megatron.dpp.core.head import Head, HeadCut
 from megatron.dpp.errors import ConfigError
 from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, TENSOR, UNLIKE, case, check
 
@@ -103,3 +104,12 @@ def test_a_model_without_an_output_layer_is_named() -> None:
 
     with pytest.raises(ConfigError, match="Linear has no output_layer"):
         Head(torch.nn.Linear(2, 2), refuse)
+
+
+def test_b_goes_on_from_hidden_states_whose_storage_could_not_be_freed() -> None:
+    """megatron-core's own backward takes freed outputs alone."""
+    given = torch.ones(3, requires_grad=True)
+    outputs, gradients = HeadCut(2 * given, torch.full((3,), 5.0)).root
+    config = SimpleNamespace(timers=None, grad_scale_func=None, deallocate_pipeline_outputs=True)
+    found = boundary.backward(given, outputs, gradients, config)
+    assert isinstance(found, torch.Tensor) and found.tolist() == [10.0] * 3

@@ -61,11 +61,11 @@ SAID = {
 def test_each_change_alone() -> None:
     """Made after the first step, on one layer of each rank, or on many. Only ties need two."""
     examples = [
-        {"name": name, "changes": [[name, 1, 0]], "shows": True, "v": 1,
+        {"name": name, "changes": [[name, 1, 0]], "shows": True, "v": 1, "steps": 2,
          "layers": 4 if name == "tie" else 2, "bare": name == "make_gradients_views_of_a_buffer"}
         for name in names()
     ]  # fmt: skip
-    two = {"changes": [], "v": 1, "layers": 2}
+    two = {"changes": [], "v": 1, "layers": 2, "steps": 2}
     examples += [{"name": name, "losses": [name], **two} for name in LOSSES]
     chunks = {"v": 2, "layers": 4}
     examples += [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,7 +12,12 @@ from megatron.dpp.core.wgrad import product
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.own_way import modules_of, why_eager
 from megatron.dpp.errors import ConfigError
+from tests.runtime.launcher import REPOSITORY
 from tests.runtime.test_weight_gradients import Chunk, Linear, inputs
+
+sys.path.insert(0, str(REPOSITORY / "profiling"))
+
+import fused_products
 
 
 @pytest.fixture(autouse=True)
@@ -107,3 +113,82 @@ def test_a_replay_would_leave_out_hooks_and_replaced_forwards(what: str) -> None
     reason = why_eager(torch.nn.Sequential(layer))
     assert (reason is None) is (what == "nothing")
     assert reason is None or reason.startswith("0")
+
+
+@pytest.mark.parametrize("first", ["product", "use"])
+def test_a_weight_that_its_pass_uses_elsewhere_is_refused_in_either_order(
+    first: str,
+) -> None:
+    """Autograd would have added up both gradients before it adds them to the weight's."""
+    layer, value = Linear(), torch.ones(3, 1, 2, requires_grad=True)
+    chunk = Chunk(layer)
+    store = WeightGradients([chunk])
+    with store.bound(), store.collect(0, 0):
+        if first == "use":  # autograd runs what was made last first
+            loss = chunk(value).sum() + layer.weight.square().sum()
+        else:
+            other = layer.weight.square().sum()
+            loss = chunk(value).sum() + other
+        with pytest.raises(ConfigError, match="weight is also used outside of its layer's own"):
+            loss.backward()
+
+
+def test_a_layer_beside_one_that_goes_its_own_way_in_a_call_defers() -> None:
+    chunk = Chunk(Linear(), Linear(output_dtype=torch.float32))
+    waits, own = (layer.weight for layer in chunk.decoder.layers)  # type: ignore[union-attr]
+    value = torch.ones(3, 1, 2, requires_grad=True)
+    chunk(value).square().sum().backward()
+    expected = [waits.grad, own.grad]
+    chunk.zero_grad()
+    store = WeightGradients([chunk])
+    with store.bound():
+        with store.collect(0, 0):
+            chunk(value).square().sum().backward()
+        assert waits.grad is None and torch.equal(own.grad, expected[1])
+        store.run(0, 0, 0)
+        store.run(0, 0, 1)
+    assert torch.equal(waits.grad, expected[0])
+
+
+def test_products_of_one_pass_are_summed_before_they_are_added() -> None:
+    """Beside 2**24 of fp32 each of them alone is lost."""
+    layer = Linear()
+    layer.weight.grad = torch.full((2, 2), 2.0**24)
+    chunk = Chunk(layer)
+    store = WeightGradients([chunk])
+    with store.bound():
+        rows = [torch.ones(1, 1, 2, requires_grad=True) for _ in range(2)]
+        with store.collect(0, 0):
+            torch.autograd.backward([chunk(row).sum() for row in rows])
+        store.run(0, 0, 0)
+    assert layer.weight.grad.unique().tolist() == [2.0**24 + 2]
+
+
+@pytest.mark.parametrize("owner", ["megatron.core.distributed", "a.host"])
+def test_a_replay_heeds_a_hosts_hooks_on_what_accumulates_a_gradient(owner: str) -> None:
+    module: Any = torch.nn.Linear(2, 2)
+    weight = module.weight
+
+    def hook(*_: Any) -> None: ...
+
+    hook.__module__ = owner
+    module.keeps = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    module.keeps.register_hook(hook)
+    assert why_eager(module) == (
+        None if owner.startswith("megatron") else "Linear.weight has hooks"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kept", "given"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16,) * 2],
+)
+def test_a_fused_product_adds_into_the_main_gradient(
+    monkeypatch: pytest.MonkeyPatch, kept: torch.dtype, given: torch.dtype
+) -> None:
+    monkeypatch.setattr(product.compat, "lookup", lambda name: fused_products)
+    weight: Any = torch.nn.Parameter(torch.zeros(2, 3, dtype=given))
+    weight.main_grad = torch.ones(2, 3, dtype=kept)
+    tokens, grads = torch.ones(4, 3, dtype=given), torch.full((4, 2), 2.0, dtype=given)
+    product.add_product(weight, tokens, grads)
+    assert torch.equal(weight.main_grad, torch.full((2, 3), 9.0, dtype=kept))

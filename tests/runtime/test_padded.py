@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from megatron.dpp.core import cpu
-from megatron.dpp.core.padded import PaddedRows, why_not
+from megatron.dpp.core.padded import PaddedRows, why_not_padded
 from tests.runtime.launcher import run_ranks
 
 
@@ -61,12 +61,12 @@ def compare(length: int, padded: int, *, masked: bool) -> None:
 def leave_alone() -> None:
     """Models that would notice padding are named."""
     model = gpt()
-    assert why_not([model], model.config, 1) is None
-    assert "share" in str(why_not([model], model.config, 2))
-    assert "GPTModel" in str(why_not([torch.nn.Linear(1, 1)], model.config, 1))
+    assert why_not_padded([model], model.config, 1) is None
+    assert "share" in str(why_not_padded([model], model.config, 2))
+    assert "GPTModel" in str(why_not_padded([torch.nn.Linear(1, 1)], model.config, 1))
     for name, said in (("num_moe_experts", "routers"), ("mtp_num_layers", "prediction")):
         setattr(model.config, name, 2)
-        assert said in str(why_not([model], model.config, 1))
+        assert said in str(why_not_padded([model], model.config, 1))
         setattr(model.config, name, None)
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.core.graphs.capture import cuda_capture
+from megatron.dpp.core.graphs.capture import CapturedRng, cuda_capture
 from megatron.dpp.core.graphs.reductions import Reductions
-from megatron.dpp.core.graphs.rng import CapturedRng
 
 DEADLINE = 20.0
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron.dpp.core.cut import Cut
-from megatron.dpp.core.slices import Keys, Unit, attend_in_slice
+from megatron.dpp.core.slices import Keys, Slices, Unit, attend_in_slice
 from megatron.dpp.core.varlen import DocumentSpan, attend
+from tests.runtime.test_cut import USUAL, Chunk
 
 HEADS, SIZE, TOKENS = 4, 8, 30
 
@@ -165,6 +168,39 @@ def test_without_gradients_no_graph_is_kept() -> None:
         attend_in_slice(q, k, v, row, first, kernel)
     attend_in_slice(q, k, v, row, first, kernel)
     assert graphs == [False, True]
+
+
+def test_gradients_of_a_slices_keys_are_added_in_fp32() -> None:
+    """Each later slice adds its own: two eps / 2 of bf16 beside 1 would both be lost in bf16."""
+    first, second, third = (Unit(0, n, n + 1, 3) for n in range(3))
+    half = torch.finfo(torch.bfloat16).eps / 2
+    key = torch.zeros(1, 1, 1, 2, dtype=torch.bfloat16)
+    row = Keys().row(0, first, 0, key, key)
+    for unit, value in ((third, 1.0), (second, half), (first, half)):
+        own = row.share(unit, [torch.full((unit.end, 1, 1, 2), value).bfloat16()] * 2)
+    assert all(grad.dtype == torch.bfloat16 for grad in own)
+    assert all(grad.unique().tolist() == [1 + 2 * half] for grad in own)
+
+
+class Core(DotProductAttention):  # type: ignore[misc]
+    """megatron-core's attention of a layer, without process groups."""
+
+    def __init__(self, *, scales: bool) -> None:
+        torch.nn.Module.__init__(self)
+        self.config = SimpleNamespace(**USUAL, apply_query_key_layer_scaling=scales)
+        self.softmax_scale, self.layer_number, self.attention_dropout = 0.2, 3, torch.nn.Dropout(0)
+
+
+@pytest.mark.parametrize("scales", [True, False])
+def test_scores_that_megatron_scales_by_the_layer_are_scaled_back(scales: bool) -> None:
+    core: Any = Core(scales=scales)
+    unit, drawn = Unit(0, 0, 3, 6), torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(3, 1, 2, 4, generator=drawn) for _ in range(3))
+    slices = Slices([Chunk(core)])
+    with slices.bound(), slices.running(0, unit):
+        output = core(q, k, v)
+    expected = attend(q, k, v, unit.spans, scale=0.2 * (3 if scales else 1))
+    torch.testing.assert_close(output, expected)
 
 
 def units_of(lengths: list[int], tokens: int) -> tuple[Unit, ...]:

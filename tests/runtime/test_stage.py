@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron.dpp.core import boundary, grad_sync, steps
-from megatron.dpp.core.steps import Stage, StepCall
+from megatron.dpp.core.call import StepCall
+from megatron.dpp.core.steps import Stage
 
 
 class Group:

@@ -105,13 +105,12 @@ def test_the_package_itself_is_equal_to_the_static_schedule_bit_by_bit(name: str
     check(num_ranks, *given, place=shared_gpus, fresh=True)
 
 
-def layer_of(double: Any, return_bias: bool, delay: bool) -> Any:
+def layer_of(return_bias: bool = False) -> Any:
     torch.manual_seed(7)
     layer = torch.nn.Module()
-    layer.fc = double.Linear(
+    layer.fc = te_double.Linear(
         4, 3, bias=True, return_bias=return_bias, tp_size=1, params_dtype=torch.float64,
         parallel_mode=None, fuse_wgrad_accumulation=False, init_method=torch.nn.init.normal_,
-        delay_wgrad_compute=delay,
     )  # fmt: skip
     return layer
 
@@ -131,9 +130,9 @@ def test_nothing_that_is_captured_overwrites_main_grad() -> None:
     assert not hasattr(later, "is_first_microbatch")
 
 
-def built(double: Any, *, fused: bool = False, return_bias: bool = False) -> tuple[Any, Any, Any]:
+def built(*, fused: bool = False, return_bias: bool = False) -> tuple[Any, Any, Any]:
     """A layer as a host builds it, all that its W adds to, and what waits for a W."""
-    layer = layer_of(double, return_bias, delay=False)
+    layer = layer_of(return_bias)
     layer.fc.fuse_wgrad_accumulation = fused
     for parameter in layer.fc.parameters():
         parameter.main_grad = torch.zeros_like(parameter)
@@ -158,8 +157,8 @@ def add(parameter: Any, given: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_hosts_hooks_do_not_run_within_b(fused: bool, return_bias: bool) -> None:
     """They would find no gradient, which DDP's refuse where reductions overlap."""
-    layer, taken, waiting = built(te_double, fused=fused, return_bias=return_bias)
-    now = layer_of(te_double, return_bias, delay=False)
+    layer, taken, waiting = built(fused=fused, return_bias=return_bias)
+    now = layer_of(return_bias)
     early: list[str] = []
     for name, parameter in layer.fc.named_parameters():
         accumulator = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
@@ -181,7 +180,7 @@ def test_a_hosts_hooks_do_not_run_within_b(fused: bool, return_bias: bool) -> No
 
 def test_a_bias_gradient_in_the_dtype_of_main_grad_is_cast_as_by_autograd() -> None:
     """A product that adds to fp32 gives the gradient of a bf16 bias in fp32, too."""
-    layer = layer_of(te_double, return_bias=False, delay=False).to(torch.bfloat16)
+    layer = layer_of().to(torch.bfloat16)
     layer.fc.fuse_wgrad_accumulation = True
     for parameter in layer.parameters():
         parameter.main_grad = torch.zeros(parameter.shape)
@@ -198,8 +197,8 @@ def test_a_bias_gradient_in_the_dtype_of_main_grad_is_cast_as_by_autograd() -> N
 
 
 def test_a_layer_that_ran_twice_adds_both_products_as_autograd_does() -> None:
-    layer, taken, waiting = built(te_double)
-    now = layer_of(te_double, return_bias=False, delay=False)
+    layer, taken, waiting = built()
+    now = layer_of()
     with taken.bound():
         inputs = [torch.full((2, 4), v, dtype=torch.float64, requires_grad=True) for v in (1.0, 3)]
         for each in (layer, now):
@@ -218,7 +217,7 @@ def test_what_a_host_changed_goes_its_own_way(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(te_layer, "is_te_min_version", lambda version: True)
 
     def why(change: Any = lambda layer: None, uses: int = 1) -> str | None:
-        layer = layer_of(te_double, return_bias=False, delay=False).fc
+        layer = layer_of().fc
         change(layer)
         return TELayer.why_not(layer, lambda weight: uses)
 
@@ -242,3 +241,19 @@ def test_what_a_host_changed_goes_its_own_way(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(te_layer, "is_te_min_version", lambda version: False)
     monkeypatch.setattr(te_layer, "get_te_version", lambda: "2.3.0")
     assert why() == "Transformer Engine 2.3.0 is older than 2.7.0"
+
+
+@pytest.mark.parametrize("replaced", ["nothing", "forward", "autograd function"])
+def test_transformer_engines_layers_are_taken_as_it_wrote_them(
+    monkeypatch: pytest.MonkeyPatch, replaced: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", te_double)
+    monkeypatch.setattr(te_layer, "is_te_min_version", lambda version: True)
+    layer = layer_of().fc
+    if replaced == "forward":
+        monkeypatch.setattr(te_double.Linear, "forward", lambda self, value: value)
+    elif replaced == "autograd function":
+        other = type("_Linear", (), {"forward": staticmethod(lambda ctx, value: value)})
+        monkeypatch.setattr(te_double, "_Linear", other, raising=False)
+    expected = None if replaced == "nothing" else "its class is Linear"
+    assert te_layer.TELayer.why_not(layer, lambda weight: 1) == expected

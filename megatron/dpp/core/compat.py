@@ -9,17 +9,21 @@ megatron-core and against the sources of other versions.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import megatron.core
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
 from packaging.version import Version
+from torch.distributed import ProcessGroup
 
 from megatron.dpp.errors import ConfigError
 
@@ -94,6 +98,11 @@ TRAINING = tuple(
     for name in ("train_step", "training_log", "evaluate", "evaluate_and_print_results")
 )
 """Functions of Megatron's training loop, which megatron-core's wheels have from 0.17 on."""
+_GROUPS = (
+    *("tp", "cp", "pp", "embd", "pos_embd", "dp", "dp_cp"),
+    *("tp_dp_cp", "gtp_remat", "expt_gtp_remat", "dp_cp_gtp_remat"),  # some versions
+)
+"""Process groups that a schedule and the finalisation of gradients ask for."""
 _VALUES = {
     "tensor_parallel.random:": "_lazy_call _lazy_init",
     "tensor_parallel.random:CudaRNGStatesTracker.": "states_ use_cudagraphable_rng",
@@ -332,11 +341,38 @@ def has_multimodule(keywords: dict[str, Any]) -> bool:
     return any(is_multimodule(keywords.get(name)) for name in ("pg_collection", "p2p_communicator"))
 
 
+def default_groups() -> ProcessGroupCollection:
+    """megatron-core's global groups, those of ``_GROUPS`` that this version has."""
+    known = {field.name for field in dataclasses.fields(ProcessGroupCollection)}
+    groups: ProcessGroupCollection = ProcessGroupCollection.use_mpu_process_groups(
+        [name for name in _GROUPS if name in known]
+    )
+    return groups
+
+
+def group_of(collection: Any, name: str) -> ProcessGroup:
+    """A group of megatron-core's ``ProcessGroupCollection``, or the global one where that is None
+    or lacks it."""
+    group: ProcessGroup | None = getattr(collection, name, None)
+    if group is None:
+        group = getattr(ProcessGroupCollection.use_mpu_process_groups([name]), name)
+    assert group is not None
+    return group
+
+
 def pipeline_size(groups: Any = None) -> int:
     """Ranks of the pipeline, by the given process groups or else megatron-core's own."""
-    from megatron.dpp.core.groups import group_of
-
     return group_of(groups, "pp").size()
+
+
+def listed(given: Any) -> list[Any]:
+    """What a schedule takes one of, or one for each chunk: a list of them."""
+    return given if isinstance(given, list) else [given]
+
+
+def config_of(step: Mapping[str, Any]) -> Any:
+    """The config of the model in the keywords of a schedule's call."""
+    return get_model_config(listed(step["model"])[0])
 
 
 ORIGINAL = "dpp_original"
@@ -346,13 +382,11 @@ ORIGINAL = "dpp_original"
 def static_schedule(original: Callable[..., Any], keywords: dict[str, Any]) -> Callable[..., Any]:
     """megatron-core's own schedule for one call, by its ``get_forward_backward_func``."""
     from megatron.core.pipeline_parallel import schedules
-    from megatron.core.utils import get_model_config
 
-    groups, model = keywords.get("pg_collection"), keywords["model"]
     own: Callable[..., Any] = schedules.forward_backward_pipelining_without_interleaving
     if not has_multimodule(keywords):
-        config = get_model_config(model[0] if isinstance(model, list) else model)
-        own = original(pipeline_size(groups), config.virtual_pipeline_model_parallel_size)
+        virtual = config_of(keywords).virtual_pipeline_model_parallel_size
+        own = original(pipeline_size(keywords.get("pg_collection")), virtual)
     return getattr(own, ORIGINAL, own)
 
 

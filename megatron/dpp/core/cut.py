@@ -122,12 +122,10 @@ class WholeSteps:
         """Iterators that give each microbatch to all of its slices."""
         return [None if each is None else _Repeated(each, self._slices) for each in given]
 
-    @contextlib.contextmanager
-    def bound(self) -> Iterator[None]:
+    def bound(self) -> contextlib.AbstractContextManager[None]:
         """Let the models take their slices in the block."""
         self._losses.clear()  # a step may have failed
-        with rebound((m, self._forward_of(number, m)) for number, m in enumerate(self._models)):
-            yield
+        return rebound((m, self._forward_of(number, m)) for number, m in enumerate(self._models))
 
     def _forward_of(self, number: int, model: Any) -> Callable[..., Any]:
         own = model.forward

@@ -3,21 +3,19 @@
 Under megatron-core's schedules a DistributedDataParallel reduces a bucket from the hooks of the
 last microbatch. The dynamic order is not the same on all replicas, so :class:`GradSync` keeps the
 hooks from it, and starts reductions in one order, chunk v-1 .. 0, as each chunk is complete. What a
-host keeps from being reduced in a call stays so (docs/decisions/0021-who-reduces-gradients.md).
+host keeps from being reduced in a call stays so (decision 0021 in docs/decisions/gpu.md).
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron.dpp.core.call import StepCall
 from megatron.dpp.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megatron.dpp.core.steps import StepCall
 
 
 def replicated(chunk: torch.nn.Module) -> list[Any]:

@@ -119,7 +119,7 @@ class Head:
         return HeadCut(hidden, gradient)
 
 
-def why_not(chunks: list[torch.nn.Module], num_ranks: int) -> str | None:
+def why_not_in_forward(chunks: list[torch.nn.Module], num_ranks: int) -> str | None:
     """The reason why a pipeline's head cannot run its backward in F, the same on all ranks; None
     if it can.
     """

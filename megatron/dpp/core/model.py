@@ -24,6 +24,18 @@ def attribute_of(chunk: torch.nn.Module, *names: str) -> Any:
     return None
 
 
+def unusual(config: Any, usual: Mapping[str, object]) -> list[str]:
+    """The settings of a model's config that have other values than these, with theirs."""
+    found = {name: getattr(config, name, value) for name, value in usual.items()}
+    return [f"{name}={value!r}" for name, value in found.items() if value != usual[name]]
+
+
+def balancing_of(config: Any) -> set[str]:
+    """The ways in which a model's routers balance their load."""
+    kinds = getattr(config, "moe_router_load_balancing_type", None) or ()
+    return {kinds} if isinstance(kinds, str) else set(kinds)
+
+
 def decoder_block(chunk: torch.nn.Module) -> Any:
     """A chunk's transformer block (``decoder`` of a GPT, ``encoder`` of a BERT), or None."""
     return attribute_of(chunk, "decoder", "encoder")

@@ -23,7 +23,7 @@ _NOT_PADDED = ("packed_seq_params", *NOT_OF_TOKENS)
 """Arguments with which a microbatch stays as it is."""
 
 
-def why_not(chunks: Sequence[torch.nn.Module], config: Any, context_size: int) -> str | None:
+def why_not_padded(chunks: Sequence[torch.nn.Module], config: Any, context_size: int) -> str | None:
     """The reason why rows of these chunks are not padded; None if they can be.
 
     Args:
@@ -45,7 +45,7 @@ class PaddedRows:
     """Pads the rows of some chunks for a step.
 
     Args:
-        chunks: each a GPT within its wrappers, for which :func:`why_not` is None.
+        chunks: each a GPT within its wrappers, for which :func:`why_not_padded` is None.
         lengths: ascending; a row that is longer than the last one is not padded.
         parts: ranks among which a sequence is divided between stages.
     """

@@ -122,13 +122,10 @@ def line(*, seeds: bool, named: bool) -> str:
         )
     else:
         how = "in the order of tasks, which is not the same in every run. No run can be repeated"
-    if named:
-        return f"dynamic pipeline: the model draws random numbers: {how}"
-    return (
-        f"dynamic pipeline: forward steps draw random numbers that the model's config does not "
-        "name, or move their generators as Transformer Engine's attention does without a dropout: "
-        f"{how}. Draws of the CPU's generator stay in the order of tasks"
-    )
+    what = "the model draws random numbers"
+    if not named:
+        what = "forward steps draw random numbers, or move generators, unlike the model's config"
+    return f"dynamic pipeline: {what}: {how}"
 
 
 def needs_task_rng(model: list[torch.nn.Module], *, forward_only: bool = False) -> bool:

@@ -23,7 +23,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import get_model_config
 
-from megatron.dpp.core.model import attribute_of, decoder_block, rebound
+from megatron.dpp.core.model import attribute_of, balancing_of, decoder_block, rebound, unusual
 from megatron.dpp.core.varlen import DocumentSpan, attend
 from megatron.dpp.errors import ConfigError
 
@@ -378,22 +378,16 @@ def _by_engine(core: Any) -> Callable[..., torch.Tensor]:
     return kernel
 
 
-def why_not(config: Any) -> str | None:
+def why_not_sliced(config: Any) -> str | None:
     """The reason why a model of this config cannot be cut; None if it can."""
-    reasons = [
-        f"{name}={value!r}"
-        for name, usual in _REFUSED.items()
-        if (value := getattr(config, name, usual)) != usual
-    ]
+    reasons = unusual(config, _USUAL)
     if config.num_moe_experts:
-        balancing = config.moe_router_load_balancing_type
-        kinds = {balancing} if isinstance(balancing, str) else set(balancing or ())
-        of_all = sorted(kinds & {"seq_aux_loss", "global_aux_loss"})
+        of_all = sorted(balancing_of(config) & {"seq_aux_loss", "global_aux_loss"})
         reasons += [f"moe_router_load_balancing_type={kind!r}" for kind in of_all]
     return f"{reasons[0]} does not work with slices" if reasons else None
 
 
-_REFUSED: dict[str, Any] = {
+_USUAL: dict[str, Any] = {
     "multi_latent_attention": False,
     "mtp_num_layers": None,
     "context_parallel_size": 1,

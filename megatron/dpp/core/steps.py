@@ -1,260 +1,27 @@
 """One iteration's tasks on one rank, run with megatron-core's own step functions.
 
 ``Stage`` executes the forwards, backwards and weight gradients of a rank's chunks, in the order in
-which the executor in ``runtime/`` calls it. ``StepCall`` holds the validated keyword arguments of
-megatron-core's ``forward_backward_func``, which all schedules take.
+which the executor in ``runtime/`` calls it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.utils import get_model_config
 
-from megatron.dpp.config import DppConfig
-from megatron.dpp.core import boundary, compat, padded
-from megatron.dpp.core.boundary import Boundaries, Tensors, TokenCounter
-from megatron.dpp.core.cut import Cut, weighted_aux_loss
+from megatron.dpp.core import boundary, compat
+from megatron.dpp.core.boundary import Tensors
+from megatron.dpp.core.call import StepCall, device
+from megatron.dpp.core.cut import weighted_aux_loss
 from megatron.dpp.core.grad_sync import GradSync
-from megatron.dpp.core.groups import default_groups
 from megatron.dpp.core.head import Head, HeadCut
-from megatron.dpp.core.refused import ORDERED, UNSUPPORTED
 from megatron.dpp.core.slices import Slices
 from megatron.dpp.core.wgrad.linear import WeightGradients
-from megatron.dpp.errors import ConfigError, Text, setting
-from megatron.dpp.memory import is_readable, saved_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepCall:
-    """The arguments of one ``forward_backward_func`` call, under megatron-core's names."""
-
-    forward_step_func: Callable[..., Any]
-    data_iterator: list[Any]
-    model: list[torch.nn.Module]
-    num_microbatches: int
-    seq_length: int
-    micro_batch_size: int
-    decoder_seq_length: int | None = None
-    forward_only: bool = False
-    collect_non_loss_data: bool = False
-    first_val_step: bool | None = None
-    adjust_tensor_shapes_fn: Callable[..., Any] | None = None
-    pg_collection: Any = None
-    force_all_reduce: bool = False
-    cut: Cut | None = None
-    """Its units, which ``num_microbatches`` then counts."""
-
-    @classmethod
-    def checked(
-        cls, *, data_iterator: Any, model: Any, p2p_communicator: Any = None,
-        pg_collection: Any = None, **rest: Any,
-    ) -> StepCall:  # fmt: skip
-        """Bring single chunks into list form and fill in the process groups.
-
-        Raises:
-            ConfigError: arguments that do not fit together.
-        """
-        chunks = list(model) if isinstance(model, list) else [model]
-        iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator]
-        if len(iterators) == 1 and len(chunks) > 1:
-            raise ConfigError(
-                f"data_iterator: {len(chunks)} model chunks need a list of as many iterators, got 1"
-            )
-        if rest.get("num_microbatches", 1) < 1:
-            raise ConfigError(
-                f"num_microbatches is {rest['num_microbatches']}: at least 1 is needed"
-            )
-        known = {field.name for field in dataclasses.fields(cls)} - {"cut"}
-        unknown = sorted(rest.keys() - known)
-        if unknown:
-            raise ConfigError(
-                f"{', '.join(unknown)}: megatron-core {compat.VERSION} passes this to its "
-                "schedule; the dynamic pipeline does not support it"
-            )
-        groups = pg_collection or default_groups()
-        return cls(data_iterator=iterators, model=chunks, pg_collection=groups, **rest)
-
-    @property
-    def config(self) -> Any:
-        """megatron-core's config of the model."""
-        return get_model_config(self.model[0])
-
-    @property
-    def length(self) -> int:
-        """The sequence length between stages. It may be nominal: 1 where stages exchange shapes."""
-        return self.decoder_seq_length or self.seq_length
-
-    @property
-    def varies(self) -> bool:
-        """True if microbatches may have unlike lengths."""
-        return bool(getattr(self.config, "variable_seq_lengths", False))
-
-    @property
-    def num_whole(self) -> int:
-        """The host's microbatches, whose losses are divided by their number."""
-        return self.num_microbatches if self.cut is None else len(self.cut.groups)
-
-    def longest(self, max_tokens: int) -> int:
-        """The greatest sequence length that is known: of this call, of the host's settings, or that
-        of a microbatch of ``max_tokens``.
-        """
-        if self.cut is not None:
-            return self.length
-        by_tokens = -(-max_tokens // self.micro_batch_size)
-        return max(self.length, compat.longest_length(self.config), by_tokens)
-
-    @property
-    def has_global_aux_loss(self) -> bool:
-        """True if the routers balance their load over all replicas."""
-        return "global_aux_loss" in getattr(self.config, "moe_router_load_balancing_type", ())
-
-    @property
-    def replays_routing(self) -> bool:
-        """True if routers replay recorded choices, by megatron-core's setting or by verl's."""
-        names = ("moe_enable_routing_replay", "enable_routing_replay")
-        return any(getattr(self.config, name, False) for name in names)
-
-    def refuse_ordered(self) -> None:
-        """Refuse settings whose bookkeeping needs megatron-core's own order.
-
-        Raises:
-            ConfigError: names the setting.
-        """
-        config = self.config
-        partial = "num_microbatches_with_partial_activation_checkpoints"
-        refused = {
-            name: f". Without it {gain}"
-            for name, (usual, gain) in ORDERED.items()
-            if getattr(config, name, usual) != usual
-        }
-        # A recomputed microbatch counts in its backward, another one in its forward.
-        balanced = "moe_router_load_balancing_type='global_aux_loss'"
-        if self.has_global_aux_loss and getattr(config, partial, None) is not None:
-            refused[f"{balanced} with partial checkpoints"] = ""
-        for what, gain in refused.items():
-            raise ConfigError(
-                f"{what} needs megatron-core's own order of tasks, which the dynamic pipeline does "
-                f"not keep; leave it out or train without the dynamic pipeline{gain}"
-            )
-        for name, usual in UNSUPPORTED.items():
-            value = getattr(config, name, usual)
-            if value != usual:
-                raise ConfigError(f"{name} is {value}: the dynamic pipeline supports {usual} only")
-
-    def check_length(self, longest: int) -> None:
-        """Refuse a nominal sequence length where no other is known.
-
-        Raises:
-            ConfigError: names the settings that tell.
-        """
-        if self.varies and longest <= 1:
-            max_tokens = setting("max_tokens")
-            raise ConfigError(
-                f"variable_seq_lengths with seq_length {self.seq_length}: slots and the memory "
-                f"cap need the longest length; give {max_tokens}, or pass it as seq_length",
-                max_tokens,
-            )
-
-    def boundaries(self, length: int) -> Boundaries:
-        """The boundaries between this rank's stages and their neighbours, for tensors of a sequence
-        length.
-
-        Raises:
-            ConfigError: ``adjust_tensor_shapes_fn`` returns no shapes, or several tensors meet a
-            model whose losses megatron-core scales by the one tensor of a stage.
-        """
-        shape, dtype = self._boundary(length)
-        sizes = boundary.boundaries(tuple(shape), dtype.itemsize, self.adjust_tensor_shapes_fn)
-        for name in ("num_moe_experts", "mtp_num_layers"):
-            value = getattr(self.config, name, None)
-            if sizes.several and value is not None:
-                raise ConfigError(
-                    f"adjust_tensor_shapes_fn: {name}={value!r} needs stages that exchange one "
-                    f"tensor, not {max(len(sizes.receives), len(sizes.sends))}: megatron-core "
-                    "finds the device of its loss's scale there"
-                )
-        return sizes
-
-    def tokens(self, longest: int, max_tokens: int = 0) -> TokenCounter:
-        """Counts the tokens of this call's microbatches, of which those of unlike length have at
-        most ``longest`` per sequence; ``max_tokens`` as in :meth:`longest`.
-        """
-        length = longest if self.varies else self.length
-        shape, _ = self._boundary(length)
-        hidden = 0 if self.adjust_tensor_shapes_fn else shape[-1]
-        if self.varies and max_tokens and -(-max_tokens // self.micro_batch_size) >= longest:
-            bound: str = Text(given := setting("max_tokens", max_tokens), given)
-        else:
-            bound = f"seq_length={length} times micro_batch_size={self.micro_batch_size}"
-        return TokenCounter(max(1, shape[0] * shape[1]), hidden, self._parts, bound)
-
-    def captured_rows(self, settings: DppConfig) -> list[int]:
-        """Rows of this rank's part of each length that ``length_buckets`` names, up to the
-        longest that is known: later calls may be longer.
-        """
-        return [length // self._parts for length in self.buckets(settings)]
-
-    def buckets(self, settings: DppConfig) -> list[int]:
-        """Tokens of each length that ``length_buckets`` names for this call, up to the longest that
-        is known."""
-        longest, text = self.longest(settings.max_tokens), settings.length_buckets
-        repeats = torch.are_deterministic_algorithms_enabled()
-        if text == "auto" and self.varies and not repeats and self.why_not_padded() is None:
-            text = "geometric"
-        chosen = dataclasses.replace(settings, length_buckets=text)
-        found = chosen.buckets(longest if text == "geometric" else sys.maxsize, self._parts)
-        return [length for length in found if length <= longest]
-
-    def why_not_padded(self) -> str | None:
-        """The reason why rows are not padded at the model's door; None if they can be."""
-        return padded.why_not(self.model, self.config, self.pg_collection.cp.size())
-
-    def padded_rows(self, settings: DppConfig) -> padded.PaddedRows | None:
-        """Pads this call's rows to :meth:`buckets`; None where they stay as they are."""
-        lengths = self.buckets(settings)
-        if not lengths or self.why_not_padded() is not None:
-            return None
-        return padded.PaddedRows(self.model, lengths, self._parts)
-
-    def boundary_example(self, settings: DppConfig | None = None) -> torch.Tensor:
-        """An uninitialised tensor like those between stages, on the device of the model. With
-        ``settings`` it is as long as the longest where lengths may be unlike.
-        """
-        length = self.length
-        if settings is not None and (self.varies or settings.length_buckets not in ("off", "auto")):
-            length = self.longest(settings.max_tokens)
-        shape, dtype = self._boundary(length)
-        return torch.empty(shape, dtype=dtype, device=_device())
-
-    @property
-    def _parts(self) -> int:
-        """Ranks among which a sequence is divided between stages."""
-        groups = self.pg_collection
-        tensor = groups.tp.size() if self.config.sequence_parallel else 1
-        return int(groups.cp.size() * tensor)
-
-    def _boundary(self, length: int) -> tuple[torch.Size, torch.dtype]:
-        """megatron-core's shape for a length, usually [s / (cp * tp if sequence parallel), b, h],
-        in the pipeline's dtype.
-        """
-        config, groups = self.config, self.pg_collection
-        dtype = torch.float32 if config.fp32_residual_connection else config.pipeline_dtype
-        fixed = copy.copy(config)
-        fixed.variable_seq_lengths = False  # else it has no shape to tell
-        (shape,) = schedules.get_tensor_shapes(
-            seq_length=length, micro_batch_size=self.micro_batch_size, decoder_seq_length=None,
-            config=fixed, tp_group=groups.tp, cp_group=groups.cp,
-        )  # fmt: skip
-        return torch.Size(shape), dtype or config.params_dtype
+from megatron.dpp.memory import saved_bytes
 
 
 class Stage:
@@ -292,7 +59,7 @@ class Stage:
         self._kept: dict[tuple[int, int], tuple[Tensors | None, Tensors | HeadCut]] = {}
         ends_here = head is not None and self._is_last_rank and not call.forward_only
         self._head = head(call.model[-1]) if head and ends_here else None
-        self._num_tokens = torch.zeros([], dtype=torch.int, device=_device())
+        self._num_tokens = torch.zeros([], dtype=torch.int, device=device())
         self._num_forwards = 0
         self._grad_sync = GradSync(call)
         self._num_param_synced = 0
@@ -323,7 +90,8 @@ class Stage:
         """Measure the memory of each chunk's first forward and backward, unless activations are
         offloaded.
         """
-        self._measuring = set(range(self._num_chunks)) if is_readable(self._config) else set()
+        offloads = self._config.cpu_offloading or self._config.fine_grained_activation_offloading
+        self._measuring = set() if offloads else set(range(self._num_chunks))  # it would fetch them
 
     def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
         """Run F. ``received`` is the previous stage's output (None on the first stage).
@@ -332,12 +100,9 @@ class Stage:
             The chunk's output, a list if it is several tensors; the scaled loss on the last stage.
         """
         head = self._head if self.is_last(chunk) else None
-        if head is None and self._slices is None:
+        around = head.cut() if head else contextlib.nullcontext()
+        with self._running(chunk, microbatch), around:
             output = self._forward(chunk, microbatch, received)
-        else:
-            around = head.cut() if head else contextlib.nullcontext()
-            with self._running(chunk, microbatch), around:
-                output = self._forward(chunk, microbatch, received)
         if microbatch == 0 and chunk in self._measuring:
             outputs = output if isinstance(output, list) else [output]
             keys = self._slices.keys.storages if self._slices else ()
@@ -418,22 +183,14 @@ class Stage:
         store = self._weight_gradients
         measures = store is not None and microbatch == 0 and chunk in self._measuring
         held = store.held_bytes if store and measures else 0
-        if store is None and self._slices is None:
-            gradient = self._backward(given, output, received)
-        else:
-            around = store.collect(chunk, microbatch) if store else contextlib.nullcontext()
-            with self._running(chunk, microbatch, backward=True), around:
-                gradient = self._backward(given, output, received)
+        if isinstance(output, HeadCut):
+            output, received = output.root
+        around = store.collect(chunk, microbatch) if store else contextlib.nullcontext()
+        with self._running(chunk, microbatch, backward=True), around:
+            gradient = boundary.backward(given, output, received, self._config)
         if store and measures:
             self.deferred_bytes[chunk] = store.held_bytes - held
         return gradient
-
-    def _backward(
-        self, given: Tensors | None, output: Any, received: Tensors | None
-    ) -> Tensors | None:
-        if isinstance(output, HeadCut):
-            output, received = output.root
-        return boundary.backward(given, output, received, self._config)
 
     def weight(self, chunk: int, microbatch: int, piece: int) -> None:
         """Run one piece of W: the deferred weight gradients of one transformer layer."""
@@ -491,7 +248,3 @@ class Stage:
             function = sync[index] if isinstance(sync, list) else sync
             function(self.call.model[index].parameters())
             self._num_param_synced += 1
-
-
-def _device() -> torch.device:
-    return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")

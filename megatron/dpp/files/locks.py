@@ -1,8 +1,7 @@
 """Locks on files and directories that one run at a time may write.
 
-A lock is an ``flock`` of an open file: the kernel drops it when its process ends in any way.
-NFS passes it on to the server unless it is mounted with ``local_lock``. For such mounts the file
-also names host and process: a name of another host that was never cleared becomes a warning.
+A lock is an ``flock`` of an open file, which also names host and process. The kernel drops it when
+that process ends in any way. NFS passes it on to the server unless mounted with ``local_lock``.
 """
 
 from __future__ import annotations
@@ -35,22 +34,16 @@ _HEAD_BYTES = 4096
 
 
 class Lock:
-    """A held lock; as a context it is released at the end.
+    """A held lock; as a context it is released at the end."""
 
-    Attributes:
-        warning: a line about a holder on another host that did not release it; empty without one.
-    """
-
-    def __init__(self, file: IO[bytes], warning: str = "", *, own: bool = False) -> None:
-        self.warning = warning
-        self._file, self._own = file, own
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
 
     def close(self) -> None:
         """Release the lock; calling it twice is fine."""
         if self._file.closed:
             return
-        if self._own:
-            self._file.truncate(0)  # released, not left by a process that died
+        self._file.truncate(0)  # released, not left by a process that died
         fcntl.flock(self._file, fcntl.LOCK_UN)  # for children too that inherited the file
         self._file.close()
 
@@ -82,12 +75,6 @@ def lock_directory(directory: str | Path, flag: str) -> Lock:
         raise DataError(f"{flag} {directory}: {where}{error.strerror}") from error
     lock_file(file, f"{flag} {directory}")
     left = _owner(file)
-    warning = ""
-    if left is not None and left[0] != socket.gethostname():
-        warning = (
-            f"{path}: process {left[1]} on host {left[0]} did not release it; if that run still "
-            "goes on, end one of the two"
-        )
     owner = {"host": socket.gethostname(), "process": os.getpid(), "since": int(time.time())}
     try:
         file.truncate(0)
@@ -100,7 +87,7 @@ def lock_directory(directory: str | Path, flag: str) -> Lock:
                     path.parent.rmdir()
         file.close()
         raise DataError(f"{flag} {directory}: {error.strerror}") from error
-    return Lock(file, warning, own=True)
+    return Lock(file)
 
 
 def lock_file(file: IO[bytes], named: str) -> None:

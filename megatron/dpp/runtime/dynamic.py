@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from megatron.dpp.config import Backward
-from megatron.dpp.core.head import Head, why_not
+from megatron.dpp.core.call import StepCall
+from megatron.dpp.core.head import Head, why_not_in_forward
 from megatron.dpp.core.rng import Draws, TaskRng, line
-from megatron.dpp.core.steps import Stage, StepCall
+from megatron.dpp.core.steps import Stage
 from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.memory import allocator_retries
 from megatron.dpp.runtime.agreement import decider_for
@@ -192,7 +193,7 @@ class DppSchedule(PipelineSchedule):
         wanted = holds_all or self._slicing.slices_of(call) is not None
         if asked == "off" or call.forward_only or (asked == "auto" and not wanted):
             return None
-        reason = why_not(call.model, call.pg_collection.pp.size())
+        reason = why_not_in_forward(call.model, call.pg_collection.pp.size())
         if reason is None:
             return partial(Head, refuse=self._refuse_head)
         self._refuse_head(reason)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron.dpp.core import compat
-from megatron.dpp.core.groups import default_groups
+from megatron.dpp.core.compat import default_groups
 from megatron.dpp.runtime.static_exchange import traced
 from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder, parse_iterations
 from megatron.dpp.trace.host import HostTrace

@@ -9,12 +9,13 @@ from functools import partial
 import torch
 
 from megatron.dpp.config import GRAPHS_PAY_FROM, POOL_GROWTH, Backward, DppConfig
+from megatron.dpp.core.call import StepCall
 from megatron.dpp.core.expert_trace import traced_experts
 from megatron.dpp.core.graphs.capture import Capture, can_capture
 from megatron.dpp.core.graphs.pools import SPARE
 from megatron.dpp.core.graphs.slots import ChunkGraphs
 from megatron.dpp.core.padded import PaddedRows
-from megatron.dpp.core.steps import Stage, StepCall
+from megatron.dpp.core.steps import Stage
 from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.own_way import refuse_shared
 from megatron.dpp.errors import Text, setting

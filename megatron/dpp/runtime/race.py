@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from megatron.dpp.config import Backward, DppConfig
+from megatron.dpp.core.call import StepCall, can_run, counted
 from megatron.dpp.core.graphs.slots import WARM_UP_STEPS
-from megatron.dpp.core.own_schedule import can_run, counted
-from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import Text, setting
 from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.runtime.stage_group import StageGroup

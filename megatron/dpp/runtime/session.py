@@ -9,7 +9,7 @@ import torch
 
 from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.core.boundary import Boundaries
-from megatron.dpp.core.steps import StepCall
+from megatron.dpp.core.call import StepCall
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector
 from megatron.dpp.runtime.decisions import Decisions

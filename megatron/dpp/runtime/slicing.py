@@ -11,9 +11,9 @@ import torch
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core import compat
+from megatron.dpp.core.call import StepCall
 from megatron.dpp.core.cut import Cut, WholeSteps
-from megatron.dpp.core.slices import Slices, why_not
-from megatron.dpp.core.steps import StepCall
+from megatron.dpp.core.slices import Slices, why_not_sliced
 from megatron.dpp.errors import ConfigError, Text, setting
 from megatron.dpp.schedule import Kind
 from megatron.dpp.schedule.slice_sizes import WHOLE_UP_TO, slice_size
@@ -132,7 +132,7 @@ class Slicing:
 
     def _prepared(self, call: StepCall) -> WholeSteps:
         """The model's forwards, and their attention."""
-        if reason := why_not(call.config):
+        if reason := why_not_sliced(call.config):
             self._refuse(reason)
         if self._config.cuda_graphs == "on":
             on = setting("cuda_graphs", "on")

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
-from megatron.dpp.core.groups import group_of
-from megatron.dpp.core.steps import StepCall
+from megatron.dpp.core.call import StepCall
+from megatron.dpp.core.compat import group_of
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry
 

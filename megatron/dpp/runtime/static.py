@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import torch
 
 from megatron.dpp.core import compat
+from megatron.dpp.core.call import StepCall
 from megatron.dpp.core.compat import static_schedule
 from megatron.dpp.core.graphs.capture import can_capture
 from megatron.dpp.core.graphs.slots import ChunkGraphs
 from megatron.dpp.core.rng import TaskRng
-from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError, Text, setting
 from megatron.dpp.inject import Injector, Task
 from megatron.dpp.runtime.base import PipelineSchedule

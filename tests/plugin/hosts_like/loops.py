@@ -16,7 +16,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 
-from megatron.dpp.core.groups import default_groups
+from megatron.dpp.core.compat import default_groups
 from tests.runtime.equality_worker import (
     HIDDEN,
     MICRO_BATCH,

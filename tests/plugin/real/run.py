@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from megatron.dpp.doctor import PTH_LINE
 from megatron.dpp.report.reader import open_run, read_events
-from tests.plugin.real.size import Size
+from tests.plugin.real.kit import Size
 from tests.runtime.launcher import REPOSITORY, free_port, has_gpu, shared_gpus
 
 RANKS, TIMEOUT, UNTIMED = 2, 900.0, 4

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
-from megatron.dpp.core.graphs.capture import Capture
+from megatron.dpp.core.graphs.capture import Capture, CapturedRng, RecomputedDraws
 from megatron.dpp.core.graphs.eight_bit import CachedWeights
 from megatron.dpp.core.graphs.pools import Pools, Slot, alike
 from megatron.dpp.core.graphs.reductions import Additions, Reductions
-from megatron.dpp.core.graphs.rng import CapturedRng, RecomputedDraws
 from megatron.dpp.core.model import decoder_block
 from megatron.dpp.core.wgrad import accumulate
 from megatron.dpp.core.wgrad.deferrable import DeferredWork
@@ -29,7 +28,9 @@ from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.own_way import STANDS_FOR, why_eager
 from megatron.dpp.core.wgrad.product import gather_buffers
 from megatron.dpp.core.wgrad.te_layer import adding
-from megatron.dpp.errors import one_line
+from megatron.dpp.errors import Text, one_line, setting
+
+_BUCKETS = setting("length_buckets")
 
 
 class _Graphs:
@@ -369,10 +370,8 @@ class GraphedBlock:
     def _graphs(self, pools: Pools, hidden: Any, options: Mapping[str, Any]) -> _Graphs | None:
         """Graphs in a free slot; None if this call must run eagerly."""
         if not pools.knows(hidden):
-            self._say(
-                f"microbatches that are not of {pools.lengths} run without graphs (length_buckets "
-                "names lengths)"
-            )
+            what = f"microbatches that are not of {pools.lengths} run without graphs"
+            self._say(Text(f"{what} ({_BUCKETS} names lengths)", _BUCKETS))
             return None
         signature, rows = _signature(hidden, options), len(hidden)
         known = self._signatures[rows] = self._signatures.get(rows) or signature
@@ -383,10 +382,8 @@ class GraphedBlock:
             return None
         slot = pools.take(self, rows)
         if slot is None:
-            self._say(
-                "microbatches for which the memory of the activation cap is spent run without "
-                "graphs (length_buckets)"
-            )
+            what = "microbatches for which the activation cap has no memory left run without graphs"
+            self._say(Text(f"{what} ({_BUCKETS})", _BUCKETS))
             return None
         if (self, rows) not in slot.graphs:
             before, fresh = _reserved(hidden), not slot.graphs

@@ -134,7 +134,7 @@ def _digests(weight: Any) -> list[torch.Tensor]:
     return found
 
 
-def why_not(config: Any, block: torch.nn.Module) -> str | None:
+def why_not_in_8_bit(config: Any, block: torch.nn.Module) -> str | None:
     """The reason why a block in 8 or 4 bit cannot be captured; None if it can."""
     if config.fp4:
         return "4-bit layers have not been tried"

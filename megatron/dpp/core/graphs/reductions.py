@@ -3,7 +3,7 @@
 DistributedDataParallel reduces a bucket group as soon as its last gradient is there. A replay
 finishes all gradients at once, so nothing would overlap. A captured backward therefore records an
 event where the gradients of a bucket group are complete, and a stream of their own starts the
-reductions behind these events (docs/decisions/0015-reductions-beside-a-replay.md).
+reductions behind these events (decision 0015 in docs/decisions/gpu.md).
 """
 
 from __future__ import annotations

@@ -28,12 +28,12 @@ from megatron.core.utils import get_model_config
 from megatron.dpp.config import ENGINE_ROWS
 from megatron.dpp.core.graphs import eight_bit
 from megatron.dpp.core.graphs.block import GraphedBlock
-from megatron.dpp.core.graphs.capture import Capture, cuda_capture
+from megatron.dpp.core.graphs.capture import Capture, CapturedRng, cuda_capture
 from megatron.dpp.core.graphs.pools import Pools
-from megatron.dpp.core.graphs.rng import CapturedRng
-from megatron.dpp.core.model import decoder_block
+from megatron.dpp.core.model import balancing_of, decoder_block
 from megatron.dpp.core.rng import needs_task_rng
 from megatron.dpp.core.wgrad.linear import WeightGradients
+from megatron.dpp.errors import Text
 
 WARM_UP_STEPS = 2
 """Eager training steps before the capture, for initialisation and measurements."""
@@ -82,7 +82,7 @@ class ChunkGraphs:
         capture = capture or cuda_capture(rng)
         for number, chunk in enumerate(chunks):
             say = partial(self._say, number)
-            reason = why_not(chunk)
+            reason = why_not_captured(chunk)
             if reason is None:
                 self._numbers.append(number)
                 self._blocks.append(
@@ -135,7 +135,7 @@ class ChunkGraphs:
         gc.collect()  # graphs and their slots know each other
 
     def _say(self, chunk: int, text: str) -> None:
-        line = f"CUDA graphs: chunk {chunk} {text}"
+        line = Text(f"CUDA graphs: chunk {chunk} {text}", text)
         if line not in self._said:
             self._said.add(line)
             self._log(line)
@@ -230,7 +230,7 @@ class ChunkGraphs:
             self._addresses, self._num_said, self._num_graphs = addresses, 0, 0
 
 
-def why_not(chunk: torch.nn.Module) -> str | None:
+def why_not_captured(chunk: torch.nn.Module) -> str | None:
     """The reason why a chunk cannot be captured; None if it can."""
     config, block = get_model_config(chunk), decoder_block(chunk)
     if not isinstance(chunk, DistributedDataParallel):
@@ -252,7 +252,7 @@ def why_not(chunk: torch.nn.Module) -> str | None:
         "context parallelism has streams of its own": config.context_parallel_size > 1,
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
-    return found or eight_bit.why_not(config, block)
+    return found or eight_bit.why_not_in_8_bit(config, block)
 
 
 def reasons_of_experts(config: Any, block: torch.nn.Module) -> dict[str, bool]:
@@ -263,8 +263,6 @@ def reasons_of_experts(config: Any, block: torch.nn.Module) -> dict[str, bool]:
     """
     if not config.num_moe_experts:
         return {}
-    balancing = config.moe_router_load_balancing_type
-    kinds = {balancing} if isinstance(balancing, str) else set(balancing)
     return {
         "experts take varying shapes, unless moe_pad_expert_input_to_capacity pads them": (
             not config.moe_pad_expert_input_to_capacity
@@ -273,7 +271,7 @@ def reasons_of_experts(config: Any, block: torch.nn.Module) -> dict[str, bool]:
             config.moe_token_dispatcher_type != "alltoall"
         ),
         "routers of type sinkhorn and global_aux_loss depend on numbers of the device": bool(
-            kinds & {"sinkhorn", "global_aux_loss"}
+            balancing_of(config) & {"sinkhorn", "global_aux_loss"}
         ),
         "noise of routers has not been tried": bool(
             config.moe_input_jitter_eps or config.moe_router_force_load_balancing

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 
-from megatron.dpp.core.wgrad import fused as fused_wgrad
+from megatron.dpp.core import compat
 from megatron.dpp.core.wgrad.accumulate import is_hooked
 from megatron.dpp.core.wgrad.deferrable import (
     NODE,
@@ -31,6 +31,7 @@ CLASSES: tuple[type, ...] = (
 _PRODUCT = "linear_with_grad_accumulation_and_async_allreduce"
 _FUNCTION = "LinearWithGradAccumulationAndAsyncCommunication"
 _FUNCTION_CLASS = getattr(parallel_layers, _FUNCTION)
+_KERNELS = "tensor_parallel.layers:fused_weight_gradient_mlp_cuda"
 
 
 def product_is_own() -> bool:
@@ -116,7 +117,7 @@ class _Deferred(LayerWork):
                 operands.grad_output.get(layer.name), total_input
             )
             if layer.fused:
-                fused_wgrad.add_product(layer.weight, total_input, grad_output)
+                add_product(layer.weight, total_input, grad_output)
             else:
                 added = grad_output.t().matmul(total_input)
                 gradients = [gradients.pop() + added if gradients else added]
@@ -201,3 +202,17 @@ def gather_buffers() -> list[torch.Tensor]:
     if not parallel_state.model_parallel_is_initialized():
         return []
     return list(parallel_state.get_global_memory_buffer().buffer.values())
+
+
+def add_product(weight: Any, total_input: torch.Tensor, grad_output: torch.Tensor) -> None:
+    """Add one microbatch's weight gradient to ``weight.main_grad``.
+
+    Args:
+        weight: [out, in], with a ``main_grad`` of its shape in fp32 or in its own dtype.
+        total_input: [tokens, in].
+        grad_output: [tokens, out].
+    """
+    kernels, main_grad = compat.lookup(_KERNELS), weight.main_grad
+    half = main_grad.dtype in (torch.float16, torch.bfloat16)
+    kernel = kernels.wgrad_gemm_accum_fp16 if half else kernels.wgrad_gemm_accum_fp32
+    kernel(total_input, grad_output, main_grad)
