@@ -81,10 +81,10 @@ def _member(rank: int, port: int, microbatches: int, pauses: list[float]) -> lis
         [spec], rank=rank, store=store, board_ranks=[0, 1], board_counters=2 * len(_CHANNELS)
     ) as transport:
         for round_, pause in enumerate(pauses):
-            decider = decider_for(_scheduler(microbatches), _CHANNELS, transport.board)
-            harness.meet(store, rank, 2, f"round {round_}")
             # Counters on a board only grow: the arrivals of a new round follow the last ones.
-            decider.start([round_ * microbatches] * len(_CHANNELS))
+            before = [round_ * microbatches] * len(_CHANNELS)
+            decider = decider_for(_scheduler(microbatches), _CHANNELS, before, transport.board)
+            harness.meet(store, rank, 2, f"round {round_}")
             decider.next = _shifted(decider, round_ * microbatches)  # type: ignore[method-assign]
             found.append(_decide_all(decider, transport, pause))
         harness.meet(store, rank, 2, "end")
@@ -103,8 +103,7 @@ def _scheduler(microbatches: int) -> Scheduler:
 
 
 def _alone(microbatches: int, pause: float) -> list[Sample]:
-    decider = decider_for(_scheduler(microbatches), _CHANNELS, None)
-    decider.start([0] * len(_CHANNELS))
+    decider = decider_for(_scheduler(microbatches), _CHANNELS, [0] * len(_CHANNELS), None)
     return _decide_all(decider, None, pause)
 
 

@@ -195,9 +195,9 @@ def open_pipeline(
 
     topology = Topology(tuple(range(num_ranks)), dist.get_rank(), v)
     num_bytes = tokens * TOKEN_BYTES
-    channels = topology.channels([num_bytes], [num_bytes], _SLOTS)
-    opened = open_links(channels.specs, DppConfig(transport=transport))
-    return Links(_delayed(opened, injector, topology.ranks), channels)
+    specs = topology.channels([num_bytes], [num_bytes], _SLOTS)
+    opened = open_links(specs, DppConfig(transport=transport))
+    return Links(_delayed(opened, injector, topology.ranks), topology)
 
 
 def open_exchange(num_ranks: int, tokens: int, transport: str, *, injector: Any = None) -> Any:
@@ -213,31 +213,26 @@ def open_exchange(num_ranks: int, tokens: int, transport: str, *, injector: Any 
 
 def run_step(
     links: Any, scheduler: Scheduler, runner: Any, iteration: int, *, split: bool = True,
-    recorder: Any = None, board: Any = None, **more: Any,
+    recorder: Any = None, **more: Any,
 ) -> None:  # fmt: skip
     """Run one iteration of the executor.
 
     Args:
         split: whether W runs apart from B.
-        board: of the ranks that agree on each decision; None for a rank that decides alone.
         more: further settings of the iteration.
     """
-    from megatron.dpp.runtime.agreement import decider_for
     from megatron.dpp.runtime.executor import Executor, Iteration
-    from megatron.dpp.runtime.timer import HostTimer
+    from megatron.dpp.runtime.timer import TaskTimer
 
-    decider = decider_for(scheduler, links.channels.receiving, board)
-    decider.start(links.consumed)
     Executor(
         runner=runner,
-        decider=decider,
+        scheduler=scheduler,
         links=links,
         recorder=recorder or NullRecorder(),
-        timer=HostTimer(),
+        timer=TaskTimer(),
         injector=None,
         iteration=Iteration(split_backward=split, number=iteration, timeout=60.0, **more),
     ).run()
-    links.consume(scheduler.geometry)
 
 
 class DynamicPipeline:

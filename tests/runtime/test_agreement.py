@@ -101,8 +101,7 @@ class Rank:
         cap = parse_cap("auto", geometry).chunks
         scheduler = Scheduler(geometry, policy=policy, cap=cap, split_backward=True)
         board = None if boards is None else HostedBoard(boards, index)
-        self.decider: Decider = decider_for(scheduler, self.channels, board)
-        self.decider.start([0] * len(self.channels))
+        self.decider = decider_for(scheduler, self.channels, [0] * len(self.channels), board)
         self.began: list[Action] = []
         self.collectives: list[Action] = []
         """Those that meet the other members."""
@@ -271,11 +270,15 @@ def test_late_members_never_wait_for_each_other_in_thousands_of_runs(most_hosts:
 # By hand -----------------------------------------------------------------------------------------
 
 
-def member(boards: Stage, index: int, geometry: Geometry, **settings: Any) -> Decider:
-    """A decider with fused backwards and Megatron's order, if no other is asked for."""
+def member(
+    boards: Stage, index: int, geometry: Geometry, before: int = 0, **settings: Any
+) -> Decider:
+    """A decider with fused backwards and Megatron's order, if no other is asked for, behind so many
+    messages of each channel.
+    """
     chosen = {"policy": "megatron", "split_backward": False} | settings
-    board = HostedBoard(boards, index)
-    return decider_for(Scheduler(geometry, **chosen), channels_of(geometry), board)
+    board, channels = HostedBoard(boards, index), channels_of(geometry)
+    return decider_for(Scheduler(geometry, **chosen), channels, [before] * len(channels), board)
 
 
 def members_of_the_last_rank(before: int = 0) -> tuple[Decider, Decider]:
@@ -283,9 +286,8 @@ def members_of_the_last_rank(before: int = 0) -> tuple[Decider, Decider]:
     so many messages.
     """
     boards = Stage([0, 0], 2)
-    leader, follower = (member(boards, index, Geometry(2, 1, 1, 2)) for index in range(2))
+    leader, follower = (member(boards, index, Geometry(2, 1, 1, 2), before) for index in range(2))
     for decider in (leader, follower):
-        decider.start([before])
         assert decider.next([before]) is None and decider.held_up_by([before]) == ""
     return leader, follower
 
@@ -300,14 +302,12 @@ def test_a_member_never_posts_less_at_the_beginning_of_an_iteration() -> None:
     """
     boards = Stage([0, 0], 2)
     for base in (0, 2):
-        decider = member(boards, 1, EVALUATION)
-        decider.start([base])
+        decider = member(boards, 1, EVALUATION, base)
         decider.next([max(0, base - 1)])
         assert decider.next_coming([base + 3]) is None
     assert boards.posted[1] == [1, 4]
     boards = Stage([0, 0], 2)
     decider = member(boards, 1, EVALUATION)
-    decider.start([0])
     decider.next([3])
     assert decider.next_coming([4]) is None
     assert boards.posted[1] == [3, 3]
@@ -348,8 +348,6 @@ def test_a_leader_is_late_if_any_task_has_its_input_everywhere() -> None:
         member(boards, index, Geometry(2, 1, 2, 4), policy="dynamic", split_backward=True)
         for index in range(2)
     )
-    for decider in (leader, follower):
-        decider.start([0, 0, 0])
     assert follower.next([1, 0, 0]) is None and str(leader.next([1, 0, 0])) == "0F0"
     assert str(follower.next([1, 0, 0])) == "0F0"
     assert follower.next([1, 1, 0]) is None
@@ -384,7 +382,6 @@ def test_only_a_leader_of_several_hosts_decides_ahead_and_once(
     """
     boards = Stage(hosts, 2)
     leader = member(boards, 0, Geometry(2, 0, 1, 3))
-    leader.start([0])
     assert str(leader.next([0])) == "0F0"
     for _ in range(2):
         leader.look_ahead()
@@ -393,7 +390,6 @@ def test_only_a_leader_of_several_hosts_decides_ahead_and_once(
     assert str(leader.next([1])) == "0F1" and len(boards.words[0]) == 2
     assert boards.posted[0] == [1, 1]
     alone = member(Stage(hosts, 0), 0, Geometry(1, 0, 1, 1))
-    alone.start([])
     assert str(alone.next([])) == "0F0"
     alone.look_ahead()
     assert alone.scheduler.done is early and not alone.done, "it is still to be run"

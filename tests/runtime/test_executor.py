@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.runtime.agreement import Decider, decider_for
+from megatron.dpp.runtime.agreement import Decider
 from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.mail import Mail, Tensors
-from megatron.dpp.runtime.timer import HostTimer
+from megatron.dpp.runtime.timer import TaskTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler, View
 from megatron.dpp.trace import NullRecorder
-from tests.fake_network import FakeNetwork, FakeTransport
+from tests.fake_network import FakeTransport
 from tests.runtime.pipelines import (
     LAST,
     Arithmetic,
@@ -173,10 +173,9 @@ def test_an_iteration_of_a_neighbour_that_is_ahead_waits_for_its_turn() -> None:
         for microbatch in range(2):
             value = torch.tensor([float(10 * iteration + microbatch)])
             first.put(0, value, iteration=iteration, microbatch=microbatch)
-    links, runner = Links(last, LAST.channels([4], [4], 6)), Arithmetic(LAST)
+    links, runner = Links(last, LAST), Arithmetic(LAST)
     for iteration in range(3):
         rank_of(None, GEOMETRY, links=links, runner=runner, number=iteration).run()
-        links.consume(GEOMETRY)
         for microbatch in range(2):
             assert runner.results["F", 0, microbatch] == 2 * (10 * iteration + microbatch) + 1
     assert len(runner.log) == 3 * 4
@@ -184,9 +183,7 @@ def test_an_iteration_of_a_neighbour_that_is_ahead_waits_for_its_turn() -> None:
 
 def new_decider(before: int) -> Decider:
     """The decider of a single rank that has counted so many microbatches in earlier iterations."""
-    decider = Decider(Scheduler(GEOMETRY, split_backward=False), [(0, 0)])
-    decider.start([before])
-    return decider
+    return Decider(Scheduler(GEOMETRY, split_backward=False), [(0, 0)], [before])
 
 
 def test_only_this_iterations_arrivals_count_and_are_believed_to_come() -> None:
@@ -206,10 +203,9 @@ def test_only_this_iterations_arrivals_count_and_are_believed_to_come() -> None:
 
 
 def test_one_coming_message_is_believed_and_gradients_come_first() -> None:
-    channels = Topology((0, 1), 0, 2).channels([64], [64], 2)
-    Links(FakeNetwork(list(channels.specs)).transport(0), channels)
-    decider = decider_for(Scheduler(Geometry(2, 0, 2, 2), cap=8), channels.receiving, None)
-    index = {channel: place for place, channel in enumerate(channels.receiving)}
+    receiving = [(0, 1), (1, 0), (1, 1)]
+    decider = Decider(Scheduler(Geometry(2, 0, 2, 2), cap=8), receiving, [0] * 3)
+    index = {channel: place for place, channel in enumerate(receiving)}
     nothing, coming = [0] * len(index), [0] * len(index)
     while decider.next(nothing):
         pass
@@ -227,7 +223,7 @@ def test_an_input_is_ahead_of_its_task_in_later_iterations_too(
     monkeypatch: pytest.MonkeyPatch, consumed: int, ahead: bool
 ) -> None:
     """The count of arrivals is compared with all messages that earlier iterations took."""
-    links = Links(network_of(LAST).transport(1), LAST.channels([4], [4], 2))
+    links = Links(network_of(LAST).transport(1), LAST)
     links.consumed = [consumed]
     monkeypatch.setattr(links.transport, "poll", lambda: [5])
     mail = Mail(links, NullRecorder(), 0, 20.0)
@@ -242,12 +238,12 @@ def test_both_ends_of_a_boundary_mean_the_same_channels() -> None:
     sends = [(4, 64), (16,), (8, 8, 120)]
     ends = [Topology((5, 6, 7), r, 2).channels(sends[r - 1], sends[r], 3) for r in range(3)]
     for rank, channels in enumerate(ends):
-        for other, specs in enumerate(end.specs for end in ends):
+        for other, specs in enumerate(ends):
             if rank != other:
                 ids = {5 + rank, 5 + other}
-                shared = {s for s in channels.specs if {s.source, s.destination} == ids}
+                shared = {s for s in channels if {s.source, s.destination} == ids}
                 assert shared == {s for s in specs if {s.source, s.destination} == ids} != set()
-        for spec in channels.specs:
+        for spec in channels:
             tensors = sends[min(spec.source, spec.destination) - 5]
             if {spec.source, spec.destination} == {5, 7}:
                 tensors = sends[2]
@@ -255,8 +251,8 @@ def test_both_ends_of_a_boundary_mean_the_same_channels() -> None:
 
 
 def test_a_rank_that_is_its_own_neighbour_sends_what_it_would_receive() -> None:
-    assert not Topology((3,), 0, 1).channels([4], [8], 2).specs, "one stage has no neighbour"
-    assert len(Topology((3,), 0, 2).channels([4], [4], 2).specs) == 2
+    assert not Topology((3,), 0, 1).channels([4], [8], 2), "one stage has no neighbour"
+    assert len(Topology((3,), 0, 2).channels([4], [4], 2)) == 2
     with pytest.raises(ConfigError, match=r"rank 3 is its own .* \(8,\) bytes and would receive"):
         Topology((3,), 0, 2).channels([4], [8], 2)
 
@@ -423,7 +419,7 @@ def test_a_slot_is_used_again_once_nothing_in_it_is_needed(kind: type[Slots], po
 # A device ----------------------------------------------------------------------------------------
 
 
-class Busy(HostTimer):
+class Busy(TaskTimer):
     """A device that is busy for 30 ms and then has the input of a task that was launched ahead."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from megatron.dpp.errors import PeerDead, ProtocolError, TransferTimeout
 from megatron.dpp.runtime.agreement import Decider
 from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.mail import Mail
-from megatron.dpp.runtime.timer import HostTimer
+from megatron.dpp.runtime.timer import TaskTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Action, Cause, Geometry, Scheduler, View
 from megatron.dpp.schedule.scheduler import Stall
@@ -85,7 +85,7 @@ def test_the_first_chunk_tells_sizes_by_what_it_receives_or_first_sends(
     assert counted == [value]
 
 
-class Noting(HostTimer):
+class Noting(TaskTimer):
     """Keeps what it is told of tasks."""
 
     def __init__(self) -> None:
@@ -343,7 +343,7 @@ def test_what_arrives_ends_a_sleep(
     assert naps == [(0.05, True)]
 
 
-class Late(HostTimer):
+class Late(TaskTimer):
     """A device that has the input of the last task at the tenth look; it keeps how often it was
     looked at before each task.
     """
@@ -376,14 +376,14 @@ def test_a_rank_rests_between_looks_at_its_device_and_chooses_nothing_meanwhile(
     assert len(rests) == 9 and rests.count(True) <= 1
 
 
-def test_the_wait_of_a_task_without_a_gap_before_it_starts_now() -> None:
+def test_the_wait_of_a_task_without_a_gap_before_it_starts_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Not at the clock's zero."""
     network, timer = network_of(LAST, delay=0.05, ahead=True), StartsLater()
     put(network, 1)
-    executor: Any = rank_of(network, ONE, timer=timer, timeout=100.0)
-    decider = executor._decider
-    decider.next = lambda arrived: type(decider).next_coming(decider, [1])
-    executor.run()
+    monkeypatch.setattr(Decider, "next", lambda own, _: own.next_coming([1]))
+    rank_of(network, ONE, timer=timer, timeout=100.0).run()
     assert not timer.waiting(), "it was waited for"
 
 
@@ -398,9 +398,8 @@ def test_no_cause_is_told_where_nobody_reads_it(monkeypatch: pytest.MonkeyPatch)
 
 def mail_of(size: int = 4) -> tuple[Mail, FakeTransport]:
     """The mail of the first of two ranks, whose messages have ``size`` bytes."""
-    channels = FIRST.channels([size], [size], 2)
-    transport = FakeNetwork(list(channels.specs)).transport(0)
-    return Mail(Links(transport, channels), NullRecorder(), 0, 1.0), transport
+    transport = FakeNetwork(list(FIRST.channels([size], [size], 2))).transport(0)
+    return Mail(Links(transport, FIRST), NullRecorder(), 0, 1.0), transport
 
 
 @pytest.mark.parametrize(

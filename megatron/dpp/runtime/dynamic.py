@@ -28,7 +28,6 @@ from megatron.dpp.core.rng import Draws, TaskRng, line
 from megatron.dpp.core.steps import Stage, StepCall
 from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.memory import allocator_retries
-from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.executor import Executor, Iteration
 from megatron.dpp.runtime.host_time import TOLD_AFTER, allocator_lines, host_line
@@ -240,7 +239,7 @@ class DppSchedule(PipelineSchedule):
         iteration: int,
     ) -> float:
         """Run the tasks; returns the tokens of the longest microbatch in those of the first."""
-        links, decisions, most = session.links, session.decisions, self.config.max_tokens
+        decisions, most = session.decisions, self.config.max_tokens
         tokens = stage.call.tokens(stage.call.longest(most), most)
         sizes, self._announced = self._announced, None
         if self._prepared.pads(stage.call):
@@ -259,12 +258,10 @@ class DppSchedule(PipelineSchedule):
             kappa=self._slicing.kappa(stage.call, decisions.activation_bytes),
             policy=self._policy_of(stage.call),
         )
-        decider = decider_for(scheduler, links.channels.receiving, links.transport.board)
-        decider.start(links.consumed)
         executor = Executor(
             runner=stage,
-            decider=decider,
-            links=links,
+            scheduler=scheduler,
+            links=session.links,
             recorder=self.recorder,
             timer=session.timer,
             injector=session.injector,
@@ -279,7 +276,6 @@ class DppSchedule(PipelineSchedule):
             ),
         )
         executor.run()
-        links.consume(geometry)
         decisions.ran(scheduler, executor.actions, backward=backward)
         self.peak_held = max(self.peak_held, decisions.peak_held)
         self.num_out_of_order = scheduler.num_out_of_order

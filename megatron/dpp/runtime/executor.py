@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 from megatron.dpp.direction import Direction
 from megatron.dpp.inject import Injector, Task
-from megatron.dpp.runtime.agreement import Decider
+from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.gaps import Gaps
 from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.mail import Mail, Tensors
 from megatron.dpp.runtime.timer import TaskTimer
-from megatron.dpp.schedule import Action, Kind
+from megatron.dpp.schedule import Action, Kind, Scheduler
 from megatron.dpp.trace import IdleCause, Recorder
 
 _NAP_SECONDS = 0.05
@@ -86,7 +86,7 @@ class Executor:
 
     Args:
         runner: runs tasks.
-        decider: picks the next task.
+        scheduler: at its start; it decides, or its stage's leader does.
         links: the channels of this rank.
         recorder: records every task, message and gap.
         timer: says when the next decision is due.
@@ -98,19 +98,22 @@ class Executor:
         self,
         *,
         runner: TaskRunner,
-        decider: Decider,
+        scheduler: Scheduler,
         links: Links,
         recorder: Recorder,
         timer: TaskTimer,
         injector: Injector | None,
         iteration: Iteration,
     ) -> None:
-        self._runner, self._decider, self._recorder = runner, decider, recorder
-        self._scheduler, self._geometry = decider.scheduler, decider.scheduler.geometry
+        self._runner, self._links, self._recorder = runner, links, recorder
+        self._scheduler, self._geometry = scheduler, scheduler.geometry
+        self._decider = decider_for(
+            scheduler, links.receiving, links.consumed, links.transport.board
+        )
         self._iteration, self._timeout = iteration, iteration.timeout
         units = self._geometry.backward_units
         self._mail = Mail(links, recorder, iteration.number, iteration.timeout, units)
-        self._gaps = Gaps(recorder, decider)
+        self._gaps = Gaps(recorder, self._decider)
         self._timer, self._injector = timer, injector
         self._split_backward = iteration.split_backward
         self._awaited: tuple[int, int] | None = None
@@ -171,6 +174,7 @@ class Executor:
         while self._awaited is not None and not self._input_came():
             poll()  # what ends the wait may be a failure
         mail.flush()
+        self._links.consume(self._geometry)
 
     def _next_coming(self) -> Action | None:
         """The task whose input is in flight, to be launched ahead of it if nothing else may run:

@@ -44,9 +44,9 @@ class Mail:
         backward_units: Sequence[int] = (),
     ) -> None:
         self._links, self._recorder = links, recorder
-        self._transport, self._channels = links.transport, links.channels
+        self._transport = links.transport
         self._records = recorder.enabled
-        self.incoming = links.channels.incoming
+        self.incoming = links.incoming
         """Index of the channel of a task's input, by direction and chunk; None where it comes from
         no other rank.
         """
@@ -83,7 +83,7 @@ class Mail:
             ProtocolError: it is another one than that of this iteration and ``microbatch``.
         """
         self._taken[channel] += 1
-        num_parts = self._channels.tensors_in[channel]
+        num_parts = self._links.tensors_in[channel]
         with self._unwatched():
             if num_parts == 1:
                 return self._take_part(channel, microbatch, 0, 1)
@@ -96,13 +96,13 @@ class Mail:
             ahead = not message.arrived_ns
             if ahead:
                 message = message._replace(arrived_ns=self._recorder.mark())
-            self._recorder.taken(self._channels.spec_in(channel), message, ahead=ahead)
+            self._recorder.taken(self._transport.incoming[channel], message, ahead=ahead)
         expected = (self._iteration, microbatch, part, num_parts)
         found = message[1:5]
         if found != expected:
             names = "iteration {}, microbatch {}, tensor {} of {}"
             raise ProtocolError(
-                f"{self._channels.spec_in(channel)}: expected {names.format(*expected)}, got "
+                f"{self._transport.incoming[channel]}: expected {names.format(*expected)}, got "
                 f"{names.format(*found)}; do all ranks run the same step?"
             )
         return message.tensor
@@ -115,10 +115,10 @@ class Mail:
         Raises:
             TypeError: it is not as many tensors as were declared.
         """
-        channel = self._channels.outgoing(direction, chunk)
+        channel = self._links.outgoing(direction, chunk)
         if channel is None:
             return False
-        num_parts = self._channels.tensors_out[channel]
+        num_parts = self._links.tensors_out[channel]
         tensors = result if isinstance(result, list) else [result]
         if len(tensors) != num_parts or not all(isinstance(t, torch.Tensor) for t in tensors):
             raise TypeError(
@@ -137,7 +137,7 @@ class Mail:
         payload = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
         num_bytes = payload.nbytes
         if self._records:  # before the put, or a fast copy could arrive before it was sent
-            spec = self._channels.spec_out(channel)
+            spec = self._transport.outgoing[channel]
             self._recorder.put(spec, microbatch, num_bytes, self._kinds[spec.destination])
         self._num_puts += 1
         self._put_bytes += num_bytes
@@ -179,7 +179,7 @@ class Mail:
         arrived = self.poll()  # after the look at the peer: its last message is in it
         for way, chunk in stall.channels:
             index = self.incoming(way, chunk)
-            if index is None or self._channels.spec_in(index).source not in left:
+            if index is None or self._transport.incoming[index].source not in left:
                 continue
             if arrived[index] <= self._taken[index]:
                 number = self._taken[index] - self._before[index]
@@ -205,7 +205,7 @@ class Mail:
         )
         channels = [self.incoming(way, chunk) for way, chunk in stall.channels]
         specs = {
-            f"{self._channels.spec_in(index)}{self._transport.brought(index)}"
+            f"{self._transport.incoming[index]}{self._transport.brought(index)}"
             for index in channels
             if index is not None
         }

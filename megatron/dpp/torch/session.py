@@ -18,7 +18,7 @@ from megatron.dpp.inject import Injector
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.failure import leave, reason
 from megatron.dpp.runtime.links import Links, links_of, why_not_ahead
-from megatron.dpp.runtime.timer import DeviceTimer, HostTimer, TaskTimer
+from megatron.dpp.runtime.timer import DeviceTimer, TaskTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Memory
 from megatron.dpp.torch.microbatches import Microbatches
@@ -67,7 +67,7 @@ class Session:
         replica = replica_of(ranks)[0]
         self.decisions = Decisions(config, log, replica, decides=not follow)
         on_gpu = self.device.type == "cuda"
-        self.timer: TaskTimer = DeviceTimer(follow=follow) if on_gpu else HostTimer()
+        self.timer: TaskTimer = DeviceTimer(follow=follow) if on_gpu else TaskTimer()
         self.links: Links | None = None
         self.shapes = Shapes(1, ())
         self.launch_ahead = False
@@ -162,31 +162,31 @@ class Session:
         self.launch_ahead = why_not_ahead(self.links.transport) is None
 
     def _put(self, links: Links, numbers: list[int], iteration: int) -> None:
-        channel = links.channels.outgoing(Direction.FORWARD, 0)
+        channel = links.outgoing(Direction.FORWARD, 0)
         assert channel is not None
         message = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        parts = links.channels.tensors_out[channel]
+        parts = links.tensors_out[channel]
         more = {"iteration": iteration, "microbatch": 0, "num_parts": parts}
         for part in range(parts):
             links.transport.put(channel, message if part == 0 else message[:0], part=part, **more)
 
     def _take(self, links: Links, iteration: int) -> list[int]:
-        channel = links.channels.incoming(Direction.FORWARD, 0)
+        channel = links.incoming(Direction.FORWARD, 0)
         assert channel is not None
-        begin = time.monotonic()
+        spec, begin = links.transport.incoming[channel], time.monotonic()
         while links.poll()[channel] <= links.consumed[channel]:
             waited = time.monotonic() - begin
-            left = links.transport.departed(links.channels.spec_in(channel).source)
+            left = links.transport.departed(spec.source)
             arrived = links.poll()[channel] > links.consumed[channel]  # after the look at the peer
             if (left or waited > self._config.timeout) and not arrived:
                 raise links.transport.overdue(channel, waited, iteration=iteration, microbatch=0)
             links.transport.wait(_NAP_SECONDS)
-        parts = links.channels.tensors_in[channel]
+        parts = links.tensors_in[channel]
         message, *_ = [links.transport.take(channel) for _ in range(parts)]
         links.consumed[channel] += 1
         if message.iteration != iteration or message.tensor.dtype != torch.int64:
             raise ProtocolError(
-                f"{links.channels.spec_in(channel)}: expected the sizes of step {iteration}, got a "
+                f"{spec}: expected the sizes of step {iteration}, got a "
                 f"message of step {message.iteration}; do all ranks run the same step?"
             )
         return list(message.tensor.tolist())
