@@ -190,6 +190,7 @@ def open_pipeline(
     num_ranks: int, v: int, tokens: int, transport: str, *, injector: Any = None
 ) -> Any:
     """Our links of a pipeline, whose slots hold ``tokens``; ``injector`` may slow them down."""
+    from megatron.dpp.runtime.delayed import delayed
     from megatron.dpp.runtime.links import Links, open_links
     from megatron.dpp.runtime.topology import Topology
 
@@ -197,18 +198,19 @@ def open_pipeline(
     num_bytes = tokens * TOKEN_BYTES
     specs = topology.channels([num_bytes], [num_bytes], _SLOTS)
     opened = open_links(specs, DppConfig(transport=transport))
-    return Links(_delayed(opened, injector, topology.ranks), topology)
+    return Links(delayed(opened, injector, topology.ranks), topology)
 
 
 def open_exchange(num_ranks: int, tokens: int, transport: str, *, injector: Any = None) -> Any:
     """Our channels for a static schedule, whose slots hold ``tokens``."""
+    from megatron.dpp.runtime.delayed import delayed
     from megatron.dpp.runtime.links import open_links
     from megatron.dpp.runtime.static_exchange import ChannelExchange, ring_channels
 
     ranks = tuple(range(num_ranks))
     specs = ring_channels(ranks, dist.get_rank(), tokens * TOKEN_BYTES, _SLOTS)
     opened = open_links(specs, DppConfig(transport=transport))
-    return ChannelExchange(_delayed(opened, injector, ranks), 60.0)
+    return ChannelExchange(delayed(opened, injector, ranks), 60.0)
 
 
 def run_step(
@@ -289,14 +291,6 @@ class DynamicPipeline:
     def close(self) -> None:
         self.recorder.close()
         self.links.transport.close()
-
-
-def _delayed(transport: Any, injector: Any, ranks: tuple[int, ...]) -> Any:
-    from megatron.dpp.runtime.delayed import DelayedTransport
-
-    if injector is None or not injector.delays_messages:
-        return transport
-    return DelayedTransport(transport, injector, ranks)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import torch
 from megatron.dpp.core.rng import derive
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector, Task
-from megatron.dpp.runtime.delayed import DelayedTransport
+from megatron.dpp.runtime.delayed import delayed
 from megatron.dpp.transport.base import ChannelSpec, Direction
 from tests.fake_network import FakeNetwork
 
@@ -85,7 +85,7 @@ def test_a_late_message_has_arrived_when_its_delay_is_over_since_it_was_sent() -
     spec = ChannelSpec(0, 1, 0, Direction.FORWARD, 64)
     network = FakeNetwork([spec])
     sender, inner = network.transport(0), network.transport(1)
-    receiver = DelayedTransport(inner, Injector("slow-link:0-1:20ms", 1, 2), (0, 1))
+    receiver = delayed(inner, Injector("slow-link:0-1:20ms", 1, 2), (0, 1))
     begin = time.monotonic_ns()
     for microbatch in range(2):
         sender.put(0, torch.arange(4.0), iteration=0, microbatch=microbatch)

@@ -12,7 +12,7 @@ iteration.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -269,60 +269,44 @@ class Executor:
 
     def _all_weights(self, chunk: int, microbatch: int) -> None:
         """Run all pieces of the W that a fused B includes, whose output has left already."""
-        pieces, number = self._geometry.pieces(chunk), 0
-        for piece in range(pieces):
-            if number:
-                self._record_next(chunk, microbatch, piece, self._scheduler.held)
-            else:
-                self._begin(Action(Kind.W, chunk, microbatch, piece))
-            self._timed(self._runner.weight, chunk, microbatch, piece)
-            number += 1
-            if self._injector is not None or piece == pieces - 1:  # each is to be prolonged
-                self._finish_task("W", chunk, microbatch, number)
-                number = 0
-        for _ in range(pieces):
-            self._count_complete(chunk)
+        pieces = range(self._geometry.pieces(chunk))
+        for run in [pieces] if self._injector is None else [[piece] for piece in pieces]:
+            self._run_pieces(chunk, microbatch, run)
 
     def _weight(self, action: Action) -> None:
-        """Run a piece of W, and on through the same W as long as the next choice is its next piece.
-        The timer takes the pieces together.
-        """
-        _, chunk, microbatch, piece = action
-        self._begin(action)
         self._decider.look_ahead()
-        number = 0
-        while True:
+        self._run_pieces(action.chunk, action.microbatch, self._following(action))
+
+    def _run_pieces(self, chunk: int, microbatch: int, pieces: Iterable[int]) -> None:
+        """Run pieces of one W, which the timer takes together."""
+        number, held = 0, 0.0
+        for piece in pieces:
+            if number == 0:
+                self._begin(Action(Kind.W, chunk, microbatch, piece))
+            elif self._records:
+                self._recorder.end_task()
+                self._recorder.counter("held", held)
+                self._recorder.begin_task("W", chunk, microbatch, piece)
             self._timed(self._runner.weight, chunk, microbatch, piece)
             number += 1
-            following = self._run_on(chunk, microbatch, number)
-            if following is None:
-                break
-            piece = following.piece
+            held = self._scheduler.held if self._records else 0.0  # before the next piece counts
         self._finish_task("W", chunk, microbatch, number)
         for _ in range(number):
             self._count_complete(chunk)
 
-    def _run_on(self, chunk: int, microbatch: int, number: int) -> Action | None:
-        """The next piece after ``number`` of one W, begun; None if another task may be next, or if
-        each is to be prolonged.
+    def _following(self, first: Action) -> Iterator[int]:
+        """Pieces of one W from the first on, as long as the next choice is its next piece: none
+        where another task may be next, or where each is to be prolonged.
         """
-        if self._injector is not None or not self._timer.goes_on(
-            ("W", chunk), self._shares[microbatch], number
-        ):
-            return None
-        arrived, held = self._mail.poll(), self._scheduler.held if self._records else 0.0
-        following = self._decider.run_on(arrived)
-        if following is not None:
-            self.actions.append(following)
-            self._record_next(chunk, microbatch, following.piece, held)
-        return following
-
-    def _record_next(self, chunk: int, microbatch: int, piece: int, held: float) -> None:
-        """Record a piece's end, after which ``held`` was held, and the begin of the next one."""
-        if self._records:
-            self._recorder.end_task()
-            self._recorder.counter("held", held)
-            self._recorder.begin_task("W", chunk, microbatch, piece)
+        yield first.piece
+        key, size, number = ("W", first.chunk), self._shares[first.microbatch], 1
+        while self._injector is None and self._timer.goes_on(key, size, number):
+            action = self._decider.run_on(self._mail.poll())
+            if action is None:
+                return
+            self.actions.append(action)
+            number += 1
+            yield action.piece
 
     def _finish_task(self, kind: str, chunk: int, microbatch: int, number: int = 1) -> None:
         """End a task whose work is queued, or ``number`` of one kind; prolong it if asked to,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.direction import Direction
 from megatron.dpp.hosts import address_towards
 from megatron.dpp.inject import Injector
-from megatron.dpp.runtime.delayed import DelayedTransport
+from megatron.dpp.runtime.delayed import delayed
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry
 from megatron.dpp.transport import TransportOptions, kinds, open_transport
@@ -19,6 +20,7 @@ from megatron.dpp.transport.base import ChannelSpec, Transport
 from megatron.dpp.transport.options import tuned
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_NAP_SECONDS = 0.05
 _ABANDON_SECONDS = 3.0
 """Time after which a rank that has not noticed a lost peer hangs in a collective."""
 
@@ -128,10 +130,38 @@ def links_of(
         stage_ranks, device: as of :func:`open_links`.
     """
     specs = topology.channels(receives, sends, config.slots)
-    transport = open_links(specs, config, stage_ranks, device)
-    if injector is not None and injector.delays_messages:
-        transport = DelayedTransport(transport, injector, topology.ranks)
+    transport = delayed(open_links(specs, config, stage_ranks, device), injector, topology.ranks)
     return Links(transport, topology, len(receives), len(sends))
+
+
+def injector_of(config: DppConfig, topology: Topology, seed: int) -> Injector | None:
+    """Slows this rank's tasks down as ``config.inject`` says, or None."""
+    if not config.inject:
+        return None
+    place = topology.rank, topology.num_ranks
+    return Injector(config.inject, *place, seed, num_chunks=topology.num_chunks)
+
+
+def await_message(
+    transport: Transport, channel: int, before: int, seconds: float, iteration: int, microbatch: int
+) -> None:
+    """Wait until more than ``before`` messages have arrived on a channel.
+
+    Args:
+        iteration, microbatch: of the message, for the error.
+
+    Raises:
+        PeerDead: the sender has closed its links.
+        TransferTimeout: nothing came for ``seconds``.
+    """
+    begin, source = time.monotonic(), transport.incoming[channel].source
+    while transport.poll()[channel] <= before:
+        waited = time.monotonic() - begin
+        left = transport.departed(source)
+        arrived = transport.poll()[channel] > before  # after the look at the sender
+        if (left or waited > seconds) and not arrived:
+            raise transport.overdue(channel, waited, iteration=iteration, microbatch=microbatch)
+        transport.wait(_NAP_SECONDS)
 
 
 def open_links(

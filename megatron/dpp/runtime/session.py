@@ -13,7 +13,7 @@ from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector
 from megatron.dpp.runtime.decisions import Decisions
-from megatron.dpp.runtime.links import Links, links_of, why_not_ahead
+from megatron.dpp.runtime.links import Links, injector_of, links_of, why_not_ahead
 from megatron.dpp.runtime.stage_group import StageGroup, pipeline_of, stage_group_of
 from megatron.dpp.runtime.timer import TaskTimer, timer_for
 from megatron.dpp.runtime.topology import Topology
@@ -104,12 +104,8 @@ class Sessions:
         return self.current
 
     def _connect(self, call: StepCall, topology: Topology, boundaries: Boundaries) -> Session:
-        config, ranks, rank = self._config, topology.ranks, topology.rank
-        injector = None
-        if config.inject:
-            injector = Injector(
-                config.inject, rank, topology.num_ranks, self._seed, num_chunks=topology.num_chunks
-            )
+        config, own = self._config, topology.ranks[topology.rank]
+        injector = injector_of(config, topology, self._seed)
         group = stage_group_of(call)
         links = links_of(
             topology,
@@ -120,9 +116,7 @@ class Sessions:
             injector=injector,
         )
         for link in links.transport.links():
-            self._log(
-                f"dynamic pipeline: rank {ranks[rank]} -> {link.peer}: {link.kind} ({link.reason})"
-            )
+            self._log(f"dynamic pipeline: rank {own} -> {link.peer}: {link.kind} ({link.reason})")
         reason = why_not_ahead(links.transport)
         if reason is not None:
             self._warn(f"dynamic pipeline: no task is launched ahead of its input: {reason}")

@@ -23,8 +23,8 @@ from megatron.dpp.core.steps import StepCall
 from megatron.dpp.errors import ConfigError, Text, setting
 from megatron.dpp.inject import Injector, Task
 from megatron.dpp.runtime.base import PipelineSchedule
-from megatron.dpp.runtime.delayed import DelayedTransport
-from megatron.dpp.runtime.links import open_links
+from megatron.dpp.runtime.delayed import delayed
+from megatron.dpp.runtime.links import injector_of, open_links
 from megatron.dpp.runtime.stage_group import geometry_of, pipeline_of
 from megatron.dpp.runtime.static_exchange import (
     ChannelExchange,
@@ -51,7 +51,6 @@ class StaticSchedule(PipelineSchedule):
 
     get_schedule: ClassVar[Callable[..., Any]] = staticmethod(compat.lookup(compat.GET_SCHEDULE))
     """megatron-core's, also where a plug-in stands in its place."""
-    _transport: Transport | None = None
     _exchange: ChannelExchange | None = None
     _slot_bytes = 0
     _injector: Injector | None = None
@@ -94,16 +93,14 @@ class StaticSchedule(PipelineSchedule):
             )
         if self.config.transport != "auto" and topology.num_ranks > 1:
             around.enter_context(over_channels(self._open(keywords, topology)))
-        if self._wants_graphs() and not keywords.get("forward_only"):
+        graphed = self.config.cuda_graphs == "on" and can_capture(self._capture)
+        if graphed and not keywords.get("forward_only"):
             call = StepCall.checked(**keywords)
             around.enter_context(self._graphs_of(call).bound(call.boundary_example(self.config)))
 
     @cached_property
     def _timer(self) -> TaskTimer:
         return timer_for(follow=True)
-
-    def _wants_graphs(self) -> bool:
-        return self.config.cuda_graphs == "on" and can_capture(self._capture)
 
     def _graphs_of(self, call: StepCall) -> ChunkGraphs:
         if self._graphs is None or self._graphed != call.model:
@@ -135,25 +132,13 @@ class StaticSchedule(PipelineSchedule):
 
     def _injector_of(self, topology: Topology) -> Injector:
         if self._injector is None:
-            text = self.config.inject or ""
-            self._injector = Injector(
-                text,
-                topology.rank,
-                topology.num_ranks,
-                self._seed,
-                num_chunks=topology.num_chunks,
-            )
-            if self._injector.delays_messages and self.config.transport == "auto":
-                inject = setting("inject", text)
-                transport = setting("transport")
-                self._log(
-                    Text(
-                        f"static pipeline: {inject} delays no messages of megatron-core's own "
-                        f"exchange; {transport} with a kind takes ours",
-                        inject,
-                        transport,
-                    )
-                )
+            made = self._injector = injector_of(self.config, topology, self._seed)
+            assert made is not None
+            if made.delays_messages and self.config.transport == "auto":
+                inject, transport = setting("inject", self.config.inject), setting("transport")
+                text = "delays no messages of megatron-core's own exchange"
+                line = f"static pipeline: {inject} {text}; {transport} with a kind takes ours"
+                self._log(Text(line, inject, transport))
         return self._injector
 
     def _open(self, keywords: dict[str, Any], topology: Topology) -> ChannelExchange:
@@ -165,13 +150,11 @@ class StaticSchedule(PipelineSchedule):
         if self._exchange is None:
             self._slot_bytes = slot_bytes
             specs = ring_channels(topology.ranks, topology.rank, slot_bytes, self.config.slots)
-            self._transport = open_links(specs, self.config)
-            if self.config.inject and self._injector_of(topology).delays_messages:
-                injector = self._injector_of(topology)
-                self._transport = DelayedTransport(self._transport, injector, topology.ranks)
-            for link in self._transport.links():
+            injector = self._injector_of(topology) if self.config.inject else None
+            transport = delayed(open_links(specs, self.config), injector, topology.ranks)
+            for link in transport.links():
                 self._log(f"static pipeline: link to {link.peer}: {link.kind} ({link.reason})")
-            self._exchange = ChannelExchange(self._transport, self.config.timeout)
+            self._exchange = ChannelExchange(transport, self.config.timeout)
         return self._exchange
 
     def close(self) -> None:
@@ -184,12 +167,12 @@ class StaticSchedule(PipelineSchedule):
         self._graphs, self._graphed = None, ()
 
     def _close_links(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-        self._transport = self._exchange = None
+        if self._exchange is not None:
+            self._exchange.transport.close()
+        self._exchange = None
 
     def _links(self) -> Transport | None:
-        return self._transport
+        return self._exchange.transport if self._exchange is not None else None
 
 
 def most_held(call: StepCall) -> int:

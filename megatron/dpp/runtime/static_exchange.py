@@ -10,22 +10,20 @@ former two, :func:`over_channels` replaces the latter, and :func:`traced` record
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron.dpp.core import compat
 from megatron.dpp.core.expert_trace import traced_experts
-from megatron.dpp.errors import PeerDead, TransferTimeout, setting
+from megatron.dpp.runtime.links import await_message
 from megatron.dpp.trace import IdleCause, Recorder
 from megatron.dpp.transport.base import ChannelSpec, Direction, Transport
 
 _COMMUNICATE = "pipeline_parallel.p2p_communication:P2PCommunicator._communicate"
-_NAP_SECONDS = 0.05
 
 
 class Step(NamedTuple):
@@ -90,18 +88,6 @@ def ring_channels(
     return sorted(specs, key=lambda spec: (spec.source, spec.destination, spec.direction))
 
 
-class _Handle:
-    """A request handle of ``_communicate``; ``on_wait`` finishes a receive, and a send needs
-    nothing.
-    """
-
-    def __init__(self, on_wait: Callable[[], Any] = lambda: None) -> None:
-        self._on_wait = on_wait
-
-    def wait(self) -> Any:
-        return self._on_wait()
-
-
 _SENDS = {"send_next": Direction.FORWARD, "send_prev": Direction.BACKWARD}
 _RECEIVES = {"recv_prev": Direction.FORWARD, "recv_next": Direction.BACKWARD}
 """The names of ``_communicate`` for its transfers."""
@@ -133,17 +119,14 @@ class ChannelExchange:
             for name in wanted:
                 received[name] = self.take(_RECEIVES[name]).requires_grad_()
             return *received.values(), None
-        handles = {name: _Handle() for name in sent}
+        handles = {name: SimpleNamespace(wait=lambda: None) for name in sent}
         for name in wanted:
             received[name] = buffer = _empty(communicator.config.pipeline_dtype)
-            handles[name] = self._receive_into(buffer, _RECEIVES[name])
+            handles[name] = SimpleNamespace(wait=partial(self._fill, buffer, _RECEIVES[name]))
         return *received.values(), handles
 
-    def _receive_into(self, buffer: torch.Tensor, way: Direction) -> _Handle:
-        def fill() -> None:
-            buffer.data = self.take(way)
-
-        return _Handle(fill)
+    def _fill(self, buffer: torch.Tensor, way: Direction) -> None:
+        buffer.data = self.take(way)
 
     def _put(self, way: Direction, tensor: torch.Tensor) -> None:
         number = self._num_sent[way]
@@ -158,23 +141,8 @@ class ChannelExchange:
             PeerDead: its sender has left.
             TransferTimeout: it did not come in time.
         """
-        channel, end = self._in[way], time.monotonic() + self._timeout
-        spec, number = self.transport.incoming[channel], self._num_taken[way]
-        while self.transport.poll()[channel] <= number:
-            left = self.transport.departed(spec.source)
-            if left and self.transport.poll()[channel] <= number:  # nor is it in the last look
-                raise PeerDead(
-                    f"{spec}: message {number} will not arrive: rank {spec.source} has closed its "
-                    "transport"
-                )
-            if time.monotonic() > end:
-                timeout = setting("timeout")
-                raise TransferTimeout(
-                    f"{spec}: message {number} did not arrive within {self._timeout:g} s "
-                    f"({timeout}); its sender is alive",
-                    timeout,
-                )
-            self.transport.wait(_NAP_SECONDS)
+        channel, number = self._in[way], self._num_taken[way]
+        await_message(self.transport, channel, number, self._timeout, 0, number)
         self._num_taken[way] += 1
         return self.transport.take(channel).tensor
 
@@ -214,26 +182,6 @@ def traced(recorder: Recorder, chunks: Sequence[torch.nn.Module] = ()) -> Iterat
         yield
 
 
-class _Channel(NamedTuple):
-    """The part of a channel that a trace names; ``chunk`` is the receiver's."""
-
-    source: int
-    destination: int
-    chunk: int
-    direction: Direction
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """A message received, as :meth:`megatron.dpp.trace.Recorder.taken` takes it."""
-
-    tensor: torch.Tensor
-    arrived_ns: Any
-    iteration: int
-    microbatch: int
-    sent_ns: None = None
-
-
 class _Trace:
     """The record of one schedule call.
 
@@ -254,8 +202,11 @@ class _Trace:
         tensor, peer, arrived = self._received.pop(id(received), (None, 0, None))
         if tensor is not None:
             way = Direction.FORWARD if step.kind == "F" else Direction.BACKWARD
-            channel = _Channel(peer, torch.distributed.get_rank(), step.chunk, way)
-            arrival = _Arrival(tensor, arrived, self._recorder.iteration, step.microbatch)
+            channel = ChannelSpec(peer, torch.distributed.get_rank(), step.chunk, way, 0)
+            arrival = SimpleNamespace(
+                tensor=tensor, arrived_ns=arrived, sent_ns=None,
+                iteration=self._recorder.iteration, microbatch=step.microbatch,
+            )  # fmt: skip
             self._recorder.taken(channel, arrival)
         self._recorder.begin_task(*step)
 
@@ -281,7 +232,7 @@ class _Trace:
             for name in _RECEIVES.keys() & handles.keys():
                 arriving = {_RECEIVES[name]: tensors[name]}
                 wait = partial(self._timed, handles[name].wait, arriving, communicator)
-                handles[name] = _Handle(wait)
+                handles[name] = SimpleNamespace(wait=wait)
         return previous, following, handles
 
     def _timed(
@@ -312,5 +263,5 @@ class _Trace:
         wraps = group.rank() == (group.size() - 1 if forward else 0)
         chunk = step.chunk + (1 if forward else -1) * wraps
         peer = communicator.next_rank if forward else communicator.prev_rank
-        channel = _Channel(torch.distributed.get_rank(), peer or 0, chunk, way)
+        channel = ChannelSpec(torch.distributed.get_rank(), peer or 0, chunk, way, 0)
         self._recorder.put(channel, step.microbatch, tensor.nbytes, "p2p")
