@@ -173,7 +173,7 @@ def run_pipeline(
                     number=iteration, split_backward=split, timeout=timeout,
                     **({"count_tokens": torch.Tensor.numel} if lengths else {}),
                 ).run()  # fmt: skip
-                assert scheduler.held == 0 and scheduler.peak_held <= scheduler.view.cap + 1e-6
+                assert scheduler.held == 0 and scheduler.peak_held <= scheduler.cap + 1e-6
                 assert not lengths or scheduler.sizes.known == list(lengths[:m])
         finally:
             if clock is not None:

@@ -338,7 +338,7 @@ def test_arrivals_of_the_next_iteration_are_not_this_ones() -> None:
     for decider in (leader, follower):
         assert [str(decider.next([9])) for _ in range(4)] == ["0F0", "0B0", "0F1", "0B1"]
         assert decider.done and decider.next([9]) is None
-        assert decider.scheduler.view.forwards_arrived == [2]
+        assert decider.scheduler.forwards_arrived == [2]
 
 
 def test_a_leader_is_late_if_any_task_has_its_input_everywhere() -> None:
@@ -362,7 +362,7 @@ def test_a_follower_forgets_no_arrival_for_one_that_was_in_flight() -> None:
     assert follower.next([2]) is None, "all of them have arrived here since"
     assert str(leader.next([2])) == "0F0"
     assert str(follower.next([2])) == "0F0"
-    assert follower.scheduler.view.forwards_arrived == [2]
+    assert follower.scheduler.forwards_arrived == [2]
 
 
 def test_a_leader_launches_ahead_what_is_in_flight_to_all() -> None:

@@ -114,8 +114,8 @@ def test_the_head_takes_room_beside_deferred_weight_gradients_alone() -> None:
     last = Geometry(4, 3, 2, 16)
     whole = parse_cap("auto", last).chunks
     made = decisions()
-    assert made.scheduler(last, backward=FUSED).view.cap == made.cap == whole
-    assert made.scheduler(last, backward=SPLIT).view.cap == made.cap < whole
+    assert made.scheduler(last, backward=FUSED).cap == made.cap == whole
+    assert made.scheduler(last, backward=SPLIT).cap == made.cap < whole
 
 
 def test_before_it_is_measured_a_backward_counts_as_freeing_nothing() -> None:

@@ -58,11 +58,11 @@ def test_the_head_is_counted_in_slots_once_their_size_is_known() -> None:
     made.measured(Memory(activation_bytes=100, deferred_bytes=60, head_room=8.0))
     made.measured_slots(400)
     assert made.activation_bytes == 400
-    caps = [made.scheduler(geometry, backward=Backward()).view.cap]
+    caps = [made.scheduler(geometry, backward=Backward()).cap]
     for room in (2.0, 8.0):
         other = decisions([])
         other.measured(Memory(activation_bytes=400, deferred_bytes=400, head_room=room, slots=True))
-        caps.append(other.scheduler(geometry, backward=Backward()).view.cap)
+        caps.append(other.scheduler(geometry, backward=Backward()).cap)
     assert caps[0] == caps[1] > caps[2]
 
 

@@ -106,7 +106,7 @@ def test_the_head_counts_in_the_same_bytes(num_ranks, cap, room, slots, chunks):
     training = decisions.Decisions(DppConfig(activation_cap=cap), log=lambda line: None)
     memory = Memory(activation_bytes=100, deferred_bytes=60, head_room=room, slots=slots)
     training.measured(memory)
-    assert training.scheduler(where, backward=Backward()).view.cap == pytest.approx(chunks)
+    assert training.scheduler(where, backward=Backward()).cap == pytest.approx(chunks)
     simulated = ScheduleConfig(cap=cap, memory=(memory,) * num_ranks)
     assert simulated.caps(Shape(num_ranks, 2, 16))[-1] == pytest.approx(chunks)
     first = Geometry(num_ranks, 0, 2, 16)
@@ -210,7 +210,7 @@ def test_the_least_cap_is_exact():
     """But for rounding: 1.18 x 10 x 5 is a little less than 59."""
     for shape in (*map(geometry, range(4)), Geometry(10, 0, 5, 100)):
         least = peak_in_flight(shape)
-        assert Scheduler(shape, cap=least).view.cap == least
+        assert Scheduler(shape, cap=least).cap == least
         with pytest.raises(ConfigError, match=f"hold {least - 1} chunk .* own order needs {least}"):
             Scheduler(shape, cap=least - 1)
     assert Scheduler(shape, cap=parse_cap("1.18p", shape).chunks).next() is not None

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule import Budget, Geometry, Kind, MemoryLimit, Scheduler, parse_cap
-from megatron.dpp.schedule.caps import default_cap
 from tests.schedule.pipelines import Pipeline, Walk, wild
 
 POLICIES = ["wild", "dynamic", "depth-first", "megatron", "eager", "auto"]
@@ -202,7 +201,7 @@ def arrivals(
     scheduler: Scheduler, rng: random.Random, counts: dict[tuple[int, int], int]
 ) -> list[tuple[int, int, int]]:
     """A random number of further messages on each channel of a rank."""
-    geometry, view, found = scheduler.geometry, scheduler.view, []
+    geometry, view, found = scheduler.geometry, scheduler, []
     for direction, chunk in itertools.product((0, 1), range(geometry.num_chunks)):
         first = direction == 0 and chunk == 0 and geometry.is_first
         last = direction == 1 and chunk == geometry.num_chunks - 1 and geometry.is_last
@@ -229,7 +228,7 @@ def test_running_on_through_a_w_decides_as_before_each_piece(
     """Whatever arrives between two decisions, with unlike sizes, caps and soft limits."""
     rng = random.Random(seed)
     geometry = Geometry(p, rng.randrange(p), v, m, w_pieces=tuple(pieces[:v]))
-    cap = default_cap(geometry).chunks + above
+    cap = parse_cap("auto", geometry).chunks + above
     limits = [MemoryLimit(cap=cap - 0.5, soft=True, unlike=True)] if soft else []
     plain, hasty = (
         Scheduler(
@@ -265,7 +264,7 @@ def test_every_weight_gets_its_gradients_in_microbatch_order(
     """A backward is fused exactly if no W of its chunk waits, and at least ``stock`` others do."""
     rng = random.Random(seed)
     geometry = Geometry(p, rng.randrange(p), v, m, w_pieces=tuple(pieces[:v]))
-    cap = default_cap(geometry).chunks
+    cap = parse_cap("auto", geometry).chunks
     scheduler = Scheduler(geometry, policy=policy, cap=cap, stock=stock)
     counts: dict[tuple[int, int], int] = {}
     waiting: list[int] = []

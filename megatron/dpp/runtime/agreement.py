@@ -221,7 +221,7 @@ class Follower(_Member):
 
     def run_on(self, arrived: Sequence[int]) -> Action | None:
         self._post(arrived)
-        if not self.scheduler.amid_weight:  # the next word may be of the next iteration
+        if self.scheduler.next_piece() is None:  # the next word may be of the next iteration
             return None
         action = self._next_word()
         if action is None or action.kind != Kind.W:

@@ -29,7 +29,7 @@ from megatron.dpp.errors import (
 from megatron.dpp.files import strict_json
 from megatron.dpp.files.safe_files import open_text_to_write, open_to_read
 from megatron.dpp.schedule.actions import Action, Geometry
-from megatron.dpp.schedule.refusals import allowed, refusal
+from megatron.dpp.schedule.scheduler import allowed, refusal
 from megatron.dpp.schedule.state import View
 
 _FORMAT, _VERSION = "dpp-schedule", 1
