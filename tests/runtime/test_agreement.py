@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ class Rank:
         cap = parse_cap("auto", geometry).chunks
         scheduler = Scheduler(geometry, policy=policy, cap=cap, split_backward=True)
         board = None if boards is None else HostedBoard(boards, index)
-        self.decider = decider_for(scheduler, self.channels, [0] * len(self.channels), board)
+        self.decider = decider_for(scheduler, links_of(geometry, board))
         self.began: list[Action] = []
         self.collectives: list[Action] = []
         """Those that meet the other members."""
@@ -145,6 +146,15 @@ def channels_of(geometry: Geometry) -> list[tuple[int, int]]:
     last = geometry.num_ranks * geometry.num_chunks - 1
     inputs = [(Direction.FORWARD, c) for c, stage in enumerate(stages) if stage > 0]
     return inputs + [(Direction.BACKWARD, c) for c, stage in enumerate(stages) if stage < last]
+
+
+def links_of(geometry: Geometry, board: Board | None, before: int = 0) -> Any:
+    """Channels behind so many messages of each."""
+    channels = channels_of(geometry)
+    return SimpleNamespace(
+        receiving=channels, consumed=[before] * len(channels),
+        transport=SimpleNamespace(board=board),
+    )  # fmt: skip
 
 
 class Job:
@@ -277,8 +287,8 @@ def member(
     messages of each channel.
     """
     chosen = {"policy": "megatron", "split_backward": False} | settings
-    board, channels = HostedBoard(boards, index), channels_of(geometry)
-    return decider_for(Scheduler(geometry, **chosen), channels, [before] * len(channels), board)
+    board = HostedBoard(boards, index)
+    return decider_for(Scheduler(geometry, **chosen), links_of(geometry, board, before))
 
 
 def members_of_the_last_rank(before: int = 0) -> tuple[Decider, Decider]:

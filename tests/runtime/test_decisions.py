@@ -75,7 +75,7 @@ def test_a_replayed_evaluation_runs_in_the_recorded_order(tmp_path: Path) -> Non
     path, evaluation = str(tmp_path / "order"), Geometry(2, 0, 2, 2, forward_only=True)
     order, usual = ["0F0", "1F0", "0F1", "1F1"], ["0F0", "0F1", "1F0", "1F1"]
     recorder = DecisionRecorder(replica_path(path, 0), evaluation)
-    recorder.write(evaluation, list(map(Action.parse, order)), split_backward=False)
+    recorder.write(evaluation, list(map(Action.parse, order)), FUSED)
     recorder.close()
     for settings, expected in (({"replay": path}, order), ({}, usual)):
         scheduler = decisions(**settings).scheduler(evaluation, backward=FUSED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,9 +182,13 @@ def test_an_iteration_of_a_neighbour_that_is_ahead_waits_for_its_turn() -> None:
     assert len(runner.log) == 3 * 4
 
 
+def links_of(receiving: list[tuple[int, int]], before: int = 0) -> Any:
+    return SimpleNamespace(receiving=receiving, consumed=[before] * len(receiving))
+
+
 def new_decider(before: int) -> Decider:
     """The decider of a single rank that has counted so many microbatches in earlier iterations."""
-    return Decider(Scheduler(GEOMETRY, split_backward=False), [(0, 0)], [before])
+    return Decider(Scheduler(GEOMETRY, split_backward=False), links_of([(0, 0)], before))
 
 
 def test_only_this_iterations_arrivals_count_and_are_believed_to_come() -> None:
@@ -204,7 +209,7 @@ def test_only_this_iterations_arrivals_count_and_are_believed_to_come() -> None:
 
 def test_one_coming_message_is_believed_and_gradients_come_first() -> None:
     receiving = [(0, 1), (1, 0), (1, 1)]
-    decider = Decider(Scheduler(Geometry(2, 0, 2, 2), cap=8), receiving, [0] * 3)
+    decider = Decider(Scheduler(Geometry(2, 0, 2, 2), cap=8), links_of(receiving))
     index = {channel: place for place, channel in enumerate(receiving)}
     nothing, coming = [0] * len(index), [0] * len(index)
     while decider.next(nothing):

@@ -16,6 +16,7 @@ from megatron.dpp.inject import Task
 from megatron.dpp.report.reader import read_events, read_header
 from megatron.dpp.runtime.agreement import Decider
 from megatron.dpp.runtime.gaps import Gaps
+from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.timer import TaskTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Scheduler
@@ -120,7 +121,7 @@ def test_a_wait_behind_a_task_becomes_one_for_an_input(clock: VirtualClock) -> N
 
 
 def gaps_of(recorder: Recorder) -> Gaps:
-    return Gaps(recorder, Decider(Scheduler(TWO), [(0, 0)], [0]))
+    return Gaps(recorder, Decider(Scheduler(TWO), Links(network_of(LAST).transport(1), LAST)))
 
 
 def test_a_gap_keeps_its_first_cause_unless_that_was_the_lookahead(clock: VirtualClock) -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.dpp.runtime.links import Links
 from megatron.dpp.schedule import DIRECTION_OF, Action, Kind, Scheduler
 from megatron.dpp.trace import IdleCause
-from megatron.dpp.transport.base import Board
 
 
 class Decider:
@@ -21,22 +21,17 @@ class Decider:
 
     Args:
         scheduler: at its start.
-        channels: the (direction, chunk) of the task that each incoming channel feeds.
-        arrived_before: microbatches of earlier iterations, per incoming channel.
+        links: the channels of this rank, and what earlier iterations consumed of them.
     """
 
     followed = False
     shares_order = False
     """True for a member of a stage."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        channels: Sequence[tuple[int, int]],
-        arrived_before: Sequence[int],
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, links: Links) -> None:
         self.scheduler = scheduler
-        self._channels, self._base = channels, list(arrived_before)
+        channels = self._channels = links.receiving
+        self._base = list(links.consumed)
         self._told = [0] * len(channels)
         self._index_of = {channel: index for index, channel in enumerate(channels)}
         self._seen: Sequence[int] = ()
@@ -127,15 +122,10 @@ class _Member(Decider):
 
     shares_order = True
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        channels: Sequence[tuple[int, int]],
-        arrived_before: Sequence[int],
-        board: Board,
-    ) -> None:
-        super().__init__(scheduler, channels, arrived_before)
-        self._board = board
+    def __init__(self, scheduler: Scheduler, links: Links) -> None:
+        super().__init__(scheduler, links)
+        assert links.transport.board is not None
+        self._board = links.transport.board
         self._posted: Sequence[int] = ()
         self._coming = self._base  # posted already, perhaps before it had arrived
 
@@ -270,14 +260,9 @@ class Follower(_Member):
             self._tell_one(index, number + 1)
 
 
-def decider_for(
-    scheduler: Scheduler,
-    channels: Sequence[tuple[int, int]],
-    arrived_before: Sequence[int],
-    board: Board | None,
-) -> Decider:
+def decider_for(scheduler: Scheduler, links: Links) -> Decider:
     """A decider for this rank: alone, leader or follower."""
+    board = links.transport.board
     if board is None:
-        return Decider(scheduler, channels, arrived_before)
-    kind = Leader if board.index == 0 else Follower
-    return kind(scheduler, channels, arrived_before, board)
+        return Decider(scheduler, links)
+    return (Leader if board.index == 0 else Follower)(scheduler, links)

@@ -149,9 +149,8 @@ class Decisions:
             sizes = None  # no cap applies
         chosen: str | Policy = policy or self._config.policy
         if self._replay is not None:
-            chosen = self._loaded(self._replay, geometry.rank).replay(
-                self._num_calls, geometry, split_backward=backward.split, stock=backward.stock
-            )
+            recording = self._loaded(self._replay, geometry.rank)
+            chosen = recording.replay(self._num_calls, geometry, backward)
         elif geometry.forward_only:
             chosen = policy or "depth-first"
         cuts = bool(geometry.groups) or self._cuts  # the cap depends on sizes then
@@ -257,13 +256,7 @@ class Decisions:
             found = [sizes[microbatch] for microbatch in range(geometry.num_microbatches)]
             self._static.add(geometry, found, scheduler.weights)
         if self._recorder is not None:
-            self._recorder.write(
-                geometry,
-                actions,
-                split_backward=backward.split,
-                stock=backward.stock,
-                sizes=sizes.unlike(),
-            )
+            self._recorder.write(geometry, actions, backward, sizes.unlike())
 
     def close(self) -> None:
         """Close the recording. May be called twice."""

@@ -26,11 +26,10 @@ from megatron.dpp.config import Backward
 from megatron.dpp.core.head import Head, why_not
 from megatron.dpp.core.rng import Draws, TaskRng, line
 from megatron.dpp.core.steps import Stage, StepCall
-from megatron.dpp.errors import ConfigError, setting
+from megatron.dpp.errors import ConfigError, Text, setting
 from megatron.dpp.memory import allocator_retries
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.executor import Executor, Iteration
-from megatron.dpp.runtime.host_time import TOLD_AFTER, allocator_lines, host_line
 from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.runtime.race import FUSED, Race
 from megatron.dpp.runtime.session import Session, Sessions, check_chunks
@@ -42,6 +41,9 @@ from megatron.dpp.schedule import HOLDS_ALL, Geometry
 from megatron.dpp.schedule.reference import num_warmup
 from megatron.dpp.transport.base import Transport
 
+_TOLD_AFTER = 5
+"""Training steps after which a full memory is logged, once."""
+
 
 class DppSchedule(PipelineSchedule):
     """The dynamic pipeline.
@@ -50,16 +52,10 @@ class DppSchedule(PipelineSchedule):
     """
 
     _always_links = True
-    peak_held = 0.0
-    """Largest number of chunk activations that this rank has held so far."""
     num_out_of_order = 0
     """Forwards and backwards of the last call that deviated from Megatron's order."""
     _num_trained = 0
     _retries = 0
-    host_us_per_task = 0.0
-    """Host microseconds per task of the last call, without PyTorch's launches; 0 where
-    megatron-core's own schedule ran.
-    """
     policy: str | None = None
     """Policy of the next training step, in the place of the configuration's."""
     _announced: Sequence[int] | None = None
@@ -106,7 +102,6 @@ class DppSchedule(PipelineSchedule):
         if self.config.replay is not None and weights is not None:
             backward = session.recorded_backward(call)
         backward = backward if weights is not None else FUSED
-        self._prepared.begin(backward, graphs=self._race.binds_graphs)
         weights = weights if backward.split else None
         topology = session.topology
         geometry = geometry_of(topology, call, weights.num_pieces if weights else None)
@@ -125,7 +120,10 @@ class DppSchedule(PipelineSchedule):
             stage.measure()
         with contextlib.closing(stage):
             stage.open()
-            with self._prepared.bound(call, self.recorder), self._slicing.bound(call):
+            bound = self._prepared.bound(
+                call, self.recorder, backward, graphs=self._race.binds_graphs
+            )
+            with bound, self._slicing.bound(call):
                 longest = self._execute(session, stage, geometry, backward, iteration)
             if not call.forward_only:
                 self._prepared.account(call, longest, stage if measures else None)
@@ -138,7 +136,7 @@ class DppSchedule(PipelineSchedule):
             dataclasses.replace(self.config, task_rng=False), seed=self._seed, log=self._log
         )
         own.recorder = self.recorder
-        self._announced, self.num_out_of_order, self.host_us_per_task = None, 0, 0.0
+        self._announced, self.num_out_of_order = None, 0
         return own(**keywords | {"forward_step_func": call.forward_step_func})
 
     def _free(self) -> None:
@@ -277,35 +275,26 @@ class DppSchedule(PipelineSchedule):
         )
         executor.run()
         decisions.ran(scheduler, executor.actions, backward=backward)
-        self.peak_held = max(self.peak_held, decisions.peak_held)
         self.num_out_of_order = scheduler.num_out_of_order
-        self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
-        self._tell_limits(session, geometry)
+        if self.recorder.enabled:
+            overhead_us = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
+            self.recorder.counter("host", overhead_us)
+            launching = session.timer.launch_share(range(geometry.num_chunks))
+            self.recorder.counter("launching", launching)
+        if not geometry.forward_only:
+            self._tell_if_full()
         slices = self._slicing.slices_of(stage.call)
         if slices is not None:
             self.recorder.counter("keys", slices.keys.peak_bytes)
         return largest / (executor.first_size or largest)
 
-    def _tell_limits(self, session: Session, geometry: Geometry) -> None:
-        """Record the host's time per task and the share of launching; log once what limits steps
-        after the first.
-        """
-        self._num_trained += not geometry.forward_only
+    def _tell_if_full(self) -> None:
+        """Log once that the allocator ran out of memory in the steps after the first."""
+        self._num_trained += 1
         if self._num_trained == 1:
             self._retries = allocator_retries()
-        tells = self._num_trained == TOLD_AFTER and not geometry.forward_only
-        if not (tells or self.recorder.enabled):
-            return
-        launching = session.timer.launch_share(range(geometry.num_chunks))
-        self.recorder.counter("host", self.host_us_per_task)
-        self.recorder.counter("launching", launching)
-        if tells:
-            eager = 0.0 if self._prepared.replays else launching
-            retries = allocator_retries() - self._retries
-            for line in (
-                host_line(self.host_us_per_task, eager),
-                *allocator_lines(retries, TOLD_AFTER - 1),
-            ):
+        elif self._num_trained == _TOLD_AFTER:
+            if line := full_line(allocator_retries() - self._retries, _TOLD_AFTER - 1):
                 self._log(line)
 
     def _policy_of(self, call: StepCall) -> str | None:
@@ -324,3 +313,21 @@ class DppSchedule(PipelineSchedule):
     def _links(self) -> Transport | None:
         session = self._sessions.current
         return session.links.transport if session else None
+
+
+def full_line(retries: int, steps: int) -> Text | None:
+    """The line of a rank whose allocator ran out of memory ``retries`` times in so many steps, gave
+    its cached memory back and asked for it again; None if it did not.
+    """
+    if not retries:
+        return None
+    given = ("activation_cap", "static"), ("slice_tokens", "N"), ("cuda_graphs", "off")
+    cap, tokens, off = (setting(name, value) for name, value in given)
+    return Text(
+        "dynamic pipeline: the device's memory is full: PyTorch gave memory back and asked for it "
+        f"again {retries} times in {steps} steps, which waits for all work; less memory: {cap} or "
+        f"less, {tokens}, {off}",
+        cap,
+        tokens,
+        off,
+    )

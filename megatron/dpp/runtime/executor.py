@@ -107,9 +107,7 @@ class Executor:
     ) -> None:
         self._runner, self._links, self._recorder = runner, links, recorder
         self._scheduler, self._geometry = scheduler, scheduler.geometry
-        self._decider = decider_for(
-            scheduler, links.receiving, links.consumed, links.transport.board
-        )
+        self._decider = decider_for(scheduler, links)
         self._iteration, self._timeout = iteration, iteration.timeout
         units = self._geometry.backward_units
         self._mail = Mail(links, recorder, iteration.number, iteration.timeout, units)
