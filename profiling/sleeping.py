@@ -205,7 +205,7 @@ def open_exchange(num_ranks: int, tokens: int, transport: str, *, injector: Any 
     """Our channels for a static schedule, whose slots hold ``tokens``."""
     from megatron.dpp.runtime.delayed import delayed
     from megatron.dpp.runtime.links import open_links
-    from megatron.dpp.runtime.static_exchange import ChannelExchange, ring_channels
+    from megatron.dpp.runtime.static import ChannelExchange, ring_channels
 
     ranks = tuple(range(num_ranks))
     specs = ring_channels(ranks, dist.get_rank(), tokens * TOKEN_BYTES, _SLOTS)

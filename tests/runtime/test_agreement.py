@@ -264,10 +264,13 @@ def runs(count: int, *, agree: bool, most_hosts: int = 1) -> tuple[int, int]:
 
 @pytest.mark.parametrize("most_hosts", [1, 3])
 def test_late_members_never_wait_for_each_other(most_hosts: int) -> None:
-    """Without agreement they would."""
-    stuck, deviations = runs(30, agree=True, most_hosts=most_hosts)
+    stuck, deviations = runs(25, agree=True, most_hosts=most_hosts)
     assert (stuck, deviations > 0) == (0, True)
-    assert runs(40, agree=False)[0] > 5
+
+
+def test_members_that_do_not_agree_wait_for_each_other() -> None:
+    """So the test above can fail."""
+    assert runs(30, agree=False)[0] > 3
 
 
 @pytest.mark.slow

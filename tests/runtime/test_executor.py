@@ -35,73 +35,55 @@ GEOMETRY = Geometry(2, 1, 1, 2)
 """The last of two ranks, with one chunk and two microbatches."""
 
 
-@settings(max_examples=25)
+LENGTHS = [1, 9, 2, 16, 3, 3, 12, 1, 5, 2] * 6
+BOUNDARIES = [[4], [4, 64], [16], [8, 8, 120]]
+"""Bytes of each tensor that the ranks of a pipeline send."""
+
+
+@settings(max_examples=40)
 @given(
-    p=st.integers(1, 4),
-    v=st.sampled_from([1, 2, 3]),
-    m=st.integers(1, 9),
-    split=st.booleans(),
-    policy=st.sampled_from(["dynamic", "depth-first", "megatron"]),
-    cap=st.sampled_from(["auto", "strict", "megatron"]),
-    tensors=st.sampled_from([1, 1, 2, 3]),
-    ahead=st.booleans(),
-    seed=st.integers(0, 1 << 20),
+    shape=st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 3]), st.integers(1, 9)),
+    members=st.sampled_from([1, 1, 1, 2]),
+    evaluations=st.sampled_from([(), (), (1,), (0, 2)]),
+    settings=st.fixed_dictionaries(
+        {
+            "split": st.booleans(),
+            "policy": st.sampled_from(["dynamic", "depth-first", "megatron"]),
+            "cap": st.sampled_from(["auto", "strict", "megatron"]),
+            "ahead": st.booleans(),
+            "seed": st.integers(0, 1 << 20),
+        }
+    ),
+    content=st.sampled_from(["one", "three", "unlike", "lengths"]),
 )
 def test_any_timing_gives_the_same_values(
-    p: int, v: int, m: int, split: bool, policy: str, cap: str, tensors: int, ahead: bool, seed: int
-) -> None:
-    if p == 1:
-        v = 1
+    shape: tuple[int, int, int], members: int, evaluations: tuple[int, ...],
+    settings: dict[str, Any], content: str,
+) -> None:  # fmt: skip
+    """With one tensor per boundary, three, or of unlike number and sizes, or unlike microbatches.
+    Neighbours may be an iteration ahead, in training steps or evaluations.
+    """
+    p, v, m = shape
+    v = v if p > 1 else 1
+    more: dict[str, Any] = {
+        "one": {}, "three": {"tensors": 3}, "unlike": {"sizes": BOUNDARIES[-p:]},
+        "lengths": {"lengths": LENGTHS[:m]},
+    }[content]  # fmt: skip
+    iterations = 1 + max(evaluations, default=0)
     runners = run_pipeline(
-        p, v, m, policy=policy, cap=cap, split=split, delay=0.002, seed=seed, tensors=tensors,
-        ahead=ahead,
+        p, v, m, delay=0.002, members=members, iterations=iterations, evaluations=evaluations,
+        **settings, **more,
     )  # fmt: skip
-    check_values(runners, m)
-    for runner in runners:
-        assert runner.complete == list(range(v - 1, -1, -1)), "gradients are reduced as v-1..0"
+    trained = iterations - len(evaluations)
+    check_values(runners, m, iterations, trained=trained)
+    for place, runner in enumerate(runners):
+        assert runner.log == runners[place - place % members].log, "members run one order"
+        assert runner.complete == list(range(v - 1, -1, -1)) * trained, "reduced as v-1..0"
         for chunk in range(v):
             order = [(i, q) for k, c, i, q in runner.log if k == "W" and c == chunk]
-            assert order == [(i, q) for i in range(m) for q in range(2)] * split
-
-
-@pytest.mark.parametrize(
-    ("p", "v", "members", "more"),
-    [
-        (3, 2, 1, {"iterations": 3}),
-        (3, 2, 2, {}),
-        (2, 2, 2, {"tensors": 3, "iterations": 2}),
-        *((p, v, members, {"sizes": [[4, 64], [16], [8, 8, 120]][-p:], "iterations": 2})
-          for p, v, members in ((2, 1, 1), (3, 2, 1), (2, 2, 2))),
-    ],
-)  # fmt: skip
-def test_members_of_a_stage_run_one_order_and_each_boundary_has_tensors_of_its_own(
-    p: int, v: int, members: int, more: dict[str, Any]
-) -> None:
-    """A rank may receive another number of tensors than it sends, with other sizes; neighbours may
-    be an iteration ahead.
-    """
-    runners = run_pipeline(p, v, 6, members=members, delay=0.003, seed=5, **more)
-    check_values(runners, 6, iterations=more.get("iterations", 1))
-    if members == 2:
-        for leader, follower in zip(runners[::2], runners[1::2], strict=True):
-            assert leader.log == follower.log
-
-
-@pytest.mark.parametrize(("p", "v", "members"), [(2, 1, 1), (3, 2, 1), (2, 2, 2)])
-def test_evaluations_between_training_steps(p: int, v: int, members: int) -> None:
-    """An evaluation sends no gradients, so gradient channels must not count its microbatches. It
-    completes no chunk.
-    """
-    evaluations, m = (1, 3, 4), 4
-    runners = run_pipeline(
-        p, v, m, iterations=6, evaluations=evaluations, members=members, delay=0.001
-    )
-    for runner in runners:
-        for chunk in range(v):
-            for kind, times in (("F", 6), ("B", 3)):
-                order = [i for k, c, i, _ in runner.log if k == kind and c == chunk]
-                assert order == list(range(m)) * times
-        assert runner.complete == list(range(v - 1, -1, -1)) * 3
+            assert (
+                order == [(i, q) for i in range(m) for q in range(2)] * settings["split"] * trained
+            )
 
 
 @pytest.mark.parametrize("members", [1, 2])
@@ -280,7 +262,6 @@ def pending(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 EVALUATES: dict[str, Any] = {"policy": "depth-first", "split": False, "forward_only": True}
-LENGTHS = [1, 9, 2, 16, 3, 3, 12, 1, 5, 2] * 6
 
 
 @pytest.mark.parametrize(("p", "v", "members"), [(3, 1, 1), (3, 2, 1), (2, 3, 2)])
@@ -303,16 +284,6 @@ def test_an_evaluation_is_bounded_by_tokens(
     largest_mean = max(sum(LENGTHS[:n]) / n for n in range(1, 61))
     assert max(number for number, _ in pending) > 4 + 1
     assert max(size for _, size in pending) <= 4 * (4 * largest_mean + max(LENGTHS))
-
-
-@pytest.mark.parametrize(("p", "v", "members"), [(3, 1, 1), (2, 2, 1), (2, 2, 2)])
-@pytest.mark.parametrize("policy", ["dynamic", "megatron"])
-def test_all_ranks_learn_all_sizes(p: int, v: int, members: int, policy: str) -> None:
-    """Members of a stage, too: a follower checks its leader's choices by sizes of its own."""
-    runners = run_pipeline(
-        p, v, 10, policy=policy, cap="strict", delay=0.002, members=members, lengths=LENGTHS
-    )
-    check_values(runners, 10)
 
 
 # Memory that is freed, or overwritten by a later task ------------------------------------------

@@ -16,15 +16,15 @@ from tests.fake_network import FakeNetwork
 
 
 def share_of_slow_work(pieces: int, ranks: int = 8) -> float:
-    """Mean extra work of 200 iterations whose 96 units are cut into this many pieces each."""
+    """Mean extra work of 40 iterations whose 96 units are cut into this many pieces each."""
     total = 0.0
     for rank in range(ranks):
         injector = Injector("transient:2x:20%", rank, ranks, seed=3)
-        for iteration in range(25):
+        for iteration in range(5):
             for unit in range(96 * pieces):
                 task = Task(iteration, "F", 0, 0, unit / pieces, 1 / pieces)
                 total += (injector.factor(task) - 1.0) / pieces
-    return total / (ranks * 25 * 96)
+    return total / (ranks * 5 * 96)
 
 
 def test_transients_cover_the_same_work_however_it_is_cut() -> None:

@@ -293,9 +293,11 @@ class DppSchedule(PipelineSchedule):
         self._num_trained += 1
         if self._num_trained == 1:
             self._retries = allocator_retries()
-        elif self._num_trained == _TOLD_AFTER:
-            if line := full_line(allocator_retries() - self._retries, _TOLD_AFTER - 1):
-                self._log(line)
+            return
+        told = self._num_trained == _TOLD_AFTER
+        retries = allocator_retries() - self._retries if told else 0
+        if line := full_line(retries, _TOLD_AFTER - 1):
+            self._log(line)
 
     def _policy_of(self, call: StepCall) -> str | None:
         """The policy of a call in the place of the configuration's, if there is one."""

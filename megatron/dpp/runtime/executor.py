@@ -113,7 +113,6 @@ class Executor:
         self._mail = Mail(links, recorder, iteration.number, iteration.timeout, units)
         self._gaps = Gaps(recorder, self._decider)
         self._timer, self._injector = timer, injector
-        self._split_backward = iteration.split_backward
         self._awaited: tuple[int, int] | None = None
         """Channel and microbatch of the input that the device waits for."""
         self.first_size: int | None = None
@@ -130,7 +129,13 @@ class Executor:
         """The size of each microbatch, in the largest."""
         self._longer = iteration.longer
         self._work = 0.0
-        self._owed = [self._tasks_owed(chunk) for chunk in range(self._geometry.num_chunks)]
+        split, geometry = iteration.split_backward, self._geometry
+        chunks, number = range(geometry.num_chunks), geometry.num_microbatches
+        self._pieces = [geometry.pieces(chunk) if split else 0 for chunk in chunks]
+        """Of each chunk's W; 0 where its B are fused."""
+        owed = 0 if geometry.forward_only else number
+        self._owed = [owed * max(pieces, 1) for pieces in self._pieces]
+        """Tasks after which a chunk's gradients are complete: its W pieces, or its fused B's."""
         self._run_kind = {Kind.F: self._forward, Kind.B: self._backward, Kind.W: self._weight}
 
     def run(self) -> None:
@@ -182,14 +187,6 @@ class Executor:
         return (
             self._decider.next_coming(self._mail.coming()) if self._iteration.launch_ahead else None
         )
-
-    def _tasks_owed(self, chunk: int) -> int:
-        """Tasks after which a chunk's gradients are complete: its W pieces, or its fused B's."""
-        geometry = self._geometry
-        if geometry.forward_only:
-            return 0
-        pieces = geometry.pieces(chunk) if self._split_backward else 0
-        return int(geometry.num_microbatches * max(pieces, 1))
 
     def _begin(self, action: Action, *, ahead: bool = False) -> None:
         kind, chunk, microbatch, piece = action
@@ -262,12 +259,12 @@ class Executor:
         self._mail.put(Direction.BACKWARD, chunk, microbatch, gradient)
         if fused:
             self._all_weights(chunk, microbatch)
-        elif not self._split_backward or not self._geometry.pieces(chunk):
+        elif not self._pieces[chunk]:
             self._count_complete(chunk)
 
     def _all_weights(self, chunk: int, microbatch: int) -> None:
         """Run all pieces of the W that a fused B includes, whose output has left already."""
-        pieces = range(self._geometry.pieces(chunk))
+        pieces = range(self._pieces[chunk])
         for run in [pieces] if self._injector is None else [[piece] for piece in pieces]:
             self._run_pieces(chunk, microbatch, run)
 
@@ -327,8 +324,7 @@ class Executor:
 
     def _cost(self, kind: str, chunk: int) -> float:
         """A task's nominal work, in forwards of a whole rank."""
-        once = 1.0 / self._geometry.num_chunks
-        pieces = self._geometry.pieces(chunk) if self._split_backward else 0
+        once, pieces = 1.0 / self._geometry.num_chunks, self._pieces[chunk]
         if kind == "W":
             return once / pieces
         return once if kind == "F" or pieces else 2 * once

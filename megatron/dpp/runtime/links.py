@@ -73,17 +73,16 @@ class Links:
 
     def poll(self) -> Sequence[int]:
         """Microbatches that have arrived on each incoming channel with all of their tensors."""
-        arrived = self.transport.poll()
-        if self.whole:
-            return arrived
-        return [total // parts for total, parts in zip(arrived, self.tensors_in, strict=True)]
+        return self._in_microbatches(self.transport.poll())
 
     def coming(self) -> Sequence[int]:
         """As :meth:`poll`, with microbatches in flight that may be taken; empty if unknown."""
-        coming = self.transport.coming()
-        if self.whole or not coming:
-            return coming
-        return [total // parts for total, parts in zip(coming, self.tensors_in, strict=True)]
+        return self._in_microbatches(self.transport.coming())
+
+    def _in_microbatches(self, messages: Sequence[int]) -> Sequence[int]:
+        if self.whole:
+            return messages
+        return [total // parts for total, parts in zip(messages, self.tensors_in, strict=False)]
 
     def consume(self, geometry: Geometry) -> None:
         """Count the microbatches of an iteration that is over."""

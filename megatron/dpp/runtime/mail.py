@@ -85,10 +85,9 @@ class Mail:
         self._taken[channel] += 1
         num_parts = self._links.tensors_in[channel]
         with self._unwatched():
-            if num_parts == 1:
-                return self._take_part(channel, microbatch, 0, 1)
             parts = range(num_parts)
-            return [self._take_part(channel, microbatch, part, num_parts) for part in parts]
+            found = [self._take_part(channel, microbatch, part, num_parts) for part in parts]
+        return found if num_parts > 1 else found[0]
 
     def _take_part(self, channel: int, microbatch: int, part: int, num_parts: int) -> torch.Tensor:
         message = self._transport.take(channel)
@@ -119,32 +118,25 @@ class Mail:
         if channel is None:
             return False
         num_parts = self._links.tensors_out[channel]
-        tensors = result if isinstance(result, list) else [result]
+        tensors: list[Any] = result if isinstance(result, list) else [result]
         if len(tensors) != num_parts or not all(isinstance(t, torch.Tensor) for t in tensors):
             raise TypeError(
                 f"chunk {chunk} returned {', '.join(type(t).__name__ for t in tensors)} to its "
                 f"neighbour; {num_parts} Tensor{'s' * (num_parts > 1)} declared (one, unless "
                 "adjust_tensor_shapes_fn returns more shapes)"
             )
+        labels = {"iteration": self._iteration, "microbatch": microbatch, "num_parts": num_parts}
         with self._unwatched():
             for part, tensor in enumerate(tensors):
-                self._put_part(channel, microbatch, tensor, part, num_parts)
+                payload = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+                num_bytes = payload.nbytes
+                if self._records:  # before the put, or a fast copy could arrive before it was sent
+                    spec = self._transport.outgoing[channel]
+                    self._recorder.put(spec, microbatch, num_bytes, self._kinds[spec.destination])
+                self._num_puts += 1
+                self._put_bytes += num_bytes
+                self._transport.put(channel, payload, part=part, **labels)
         return True
-
-    def _put_part(
-        self, channel: int, microbatch: int, tensor: Any, part: int, num_parts: int
-    ) -> None:
-        payload = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-        num_bytes = payload.nbytes
-        if self._records:  # before the put, or a fast copy could arrive before it was sent
-            spec = self._transport.outgoing[channel]
-            self._recorder.put(spec, microbatch, num_bytes, self._kinds[spec.destination])
-        self._num_puts += 1
-        self._put_bytes += num_bytes
-        self._transport.put(
-            channel, payload, iteration=self._iteration, microbatch=microbatch,
-            part=part, num_parts=num_parts,
-        )  # fmt: skip
 
     def is_full(self) -> bool:
         """More waits to leave than :data:`MOST_PENDING` mean messages, in two or more."""
