@@ -214,13 +214,12 @@ def open_exchange(num_ranks: int, tokens: int, transport: str, *, injector: Any 
 
 
 def run_step(
-    links: Any, scheduler: Scheduler, runner: Any, iteration: int, *, split: bool = True,
+    links: Any, scheduler: Scheduler, runner: Any, iteration: int, *,
     recorder: Any = None, **more: Any,
 ) -> None:  # fmt: skip
     """Run one iteration of the executor.
 
     Args:
-        split: whether W runs apart from B.
         more: further settings of the iteration.
     """
     from megatron.dpp.runtime.executor import Executor, Iteration
@@ -233,7 +232,7 @@ def run_step(
         recorder=recorder or NullRecorder(),
         timer=TaskTimer(),
         injector=None,
-        iteration=Iteration(split_backward=split, number=iteration, timeout=60.0, **more),
+        iteration=Iteration(number=iteration, timeout=60.0, **more),
     ).run()
 
 
@@ -282,7 +281,7 @@ class DynamicPipeline:
         naps = Naps(args, v, iteration, fused=not split)
         self.recorder.begin_iteration(iteration)
         run_step(
-            self.links, scheduler, runner or SleepingRunner(naps), iteration, split=split,
+            self.links, scheduler, runner or SleepingRunner(naps), iteration,
             recorder=self.recorder,
         )  # fmt: skip
         self.recorder.end_iteration()

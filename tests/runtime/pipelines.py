@@ -170,7 +170,7 @@ def run_pipeline(
                 scheduler = made(geometry) if not schedulers else schedulers[index]
                 rank_of(
                     links=links, scheduler=scheduler, runner=runners[index], timer=StartsLater(),
-                    number=iteration, split_backward=split, timeout=timeout,
+                    number=iteration, timeout=timeout,
                     **({"count_tokens": torch.Tensor.numel} if lengths else {}),
                 ).run()  # fmt: skip
                 assert scheduler.held == 0 and scheduler.peak_held <= scheduler.cap + 1e-6
@@ -211,7 +211,7 @@ def rank_of(
     if scheduler is None:
         assert geometry is not None
         chosen = {"policy": more.pop("policy", "dynamic"), "cap": more.pop("cap", 8)}
-        split = more.get("split_backward", False)
+        split = more.pop("split_backward", False)
         scheduler = Scheduler(geometry, split_backward=split, **chosen)
     geometry = scheduler.geometry
     topology = more.pop("topology", Topology((0, 1), geometry.rank, geometry.num_chunks))
@@ -224,7 +224,7 @@ def rank_of(
         "runner": Arithmetic(topology), "scheduler": scheduler, "links": links,
         "recorder": NullRecorder(), "timer": TaskTimer(), "injector": None,
     }  # fmt: skip
-    settings = {"number": 0, "split_backward": False, "timeout": 20.0}
+    settings = {"number": 0, "timeout": 20.0}
     settings |= {name: more.pop(name) for name in Iteration.__dataclass_fields__ if name in more}
     return Executor(**given | more, iteration=Iteration(**settings))
 

@@ -117,7 +117,7 @@ def test_slices_of_one_row_are_timed_by_their_keys() -> None:
     shares = [1.0 + each.earlier_keys / 32 for each in units]
     scheduler = Scheduler(Geometry(1, 0, 1, 2, groups=(2,)), cap=8)
     rank_of(
-        FakeNetwork([]), scheduler=scheduler, timer=timer, split_backward=True,
+        FakeNetwork([]), scheduler=scheduler, timer=timer,
         topology=Topology((0,), 0, 1), longer={"F": shares, "B": [3 * each for each in shares]},
     ).run()  # fmt: skip
     found = {kind: [size for each, size in timer.told if each == kind] for kind in "FBW"}

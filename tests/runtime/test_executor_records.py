@@ -78,9 +78,7 @@ def test_a_fused_backwards_output_leaves_before_the_pieces_of_its_weight_gradien
     log = Log()
     runner, geometry = Arithmetic(LAST), Geometry(2, 1, 1, 2, w_pieces=(2,))
     scheduler = Scheduler(geometry, cap=8, stock=0)
-    executor = rank_of(
-        network, runner=runner, recorder=log, scheduler=scheduler, split_backward=True
-    )
+    executor = rank_of(network, runner=runner, recorder=log, scheduler=scheduler)
     executor.run()
     assert list(map(str, executor.actions)) == ["0F0", "0B0", "0F1", "0B1"]
     weights = ["0W0", "end", "held 0"]
@@ -247,7 +245,7 @@ def test_the_work_of_a_rank_is_three_forwards_per_microbatch(
     scheduler = Scheduler(geometry, cap=8, split_backward=split, stock=stock)
     rank_of(
         network_of(topology), scheduler=scheduler, topology=topology, injector=injected,
-        split_backward=split, number=5,
+        number=5,
     ).run()  # fmt: skip
     done = 0.0
     for task in injected.tasks:

@@ -155,18 +155,6 @@ def test_no_rank_holds_more_bytes_than_the_static_schedule(num_ranks, room):
     assert worst(ours.slots, room, {Kind.F: -1.0, Kind.B: 0.1, Kind.W: 0.9}) <= most + 1e-6
 
 
-@pytest.mark.parametrize("room", [1.0, 1.9, LARGE])
-def test_two_ranks_with_graphs_and_a_large_vocabulary_are_as_the_static_schedule(room):
-    """GPT-2 345M, PP2 x 2: 6 layers of a chunk, 50,304 words; the head takes 1.9 activations."""
-    memory = Memory(activation_bytes=100, deferred_bytes=100, head_room=room, slots=True)
-    shape, costs = Shape(2, 2, 16), even_costs(4, 16, hop=0.05)
-    ours = ScheduleConfig(memory=(memory,) * 2).run(shape, costs)
-    static = run_static("interleaved", shape, costs)
-    least = worst(static.slots, room, {Kind.F: -1.0, Kind.B: 1.0})
-    assert worst(ours.slots, room) <= 1.02 * least
-    assert ours.makespan <= 1.01 * static.makespan
-
-
 def test_the_logits_beside_slots_are_bounded():
     """A slot is counted whole, and of logits as many as in Megatron's order."""
     where = Geometry(2, 1, 2, 8)

@@ -1,5 +1,6 @@
 """Recording and replay of decisions, and the errors of a replay that does not fit."""
 
+import dataclasses
 import json
 from contextlib import closing
 
@@ -50,21 +51,6 @@ def test_a_run_under_jitter_is_replayed_under_other_jitter(tmp_path):
     again = simulate(lanes, costs, split_backward=True)
     assert again.actions == first.actions
     assert ScheduleConfig().run(SHAPE, costs).actions != first.actions
-
-
-def test_several_iterations_of_different_shape(tmp_path):
-    path = str(tmp_path / "order")
-    evaluation = geometry(1, 2, forward_only=True)
-    with closing(DecisionRecorder(path, geometry(1))) as recorder:
-        recorder.write(geometry(1), [Action.parse("0F0")], Backward(False))
-        recorder.write(evaluation, [Action.parse("0F0"), Action.parse("0F1")], Backward())
-    recording = Recording.load(path, 1)
-    assert len(recording.iterations) == 2
-    recording.replay(1, evaluation, Backward(False))
-    with pytest.raises(ReplayError, match=r"replay=.*num_microbatches was 2 and is 6"):
-        recording.replay(1, geometry(1), Backward())
-    with pytest.raises(ReplayError, match=r"replay=.*holds 2 iterations"):
-        recording.replay(2, geometry(1), Backward())
 
 
 def test_a_recording_is_lines_of_json_that_other_programs_may_read(tmp_path):
@@ -247,6 +233,9 @@ def test_a_replay_with_other_groups_or_fused_backwards_stops(tmp_path):
         (2, uncut, Backward(), "stock was 0 and is None"),
         (2, uncut, Backward(False), "w_pieces"),
         (3, uncut, Backward(stock=1), "stock was None and is 1"),
+        (3, Geometry(1, 0, 1, 2, **shape), Backward(), "num_microbatches was 3 and is 2"),
+        (3, dataclasses.replace(uncut, forward_only=True), Backward(), "forward_only was False"),
+        (4, uncut, Backward(), "replay=.*holds 4 iterations"),
     ):
         with pytest.raises(ReplayError, match=why):
             recording.replay(index, each, backward)

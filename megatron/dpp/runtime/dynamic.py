@@ -265,7 +265,6 @@ class DppSchedule(PipelineSchedule):
             injector=session.injector,
             iteration=Iteration(
                 number=iteration,
-                split_backward=backward.split,
                 timeout=self.config.timeout,
                 launch_ahead=session.launch_ahead and (backward.split or stage.call.forward_only),
                 count_tokens=tokens.count,

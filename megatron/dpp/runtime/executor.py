@@ -61,7 +61,6 @@ class Iteration:
 
     Args:
         number: that every message of this iteration carries.
-        split_backward: weight gradients are tasks of their own.
         timeout: seconds without any progress after which the rank gives up.
         launch_ahead: launch a task before its input has arrived, if nothing else may run.
         count_tokens: the tokens of a microbatch by the content of one of its boundaries, or None
@@ -73,7 +72,6 @@ class Iteration:
     """
 
     number: int
-    split_backward: bool
     timeout: float
     launch_ahead: bool = True
     count_tokens: Callable[[Tensors], int | None] = lambda _: None
@@ -129,11 +127,8 @@ class Executor:
         """The size of each microbatch, in the largest."""
         self._longer = iteration.longer
         self._work = 0.0
-        split, geometry = iteration.split_backward, self._geometry
-        chunks, number = range(geometry.num_chunks), geometry.num_microbatches
-        self._pieces = [geometry.pieces(chunk) if split else 0 for chunk in chunks]
-        """Of each chunk's W; 0 where its B are fused."""
-        owed = 0 if geometry.forward_only else number
+        self._pieces, geometry = scheduler.pieces, self._geometry
+        owed = 0 if geometry.forward_only else geometry.num_microbatches
         self._owed = [owed * max(pieces, 1) for pieces in self._pieces]
         """Tasks after which a chunk's gradients are complete: its W pieces, or its fused B's."""
         self._run_kind = {Kind.F: self._forward, Kind.B: self._backward, Kind.W: self._weight}

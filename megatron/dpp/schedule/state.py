@@ -204,7 +204,8 @@ class View:
         """Forwards and backwards that ran before their turn in Megatron's order."""
         self._reference = reference = Reference.of(geometry)
         split = split_backward and not geometry.forward_only
-        self._pieces = [geometry.pieces(c) if split else 0 for c in range(v)]
+        self.pieces = [geometry.pieces(c) if split else 0 for c in range(v)]
+        """Of each chunk's ``W``; 0 where its ``B`` always includes it."""
         self._stock, self._num_deferred = stock, [0] * v
         self.fused = False
         """The ``B`` that ran last includes a ``W`` that might have been deferred."""
@@ -355,7 +356,7 @@ class View:
         else:
             self.backwards_run[chunk] += 1
             self.fused = self._fuses(chunk)
-            pieces = 0 if self.fused else self._pieces[chunk]
+            pieces = 0 if self.fused else self.pieces[chunk]
             kept = [budget.backward(place, pieces) for budget in self._budgets]
             if pieces:
                 self._deferred.append((chunk, microbatch, kept))
@@ -373,7 +374,7 @@ class View:
         """True if the next ``B`` of ``chunk`` includes its ``W``. Each weight then still gets its
         gradients in microbatch order.
         """
-        if not self._pieces[chunk] or self._num_deferred[chunk]:
+        if not self.pieces[chunk] or self._num_deferred[chunk]:
             return False
         return len(self._deferred) >= self._stock
 
@@ -392,7 +393,7 @@ class View:
                 budget.learn(microbatch, size + keys, self.forwards_run)
 
     def _apply_weight(self, chunk: int) -> None:
-        kept, pieces = self._deferred[0][2], self._pieces[chunk]
+        kept, pieces = self._deferred[0][2], self.pieces[chunk]
         for budget, share in zip(self._budgets, kept, strict=True):
             budget.weight(share, pieces - self._next_piece, pieces)
         self._next_piece += 1

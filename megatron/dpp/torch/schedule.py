@@ -211,7 +211,6 @@ class DynamicSchedule(PipelineScheduleMulti):
             injector=session.injector,
             iteration=Iteration(
                 number=step.iteration,
-                split_backward=backward.split,
                 timeout=self.config.timeout,
                 launch_ahead=session.launch_ahead and (backward.split or not step.trains),
             ),
