@@ -65,12 +65,12 @@ class Rank:
         self.launching, self.factor = 0.9, 1.0
         session: Any = SimpleNamespace(
             decisions=self.decisions,
+            is_open=True,
             largest=lambda call, *values: [self.factor * value for value in values],
             timer=SimpleNamespace(launch_share=lambda chunks: self.launching),
         )
-        sessions: Any = SimpleNamespace(current=session)
         log = self.said.append
-        self.own = Prepared(DppConfig(**config), sessions, log, log, capture)
+        self.own = Prepared(DppConfig(**config), session, log, log, capture)
         self.call: Any = SimpleNamespace(
             model=[torch.nn.Linear(2, 2) for _ in range(chunks)], length=8,
             config=SimpleNamespace(recompute_granularity=None), padded_rows=lambda config: None,

@@ -385,10 +385,8 @@ def test_ways_races_words_and_replays_train_as_the_static_schedule(
         forced("every", 2, 4, *EVERY, v=2, layers=4, dropout=0.1, overlap=True),
         forced("unlike", 2, 4, *EVERY[:4], v=2, layers=4, lengths=True, model=UNLIKE),
         raced("race", 2, 5, *OURS, layers=2, dropout=0.1, between=True, trace=str(trace)),
-        raced("recomputed", 2, 4, *OURS[:2], layers=2, recompute="full"),
         raced("graphs", 2, 4, OURS[0], "ours (split, graphs)", v=2, layers=4, captures=True,
               iterations=2 + 3 + 5 + 2),
-        raced("unlike race", 2, 4, *OURS, layers=2, lengths=True, model=UNLIKE, iterations=19),
         case("v1", 2, 5, *kept(tmp_path, "v1"), iterations=9),
         case("v2", 2, 4, *WORDS[2:], two, v=2, dropout=0.1),
         worker=WORKER,
@@ -412,6 +410,8 @@ def test_ways_and_words_of_further_layouts(tmp_path: Path) -> None:
         forced("experts", 2, 4, *EVERY, model=EXPERTS, **more),
         forced("predictions", 2, 4, *EVERY, model={"mtp_num_layers": 1}, layers=4),
         forced("one microbatch", 2, 1, *EVERY, layers=4),
+        raced("recomputed", 2, 4, *OURS[:2], layers=2, recompute="full"),
+        raced("unlike race", 2, 4, *OURS, layers=2, lengths=True, model=UNLIKE, iterations=19),
         worker=WORKER,
     )
     check(

@@ -32,7 +32,7 @@ from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.executor import Executor, Iteration
 from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.runtime.race import FUSED, Race
-from megatron.dpp.runtime.session import Session, Sessions, check_chunks
+from megatron.dpp.runtime.session import Session, check_chunks
 from megatron.dpp.runtime.slicing import Slicing
 from megatron.dpp.runtime.stage_group import geometry_of, pipeline_of
 from megatron.dpp.runtime.static import StaticSchedule
@@ -64,11 +64,11 @@ class DppSchedule(PipelineSchedule):
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
-        self._sessions = Sessions(self.config, self._seed, self._log, self._warn)
+        self._session = Session(self.config, self._seed, self._log, self._warn)
         self._draws = Draws()
         self._slicing = Slicing(self.config, self._say_once)
         self._prepared = Prepared(
-            self.config, self._sessions, self._log, self._say_once, self._capture
+            self.config, self._session, self._log, self._say_once, self._capture
         )
         self._race = Race(self.config, self._log, self._prepared, self._free)
 
@@ -97,7 +97,8 @@ class DppSchedule(PipelineSchedule):
 
     def _run(self, backward: Backward, call: StepCall) -> list[Any]:
         """Run a call in the dynamic pipeline."""
-        iteration, session = self.iteration - 1, self._sessions.open(call)
+        iteration, session = self.iteration - 1, self._session
+        session.open(call)
         weights = None if call.forward_only else self._prepared.prepare(call)
         if self.config.replay is not None and weights is not None:
             backward = session.recorded_backward(call)
@@ -124,7 +125,7 @@ class DppSchedule(PipelineSchedule):
                 call, self.recorder, backward, graphs=self._race.binds_graphs
             )
             with bound, self._slicing.bound(call):
-                longest = self._execute(session, stage, geometry, backward, iteration)
+                longest = self._execute(stage, geometry, backward, iteration)
             if not call.forward_only:
                 self._prepared.account(call, longest, stage if measures else None)
             with self.recorder.span("grad-sync"):
@@ -142,7 +143,7 @@ class DppSchedule(PipelineSchedule):
     def _free(self) -> None:
         """Free what the dynamic pipeline holds, until it runs again."""
         self._prepared.forget()
-        self._sessions.close_links()
+        self._session.close_links()
         torch.cuda.empty_cache()
 
     def check(self, **keywords: Any) -> None:
@@ -226,18 +227,14 @@ class DppSchedule(PipelineSchedule):
 
     @property
     def injected_seconds(self) -> float:
-        return self._sessions.injected_seconds
+        return self._session.injected_seconds
 
     def _execute(
-        self,
-        session: Session,
-        stage: Stage,
-        geometry: Geometry,
-        backward: Backward,
-        iteration: int,
+        self, stage: Stage, geometry: Geometry, backward: Backward, iteration: int
     ) -> float:
         """Run the tasks; returns the tokens of the longest microbatch in those of the first."""
-        decisions, most = session.decisions, self.config.max_tokens
+        session, most = self._session, self.config.max_tokens
+        decisions = session.decisions
         tokens = stage.call.tokens(stage.call.longest(most), most)
         sizes, self._announced = self._announced, None
         if self._prepared.pads(stage.call):
@@ -307,13 +304,12 @@ class DppSchedule(PipelineSchedule):
         return "megatron" if keeps else "depth-first"
 
     def close(self) -> None:
-        self._sessions.close()
+        self._session.close()
         self._prepared.forget()
         self._slicing.forget()
 
     def _links(self) -> Transport | None:
-        session = self._sessions.current
-        return session.links.transport if session else None
+        return self._session.links.transport if self._session.is_open else None
 
 
 def full_line(retries: int, steps: int) -> Text | None:

@@ -104,6 +104,7 @@ class Executor:
         iteration: Iteration,
     ) -> None:
         self._runner, self._links, self._recorder = runner, links, recorder
+        self._transport = links.transport
         self._scheduler, self._geometry = scheduler, scheduler.geometry
         self._decider = decider_for(scheduler, links)
         self._iteration, self._timeout = iteration, iteration.timeout
@@ -171,7 +172,7 @@ class Executor:
             begin = end
         while self._awaited is not None and not self._input_came():
             poll()  # what ends the wait may be a failure
-        mail.flush()
+        self._transport.flush(self._timeout)
         self._links.consume(self._geometry)
 
     def _next_coming(self) -> Action | None:
@@ -179,9 +180,8 @@ class Executor:
         the device then waits for the input, and not for the host.
         """
         self._gaps.describe(self._mail.arrived)
-        return (
-            self._decider.next_coming(self._mail.coming()) if self._iteration.launch_ahead else None
-        )
+        ahead = self._iteration.launch_ahead
+        return self._decider.next_coming(self._links.coming() if ahead else ())
 
     def _begin(self, action: Action, *, ahead: bool = False) -> None:
         kind, chunk, microbatch, piece = action
@@ -336,7 +336,7 @@ class Executor:
         a data loader's thread by milliseconds.
         """
         if seconds > 0.0:
-            self._mail.wait(min(seconds, _REST_SECONDS))
+            self._transport.wait(min(seconds, _REST_SECONDS))
 
     def _sleep(self) -> None:
         """Wait for an arrival, and give up after ``timeout`` seconds."""
@@ -347,10 +347,10 @@ class Executor:
         held_back = self._geometry.forward_only and mail.is_full()
         if waited > self._timeout:
             if held_back:
-                mail.flush(0.0)  # names the receivers that take nothing
+                self._transport.flush(0.0)  # names the receivers that take nothing
             raise mail.stalled(self._scheduler.stall(), followed=self._decider.followed)
         nap = _REST_SECONDS if held_back else _NAP_SECONDS  # a free slot wakes no sleeper
-        mail.wait(min(nap, self._timeout - waited + 1e-3))
+        self._transport.wait(min(nap, self._timeout - waited + 1e-3))
 
     def _input_came(self) -> bool:
         """True, and the end of the gap, when the device has the input that it waits for.
@@ -365,6 +365,9 @@ class Executor:
             return True
         waited = self._gaps.seconds
         if waited > self._timeout:
-            raise self._mail.overdue(*self._awaited, waited)
+            channel, microbatch = self._awaited
+            raise self._transport.overdue(
+                channel, waited, iteration=self._iteration.number, microbatch=microbatch
+            )
         self._rest(_LOOK_SECONDS)
         return False

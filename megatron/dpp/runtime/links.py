@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -117,6 +117,7 @@ def links_of(
     receives: Sequence[int],
     sends: Sequence[int],
     config: DppConfig,
+    log: Callable[[str], None],
     *,
     stage_ranks: Sequence[int] = (),
     injector: Injector | None = None,
@@ -126,10 +127,14 @@ def links_of(
 
     Args:
         receives, sends: as of :meth:`Topology.channels`.
+        log: called with a line about the link to each neighbour.
         stage_ranks, device: as of :func:`open_links`.
     """
     specs = topology.channels(receives, sends, config.slots)
     transport = delayed(open_links(specs, config, stage_ranks, device), injector, topology.ranks)
+    own = topology.ranks[topology.rank]
+    for link in transport.links():
+        log(f"dynamic pipeline: rank {own} -> {link.peer}: {link.kind} ({link.reason})")
     return Links(transport, topology, len(receives), len(sends))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.dpp.direction import Direction
-from megatron.dpp.errors import ProtocolError, TransferTimeout, TransportError, setting
+from megatron.dpp.errors import ProtocolError, TransferTimeout, setting
 from megatron.dpp.runtime.links import Links
 from megatron.dpp.schedule import Cause
 from megatron.dpp.schedule.scheduler import Stall
@@ -67,10 +67,6 @@ class Mail:
         """:attr:`arrived`, as it is now."""
         self.arrived = arrived = self._look()
         return arrived
-
-    def coming(self) -> Sequence[int]:
-        """As :attr:`arrived`, with microbatches in flight that may be taken; empty if unknown."""
-        return self._links.coming()
 
     def is_ahead(self, channel: int) -> bool:
         """True if the next input of a channel had not arrived at the last :meth:`poll`."""
@@ -145,18 +141,6 @@ class Mail:
             return False
         return transport.pending_bytes() * self._num_puts > MOST_PENDING * self._put_bytes
 
-    def wait(self, seconds: float) -> None:
-        """Sleep until something changes, or ``seconds`` pass."""
-        self._transport.wait(seconds)
-
-    def flush(self, seconds: float | None = None) -> None:
-        """Wait until all outputs have left, by default for the timeout.
-
-        Raises:
-            TransportError: they do not.
-        """
-        self._transport.flush(self._timeout if seconds is None else seconds)
-
     def sender_left(self) -> bool:
         """True if a rank that this one receives from has closed its links."""
         return any(map(self._transport.departed, self._sources))
@@ -177,13 +161,9 @@ class Mail:
                 number = self._taken[index] - self._before[index]
                 if way is Direction.BACKWARD and self._backward_units:
                     number = self._backward_units[number]
-                raise self.overdue(index, number, 0.0)
-
-    def overdue(self, channel: int, microbatch: int, seconds: float) -> TransportError:
-        """The error for an input that is missing after ``seconds``."""
-        return self._transport.overdue(
-            channel, seconds, iteration=self._iteration, microbatch=microbatch
-        )
+                raise self._transport.overdue(
+                    index, 0.0, iteration=self._iteration, microbatch=number
+                )
 
     def stalled(self, stall: Stall, *, followed: bool) -> TransferTimeout:
         """The error for a rank that could run nothing until the timeout.

@@ -19,7 +19,7 @@ from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.own_way import refuse_shared
 from megatron.dpp.errors import Text, setting
 from megatron.dpp.memory import room
-from megatron.dpp.runtime.session import Session, Sessions
+from megatron.dpp.runtime.session import Session
 from megatron.dpp.schedule import LastRank, Memory
 from megatron.dpp.trace import Recorder
 
@@ -32,7 +32,7 @@ class Prepared:
 
     Args:
         config: split backwards and graphs.
-        sessions: has the links, times and decisions of the steps.
+        session: has the links, times and decisions of the steps.
         log: called with each line.
         say: called with a line of something that is prepared in each step.
         capture: captures graphs; None captures CUDA graphs.
@@ -41,12 +41,12 @@ class Prepared:
     def __init__(
         self,
         config: DppConfig,
-        sessions: Sessions,
+        session: Session,
         log: Callable[[str], None],
         say: Callable[[str], None],
         capture: Capture | None = None,
     ) -> None:
-        self._config, self._sessions, self._capture = config, sessions, capture
+        self._config, self._session, self._capture = config, session, capture
         self._log, self._say = log, say
         self.graphs: ChunkGraphs | None = None
         """Graphs of the chunks, where they are captured."""
@@ -55,12 +55,6 @@ class Prepared:
         self._model: Sequence[torch.nn.Module] = ()
         self._parameters: Sequence[torch.nn.Parameter] = ()
         self._trained: Sequence[bool] = ()
-
-    @property
-    def _session(self) -> Session:
-        session = self._sessions.current
-        assert session is not None
-        return session
 
     @property
     def num_pieces(self) -> tuple[int, ...]:
@@ -80,7 +74,7 @@ class Prepared:
         refuse_shared(call.model)
         trained = [parameter.requires_grad for parameter in self._parameters]
         if self._model != call.model or trained != self._trained:
-            if self._model and self._sessions.current is not None:
+            if self._model and self._session.is_open:
                 self._session.decisions.renew()
             self.forget()
             self._weights = self._weight_gradients(call)
@@ -180,7 +174,7 @@ class Prepared:
                 f"({len(found.receives)} received, {len(found.sends)} sent)"
             )
             return None
-        sessions = self._sessions
+        session = self._session
         return ChunkGraphs(
             call.model,
             self._weights,
@@ -188,7 +182,7 @@ class Prepared:
             partial(self._graphs_pay, call),
             self._capture,
             rows=call.captured_rows(self._config),
-            most=lambda: sessions.current.decisions.cap if sessions.current else 0.0,
+            most=lambda: session.decisions.cap if session.is_open else 0.0,
         )
 
     def _graphs_pay(self, call: StepCall, chunks: Sequence[int]) -> bool:

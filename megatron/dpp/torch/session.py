@@ -144,14 +144,12 @@ class Session:
             slots,
             slots,
             self._config,
+            self._log,
             stage_ranks=self._members,
             injector=self.injector,
             device=self.device,
         )
         self._room = room
-        for link in self.links.transport.links():
-            ends = f"rank {dist.get_rank()} -> {link.peer}"
-            self._log(f"dynamic pipeline: {ends}: {link.kind} ({link.reason})")
         self.launch_ahead = why_not_ahead(self.links.transport) is None
 
     def _put(self, links: Links, numbers: list[int], iteration: int) -> None:
