@@ -15,6 +15,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import harness
@@ -81,15 +82,21 @@ def _member(rank: int, port: int, microbatches: int, pauses: list[float]) -> lis
         [spec], rank=rank, store=store, board_ranks=[0, 1], board_counters=2 * len(_CHANNELS)
     ) as transport:
         for round_, pause in enumerate(pauses):
-            decider = decider_for(_scheduler(microbatches), _CHANNELS, transport.board)
-            harness.meet(store, rank, 2, f"round {round_}")
             # Counters on a board only grow: the arrivals of a new round follow the last ones.
-            decider.start([round_ * microbatches] * len(_CHANNELS))
+            links = _links(transport, round_ * microbatches)
+            decider = decider_for(_scheduler(microbatches), links)
+            harness.meet(store, rank, 2, f"round {round_}")
             decider.next = _shifted(decider, round_ * microbatches)  # type: ignore[method-assign]
             found.append(_decide_all(decider, transport, pause))
         harness.meet(store, rank, 2, "end")
     harness.leave(store, rank, 2)
     return found
+
+
+def _links(transport: Any, before: int = 0) -> Any:
+    """Channels of which so many messages were consumed before."""
+    consumed = [before] * len(_CHANNELS)
+    return SimpleNamespace(transport=transport, receiving=_CHANNELS, consumed=consumed)
 
 
 def _shifted(decider: Decider, base: int) -> Any:
@@ -103,8 +110,7 @@ def _scheduler(microbatches: int) -> Scheduler:
 
 
 def _alone(microbatches: int, pause: float) -> list[Sample]:
-    decider = decider_for(_scheduler(microbatches), _CHANNELS, None)
-    decider.start([0] * len(_CHANNELS))
+    decider = decider_for(_scheduler(microbatches), _links(SimpleNamespace(board=None)))
     return _decide_all(decider, None, pause)
 
 

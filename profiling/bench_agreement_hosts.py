@@ -109,20 +109,20 @@ def _member(
     os.environ["GLOO_SOCKET_IFNAME"] = "dpp0"
     store = TCPStore(_ADDRESSES[0], port, is_master=rank == 0)
     topology = Topology(tuple(range(replica, _RANKS, _REPLICAS)), rank // _REPLICAS, args.chunks)
-    channels = topology.channels([_BYTES], [_BYTES], 2)
+    specs = topology.channels([_BYTES], [_BYTES], 2)
     stage = [rank - replica, rank - replica + 1]
     found: list[list[tuple[float, float]]] = [[], []]
     with open_transport(
-        channels.specs, rank=rank, store=store, board_ranks=stage,
-        board_counters=2 * channels.num_incoming,
+        specs, rank=rank, store=store, board_ranks=stage,
+        board_counters=2 * sum(spec.destination == rank for spec in specs),
         options=TransportOptions(node_ips=_ADDRESSES[replica]),
     ) as transport:  # fmt: skip
-        links = Links(transport, channels)
+        links, board = Links(transport, topology), transport.board
         for step in range(2 * (args.rounds + 1)):
-            board = transport.board if step % 2 == 0 else None
+            transport.board = board if step % 2 == 0 else None
             harness.meet(store, rank, _RANKS, f"step {step}")
             begin, used = time.perf_counter(), time.process_time()
-            _step(args, links, board, step, topology)
+            _step(args, links, step, topology)
             took = time.perf_counter() - begin, time.process_time() - used
             if step >= 2:  # the first of each is untimed
                 found[step % 2].append(took)
@@ -131,12 +131,12 @@ def _member(
     return found
 
 
-def _step(args: Namespace, links: Links, board: Any, number: int, topology: Topology) -> None:
+def _step(args: Namespace, links: Links, number: int, topology: Topology) -> None:
     v = args.chunks
     geometry = Geometry(_STAGES, topology.rank, v, args.microbatches, w_pieces=(1,) * v)
     scheduler = Scheduler(geometry, cap=parse_cap("auto", geometry).chunks, split_backward=True)
     runner = SleepingRunner(Naps(args, v, number, fused=False))
-    run_step(links, scheduler, runner, number, board=board)
+    run_step(links, scheduler, runner, number)
 
 
 def main() -> int:

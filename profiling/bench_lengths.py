@@ -53,7 +53,7 @@ from sleeping import (
 )
 
 from megatron.dpp.errors import exit_with
-from megatron.dpp.runtime.static_exchange import over_channels
+from megatron.dpp.runtime.static import over_channels
 from megatron.dpp.schedule import Geometry, Kind, Scheduler, parse_cap
 from megatron.dpp.sim.lengths import LengthCosts
 

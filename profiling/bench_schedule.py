@@ -159,7 +159,7 @@ def measure(args: argparse.Namespace, name: Any, m: int) -> dict[str, Any]:
     """Median seconds of a schedule's step, and its ratio to the busiest rank's own work."""
     from megatron.core import parallel_state
 
-    from megatron.dpp.runtime.static_exchange import over_channels
+    from megatron.dpp.runtime.static import over_channels
 
     static, v = name.kind == "static", name.num_chunks
     parallel_state.initialize_model_parallel(

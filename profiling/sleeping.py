@@ -190,54 +190,50 @@ def open_pipeline(
     num_ranks: int, v: int, tokens: int, transport: str, *, injector: Any = None
 ) -> Any:
     """Our links of a pipeline, whose slots hold ``tokens``; ``injector`` may slow them down."""
+    from megatron.dpp.runtime.delayed import delayed
     from megatron.dpp.runtime.links import Links, open_links
     from megatron.dpp.runtime.topology import Topology
 
     topology = Topology(tuple(range(num_ranks)), dist.get_rank(), v)
     num_bytes = tokens * TOKEN_BYTES
-    channels = topology.channels([num_bytes], [num_bytes], _SLOTS)
-    opened = open_links(channels.specs, DppConfig(transport=transport))
-    return Links(_delayed(opened, injector, topology.ranks), channels)
+    specs = topology.channels([num_bytes], [num_bytes], _SLOTS)
+    opened = open_links(specs, DppConfig(transport=transport))
+    return Links(delayed(opened, injector, topology.ranks), topology)
 
 
 def open_exchange(num_ranks: int, tokens: int, transport: str, *, injector: Any = None) -> Any:
     """Our channels for a static schedule, whose slots hold ``tokens``."""
+    from megatron.dpp.runtime.delayed import delayed
     from megatron.dpp.runtime.links import open_links
-    from megatron.dpp.runtime.static_exchange import ChannelExchange, ring_channels
+    from megatron.dpp.runtime.static import ChannelExchange, ring_channels
 
     ranks = tuple(range(num_ranks))
     specs = ring_channels(ranks, dist.get_rank(), tokens * TOKEN_BYTES, _SLOTS)
     opened = open_links(specs, DppConfig(transport=transport))
-    return ChannelExchange(_delayed(opened, injector, ranks), 60.0)
+    return ChannelExchange(delayed(opened, injector, ranks), 60.0)
 
 
 def run_step(
-    links: Any, scheduler: Scheduler, runner: Any, iteration: int, *, split: bool = True,
-    recorder: Any = None, board: Any = None, **more: Any,
+    links: Any, scheduler: Scheduler, runner: Any, iteration: int, *,
+    recorder: Any = None, **more: Any,
 ) -> None:  # fmt: skip
     """Run one iteration of the executor.
 
     Args:
-        split: whether W runs apart from B.
-        board: of the ranks that agree on each decision; None for a rank that decides alone.
         more: further settings of the iteration.
     """
-    from megatron.dpp.runtime.agreement import decider_for
     from megatron.dpp.runtime.executor import Executor, Iteration
-    from megatron.dpp.runtime.timer import HostTimer
+    from megatron.dpp.runtime.timer import TaskTimer
 
-    decider = decider_for(scheduler, links.channels.receiving, board)
-    decider.start(links.consumed)
     Executor(
         runner=runner,
-        decider=decider,
+        scheduler=scheduler,
         links=links,
         recorder=recorder or NullRecorder(),
-        timer=HostTimer(),
+        timer=TaskTimer(),
         injector=None,
-        iteration=Iteration(split_backward=split, number=iteration, timeout=60.0, **more),
+        iteration=Iteration(number=iteration, timeout=60.0, **more),
     ).run()
-    links.consume(scheduler.geometry)
 
 
 class DynamicPipeline:
@@ -285,7 +281,7 @@ class DynamicPipeline:
         naps = Naps(args, v, iteration, fused=not split)
         self.recorder.begin_iteration(iteration)
         run_step(
-            self.links, scheduler, runner or SleepingRunner(naps), iteration, split=split,
+            self.links, scheduler, runner or SleepingRunner(naps), iteration,
             recorder=self.recorder,
         )  # fmt: skip
         self.recorder.end_iteration()
@@ -294,14 +290,6 @@ class DynamicPipeline:
     def close(self) -> None:
         self.recorder.close()
         self.links.transport.close()
-
-
-def _delayed(transport: Any, injector: Any, ranks: tuple[int, ...]) -> Any:
-    from megatron.dpp.runtime.delayed import DelayedTransport
-
-    if injector is None or not injector.delays_messages:
-        return transport
-    return DelayedTransport(transport, injector, ranks)
 
 
 @contextlib.contextmanager

@@ -208,17 +208,6 @@ def late_messages_need_links_of_ours(folder: Path) -> None:
         assert any("link to" in line for line in said) is not bool(told)
 
 
-def the_hosts_time_is_told_once_and_in_training(folder: Path) -> None:
-    chunks, said, told = build(), list[str](), list[int]()
-    with DppSchedule(
-        DppConfig(timeout=20, split_backward="on"), seed=1, log=said.append
-    ) as schedule:
-        for forward_only in (False, True, False, False, False, True, False, False):
-            step(schedule, chunks, forward_only=forward_only)
-            told.append(sum(bool(re.search(r"the host takes \d+ us", line)) for line in said))
-    assert told == [0, 0, 0, 0, 0, 0, 1, 1]
-
-
 def a_check_opens_nothing(folder: Path) -> None:
     chunks, said = build(), list[str]()
     with DppSchedule(DppConfig(), seed=1, log=said.append) as schedule:
@@ -272,7 +261,6 @@ CHECKS = [
     announced_sizes_serve_one_step,
     delays_are_those_of_the_task_in_every_schedule,
     late_messages_need_links_of_ours,
-    the_hosts_time_is_told_once_and_in_training,
     a_check_opens_nothing,
     graphs_of_the_model_before_are_closed,
     a_script_may_end_by_exit,

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.executor import Executor, Iteration
 from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.mail import Tensors
-from megatron.dpp.runtime.timer import HostTimer
+from megatron.dpp.runtime.timer import TaskTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import UNIT, Geometry, Scheduler, parse_cap
 from megatron.dpp.trace import NullRecorder
@@ -94,7 +93,7 @@ class Arithmetic:
         self.complete_after.append(len(self.log))
 
 
-class StartsLater(HostTimer):
+class StartsLater(TaskTimer):
     """A device that is seen to start a task launched ahead at the second look."""
 
     _looks = 0
@@ -108,7 +107,7 @@ class StartsLater(HostTimer):
         return self._looks > 0
 
 
-class NeverStarts(HostTimer):
+class NeverStarts(TaskTimer):
     """A device that never gets the input of the task that was launched ahead."""
 
     def waiting(self) -> bool:
@@ -143,7 +142,7 @@ def run_pipeline(
     sends = sizes or [[4 * max(lengths)] if lengths else [4] * tensors] * p
     places = [(top, sends[top.rank - 1], sends[top.rank]) for top in topologies]
     opened = [top.channels(*room, depth) for top, *room in places]
-    specs = list(dict.fromkeys(spec for channels in opened for spec in channels.specs))
+    specs = list(dict.fromkeys(spec for channels in opened for spec in channels))
     network = network or FakeNetwork(specs, seed=seed, delay=delay, ahead=ahead, clock=clock)
     runners = [kind(*place, lengths=lengths) for place in places]
     for runner in runners[-members:]:
@@ -154,14 +153,16 @@ def run_pipeline(
         return Scheduler(geometry, policy=policy, cap=chunks, split_backward=split, largest=most)
 
     def body(index: int) -> None:
-        top, channels, first = topologies[index], opened[index], index - index % members
-        board, counters = range(first, first + members), 2 * channels.num_incoming
+        top, *room = places[index]
+        first, own = index - index % members, top.ranks[top.rank]
+        counters = 2 * sum(spec.destination == own for spec in opened[index])
+        board = range(first, first + members)
         shared: dict[str, Any] = {"board_ranks": board if members > 1 else None}
         transport = network.transport(index, board_counters=counters, **shared)
         if spend is not None:
             runners[index].late = partial(spend, transport)
         try:
-            links = Links(transport, channels)
+            links = Links(transport, top, *map(len, room))
             w_pieces = tuple(pieces or (2,) * v) if split else None
             for iteration in range(iterations):
                 evaluates = forward_only or iteration in evaluations
@@ -169,11 +170,10 @@ def run_pipeline(
                 scheduler = made(geometry) if not schedulers else schedulers[index]
                 rank_of(
                     links=links, scheduler=scheduler, runner=runners[index], timer=StartsLater(),
-                    number=iteration, split_backward=split, timeout=timeout,
+                    number=iteration, timeout=timeout,
                     **({"count_tokens": torch.Tensor.numel} if lengths else {}),
                 ).run()  # fmt: skip
-                links.consume(scheduler.geometry)
-                assert scheduler.held == 0 and scheduler.peak_held <= scheduler.view.cap + 1e-6
+                assert scheduler.held == 0 and scheduler.peak_held <= scheduler.cap + 1e-6
                 assert not lengths or scheduler.sizes.known == list(lengths[:m])
         finally:
             if clock is not None:
@@ -191,7 +191,7 @@ def network_of(
     topology: Topology, sends: Sequence[int] = (4,), depth: int = 2, **more: Any
 ) -> FakeNetwork:
     """The network of one rank, whose stages send tensors of these bytes."""
-    return FakeNetwork(list(topology.channels([4], sends, depth).specs), **more)
+    return FakeNetwork(list(topology.channels([4], sends, depth)), **more)
 
 
 def put(network: FakeNetwork, number: int, *, iteration: int = 0, channel: int = 0) -> None:
@@ -211,23 +211,20 @@ def rank_of(
     if scheduler is None:
         assert geometry is not None
         chosen = {"policy": more.pop("policy", "dynamic"), "cap": more.pop("cap", 8)}
-        split = more.get("split_backward", False)
+        split = more.pop("split_backward", False)
         scheduler = Scheduler(geometry, split_backward=split, **chosen)
     geometry = scheduler.geometry
     topology = more.pop("topology", Topology((0, 1), geometry.rank, geometry.num_chunks))
     sends, links = more.pop("sends", [4]), more.pop("links", None)
     if links is None:
         assert network is not None
-        links = Links(network.transport(geometry.rank), topology.channels([4], sends, 2))
+        links = Links(network.transport(geometry.rank), topology, 1, len(sends))
     links.consumed = more.pop("consumed", links.consumed)
-    receiving = links.channels.receiving
-    decider = more.pop("decider", None) or decider_for(scheduler, receiving, links.transport.board)
-    decider.start(links.consumed)
     given: dict[str, Any] = {
-        "runner": Arithmetic(topology), "decider": decider, "links": links,
-        "recorder": NullRecorder(), "timer": HostTimer(), "injector": None,
+        "runner": Arithmetic(topology), "scheduler": scheduler, "links": links,
+        "recorder": NullRecorder(), "timer": TaskTimer(), "injector": None,
     }  # fmt: skip
-    settings = {"number": 0, "split_backward": False, "timeout": 20.0}
+    settings = {"number": 0, "timeout": 20.0}
     settings |= {name: more.pop(name) for name in Iteration.__dataclass_fields__ if name in more}
     return Executor(**given | more, iteration=Iteration(**settings))
 
@@ -253,20 +250,27 @@ def in_threads(body: Callable[[int], None], number: int, seconds: float) -> None
 
 
 def check_values(
-    runners: list[Arithmetic], m: int, iterations: int = 1, groups: tuple[int, ...] = ()
-) -> None:
-    """Every stage saw every microbatch once per iteration, in order, with the right value."""
+    runners: list[Arithmetic], m: int, iterations: int = 1, groups: tuple[int, ...] = (),
+    trained: int | None = None,
+) -> None:  # fmt: skip
+    """Every stage saw every microbatch once per iteration, in order, with the right value; of the
+    iterations ``trained`` have backwards, all if that is None.
+    """
+    trained = iterations if trained is None else trained
     units = Geometry(1, 0, 1, m, groups=groups).backward_units
     for runner in runners:
         top = runner.topology
         for chunk in range(top.num_chunks):
             for kind in "FB":
                 order = [i for k, c, i, _ in runner.log if k == kind and c == chunk]
-                assert order == list(range(m) if kind == "F" else units) * iterations
+                times = iterations if kind == "F" else trained
+                assert order == list(range(m) if kind == "F" else units) * times
             for microbatch in range(m):
                 value = float(microbatch)
                 for stage in range(top.stage(chunk) + 1):
                     value = 2 * value + stage
                 assert runner.results["F", chunk, microbatch] == value
+                if not trained:
+                    continue
                 hops = top.num_stages - 1 - top.stage(chunk)
                 assert runner.results["B", chunk, microbatch] == (1.0 + microbatch) * 3**hops

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,8 +102,7 @@ class Rank:
         cap = parse_cap("auto", geometry).chunks
         scheduler = Scheduler(geometry, policy=policy, cap=cap, split_backward=True)
         board = None if boards is None else HostedBoard(boards, index)
-        self.decider: Decider = decider_for(scheduler, self.channels, board)
-        self.decider.start([0] * len(self.channels))
+        self.decider = decider_for(scheduler, links_of(geometry, board))
         self.began: list[Action] = []
         self.collectives: list[Action] = []
         """Those that meet the other members."""
@@ -146,6 +146,15 @@ def channels_of(geometry: Geometry) -> list[tuple[int, int]]:
     last = geometry.num_ranks * geometry.num_chunks - 1
     inputs = [(Direction.FORWARD, c) for c, stage in enumerate(stages) if stage > 0]
     return inputs + [(Direction.BACKWARD, c) for c, stage in enumerate(stages) if stage < last]
+
+
+def links_of(geometry: Geometry, board: Board | None, before: int = 0) -> Any:
+    """Channels behind so many messages of each."""
+    channels = channels_of(geometry)
+    return SimpleNamespace(
+        receiving=channels, consumed=[before] * len(channels),
+        transport=SimpleNamespace(board=board),
+    )  # fmt: skip
 
 
 class Job:
@@ -255,10 +264,13 @@ def runs(count: int, *, agree: bool, most_hosts: int = 1) -> tuple[int, int]:
 
 @pytest.mark.parametrize("most_hosts", [1, 3])
 def test_late_members_never_wait_for_each_other(most_hosts: int) -> None:
-    """Without agreement they would."""
-    stuck, deviations = runs(30, agree=True, most_hosts=most_hosts)
+    stuck, deviations = runs(25, agree=True, most_hosts=most_hosts)
     assert (stuck, deviations > 0) == (0, True)
-    assert runs(40, agree=False)[0] > 5
+
+
+def test_members_that_do_not_agree_wait_for_each_other() -> None:
+    """So the test above can fail."""
+    assert runs(30, agree=False)[0] > 3
 
 
 @pytest.mark.slow
@@ -271,11 +283,15 @@ def test_late_members_never_wait_for_each_other_in_thousands_of_runs(most_hosts:
 # By hand -----------------------------------------------------------------------------------------
 
 
-def member(boards: Stage, index: int, geometry: Geometry, **settings: Any) -> Decider:
-    """A decider with fused backwards and Megatron's order, if no other is asked for."""
+def member(
+    boards: Stage, index: int, geometry: Geometry, before: int = 0, **settings: Any
+) -> Decider:
+    """A decider with fused backwards and Megatron's order, if no other is asked for, behind so many
+    messages of each channel.
+    """
     chosen = {"policy": "megatron", "split_backward": False} | settings
     board = HostedBoard(boards, index)
-    return decider_for(Scheduler(geometry, **chosen), channels_of(geometry), board)
+    return decider_for(Scheduler(geometry, **chosen), links_of(geometry, board, before))
 
 
 def members_of_the_last_rank(before: int = 0) -> tuple[Decider, Decider]:
@@ -283,9 +299,8 @@ def members_of_the_last_rank(before: int = 0) -> tuple[Decider, Decider]:
     so many messages.
     """
     boards = Stage([0, 0], 2)
-    leader, follower = (member(boards, index, Geometry(2, 1, 1, 2)) for index in range(2))
+    leader, follower = (member(boards, index, Geometry(2, 1, 1, 2), before) for index in range(2))
     for decider in (leader, follower):
-        decider.start([before])
         assert decider.next([before]) is None and decider.held_up_by([before]) == ""
     return leader, follower
 
@@ -300,14 +315,12 @@ def test_a_member_never_posts_less_at_the_beginning_of_an_iteration() -> None:
     """
     boards = Stage([0, 0], 2)
     for base in (0, 2):
-        decider = member(boards, 1, EVALUATION)
-        decider.start([base])
+        decider = member(boards, 1, EVALUATION, base)
         decider.next([max(0, base - 1)])
         assert decider.next_coming([base + 3]) is None
     assert boards.posted[1] == [1, 4]
     boards = Stage([0, 0], 2)
     decider = member(boards, 1, EVALUATION)
-    decider.start([0])
     decider.next([3])
     assert decider.next_coming([4]) is None
     assert boards.posted[1] == [3, 3]
@@ -338,7 +351,7 @@ def test_arrivals_of_the_next_iteration_are_not_this_ones() -> None:
     for decider in (leader, follower):
         assert [str(decider.next([9])) for _ in range(4)] == ["0F0", "0B0", "0F1", "0B1"]
         assert decider.done and decider.next([9]) is None
-        assert decider.scheduler.view.forwards_arrived == [2]
+        assert decider.scheduler.forwards_arrived == [2]
 
 
 def test_a_leader_is_late_if_any_task_has_its_input_everywhere() -> None:
@@ -348,8 +361,6 @@ def test_a_leader_is_late_if_any_task_has_its_input_everywhere() -> None:
         member(boards, index, Geometry(2, 1, 2, 4), policy="dynamic", split_backward=True)
         for index in range(2)
     )
-    for decider in (leader, follower):
-        decider.start([0, 0, 0])
     assert follower.next([1, 0, 0]) is None and str(leader.next([1, 0, 0])) == "0F0"
     assert str(follower.next([1, 0, 0])) == "0F0"
     assert follower.next([1, 1, 0]) is None
@@ -364,7 +375,7 @@ def test_a_follower_forgets_no_arrival_for_one_that_was_in_flight() -> None:
     assert follower.next([2]) is None, "all of them have arrived here since"
     assert str(leader.next([2])) == "0F0"
     assert str(follower.next([2])) == "0F0"
-    assert follower.scheduler.view.forwards_arrived == [2]
+    assert follower.scheduler.forwards_arrived == [2]
 
 
 def test_a_leader_launches_ahead_what_is_in_flight_to_all() -> None:
@@ -384,7 +395,6 @@ def test_only_a_leader_of_several_hosts_decides_ahead_and_once(
     """
     boards = Stage(hosts, 2)
     leader = member(boards, 0, Geometry(2, 0, 1, 3))
-    leader.start([0])
     assert str(leader.next([0])) == "0F0"
     for _ in range(2):
         leader.look_ahead()
@@ -393,7 +403,6 @@ def test_only_a_leader_of_several_hosts_decides_ahead_and_once(
     assert str(leader.next([1])) == "0F1" and len(boards.words[0]) == 2
     assert boards.posted[0] == [1, 1]
     alone = member(Stage(hosts, 0), 0, Geometry(1, 0, 1, 1))
-    alone.start([])
     assert str(alone.next([])) == "0F0"
     alone.look_ahead()
     assert alone.scheduler.done is early and not alone.done, "it is still to be run"

@@ -6,9 +6,12 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.runtime.launcher import REPOSITORY
 
 
+@pytest.mark.slow
 def test_every_line_has_its_two_numbers() -> None:
     command = [sys.executable, "profiling/bench_agreement.py", "--microbatches", "4"]
     done = subprocess.run(

@@ -8,6 +8,7 @@ import pytest
 
 from megatron.dpp.config import Backward, DppConfig
 from megatron.dpp.direction import Direction
+from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.schedule import (
     BUILT_IN,
@@ -75,7 +76,7 @@ def test_a_replayed_evaluation_runs_in_the_recorded_order(tmp_path: Path) -> Non
     path, evaluation = str(tmp_path / "order"), Geometry(2, 0, 2, 2, forward_only=True)
     order, usual = ["0F0", "1F0", "0F1", "1F1"], ["0F0", "0F1", "1F0", "1F1"]
     recorder = DecisionRecorder(replica_path(path, 0), evaluation)
-    recorder.write(evaluation, list(map(Action.parse, order)), split_backward=False)
+    recorder.write(evaluation, list(map(Action.parse, order)), FUSED)
     recorder.close()
     for settings, expected in (({"replay": path}, order), ({}, usual)):
         scheduler = decisions(**settings).scheduler(evaluation, backward=FUSED)
@@ -114,8 +115,8 @@ def test_the_head_takes_room_beside_deferred_weight_gradients_alone() -> None:
     last = Geometry(4, 3, 2, 16)
     whole = parse_cap("auto", last).chunks
     made = decisions()
-    assert made.scheduler(last, backward=FUSED).view.cap == made.cap == whole
-    assert made.scheduler(last, backward=SPLIT).view.cap == made.cap < whole
+    assert made.scheduler(last, backward=FUSED).cap == made.cap == whole
+    assert made.scheduler(last, backward=SPLIT).cap == made.cap < whole
 
 
 def test_before_it_is_measured_a_backward_counts_as_freeing_nothing() -> None:
@@ -176,12 +177,13 @@ def test_an_evaluation_raises_no_static_cap() -> None:
     """The static schedule holds no activations there."""
     made = decisions(activation_cap="static")
     caps = []
-    for geometry in (TRAINING, Geometry(2, 0, 1, 9, forward_only=True), TRAINING):
+    evaluation = Geometry(2, 0, 1, 9, forward_only=True)
+    for geometry in (TRAINING, evaluation, evaluation, TRAINING):
         scheduler = made.scheduler(geometry, backward=SPLIT, largest=10, sizes=[5] * 4 + [10] * 5
                                    if geometry.forward_only else [5] * 4)  # fmt: skip
         made.ran(scheduler, [], backward=SPLIT)
         caps.append([limit.cap for limit in scheduler.limits])
-    assert caps == [[1.0], [], [1.0]]
+    assert caps == [[1.0], [], [], [1.0]]
 
 
 def test_the_last_chunk_is_held_with_its_head_once_that_is_measured() -> None:
@@ -206,3 +208,87 @@ def test_of_the_shapes_of_calls_those_used_last_are_kept() -> None:
     assert [scheduler(number) for number in (3, 4)] and scheduler(1) is first
     scheduler(5)
     assert scheduler(1) is first and scheduler(2) is not second
+
+
+# Measurements and announcements
+
+
+def test_measured_memory_is_logged_in_mebibytes() -> None:
+    said: list[str] = []
+    made = Decisions(DppConfig(), said.append)
+    made.measured(Memory(activation_bytes=7 << 19, deferred_bytes=3 << 19))
+    assert "an activation takes 3.5 MiB" in said[0] and "keeps 1.5 MiB" in said[0]
+    made.measured(Memory(activation_bytes=0, deferred_bytes=0))
+    assert len(said) == 1, "nothing was measured"
+
+
+def test_schedulers_are_built_anew_with_what_was_measured() -> None:
+    """A scheduler that is kept would go on with the beta of the first step."""
+    made = decisions()
+    geometry = Geometry(2, 0, 1, 4, w_pieces=(2,))
+    first = made.scheduler(geometry, backward=SPLIT)
+    assert made.scheduler(geometry, backward=SPLIT) is first
+    made.measured(Memory(activation_bytes=100, deferred_bytes=60))
+    second = made.scheduler(geometry, backward=SPLIT)
+    assert second is not first and made.scheduler(geometry, backward=SPLIT) is second
+    for scheduler, share in ((first, 1.0), (second, 0.6)):
+        scheduler.arrived(Direction.BACKWARD, 0, 1)
+        scheduler.run(Action.parse("0F0"))
+        assert held_after(scheduler, "0B0") == [pytest.approx(share)]
+
+
+def test_a_call_with_shorter_sequences_has_a_scheduler_of_its_own() -> None:
+    made, geometry = decisions(), Geometry(2, 0, 1, 4)
+    for largest in (8, 4, 8):
+        assert made.scheduler(geometry, backward=FUSED, largest=largest).sizes.largest == largest
+
+
+def test_the_head_is_counted_in_slots_once_their_size_is_known() -> None:
+    """Its logits are as many bytes as before, and a slot holds more than an eager activation."""
+    geometry = Geometry(4, 3, 2, 16)
+    made = decisions()
+    made.measured(Memory(activation_bytes=100, deferred_bytes=60, head_room=8.0))
+    made.measured_slots(400)
+    assert made.activation_bytes == 400
+    caps = [made.scheduler(geometry, backward=SPLIT).cap]
+    for room in (2.0, 8.0):
+        other = decisions()
+        other.measured(Memory(activation_bytes=400, deferred_bytes=400, head_room=room, slots=True))
+        caps.append(other.scheduler(geometry, backward=SPLIT).cap)
+    assert caps[0] == caps[1] > caps[2]
+
+
+def test_the_cap_is_that_of_the_last_training_step() -> None:
+    made = decisions()
+    assert made.cap == 0.0
+    for number, (forward_only, cap) in enumerate([(True, 0.0), (False, 3.0), (True, 3.0)], 3):
+        geometry = Geometry(2, 0, 1, number, forward_only=forward_only)
+        made.scheduler(geometry, backward=FUSED)
+        assert made.cap == cap
+
+
+def test_a_scheduler_that_is_kept_follows_the_static_peak_of_the_batches() -> None:
+    made = decisions(activation_cap="static")
+    geometry, caps = Geometry(2, 0, 1, 4), []
+    for size in (1, 10, 1):
+        scheduler = made.scheduler(geometry, backward=SPLIT, largest=10, sizes=[size] * 4)
+        caps.append(scheduler.limits[-1].cap)
+    assert caps == [pytest.approx(0.2), 2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ([1] * 3, "3 sizes for a step of 4 microbatches"),
+        ([1] * 5, "5 sizes for a step of 4 microbatches"),
+        ([1, -2, 1, 1], "microbatch 1 has -2 tokens on this rank, and must have 1 to 10"),
+        ([1, 1, 1, 0], "microbatch 3 has 0 tokens"),
+        ([1, 1, 1, 11], "microbatch 3 has 11 tokens .* DppConfig.max_tokens="),
+    ],
+)
+@pytest.mark.parametrize("cap", ["static", "auto"])
+def test_announced_sizes_that_cannot_be_are_refused(cap: str, sizes: list[int], said: str) -> None:
+    made = decisions(activation_cap=cap)
+    for geometry in (Geometry(2, 0, 1, 4), Geometry(2, 0, 1, 4, forward_only=True)):
+        with pytest.raises(ConfigError, match=f"announce: {said}"):
+            made.scheduler(geometry, backward=SPLIT, largest=10, sizes=sizes)

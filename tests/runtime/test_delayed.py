@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.runtime.delayed import DelayedTransport
+from megatron.dpp.runtime.delayed import delayed
 from megatron.dpp.transport.base import LinkInfo, Message
 from tests.runtime.pipelines import Topology
 
@@ -19,7 +19,7 @@ class Inner:
     rank, board, outgoing = 1, None, ()
 
     def __init__(self, ranks: tuple[int, ...]) -> None:
-        specs = Topology(ranks, 1, 2).channels([4], [4], 4).specs
+        specs = Topology(ranks, 1, 2).channels([4], [4], 4)
         self.incoming = [spec for spec in specs if spec.destination == 1]
         self.arrived: list[list[Message]] = [[] for _ in self.incoming]
         self.taken = [0 for _ in self.incoming]
@@ -55,10 +55,12 @@ class Late:
         self.now = 10**9
         clock = SimpleNamespace(monotonic_ns=lambda: self.now)
         monkeypatch.setattr("megatron.dpp.runtime.delayed.time", clock)
-        injector: Any = SimpleNamespace(message_seconds=lambda source, here, number: delays[number])
+        injector: Any = SimpleNamespace(
+            delays_messages=True, message_seconds=lambda source, here, number: delays[number]
+        )
         self.inner = Inner(ranks)
         inner: Any = self.inner
-        self.transport = DelayedTransport(inner, injector, ranks)
+        self.transport = delayed(inner, injector, ranks)
 
     def arrive(self, channel: int, *, sent: int = 10**9, arrived: int = 10**9) -> None:
         number = len(self.inner.arrived[channel])

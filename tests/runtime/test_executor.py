@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.runtime.agreement import Decider, decider_for
+from megatron.dpp.runtime.agreement import Decider
 from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.mail import Mail, Tensors
-from megatron.dpp.runtime.timer import HostTimer
+from megatron.dpp.runtime.timer import TaskTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler, View
 from megatron.dpp.trace import NullRecorder
-from tests.fake_network import FakeNetwork, FakeTransport
+from tests.fake_network import FakeTransport
 from tests.runtime.pipelines import (
     LAST,
     Arithmetic,
@@ -34,73 +35,55 @@ GEOMETRY = Geometry(2, 1, 1, 2)
 """The last of two ranks, with one chunk and two microbatches."""
 
 
-@settings(max_examples=25)
+LENGTHS = [1, 9, 2, 16, 3, 3, 12, 1, 5, 2] * 6
+BOUNDARIES = [[4], [4, 64], [16], [8, 8, 120]]
+"""Bytes of each tensor that the ranks of a pipeline send."""
+
+
+@settings(max_examples=40)
 @given(
-    p=st.integers(1, 4),
-    v=st.sampled_from([1, 2, 3]),
-    m=st.integers(1, 9),
-    split=st.booleans(),
-    policy=st.sampled_from(["dynamic", "depth-first", "megatron"]),
-    cap=st.sampled_from(["auto", "strict", "megatron"]),
-    tensors=st.sampled_from([1, 1, 2, 3]),
-    ahead=st.booleans(),
-    seed=st.integers(0, 1 << 20),
+    shape=st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 3]), st.integers(1, 9)),
+    members=st.sampled_from([1, 1, 1, 2]),
+    evaluations=st.sampled_from([(), (), (1,), (0, 2)]),
+    settings=st.fixed_dictionaries(
+        {
+            "split": st.booleans(),
+            "policy": st.sampled_from(["dynamic", "depth-first", "megatron"]),
+            "cap": st.sampled_from(["auto", "strict", "megatron"]),
+            "ahead": st.booleans(),
+            "seed": st.integers(0, 1 << 20),
+        }
+    ),
+    content=st.sampled_from(["one", "three", "unlike", "lengths"]),
 )
 def test_any_timing_gives_the_same_values(
-    p: int, v: int, m: int, split: bool, policy: str, cap: str, tensors: int, ahead: bool, seed: int
-) -> None:
-    if p == 1:
-        v = 1
+    shape: tuple[int, int, int], members: int, evaluations: tuple[int, ...],
+    settings: dict[str, Any], content: str,
+) -> None:  # fmt: skip
+    """With one tensor per boundary, three, or of unlike number and sizes, or unlike microbatches.
+    Neighbours may be an iteration ahead, in training steps or evaluations.
+    """
+    p, v, m = shape
+    v = v if p > 1 else 1
+    more: dict[str, Any] = {
+        "one": {}, "three": {"tensors": 3}, "unlike": {"sizes": BOUNDARIES[-p:]},
+        "lengths": {"lengths": LENGTHS[:m]},
+    }[content]  # fmt: skip
+    iterations = 1 + max(evaluations, default=0)
     runners = run_pipeline(
-        p, v, m, policy=policy, cap=cap, split=split, delay=0.002, seed=seed, tensors=tensors,
-        ahead=ahead,
+        p, v, m, delay=0.002, members=members, iterations=iterations, evaluations=evaluations,
+        **settings, **more,
     )  # fmt: skip
-    check_values(runners, m)
-    for runner in runners:
-        assert runner.complete == list(range(v - 1, -1, -1)), "gradients are reduced as v-1..0"
+    trained = iterations - len(evaluations)
+    check_values(runners, m, iterations, trained=trained)
+    for place, runner in enumerate(runners):
+        assert runner.log == runners[place - place % members].log, "members run one order"
+        assert runner.complete == list(range(v - 1, -1, -1)) * trained, "reduced as v-1..0"
         for chunk in range(v):
             order = [(i, q) for k, c, i, q in runner.log if k == "W" and c == chunk]
-            assert order == [(i, q) for i in range(m) for q in range(2)] * split
-
-
-@pytest.mark.parametrize(
-    ("p", "v", "members", "more"),
-    [
-        (3, 2, 1, {"iterations": 3}),
-        (3, 2, 2, {}),
-        (2, 2, 2, {"tensors": 3, "iterations": 2}),
-        *((p, v, members, {"sizes": [[4, 64], [16], [8, 8, 120]][-p:], "iterations": 2})
-          for p, v, members in ((2, 1, 1), (3, 2, 1), (2, 2, 2))),
-    ],
-)  # fmt: skip
-def test_members_of_a_stage_run_one_order_and_each_boundary_has_tensors_of_its_own(
-    p: int, v: int, members: int, more: dict[str, Any]
-) -> None:
-    """A rank may receive another number of tensors than it sends, with other sizes; neighbours may
-    be an iteration ahead.
-    """
-    runners = run_pipeline(p, v, 6, members=members, delay=0.003, seed=5, **more)
-    check_values(runners, 6, iterations=more.get("iterations", 1))
-    if members == 2:
-        for leader, follower in zip(runners[::2], runners[1::2], strict=True):
-            assert leader.log == follower.log
-
-
-@pytest.mark.parametrize(("p", "v", "members"), [(2, 1, 1), (3, 2, 1), (2, 2, 2)])
-def test_evaluations_between_training_steps(p: int, v: int, members: int) -> None:
-    """An evaluation sends no gradients, so gradient channels must not count its microbatches. It
-    completes no chunk.
-    """
-    evaluations, m = (1, 3, 4), 4
-    runners = run_pipeline(
-        p, v, m, iterations=6, evaluations=evaluations, members=members, delay=0.001
-    )
-    for runner in runners:
-        for chunk in range(v):
-            for kind, times in (("F", 6), ("B", 3)):
-                order = [i for k, c, i, _ in runner.log if k == kind and c == chunk]
-                assert order == list(range(m)) * times
-        assert runner.complete == list(range(v - 1, -1, -1)) * 3
+            assert (
+                order == [(i, q) for i in range(m) for q in range(2)] * settings["split"] * trained
+            )
 
 
 @pytest.mark.parametrize("members", [1, 2])
@@ -173,20 +156,21 @@ def test_an_iteration_of_a_neighbour_that_is_ahead_waits_for_its_turn() -> None:
         for microbatch in range(2):
             value = torch.tensor([float(10 * iteration + microbatch)])
             first.put(0, value, iteration=iteration, microbatch=microbatch)
-    links, runner = Links(last, LAST.channels([4], [4], 6)), Arithmetic(LAST)
+    links, runner = Links(last, LAST), Arithmetic(LAST)
     for iteration in range(3):
         rank_of(None, GEOMETRY, links=links, runner=runner, number=iteration).run()
-        links.consume(GEOMETRY)
         for microbatch in range(2):
             assert runner.results["F", 0, microbatch] == 2 * (10 * iteration + microbatch) + 1
     assert len(runner.log) == 3 * 4
 
 
+def links_of(receiving: list[tuple[int, int]], before: int = 0) -> Any:
+    return SimpleNamespace(receiving=receiving, consumed=[before] * len(receiving))
+
+
 def new_decider(before: int) -> Decider:
     """The decider of a single rank that has counted so many microbatches in earlier iterations."""
-    decider = Decider(Scheduler(GEOMETRY, split_backward=False), [(0, 0)])
-    decider.start([before])
-    return decider
+    return Decider(Scheduler(GEOMETRY, split_backward=False), links_of([(0, 0)], before))
 
 
 def test_only_this_iterations_arrivals_count_and_are_believed_to_come() -> None:
@@ -206,10 +190,9 @@ def test_only_this_iterations_arrivals_count_and_are_believed_to_come() -> None:
 
 
 def test_one_coming_message_is_believed_and_gradients_come_first() -> None:
-    channels = Topology((0, 1), 0, 2).channels([64], [64], 2)
-    Links(FakeNetwork(list(channels.specs)).transport(0), channels)
-    decider = decider_for(Scheduler(Geometry(2, 0, 2, 2), cap=8), channels.receiving, None)
-    index = {channel: place for place, channel in enumerate(channels.receiving)}
+    receiving = [(0, 1), (1, 0), (1, 1)]
+    decider = Decider(Scheduler(Geometry(2, 0, 2, 2), cap=8), links_of(receiving))
+    index = {channel: place for place, channel in enumerate(receiving)}
     nothing, coming = [0] * len(index), [0] * len(index)
     while decider.next(nothing):
         pass
@@ -227,7 +210,7 @@ def test_an_input_is_ahead_of_its_task_in_later_iterations_too(
     monkeypatch: pytest.MonkeyPatch, consumed: int, ahead: bool
 ) -> None:
     """The count of arrivals is compared with all messages that earlier iterations took."""
-    links = Links(network_of(LAST).transport(1), LAST.channels([4], [4], 2))
+    links = Links(network_of(LAST).transport(1), LAST)
     links.consumed = [consumed]
     monkeypatch.setattr(links.transport, "poll", lambda: [5])
     mail = Mail(links, NullRecorder(), 0, 20.0)
@@ -242,12 +225,12 @@ def test_both_ends_of_a_boundary_mean_the_same_channels() -> None:
     sends = [(4, 64), (16,), (8, 8, 120)]
     ends = [Topology((5, 6, 7), r, 2).channels(sends[r - 1], sends[r], 3) for r in range(3)]
     for rank, channels in enumerate(ends):
-        for other, specs in enumerate(end.specs for end in ends):
+        for other, specs in enumerate(ends):
             if rank != other:
                 ids = {5 + rank, 5 + other}
-                shared = {s for s in channels.specs if {s.source, s.destination} == ids}
+                shared = {s for s in channels if {s.source, s.destination} == ids}
                 assert shared == {s for s in specs if {s.source, s.destination} == ids} != set()
-        for spec in channels.specs:
+        for spec in channels:
             tensors = sends[min(spec.source, spec.destination) - 5]
             if {spec.source, spec.destination} == {5, 7}:
                 tensors = sends[2]
@@ -255,8 +238,8 @@ def test_both_ends_of_a_boundary_mean_the_same_channels() -> None:
 
 
 def test_a_rank_that_is_its_own_neighbour_sends_what_it_would_receive() -> None:
-    assert not Topology((3,), 0, 1).channels([4], [8], 2).specs, "one stage has no neighbour"
-    assert len(Topology((3,), 0, 2).channels([4], [4], 2).specs) == 2
+    assert not Topology((3,), 0, 1).channels([4], [8], 2), "one stage has no neighbour"
+    assert len(Topology((3,), 0, 2).channels([4], [4], 2)) == 2
     with pytest.raises(ConfigError, match=r"rank 3 is its own .* \(8,\) bytes and would receive"):
         Topology((3,), 0, 2).channels([4], [8], 2)
 
@@ -279,7 +262,6 @@ def pending(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 EVALUATES: dict[str, Any] = {"policy": "depth-first", "split": False, "forward_only": True}
-LENGTHS = [1, 9, 2, 16, 3, 3, 12, 1, 5, 2] * 6
 
 
 @pytest.mark.parametrize(("p", "v", "members"), [(3, 1, 1), (3, 2, 1), (2, 3, 2)])
@@ -302,16 +284,6 @@ def test_an_evaluation_is_bounded_by_tokens(
     largest_mean = max(sum(LENGTHS[:n]) / n for n in range(1, 61))
     assert max(number for number, _ in pending) > 4 + 1
     assert max(size for _, size in pending) <= 4 * (4 * largest_mean + max(LENGTHS))
-
-
-@pytest.mark.parametrize(("p", "v", "members"), [(3, 1, 1), (2, 2, 1), (2, 2, 2)])
-@pytest.mark.parametrize("policy", ["dynamic", "megatron"])
-def test_all_ranks_learn_all_sizes(p: int, v: int, members: int, policy: str) -> None:
-    """Members of a stage, too: a follower checks its leader's choices by sizes of its own."""
-    runners = run_pipeline(
-        p, v, 10, policy=policy, cap="strict", delay=0.002, members=members, lengths=LENGTHS
-    )
-    check_values(runners, 10)
 
 
 # Memory that is freed, or overwritten by a later task ------------------------------------------
@@ -423,7 +395,7 @@ def test_a_slot_is_used_again_once_nothing_in_it_is_needed(kind: type[Slots], po
 # A device ----------------------------------------------------------------------------------------
 
 
-class Busy(HostTimer):
+class Busy(TaskTimer):
     """A device that is busy for 30 ms and then has the input of a task that was launched ahead."""
 
     def __init__(self) -> None:

@@ -14,9 +14,10 @@ import torch
 
 from megatron.dpp.inject import Task
 from megatron.dpp.report.reader import read_events, read_header
-from megatron.dpp.runtime.agreement import decider_for
+from megatron.dpp.runtime.agreement import Decider
 from megatron.dpp.runtime.gaps import Gaps
-from megatron.dpp.runtime.timer import HostTimer
+from megatron.dpp.runtime.links import Links
+from megatron.dpp.runtime.timer import TaskTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Scheduler
 from megatron.dpp.trace import Recorder, TraceLayout, open_recorder
@@ -77,9 +78,7 @@ def test_a_fused_backwards_output_leaves_before_the_pieces_of_its_weight_gradien
     log = Log()
     runner, geometry = Arithmetic(LAST), Geometry(2, 1, 1, 2, w_pieces=(2,))
     scheduler = Scheduler(geometry, cap=8, stock=0)
-    executor = rank_of(
-        network, runner=runner, recorder=log, scheduler=scheduler, split_backward=True
-    )
+    executor = rank_of(network, runner=runner, recorder=log, scheduler=scheduler)
     executor.run()
     assert list(map(str, executor.actions)) == ["0F0", "0B0", "0F1", "0B1"]
     weights = ["0W0", "end", "held 0"]
@@ -106,7 +105,7 @@ def test_a_task_is_launched_ahead_of_its_input_where_that_is_asked_for(
 
 
 def test_a_wait_behind_a_task_becomes_one_for_an_input(clock: VirtualClock) -> None:
-    class Busy(HostTimer):
+    class Busy(TaskTimer):
         pauses: ClassVar = [1.0, 1.0]
 
         def pause(self) -> float:
@@ -120,7 +119,7 @@ def test_a_wait_behind_a_task_becomes_one_for_an_input(clock: VirtualClock) -> N
 
 
 def gaps_of(recorder: Recorder) -> Gaps:
-    return Gaps(recorder, decider_for(Scheduler(TWO), [(0, 0)], None))
+    return Gaps(recorder, Decider(Scheduler(TWO), Links(network_of(LAST).transport(1), LAST)))
 
 
 def test_a_gap_keeps_its_first_cause_unless_that_was_the_lookahead(clock: VirtualClock) -> None:
@@ -246,7 +245,7 @@ def test_the_work_of_a_rank_is_three_forwards_per_microbatch(
     scheduler = Scheduler(geometry, cap=8, split_backward=split, stock=stock)
     rank_of(
         network_of(topology), scheduler=scheduler, topology=topology, injector=injected,
-        split_backward=split, number=5,
+        number=5,
     ).run()  # fmt: skip
     done = 0.0
     for task in injected.tasks:
@@ -275,15 +274,14 @@ def test_the_hosts_own_time_is_that_outside_of_tasks_and_delays(
     monkeypatch.setattr("megatron.dpp.runtime.executor.time", clock)
     topology, injected = Topology((0,), 0, 1), Injected()
     runner: Any = Arithmetic(topology)
-    decider: Any = decider_for(Scheduler(Geometry(1, 0, 1, 3), split_backward=False), [], None)
     for owner, name, nanoseconds in (
         (injected, "factor", 50_000), (runner, "forward", 1_000), (runner, "backward", 1_000),
-        (decider, "next", 7),
+        (Decider, "next", 7),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, takes(nanoseconds, getattr(owner, name)))
     executor = rank_of(
-        FakeNetwork([]), scheduler=decider.scheduler, runner=runner, topology=topology,
-        decider=decider, injector=injected if injects else None,
+        FakeNetwork([]), Geometry(1, 0, 1, 3), runner=runner, topology=topology,
+        injector=injected if injects else None,
     )  # fmt: skip
     executor.run()
     assert executor.overhead_ns == 6 * 7

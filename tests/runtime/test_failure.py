@@ -36,7 +36,7 @@ class Opened(PipelineSchedule):
 
     def __init__(self) -> None:
         super().__init__(seed=1)
-        self.network = FakeNetwork(list(Topology((0, 1), 0, 1).channels([64], [64], 2).specs))
+        self.network = FakeNetwork(list(Topology((0, 1), 0, 1).channels([64], [64], 2)))
         self.transport = self.network.transport(0)
         self.peer = self.network.transport(1)
         self.closed = False

@@ -6,6 +6,7 @@ test_lifetimes.py prepares real models, one after the other.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from megatron.dpp.core.boundary import Boundaries
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime import prepared
 from megatron.dpp.runtime.decisions import Decisions
+from megatron.dpp.runtime.dynamic import full_line
 from megatron.dpp.runtime.prepared import Prepared, why_no_graphs
 from megatron.dpp.schedule import LastRank, Memory
 
@@ -63,12 +65,12 @@ class Rank:
         self.launching, self.factor = 0.9, 1.0
         session: Any = SimpleNamespace(
             decisions=self.decisions,
+            is_open=True,
             largest=lambda call, *values: [self.factor * value for value in values],
             timer=SimpleNamespace(launch_share=lambda chunks: self.launching),
         )
-        sessions: Any = SimpleNamespace(current=session)
         log = self.said.append
-        self.own = Prepared(DppConfig(**config), sessions, log, log, capture)
+        self.own = Prepared(DppConfig(**config), session, log, log, capture)
         self.call: Any = SimpleNamespace(
             model=[torch.nn.Linear(2, 2) for _ in range(chunks)], length=8,
             config=SimpleNamespace(recompute_granularity=None), padded_rows=lambda config: None,
@@ -190,3 +192,8 @@ def test_measured_memory_is_the_largest_of_the_stage_and_later_that_of_slots(
         graphs.awaits_size = awaits
         rank.own.account(rank.call, 1.5, None)
     assert graphs.sizes == taken[1:] == [20]
+
+
+def test_a_full_device_is_told_with_what_takes_less_memory() -> None:
+    assert full_line(0, 4) is None
+    assert re.search(r"again 3 times in 4 steps.*activation.cap.*static", full_line(3, 4) or "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +17,7 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime import race
 from megatron.dpp.runtime.race import FUSED, SPLIT, Race
 from megatron.dpp.runtime.session import Session
-from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, UNLIKE, case
-from tests.runtime.cases import check as check_all
-from tests.runtime.launcher import run_ranks
+from tests.runtime.cases import EXPERTS, LATE, OPTIMIZED, UNLIKE, case, check
 
 WORKER = Path(__file__).with_name("race_worker.py")
 NAMES = {None: "own", FUSED: "fused", SPLIT: "split"}
@@ -346,12 +343,6 @@ def test_a_replay_runs_as_the_leaders_recording_says(recorded: Backward) -> None
 # Numbers ------------------------------------------------------------------------------------------
 
 
-def check(num_ranks: int, *cases: dict[str, Any]) -> None:
-    output = run_ranks(WORKER, num_ranks, [json.dumps(cases)], timeout=300)
-    for each in cases:
-        assert f"CASE {each['name']} ok" in output, output
-
-
 def forced(name: str, p: int, m: int, *ways: str, **layout: Any) -> dict[str, Any]:
     """Training steps in these ways, with an evaluation after each."""
     run = {"policy": "auto"}
@@ -372,27 +363,35 @@ EVERY = ("split", "own", "fused", "own", "split", "fused", "own", "own", "split"
 OURS = ("megatron-core", "ours (fused)", "ours (split)")
 
 
-def test_every_sequence_of_ways_trains_as_the_static_schedule() -> None:
+def kept(folder: Path, name: str) -> list[dict[str, Any]]:
+    """A run whose decisions are recorded, and one that replays them."""
+    path = str(folder / name)
+    return [{"record": path, "inject": LATE}, {"replay": path, "inject": "delay:2ms"}]
+
+
+WORDS: list[dict[str, Any]] = [
+    {"split_backward": word, "inject": LATE} for word in ("on", "off", "stock:0", "stock:1")
+]
+
+
+def test_ways_races_words_and_replays_train_as_the_static_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluations follow the winner of a race. A report names the ways that were raced."""
+    trace, two = tmp_path / "trace", {"split_backward": "stock:2", "inject": LATE}
     check(
         2,
         forced("own first", 2, 4, "own", "own", "split", layers=2, dropout=0.1),
         forced("every", 2, 4, *EVERY, v=2, layers=4, dropout=0.1, overlap=True),
-        forced("unlike", 2, 4, *EVERY, v=2, layers=4, lengths=True, model=UNLIKE),
-    )
-
-
-def test_races_change_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Evaluations follow the winner. A report names the ways that were raced."""
-    check(
-        2,
-        raced("v1", 2, 5, *OURS, layers=2, dropout=0.1, between=True,
-              trace=str(tmp_path)),
-        raced("recomputed", 2, 4, *OURS[:2], layers=2, recompute="full"),
+        forced("unlike", 2, 4, *EVERY[:4], v=2, layers=4, lengths=True, model=UNLIKE),
+        raced("race", 2, 5, *OURS, layers=2, dropout=0.1, between=True, trace=str(trace)),
         raced("graphs", 2, 4, OURS[0], "ours (split, graphs)", v=2, layers=4, captures=True,
               iterations=2 + 3 + 5 + 2),
-        raced("unlike", 2, 4, *OURS, layers=2, lengths=True, model=UNLIKE, iterations=19),
+        case("v1", 2, 5, *kept(tmp_path, "v1"), iterations=9),
+        case("v2", 2, 4, *WORDS[2:], two, v=2, dropout=0.1),
+        worker=WORKER,
     )  # fmt: skip
-    (folder,) = tmp_path.iterdir()
+    (folder,) = trace.iterdir()
     assert main(["report", str(folder)]) == 0
     found = re.search(r"Raced: megatron-core .*s.*, ours \(fused\) .*s.*, ours \(split\) .*s",
                       capsys.readouterr().out)  # fmt: skip
@@ -400,7 +399,7 @@ def test_races_change_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
-def test_ways_of_further_layouts() -> None:
+def test_ways_and_words_of_further_layouts(tmp_path: Path) -> None:
     more: dict[str, Any] = {"v": 2, "layers": 4}
     check(
         2,
@@ -411,6 +410,9 @@ def test_ways_of_further_layouts() -> None:
         forced("experts", 2, 4, *EVERY, model=EXPERTS, **more),
         forced("predictions", 2, 4, *EVERY, model={"mtp_num_layers": 1}, layers=4),
         forced("one microbatch", 2, 1, *EVERY, layers=4),
+        raced("recomputed", 2, 4, *OURS[:2], layers=2, recompute="full"),
+        raced("unlike race", 2, 4, *OURS, layers=2, lengths=True, model=UNLIKE, iterations=19),
+        worker=WORKER,
     )
     check(
         4,
@@ -420,48 +422,15 @@ def test_ways_of_further_layouts() -> None:
         forced("tensor", 2, 4, *EVERY, tp=2, sp=True, **more),
         forced("experts of two replicas", 2, 4, *EVERY, ep=2, model=EXPERTS, **more),
         raced("race of p4", 4, 8, *OURS, v=2, layers=8),
+        case("p4 words", 4, 6, *WORDS, *kept(tmp_path, "p4"), iterations=9),
+        case("p4v2 words", 4, 8, *WORDS, v=2, layers=8),
+        case("tp2", 2, 4, *WORDS[2:], *kept(tmp_path, "tp2"), tp=2, sp=True, iterations=9, **more),
+        case("dp2", 2, 4, *WORDS, **OPTIMIZED, **more),
+        case("ep2", 2, 4, *kept(tmp_path, "ep2"), ep=2, model=EXPERTS, iterations=9, **more),
+        worker=WORKER,
     )
 
 
 def test_ways_on_four_ranks() -> None:
-    check(4, forced("p4v2", 4, 8, "split", "own", "fused", "own", "split", v=2, layers=8))
-
-
-# Words --------------------------------------------------------------------------------------------
-
-WORDS: list[dict[str, Any]] = [
-    {"split_backward": word, "inject": LATE} for word in ("on", "off", "stock:0", "stock:1")
-]
-
-
-@pytest.fixture
-def kept(tmp_path: Path) -> Any:
-    """A run whose race is recorded, and one that replays it."""
-
-    def runs(name: str) -> list[dict[str, Any]]:
-        path = str(tmp_path / name)
-        return [{"record": path, "inject": LATE}, {"replay": path, "inject": "delay:2ms"}]
-
-    return runs
-
-
-def test_words_of_backwards_and_recorded_races(kept: Any) -> None:
-    two = {"split_backward": "stock:2", "inject": LATE}
-    check_all(
-        2,
-        case("v1", 2, 5, *kept("v1"), iterations=9),
-        case("v2", 2, 4, *WORDS[2:], two, v=2, dropout=0.1),
-    )
-
-
-@pytest.mark.slow
-def test_words_of_backwards_on_four_ranks(kept: Any) -> None:
-    layout: dict[str, Any] = {"v": 2, "layers": 4}
-    check_all(
-        4,
-        case("p4", 4, 6, *WORDS, *kept("p4"), iterations=9),
-        case("p4v2", 4, 8, *WORDS, v=2, layers=8),
-        case("tp2", 2, 4, *WORDS[2:], *kept("tp2"), tp=2, sp=True, **layout, iterations=9),
-        case("dp2", 2, 4, *WORDS, **layout, **OPTIMIZED),
-        case("ep2", 2, 4, *kept("ep2"), ep=2, model=EXPERTS, **layout, iterations=9),
-    )
+    case_of = forced("p4v2", 4, 8, "split", "own", "fused", "own", "split", v=2, layers=8)
+    check(4, case_of, worker=WORKER)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.dpp.runtime.timer import DeviceTimer, HostTimer, timer_for
+from megatron.dpp.runtime.timer import DeviceTimer, TaskTimer, timer_for
 
 KEY, OTHER = ("W", 0), ("B", 0)
 
@@ -350,7 +350,7 @@ def test_delays_follow_the_clock_of_the_device(device: Device) -> None:
 
 
 def test_a_hosts_task_lasts_until_its_call_returns_without_its_delay(device: Device) -> None:
-    timer = HostTimer()
+    timer = TaskTimer()
     for seconds, prolong, injected, duration in (
         (2.0, (1.5, 0.25), 1.25, 2.0), (4.0, None, 1.25, 2.5), (2.5, (1.0, 0.5), 1.75, 2.5),
     ):  # fmt: skip
@@ -365,7 +365,7 @@ def test_a_hosts_task_lasts_until_its_call_returns_without_its_delay(device: Dev
         assert timer.durations == {KEY: pytest.approx(duration)}
         device.now += 100.0
     assert timer.pause() == timer.launch_share([0]) == 0.0 and not timer.waiting()
-    shared = HostTimer()
+    shared = TaskTimer()
     shared.begin()
     device.now += 3.0
     assert shared.goes_on(KEY, 1.0, 2)
@@ -378,7 +378,7 @@ def test_a_task_that_its_delay_seems_longer_than_took_no_time(
 ) -> None:
     """Clocks round. A task of less than no time would put decisions after it."""
     monkeypatch.setattr(device, "sleep", lambda seconds: setattr(device, "now", device.now + 0.375))
-    timer = HostTimer()
+    timer = TaskTimer()
     for _ in range(2):
         timer.begin()
         timer.prolong(KEY, 1.0, 0.5)

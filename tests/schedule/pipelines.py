@@ -138,7 +138,7 @@ class Pipeline:
         action = scheduler.next()
         if action is None:
             return False
-        assert scheduler.held <= scheduler.view.cap + 1e-6
+        assert scheduler.held <= scheduler.cap + 1e-6
         self.ran[rank].append(action)
         late = self.know == "forward" or (self.know == "arrival" and rank == 0)
         if self.sizes and late and action.kind is Kind.F and action.chunk == 0:
@@ -260,7 +260,7 @@ class Walk:
         """The real budget at its least cap, brought to the state of these counts."""
         reference, geometry, largest = self.references[rank], self.geometries[rank], max(self.sizes)
         least = peak_size(reference.order, self.sizes, weights) / largest
-        budget = Budget(reference, cap=least, largest=largest, weights=weights)
+        budget = Budget(reference, MemoryLimit(least, tuple(weights)), largest)
         for microbatch, size in enumerate(self.sizes):
             budget.learn(microbatch, size, [0] * self.v)
         unrun, end = [], len(reference.order)

@@ -24,12 +24,6 @@ def test_text_and_word_round_trip(action):
     assert Action.from_word(word) == action
 
 
-def test_notation():
-    assert str(Action(Kind.F, 1, 3)) == "1F3"
-    assert str(Action(Kind.W, 1, 3, 2)) == "1W3.2"
-    assert Action.parse("0B12") == (Kind.B, 0, 12, 0)
-
-
 @pytest.mark.parametrize("text", ["", "F3", "1X3", "1F", "1F3.", "-1F3", "1F3 "])
 def test_wrong_text_is_refused(text):
     with pytest.raises(ScheduleError, match="not an action"):

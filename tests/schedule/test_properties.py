@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule import Budget, Geometry, Kind, MemoryLimit, Scheduler, parse_cap
-from megatron.dpp.schedule.caps import default_cap
 from tests.schedule.pipelines import Pipeline, Walk, wild
 
 POLICIES = ["wild", "dynamic", "depth-first", "megatron", "eager", "auto"]
@@ -58,28 +57,11 @@ def pipelines(draw: Any) -> tuple[Pipeline, random.Random]:
     return Pipeline(p, v, m, **more), rng
 
 
-@settings(max_examples=250)
+@settings(max_examples=180)
 @given(pipelines())
 def test_any_choice_at_any_time_ends(drawn: tuple[Pipeline, random.Random]) -> None:
     pipeline, rng = drawn
     pipeline.finish(rng)
-
-
-@settings(max_examples=40)
-@given(st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 9)), st.randoms())
-def test_held_is_what_the_counters_say(shape: tuple[int, int, int], rng: random.Random) -> None:
-    beta = 0.25
-
-    class Checked(Pipeline):
-        def step(self, rank: int) -> bool:
-            moved = super().step(rank)
-            count = {kind: sum(a.kind == kind for a in self.ran[rank]) for kind in Kind}
-            kept = (1 - beta) * (count[Kind.B] - count[Kind.W] / 2)
-            expected = count[Kind.F] - count[Kind.B] + kept
-            assert self.ranks[rank].held == pytest.approx(expected, abs=1e-9)
-            return moved
-
-    Checked(*shape, beta=beta, pieces=(2,) * shape[1]).finish(rng)
 
 
 def adversary(seed: int) -> None:
@@ -109,12 +91,6 @@ def test_without_the_walk_some_pipelines_get_stuck(monkeypatch: pytest.MonkeyPat
         except (AssertionError, ScheduleError):
             stuck += 1
     assert stuck > 10
-
-
-@pytest.mark.slow
-def test_a_thousand_adversarial_runs_end() -> None:
-    for seed in range(1000):
-        adversary(seed)
 
 
 def sizes_of(groups: Sequence[int]) -> list[tuple[int, ...]]:
@@ -202,7 +178,7 @@ def arrivals(
     scheduler: Scheduler, rng: random.Random, counts: dict[tuple[int, int], int]
 ) -> list[tuple[int, int, int]]:
     """A random number of further messages on each channel of a rank."""
-    geometry, view, found = scheduler.geometry, scheduler.view, []
+    geometry, view, found = scheduler.geometry, scheduler, []
     for direction, chunk in itertools.product((0, 1), range(geometry.num_chunks)):
         first = direction == 0 and chunk == 0 and geometry.is_first
         last = direction == 1 and chunk == geometry.num_chunks - 1 and geometry.is_last
@@ -229,7 +205,7 @@ def test_running_on_through_a_w_decides_as_before_each_piece(
     """Whatever arrives between two decisions, with unlike sizes, caps and soft limits."""
     rng = random.Random(seed)
     geometry = Geometry(p, rng.randrange(p), v, m, w_pieces=tuple(pieces[:v]))
-    cap = default_cap(geometry).chunks + above
+    cap = parse_cap("auto", geometry).chunks + above
     limits = [MemoryLimit(cap=cap - 0.5, soft=True, unlike=True)] if soft else []
     plain, hasty = (
         Scheduler(
@@ -265,7 +241,7 @@ def test_every_weight_gets_its_gradients_in_microbatch_order(
     """A backward is fused exactly if no W of its chunk waits, and at least ``stock`` others do."""
     rng = random.Random(seed)
     geometry = Geometry(p, rng.randrange(p), v, m, w_pieces=tuple(pieces[:v]))
-    cap = default_cap(geometry).chunks
+    cap = parse_cap("auto", geometry).chunks
     scheduler = Scheduler(geometry, policy=policy, cap=cap, stock=stock)
     counts: dict[tuple[int, int], int] = {}
     waiting: list[int] = []

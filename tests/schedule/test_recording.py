@@ -1,6 +1,8 @@
 """Recording and replay of decisions, and the errors of a replay that does not fit."""
 
+import dataclasses
 import json
+from contextlib import closing
 
 import pytest
 
@@ -35,13 +37,13 @@ def test_a_run_under_jitter_is_replayed_under_other_jitter(tmp_path):
     path = str(tmp_path / "order")
     first = ScheduleConfig().run(SHAPE, condition_costs("jit.3", SHAPE, seed=1))
     for rank, actions in enumerate(first.actions):
-        with DecisionRecorder(path, geometry(rank)) as recorder:
-            recorder.write(geometry(rank), actions, split_backward=True)
+        with closing(DecisionRecorder(path, geometry(rank))) as recorder:
+            recorder.write(geometry(rank), actions, Backward())
         recorder.close()
     lanes = [
         Scheduler(
             geometry(rank),
-            policy=Recording.load(path, rank).replay(0, geometry(rank), split_backward=True),
+            policy=Recording.load(path, rank).replay(0, geometry(rank), Backward()),
         )
         for rank in range(3)
     ]
@@ -51,28 +53,13 @@ def test_a_run_under_jitter_is_replayed_under_other_jitter(tmp_path):
     assert ScheduleConfig().run(SHAPE, costs).actions != first.actions
 
 
-def test_several_iterations_of_different_shape(tmp_path):
-    path = str(tmp_path / "order")
-    evaluation = geometry(1, 2, forward_only=True)
-    with DecisionRecorder(path, geometry(1)) as recorder:
-        recorder.write(geometry(1), [Action.parse("0F0")], split_backward=False)
-        recorder.write(evaluation, [Action.parse("0F0"), Action.parse("0F1")], split_backward=True)
-    recording = Recording.load(path, 1)
-    assert len(recording.iterations) == 2
-    recording.replay(1, evaluation, split_backward=False)
-    with pytest.raises(ReplayError, match=r"replay=.*num_microbatches was 2 and is 6"):
-        recording.replay(1, geometry(1), split_backward=True)
-    with pytest.raises(ReplayError, match=r"replay=.*holds 2 iterations"):
-        recording.replay(2, geometry(1), split_backward=True)
-
-
 def test_a_recording_is_lines_of_json_that_other_programs_may_read(tmp_path):
     path, pieces = tmp_path / "order", Geometry(3, 1, 2, 6, w_pieces=(3, 0))
-    with DecisionRecorder(str(path), pieces) as recorder:
+    with closing(DecisionRecorder(str(path), pieces)) as recorder:
         actions = [Action.parse("0F0"), Action.parse("0W2.1")]
-        recorder.write(pieces, actions, split_backward=True, sizes=[5] * 6)
-        recorder.write(pieces, actions[:1], split_backward=False)
-        recorder.write(geometry(1, 2, forward_only=True), actions[:1], split_backward=True)
+        recorder.write(pieces, actions, Backward(), [5] * 6)
+        recorder.write(pieces, actions[:1], Backward(False))
+        recorder.write(geometry(1, 2, forward_only=True), actions[:1], Backward())
     trained = {"num_microbatches": 6, "forward_only": False}
     assert [json.loads(line) for line in (tmp_path / "order.rank1").read_text().splitlines()] == [
         {"format": "dpp-schedule", "version": 1, "num_ranks": 3, "rank": 1, "num_chunks": 2},
@@ -121,10 +108,10 @@ def test_a_replay_that_cannot_be_followed_says_where_and_why(text, why):
 def sized(tmp_path, recorded, actions="0F0 0F1 0B0 0W0 0B1 0W1"):
     """A replay of two microbatches recorded with these sizes, before its first action."""
     geometry, path = Geometry(2, 0, 1, 2), str(tmp_path / "order")
-    with DecisionRecorder(path, geometry) as recorder:
+    with closing(DecisionRecorder(path, geometry)) as recorder:
         words = [Action.parse(word) for word in actions.split()]
-        recorder.write(geometry, words, split_backward=True, sizes=recorded)
-    replay = Recording.load(path, 0).replay(0, geometry, split_backward=True)
+        recorder.write(geometry, words, Backward(), recorded)
+    replay = Recording.load(path, 0).replay(0, geometry, Backward())
     return Scheduler(geometry, policy=replay, largest=8)
 
 
@@ -165,13 +152,13 @@ def test_a_replay_that_would_wait_for_ever_says_so():
 def test_broken_lines_are_named(tmp_path, line):
     geometry = Geometry(1, 0, 1, 1)
     path = str(tmp_path / "order")
-    with DecisionRecorder(path, geometry) as recorder:
-        recorder.write(geometry, [], split_backward=True)
+    with closing(DecisionRecorder(path, geometry)) as recorder:
+        recorder.write(geometry, [], Backward())
     recording = Recording.load(path, 0)
     recording.iterations[0].pop("actions")
     recording.iterations[0].update(line)
     with pytest.raises(DataError, match=r"order.rank0'\), iteration 0"):
-        recording.replay(0, geometry, split_backward=True)
+        recording.replay(0, geometry, Backward())
 
 
 @pytest.mark.parametrize(
@@ -195,9 +182,9 @@ def test_broken_files_are_named(tmp_path, content, why):
 
 def test_a_run_of_another_shape_is_refused_before_it_starts(tmp_path):
     path = str(tmp_path / "order")
-    with DecisionRecorder(path, geometry(1)) as recorder:
-        recorder.write(geometry(1, 2, forward_only=True), [], split_backward=True)
-        recorder.write(geometry(1), [], split_backward=True)
+    with closing(DecisionRecorder(path, geometry(1))) as recorder:
+        recorder.write(geometry(1, 2, forward_only=True), [], Backward())
+        recorder.write(geometry(1), [], Backward())
     check_recording(path, geometry(1))
     with pytest.raises(DataError, match=r"order\.rank1.*num_microbatches was 6 and is 12"):
         check_recording(path, geometry(1, 12))
@@ -212,9 +199,11 @@ def test_what_cannot_be_written_is_named_and_what_is_written_is_there(tmp_path):
     with pytest.raises(ConfigError, match=r"record=.*nowhere.*No such file"):
         DecisionRecorder(str(tmp_path / "nowhere" / "order"), Geometry(1, 0, 1, 1))
     path = str(tmp_path / "order")
-    with DecisionRecorder(path, geometry(0)) as recorder:  # a run that is killed later loses none
+    with closing(
+        DecisionRecorder(path, geometry(0))
+    ) as recorder:  # a run that is killed later loses none
         for number in range(3):
-            recorder.write(geometry(0), [], split_backward=True)
+            recorder.write(geometry(0), [], Backward())
             assert len(Recording.load(path, 0).iterations) == number + 1
     assert [replica_path("run", each) for each in range(2)] == ["run", "run.replica1"]
 
@@ -222,17 +211,17 @@ def test_what_cannot_be_written_is_named_and_what_is_written_is_there(tmp_path):
 def test_a_replay_with_other_groups_or_fused_backwards_stops(tmp_path):
     path, shape = str(tmp_path / "run"), {"w_pieces": (3,)}
     cut, uncut = (Geometry(1, 0, 1, 3, groups=groups, **shape) for groups in ((2, 1), ()))
-    with DecisionRecorder(path, cut) as recorder:
+    with closing(DecisionRecorder(path, cut)) as recorder:
         for each in (cut, uncut):
-            recorder.write(each, reference_order(each), split_backward=False)
-        recorder.write(uncut, reference_order(uncut), split_backward=True, stock=0)
-        recorder.write(uncut, [], split_backward=True)
+            recorder.write(each, reference_order(each), Backward(False))
+        recorder.write(uncut, reference_order(uncut), Backward(stock=0))
+        recorder.write(uncut, [], Backward())
     recording = Recording.load(path, 0)
     found = list(map(recording.backward, range(5)))
     assert found == [Backward(False), Backward(False), Backward(stock=0), Backward(), Backward()]
     for index, each in enumerate((cut, uncut)):
-        recording.replay(index, each, split_backward=False)
-    replay = recording.replay(2, uncut, split_backward=True, stock=0)
+        recording.replay(index, each, Backward(False))
+    replay = recording.replay(2, uncut, Backward(stock=0))
     scheduler = Scheduler(uncut, policy=replay, cap=4, stock=0)
     follow(scheduler, "0F0 0B0 0F1 0B1 0F2 0B2")
     assert scheduler.done
@@ -244,6 +233,9 @@ def test_a_replay_with_other_groups_or_fused_backwards_stops(tmp_path):
         (2, uncut, Backward(), "stock was 0 and is None"),
         (2, uncut, Backward(False), "w_pieces"),
         (3, uncut, Backward(stock=1), "stock was None and is 1"),
+        (3, Geometry(1, 0, 1, 2, **shape), Backward(), "num_microbatches was 3 and is 2"),
+        (3, dataclasses.replace(uncut, forward_only=True), Backward(), "forward_only was False"),
+        (4, uncut, Backward(), "replay=.*holds 4 iterations"),
     ):
         with pytest.raises(ReplayError, match=why):
-            recording.replay(index, each, split_backward=backward.split, stock=backward.stock)
+            recording.replay(index, each, backward)

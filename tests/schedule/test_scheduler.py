@@ -157,7 +157,7 @@ def test_what_is_held_is_counted() -> None:
 
 def test_a_soft_limit_is_passed_by_megatrons_next_forward_alone_and_behind_no_weight() -> None:
     reference = Reference(rank(2, 0, 1, 3))  # 0F0 0F1 0B0 0F2 0B1 0B2
-    budget, after = Budget(reference, cap=0.5, soft=True), [1, 2, 3, 4, 5, 6, 0]
+    budget, after = Budget(reference, MemoryLimit(0.5, soft=True)), [1, 2, 3, 4, 5, 6, 0]
     assert budget.fits(0, after) and not budget.fits(1, after)
     for place in (0, 1):
         budget.forward(place)
@@ -166,7 +166,7 @@ def test_a_soft_limit_is_passed_by_megatrons_next_forward_alone_and_behind_no_we
     assert not budget.fits(3, after), "a weight gradient is left to run"
     budget.weight(kept, 1, 1)
     assert budget.fits(3, after)
-    assumed = Budget(Reference(rank(2, 0, 1, 3)), cap=2.0, largest=10, assumed=4)
+    assumed = Budget(Reference(rank(2, 0, 1, 3)), MemoryLimit(2.0, assumed=4), 10)
     assert (assumed.least, assumed.unrun) == (0.8, 12)  # two are held at once
     assumed.learn(1, 9, [0])
     assert (assumed.least, assumed.unrun) == (1.3, 17)

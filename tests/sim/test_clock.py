@@ -88,7 +88,7 @@ def test_any_condition_ends_within_the_cap_and_in_order(condition, numbers, cap,
     result = plan.run(shape, costs)
     assert result.makespan >= max(result.own) - 1e-9
     for rank, ran in enumerate(result.actions):
-        assert result.peak_held[rank] <= lanes[rank].view.cap + 1e-6
+        assert result.peak_held[rank] <= lanes[rank].cap + 1e-6
         for chunk in range(shape.num_chunks):
             for kind in Kind:
                 order = [(a.microbatch, a.piece) for a in ran if a[:2] == (kind, chunk)]

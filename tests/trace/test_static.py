@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  #
 
 from megatron.dpp.core import compat  # noqa: E402
 from megatron.dpp.report.reader import open_run, read_events  # noqa: E402
-from megatron.dpp.runtime.static_exchange import traced  # noqa: E402
+from megatron.dpp.runtime.host_trace import traced  # noqa: E402
 from megatron.dpp.trace import NullRecorder, TraceLayout, open_recorder  # noqa: E402
 
 LAYOUT = TraceLayout(data=0, pipeline=0, tensor=0, data_size=1, pipeline_size=1, tensor_size=1)

@@ -11,22 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.dpp.runtime.links import Links
 from megatron.dpp.schedule import DIRECTION_OF, Action, Kind, Scheduler
 from megatron.dpp.trace import IdleCause
-from megatron.dpp.transport.base import Board
 
 
 class Decider:
-    """A rank that decides for itself."""
+    """A rank that decides for itself, in one iteration.
+
+    Args:
+        scheduler: at its start.
+        links: the channels of this rank, and what earlier iterations consumed of them.
+    """
 
     followed = False
     shares_order = False
     """True for a member of a stage."""
 
-    def __init__(self, scheduler: Scheduler, channels: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, scheduler: Scheduler, links: Links) -> None:
         self.scheduler = scheduler
-        self._channels = channels
-        self._base = [0] * len(channels)
+        channels = self._channels = links.receiving
+        self._base = list(links.consumed)
         self._told = [0] * len(channels)
         self._index_of = {channel: index for index, channel in enumerate(channels)}
         self._seen: Sequence[int] = ()
@@ -40,10 +45,6 @@ class Decider:
         """Decide the next task early, if the other members get to know of it late. Called once the
         size of the current task's microbatch is known: before it runs, or behind a first stage's F.
         """
-
-    def start(self, arrived_before: Sequence[int]) -> None:
-        """Begin an iteration; later counts are relative to these, per incoming channel."""
-        self._base = list(arrived_before)
 
     def next(self, arrived: Sequence[int]) -> Action | None:
         """The task to run now, given what this member has received; None: nothing may run yet.
@@ -70,14 +71,11 @@ class Decider:
             coming: microbatches per incoming channel that have arrived or are in flight, as
                 :meth:`next` takes them; empty if unknown.
         """
-        if not coming:
+        index = self._wanted_in(coming) if coming else None
+        if index is None:
             return None
-        for channel in self.scheduler.wanted():
-            index = self._index_of.get(channel)
-            if index is not None and self._counted(coming, index) > self._told[index]:
-                self._tell_one(index, self._told[index] + 1)
-                return self.scheduler.next()
-        return None
+        self._tell_one(index, self._told[index] + 1)
+        return self.scheduler.next()
 
     def held_up_by(self, arrived: Sequence[int]) -> str:
         """The cause for which this member runs nothing although it could by itself: ``late-member``
@@ -98,6 +96,15 @@ class Decider:
             if total > told and told < most:
                 self._tell_one(index, total if total < most else most)
 
+    def _wanted_in(self, totals: Sequence[int]) -> int | None:
+        """The first channel that allows a task by a message which is in ``totals`` and does not
+        count yet.
+        """
+        indices = map(self._index_of.get, self.scheduler.wanted())
+        return next(
+            (i for i in indices if i is not None and self._counted(totals, i) > self._told[i]), None
+        )
+
     def _counted(self, totals: Sequence[int], index: int) -> int:
         # What a neighbour sent for the next iteration is in it. Callers compare it with the number
         # of a microbatch of this one, so that changes nothing.
@@ -115,17 +122,12 @@ class _Member(Decider):
 
     shares_order = True
 
-    def __init__(
-        self, scheduler: Scheduler, channels: Sequence[tuple[int, int]], board: Board
-    ) -> None:
-        super().__init__(scheduler, channels)
-        self._board = board
+    def __init__(self, scheduler: Scheduler, links: Links) -> None:
+        super().__init__(scheduler, links)
+        assert links.transport.board is not None
+        self._board = links.transport.board
         self._posted: Sequence[int] = ()
-        self._coming: Sequence[int] = [0] * len(channels)
-
-    def start(self, arrived_before: Sequence[int]) -> None:
-        super().start(arrived_before)
-        self._coming = list(arrived_before)  # posted already, perhaps before it had arrived
+        self._coming = self._base  # posted already, perhaps before it had arrived
 
     def _post(self, arrived: Sequence[int]) -> None:
         if arrived != self._posted:
@@ -175,11 +177,7 @@ class Leader(_Member):
         return self._publish(super().next_coming(self._board.common()[len(self._channels) :]))
 
     def held_up_by(self, arrived: Sequence[int]) -> str:
-        for channel in self.scheduler.wanted():
-            index = self._index_of.get(channel)
-            if index is not None and self._counted(arrived, index) > self._told[index]:
-                return IdleCause.LATE_MEMBER
-        return ""
+        return "" if self._wanted_in(arrived) is None else IdleCause.LATE_MEMBER
 
     def look_ahead(self) -> None:
         if self._board.spans_hosts and self._published is None:
@@ -213,7 +211,7 @@ class Follower(_Member):
 
     def run_on(self, arrived: Sequence[int]) -> Action | None:
         self._post(arrived)
-        if not self.scheduler.amid_weight:  # the next word may be of the next iteration
+        if self.scheduler.next_piece() is None:  # the next word may be of the next iteration
             return None
         action = self._next_word()
         if action is None or action.kind != Kind.W:
@@ -237,10 +235,12 @@ class Follower(_Member):
         return IdleCause.LATE_LEADER if allowed else IdleCause.LATE_MEMBER
 
     def _has_input(self, action: Action, arrived: Sequence[int]) -> bool:
-        if action.kind not in DIRECTION_OF:
-            return True
-        index = self._index_of.get((DIRECTION_OF[action.kind], action.chunk))
+        index = self._input_of(action)
         return index is None or self._counted(arrived, index) > self._number(action)
+
+    def _input_of(self, action: Action) -> int | None:
+        """Channel of a task's input; None where it needs no message."""
+        return self._index_of.get((DIRECTION_OF.get(action.kind, -1), action.chunk))
 
     def _number(self, action: Action) -> int:
         """Messages that its channel carries before the input of a task."""
@@ -253,19 +253,16 @@ class Follower(_Member):
 
     def _tell_coming(self, action: Action) -> None:
         """Count the input of a task as arrived if this member has posted that it is in flight."""
-        if action.kind not in DIRECTION_OF:
+        index, number = self._input_of(action), self._number(action)
+        if index is None or self._told[index] != number:
             return
-        index = self._index_of.get((DIRECTION_OF[action.kind], action.chunk))
-        if index is None or self._told[index] != self._number(action):
-            return
-        if self._counted(self._coming, index) > self._number(action):
-            self._tell_one(index, self._number(action) + 1)
+        if self._counted(self._coming, index) > number:
+            self._tell_one(index, number + 1)
 
 
-def decider_for(
-    scheduler: Scheduler, channels: Sequence[tuple[int, int]], board: Board | None
-) -> Decider:
+def decider_for(scheduler: Scheduler, links: Links) -> Decider:
     """A decider for this rank: alone, leader or follower."""
+    board = links.transport.board
     if board is None:
-        return Decider(scheduler, channels)
-    return (Leader if board.index == 0 else Follower)(scheduler, channels, board)
+        return Decider(scheduler, links)
+    return (Leader if board.index == 0 else Follower)(scheduler, links)

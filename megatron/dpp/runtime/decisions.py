@@ -54,9 +54,7 @@ class Decisions:
         decides: bool = True,
     ) -> None:
         self._config, self._log = config, log
-        self._schedulers: dict[
-            tuple[Geometry, Backward, int, str, tuple[Any, ...]], tuple[Scheduler, Allowance]
-        ] = {}
+        self._schedulers: dict[tuple[Any, ...], tuple[Scheduler, Allowance]] = {}
         self._measured: Memory | None = None
         self._as_static = config.activation_cap.strip() == "static"
         self._cuts = config.slice_tokens > 0
@@ -149,23 +147,37 @@ class Decisions:
             raise ConfigError("slices need their sizes, which ranks of this stage do not share")
         if geometry.forward_only:
             sizes = None  # no cap applies
+        chosen: str | Policy = policy or self._config.policy
         if self._replay is not None:
-            replay = self._next_replay(self._replay, geometry, backward)
-            allowance = self._allowance(geometry, backward.split, largest, sizes, kappa)
-            return self._build(geometry, backward, replay, largest, allowance, sizes, kappa)
-        chosen = policy or ("depth-first" if geometry.forward_only else self._config.policy)
+            recording = self._loaded(self._replay, geometry.rank)
+            chosen = recording.replay(self._num_calls, geometry, backward)
+        elif geometry.forward_only:
+            chosen = policy or "depth-first"
         cuts = bool(geometry.groups) or self._cuts  # the cap depends on sizes then
         linked = (tuple(sizes or ()), kappa) if cuts else ()
         key = (geometry, backward, largest, chosen, linked)
-        known = self._schedulers.pop(key, None)
-        if known is None:
+        known, measured = self._schedulers.pop(key, None), self._measured
+        if known is not None:
+            scheduler, allowance = known
+            scheduler.restart(sizes, self._limits(allowance, geometry, largest, sizes))
+        else:
             while len(self._schedulers) >= _MOST_SCHEDULERS:
                 del self._schedulers[next(iter(self._schedulers))]
-            allowance = self._allowance(geometry, backward.split, largest, sizes, kappa)
-            scheduler = self._build(geometry, backward, chosen, largest, allowance, sizes, kappa)
-        else:
-            scheduler, allowance = known
-            scheduler.restart(sizes, self.limits(allowance, geometry, largest, sizes))
+            allowance, waits = self._allowance(geometry, backward.split, largest, sizes, kappa)
+            scheduler = Scheduler(
+                geometry,
+                # Room for all microbatches is not known before a cap in bytes is.
+                policy="depth-first" if waits and chosen in HOLDS_ALL else chosen,
+                cap=allowance.chunks,
+                split_backward=backward.split,
+                stock=backward.stock,
+                beta=measured.beta if measured else 0.0,
+                largest=largest,
+                sizes=sizes,
+                weights=allowance.weights,
+                limits=self._limits(allowance, geometry, largest, sizes),
+                kappa=kappa,
+            )
         self._schedulers[key] = scheduler, allowance
         return scheduler
 
@@ -176,10 +188,12 @@ class Decisions:
         largest: int,
         sizes: Sequence[int] | None,
         kappa: float,
-    ) -> Allowance:
-        """The allowance of this rank, which is logged when it changes."""
+    ) -> tuple[Allowance, bool]:
+        """The allowance of this rank, which is logged when it changes, and whether an activation
+        has to be measured first.
+        """
         if geometry.forward_only:
-            return Allowance(0.0)
+            return Allowance(0.0), False
         measured = self._measured
         cap = parse_cap(
             self._config.activation_cap,
@@ -204,9 +218,9 @@ class Decisions:
         if text not in self._said:  # measuring may leave a cap as it was
             self._said.add(text)
             self._log(f"dynamic pipeline: {text}")
-        return found
+        return found, cap.needs_measuring
 
-    def limits(
+    def _limits(
         self,
         allowance: Allowance,
         geometry: Geometry,
@@ -220,38 +234,6 @@ class Decisions:
             self._static.add(geometry, sizes, allowance.weights)
         return allowance.with_static(self._static, largest).limits
 
-    def _build(
-        self,
-        geometry: Geometry,
-        backward: Backward,
-        policy: str | Policy,
-        largest: int,
-        allowance: Allowance,
-        sizes: Sequence[int] | None,
-        kappa: float = 0.0,
-    ) -> Scheduler:
-        if geometry.forward_only:
-            return Scheduler(geometry, policy=policy, split_backward=False, largest=largest)
-        measured = self._measured
-        # Room for all microbatches is not known before a cap in bytes is.
-        waits = (
-            measured is None
-            and parse_cap(self._config.activation_cap, geometry, sized=self._cuts).needs_measuring
-        )
-        return Scheduler(
-            geometry,
-            policy="depth-first" if waits and policy in HOLDS_ALL else policy,
-            cap=allowance.chunks,
-            split_backward=backward.split,
-            stock=backward.stock,
-            beta=measured.beta if measured else 0.0,
-            largest=largest,
-            sizes=sizes,
-            weights=allowance.weights,
-            limits=self.limits(allowance, geometry, largest, sizes),
-            kappa=kappa,
-        )
-
     def recorded_backward(self, rank: int) -> Backward | None:
         """The way of the next call's backwards in the recording of pipeline rank ``rank``; None if
         this rank replays none.
@@ -259,12 +241,6 @@ class Decisions:
         if self._replay is None:
             return None
         return self._loaded(self._replay, rank).backward(self._num_calls)
-
-    def _next_replay(self, path: str, geometry: Geometry, backward: Backward) -> Policy:
-        recording = self._loaded(path, geometry.rank)
-        return recording.replay(
-            self._num_calls, geometry, split_backward=backward.split, stock=backward.stock
-        )
 
     def _loaded(self, path: str, rank: int) -> Recording:
         if self._recording is None:
@@ -280,13 +256,7 @@ class Decisions:
             found = [sizes[microbatch] for microbatch in range(geometry.num_microbatches)]
             self._static.add(geometry, found, scheduler.weights)
         if self._recorder is not None:
-            self._recorder.write(
-                geometry,
-                actions,
-                split_backward=backward.split,
-                stock=backward.stock,
-                sizes=sizes.unlike(),
-            )
+            self._recorder.write(geometry, actions, backward, sizes.unlike())
 
     def close(self) -> None:
         """Close the recording. May be called twice."""

@@ -9,16 +9,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-
-import torch
+from typing import Any, cast
 
 from megatron.dpp.inject import Injector
 from megatron.dpp.transport import kinds
-from megatron.dpp.transport.base import LinkInfo, Message, Transport
+from megatron.dpp.transport.base import Message, Transport
 
 
-class DelayedTransport(Transport):
-    """``inner``, with every message delayed by ``injector``.
+def delayed(inner: Transport, injector: Injector | None, ranks: Sequence[int]) -> Transport:
+    """``inner``, with every message delayed by ``injector`` if that delays any.
 
     A delay begins when the message was sent or, if the sender may be on another host, when it was
     first seen. Messages are taken out of ``inner`` at once, so a slow link causes no back-pressure.
@@ -28,11 +27,17 @@ class DelayedTransport(Transport):
         injector: gives the delay of each message, by the ranks' places in the pipeline.
         ranks: global ranks of the pipeline, to find those places.
     """
+    if injector is None or not injector.delays_messages:
+        return inner
+    return cast(Transport, _Delayed(inner, injector, ranks))
+
+
+class _Delayed:
+    """All but what comes in is the inner transport's."""
 
     def __init__(self, inner: Transport, injector: Injector, ranks: Sequence[int]) -> None:
         self._inner, self._injector = inner, injector
-        self.rank, self.board = inner.rank, inner.board
-        self.outgoing, self.incoming = inner.outgoing, inner.incoming
+        self.incoming = inner.incoming
         place = {rank: index for index, rank in enumerate(ranks)}
         self._pairs = [(place[c.source], place[c.destination]) for c in inner.incoming]
         far = {link.peer for link in inner.links() if kinds.find(link.kind).between_hosts}
@@ -42,7 +47,11 @@ class DelayedTransport(Transport):
         self._hidden: list[deque[Message]] = [deque() for _ in inner.incoming]
         self._shown: list[deque[Message]] = [deque() for _ in inner.incoming]
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
     def poll(self) -> Sequence[int]:
+        """As the transport's, of messages whose delay is over."""
         for index, total in enumerate(self._inner.poll()):
             for number in range(self._num_taken[index], total):
                 self._hide(index, number)
@@ -65,6 +74,7 @@ class DelayedTransport(Transport):
         self._hidden[index].append(message._replace(arrived_ns=due))
 
     def wait(self, seconds: float) -> bool:
+        """As the transport's; what ends a delay ends it, too."""
         heads = [hidden[0].arrived_ns for hidden in self._hidden if hidden]
         left = (min(heads) - time.monotonic_ns()) * 1e-9 if heads else seconds
         if left >= seconds:
@@ -73,35 +83,11 @@ class DelayedTransport(Transport):
             self._inner.wait(left)
         return True
 
-    def put(
-        self, channel: int, tensor: torch.Tensor, *,
-        iteration: int, microbatch: int, part: int = 0, num_parts: int = 1,
-    ) -> None:  # fmt: skip
-        self._inner.put(
-            channel, tensor, iteration=iteration, microbatch=microbatch,
-            part=part, num_parts=num_parts,
-        )  # fmt: skip
-
     def take(self, channel: int) -> Message:
         """The message, with its delay in ``arrived_ns``, for traces."""
         if not self._shown[channel]:
-            raise IndexError(f"rank {self.rank}: nothing has arrived on {self.incoming[channel]}")
+            raise IndexError(f"nothing has arrived on {self.incoming[channel]}")
         return self._shown[channel].popleft()
-
-    def pending(self) -> int:
-        return self._inner.pending()
-
-    def pending_bytes(self) -> int:
-        return self._inner.pending_bytes()
-
-    def flush(self, seconds: float) -> None:
-        self._inner.flush(seconds)
-
-    def links(self) -> Sequence[LinkInfo]:
-        return self._inner.links()
-
-    def silence(self, peer: int) -> float:
-        return self._inner.silence(peer)
 
     def departed(self, peer: int) -> bool:
         """True if ``peer`` has left and no message of it is delayed here."""
@@ -110,9 +96,3 @@ class DelayedTransport(Transport):
         self.poll()  # its last messages may not have been looked at yet
         pairs = zip(self._hidden, self.incoming, strict=True)
         return not any(hidden and spec.source == peer for hidden, spec in pairs)
-
-    def abort(self, reason: str) -> None:
-        self._inner.abort(reason)
-
-    def close(self) -> None:
-        self._inner.close()

@@ -27,15 +27,13 @@ from megatron.dpp.core.call import StepCall
 from megatron.dpp.core.head import Head, why_not_in_forward
 from megatron.dpp.core.rng import Draws, TaskRng, line
 from megatron.dpp.core.steps import Stage
-from megatron.dpp.errors import ConfigError, setting
+from megatron.dpp.errors import ConfigError, Text, setting
 from megatron.dpp.memory import allocator_retries
-from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.executor import Executor, Iteration
-from megatron.dpp.runtime.host_time import TOLD_AFTER, allocator_lines, host_line
 from megatron.dpp.runtime.prepared import Prepared
 from megatron.dpp.runtime.race import FUSED, Race
-from megatron.dpp.runtime.session import Session, Sessions, check_chunks
+from megatron.dpp.runtime.session import Session, check_chunks
 from megatron.dpp.runtime.slicing import Slicing
 from megatron.dpp.runtime.stage_group import geometry_of, pipeline_of
 from megatron.dpp.runtime.static import StaticSchedule
@@ -43,6 +41,9 @@ from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import HOLDS_ALL, Geometry
 from megatron.dpp.schedule.reference import num_warmup
 from megatron.dpp.transport.base import Transport
+
+_TOLD_AFTER = 5
+"""Training steps after which a full memory is logged, once."""
 
 
 class DppSchedule(PipelineSchedule):
@@ -52,16 +53,10 @@ class DppSchedule(PipelineSchedule):
     """
 
     _always_links = True
-    peak_held = 0.0
-    """Largest number of chunk activations that this rank has held so far."""
     num_out_of_order = 0
     """Forwards and backwards of the last call that deviated from Megatron's order."""
     _num_trained = 0
     _retries = 0
-    host_us_per_task = 0.0
-    """Host microseconds per task of the last call, without PyTorch's launches; 0 where
-    megatron-core's own schedule ran.
-    """
     policy: str | None = None
     """Policy of the next training step, in the place of the configuration's."""
     _announced: Sequence[int] | None = None
@@ -70,11 +65,11 @@ class DppSchedule(PipelineSchedule):
 
     def __init__(self, *given: Any, **more: Any) -> None:
         super().__init__(*given, **more)
-        self._sessions = Sessions(self.config, self._seed, self._log, self._warn)
+        self._session = Session(self.config, self._seed, self._log, self._warn)
         self._draws = Draws()
         self._slicing = Slicing(self.config, self._say_once)
         self._prepared = Prepared(
-            self.config, self._sessions, self._log, self._say_once, self._capture
+            self.config, self._session, self._log, self._say_once, self._capture
         )
         self._race = Race(self.config, self._log, self._prepared, self._free)
 
@@ -103,12 +98,12 @@ class DppSchedule(PipelineSchedule):
 
     def _run(self, backward: Backward, call: StepCall) -> list[Any]:
         """Run a call in the dynamic pipeline."""
-        iteration, session = self.iteration - 1, self._sessions.open(call)
+        iteration, session = self.iteration - 1, self._session
+        session.open(call)
         weights = None if call.forward_only else self._prepared.prepare(call)
         if self.config.replay is not None and weights is not None:
             backward = session.recorded_backward(call)
         backward = backward if weights is not None else FUSED
-        self._prepared.begin(backward, graphs=self._race.binds_graphs)
         weights = weights if backward.split else None
         topology = session.topology
         geometry = geometry_of(topology, call, weights.num_pieces if weights else None)
@@ -127,8 +122,11 @@ class DppSchedule(PipelineSchedule):
             stage.measure()
         with contextlib.closing(stage):
             stage.open()
-            with self._prepared.bound(call, self.recorder), self._slicing.bound(call):
-                longest = self._execute(session, stage, geometry, backward, iteration)
+            bound = self._prepared.bound(
+                call, self.recorder, backward, graphs=self._race.binds_graphs
+            )
+            with bound, self._slicing.bound(call):
+                longest = self._execute(stage, geometry, backward, iteration)
             if not call.forward_only:
                 self._prepared.account(call, longest, stage if measures else None)
             with self.recorder.span("grad-sync"):
@@ -140,13 +138,13 @@ class DppSchedule(PipelineSchedule):
             dataclasses.replace(self.config, task_rng=False), seed=self._seed, log=self._log
         )
         own.recorder = self.recorder
-        self._announced, self.num_out_of_order, self.host_us_per_task = None, 0, 0.0
+        self._announced, self.num_out_of_order = None, 0
         return own(**keywords | {"forward_step_func": call.forward_step_func})
 
     def _free(self) -> None:
         """Free what the dynamic pipeline holds, until it runs again."""
         self._prepared.forget()
-        self._sessions.close_links()
+        self._session.close_links()
         torch.cuda.empty_cache()
 
     def check(self, **keywords: Any) -> None:
@@ -230,18 +228,14 @@ class DppSchedule(PipelineSchedule):
 
     @property
     def injected_seconds(self) -> float:
-        return self._sessions.injected_seconds
+        return self._session.injected_seconds
 
     def _execute(
-        self,
-        session: Session,
-        stage: Stage,
-        geometry: Geometry,
-        backward: Backward,
-        iteration: int,
+        self, stage: Stage, geometry: Geometry, backward: Backward, iteration: int
     ) -> float:
         """Run the tasks; returns the tokens of the longest microbatch in those of the first."""
-        links, decisions, most = session.links, session.decisions, self.config.max_tokens
+        session, most = self._session, self.config.max_tokens
+        decisions = session.decisions
         tokens = stage.call.tokens(stage.call.longest(most), most)
         sizes, self._announced = self._announced, None
         if self._prepared.pads(stage.call):
@@ -260,18 +254,15 @@ class DppSchedule(PipelineSchedule):
             kappa=self._slicing.kappa(stage.call, decisions.activation_bytes),
             policy=self._policy_of(stage.call),
         )
-        decider = decider_for(scheduler, links.channels.receiving, links.transport.board)
-        decider.start(links.consumed)
         executor = Executor(
             runner=stage,
-            decider=decider,
-            links=links,
+            scheduler=scheduler,
+            links=session.links,
             recorder=self.recorder,
             timer=session.timer,
             injector=session.injector,
             iteration=Iteration(
                 number=iteration,
-                split_backward=backward.split,
                 timeout=self.config.timeout,
                 launch_ahead=session.launch_ahead and (backward.split or stage.call.forward_only),
                 count_tokens=tokens.count,
@@ -280,38 +271,30 @@ class DppSchedule(PipelineSchedule):
             ),
         )
         executor.run()
-        links.consume(geometry)
         decisions.ran(scheduler, executor.actions, backward=backward)
-        self.peak_held = max(self.peak_held, decisions.peak_held)
         self.num_out_of_order = scheduler.num_out_of_order
-        self.host_us_per_task = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
-        self._tell_limits(session, geometry)
+        if self.recorder.enabled:
+            overhead_us = executor.overhead_ns / 1e3 / max(len(executor.actions), 1)
+            self.recorder.counter("host", overhead_us)
+            launching = session.timer.launch_share(range(geometry.num_chunks))
+            self.recorder.counter("launching", launching)
+        if not geometry.forward_only:
+            self._tell_if_full()
         slices = self._slicing.slices_of(stage.call)
         if slices is not None:
             self.recorder.counter("keys", slices.keys.peak_bytes)
         return largest / (executor.first_size or largest)
 
-    def _tell_limits(self, session: Session, geometry: Geometry) -> None:
-        """Record the host's time per task and the share of launching; log once what limits steps
-        after the first.
-        """
-        self._num_trained += not geometry.forward_only
+    def _tell_if_full(self) -> None:
+        """Log once that the allocator ran out of memory in the steps after the first."""
+        self._num_trained += 1
         if self._num_trained == 1:
             self._retries = allocator_retries()
-        tells = self._num_trained == TOLD_AFTER and not geometry.forward_only
-        if not (tells or self.recorder.enabled):
             return
-        launching = session.timer.launch_share(range(geometry.num_chunks))
-        self.recorder.counter("host", self.host_us_per_task)
-        self.recorder.counter("launching", launching)
-        if tells:
-            eager = 0.0 if self._prepared.replays else launching
-            retries = allocator_retries() - self._retries
-            for line in (
-                host_line(self.host_us_per_task, eager),
-                *allocator_lines(retries, TOLD_AFTER - 1),
-            ):
-                self._log(line)
+        told = self._num_trained == _TOLD_AFTER
+        retries = allocator_retries() - self._retries if told else 0
+        if line := full_line(retries, _TOLD_AFTER - 1):
+            self._log(line)
 
     def _policy_of(self, call: StepCall) -> str | None:
         """The policy of a call in the place of the configuration's, if there is one."""
@@ -322,10 +305,27 @@ class DppSchedule(PipelineSchedule):
         return "megatron" if keeps else "depth-first"
 
     def close(self) -> None:
-        self._sessions.close()
+        self._session.close()
         self._prepared.forget()
         self._slicing.forget()
 
     def _links(self) -> Transport | None:
-        session = self._sessions.current
-        return session.links.transport if session else None
+        return self._session.links.transport if self._session.is_open else None
+
+
+def full_line(retries: int, steps: int) -> Text | None:
+    """The line of a rank whose allocator ran out of memory ``retries`` times in so many steps, gave
+    its cached memory back and asked for it again; None if it did not.
+    """
+    if not retries:
+        return None
+    given = ("activation_cap", "static"), ("slice_tokens", "N"), ("cuda_graphs", "off")
+    cap, tokens, off = (setting(name, value) for name, value in given)
+    return Text(
+        "dynamic pipeline: the device's memory is full: PyTorch gave memory back and asked for it "
+        f"again {retries} times in {steps} steps, which waits for all work; less memory: {cap} or "
+        f"less, {tokens}, {off}",
+        cap,
+        tokens,
+        off,
+    )

@@ -12,18 +12,18 @@ iteration.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron.dpp.direction import Direction
 from megatron.dpp.inject import Injector, Task
-from megatron.dpp.runtime.agreement import Decider
+from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.gaps import Gaps
 from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.mail import Mail, Tensors
 from megatron.dpp.runtime.timer import TaskTimer
-from megatron.dpp.schedule import Action, Kind
+from megatron.dpp.schedule import Action, Kind, Scheduler
 from megatron.dpp.trace import IdleCause, Recorder
 
 _NAP_SECONDS = 0.05
@@ -61,7 +61,6 @@ class Iteration:
 
     Args:
         number: that every message of this iteration carries.
-        split_backward: weight gradients are tasks of their own.
         timeout: seconds without any progress after which the rank gives up.
         launch_ahead: launch a task before its input has arrived, if nothing else may run.
         count_tokens: the tokens of a microbatch by the content of one of its boundaries, or None
@@ -73,7 +72,6 @@ class Iteration:
     """
 
     number: int
-    split_backward: bool
     timeout: float
     launch_ahead: bool = True
     count_tokens: Callable[[Tensors], int | None] = lambda _: None
@@ -86,7 +84,7 @@ class Executor:
 
     Args:
         runner: runs tasks.
-        decider: picks the next task.
+        scheduler: at its start; it decides, or its stage's leader does.
         links: the channels of this rank.
         recorder: records every task, message and gap.
         timer: says when the next decision is due.
@@ -98,21 +96,22 @@ class Executor:
         self,
         *,
         runner: TaskRunner,
-        decider: Decider,
+        scheduler: Scheduler,
         links: Links,
         recorder: Recorder,
         timer: TaskTimer,
         injector: Injector | None,
         iteration: Iteration,
     ) -> None:
-        self._runner, self._decider, self._recorder = runner, decider, recorder
-        self._scheduler, self._geometry = decider.scheduler, decider.scheduler.geometry
+        self._runner, self._links, self._recorder = runner, links, recorder
+        self._transport = links.transport
+        self._scheduler, self._geometry = scheduler, scheduler.geometry
+        self._decider = decider_for(scheduler, links)
         self._iteration, self._timeout = iteration, iteration.timeout
         units = self._geometry.backward_units
         self._mail = Mail(links, recorder, iteration.number, iteration.timeout, units)
-        self._gaps = Gaps(recorder, decider)
+        self._gaps = Gaps(recorder, self._decider)
         self._timer, self._injector = timer, injector
-        self._split_backward = iteration.split_backward
         self._awaited: tuple[int, int] | None = None
         """Channel and microbatch of the input that the device waits for."""
         self.first_size: int | None = None
@@ -129,7 +128,10 @@ class Executor:
         """The size of each microbatch, in the largest."""
         self._longer = iteration.longer
         self._work = 0.0
-        self._owed = [self._tasks_owed(chunk) for chunk in range(self._geometry.num_chunks)]
+        self._pieces, geometry = scheduler.pieces, self._geometry
+        owed = 0 if geometry.forward_only else geometry.num_microbatches
+        self._owed = [owed * max(pieces, 1) for pieces in self._pieces]
+        """Tasks after which a chunk's gradients are complete: its W pieces, or its fused B's."""
         self._run_kind = {Kind.F: self._forward, Kind.B: self._backward, Kind.W: self._weight}
 
     def run(self) -> None:
@@ -170,24 +172,16 @@ class Executor:
             begin = end
         while self._awaited is not None and not self._input_came():
             poll()  # what ends the wait may be a failure
-        mail.flush()
+        self._transport.flush(self._timeout)
+        self._links.consume(self._geometry)
 
     def _next_coming(self) -> Action | None:
         """The task whose input is in flight, to be launched ahead of it if nothing else may run:
         the device then waits for the input, and not for the host.
         """
         self._gaps.describe(self._mail.arrived)
-        return (
-            self._decider.next_coming(self._mail.coming()) if self._iteration.launch_ahead else None
-        )
-
-    def _tasks_owed(self, chunk: int) -> int:
-        """Tasks after which a chunk's gradients are complete: its W pieces, or its fused B's."""
-        geometry = self._geometry
-        if geometry.forward_only:
-            return 0
-        pieces = geometry.pieces(chunk) if self._split_backward else 0
-        return int(geometry.num_microbatches * max(pieces, 1))
+        ahead = self._iteration.launch_ahead
+        return self._decider.next_coming(self._links.coming() if ahead else ())
 
     def _begin(self, action: Action, *, ahead: bool = False) -> None:
         kind, chunk, microbatch, piece = action
@@ -260,65 +254,49 @@ class Executor:
         self._mail.put(Direction.BACKWARD, chunk, microbatch, gradient)
         if fused:
             self._all_weights(chunk, microbatch)
-        elif not self._split_backward or not self._geometry.pieces(chunk):
+        elif not self._pieces[chunk]:
             self._count_complete(chunk)
 
     def _all_weights(self, chunk: int, microbatch: int) -> None:
         """Run all pieces of the W that a fused B includes, whose output has left already."""
-        pieces, number = self._geometry.pieces(chunk), 0
-        for piece in range(pieces):
-            if number:
-                self._record_next(chunk, microbatch, piece, self._scheduler.held)
-            else:
-                self._begin(Action(Kind.W, chunk, microbatch, piece))
-            self._timed(self._runner.weight, chunk, microbatch, piece)
-            number += 1
-            if self._injector is not None or piece == pieces - 1:  # each is to be prolonged
-                self._finish_task("W", chunk, microbatch, number)
-                number = 0
-        for _ in range(pieces):
-            self._count_complete(chunk)
+        pieces = range(self._pieces[chunk])
+        for run in [pieces] if self._injector is None else [[piece] for piece in pieces]:
+            self._run_pieces(chunk, microbatch, run)
 
     def _weight(self, action: Action) -> None:
-        """Run a piece of W, and on through the same W as long as the next choice is its next piece.
-        The timer takes the pieces together.
-        """
-        _, chunk, microbatch, piece = action
-        self._begin(action)
         self._decider.look_ahead()
-        number = 0
-        while True:
+        self._run_pieces(action.chunk, action.microbatch, self._following(action))
+
+    def _run_pieces(self, chunk: int, microbatch: int, pieces: Iterable[int]) -> None:
+        """Run pieces of one W, which the timer takes together."""
+        number, held = 0, 0.0
+        for piece in pieces:
+            if number == 0:
+                self._begin(Action(Kind.W, chunk, microbatch, piece))
+            elif self._records:
+                self._recorder.end_task()
+                self._recorder.counter("held", held)
+                self._recorder.begin_task("W", chunk, microbatch, piece)
             self._timed(self._runner.weight, chunk, microbatch, piece)
             number += 1
-            following = self._run_on(chunk, microbatch, number)
-            if following is None:
-                break
-            piece = following.piece
+            held = self._scheduler.held if self._records else 0.0  # before the next piece counts
         self._finish_task("W", chunk, microbatch, number)
         for _ in range(number):
             self._count_complete(chunk)
 
-    def _run_on(self, chunk: int, microbatch: int, number: int) -> Action | None:
-        """The next piece after ``number`` of one W, begun; None if another task may be next, or if
-        each is to be prolonged.
+    def _following(self, first: Action) -> Iterator[int]:
+        """Pieces of one W from the first on, as long as the next choice is its next piece: none
+        where another task may be next, or where each is to be prolonged.
         """
-        if self._injector is not None or not self._timer.goes_on(
-            ("W", chunk), self._shares[microbatch], number
-        ):
-            return None
-        arrived, held = self._mail.poll(), self._scheduler.held if self._records else 0.0
-        following = self._decider.run_on(arrived)
-        if following is not None:
-            self.actions.append(following)
-            self._record_next(chunk, microbatch, following.piece, held)
-        return following
-
-    def _record_next(self, chunk: int, microbatch: int, piece: int, held: float) -> None:
-        """Record a piece's end, after which ``held`` was held, and the begin of the next one."""
-        if self._records:
-            self._recorder.end_task()
-            self._recorder.counter("held", held)
-            self._recorder.begin_task("W", chunk, microbatch, piece)
+        yield first.piece
+        key, size, number = ("W", first.chunk), self._shares[first.microbatch], 1
+        while self._injector is None and self._timer.goes_on(key, size, number):
+            action = self._decider.run_on(self._mail.poll())
+            if action is None:
+                return
+            self.actions.append(action)
+            number += 1
+            yield action.piece
 
     def _finish_task(self, kind: str, chunk: int, microbatch: int, number: int = 1) -> None:
         """End a task whose work is queued, or ``number`` of one kind; prolong it if asked to,
@@ -341,8 +319,7 @@ class Executor:
 
     def _cost(self, kind: str, chunk: int) -> float:
         """A task's nominal work, in forwards of a whole rank."""
-        once = 1.0 / self._geometry.num_chunks
-        pieces = self._geometry.pieces(chunk) if self._split_backward else 0
+        once, pieces = 1.0 / self._geometry.num_chunks, self._pieces[chunk]
         if kind == "W":
             return once / pieces
         return once if kind == "F" or pieces else 2 * once
@@ -359,7 +336,7 @@ class Executor:
         a data loader's thread by milliseconds.
         """
         if seconds > 0.0:
-            self._mail.wait(min(seconds, _REST_SECONDS))
+            self._transport.wait(min(seconds, _REST_SECONDS))
 
     def _sleep(self) -> None:
         """Wait for an arrival, and give up after ``timeout`` seconds."""
@@ -370,10 +347,10 @@ class Executor:
         held_back = self._geometry.forward_only and mail.is_full()
         if waited > self._timeout:
             if held_back:
-                mail.flush(0.0)  # names the receivers that take nothing
+                self._transport.flush(0.0)  # names the receivers that take nothing
             raise mail.stalled(self._scheduler.stall(), followed=self._decider.followed)
         nap = _REST_SECONDS if held_back else _NAP_SECONDS  # a free slot wakes no sleeper
-        mail.wait(min(nap, self._timeout - waited + 1e-3))
+        self._transport.wait(min(nap, self._timeout - waited + 1e-3))
 
     def _input_came(self) -> bool:
         """True, and the end of the gap, when the device has the input that it waits for.
@@ -388,6 +365,9 @@ class Executor:
             return True
         waited = self._gaps.seconds
         if waited > self._timeout:
-            raise self._mail.overdue(*self._awaited, waited)
+            channel, microbatch = self._awaited
+            raise self._transport.overdue(
+                channel, waited, iteration=self._iteration.number, microbatch=microbatch
+            )
         self._rest(_LOOK_SECONDS)
         return False

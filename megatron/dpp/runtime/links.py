@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,53 +12,81 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.direction import Direction
 from megatron.dpp.hosts import address_towards
 from megatron.dpp.inject import Injector
-from megatron.dpp.runtime.delayed import DelayedTransport
-from megatron.dpp.runtime.topology import Channels, Topology
+from megatron.dpp.runtime.delayed import delayed
+from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry
 from megatron.dpp.transport import TransportOptions, kinds, open_transport
 from megatron.dpp.transport.base import ChannelSpec, Transport
 from megatron.dpp.transport.options import tuned
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_NAP_SECONDS = 0.05
 _ABANDON_SECONDS = 3.0
 """Time after which a rank that has not noticed a lost peer hangs in a collective."""
 
 
 class Links:
-    """An opened transport with the maps between its channels and tasks, and counts of what was
-    read.
+    """An opened transport, the tasks that its channels serve, and counts of what was read.
 
     Args:
-        transport: opened with ``channels.specs``.
-        channels: this rank's channels.
+        transport: opened with :meth:`Topology.channels`.
+        topology: of this rank.
+        num_received: tensors of a boundary that a chunk is given by the stage before it.
+        num_sent: tensors that a chunk hands to the stage after it.
     """
 
-    def __init__(self, transport: Transport, channels: Channels) -> None:
-        channels.bind(transport.outgoing, transport.incoming)
-        self.transport, self.channels = transport, channels
-        self.consumed = [0] * len(transport.incoming)
+    def __init__(
+        self, transport: Transport, topology: Topology, num_received: int = 1, num_sent: int = 1
+    ) -> None:
+        self.transport, incoming, outgoing = transport, transport.incoming, transport.outgoing
+        self.receiving = [(spec.direction, spec.chunk) for spec in incoming]
+        """The task that each incoming channel feeds, as (direction, chunk)."""
+        self._index_of = {key: index for index, key in enumerate(self.receiving)}
+        self._sending = {
+            (spec.direction, topology.sending_chunk(spec)): index
+            for index, spec in enumerate(outgoing)
+        }
+        before, after = num_received, num_sent
+        forward = Direction.FORWARD
+        self.tensors_in = [before if s.direction == forward else after for s in incoming]
+        """Messages per microbatch on each incoming channel: tensors of the boundary that it comes
+        from.
+        """
+        self.tensors_out = [after if s.direction == forward else before for s in outgoing]
+        """Messages per microbatch on each outgoing channel."""
+        self.consumed = [0] * len(incoming)
         """Microbatches of earlier iterations, per incoming channel."""
-        self._parts = channels.tensors_in
-        self.whole = max(self._parts, default=1) == 1
+        self.whole = max(self.tensors_in, default=1) == 1
         """Every microbatch is one tensor on each channel."""
+
+    def incoming(self, direction: Direction, chunk: int) -> int | None:
+        """Index of the channel that feeds a task of ``chunk``; None where the task needs no
+        message.
+        """
+        return self._index_of.get((direction, chunk))
+
+    def outgoing(self, direction: Direction, chunk: int) -> int | None:
+        """Index of the channel that takes the result of ``chunk``; None at the ends of the
+        pipeline.
+        """
+        return self._sending.get((direction, chunk))
 
     def poll(self) -> Sequence[int]:
         """Microbatches that have arrived on each incoming channel with all of their tensors."""
-        arrived = self.transport.poll()
-        if self.whole:
-            return arrived
-        return [total // parts for total, parts in zip(arrived, self._parts, strict=True)]
+        return self._in_microbatches(self.transport.poll())
 
     def coming(self) -> Sequence[int]:
         """As :meth:`poll`, with microbatches in flight that may be taken; empty if unknown."""
-        coming = self.transport.coming()
-        if self.whole or not coming:
-            return coming
-        return [total // parts for total, parts in zip(coming, self._parts, strict=True)]
+        return self._in_microbatches(self.transport.coming())
+
+    def _in_microbatches(self, messages: Sequence[int]) -> Sequence[int]:
+        if self.whole:
+            return messages
+        return [total // parts for total, parts in zip(messages, self.tensors_in, strict=False)]
 
     def consume(self, geometry: Geometry) -> None:
         """Count the microbatches of an iteration that is over."""
-        for index, (direction, _) in enumerate(self.channels.receiving):
+        for index, (direction, _) in enumerate(self.receiving):
             if not (geometry.forward_only and direction == Direction.BACKWARD):
                 self.consumed[index] += geometry.num_microbatches
 
@@ -88,6 +117,7 @@ def links_of(
     receives: Sequence[int],
     sends: Sequence[int],
     config: DppConfig,
+    log: Callable[[str], None],
     *,
     stage_ranks: Sequence[int] = (),
     injector: Injector | None = None,
@@ -97,13 +127,45 @@ def links_of(
 
     Args:
         receives, sends: as of :meth:`Topology.channels`.
+        log: called with a line about the link to each neighbour.
         stage_ranks, device: as of :func:`open_links`.
     """
-    channels = topology.channels(receives, sends, config.slots)
-    transport = open_links(channels.specs, config, stage_ranks, device)
-    if injector is not None and injector.delays_messages:
-        transport = DelayedTransport(transport, injector, topology.ranks)
-    return Links(transport, channels)
+    specs = topology.channels(receives, sends, config.slots)
+    transport = delayed(open_links(specs, config, stage_ranks, device), injector, topology.ranks)
+    own = topology.ranks[topology.rank]
+    for link in transport.links():
+        log(f"dynamic pipeline: rank {own} -> {link.peer}: {link.kind} ({link.reason})")
+    return Links(transport, topology, len(receives), len(sends))
+
+
+def injector_of(config: DppConfig, topology: Topology, seed: int) -> Injector | None:
+    """Slows this rank's tasks down as ``config.inject`` says, or None."""
+    if not config.inject:
+        return None
+    place = topology.rank, topology.num_ranks
+    return Injector(config.inject, *place, seed, num_chunks=topology.num_chunks)
+
+
+def await_message(
+    transport: Transport, channel: int, before: int, seconds: float, iteration: int, microbatch: int
+) -> None:
+    """Wait until more than ``before`` messages have arrived on a channel.
+
+    Args:
+        iteration, microbatch: of the message, for the error.
+
+    Raises:
+        PeerDead: the sender has closed its links.
+        TransferTimeout: nothing came for ``seconds``.
+    """
+    begin, source = time.monotonic(), transport.incoming[channel].source
+    while transport.poll()[channel] <= before:
+        waited = time.monotonic() - begin
+        left = transport.departed(source)
+        arrived = transport.poll()[channel] > before  # after the look at the sender
+        if (left or waited > seconds) and not arrived:
+            raise transport.overdue(channel, waited, iteration=iteration, microbatch=microbatch)
+        transport.wait(_NAP_SECONDS)
 
 
 def open_links(

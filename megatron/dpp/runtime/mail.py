@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.dpp.direction import Direction
-from megatron.dpp.errors import ProtocolError, TransferTimeout, TransportError, setting
+from megatron.dpp.errors import ProtocolError, TransferTimeout, setting
 from megatron.dpp.runtime.links import Links
 from megatron.dpp.schedule import Cause
 from megatron.dpp.schedule.scheduler import Stall
@@ -44,9 +44,9 @@ class Mail:
         backward_units: Sequence[int] = (),
     ) -> None:
         self._links, self._recorder = links, recorder
-        self._transport, self._channels = links.transport, links.channels
+        self._transport = links.transport
         self._records = recorder.enabled
-        self.incoming = links.channels.incoming
+        self.incoming = links.incoming
         """Index of the channel of a task's input, by direction and chunk; None where it comes from
         no other rank.
         """
@@ -68,10 +68,6 @@ class Mail:
         self.arrived = arrived = self._look()
         return arrived
 
-    def coming(self) -> Sequence[int]:
-        """As :attr:`arrived`, with microbatches in flight that may be taken; empty if unknown."""
-        return self._links.coming()
-
     def is_ahead(self, channel: int) -> bool:
         """True if the next input of a channel had not arrived at the last :meth:`poll`."""
         return self.arrived[channel] <= self._taken[channel]
@@ -83,12 +79,11 @@ class Mail:
             ProtocolError: it is another one than that of this iteration and ``microbatch``.
         """
         self._taken[channel] += 1
-        num_parts = self._channels.tensors_in[channel]
+        num_parts = self._links.tensors_in[channel]
         with self._unwatched():
-            if num_parts == 1:
-                return self._take_part(channel, microbatch, 0, 1)
             parts = range(num_parts)
-            return [self._take_part(channel, microbatch, part, num_parts) for part in parts]
+            found = [self._take_part(channel, microbatch, part, num_parts) for part in parts]
+        return found if num_parts > 1 else found[0]
 
     def _take_part(self, channel: int, microbatch: int, part: int, num_parts: int) -> torch.Tensor:
         message = self._transport.take(channel)
@@ -96,13 +91,13 @@ class Mail:
             ahead = not message.arrived_ns
             if ahead:
                 message = message._replace(arrived_ns=self._recorder.mark())
-            self._recorder.taken(self._channels.spec_in(channel), message, ahead=ahead)
+            self._recorder.taken(self._transport.incoming[channel], message, ahead=ahead)
         expected = (self._iteration, microbatch, part, num_parts)
         found = message[1:5]
         if found != expected:
             names = "iteration {}, microbatch {}, tensor {} of {}"
             raise ProtocolError(
-                f"{self._channels.spec_in(channel)}: expected {names.format(*expected)}, got "
+                f"{self._transport.incoming[channel]}: expected {names.format(*expected)}, got "
                 f"{names.format(*found)}; do all ranks run the same step?"
             )
         return message.tensor
@@ -115,36 +110,29 @@ class Mail:
         Raises:
             TypeError: it is not as many tensors as were declared.
         """
-        channel = self._channels.outgoing(direction, chunk)
+        channel = self._links.outgoing(direction, chunk)
         if channel is None:
             return False
-        num_parts = self._channels.tensors_out[channel]
-        tensors = result if isinstance(result, list) else [result]
+        num_parts = self._links.tensors_out[channel]
+        tensors: list[Any] = result if isinstance(result, list) else [result]
         if len(tensors) != num_parts or not all(isinstance(t, torch.Tensor) for t in tensors):
             raise TypeError(
                 f"chunk {chunk} returned {', '.join(type(t).__name__ for t in tensors)} to its "
                 f"neighbour; {num_parts} Tensor{'s' * (num_parts > 1)} declared (one, unless "
                 "adjust_tensor_shapes_fn returns more shapes)"
             )
+        labels = {"iteration": self._iteration, "microbatch": microbatch, "num_parts": num_parts}
         with self._unwatched():
             for part, tensor in enumerate(tensors):
-                self._put_part(channel, microbatch, tensor, part, num_parts)
+                payload = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+                num_bytes = payload.nbytes
+                if self._records:  # before the put, or a fast copy could arrive before it was sent
+                    spec = self._transport.outgoing[channel]
+                    self._recorder.put(spec, microbatch, num_bytes, self._kinds[spec.destination])
+                self._num_puts += 1
+                self._put_bytes += num_bytes
+                self._transport.put(channel, payload, part=part, **labels)
         return True
-
-    def _put_part(
-        self, channel: int, microbatch: int, tensor: Any, part: int, num_parts: int
-    ) -> None:
-        payload = tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-        num_bytes = payload.nbytes
-        if self._records:  # before the put, or a fast copy could arrive before it was sent
-            spec = self._channels.spec_out(channel)
-            self._recorder.put(spec, microbatch, num_bytes, self._kinds[spec.destination])
-        self._num_puts += 1
-        self._put_bytes += num_bytes
-        self._transport.put(
-            channel, payload, iteration=self._iteration, microbatch=microbatch,
-            part=part, num_parts=num_parts,
-        )  # fmt: skip
 
     def is_full(self) -> bool:
         """More waits to leave than :data:`MOST_PENDING` mean messages, in two or more."""
@@ -152,18 +140,6 @@ class Mail:
         if transport.pending() <= 1:
             return False
         return transport.pending_bytes() * self._num_puts > MOST_PENDING * self._put_bytes
-
-    def wait(self, seconds: float) -> None:
-        """Sleep until something changes, or ``seconds`` pass."""
-        self._transport.wait(seconds)
-
-    def flush(self, seconds: float | None = None) -> None:
-        """Wait until all outputs have left, by default for the timeout.
-
-        Raises:
-            TransportError: they do not.
-        """
-        self._transport.flush(self._timeout if seconds is None else seconds)
 
     def sender_left(self) -> bool:
         """True if a rank that this one receives from has closed its links."""
@@ -179,19 +155,15 @@ class Mail:
         arrived = self.poll()  # after the look at the peer: its last message is in it
         for way, chunk in stall.channels:
             index = self.incoming(way, chunk)
-            if index is None or self._channels.spec_in(index).source not in left:
+            if index is None or self._transport.incoming[index].source not in left:
                 continue
             if arrived[index] <= self._taken[index]:
                 number = self._taken[index] - self._before[index]
                 if way is Direction.BACKWARD and self._backward_units:
                     number = self._backward_units[number]
-                raise self.overdue(index, number, 0.0)
-
-    def overdue(self, channel: int, microbatch: int, seconds: float) -> TransportError:
-        """The error for an input that is missing after ``seconds``."""
-        return self._transport.overdue(
-            channel, seconds, iteration=self._iteration, microbatch=microbatch
-        )
+                raise self._transport.overdue(
+                    index, 0.0, iteration=self._iteration, microbatch=number
+                )
 
     def stalled(self, stall: Stall, *, followed: bool) -> TransferTimeout:
         """The error for a rank that could run nothing until the timeout.
@@ -205,7 +177,7 @@ class Mail:
         )
         channels = [self.incoming(way, chunk) for way, chunk in stall.channels]
         specs = {
-            f"{self._channels.spec_in(index)}{self._transport.brought(index)}"
+            f"{self._transport.incoming[index]}{self._transport.brought(index)}"
             for index in channels
             if index is not None
         }

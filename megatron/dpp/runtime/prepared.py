@@ -20,7 +20,7 @@ from megatron.dpp.core.wgrad.linear import WeightGradients
 from megatron.dpp.core.wgrad.own_way import refuse_shared
 from megatron.dpp.errors import Text, setting
 from megatron.dpp.memory import room
-from megatron.dpp.runtime.session import Session, Sessions
+from megatron.dpp.runtime.session import Session
 from megatron.dpp.schedule import LastRank, Memory
 from megatron.dpp.trace import Recorder
 
@@ -33,7 +33,7 @@ class Prepared:
 
     Args:
         config: split backwards and graphs.
-        sessions: has the links, times and decisions of the steps.
+        session: has the links, times and decisions of the steps.
         log: called with each line.
         say: called with a line of something that is prepared in each step.
         capture: captures graphs; None captures CUDA graphs.
@@ -42,27 +42,20 @@ class Prepared:
     def __init__(
         self,
         config: DppConfig,
-        sessions: Sessions,
+        session: Session,
         log: Callable[[str], None],
         say: Callable[[str], None],
         capture: Capture | None = None,
     ) -> None:
-        self._config, self._sessions, self._capture = config, sessions, capture
+        self._config, self._session, self._capture = config, session, capture
         self._log, self._say = log, say
         self.graphs: ChunkGraphs | None = None
         """Graphs of the chunks, where they are captured."""
         self._weights: WeightGradients | None = None
-        self._backward, self._binds = Backward(), True
-        self._padded = _NO_PADDING
+        self._binds, self._padded = True, _NO_PADDING
         self._model: Sequence[torch.nn.Module] = ()
         self._parameters: Sequence[torch.nn.Parameter] = ()
         self._trained: Sequence[bool] = ()
-
-    @property
-    def _session(self) -> Session:
-        session = self._sessions.current
-        assert session is not None
-        return session
 
     @property
     def num_pieces(self) -> tuple[int, ...]:
@@ -82,7 +75,7 @@ class Prepared:
         refuse_shared(call.model)
         trained = [parameter.requires_grad for parameter in self._parameters]
         if self._model != call.model or trained != self._trained:
-            if self._model and self._sessions.current is not None:
+            if self._model and self._session.is_open:
                 self._session.decisions.renew()
             self.forget()
             self._weights = self._weight_gradients(call)
@@ -92,8 +85,12 @@ class Prepared:
             self._model = list(call.model)
             self._parameters = [p for chunk in call.model for p in chunk.parameters()]
             self._trained = [p.requires_grad for p in self._parameters]
-        else:
-            self._look_again(call)
+        else:  # a host may have changed something in it
+            if self._weights is not None:
+                self._weights.inspect()
+            if self.graphs is not None and not self.graphs.inspect():
+                self.graphs.close()
+                self.graphs = self._make_graphs(call)
         return self._weights if any(self.num_pieces) else None
 
     def _weight_gradients(self, call: StepCall) -> WeightGradients | None:
@@ -101,14 +98,13 @@ class Prepared:
         if self._config.split_backward == "off":
             return None
         found = WeightGradients(call.model, self._say)
-        self._log_if_fused(found)
+        chunks = [chunk for chunk, pieces in enumerate(found.num_pieces) if not pieces]
+        if chunks:
+            self._say(
+                f"dynamic pipeline: the backward of chunks {chunks} is fused: their transformer "
+                "layers have no linear layer whose weight gradient can be deferred"
+            )
         return found
-
-    def begin(self, backward: Backward, *, graphs: bool) -> None:
-        """Begin a call with this way of its backwards; ``graphs``: CUDA graphs may be captured and
-        replayed in it.
-        """
-        self._backward, self._binds = backward, graphs
 
     def settles(self, call: StepCall) -> bool:
         """True if the next step that may replay CUDA graphs does so, by the launch times of the
@@ -129,30 +125,22 @@ class Prepared:
             graphs.close()
             torch.cuda.empty_cache()
 
-    def _look_again(self, call: StepCall) -> None:
-        """Prepare what a host has changed in the model since the last step."""
-        if self._weights is not None:
-            self._weights.inspect()
-        if self.graphs is not None and not self.graphs.inspect():
-            self.graphs.close()
-            self.graphs = self._make_graphs(call)
-
-    def _log_if_fused(self, weights: WeightGradients) -> None:
-        chunks = [chunk for chunk, pieces in enumerate(weights.num_pieces) if not pieces]
-        if chunks:
-            self._say(
-                f"dynamic pipeline: the backward of chunks {chunks} is fused: their transformer "
-                "layers have no linear layer whose weight gradient can be deferred"
-            )
-
     @contextlib.contextmanager
-    def bound(self, call: StepCall, recorder: Recorder) -> Iterator[None]:
-        """Bind deferred weight gradients and graphs to the model for one call."""
+    def bound(
+        self, call: StepCall, recorder: Recorder, backward: Backward, *, graphs: bool
+    ) -> Iterator[None]:
+        """Bind deferred weight gradients and graphs to the model for one call.
+
+        Args:
+            backward: the way of its backwards.
+            graphs: CUDA graphs may be captured and replayed in it.
+        """
+        self._binds = graphs
         with contextlib.ExitStack() as around:
             if not call.forward_only:
-                if self._weights is not None and self._backward.split:
+                if self._weights is not None and backward.split:
                     around.enter_context(self._weights.bound())
-                if self.graphs is not None and self._binds and call.cut is None:
+                if self.graphs is not None and graphs and call.cut is None:
                     around.enter_context(self.graphs.bound(call.boundary_example(self._config)))
                 if self.pads(call):
                     around.enter_context(self._padded.bound())
@@ -187,7 +175,7 @@ class Prepared:
                 f"({len(found.receives)} received, {len(found.sends)} sent)"
             )
             return None
-        sessions = self._sessions
+        session = self._session
         return ChunkGraphs(
             call.model,
             self._weights,
@@ -195,36 +183,32 @@ class Prepared:
             partial(self._graphs_pay, call),
             self._capture,
             rows=call.captured_rows(self._config),
-            most=lambda: sessions.current.decisions.cap if sessions.current else 0.0,
+            most=lambda: session.decisions.cap if session.is_open else 0.0,
         )
 
     def _graphs_pay(self, call: StepCall, chunks: Sequence[int]) -> bool:
         """True if ``chunks`` should be captured, by the launch times of the first steps; equal on
         all ranks that share this stage.
         """
-        session = self._session
+        session, left = self._session, room()
         growth = POOL_GROWTH * (SPARE if len(call.captured_rows(self._config)) > 1 else 1.0)
+        chunk_bytes = growth * session.decisions.activation_bytes
         share, filled = session.largest(
-            call, session.timer.launch_share(chunks), _filled_by_graphs(session, growth)
+            call,
+            session.timer.launch_share(chunks),
+            0.0 if left is None else chunk_bytes * session.decisions.peak_held / max(left, 1),
         )
         recomputes = call.config.recompute_granularity == "full"
         reason = why_no_graphs(self._config.cuda_graphs, share, filled, recomputes_all=recomputes)
+        cap = session.decisions.cap
         if reason:
             self._log(Text(f"CUDA graphs: not used, {reason}", reason))
-        else:
-            self._log_room(session, growth)
+        elif left is not None and chunk_bytes:
+            self._log(
+                f"CUDA graphs: may reserve up to {chunk_bytes * cap / 2**30:.1f} GiB for {cap:g} "
+                f"chunk activations; {left / 2**30:.1f} GiB are left beside model and optimizer"
+            )
         return not reason
-
-    def _log_room(self, session: Session, growth: float) -> None:
-        """Say what graphs may reserve, before they do."""
-        left, decisions = room(), session.decisions
-        if left is None or not decisions.activation_bytes:
-            return
-        most = growth * decisions.cap * decisions.activation_bytes
-        self._log(
-            f"CUDA graphs: may reserve up to {most / 2**30:.1f} GiB for {decisions.cap:g} chunk "
-            f"activations; {left / 2**30:.1f} GiB are left beside model and optimizer"
-        )
 
     # Measuring
 
@@ -272,16 +256,6 @@ class Prepared:
         if self._weights is None or not measured.is_last(len(sizes) - 1):
             return LastRank(max(sizes, default=0))
         return LastRank.of(sizes, self._weights.num_pieces)
-
-
-def _filled_by_graphs(session: Session, growth: float) -> float:
-    """The share of the memory left beside model and optimizer that graphs' pools may need, which
-    take up to ``growth`` times what activations take without graphs.
-    """
-    left, decisions = room(), session.decisions
-    if left is None:
-        return 0.0
-    return growth * decisions.peak_held * decisions.activation_bytes / max(left, 1)
 
 
 def why_no_graphs(

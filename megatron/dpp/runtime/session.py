@@ -1,9 +1,8 @@
-"""Sessions: the links of a schedule, and what else is kept from call to call."""
+"""The links of a schedule, and what else is kept from call to call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -13,7 +12,7 @@ from megatron.dpp.core.call import StepCall
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.inject import Injector
 from megatron.dpp.runtime.decisions import Decisions
-from megatron.dpp.runtime.links import Links, links_of, why_not_ahead
+from megatron.dpp.runtime.links import Links, injector_of, links_of, why_not_ahead
 from megatron.dpp.runtime.stage_group import StageGroup, pipeline_of, stage_group_of
 from megatron.dpp.runtime.timer import TaskTimer, timer_for
 from megatron.dpp.runtime.topology import Topology
@@ -22,9 +21,15 @@ _GROWTH = 2
 """Factor of the length that links have room for when they are opened anew for a longer one."""
 
 
-@dataclass(kw_only=True)
 class Session:
-    """State of one pipeline while its links are open."""
+    """Opens the links of a call. They are kept until another pipeline or a longer sequence comes.
+
+    Args:
+        config: transport, delays, recordings.
+        seed: of the delays that are injected.
+        log: called with each line about links and caps.
+        warn: called with each line about a setting that costs time.
+    """
 
     topology: Topology
     group: StageGroup
@@ -32,9 +37,28 @@ class Session:
     boundaries: Boundaries
     timer: TaskTimer
     injector: Injector | None
-    decisions: Decisions
-    """Shared by all sessions of a schedule, so that recordings and replays go on."""
     launch_ahead: bool
+    decisions: Decisions
+    """Kept when links are opened anew, so that recordings and replays go on."""
+
+    def __init__(
+        self,
+        config: DppConfig,
+        seed: int,
+        log: Callable[[str], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._config, self._seed, self._log, self._warn = config, seed, log, warn
+        self.is_open = False
+        """Links are open; what is told above is known then."""
+        self._length = 0
+        self._has_decisions = False
+        self._injected_before = 0.0
+
+    @property
+    def injected_seconds(self) -> float:
+        """Seconds by which tasks were prolonged so far."""
+        return self._injected_before + (self.timer.injected_seconds if self.is_open else 0.0)
 
     def largest(self, call: StepCall, *values: float) -> list[float]:
         """The largest of each value over the ranks that run the same tasks; a collective."""
@@ -49,39 +73,8 @@ class Session:
         (stock,) = self.largest(call, stock)
         return Backward(stock=stock) if stock >= 0.0 else Backward(split=False)
 
-
-class Sessions:
-    """Opens the session of a call. It is kept until another pipeline or a longer sequence comes.
-
-    Args:
-        config: transport, delays, recordings.
-        seed: of the delays that are injected.
-        log: called with each line about links and caps.
-        warn: called with each line about a setting that costs time.
-    """
-
-    def __init__(
-        self,
-        config: DppConfig,
-        seed: int,
-        log: Callable[[str], None],
-        warn: Callable[[str], None],
-    ) -> None:
-        self._config, self._seed, self._log, self._warn = config, seed, log, warn
-        self.current: Session | None = None
-        """The open session, if there is one."""
-        self._length = 0
-        self._decisions: Decisions | None = None
-        self._injected_before = 0.0
-
-    @property
-    def injected_seconds(self) -> float:
-        """Seconds by which tasks of all sessions were prolonged so far."""
-        now = self.current.timer.injected_seconds if self.current else 0.0
-        return self._injected_before + now
-
-    def open(self, call: StepCall) -> Session:
-        """The session of a call.
+    def open(self, call: StepCall) -> None:
+        """Open what a call needs.
 
         Raises:
             ConfigError: the call's tensors do not fit the open links.
@@ -90,71 +83,55 @@ class Sessions:
         wanted = call.boundaries(longest)  # a call's own length may be nominal
         topology = pipeline_of(call.model, call.pg_collection)
         check_chunks(call)
-        if self.current is not None:
-            opened = self.current.boundaries
-            same = topology == self.current.topology
-            if same and wanted.usual_bytes <= opened.usual_bytes:
-                wanted.check_fits(opened)
-                return self.current
+        if self.is_open:
+            same = topology == self.topology
+            if same and wanted.usual_bytes <= self.boundaries.usual_bytes:
+                wanted.check_fits(self.boundaries)
+                return
             if same and longest > self._length:  # lengths that grow in many steps open links in few
                 longest = max(longest, _GROWTH * self._length)
             self.close_links()  # longer sequences or another model, on all ranks alike
         self._length = longest
-        self.current = self._connect(call, topology, call.boundaries(longest))
-        return self.current
+        self._connect(call, topology, call.boundaries(longest))
 
-    def _connect(self, call: StepCall, topology: Topology, boundaries: Boundaries) -> Session:
-        config, ranks, rank = self._config, topology.ranks, topology.rank
-        injector = None
-        if config.inject:
-            injector = Injector(
-                config.inject, rank, topology.num_ranks, self._seed, num_chunks=topology.num_chunks
-            )
-        group = stage_group_of(call)
-        links = links_of(
+    def _connect(self, call: StepCall, topology: Topology, boundaries: Boundaries) -> None:
+        config, self.topology, self.boundaries = self._config, topology, boundaries
+        self.injector = injector_of(config, topology, self._seed)
+        self.group = stage_group_of(call)
+        self.links = links_of(
             topology,
             boundaries.receives,
             boundaries.sends,
             config,
-            stage_ranks=group.ranks,
-            injector=injector,
+            self._log,
+            stage_ranks=self.group.ranks,
+            injector=self.injector,
         )
-        for link in links.transport.links():
-            self._log(
-                f"dynamic pipeline: rank {ranks[rank]} -> {link.peer}: {link.kind} ({link.reason})"
-            )
-        reason = why_not_ahead(links.transport)
+        reason = why_not_ahead(self.links.transport)
+        self.launch_ahead = reason is None
         if reason is not None:
             self._warn(f"dynamic pipeline: no task is launched ahead of its input: {reason}")
-        board = links.transport.board
+        board = self.links.transport.board
         follow = board is not None and board.index > 0
-        if self._decisions is None:
-            self._decisions = Decisions(config, self._log, replica_of(call), decides=not follow)
-        return Session(
-            topology=topology,
-            group=group,
-            links=links,
-            boundaries=boundaries,
-            timer=timer_for(follow=follow),
-            injector=injector,
-            decisions=self._decisions,
-            launch_ahead=reason is None,
-        )
+        if not self._has_decisions:
+            self.decisions = Decisions(config, self._log, replica_of(call), decides=not follow)
+        self.timer = timer_for(follow=follow)
+        self._has_decisions = self.is_open = True
 
     def close_links(self) -> None:
         """Close the links, until the next call opens them. May be called twice."""
-        if self.current is not None:
-            self.current.decisions.renew()
-            self._injected_before += self.current.timer.injected_seconds
-            self.current.links.transport.close()
-            self.current = None
+        if self.is_open:
+            self.decisions.renew()
+            self._injected_before += self.timer.injected_seconds
+            self.links.transport.close()
+            self.is_open = False
 
     def close(self) -> None:
         """Close links and recordings. May be called twice."""
         self.close_links()
-        if self._decisions is not None:
-            self._decisions.close()
-            self._decisions = None
+        if self._has_decisions:
+            self.decisions.close()
+            self._has_decisions = False
 
 
 def check_chunks(call: StepCall) -> None:

@@ -38,8 +38,8 @@ class Slicing:
         self._rows: Sequence[Sequence[int]] = ()
         self._packs = False
         self._model: Sequence[torch.nn.Module] = ()
-        self._slices: Slices | None = None
-        self._whole: WholeSteps | None = None
+        self._ready: tuple[Slices, WholeSteps] | None = None
+        """The model's attention, and its forwards."""
 
     def announce(self, rows: Sequence[Sequence[int]]) -> None:
         """Tell the documents of the next call's packed rows; nothing of rows of one length."""
@@ -131,7 +131,7 @@ class Slicing:
         self._say(Text(f"dynamic pipeline: {given}: {what}", given))
 
     def _prepared(self, call: StepCall) -> WholeSteps:
-        """The model's forwards, and their attention."""
+        """The model's forwards."""
         if reason := why_not_sliced(call.config):
             self._refuse(reason)
         if self._config.cuda_graphs == "on":
@@ -139,23 +139,22 @@ class Slicing:
             raise ConfigError(f"{on} does not go with slices, whose keys grow: use off", on)
         if call.adjust_tensor_shapes_fn is not None:
             raise ConfigError("slices: adjust_tensor_shapes_fn is not known to fit a slice")
-        if self._slices is None or self._whole is None or self._model != call.model:
-            self._model = list(call.model)
-            self._slices = Slices(call.model)
-            self._whole = WholeSteps(self._slices, call.model)
-        return self._whole
+        if self._ready is None or self._model != call.model:
+            self._model, slices = list(call.model), Slices(call.model)
+            self._ready = slices, WholeSteps(slices, call.model)
+        return self._ready[1]
 
     def slices_of(self, call: StepCall) -> Slices | None:
         """The attention of a call's model; None if it is not cut."""
-        return self._slices if call.cut is not None else None
+        return self._ready[0] if self._ready is not None and call.cut is not None else None
 
     @contextlib.contextmanager
     def bound(self, call: StepCall) -> Iterator[None]:
         """Let the model attend across slices in one call."""
-        if call.cut is None or self._slices is None or self._whole is None:
-            yield
-            return
-        with self._slices.bound(), self._whole.bound():
+        with contextlib.ExitStack() as around:
+            parts = self._ready if call.cut is not None else None
+            for part in parts or ():
+                around.enter_context(part.bound())
             yield
 
     def kappa(self, call: StepCall, activation_bytes: float) -> float:
@@ -175,7 +174,7 @@ class Slicing:
         """By how much each unit's F and B take longer than those of a row of as many tokens: by the
         attention to keys of earlier slices. Empty where no row is cut.
         """
-        if self.slices_of(call) is None or call.cut is None:
+        if call.cut is None:
             return {}
         keys, pair = [unit.earlier_keys for unit in call.cut.units], 2 * _pair_share(call.config)
         pairs = {Kind.F.name: pair, Kind.B.name: 2.5 * pair}
@@ -183,7 +182,7 @@ class Slicing:
 
     def forget(self) -> None:
         """Let go of the model."""
-        self._model, self._slices, self._whole = (), None, None
+        self._model, self._ready = (), None
 
 
 def _pair_share(config: Any) -> float:

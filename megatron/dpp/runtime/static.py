@@ -8,8 +8,9 @@ kind, our channels in the place of NCCL or gloo.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -23,21 +24,21 @@ from megatron.dpp.core.rng import TaskRng
 from megatron.dpp.errors import ConfigError, Text, setting
 from megatron.dpp.inject import Injector, Task
 from megatron.dpp.runtime.base import PipelineSchedule
-from megatron.dpp.runtime.delayed import DelayedTransport
-from megatron.dpp.runtime.links import open_links
-from megatron.dpp.runtime.stage_group import geometry_of, pipeline_of
-from megatron.dpp.runtime.static_exchange import (
-    ChannelExchange,
+from megatron.dpp.runtime.delayed import delayed
+from megatron.dpp.runtime.host_trace import (
+    COMMUNICATE,
+    RECEIVES,
+    SENDS,
     Step,
     around_steps,
-    over_channels,
-    ring_channels,
     traced,
 )
+from megatron.dpp.runtime.links import await_message, injector_of, open_links
+from megatron.dpp.runtime.stage_group import geometry_of, pipeline_of
 from megatron.dpp.runtime.timer import TaskTimer, timer_for
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule.caps import worst_peak
-from megatron.dpp.transport.base import Transport
+from megatron.dpp.transport.base import ChannelSpec, Direction, Transport
 
 
 class StaticSchedule(PipelineSchedule):
@@ -51,7 +52,6 @@ class StaticSchedule(PipelineSchedule):
 
     get_schedule: ClassVar[Callable[..., Any]] = staticmethod(compat.lookup(compat.GET_SCHEDULE))
     """megatron-core's, also where a plug-in stands in its place."""
-    _transport: Transport | None = None
     _exchange: ChannelExchange | None = None
     _slot_bytes = 0
     _injector: Injector | None = None
@@ -94,16 +94,14 @@ class StaticSchedule(PipelineSchedule):
             )
         if self.config.transport != "auto" and topology.num_ranks > 1:
             around.enter_context(over_channels(self._open(keywords, topology)))
-        if self._wants_graphs() and not keywords.get("forward_only"):
+        graphed = self.config.cuda_graphs == "on" and can_capture(self._capture)
+        if graphed and not keywords.get("forward_only"):
             call = StepCall.checked(**keywords)
             around.enter_context(self._graphs_of(call).bound(call.boundary_example(self.config)))
 
     @cached_property
     def _timer(self) -> TaskTimer:
         return timer_for(follow=True)
-
-    def _wants_graphs(self) -> bool:
-        return self.config.cuda_graphs == "on" and can_capture(self._capture)
 
     def _graphs_of(self, call: StepCall) -> ChunkGraphs:
         if self._graphs is None or self._graphed != call.model:
@@ -135,25 +133,13 @@ class StaticSchedule(PipelineSchedule):
 
     def _injector_of(self, topology: Topology) -> Injector:
         if self._injector is None:
-            text = self.config.inject or ""
-            self._injector = Injector(
-                text,
-                topology.rank,
-                topology.num_ranks,
-                self._seed,
-                num_chunks=topology.num_chunks,
-            )
-            if self._injector.delays_messages and self.config.transport == "auto":
-                inject = setting("inject", text)
-                transport = setting("transport")
-                self._log(
-                    Text(
-                        f"static pipeline: {inject} delays no messages of megatron-core's own "
-                        f"exchange; {transport} with a kind takes ours",
-                        inject,
-                        transport,
-                    )
-                )
+            made = self._injector = injector_of(self.config, topology, self._seed)
+            assert made is not None
+            if made.delays_messages and self.config.transport == "auto":
+                inject, transport = setting("inject", self.config.inject), setting("transport")
+                text = "delays no messages of megatron-core's own exchange"
+                line = f"static pipeline: {inject} {text}; {transport} with a kind takes ours"
+                self._log(Text(line, inject, transport))
         return self._injector
 
     def _open(self, keywords: dict[str, Any], topology: Topology) -> ChannelExchange:
@@ -165,13 +151,11 @@ class StaticSchedule(PipelineSchedule):
         if self._exchange is None:
             self._slot_bytes = slot_bytes
             specs = ring_channels(topology.ranks, topology.rank, slot_bytes, self.config.slots)
-            self._transport = open_links(specs, self.config)
-            if self.config.inject and self._injector_of(topology).delays_messages:
-                injector = self._injector_of(topology)
-                self._transport = DelayedTransport(self._transport, injector, topology.ranks)
-            for link in self._transport.links():
+            injector = self._injector_of(topology) if self.config.inject else None
+            transport = delayed(open_links(specs, self.config), injector, topology.ranks)
+            for link in transport.links():
                 self._log(f"static pipeline: link to {link.peer}: {link.kind} ({link.reason})")
-            self._exchange = ChannelExchange(self._transport, self.config.timeout)
+            self._exchange = ChannelExchange(transport, self.config.timeout)
         return self._exchange
 
     def close(self) -> None:
@@ -184,12 +168,12 @@ class StaticSchedule(PipelineSchedule):
         self._graphs, self._graphed = None, ()
 
     def _close_links(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-        self._transport = self._exchange = None
+        if self._exchange is not None:
+            self._exchange.transport.close()
+        self._exchange = None
 
     def _links(self) -> Transport | None:
-        return self._transport
+        return self._exchange.transport if self._exchange is not None else None
 
 
 def most_held(call: StepCall) -> int:
@@ -209,3 +193,90 @@ def _refuse_several_tensors(keywords: dict[str, Any], topology: Topology) -> Non
             f"{len(found.sends)} sent per stage boundary; megatron-core's static schedules send "
             "one. Train with the dynamic pipeline, or hand on one tensor"
         )
+
+
+def ring_channels(
+    ranks: tuple[int, ...], rank: int, slot_bytes: int, depth: int
+) -> list[ChannelSpec]:
+    """The channels of one rank of a static schedule: one per neighbour and direction.
+
+    A static schedule sends and receives in one fixed order, so all chunks share a channel (their
+    ``chunk`` is 0), and the last rank is a neighbour of the first.
+    """
+    specs = set()
+    for here, there in zip(ranks, (*ranks[1:], ranks[0]), strict=True):
+        if ranks[rank] in (here, there):
+            specs.add(ChannelSpec(here, there, 0, Direction.FORWARD, slot_bytes, depth))
+            specs.add(ChannelSpec(there, here, 0, Direction.BACKWARD, slot_bytes, depth))
+    return sorted(specs, key=lambda spec: (spec.source, spec.destination, spec.direction))
+
+
+class ChannelExchange:
+    """``P2PCommunicator._communicate`` over a transport opened with :func:`ring_channels`.
+
+    Args:
+        transport: opened by the caller, and closed by it.
+        timeout: seconds to wait for a message.
+    """
+
+    def __init__(self, transport: Transport, timeout: float) -> None:
+        self.transport, self._timeout = transport, timeout
+        self._out = {spec.direction: i for i, spec in enumerate(transport.outgoing)}
+        self._in = {spec.direction: i for i, spec in enumerate(transport.incoming)}
+        self._num_sent = dict.fromkeys(Direction, 0)
+        self._num_taken = dict.fromkeys(Direction, 0)
+
+    def communicate(self, communicator: Any, **asked: Any) -> Any:
+        """Run up to two sends and two receives; returns handles if asked not to wait."""
+        sent = [name for name in SENDS if asked[f"tensor_{name}"] is not None]
+        for name in sent:
+            self._put(SENDS[name], asked[f"tensor_{name}"])
+        received: dict[str, Any] = dict.fromkeys(RECEIVES)
+        wanted = [name for name in RECEIVES if asked[name]]
+        if asked.get("wait_on_reqs", True):
+            for name in wanted:
+                received[name] = self.take(RECEIVES[name]).requires_grad_()
+            return *received.values(), None
+        handles = {name: SimpleNamespace(wait=lambda: None) for name in sent}
+        for name in wanted:
+            received[name] = buffer = _empty(communicator.config.pipeline_dtype)
+            handles[name] = SimpleNamespace(wait=partial(self._fill, buffer, RECEIVES[name]))
+        return *received.values(), handles
+
+    def _fill(self, buffer: torch.Tensor, way: Direction) -> None:
+        buffer.data = self.take(way)
+
+    def _put(self, way: Direction, tensor: torch.Tensor) -> None:
+        number = self._num_sent[way]
+        self._num_sent[way] += 1
+        payload = tensor.detach().contiguous()
+        self.transport.put(self._out[way], payload, iteration=0, microbatch=number)
+
+    def take(self, way: Direction) -> torch.Tensor:
+        """The next message that comes from this side.
+
+        Raises:
+            PeerDead: its sender has left.
+            TransferTimeout: it did not come in time.
+        """
+        channel, number = self._in[way], self._num_taken[way]
+        await_message(self.transport, channel, number, self._timeout, 0, number)
+        self._num_taken[way] += 1
+        return self.transport.take(channel).tensor
+
+    def finish(self) -> None:
+        """Wait until everything that was put has left, at the end of a step."""
+        self.transport.flush(self._timeout)
+
+
+def _empty(dtype: torch.dtype) -> torch.Tensor:
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    return torch.empty(0, dtype=dtype, device=device, requires_grad=True)
+
+
+@contextlib.contextmanager
+def over_channels(exchange: ChannelExchange) -> Iterator[None]:
+    """Send megatron-core's P2P messages over ``exchange`` while the block runs."""
+    with compat.patched(COMMUNICATE, lambda original, own, **k: exchange.communicate(own, **k)):
+        yield
+        exchange.finish()

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,55 +28,13 @@ _SIZES = 256
 """Sizes of which a kind of task keeps a duration."""
 
 
-class TaskTimer(Protocol):
-    """Measures the tasks of a schedule; ``key`` is (kind, chunk)."""
-
-    durations: dict[tuple[str, int], float]
-    """Seconds that a task of each (kind, chunk) takes, smoothed, without injected delays."""
-
-    injected_seconds: float
-    """Seconds by which tasks were prolonged so far, as measured."""
-
-    def pause(self) -> float:
-        """Expected seconds until the next task may be chosen; 0 for now."""
-        ...
-
-    def waiting(self) -> bool:
-        """True while the device waits for the input of a task that was launched ahead of it."""
-        ...
-
-    def launch_share(self, chunks: Sequence[int]) -> float:
-        """The largest share of launching in the task time of any of ``chunks``; 0 on a CPU."""
-        ...
-
-    def begin(self, *, ahead: bool = False) -> None:
-        """Start timing a task; ``ahead``: it starts when the device has its input."""
-        ...
-
-    def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
-        """Make the task that just ran take ``factor`` times as long and ``seconds`` more."""
-        ...
-
-    def goes_on(self, key: tuple[str, int], size: float, number: int) -> bool:
-        """True if the next task could be chosen now, were the ``number`` tasks of one ``key`` since
-        :meth:`begin` queued; ``size`` as of :meth:`launched`.
-        """
-        ...
-
-    def launched(self, key: tuple[str, int], size: float = 1.0, number: int = 1) -> None:
-        """Note that all work of the task is queued, or of ``number`` tasks of one ``key``; ``size``
-        is that of their microbatch, in the largest: tasks of a key take a time that grows with it.
-        """
-        ...
-
-
 def _learn(durations: dict[tuple[str, int], float], key: tuple[str, int], took: float) -> None:
     old = durations.get(key, took)
     learnt = old + _SMOOTHING * (took - old)
     durations[key] = learnt if learnt > 0.0 else 0.0
 
 
-def _least(times: dict[tuple[str, int], float], key: tuple[str, int], took: float) -> None:
+def _least(times: dict[Any, float], key: Any, took: float) -> None:
     times[key] = min(took, times.get(key, took))
 
 
@@ -106,37 +64,52 @@ class _Growth:
         return max(0.0, mean + slope * (size - self._size))
 
 
-class HostTimer:
-    """The timer of a CPU, where a task is over when its call returns."""
+class TaskTimer:
+    """Measures the tasks of a schedule; ``key`` is (kind, chunk). As it stands that of a CPU, where
+    a task is over when its call returns.
+    """
 
     def __init__(self) -> None:
         self.durations: dict[tuple[str, int], float] = {}
+        """Seconds that a task of each (kind, chunk) takes, smoothed, without injected delays."""
         self.injected_seconds = 0.0
+        """Seconds by which tasks were prolonged so far, as measured."""
         self._began = 0.0
         self._injected = 0.0
 
     def pause(self) -> float:
+        """Expected seconds until the next task may be chosen; 0 for now."""
         return 0.0
 
     def waiting(self) -> bool:
+        """True while the device waits for the input of a task that was launched ahead of it."""
         return False
 
     def launch_share(self, chunks: Sequence[int]) -> float:
+        """The largest share of launching in the task time of any of ``chunks``; 0 on a CPU."""
         return 0.0
 
     def begin(self, *, ahead: bool = False) -> None:
+        """Start timing a task; ``ahead``: it starts when the device has its input."""
         self._began = time.monotonic()
 
     def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
+        """Make the task that just ran take ``factor`` times as long and ``seconds`` more."""
         took = time.monotonic() - self._began
         self._injected = (factor - 1.0) * took + seconds
         self.injected_seconds += self._injected
         time.sleep(self._injected)
 
     def goes_on(self, key: tuple[str, int], size: float, number: int) -> bool:
+        """True if the next task could be chosen now, were the ``number`` tasks of one ``key`` since
+        :meth:`begin` queued; ``size`` as of :meth:`launched`.
+        """
         return True
 
     def launched(self, key: tuple[str, int], size: float = 1.0, number: int = 1) -> None:
+        """Note that all work of the task is queued, or of ``number`` tasks of one ``key``; ``size``
+        is that of their microbatch, in the largest: tasks of a key take a time that grows with it.
+        """
         took = time.monotonic() - self._began - self._injected
         _learn(self.durations, key, took / number)
         self._injected = 0.0
@@ -162,7 +135,7 @@ class _Delay:
     seconds: float
 
 
-class DeviceTimer:
+class DeviceTimer(TaskTimer):
     """The timer of a GPU, where the next task is chosen when the running one is nearly over.
 
     Args:
@@ -172,20 +145,17 @@ class DeviceTimer:
     """
 
     def __init__(self, lookahead: float | None = None, *, follow: bool = False) -> None:
+        super().__init__()
         self.lookahead, self.follow = lookahead, follow
         self._running: deque[_Running] = deque()
-        self.durations: dict[tuple[str, int], float] = {}
         self._growth: dict[tuple[str, int], _Growth] = {}
         self._free: list[Any] = []
         self._start: Any = None
-        self._began = 0.0
         self._launches: dict[tuple[str, int], float] = {}
         self._least_launch: dict[tuple[str, int], float] = {}
-        self._least_took: dict[tuple[str, int], float] = {}
         self._took_by_size: dict[tuple[str, int], dict[float, float]] = {}
         """Shortest seconds of a key's tasks of each size, of the first :data:`_SIZES` sizes."""
         self._last_end = 0.0
-        self.injected_seconds = 0.0
         self._delay: _Delay | None = None
         self._cycles_per_second = 0.0
         self._launched_ahead = False
@@ -247,7 +217,8 @@ class DeviceTimer:
 
     def prolong(self, key: tuple[str, int], factor: float, seconds: float) -> None:
         # Of the undisturbed duration, so that all schedules are delayed alike.
-        extra = (factor - 1.0) * self._least_took.get(key, 0.0) + seconds
+        least = min(self._took_by_size.get(key, {}).values(), default=0.0)
+        extra = (factor - 1.0) * least + seconds
         if extra > 0.0:
             cycles = int(extra * self._clock())
             start = self._event()
@@ -291,10 +262,9 @@ class DeviceTimer:
             growth = self._growth.setdefault(task.key, _Growth(task.size))
             growth.learn(task.size, took - self.durations.get(task.key, took))
             _learn(self.durations, task.key, took)
-            _least(self._least_took, task.key, took)
             sizes = self._took_by_size.setdefault(task.key, {})
             if task.size in sizes or len(sizes) < _SIZES:
-                sizes[task.size] = min(took, sizes.get(task.size, took))
+                _least(sizes, task.size, took)
             self._last_end = time.monotonic()
             self._free += (task.start, task.end)
 
@@ -332,4 +302,4 @@ def timer_for(*, follow: bool) -> TaskTimer:
     """The timer of this machine's kind of device; ``follow`` as in :class:`DeviceTimer`."""
     if torch.cuda.is_available():
         return DeviceTimer(follow=follow)
-    return HostTimer()
+    return TaskTimer()

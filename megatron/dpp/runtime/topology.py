@@ -50,8 +50,10 @@ class Topology:
         """An iteration as schedules see it on this rank; ``more`` as in :class:`Geometry`."""
         return Geometry(self.num_ranks, self.rank, self.num_chunks, num_microbatches, **more)
 
-    def channels(self, receives: Sequence[int], sends: Sequence[int], depth: int) -> Channels:
-        """The channels that begin or end here, and which task each of them serves.
+    def channels(
+        self, receives: Sequence[int], sends: Sequence[int], depth: int
+    ) -> tuple[ChannelSpec, ...]:
+        """The channels that begin or end here.
 
         Args:
             receives: bytes of each tensor that a chunk is given by the stage before it.
@@ -78,76 +80,13 @@ class Topology:
             ):
                 if own in (sender[0], receiver[0]):
                     specs.append(ChannelSpec(sender[0], receiver[0], receiver[1], way, *room))
-        return Channels(self, tuple(specs), len(receives), len(sends))
+        return tuple(specs)
+
+    def sending_chunk(self, spec: ChannelSpec) -> int:
+        """The chunk whose results leave on one of this rank's outgoing channels."""
+        receiver = spec.chunk * self.num_ranks + self.ranks.index(spec.destination)
+        return (receiver - (1 if spec.direction is Direction.FORWARD else -1)) // self.num_ranks
 
     def _at(self, stage: int) -> tuple[int, int]:
         """(global rank, chunk) of a virtual stage."""
         return self.ranks[stage % self.num_ranks], stage // self.num_ranks
-
-
-class Channels:
-    """A rank's channels, and the maps between them and (direction, chunk) of its own tasks."""
-
-    def __init__(
-        self,
-        topology: Topology,
-        specs: tuple[ChannelSpec, ...],
-        num_received: int = 1,
-        num_sent: int = 1,
-    ) -> None:
-        own = topology.ranks[topology.rank]
-        self.specs = specs
-        self._num_before, self._num_after = num_received, num_sent
-        self._topology = topology
-        self._outgoing = [spec for spec in specs if spec.source == own]
-        self._incoming = [spec for spec in specs if spec.destination == own]
-
-    def bind(self, outgoing: Sequence[ChannelSpec], incoming: Sequence[ChannelSpec]) -> None:
-        """Take over the order in which an opened transport lists the channels."""
-        self._outgoing, self._incoming = list(outgoing), list(incoming)
-        self.receiving = [(spec.direction, spec.chunk) for spec in self._incoming]
-        self._index_of = {key: index for index, key in enumerate(self.receiving)}
-        self._sending = {
-            (spec.direction, self._own_chunk(spec)): index
-            for index, spec in enumerate(self._outgoing)
-        }
-        before, after = self._num_before, self._num_after
-        forward = Direction.FORWARD
-        self.tensors_in = [before if s.direction == forward else after for s in self._incoming]
-        """Messages per microbatch on each incoming channel: tensors of the boundary that it comes
-        from.
-        """
-        self.tensors_out = [after if s.direction == forward else before for s in self._outgoing]
-        """Messages per microbatch on each outgoing channel."""
-
-    @property
-    def num_incoming(self) -> int:
-        """Channels that end at this rank."""
-        return len(self._incoming)
-
-    def incoming(self, direction: Direction, chunk: int) -> int | None:
-        """Index of the channel that feeds a task of ``chunk``; None where the task needs no
-        message.
-        """
-        return self._index_of.get((direction, chunk))
-
-    def outgoing(self, direction: Direction, chunk: int) -> int | None:
-        """Index of the channel that takes the result of ``chunk``; None at the ends of the
-        pipeline.
-        """
-        return self._sending.get((direction, chunk))
-
-    def spec_in(self, index: int) -> ChannelSpec:
-        """The incoming channel with this index."""
-        return self._incoming[index]
-
-    def spec_out(self, index: int) -> ChannelSpec:
-        """The outgoing channel with this index."""
-        return self._outgoing[index]
-
-    def _own_chunk(self, spec: ChannelSpec) -> int:
-        """The sending chunk of one of this rank's outgoing channels."""
-        topology = self._topology
-        receiver = spec.chunk * topology.num_ranks + topology.ranks.index(spec.destination)
-        step = 1 if spec.direction is Direction.FORWARD else -1
-        return (receiver - step) // topology.num_ranks

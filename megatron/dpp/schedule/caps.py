@@ -219,11 +219,6 @@ def parse_cap(
     return _named_cap(word, geometry, least)
 
 
-def default_cap(geometry: Geometry) -> Cap:
-    """The cap of ``activation_cap="auto"``."""
-    return parse_cap("auto", geometry)
-
-
 def beside_head(cap: Cap, geometry: Geometry, memory: Memory | None = None) -> Allowance:
     """The allowance of a rank with a split backward.
 
@@ -375,7 +370,7 @@ def _bytes_cap(
     if amount <= 0:
         raise _wrong(word, "must be above 0")
     if bytes_per_chunk_activation is None:
-        default = default_cap(geometry)
+        default = parse_cap("auto", geometry)
         text = f"{default.text}; {word} takes its place once an activation's size is measured"
         return Cap(default.chunks, text, needs_measuring=True)
     if bytes_per_chunk_activation <= 0:

@@ -29,7 +29,7 @@ from megatron.dpp.errors import (
 from megatron.dpp.files import strict_json
 from megatron.dpp.files.safe_files import open_text_to_write, open_to_read
 from megatron.dpp.schedule.actions import Action, Geometry
-from megatron.dpp.schedule.refusals import allowed, refusal
+from megatron.dpp.schedule.scheduler import allowed, refusal
 from megatron.dpp.schedule.state import View
 
 _FORMAT, _VERSION = "dpp-schedule", 1
@@ -72,7 +72,7 @@ def check_recording(path: str, geometry: Geometry, *, ramped: bool = False) -> N
 
 
 class DecisionRecorder:
-    """Writes the decisions of one rank; a context manager.
+    """Writes the decisions of one rank.
 
     Args:
         path: as given to ``record``; ``.rankN`` is added. An older file is replaced.
@@ -92,29 +92,20 @@ class DecisionRecorder:
             raise ConfigError(f"{record}: {error.strerror}", record) from error
         self._write(header)
 
-    def __enter__(self) -> DecisionRecorder:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def write(
         self,
         geometry: Geometry,
         actions: Iterable[Action],
-        *,
-        split_backward: bool,
-        stock: float = math.inf,
+        backward: Backward,
         sizes: Sequence[int] | None = None,
     ) -> None:
         """Add one iteration (or evaluation) that ran ``actions``, in this order.
 
         Args:
-            split_backward, stock: as of the :class:`~megatron.dpp.schedule.Scheduler`.
+            backward: how its backwards ran.
             sizes: of the microbatches; None if all have the largest size.
         """
-        owed = _owed(geometry, Backward(split_backward, stock))
-        line: dict[str, Any] = {"iteration": self._iteration} | owed
+        line: dict[str, Any] = {"iteration": self._iteration} | _owed(geometry, backward)
         if sizes is not None:
             line["sizes"] = list(sizes)
         self._write(line | {"actions": " ".join(map(str, actions))})
@@ -161,13 +152,8 @@ class Recording:
         known = isinstance(stock, int | float) and not isinstance(stock, bool)
         return Backward(not isinstance(pieces, list) or any(pieces), stock if known else math.inf)
 
-    def replay(
-        self, index: int, geometry: Geometry, *, split_backward: bool, stock: float = math.inf
-    ) -> Replay:
+    def replay(self, index: int, geometry: Geometry, backward: Backward) -> Replay:
         """The policy that follows iteration ``index`` (0 for the first).
-
-        Args:
-            split_backward, stock: as of the :class:`~megatron.dpp.schedule.Scheduler`.
 
         Raises:
             ReplayError: the iteration does not exist, or has another shape.
@@ -182,8 +168,7 @@ class Recording:
                 replay,
             )
         line = self.iterations[index]
-        owed = _owed(geometry, Backward(split_backward, stock))
-        now = _shape(geometry) | {"stock": None, "groups": None} | owed
+        now = _shape(geometry) | {"stock": None, "groups": None} | _owed(geometry, backward)
         if changes := _changes(self.header | line, now):
             raise ReplayError(f"{place}: recorded with other settings: {changes}", place)
         text = line.get("actions")

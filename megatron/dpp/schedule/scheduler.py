@@ -1,8 +1,8 @@
 """The scheduler of one rank: receives arrivals, returns the next task.
 
-It joins a :class:`~megatron.dpp.schedule.state.RankState` (tasks that may run) with a policy (the
-choice), checks decisions, and explains a stall. The executor restarts one for each iteration of the
-same shape; the simulator has one per rank.
+It is a :class:`~megatron.dpp.schedule.state.View` (tasks that may run) with a policy (the
+choice), which checks decisions and explains a stall. The executor restarts one for each iteration
+of the same shape; the simulator has one per rank.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, DppError, ScheduleError, Text, setting
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
-from megatron.dpp.schedule.caps import ROUNDING, UNIT, MemoryLimit, default_cap, key_sizes
+from megatron.dpp.schedule.caps import ROUNDING, UNIT, MemoryLimit, key_sizes, parse_cap
 from megatron.dpp.schedule.policies import BUILT_IN, Policy, check_room, find_policy
-from megatron.dpp.schedule.reference import Reference
-from megatron.dpp.schedule.refusals import allowed, may_arrive, refusal
-from megatron.dpp.schedule.state import KnownSizes, RankState, View
+from megatron.dpp.schedule.state import View
 
 
 class Cause(enum.Enum):
@@ -49,8 +47,8 @@ class Stall(NamedTuple):
     channels: tuple[tuple[Direction, int], ...] = ()
 
 
-class Scheduler:
-    """Picks the tasks of one rank in one iteration.
+class Scheduler(View):
+    """Picks the tasks of one rank in one iteration. Its policy's view is itself.
 
     Args:
         geometry: the iteration as this rank sees it.
@@ -90,12 +88,11 @@ class Scheduler:
         stock: float = math.inf,
     ) -> None:
         if cap is None:
-            cap = default_cap(geometry).chunks
+            cap = parse_cap("auto", geometry).chunks
         if not 0.0 <= beta <= 1.0:
             raise ConfigError(f"beta {beta}: the share that B frees must be in 0 .. 1")
         if largest < 1:
             raise ConfigError(f"largest {largest}: a microbatch must have a size of at least 1")
-        self.geometry = geometry
         self.policy = find_policy(policy) if isinstance(policy, str) else policy
         self._policy_setting = setting(
             "policy", policy if isinstance(policy, str) else repr(policy)
@@ -113,8 +110,7 @@ class Scheduler:
             "cap": cap, "split_backward": split_backward, "beta": beta, "largest": largest,
             "weights": tuple(weights), "stock": stock,
         }  # fmt: skip
-        self._reference = Reference.of(geometry)
-        self.restart(sizes)
+        self._begin(geometry, sizes)
         check_room(self.policy, geometry, cap, split_backward=split_backward)
 
     def restart(
@@ -131,88 +127,35 @@ class Scheduler:
                 microbatches does not fit under the cap.
             ScheduleError: a size is larger than the largest.
         """
-        if sizes is not None and len(sizes) != self.geometry.num_microbatches:
-            raise ConfigError(
-                f"{len(sizes)} sizes were given for {self.geometry.num_microbatches} microbatches"
-            )
         if limits is not None:
             self.limits = tuple(limits)
-        self._state = RankState(
-            self.geometry, reference=self._reference, limits=self.limits, **self._settings
-        )
-        keys = key_sizes(self.geometry.groups, sizes or (), self._kappa)
+        self._begin(self.geometry, sizes)
+
+    def _begin(self, geometry: Geometry, sizes: Sequence[int] | None) -> None:
+        if sizes is not None and len(sizes) != geometry.num_microbatches:
+            raise ConfigError(
+                f"{len(sizes)} sizes were given for {geometry.num_microbatches} microbatches"
+            )
+        super().__init__(geometry, limits=self.limits, **self._settings)
+        keys = key_sizes(geometry.groups, sizes or (), self._kappa)
         for microbatch, size in enumerate(sizes or ()):
-            self._state.learn(microbatch, size, keys.get(microbatch, 0))
-        if self.geometry.forward_only:
+            self.learn(microbatch, size, keys.get(microbatch, 0))
+        if geometry.forward_only:
             return
-        for cap, least in self._state.least:
+        for cap, least in self.least:
             if cap < least - ROUNDING:
                 activation_cap = setting("activation_cap")
                 raise ConfigError(
-                    f"pipeline rank {self.geometry.rank} may hold {cap:g} chunk activations, but "
+                    f"pipeline rank {geometry.rank} may hold {cap:g} chunk activations, but "
                     f"Megatron's own order needs {least:g}; raise {activation_cap}",
                     activation_cap,
                 )
-
-    def learn(self, microbatch: int, size: int) -> None:
-        """Take the size of a microbatch, before its first backward runs on this rank.
-
-        Raises:
-            ScheduleError: the size is larger than the largest, or comes too late.
-        """
-        self._state.learn(microbatch, size)
-
-    @property
-    def view(self) -> View:
-        """The policy's view."""
-        return self._state
-
-    @property
-    def done(self) -> bool:
-        """Every task of this iteration has been handed out or reported as run."""
-        return self._state.done
-
-    @property
-    def amid_weight(self) -> bool:
-        """True if some pieces of a ``W`` have run, and some are left."""
-        return self._state.next_piece() is not None
-
-    @property
-    def fused(self) -> bool:
-        """True if the ``B`` that was chosen last includes a ``W`` that might have been deferred."""
-        return self._state.fused
-
-    @property
-    def held(self) -> float:
-        """Chunk activations of the largest microbatch held now."""
-        return self._state.held
-
-    @property
-    def peak_held(self) -> float:
-        """Peak of :attr:`held`; never above the cap."""
-        return self._state.peak_held
 
     def hold_back(self, *, held: bool) -> None:
         """Admit no new microbatch to this rank's first chunk while ``held``. Takes effect only when
         ``forward_only``, where no cap applies. The other chunks run on, so the pipeline drains.
         """
-        self._state.held_back = held and self.geometry.forward_only and self._is_built_in
-
-    @property
-    def sizes(self) -> KnownSizes:
-        """The sizes of the microbatches as far as they are known."""
-        return self._state.sizes
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """The activation of each chunk, in chunk activations; empty where all are 1."""
-        found: tuple[float, ...] = self._settings["weights"]
-        return found
-
-    @property
-    def num_out_of_order(self) -> int:
-        """Forwards and backwards that ran before their turn in Megatron's order."""
-        return self._state.num_out_of_order
+        self.held_back = held and self.geometry.forward_only and self._is_built_in
 
     def arrived(self, direction: int, chunk: int, total: int) -> None:
         """Report that ``total`` messages of a channel have arrived in this iteration.
@@ -237,7 +180,13 @@ class Scheduler:
             raise ScheduleError(f"{place}: its {what}, not from a channel")
         if not 0 <= chunk < geometry.num_chunks:
             raise ScheduleError(f"{place}: it has 0 .. {geometry.num_chunks - 1}")
-        self._state.arrive(direction, chunk, total)
+        counts = self.forwards_arrived if forward else self.gradients_arrived
+        if not counts[chunk] <= total <= geometry.num_microbatches:
+            raise ScheduleError(
+                f"{place}: {total} {'inputs' if forward else 'gradients'} reported after "
+                f"{counts[chunk]}; the number only grows, to {geometry.num_microbatches}"
+            )
+        counts[chunk] = total
 
     def next(self) -> Action | None:
         """Choose the next task and count it as run; None when none may run (see :meth:`stall`) or
@@ -249,9 +198,9 @@ class Scheduler:
         """
         if not self._is_built_in:
             return self._next_of_user()
-        action = self.policy(self._state)
+        action = self.policy(self)
         if action is not None:
-            self._state.apply(action)
+            self.apply(action)
         return action
 
     def run_on(self) -> Action | None:
@@ -262,17 +211,16 @@ class Scheduler:
         A piece changes only how much is held, so another choice needs a forward that waits for
         room.
         """
-        state = self._state
-        action = state.next_piece() if self._is_built_in else None
-        if action is None or (state.forward_waits() and self.policy(state) != action):
+        action = self.next_piece() if self._is_built_in else None
+        if action is None or (self.forward_waits() and self.policy(self) != action):
             return None
-        state.apply(action)
+        self.apply(action)
         return action
 
     def _next_of_user(self) -> Action | None:
         """:meth:`next` with a user's policy, which is checked."""
         try:
-            action = self.policy(self._state)
+            action = self.policy(self)
         except DppError:
             raise
         except Exception as error:
@@ -283,14 +231,14 @@ class Scheduler:
                 self._policy_setting,
             ) from error
         if isinstance(action, Action):
-            self._run_allowed(action, Text(f"{self._policy_setting}: ", self._policy_setting))
+            self.run(action, Text(f"{self._policy_setting}: ", self._policy_setting))
         elif action is not None:
             raise ScheduleError(
                 f"{self._policy_setting} returned {action!r}: expected an action of the "
                 "view's own (view.forward(chunk), view.backward(chunk), view.weight()) or None",
                 self._policy_setting,
             )
-        elif not self.done and not may_arrive(self._state):
+        elif not self.done and not may_arrive(self):
             raise ScheduleError(
                 f"{self._policy_setting} returned None on pipeline rank "
                 f"{self.geometry.rank}, where nothing more will arrive until something "
@@ -299,59 +247,54 @@ class Scheduler:
             )
         return action
 
-    def run(self, action: Action) -> None:
-        """Count an action as run that a stage leader or a recording has decided.
+    def run(self, action: Action, whose: str = "") -> None:
+        """Count an action as run that a stage leader, a recording or a user's policy has decided.
 
         Raises:
-            ScheduleError: it may not run; says why.
+            ScheduleError: it may not run; says why, behind ``whose`` decision it is.
         """
-        self._run_allowed(action)
-
-    def _run_allowed(self, action: Action, whose: str = "") -> None:
-        state = self._state
-        own = allowed(state, action)
+        own = allowed(self, action)
         if own is not action and own != action:
             raise ScheduleError(
                 f"{whose}pipeline rank {self.geometry.rank}: {action} may not run: "
-                f"{refusal(state, action).text}",
+                f"{refusal(self, action).text}",
                 whose,
             )
-        state.apply(action)
+        self.apply(action)
 
     def wanted(self) -> list[tuple[Direction, int]]:
         """Channels, as ``(direction, chunk)``, whose next message would allow a task at once after
         :meth:`next` returned None: gradients, and inputs for which there is room.
         """
-        state, inputs, gradients = self._state, [], []
+        inputs, gradients = [], []
         for c in range(self.geometry.num_chunks):
-            run, back = state.forwards_run[c], state.backwards_run[c]
+            run, back = self.forwards_run[c], self.backwards_run[c]
             training = not self.geometry.forward_only
-            if training and state.gradients_arrived[c] == back < state.backwards_due(c):
+            if training and self.gradients_arrived[c] == back < self.backwards_due(c):
                 gradients.append((Direction.BACKWARD, c))
-            left = state.forwards_arrived[c] == run < self.geometry.num_microbatches
-            if left and state.forward_fits(c):
+            left = self.forwards_arrived[c] == run < self.geometry.num_microbatches
+            if left and self.forward_fits(c):
                 inputs.append((Direction.FORWARD, c))
         return gradients + inputs
 
     def ready(self) -> list[Action]:
         """The next task of each kind and chunk that may run."""
-        state, chunks = self._state, range(self.geometry.num_chunks)
-        found = [way(c) for c in chunks for way in (state.forward, state.backward)]
-        return [action for action in (*found, state.weight()) if action is not None]
+        chunks = range(self.geometry.num_chunks)
+        found = [way(c) for c in chunks for way in (self.forward, self.backward)]
+        return [action for action in (*found, self.weight()) if action is not None]
 
     def stall(self) -> Stall:
         """The reason why :meth:`next` returned None, and the arrivals that would change it."""
-        state = self._state
-        if state.done:
+        if self.done:
             return Stall(Cause.DONE, "all tasks have run")
-        chunks, arrived = range(self.geometry.num_chunks), state.forwards_arrived
-        runs, total = state.forwards_run, self.geometry.num_microbatches
+        chunks, arrived = range(self.geometry.num_chunks), self.forwards_arrived
+        runs, total = self.forwards_run, self.geometry.num_microbatches
         inputs = [(Direction.FORWARD, c) for c in chunks if arrived[c] == runs[c] < total]
         blocked = [c for c in chunks if arrived[c] > runs[c]]
         gradients = [
             (Direction.BACKWARD, c)
             for c in chunks
-            if not self.geometry.forward_only and state.backwards_run[c] < state.backwards_due(c)
+            if not self.geometry.forward_only and self.backwards_run[c] < self.backwards_due(c)
         ]
         channels = tuple(inputs + gradients)
         if ready := self.ready():
@@ -359,20 +302,96 @@ class Scheduler:
         cause, units = self._cause(inputs, blocked), self.geometry.backward_units
         names = ", ".join(
             f"{'gradient' if way is Direction.BACKWARD else 'input'} "
-            f"{units[state.backwards_run[c]] if way else state.forwards_run[c]} of chunk {c}"
+            f"{units[self.backwards_run[c]] if way else self.forwards_run[c]} of chunk {c}"
             for way, c in channels
         )
-        held = f"{state.held:g} of {state.cap:g} chunk activations held"
+        held = f"{self.held:g} of {self.cap:g} chunk activations held"
         return Stall(cause, f"{cause.value}: next would be {names}; {held}", channels)
 
     def _cause(self, inputs: list[tuple[Direction, int]], blocked: list[int]) -> Cause:
-        state = self._state
-        if state.last_kind is None:
+        if self.last_kind is None:
             return Cause.WARMUP
         if blocked:
             return Cause.MEMORY_CAP
         if not inputs:
             return Cause.COOLDOWN
-        expected = state.next_in_reference()
+        expected = self.next_in_reference()
         forward = expected is not None and expected.kind is Kind.F
         return Cause.WAIT_FORWARD if forward else Cause.WAIT_BACKWARD
+
+
+class Refusal(NamedTuple):
+    """The reason why an action may not run. ``may_pass``: an arrival alone would allow it."""
+
+    text: str
+    may_pass: bool = False
+
+
+def allowed(view: View, action: Action) -> Action | None:
+    """The view's own next action of the same kind and chunk; ``action`` may run if it equals it."""
+    if action.kind == Kind.W:
+        return view.weight()
+    if not 0 <= action.chunk < view.geometry.num_chunks:
+        return None
+    ask = view.forward if action.kind == Kind.F else view.backward
+    return ask(action.chunk)
+
+
+def refusal(view: View, action: Action) -> Refusal:
+    """The reason why ``action``, which ``view`` does not allow now, may not run."""
+    geometry, chunk = view.geometry, action.chunk
+    if not 0 <= chunk < geometry.num_chunks:
+        return Refusal(f"this rank has chunks 0 .. {geometry.num_chunks - 1}")
+    if action.kind == Kind.W:
+        oldest = view.weight()
+        if oldest is None:
+            return Refusal("no weight gradient is left to run")
+        return Refusal(f"{oldest} is the oldest weight gradient and comes first")
+    run = (view.forwards_run if action.kind == Kind.F else view.backwards_run)[chunk]
+    total, unit = geometry.num_microbatches, action.microbatch
+    if not 0 <= unit < total or geometry.position(action.kind, unit) != run:
+        rule = "microbatches go in order"
+        if geometry.groups and action.kind == Kind.B:
+            rule = "groups go in order, each from its last microbatch to its first"
+        return Refusal(f"{run} of {total} {action.kind.name} of chunk {chunk} have run, and {rule}")
+    if action.kind == Kind.F:
+        return _forward_refusal(view, chunk)
+    if run >= geometry.due[view.forwards_run[chunk]]:
+        which = "not all forwards of its group have" if geometry.groups else "its forward has not"
+        return Refusal(f"{which} run")
+    return _missing("gradient", f"{chunk + 1}B{unit}", _gradient_may_arrive(view, chunk))
+
+
+def may_arrive(view: View) -> bool:
+    """Any message can still arrive before this rank runs another task. A microbatch reaches a chunk
+    only after it has left this rank's chunk before it.
+    """
+    chunks = range(view.geometry.num_chunks)
+    return any(_input_may_arrive(view, c) or _gradient_may_arrive(view, c) for c in chunks)
+
+
+def _input_may_arrive(view: View, chunk: int) -> bool:
+    most = view.forwards_run[chunk - 1] if chunk else view.geometry.num_microbatches
+    return view.forwards_arrived[chunk] < most
+
+
+def _gradient_may_arrive(view: View, chunk: int) -> bool:
+    most = view.geometry.due[view.forwards_run[chunk]]
+    if chunk < view.geometry.num_chunks - 1:
+        most = min(most, view.backwards_run[chunk + 1])
+    return not view.geometry.forward_only and view.gradients_arrived[chunk] < most
+
+
+def _missing(what: str, before: str, may_pass: bool) -> Refusal:
+    never = "" if may_pass else f", and cannot before {before} has run here"
+    return Refusal(f"its {what} has not arrived{never}", may_pass)
+
+
+def _forward_refusal(view: View, chunk: int) -> Refusal:
+    if view.forwards_run[chunk] >= view.forwards_arrived[chunk]:
+        before = f"{chunk - 1}F{view.forwards_run[chunk]}"
+        return _missing("input", before, _input_may_arrive(view, chunk))
+    return Refusal(
+        f"{view.held:g} of {view.cap:g} chunk activations are held, and it would leave no room for "
+        "Megatron's order of the tasks before it (activation_cap)"
+    )

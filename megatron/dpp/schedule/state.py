@@ -1,7 +1,7 @@
 """The state of one rank: five counters per chunk, and the tasks that they allow.
 
-It decides which tasks *may* run and counts the one that does. A policy chooses among them through
-the read-only :class:`View`. ``docs/policies.md`` has the safe rule and its proof.
+It decides which tasks *may* run and counts the one that does. A policy, which only reads it,
+chooses among them. ``docs/policies.md`` has the safe rule and its proof.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 from megatron.dpp.errors import ScheduleError
 from megatron.dpp.schedule.actions import Action, Geometry, Kind
@@ -67,32 +66,24 @@ class Budget:
 
     Args:
         reference: Megatron's order of the rank.
-        cap: most that may be held, in chunk activations of the largest microbatch.
+        bound: of what may be held.
         largest: size of the largest microbatch.
-        deferred: share of an activation that its deferred weight gradients keep. A chunk's part
-            above one activation (the LM head's logits) is not deferred.
-        weights, assumed, soft: see :class:`MemoryLimit`.
+        deferred: share of an activation that its deferred weight gradients keep, where these count.
+            A chunk's part above one activation (the LM head's logits) is not deferred.
     """
 
     def __init__(
-        self,
-        reference: Reference,
-        *,
-        cap: float,
-        largest: int = UNIT,
-        deferred: float = 1.0,
-        weights: Sequence[float] = (),
-        assumed: int = 0,
-        soft: bool = False,
+        self, reference: Reference, bound: MemoryLimit, largest: int = UNIT, deferred: float = 1.0
     ) -> None:
-        self.cap, self.largest, self.soft = cap, largest, soft
-        self.limit = math.floor((cap + ROUNDING) * largest)
+        self.cap, self.largest, self.soft = bound.cap, largest, bound.soft
+        self.limit = math.floor((bound.cap + ROUNDING) * largest)
         self.in_flight = self.kept = self.peak = 0
         chunks = range(len(reference.places[Kind.F]))
-        self._weights = tuple(weights) or (1,) * len(chunks)
+        self._weights = bound.weights or (1,) * len(chunks)
+        deferred = deferred if bound.deferred else 0.0
         self._deferred = [deferred / max(self._weights[chunk], 1.0) for chunk in chunks]
         self._places, self._order = reference.places, reference.order
-        first = [self._sized(chunk, assumed or largest) for chunk in chunks]
+        first = [self._sized(chunk, bound.assumed or largest) for chunk in chunks]
         self._steps = [
             sign * first[action.chunk]
             for action, sign in zip(reference.order, reference.signs, strict=True)
@@ -180,57 +171,10 @@ class Budget:
                 self.smallest = held
 
 
-class View(Protocol):
-    """A policy's view of its rank, to be read only. Lists are indexed by chunk.
+class View:
+    """A policy's view of its rank in one iteration, to be read only. Lists are indexed by chunk.
 
-    Attributes:
-        cap: chunk activations of the largest microbatch that may be held.
-        weights_first: deferred weight gradients should run before a forward: a soft limit bounds
-            unlike sizes. What they keep lies between pieces that ``B`` has freed, which fit no
-            activation of another size.
-        sizes: of the microbatches as far as they are known.
-        last_kind: of the last ``F`` or ``B`` that ran.
-    """
-
-    geometry: Geometry
-    cap: float
-    weights_first: bool
-    sizes: KnownSizes
-    last_kind: Kind | None
-    forwards_run: list[int]
-    forwards_arrived: list[int]
-    backwards_run: list[int]
-    gradients_arrived: list[int]
-
-    @property
-    def held(self) -> float:
-        """Chunk activations of the largest microbatch that are held."""
-        ...
-
-    def forward(self, chunk: int) -> Action | None:
-        """The next forward of ``chunk`` if it may run: its input is here and the cap allows it."""
-
-    def backward(self, chunk: int) -> Action | None:
-        """The next backward of ``chunk`` if it may run."""
-
-    def weight(self) -> Action | None:
-        """The oldest deferred weight gradient, or None."""
-
-    def first_forward(self) -> Action | None:
-        """The forward that may run and comes first in depth-first order."""
-
-    def first_backward(self) -> Action | None:
-        """The backward that may run and comes first in depth-first order."""
-
-    def next_in_reference(self) -> Action | None:
-        """The first task of Megatron's order that has not run, even if it may not run yet."""
-
-
-class RankState:
-    """The counters of one rank in one iteration. Implements :class:`View`.
-
-    Arguments are those of :class:`~megatron.dpp.schedule.scheduler.Scheduler`, checked;
-    ``reference`` is of the same geometry.
+    Arguments are those of :class:`~megatron.dpp.schedule.scheduler.Scheduler`, checked.
     """
 
     def __init__(
@@ -240,7 +184,6 @@ class RankState:
         cap: float,
         split_backward: bool,
         beta: float,
-        reference: Reference,
         largest: int = UNIT,
         weights: Sequence[float] = (),
         limits: Sequence[MemoryLimit] = (),
@@ -248,30 +191,32 @@ class RankState:
     ) -> None:
         v = geometry.num_chunks
         self.geometry, self.cap = geometry, cap
+        """``cap``: chunk activations of the largest microbatch that may be held."""
+        self.weights = tuple(weights)
+        """The activation of each chunk, in chunk activations; empty where all are 1."""
         self.forwards_run, self.forwards_arrived = [0] * v, [0] * v
         self.backwards_run, self.gradients_arrived = [0] * v, [0] * v
         self.last_kind: Kind | None = None
+        """Of the last ``F`` or ``B`` that ran."""
         self.sizes = KnownSizes(geometry, largest)
+        """Of the microbatches as far as they are known."""
         self.num_out_of_order = 0
-        self._reference = reference
+        """Forwards and backwards that ran before their turn in Megatron's order."""
+        self._reference = reference = Reference.of(geometry)
         split = split_backward and not geometry.forward_only
-        self._pieces = [geometry.pieces(c) if split else 0 for c in range(v)]
+        self.pieces = [geometry.pieces(c) if split else 0 for c in range(v)]
+        """Of each chunk's ``W``; 0 where its ``B`` always includes it."""
         self._stock, self._num_deferred = stock, [0] * v
         self.fused = False
         """The ``B`` that ran last includes a ``W`` that might have been deferred."""
-        self._budget = Budget(
-            reference, cap=cap, largest=largest, deferred=1.0 - beta, weights=weights
-        )
-        self._further = [
-            Budget(
-                reference, cap=limit.cap, largest=largest,
-                deferred=1.0 - beta if limit.deferred else 0.0,
-                weights=limit.weights, assumed=limit.assumed, soft=limit.soft,
-            )
-            for limit in limits
-        ]  # fmt: skip
-        self._budgets = [self._budget, *self._further]
+        bounds = MemoryLimit(cap, self.weights), *limits
+        self._budgets = [Budget(reference, limit, largest, 1.0 - beta) for limit in bounds]
+        self._budget, *self._further = self._budgets
         self.weights_first = any(limit.soft and limit.unlike for limit in limits)
+        """Deferred weight gradients should run before a forward: a soft limit bounds unlike sizes.
+        What they keep lies between pieces that ``B`` has freed, which fit no activation of another
+        size.
+        """
         self._deferred: deque[tuple[int, int, list[int]]] = deque()
         self._next_piece = 0
         self._units, self._due = geometry.backward_units, geometry.due
@@ -310,15 +255,18 @@ class RankState:
 
     @property
     def done(self) -> bool:
+        """Every task of this iteration has been handed out or reported as run."""
         return self._left == 0 and not self._deferred
 
     def forward(self, chunk: int) -> Action | None:
+        """The next forward of ``chunk`` if it may run: its input is here and the cap allows it."""
         i = self.forwards_run[chunk]
         if i < self.forwards_arrived[chunk] and self.forward_fits(chunk):
             return self._reference.order[self._reference.places[0][chunk][i]]
         return None
 
     def backward(self, chunk: int) -> Action | None:
+        """The next backward of ``chunk`` if it may run."""
         i = self.backwards_run[chunk]
         if i < self.gradients_arrived[chunk] and i < self.backwards_due(chunk):
             return self._reference.order[self._reference.places[1][chunk][self._units[i]]]
@@ -329,6 +277,7 @@ class RankState:
         return self._due[self.forwards_run[chunk]]
 
     def weight(self) -> Action | None:
+        """The oldest deferred weight gradient, or None."""
         if not self._deferred:
             return None
         chunk, microbatch, _ = self._deferred[0]
@@ -343,6 +292,7 @@ class RankState:
         return any(map(int.__gt__, self.forwards_arrived, self.forwards_run))
 
     def first_forward(self) -> Action | None:
+        """The forward that may run and comes first in depth-first order."""
         budget, evaluates = self._budget, self._evaluates
         if budget.in_flight + budget.kept + budget.smallest > budget.limit and not evaluates:
             return None
@@ -359,6 +309,7 @@ class RankState:
         return reference.order[best] if best >= 0 else None
 
     def first_backward(self) -> Action | None:
+        """The backward that may run and comes first in depth-first order."""
         best, best_index = -1, -1
         arrived, forwards, due = self.gradients_arrived, self.forwards_run, self._due
         indices, last = self._reference.depth_first, len(forwards) - 1
@@ -373,6 +324,7 @@ class RankState:
         return reference.order[reference.places[1][best][self._units[self.backwards_run[best]]]]
 
     def next_in_reference(self) -> Action | None:
+        """The first task of Megatron's order that has not run, even if it may not run yet."""
         place = self._after[-1]
         return self._reference.order[place] if place < len(self._reference.order) else None
 
@@ -386,17 +338,6 @@ class RankState:
         return all(budget.fits(place, self._after) for budget in self._budgets)
 
     # What changes
-
-    def arrive(self, direction: int, chunk: int, total: int) -> None:
-        """Count ``total`` inputs (``direction`` 0) or gradients (1) of ``chunk`` as arrived."""
-        counts = self.gradients_arrived if direction else self.forwards_arrived
-        if not counts[chunk] <= total <= self.geometry.num_microbatches:
-            what = "gradients" if direction else "inputs"
-            raise ScheduleError(
-                f"pipeline rank {self.geometry.rank}, chunk {chunk}: {total} {what} reported after "
-                f"{counts[chunk]}; the number only grows, to {self.geometry.num_microbatches}"
-            )
-        counts[chunk] = total
 
     def apply(self, action: Action) -> None:
         """Count ``action``, which may run, as run."""
@@ -415,7 +356,7 @@ class RankState:
         else:
             self.backwards_run[chunk] += 1
             self.fused = self._fuses(chunk)
-            pieces = 0 if self.fused else self._pieces[chunk]
+            pieces = 0 if self.fused else self.pieces[chunk]
             kept = [budget.backward(place, pieces) for budget in self._budgets]
             if pieces:
                 self._deferred.append((chunk, microbatch, kept))
@@ -433,7 +374,7 @@ class RankState:
         """True if the next ``B`` of ``chunk`` includes its ``W``. Each weight then still gets its
         gradients in microbatch order.
         """
-        if not self._pieces[chunk] or self._num_deferred[chunk]:
+        if not self.pieces[chunk] or self._num_deferred[chunk]:
             return False
         return len(self._deferred) >= self._stock
 
@@ -452,7 +393,7 @@ class RankState:
                 budget.learn(microbatch, size + keys, self.forwards_run)
 
     def _apply_weight(self, chunk: int) -> None:
-        kept, pieces = self._deferred[0][2], self._pieces[chunk]
+        kept, pieces = self._deferred[0][2], self.pieces[chunk]
         for budget, share in zip(self._budgets, kept, strict=True):
             budget.weight(share, pieces - self._next_piece, pieces)
         self._next_piece += 1

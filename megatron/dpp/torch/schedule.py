@@ -17,7 +17,6 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from megatron.dpp.config import Backward, DppConfig, missing_part
 from megatron.dpp.errors import ConfigError, setting
-from megatron.dpp.runtime.agreement import decider_for
 from megatron.dpp.runtime.executor import Executor, Iteration
 from megatron.dpp.torch.linear import WeightGradients
 from megatron.dpp.torch.microbatches import Microbatches
@@ -203,24 +202,20 @@ class DynamicSchedule(PipelineScheduleMulti):
         scheduler = session.decisions.scheduler(
             geometry, backward=backward, largest=session.longest, sizes=sizes
         )
-        decider = decider_for(scheduler, links.channels.receiving, links.transport.board)
-        decider.start(links.consumed)
         executor = Executor(
             runner=runner,
-            decider=decider,
+            scheduler=scheduler,
             links=links,
             recorder=recorder,
             timer=session.timer,
             injector=session.injector,
             iteration=Iteration(
                 number=step.iteration,
-                split_backward=backward.split,
                 timeout=self.config.timeout,
                 launch_ahead=session.launch_ahead and (backward.split or not step.trains),
             ),
         )
         executor.run()
-        links.consume(geometry)
         session.decisions.ran(scheduler, executor.actions, backward=backward)
 
     def _recorded(self, trains: bool) -> Recorder:

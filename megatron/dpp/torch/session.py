@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +13,10 @@ from torch.distributed.pipelining import PipelineStage
 from megatron.dpp.config import DppConfig
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, ProtocolError
-from megatron.dpp.inject import Injector
 from megatron.dpp.runtime.decisions import Decisions
 from megatron.dpp.runtime.failure import leave, reason
-from megatron.dpp.runtime.links import Links, links_of, why_not_ahead
-from megatron.dpp.runtime.timer import DeviceTimer, HostTimer, TaskTimer
+from megatron.dpp.runtime.links import Links, await_message, injector_of, links_of, why_not_ahead
+from megatron.dpp.runtime.timer import DeviceTimer, TaskTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Memory
 from megatron.dpp.torch.microbatches import Microbatches
@@ -28,7 +26,6 @@ _GROWTH = 2
 """Factor of the room that links have when they are opened anew for a longer microbatch."""
 _LEAST_BYTES = 1 << 16
 """Of a slot, which also has to hold the sizes of a step's microbatches."""
-_NAP_SECONDS = 0.05
 
 
 class Session:
@@ -58,16 +55,12 @@ class Session:
         ranks = tuple(dist.get_process_group_ranks(group))
         self.topology = Topology(ranks, first.group_rank, len(stages))
         self.device = torch.device(first.device)
-        self.injector: Injector | None = None
-        """Slows tasks down on purpose, or None."""
-        if config.inject:
-            shape = (self.topology.rank, self.topology.num_ranks, seed)
-            self.injector = Injector(config.inject, *shape, num_chunks=self.topology.num_chunks)
+        self.injector = injector_of(config, self.topology, seed)
         follow = dist.get_rank() not in self._members[:1] and bool(self._members)
         replica = replica_of(ranks)[0]
         self.decisions = Decisions(config, log, replica, decides=not follow)
         on_gpu = self.device.type == "cuda"
-        self.timer: TaskTimer = DeviceTimer(follow=follow) if on_gpu else HostTimer()
+        self.timer: TaskTimer = DeviceTimer(follow=follow) if on_gpu else TaskTimer()
         self.links: Links | None = None
         self.shapes = Shapes(1, ())
         self.launch_ahead = False
@@ -151,43 +144,35 @@ class Session:
             slots,
             slots,
             self._config,
+            self._log,
             stage_ranks=self._members,
             injector=self.injector,
             device=self.device,
         )
         self._room = room
-        for link in self.links.transport.links():
-            ends = f"rank {dist.get_rank()} -> {link.peer}"
-            self._log(f"dynamic pipeline: {ends}: {link.kind} ({link.reason})")
         self.launch_ahead = why_not_ahead(self.links.transport) is None
 
     def _put(self, links: Links, numbers: list[int], iteration: int) -> None:
-        channel = links.channels.outgoing(Direction.FORWARD, 0)
+        channel = links.outgoing(Direction.FORWARD, 0)
         assert channel is not None
         message = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        parts = links.channels.tensors_out[channel]
+        parts = links.tensors_out[channel]
         more = {"iteration": iteration, "microbatch": 0, "num_parts": parts}
         for part in range(parts):
             links.transport.put(channel, message if part == 0 else message[:0], part=part, **more)
 
     def _take(self, links: Links, iteration: int) -> list[int]:
-        channel = links.channels.incoming(Direction.FORWARD, 0)
+        channel = links.incoming(Direction.FORWARD, 0)
         assert channel is not None
-        begin = time.monotonic()
-        while links.poll()[channel] <= links.consumed[channel]:
-            waited = time.monotonic() - begin
-            left = links.transport.departed(links.channels.spec_in(channel).source)
-            arrived = links.poll()[channel] > links.consumed[channel]  # after the look at the peer
-            if (left or waited > self._config.timeout) and not arrived:
-                raise links.transport.overdue(channel, waited, iteration=iteration, microbatch=0)
-            links.transport.wait(_NAP_SECONDS)
-        parts = links.channels.tensors_in[channel]
+        parts = links.tensors_in[channel]
+        before, labels = (links.consumed[channel] + 1) * parts - 1, (iteration, 0)
+        await_message(links.transport, channel, before, self._config.timeout, *labels)
         message, *_ = [links.transport.take(channel) for _ in range(parts)]
         links.consumed[channel] += 1
         if message.iteration != iteration or message.tensor.dtype != torch.int64:
             raise ProtocolError(
-                f"{links.channels.spec_in(channel)}: expected the sizes of step {iteration}, got a "
-                f"message of step {message.iteration}; do all ranks run the same step?"
+                f"{links.transport.incoming[channel]}: expected the sizes of step {iteration}, got "
+                f"a message of step {message.iteration}; do all ranks run the same step?"
             )
         return list(message.tensor.tolist())
 
