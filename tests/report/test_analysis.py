@@ -25,7 +25,7 @@ from megatron.dpp.report.analysis.model import (
 )
 from megatron.dpp.report.analysis.sentences import EVEN_LAYERS, sentences, straggler_text
 from megatron.dpp.report.analysis.stragglers import Culprit
-from megatron.dpp.report.analysis.summary import PredictedTime, summary
+from megatron.dpp.report.analysis.summary import PredictedTime
 from megatron.dpp.report.analysis.times import iteration_times, painted
 from megatron.dpp.report.analysis.work import LinkSamples, link_samples
 from megatron.dpp.report.reader import read_events
@@ -55,7 +55,7 @@ def check_culprits(analysis, cause, expected):
 
 
 def gain(times, before):
-    return 1 - sum(t.total for t in times) / sum(t.total for t in before)
+    return 1 - sum(t.total_ms for t in times) / sum(t.total_ms for t in before)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,13 @@ def test_every_nanosecond_of_the_window_is_accounted_for(tmp_path):
     analysis = analysed(Run(chunks=2), tmp_path, skip=0)
     assert len(analysis.times) == 3
     for times in analysis.times:
-        assert times.ideal == max(rank.busy for rank in times.ranks.values())
-        assert times.window >= times.ideal
+        assert times.ideal_ms == max(rank.busy_ms for rank in times.ranks.values())
+        assert times.window_ms >= times.ideal_ms
         for rank in times.ranks.values():
-            assert rank.busy + rank.other + sum(rank.idle.values()) == rank.window
-            assert sum(rank.kinds.values()) == rank.busy
-            assert rank.tail == {"host": 50_000, "optimizer": 1_000_000}
+            whole = rank.busy_ms + rank.other_ms + sum(rank.idle_ms.values())
+            assert whole == pytest.approx(rank.window_ms, abs=1e-9)
+            assert sum(rank.kinds_ms.values()) == pytest.approx(rank.busy_ms, abs=1e-9)
+            assert rank.tail_ms == {"host": 0.05, "optimizer": 1.0}
 
 
 def test_other_work_after_a_ranks_last_task_is_drain():
@@ -104,13 +105,13 @@ def test_other_work_after_a_ranks_last_task_is_drain():
     early = RankIteration(0, 1, 0, 50, tasks=[task], spans=[OtherWork(5, 30, "batch")])
     late = RankIteration(1, 1, 0, 50, tasks=[task._replace(end=40)])
     times = iteration_times(TracedIteration(1, {0: early, 1: late})).ranks[0]
-    assert (times.busy, times.other, times.idle) == (10, 0, {"drain": 30})
-    assert times.tail == {"host": 10}
+    assert (times.busy_ms, times.other_ms, times.idle_ms) == (1e-5, 0, {"drain": 3e-5})
+    assert times.tail_ms == {"host": 1e-5}
 
 
 def test_totals_equal_those_summed_from_the_events(tmp_path):
     analysis = analysed(Run(chunks=2), tmp_path, skip=0)
-    report = summary(analysis)
+    report = analysis
     for file, row in zip(analysis.files, report.ranks, strict=True):
         events = list(read_events(file))
         for kind in "FBW":
@@ -120,7 +121,7 @@ def test_totals_equal_those_summed_from_the_events(tmp_path):
         assert row.sent_bytes * 3 == sent
         held = max(e["args"]["value"] for e in events if e["cat"] == "counter")
         assert row.peaks["held"] == held
-    json.dumps(dataclasses.asdict(report), allow_nan=False)
+    json.dumps(report.numbers(), allow_nan=False)
     assert sum(report.totals.bubble_by_cause.values()) == pytest.approx(report.totals.bubble)
     assert sentences(report)[-1] == "No straggler."
 
@@ -176,7 +177,7 @@ def test_all_reports_name_a_rank_by_stage_and_replica(replicas, tensors, name):
 
 
 def test_a_heavy_stages_work_is_not_promised_away(tmp_path):
-    report = summary(analysed(Run(chunks=2), tmp_path))
+    report = analysed(Run(chunks=2), tmp_path)
     heavy = PredictedTime("without heavy-stage (stage 1, chunk 1)", 1000, 826)
     report.what_if = [heavy, PredictedTime(EVEN_LAYERS, 1000, 928)]
     assert sentences(report)[-1].endswith(
@@ -203,11 +204,10 @@ def test_a_sliced_run_counts_its_microbatches(tmp_path):
     groups = (3, 1, 4)
     run = Run(iterations=1, policy="megatron", split=False, groups=groups)
     analysis = analysed(run, tmp_path)
-    found = summary(analysis)
-    assert (found.run.microbatches, found.run.sliced) == (3, True)
+    assert (analysis.facts["microbatches"], analysis.sliced) == (3, True)
     assert recorded_runs(analysis) == []
-    whole = summary(analysed(Run(iterations=1), tmp_path / "whole")).run
-    assert (whole.microbatches, whole.sliced) == (8, False)
+    whole = analysed(Run(iterations=1), tmp_path / "whole")
+    assert (whole.facts["microbatches"], whole.sliced) == (8, False)
 
 
 def test_a_run_that_kept_megatrons_order_is_simulated_with_it(tmp_path):

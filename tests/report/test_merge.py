@@ -45,16 +45,6 @@ def of(merged, **wanted):
     ]
 
 
-def test_tasks_of_slices_are_named_by_them(tmp_path):
-    run = Run(iterations=2, policy="megatron", split=False, groups=(3, 1, 4))
-    directory = write(run, tmp_path)
-    merge(open_run(directory), tmp_path / "all.json")
-    events = of(json.loads((tmp_path / "all.json").read_text()), cat="task", pid=2)
-    names = [event["name"] for event in events if event["args"]["iteration"] == 1]
-    parts = ["0 s1/3", "1 s2/3", "2 s3/3", "3", "4 s1/4", "5 s2/4", "6 s3/4", "7 s4/4"]
-    assert sorted(names) == sorted(f"0{kind}{part}" for kind in "FB" for part in parts)
-
-
 def test_there_is_one_named_track_per_rank(merged):
     names = [e["args"]["name"] for e in of(merged, name="process_name")]
     assert names == [f"stage {r} (rank {r})" for r in range(4)]

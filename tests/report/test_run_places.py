@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from megatron.dpp.report import (
     aggregate_command,
     monitor_command,
     report_command,
-    runs_command,
 )
 from megatron.dpp.report.run_files import find_run, write_state
 from tests.report.synthetic import Run, write
@@ -131,33 +128,6 @@ def test_a_baseline_is_compared_step_by_step(
     assert "Different in the 20 common steps: loss by at most 2." in found["sentences"]
     assert report_command.main([home, str(same), str(other)]) == 2
     assert "3 runs" in capsys.readouterr().err
-
-
-def test_runs_are_listed_with_their_state(
-    traced: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(traced)
-    states = {"one": ("finished", None), "two": ("stopped", "Ctrl-C"), "three": ("running", None)}
-    for name, (state, by) in states.items():
-        write_state(metrics(traced / "runs" / name, 5), state, by)
-        time.sleep(0.01)
-    (traced / "runs" / "no-run").mkdir()
-    old = time.time() - 3600
-    for path in (traced / "runs" / "20260101-gpt", traced / "runs" / "20260101-gpt/metrics.jsonl"):
-        os.utime(path, (old, old))
-    assert runs_command.main([]) == 0
-    lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
-    assert [(row[0], row[2], *row[5:8]) for row in lines] == [
-        ("run", "iteration", "saved", "trace", "state"),
-        ("20260101-gpt", "30 of 50", "20", "yes", "ended"),
-        ("one", "5 of 50", "20", "no", "finished"),
-        ("two", "5 of 50", "20", "no", "stopped by Ctrl-C"),
-        ("three", "5 of 50", "20", "no", "running, 22 s left"),
-    ]
-    assert runs_command.main(["--json"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[0])["loss"] == "0.3"
-    assert runs_command.main([str(traced / "benchmark")]) == 1
-    assert "no run" in capsys.readouterr().err
 
 
 def test_the_monitor_follows_a_link_to_the_next_run(

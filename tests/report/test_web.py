@@ -79,7 +79,6 @@ def test_the_page_waits_for_the_run_and_follows_it_to_its_end(page, tmp_path):
     text = page()[1]
     assert badge(text).startswith("ended, ")
     assert ", 3 iterations</dd>" in text
-    assert page()[1] == text  # nothing changed: not built again
 
 
 def test_nothing_but_the_page_is_served(page, tmp_path):
@@ -93,11 +92,14 @@ def test_nothing_but_the_page_is_served(page, tmp_path):
 
 def test_ports_that_cannot_be_had_are_named(page, tmp_path):
     live = LivePage(build_parser("monitor").parse_args([]), 1.0)
-    with pytest.raises(ConfigError, match="--port 70000: must be in 0"):
+    with pytest.raises(ConfigError, match=r"--port 70000: .*0-65535"):
         open_server(live, "127.0.0.1", 70_000)
     open_server(live, "::1", 0).server_close()
     taken = open_server(live, "127.0.0.1", 0)
-    with taken, pytest.raises(ConfigError, match=f"--port {taken.server_port}: in use on "):
+    with (
+        taken,
+        pytest.raises(ConfigError, match="Address already in use"),
+    ):
         open_server(live, "127.0.0.1", taken.server_port)
     with pytest.raises(ConfigError, match="--port 0: Cannot assign"):
         open_server(live, "192.0.2.1", 0)

@@ -24,10 +24,9 @@ from typing import Any
 from megatron.dpp.command_line import command, new_parser, progress_bar
 from megatron.dpp.files.safe_files import replacing
 from megatron.dpp.report.align import Alignment, align, message_key
-from megatron.dpp.report.analysis.model import JobShape, slice_names
+from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.reader import Event, TraceFile, open_run, read_events
 from megatron.dpp.report.run_files import find_run
-from megatron.dpp.schedule import groups_of
 from megatron.dpp.trace.schema import ARRIVAL_TRACK, SCHEMA_VERSION, SEND_TRACK, TASK_TRACK
 from megatron.dpp.trace.vocabulary import EventKind
 
@@ -144,16 +143,6 @@ def _ticks(block: list[Event]) -> Iterator[Event]:
     yield from block
 
 
-def _labelled(tasks: list[Event]) -> Iterator[Event]:
-    """The tasks of one rank's iteration, with their slices in their names."""
-    args = [event["args"] for event in tasks]
-    order = [one["microbatch"] for one in args if one["kind"] == "B" and one["chunk"] == 0]
-    names = dict(enumerate(slice_names(groups_of(order))))
-    for event in tasks:
-        event["name"] += names.get(event["args"]["microbatch"], "")
-        yield event
-
-
 def _events_of(file: TraceFile, alignment: Alignment, origin_ns: int) -> Iterator[Event]:
     """A rank's events on the common time line, in us from ``origin_ns``, with their arrows."""
 
@@ -161,7 +150,7 @@ def _events_of(file: TraceFile, alignment: Alignment, origin_ns: int) -> Iterato
         return (alignment.to_global(rank, time_ns) - origin_ns) / 1000
 
     counts: dict[str, Counter[tuple[Any, ...]]] = {}
-    block, tasks = list[Event](), list[Event]()
+    block = list[Event]()
     for event in read_events(file):
         cat, args = event["cat"], event["args"]
         event["ts"] = time_us(file.rank, file.time_ns(event))
@@ -173,17 +162,12 @@ def _events_of(file: TraceFile, alignment: Alignment, origin_ns: int) -> Iterato
             if arrow is not None:
                 yield arrow
             block.append(event)
-        elif cat == EventKind.TASK:
-            tasks.append(event)
         else:
             yield event
-        if cat == EventKind.ITERATION:
-            yield from _labelled(tasks)
-            tasks.clear()
         if cat == EventKind.ITERATION or len(block) >= _BLOCK:
             yield from _ticks(block)
             block.clear()
-    yield from (*tasks, *_ticks(block))
+    yield from _ticks(block)
 
 
 def merge(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from megatron.dpp.report.analysis.sentences import (
     straggler_text,
     training_sentences,
 )
-from megatron.dpp.report.analysis.summary import Analysis, Pipeline, analyse, summary
+from megatron.dpp.report.analysis.summary import Analysis, analyse
 from megatron.dpp.report.pictures.picture import Picture
 from megatron.dpp.report.pictures.plots import plot_timeline
 from megatron.dpp.report.reader import TraceFile, open_run
@@ -83,7 +82,7 @@ class Report:
     """
 
     training: Training
-    pipeline: Pipeline | None = None
+    pipeline: Analysis | None = None
     baseline: Report | None = None
     difference: Difference | None = None
     sentences: list[str] = field(default_factory=list)
@@ -91,7 +90,7 @@ class Report:
 
     def numbers(self) -> dict[str, Any]:
         """As JSON, without series and timeline."""
-        found = asdict(self.pipeline) if self.pipeline else {}
+        found = self.pipeline.numbers() if self.pipeline else {}
         found["training"] = self.training.numbers()
         if self.sentences:
             found["sentences"] = self.sentences
@@ -102,10 +101,10 @@ class Report:
         return found
 
 
-def numbers_so_far(files: list[TraceFile]) -> Pipeline | None:
+def numbers_so_far(files: list[TraceFile]) -> Analysis | None:
     """The numbers of a run that may go on; None before all ranks have finished an iteration."""
     try:
-        return summary(analyse(files, align(files)))
+        return analyse(files, align(files))
     except DataError:
         return None
 
@@ -120,36 +119,37 @@ def state_of(place: RunPlace, files: list[TraceFile], training: Training) -> tup
     return ("running" if running else "ended") + (f", rank {dead[0]} died" if dead else ""), dead
 
 
-def _predict(analysis: Analysis, runs: Sequence[Recorded], into: Pipeline) -> None:
-    """Add the predictions of changes, and the culprits with what each costs. One that costs next to
-    nothing is no straggler, however slow it is.
+def _predict(analysis: Analysis) -> list[Recorded]:
+    """Add the predictions of changes, and what each culprit costs. One that costs next to nothing
+    is no straggler, however slow it is. Returns the recorded costs.
     """
-    costs: list[float | None] = [None] * len(analysis.culprits)
-    shape = analysis.shape
+    runs, culprits, shape = recorded_runs(analysis), analysis.culprits, analysis.shape
+    costs: list[float | None] = [None] * len(culprits)
     if runs:
         ranks, what_if = shape.pipelines()[0], WhatIf(runs)
-        predictions = predict_all(what_if, analysis.culprits, shape)
+        predictions = predict_all(what_if, culprits, shape)
         lost = lost_per_forward(analysis.loads)
         if any(lost.values()):
             change = without_imbalance(ranks, lost)
             predictions.append(what_if.predict(EVEN_EXPERTS, change, in_recorded_order=True))
-        into.what_if = sorted(predictions, key=lambda row: -row.gain)
-        into.fidelity = what_if.fidelity
-        costs = effects(what_if, analysis.culprits, ranks)
-    for culprit, effect in zip(analysis.culprits, costs, strict=True):
+        analysis.what_if = sorted(predictions, key=lambda row: -row.gain)
+        analysis.fidelity = what_if.fidelity
+        costs = effects(what_if, culprits, ranks)
+    for culprit, effect in zip(culprits, costs, strict=True):
         name, text = culprit.where(shape), straggler_text(culprit, shape)
         harmless = effect is not None and effect < LEAST
         finding = replace(culprit, name=name, text=text, effect=effect)
-        (into.without_effect if harmless else into.stragglers).append(finding)
-    into.totals.stragglers = len(into.stragglers)
+        (analysis.without_effect if harmless else analysis.stragglers).append(finding)
+    return runs
 
 
-def _timeline(analysis: Analysis, number: int, schedule: str) -> Picture:
-    """One iteration as a picture."""
+def _timeline(analysis: Analysis, number: int | None) -> Picture:
+    """One iteration as a picture; the typical one without a number."""
+    number = analysis.typical().number if number is None else number
     found = next(read_iterations(analysis.files, analysis.alignment, {number}), None)
     if found is None:
         raise ConfigError(f"--iteration {number}: not recorded by every rank")
-    return plot_timeline(found, analysis.shape, schedule)
+    return plot_timeline(found, analysis.shape, analysis.name)
 
 
 def names_of(options: argparse.Namespace) -> list[str]:
@@ -165,22 +165,27 @@ def names_of(options: argparse.Namespace) -> list[str]:
 
 
 def _read(
-    place: RunPlace, options: argparse.Namespace, metrics_file: str | None, *, quiet: bool
-) -> tuple[Report, Analysis | None]:
-    """A run's numbers; at least its metrics or its traces must be there."""
+    place: RunPlace, options: argparse.Namespace, metrics_file: str | None, *, live: bool
+) -> Report:
+    """A run's numbers; at least its metrics or its traces must be there. Traces of a live run that
+    say nothing yet are left out where there are metrics.
+    """
     report, folder = Report(read_training(place.home, metrics_file)), place.traces()
     if folder is None:
         if not report.training.metrics:
             place.need_traces()
-        return report, None
-    files = open_run(folder)
-    with progress_bar(
-        sum(file.size for file in files), **{"disable": True} if quiet else {}
-    ) as bar:
-        alignment = align(files, lambda file: bar.update(file.size))
-    analysis = analyse(files, alignment, skip=options.skip, threshold=options.threshold)
-    report.pipeline = summary(analysis)
-    return report, analysis
+        return report
+    try:
+        files = open_run(folder)
+        report.training.state, _ = state_of(place, files, report.training)
+        size = sum(file.size for file in files)
+        with progress_bar(size, **{"disable": True} if live else {}) as bar:
+            alignment = align(files, lambda file: bar.update(file.size))
+        report.pipeline = analyse(files, alignment, skip=options.skip, threshold=options.threshold)
+    except DataError:
+        if not (live and report.training.metrics):
+            raise
+    return report
 
 
 def build_report(
@@ -200,23 +205,15 @@ def build_report(
     require((options.skip or 0) >= 0, f"--skip {options.skip}: must be at least 0")
     name, *others = names_of(options)
     place, runs = find_run(name), list[Recorded]()
-    try:
-        report, analysis = _read(place, options, options.metrics_file, quiet=live)
-    except DataError:
-        report, analysis = Report(read_training(place.home, options.metrics_file)), None
-        if not (live and report.training.metrics):
-            raise
-    if analysis is None or report.pipeline is None:
+    report = _read(place, options, options.metrics_file, live=live)
+    if report.pipeline is None:
         require(options.iteration is None, f"--iteration {options.iteration}: the run has no trace")
     else:
-        runs = recorded_runs(analysis)
-        _predict(analysis, runs, report.pipeline)
-        chosen = options.iteration
-        number = analysis.typical().number if chosen is None else chosen
-        report.timeline = _timeline(analysis, number, report.pipeline.name)
+        runs = _predict(report.pipeline)
+        report.timeline = _timeline(report.pipeline, options.iteration)
     report.sentences = training_sentences(report.training)
     if others:
-        report.baseline, _ = _read(find_run(others[0]), options, None, quiet=live)
+        report.baseline = _read(find_run(others[0]), options, None, live=live)
         if report.training.metrics and report.baseline.training.metrics:
             report.difference = Difference.of(report.training, report.baseline.training)
             report.sentences += report.difference.sentences()

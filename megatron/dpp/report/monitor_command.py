@@ -27,7 +27,8 @@ from megatron.dpp.report.analysis.sentences import (
     percent,
     time_left,
 )
-from megatron.dpp.report.analysis.summary import Pipeline, RankRow
+from megatron.dpp.report.analysis.summary import Analysis
+from megatron.dpp.report.analysis.times import RankTimes
 from megatron.dpp.report.building import names_of, numbers_so_far, state_of
 from megatron.dpp.report.reader import TraceFile, open_run
 from megatron.dpp.report.run_files import Training, find_run, read_training
@@ -103,11 +104,11 @@ def _view(place: Path, files: list[TraceFile], training: Training, state: str) -
     return "\n".join([*lines, "", *(_ranks(files, found) if files else [HOW_TO_TRACE])])
 
 
-def _headline(training: Training, found: Pipeline | None) -> str:
+def _headline(training: Training, found: Analysis | None) -> str:
     loss, speed, left = training.last("loss"), training.last("tokens/s"), training.seconds_left
     parts = [training.progress]
     if found and not training.metrics:
-        parts = [f"iteration {found.iterations[-1].iteration}"]
+        parts = [f"iteration {found.times[-1].number}"]
     parts += [f"loss {loss:.4f}"] if loss is not None else []
     parts += [f"{number(speed)} tokens/s"] if speed else []
     parts += [f"{time_left(left)} left"] if left else []
@@ -127,7 +128,7 @@ def _blocks(values: Sequence[float]) -> str:
     return "".join(_HEIGHTS[round((v - low) / span * top) if span else 0] for v in means)
 
 
-def _ranks(files: list[TraceFile], found: Pipeline | None) -> list[str]:
+def _ranks(files: list[TraceFile], found: Analysis | None) -> list[str]:
     """A line per rank, in the order of stages."""
     lines = [
         f" rank  stage  {'state':<7} {'at work':<{_BAR + 2}}{'':>7}  {'idle':>6}  {'mostly':<12}"
@@ -143,9 +144,9 @@ def _ranks(files: list[TraceFile], found: Pipeline | None) -> list[str]:
     return lines
 
 
-def _times(row: RankRow) -> str:
-    whole = (row.busy_ms + row.other_ms + sum(row.idle_ms.values())) or 1.0
-    busy, worst = row.busy_ms / whole, max(row.idle_ms, key=lambda c: row.idle_ms[c], default="")
+def _times(row: RankTimes) -> str:
+    busy = row.busy_ms / (row.window_ms or 1.0)
+    worst = max(row.idle_ms, key=lambda cause: row.idle_ms[cause], default="")
     return (
         f"[{('#' * round(busy * _BAR)).ljust(_BAR, '.')}]{busy:>7.1%}  {row.bubble:>6.1%}  "
         f"{worst:<12}{row.peaks.get('memory', 0.0) / 2**20:>11,.0f}"

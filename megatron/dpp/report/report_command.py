@@ -47,13 +47,13 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     report, runs = build_report(options)
-    home = Path(report.pipeline.run.directory) if report.pipeline else report.training.home
+    found = report.pipeline
+    home = found.files[0].path.parent if found else report.training.home
     output = Path(options.output or home / _PAGE)
     _write(output, page(report))
     if options.costs:
         if not runs:
-            sliced = report.pipeline and report.pipeline.run.sliced
-            why = NOT_OF_SLICES if sliced else "no iteration was recorded in full"
+            why = NOT_OF_SLICES if found and found.sliced else "no iteration was recorded in full"
             raise DataError(f"--costs: {why}")
         _write(Path(options.costs), json.dumps(cost_file(runs)) + "\n")
     if options.json:

@@ -128,7 +128,7 @@ def _recorded(
         keys = [(target // p, way, microbatch) for microbatch in range(count)]
         return [own[key] / SECOND if key in own else usual for key in keys]
 
-    hosts = [times.ranks[rank].idle.get(IdleCause.HOST, 0) / SECOND for rank in ranks]
+    hosts = [times.ranks[rank].idle_ms.get(IdleCause.HOST, 0) / 1e3 for rank in ranks]
     return Recorded(
         Shape(p, job.num_chunks, count),
         np.array(ns).reshape(3, stages, count) / SECOND,
@@ -142,8 +142,8 @@ def _recorded(
         [[Action(Kind[k], *rest) for k, *rest in work.orders[rank]] for rank in ranks],
         [t / max(len(work.orders[rank]), 1) for t, rank in zip(hosts, ranks, strict=True)],
         dynamic=job.schedule == "dpp",
-        window=times.window / SECOND,
-        tail=(times.total - times.window) / SECOND,
+        window=times.window_ms / 1e3,
+        tail=(times.total_ms - times.window_ms) / 1e3,
     )
 
 

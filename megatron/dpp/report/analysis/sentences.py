@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.dpp.config import GRAPHS_PAY_FROM
 from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.stragglers import Culprit
-from megatron.dpp.report.analysis.summary import Pipeline, RunTotals
+from megatron.dpp.report.analysis.summary import Analysis, RunTotals
 from megatron.dpp.report.run_files import Training
 from megatron.dpp.trace.vocabulary import CAUSES
 
@@ -86,7 +86,7 @@ def straggler_text(culprit: Culprit, shape: JobShape) -> str:
     return text + (moved if culprit.kind == "heavy-stage" else "")
 
 
-def _race_lines(found: Pipeline) -> list[str]:
+def _race_lines(found: Analysis) -> list[str]:
     """The race that decided which schedule runs."""
     peaks = {name: value for row in found.ranks for name, value in row.peaks.items()}
     ways = [name.removeprefix("race: ") for name in peaks if name.startswith("race: ")]
@@ -115,7 +115,7 @@ def training_sentences(training: Training) -> list[str]:
     return lines
 
 
-def sentences(found: Pipeline) -> list[str]:
+def sentences(found: Analysis) -> list[str]:
     """The summary of a traced run, most important first."""
     lines = _time_lines(found.totals) + _other_order_lines(found) + _expert_lines(found)
     lines += _race_lines(found)
@@ -125,7 +125,7 @@ def sentences(found: Pipeline) -> list[str]:
             f"Launching takes up to {percent(launching)} of the tasks' time: CUDA graphs or a "
             "larger micro-batch shorten a step."
         )
-    lines += [f"{NOT_OF_SLICES[0].upper()}{NOT_OF_SLICES[1:]}."] if found.run.sliced else []
+    lines += [f"{NOT_OF_SLICES[0].upper()}{NOT_OF_SLICES[1:]}."] if found.sliced else []
     lines += [f"{finding.text[0].upper()}{finding.text[1:]}." for finding in found.stragglers]
     lines += [] if found.stragglers else ["No straggler."]
     lines += [
@@ -133,10 +133,8 @@ def sentences(found: Pipeline) -> list[str]:
         for finding in found.without_effect
     ]
     lines += _gain_lines(found)
-    if found.run.cut_short:
-        lines.append(
-            f"The traces of {len(found.run.cut_short)} ranks have no end: killed, or still running."
-        )
+    if short := found.cut_short:
+        lines.append(f"The traces of {len(short)} ranks have no end: killed, or still running.")
     return lines
 
 
@@ -156,7 +154,7 @@ def _time_lines(totals: RunTotals) -> list[str]:
     ]
 
 
-def _other_order_lines(found: Pipeline) -> list[str]:
+def _other_order_lines(found: Analysis) -> list[str]:
     """The schedule that ran against the other one, with the same tasks."""
     other = DYNAMIC if found.name == "static" else STATIC
     gain = next((row.gain for row in found.what_if if row.name == other), None)
@@ -170,7 +168,7 @@ def _other_order_lines(found: Pipeline) -> list[str]:
     return [f"Replayed, {name} takes {than} than what ran.{verdict}"]
 
 
-def _expert_lines(found: Pipeline) -> list[str]:
+def _expert_lines(found: Analysis) -> list[str]:
     """The imbalance of experts, and its cost beside the pipeline's."""
     rows, totals = found.experts, found.totals
     if not rows:
@@ -198,7 +196,7 @@ def _expert_lines(found: Pipeline) -> list[str]:
     ]
 
 
-def _gain_lines(found: Pipeline) -> list[str]:
+def _gain_lines(found: Analysis) -> list[str]:
     """The best change. A heavy stage's work cannot vanish; moved, it gains less."""
     best = max(found.what_if, key=lambda row: row.gain, default=None)
     if best is None or best.gain <= LEAST:

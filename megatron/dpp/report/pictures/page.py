@@ -16,7 +16,7 @@ from megatron.dpp.report.analysis.sentences import (
     percent,
     time_left,
 )
-from megatron.dpp.report.analysis.summary import Pipeline
+from megatron.dpp.report.analysis.summary import Analysis
 from megatron.dpp.report.building import Report
 from megatron.dpp.report.pictures.picture import Picture, style_sheet
 from megatron.dpp.report.pictures.plots import plot_loss, plot_time
@@ -98,7 +98,7 @@ def _tiles(report: Report) -> str:
         "tokens/s (median)": None if speed is None else number(speed),
         "step (median)": None if step is None else duration(step),
         "idle": percent(found.totals.bubble) if found else None,
-        "stragglers": str(found.totals.stragglers) if found else None,
+        "stragglers": str(len(found.stragglers)) if found else None,
     }
     shown = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span class="dim small">{escape(name)}</span>'
@@ -127,9 +127,9 @@ def _comparison(report: Report, other: Report, names: Sequence[str]) -> str:
     return _section("Beside the baseline", _table(("", *names, "difference"), rows))
 
 
-def _is_clear(*pipelines: Pipeline) -> bool:
+def _is_clear(*pipelines: Analysis) -> bool:
     """True where the mean times of two runs' traced steps differ by twice their standard error."""
-    times = [[row.total_ms for row in pipeline.iterations] for pipeline in pipelines]
+    times = [[row.total_ms for row in pipeline.times] for pipeline in pipelines]
     if min(map(len, times)) < 2:
         return False
     one, two = map(statistics.fmean, times)
@@ -147,13 +147,13 @@ def _times(report: Report) -> dict[str, float | None]:
     }
 
 
-def _what_if(found: Pipeline) -> str:
+def _what_if(found: Analysis) -> str:
     rows = [
         (row.name, duration(row.now_ms), duration(row.then_ms), f"{row.gain * 100:+.1f} %")
         for row in found.what_if
     ]
     if not rows:
-        why = NOT_OF_SLICES if found.run.sliced else "no iteration was recorded in full"
+        why = NOT_OF_SLICES if found.sliced else "no iteration was recorded in full"
         return _section("What if", f"<p>No prediction: {escape(why)}.</p>")
     note = (
         f"Simulated with the recorded times. Replayed in its own order, the run takes "
@@ -170,15 +170,15 @@ def _facts(report: Report) -> str:
     if training.checkpoint is not None:
         facts["last checkpoint"] = f"iteration {training.checkpoint}"
     if found is not None:
-        run = found.run
+        run = found.facts
         facts |= {
-            "layout": f"data {run.data}, pipeline {run.pipeline} x {run.chunks} chunks, tensor "
-            f"{run.tensor}, context {run.context}, {run.microbatches} microbatches",
-            "ranks": f"{len(found.ranks)} on {', '.join(run.hosts)} ({run.device})",
-            "traces": f"{run.directory}, since {run.started}, {len(found.iterations)} iterations",
+            "layout": "data {data}, pipeline {pipeline} x {chunks} chunks, tensor {tensor}, "
+            "context {context}, {microbatches} microbatches".format_map(run),
+            "ranks": f"{len(found.ranks)} on {', '.join(run['hosts'])} ({run['device']})",
+            "traces": f"{run['directory']}, since {run['started']}, {len(found.times)} iterations",
         }
-        if run.clock_uncertainty_us:
-            facts["clocks"] = f"aligned within {run.clock_uncertainty_us:.1f} us"
+        if run["clock_uncertainty_us"]:
+            facts["clocks"] = f"aligned within {run['clock_uncertainty_us']:.1f} us"
     rows = "".join(f"<dt>{k}</dt><dd>{escape(v)}</dd>" for k, v in facts.items())
     flags = _table(("flag", "value"), training.flags.items())
     folded = f"<details><summary>{len(training.flags)} flags</summary>{flags}</details>"

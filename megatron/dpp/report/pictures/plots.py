@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.dpp.report.analysis.model import JobShape, RankIteration, TracedIteration, slice_names
+from megatron.dpp.report.analysis.model import JobShape, RankIteration, TracedIteration
 from megatron.dpp.report.analysis.sentences import duration, number, percent
-from megatron.dpp.report.analysis.summary import Pipeline, RankRow
+from megatron.dpp.report.analysis.summary import Analysis
+from megatron.dpp.report.analysis.times import RankTimes
 from megatron.dpp.report.pictures.picture import (
     Bar,
     Picture,
@@ -117,39 +118,34 @@ def _bars(rank: RankIteration, row: int, origin: int) -> list[Bar]:
         add(wait.start, wait.end, wait.cause, f"wait: {wait.cause}", wait.detail)
     for span in rank.spans:
         add(span.start, span.end, "span", span.name)
-    parts = dict(enumerate(slice_names(rank.groups)))
     for task in rank.tasks:
-        piece = f" piece {task.piece}" if task.piece else ""
+        piece = f"piece {task.piece}" if task.piece else ""
         name = f"{task.chunk}{task.kind}{task.microbatch}"
-        detail = f"{parts.get(task.microbatch, '')}{piece}".strip()
-        add(task.start, task.end, task.kind, name, detail)
+        add(task.start, task.end, task.kind, name, piece)
     return found
 
 
-def _parts(row: RankRow) -> dict[str, float]:
+def _parts(row: RankTimes) -> dict[str, float]:
     """Parts of a rank's iteration in ms."""
     times = {**row.kinds_ms, "span": row.other_ms, **row.idle_ms}
     return {**times, "tail": sum(row.tail_ms.values())}
 
 
-def _mean_row(name: str, pipeline: Pipeline) -> tuple[str, dict[str, float], float]:
-    parts = [_parts(row) for row in pipeline.ranks]
-    names = in_legend_order({name for own in parts for name in own})
-    mean = {name: sum(own.get(name, 0.0) for own in parts) / len(parts) for name in names}
-    return name, mean, pipeline.totals.bubble
-
-
-def plot_time(found: Pipeline, other: Pipeline | None) -> Picture:
+def plot_time(found: Analysis, other: Analysis | None) -> Picture:
     """Draws the parts of an iteration's time: the mean rank's, the baseline's, each rank's."""
     idlest = max(found.ranks, key=lambda row: row.bubble)
     picture = Picture(
-        f"The ranks idle {percent(found.totals.bubble)} of the pipeline's time; {idlest.name} "
-        f"most, {percent(idlest.bubble)}",
+        f"The ranks idle {percent(found.totals.bubble)} of the pipeline's time; "
+        f"{found.shape.name_of(idlest.rank)} most, {percent(idlest.bubble)}",
         note="mean time per iteration",
     )
-    rows = [_mean_row(f"{found.name}, mean", found)]
-    rows += [_mean_row(f"baseline, {other.name}", other)] if other else []
-    rows += [(row.name, _parts(row), row.bubble) for row in found.ranks[:_MOST_ROWS]]
+    runs = {f"{found.name}, mean": found} | ({f"baseline, {other.name}": other} if other else {})
+    rows = [
+        (name, _parts(RankTimes.mean_of(run.ranks)), run.totals.bubble)
+        for name, run in runs.items()
+    ]
+    name_of = found.shape.name_of
+    rows += [(name_of(row.rank), _parts(row), row.bubble) for row in found.ranks[:_MOST_ROWS]]
     present = {name for _, parts, _ in rows for name, value in parts.items() if value > 0}
     top = picture.legend({name: label_of(name) for name in in_legend_order(present)})
     left = max(text_width(name) for name, _, _ in rows) + 8
