@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 from collections import Counter
 
 import pytest
@@ -195,9 +194,6 @@ def test_the_recorded_costs_are_a_cost_file_of_the_simulator(tmp_path):
     assert (costs.num_ranks, costs.num_chunks, costs.split) == (4, 2, True)
     assert costs.tasks[3][0][0] == pytest.approx(0.005, rel=0.1)
     assert costs.tasks[3][0][0] == runs[0].tasks[0, 3, 0] + runs[0].overhead[3] > 0.005
-    assert costs.run is not None and costs.run.dynamic
-    assert costs.run.num_microbatches == runs[0].shape.num_microbatches
-    assert costs.run.seconds == pytest.approx(statistics.median_low(run.window for run in runs))
 
 
 def test_a_sliced_run_counts_its_microbatches(tmp_path):

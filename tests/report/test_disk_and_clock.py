@@ -108,7 +108,7 @@ def test_of_two_runs_the_killed_one_has_failed_and_the_other_goes_on(tmp_path, c
         gone = f"failed: process {children[0].pid} ended without saying why"
         for home, status, state in zip(homes, (3, 0), (gone, "running"), strict=True):
             assert monitor_command.main([str(home), "--once"]) == status
-            assert capsys.readouterr().out.startswith(f"{home}: {state}\niteration 3 of 9  loss")
+            assert capsys.readouterr().out.startswith(f"{home}: {state}\nIteration 3 of 9, {state}")
     finally:
         for child in children:
             child.kill()

@@ -231,7 +231,7 @@ def test_directories_without_a_run_or_with_several_are_errors(tmp_path):
     write(Run(ranks=2, iterations=1), tmp_path)
     assert len(open_run(tmp_path)) == 2
     write(Run(ranks=3, iterations=1), tmp_path)
-    with pytest.raises(DataError, match="several runs, name one"):
+    with pytest.raises(DataError, match="files of several runs are mixed"):
         open_run(tmp_path)
 
 

@@ -2,17 +2,16 @@
 
     megatron-dpp monitor runs/latest [--once | --web]
 
-Shows state, iteration, loss, tokens/s and the time left; of a traced run also each rank's work and
-idle time; with --web the report as a page. A link such as ``runs/latest`` is followed to the run
-that it means. Reads only files: it may start and stop at any time, run on another machine, and
-outlive ranks.
+Shows state, iteration, loss, tokens/s and the time left; of a traced run also the times of a step
+and each rank's work and idle time; with --web the report as a page. A link such as ``runs/latest``
+is followed to the run that it means. Reads only files: it may start and stop at any time, run on
+another machine, and outlive ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -22,10 +21,8 @@ from megatron.dpp.command_line import guarded, new_parser
 from megatron.dpp.errors import DataError, require
 from megatron.dpp.report.analysis.sentences import (
     HOW_TO_TRACE,
-    duration,
-    number,
-    percent,
-    time_left,
+    time_sentences,
+    training_sentences,
 )
 from megatron.dpp.report.analysis.summary import Analysis
 from megatron.dpp.report.analysis.times import RankTimes
@@ -33,9 +30,6 @@ from megatron.dpp.report.building import names_of, numbers_so_far, state_of
 from megatron.dpp.report.reader import TraceFile, open_run
 from megatron.dpp.report.run_files import Training, find_run, read_training
 from megatron.dpp.report.web import REST, serve
-
-_BAR, _CURVE = 20, 60
-_HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
@@ -97,58 +91,26 @@ def _watch(options: argparse.Namespace) -> int:
 def _view(place: Path, files: list[TraceFile], training: Training, state: str) -> str:
     """The whole text of one look."""
     found = numbers_so_far(files) if files else None
-    lines = [f"{place}: {state}", _headline(training, found)]
-    x, y = training.series("loss")
-    if len(y) > 1:
-        lines.append(f"loss  {y[0]:.4g} {_blocks(y)} {y[-1]:.4g}  (iterations {x[0]} to {x[-1]})")
+    lines = [f"{place}: {state}", *training_sentences(training)]
+    lines += time_sentences(found.totals) if found else []
     return "\n".join([*lines, "", *(_ranks(files, found) if files else [HOW_TO_TRACE])])
-
-
-def _headline(training: Training, found: Analysis | None) -> str:
-    loss, speed, left = training.last("loss"), training.last("tokens/s"), training.seconds_left
-    parts = [training.progress]
-    if found and not training.metrics:
-        parts = [f"iteration {found.times[-1].number}"]
-    parts += [f"loss {loss:.4f}"] if loss is not None else []
-    parts += [f"{number(speed)} tokens/s"] if speed else []
-    parts += [f"{time_left(left)} left"] if left else []
-    if found:
-        parts.append(f"{duration(found.totals.iteration_ms)} per iteration")
-        parts.append(f"{percent(found.totals.bubble)} idle")
-    parts += [f"checkpoint {training.checkpoint}"] if training.checkpoint is not None else []
-    return "  ".join(parts)
-
-
-def _blocks(values: Sequence[float]) -> str:
-    """At most ``_CURVE`` characters whose heights are the means of neighbours."""
-    size = -(-len(values) // _CURVE)
-    means = [statistics.fmean(values[i : i + size]) for i in range(0, len(values), size)]
-    low, span = min(means), max(means) - min(means)
-    top = len(_HEIGHTS) - 1
-    return "".join(_HEIGHTS[round((v - low) / span * top) if span else 0] for v in means)
 
 
 def _ranks(files: list[TraceFile], found: Analysis | None) -> list[str]:
     """A line per rank, in the order of stages."""
-    lines = [
-        f" rank  stage  {'state':<7} {'at work':<{_BAR + 2}}{'':>7}  {'idle':>6}  {'mostly':<12}"
-        f"{'memory MiB':>11}{'held':>6}"
-    ]
+    lines = [" rank  stage  state    at work    idle  mostly        memory MiB  held"]
     rows = {row.rank: row for row in found.ranks} if found else {}
     for file in sorted(files, key=lambda file: (file.layout.pipeline, file.rank)):
         alive = {True: "runs", False: "DEAD", None: "remote"}[file.alive]
         alive = "ended" if file.complete else alive
         row = rows.get(file.rank)
         times = _times(row) if row else "no iteration that all ranks finished yet"
-        lines.append(f"{file.rank:>5}  {file.layout.pipeline:>5}  {alive:<7} {times}")
+        lines.append(f"{file.rank:>5}  {file.layout.pipeline:>5}  {alive:<7}  {times}")
     return lines
 
 
 def _times(row: RankTimes) -> str:
-    busy = row.busy_ms / (row.window_ms or 1.0)
     worst = max(row.idle_ms, key=lambda cause: row.idle_ms[cause], default="")
-    return (
-        f"[{('#' * round(busy * _BAR)).ljust(_BAR, '.')}]{busy:>7.1%}  {row.bubble:>6.1%}  "
-        f"{worst:<12}{row.peaks.get('memory', 0.0) / 2**20:>11,.0f}"
-        f"{row.peaks.get('held', 0.0):>6.3g}"
-    )
+    memory, held = row.peaks.get("memory", 0.0) / 2**20, row.peaks.get("held", 0.0)
+    busy = row.busy_ms / (row.window_ms or 1.0)
+    return f"{busy:>7.1%}  {row.bubble:>6.1%}  {worst:<12}  {memory:>10,.0f}  {held:>4.3g}"

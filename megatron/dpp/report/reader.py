@@ -260,13 +260,9 @@ def open_run(directory: str | os.PathLike[str], *, allow_missing: bool = False) 
     root = Path(directory)
     if not root.is_dir():
         raise DataError(f"{root}: no such directory")
-    paths = sorted(root.glob(FILE_PATTERN))
+    paths = sorted(root.glob(FILE_PATTERN)) or sorted(root.glob(f"*/{FILE_PATTERN}"))
     if not paths:
-        runs = sorted({path.parent for path in root.glob(f"*/{FILE_PATTERN}")})
-        if len(runs) == 1:
-            return open_run(runs[0], allow_missing=allow_missing)
-        what = f"several runs, name one: {_names([str(r) for r in runs])}" if runs else "no trace"
-        raise DataError(f"{root}: {what} (files are called {FILE_PATTERN})")
+        raise DataError(f"{root}: no trace (files are called {FILE_PATTERN})")
     files = sorted((read_header(path) for path in paths), key=lambda file: file.rank)
     _check_one_run(files)
     layout = files[0].layout

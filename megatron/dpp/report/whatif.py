@@ -184,11 +184,6 @@ def cost_file(runs: Sequence[Recorded]) -> dict[str, object]:
             {kind.name: samples(kind, stage) for kind in Kind} for stage in range(shape.num_stages)
         ],
         "hops": [[float(run.hops[hop]) for run in runs] for hop in range(len(first.hops))],
-        "run": {
-            "seconds": [run.window for run in runs],
-            "num_microbatches": shape.num_microbatches,
-            "dynamic": first.dynamic,
-        },
     }
 
 

@@ -102,13 +102,15 @@ def training_sentences(training: Training) -> list[str]:
     if not training.metrics:
         return []
     left, speed = training.seconds_left, training.median("tokens/s")
-    parts = [training.progress[0].upper() + training.progress[1:], training.state]
+    total = f" of {training.total}" if training.total else ""
+    parts = [f"Iteration {training.iteration}{total}", training.state]
     parts += [f"about {time_left(left)} left"] if left else []
     parts += [f"{number(speed)} tokens/s in the median"] if speed else []
+    parts += [f"checkpoint {training.checkpoint}"] if training.checkpoint is not None else []
     lines = [", ".join(parts) + "."]
     x, y = training.series("loss")
     if y:
-        lines.append(f"Loss {number(y[0])} at iteration {x[0]}, {number(y[-1])} at {x[-1]}.")
+        lines.append(f"Loss {y[0]:.4g} at iteration {x[0]}, {y[-1]:.4g} at {x[-1]}.")
     if training.evaluations:
         at, loss = training.evaluations[-1]
         lines.append(f"Validation loss {number(loss)} at iteration {at}.")
@@ -117,7 +119,7 @@ def training_sentences(training: Training) -> list[str]:
 
 def sentences(found: Analysis) -> list[str]:
     """The summary of a traced run, most important first."""
-    lines = _time_lines(found.totals) + _other_order_lines(found) + _expert_lines(found)
+    lines = time_sentences(found.totals) + _other_order_lines(found) + _expert_lines(found)
     lines += _race_lines(found)
     launching = max((row.peaks.get("launching", 0.0) for row in found.ranks), default=0.0)
     if launching >= GRAPHS_PAY_FROM:
@@ -138,7 +140,7 @@ def sentences(found: Analysis) -> list[str]:
     return lines
 
 
-def _time_lines(totals: RunTotals) -> list[str]:
+def time_sentences(totals: RunTotals) -> list[str]:
     causes = ", ".join(
         f"{percent(share)} {CAUSES.get(cause, ('', cause))[1]}"
         for cause, share in totals.bubble_by_cause.items()

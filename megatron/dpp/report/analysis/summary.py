@@ -176,10 +176,7 @@ class Analysis:
                 {"iteration": t.number, "total_ms": t.total_ms, "bubble": t.bubble}
                 for t in self.times
             ],
-            "ranks": [
-                asdict(row) | {"name": name_of(row.rank), "bubble": row.bubble}
-                for row in self.ranks
-            ],
+            "ranks": [{"name": name_of(row.rank), **asdict(row)} for row in self.ranks],
             **rows,
             "fidelity": self.fidelity,
         }

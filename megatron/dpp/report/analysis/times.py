@@ -29,11 +29,12 @@ Stretch = tuple[str, int, int]
 @dataclass(frozen=True, slots=True)
 class RankTimes:
     """One rank in one iteration, or in the mean of several. ``busy`` + ``other`` + all of ``idle``
-    = ``window``; ``peaks`` are the largest values of its counters.
+    = ``window``; ``bubble`` is the idle share of it; ``peaks`` are the largest values of counters.
     """
 
     rank: int
     window_ms: float
+    bubble: float
     busy_ms: float
     kinds_ms: dict[str, float]
     other_ms: float
@@ -41,11 +42,6 @@ class RankTimes:
     tail_ms: dict[str, float]
     sent_bytes: float
     peaks: dict[str, float]
-
-    @property
-    def bubble(self) -> float:
-        """Share of the pipeline window in which this rank idled."""
-        return sum(self.idle_ms.values()) / self.window_ms if self.window_ms else 0.0
 
     @classmethod
     def mean_of(cls, parts: Sequence[RankTimes]) -> RankTimes:
@@ -128,6 +124,7 @@ def _rank_times(rank: RankIteration, start: int, end: int) -> RankTimes:
         busy_ms=idle.pop(EventKind.TASK, 0.0),
         kinds_ms=_in_ms(kinds),
         other_ms=idle.pop(EventKind.SPAN, 0.0),
+        bubble=sum(idle.values()) / ((end - start) / _MS or 1.0),
         idle_ms=idle,
         tail_ms=_in_ms(painted(end, rank.end, [host, *spans])),
         sent_bytes=sum(send.num_bytes for send in rank.sends),
