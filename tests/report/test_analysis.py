@@ -58,7 +58,7 @@ def gain(times, before):
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(s, marks=pytest.mark.slow) for s in range(4, 20))]
+    "seed", [0, 1, *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 12))]
 )
 def test_the_culprit_is_named_and_its_removal_gains_what_was_predicted(tmp_path, seed):
     run = run_for(seed)

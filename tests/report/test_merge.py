@@ -240,13 +240,11 @@ def test_directories_without_a_run_or_with_several_are_errors(tmp_path):
     [
         ("aggregate.py", "one clock"),
         ("profiling/aggregate.py", "one clock"),
-        ("tools/monitor.py", "ended"),
+        ("tools/monitor.py --once", "ended"),
     ],
 )
 def test_a_script_of_its_own_is_the_command(tmp_path, script, said):
     directory = write(Run(ranks=2, iterations=1), tmp_path / "traces")
-    more = ["--once"] if "monitor" in script else []
-    for folder, status, words in ((directory, 0, said), (tmp_path / "none", 1, "no such")):
-        command = [sys.executable, str(ROOT / script), "--benchmark_dir", str(folder), *more]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
-        assert done.returncode == status and words in done.stdout + done.stderr
+    command = [sys.executable, *f"{ROOT}/{script} --benchmark_dir".split(), str(directory)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0 and said in done.stdout
