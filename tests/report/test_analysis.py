@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.report.align import align
 from megatron.dpp.report.analysis.model import (
     Arrival,
     JobShape,
@@ -23,14 +24,15 @@ from megatron.dpp.report.analysis.model import (
     Wait,
 )
 from megatron.dpp.report.analysis.sentences import EVEN_LAYERS, sentences, straggler_text
-from megatron.dpp.report.analysis.stragglers import Culprit
-from megatron.dpp.report.analysis.summary import PredictedTime
+from megatron.dpp.report.analysis.stragglers import Culprit, StragglerSearch
+from megatron.dpp.report.analysis.summary import PredictedTime, analyse
 from megatron.dpp.report.analysis.times import iteration_times, painted
-from megatron.dpp.report.analysis.work import LinkSamples, link_samples
-from megatron.dpp.report.reader import read_events
+from megatron.dpp.report.analysis.work import LinkSamples, TaskTimes, link_samples
+from megatron.dpp.report.reader import open_run, read_events
 from megatron.dpp.report.whatif import (
     WhatIf,
     cost_file,
+    hop_delay,
     predict_all,
     recorded_runs,
     removal,
@@ -160,19 +162,17 @@ def test_a_finding_says_how_often_and_what_to_do():
     ],
 )
 def test_all_reports_name_a_rank_by_stage_and_replica(replicas, tensors, name):
-    """A table said ``rank 6, chunk 1`` and a picture ``stage 1, replica 1`` of one rank."""
     places = [(p, d, t) for p in range(2) for d in range(replicas) for t in range(tensors)]
     rank = int(name.split()[-1][:-1])
     replica = {each: place[1:] for each, place in enumerate(places)}
     shape = JobShape(2, 1, {each: place[0] for each, place in enumerate(places)}, replica, "dpp")
-    for culprit in (
-        Culprit("slow-rank", 1.5, 1.0, 5, rank=rank, victims=(rank,)),
-        Culprit("transient", 1.5, 1.0, 5, rank=rank),
-        Culprit("slow-link", 9.0, 1.0, 5, link=(0, rank)),
-    ):
-        text = straggler_text(culprit, shape)
-        assert name in text and culprit.where(shape) in text
-        assert text.count("rank ") - text.count("tensor rank ") == text.count("(rank ")
+    assert shape.name_of(rank) == name
+    slow = Culprit("slow-rank", 1.5, 1.0, 5, rank=rank, victims=(0,))
+    first = shape.name_of(0)
+    assert straggler_text(slow, shape).startswith(f"{name} computes 1.50 times slower")
+    assert straggler_text(slow, shape).endswith(f"waiting most meanwhile: {first}")
+    link = Culprit("slow-link", 9.0, 1.0, 5, link=(0, rank))
+    assert f"messages between {first} and {name} take" in straggler_text(link, shape)
 
 
 def test_a_heavy_stages_work_is_not_promised_away(tmp_path):
@@ -221,9 +221,6 @@ def test_a_run_that_kept_megatrons_order_is_simulated_with_it(tmp_path):
 
 
 def test_replicas_tell_a_heavy_stage_from_a_slow_rank():
-    from megatron.dpp.report.analysis.model import JobShape
-    from megatron.dpp.report.analysis.stragglers import StragglerSearch
-    from megatron.dpp.report.analysis.work import TaskTimes
 
     places = {rank: rank % 4 for rank in range(12)}
     shape = JobShape(4, 1, places, {rank: (rank // 4, 0) for rank in range(12)}, "dpp")
@@ -249,9 +246,6 @@ def test_iterations_that_not_all_ranks_finished_do_not_count(tmp_path):
     path.write_text(text[: text.index('"name":"iteration 2"') - 5])
     again = analysed(run, tmp_path / "other", skip=0)
     assert len(again.times) == 3
-    from megatron.dpp.report.align import align
-    from megatron.dpp.report.analysis.summary import analyse
-    from megatron.dpp.report.reader import open_run
 
     files = open_run(path.parent)
     assert [t.number for t in analyse(files, align(files), skip=0).times] == [0, 1]
@@ -269,10 +263,6 @@ def test_of_layers_that_cover_each_other_the_last_counts(layers):
 
 def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
     """A busy receiver sees a message when its task ends, which bounds the delay from above only."""
-    from megatron.dpp.report.analysis.model import JobShape
-    from megatron.dpp.report.analysis.stragglers import StragglerSearch
-    from megatron.dpp.report.analysis.work import TaskTimes
-    from megatron.dpp.report.whatif import hop_delay
 
     busy = LinkSamples(any=[11_000_000, 12_000_000, 9_000_000])
     quick = LinkSamples(any=[200_000] * 3, clean=[200_000] * 3)

@@ -27,8 +27,13 @@ from megatron.dpp.report.align import Alignment, align, message_key
 from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.reader import Event, TraceFile, open_run, read_events
 from megatron.dpp.report.run_files import find_run
-from megatron.dpp.trace.schema import ARRIVAL_TRACK, SCHEMA_VERSION, SEND_TRACK, TASK_TRACK
-from megatron.dpp.trace.vocabulary import EventKind
+from megatron.dpp.trace.schema import (
+    ARRIVAL_TRACK,
+    SCHEMA_VERSION,
+    SEND_TRACK,
+    TASK_TRACK,
+    EventKind,
+)
 
 _TICK_US = 1.0
 _BLOCK = 8192
@@ -59,35 +64,13 @@ def _run(options: argparse.Namespace) -> int:
             bar.update(file.size)
 
         alignment, count = merge(files, output, progress=progress)
-    print(_describe(alignment))
-    short = [file.rank for file in files if not file.complete]
-    if short:
-        print(f"cut short (the run was killed or is still running): ranks {_ranges(short)}")
+    clocks, most = len(alignment.offsets), alignment.uncertainty_ns / 1000
+    aligned = f"{clocks}, aligned by messages within {most:.1f} us"
+    print(f"clocks: {'all ranks read one clock' if clocks == 1 else aligned}")
+    if short := [str(file.rank) for file in files if not file.complete]:
+        print(f"cut short (the run was killed or is still running): ranks {', '.join(short)}")
     print(f"{count} events of {len(files)} ranks in {output}; open it in https://ui.perfetto.dev")
     return 0
-
-
-def _describe(alignment: Alignment) -> str:
-    clocks = alignment.summary()
-    if len(clocks) == 1:
-        return "clocks: all ranks read one clock; nothing to align"
-    most = f"uncertainty at most {alignment.uncertainty_ns / 1000:.1f} us"
-    lines = [
-        f"  ranks {_ranges(clock['ranks'])}: offset {clock['offset_ns'] / 1e6:+.3f} ms, "
-        f"within {clock['uncertainty_ns'] / 1000:.1f} us"
-        for clock in clocks
-    ]
-    return "\n".join([f"clocks: {len(clocks)}, aligned by messages; {most}", *lines])
-
-
-def _ranges(ranks: list[int]) -> str:
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][1] == rank - 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
 def _metadata(file: TraceFile, name: str, order: int) -> Iterator[Event]:

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 from megatron.dpp.errors import DataError, one_line, shown
 from megatron.dpp.files.safe_files import open_to_read
-from megatron.dpp.trace.schema import HEADER_NAME, SCHEMA_VERSION, TraceLayout
-from megatron.dpp.trace.vocabulary import EventKind
+from megatron.dpp.trace.schema import HEADER_NAME, SCHEMA_VERSION, EventKind, TraceLayout
 
 _LONGEST_HEAD = 1 << 16
 FILE_PATTERN = "benchmark-data-*-pipeline-*-tensor-*.json"

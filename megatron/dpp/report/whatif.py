@@ -27,7 +27,7 @@ from megatron.dpp.report.analysis.work import UNDISTURBED, Cell, LinkDelays, Tas
 from megatron.dpp.schedule import Action, Geometry, Kind, reference_order
 from megatron.dpp.sim.costs import Costs, Hop, Shape
 from megatron.dpp.sim.schedules import ScheduleConfig, replay
-from megatron.dpp.trace.vocabulary import IdleCause
+from megatron.dpp.trace.schema import IdleCause
 
 SECOND = 1e9
 """Nanoseconds."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from megatron.dpp.report.align import Alignment
 from megatron.dpp.report.reader import Event, MessageId, TraceFile, message_of, read_events
 from megatron.dpp.schedule import groups_of
-from megatron.dpp.trace.vocabulary import EventKind
+from megatron.dpp.trace.schema import EventKind
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.stragglers import Culprit
 from megatron.dpp.report.analysis.summary import Analysis, RunTotals
 from megatron.dpp.report.run_files import Training
-from megatron.dpp.trace.vocabulary import CAUSES
+from megatron.dpp.trace.schema import CAUSES
 
 LEAST = 0.01
 """A cause that costs a smaller share of an iteration is none."""
@@ -40,13 +40,10 @@ _KINDS = {
 
 
 def duration(ms: float) -> str:
-    """A time with four digits: ``13.05 s``, ``930.7 ms``, ``4.215 ms``, ``31.2 us``."""
-    size = abs(ms)
-    if size >= 999.95:
-        return f"{ms / 1e3:.2f} s" if size < 99_995 else f"{ms / 1e3:.0f} s"
-    if size >= 9.9995:
-        return f"{ms:.1f} ms"
-    return f"{ms:.3f} ms" if size >= 0.1 or not ms else f"{ms * 1e3:.1f} us"
+    """A time with up to four digits: ``13.05 s``, ``930.7 ms``, ``4.215 ms``, ``31.2 us``."""
+    if abs(ms) >= 999.95:
+        return f"{ms / 1e3:.4g} s"
+    return f"{ms:.4g} ms" if abs(ms) >= 0.1 or not ms else f"{ms * 1e3:.4g} us"
 
 
 def percent(share: float) -> str:
@@ -56,12 +53,7 @@ def percent(share: float) -> str:
 
 def number(value: float) -> str:
     """A plain number, as short as its size allows: ``4,218``, ``62.1``, ``4.83``, ``0.0213``."""
-    size = abs(value)
-    if size >= 1000:
-        return f"{value:,.0f}"
-    if size >= 100 or value == int(value):
-        return f"{value:.0f}"
-    return f"{value:.1f}" if size >= 20 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def time_left(seconds: float) -> str:

@@ -20,7 +20,7 @@ from megatron.dpp.report.analysis.stragglers import Culprit, StragglerSearch
 from megatron.dpp.report.analysis.times import IterationTimes, RankTimes, iteration_times
 from megatron.dpp.report.analysis.work import LinkDelays, TaskTimes, link_samples, work_of
 from megatron.dpp.report.reader import TraceFile
-from megatron.dpp.trace.vocabulary import IdleCause
+from megatron.dpp.trace.schema import IdleCause
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatron.dpp.report.analysis.model import RankIteration, TracedIteration
-from megatron.dpp.trace.vocabulary import EventKind, IdleCause
+from megatron.dpp.trace.schema import EventKind, IdleCause
 
 _MS = 1e6
 

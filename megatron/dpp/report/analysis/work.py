@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron.dpp.report.analysis.model import Arrival, RankIteration, TracedIteration
-from megatron.dpp.trace.vocabulary import IdleCause
+from megatron.dpp.trace.schema import IdleCause
 
 Cell = tuple[int, int]
 Link = tuple[int, int]
