@@ -118,6 +118,8 @@ def test_lengths_count_under_the_cap_and_have_better_orders(capsys: Capsys, tmp_
     words = "--pp 2 --microbatches 16 --compare --no-grid --lengths sft"
     found, climbed = (rows(output(capsys, f"{words} --climb {n}")) for n in (0, 40))
     assert found["dynamic"][0] < found["interleaved"][0]
+    for name, more in (("dynamic, cap static", "dynamic"), ("fused, cap static", "dynamic, fused")):
+        assert found[name][2] < found[more][2]
     for name in ("interleaved", "Megatron's order + W", "dynamic"):
         best = f"{name}, best order"
         assert climbed[best][0] <= found[best][0] <= found[name][0]
@@ -155,6 +157,7 @@ REFUSED = {
     "--pp 0": "--pp: 0: must be from 1",
     "--pp 4000 --chunks 400": "at most 1,048,576 are simulated",
     "--hop -1": "--hop: -1: must be from 0",
+    "--beta 1.5": "--beta: 1.5: must be from 0 to 1",
     "--jitter nan": "--jitter: nan: must be from 0 to 5",
     "--split-backward stock": "stock: expected auto, on, off or stock:N",
     "--lengths 7": "a sigma must be from 0 to 5",

@@ -184,7 +184,7 @@ class Analysis:
     def find_culprits(self, threshold: float) -> None:
         """Look for stragglers over all iterations taken."""
         waits = {
-            rank: sum(times.ranks[rank].idle_ms.get(IdleCause.MESSAGE, 0) for times in self.times)
+            rank: sum(times.ranks[rank].idle_ms.get(IdleCause.MESSAGE, 0.0) for times in self.times)
             for rank in self.shape.pipeline
         }
         search = StragglerSearch(self.shape, self.works, self.links, waits, threshold=threshold)
