@@ -25,7 +25,7 @@ from megatron.dpp.config import Backward
 from megatron.dpp.errors import ConfigError, require
 from megatron.dpp.files.index_files import check_index, read_lengths
 from megatron.dpp.files.safe_files import read_bytes
-from megatron.dpp.report.pictures.schedules import draw
+from megatron.dpp.report.pictures.plots import draw
 from megatron.dpp.schedule import Geometry, parse_cap
 from megatron.dpp.schedule.policies import BUILT_IN
 from megatron.dpp.sim import arms, conditions

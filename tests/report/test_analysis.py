@@ -26,8 +26,13 @@ from megatron.dpp.report.analysis.model import (
 from megatron.dpp.report.analysis.sentences import EVEN_LAYERS, sentences, straggler_text
 from megatron.dpp.report.analysis.stragglers import Culprit, StragglerSearch
 from megatron.dpp.report.analysis.summary import PredictedTime, analyse
-from megatron.dpp.report.analysis.times import iteration_times, painted
-from megatron.dpp.report.analysis.work import LinkSamples, TaskTimes, link_samples
+from megatron.dpp.report.analysis.times import (
+    LinkSamples,
+    TaskTimes,
+    iteration_times,
+    link_samples,
+    painted,
+)
 from megatron.dpp.report.reader import open_run, read_events
 from megatron.dpp.report.whatif import (
     WhatIf,

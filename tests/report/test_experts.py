@@ -10,9 +10,8 @@ from megatron.dpp.report.aggregate_command import merge
 from megatron.dpp.report.align import align
 from megatron.dpp.report.analysis.experts import LayerLoad
 from megatron.dpp.report.analysis.sentences import EVEN_EXPERTS
-from megatron.dpp.report.building import Report, build_report
 from megatron.dpp.report.reader import open_run
-from megatron.dpp.report.report_command import build_parser
+from megatron.dpp.report.report_command import Report, build_parser, build_report
 from tests.report.synthetic import MS, Run, write
 
 TOKEN_NS = 20_000

@@ -17,9 +17,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp.report.monitor_command import build_parser
+from megatron.dpp.report.monitor_command import LivePage, build_parser, open_server
 from megatron.dpp.report.run_files import write_state
-from megatron.dpp.report.web import LivePage, open_server
 from tests.report.synthetic import Run, write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +36,7 @@ def page(tmp_path, monkeypatch):
     options = build_parser("monitor").parse_args(["--web", "--benchmark_dir", str(tmp_path)])
     live, now = LivePage(options, 0.01), [0.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], strftime=time.strftime)
-    monkeypatch.setattr("megatron.dpp.report.web.time", clock)
+    monkeypatch.setattr("megatron.dpp.report.monitor_command.time", clock)
     server = open_server(live, "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron.dpp.report.analysis.work import UNDISTURBED
+from megatron.dpp.report.analysis.times import UNDISTURBED
 from megatron.dpp.report.whatif import (
     Recorded,
     without_imbalance,

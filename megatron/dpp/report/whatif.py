@@ -22,8 +22,13 @@ from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.sentences import DYNAMIC, EVEN_LAYERS, STATIC
 from megatron.dpp.report.analysis.stragglers import Culprit
 from megatron.dpp.report.analysis.summary import Analysis, PredictedTime
-from megatron.dpp.report.analysis.times import IterationTimes
-from megatron.dpp.report.analysis.work import UNDISTURBED, Cell, LinkDelays, TaskTimes
+from megatron.dpp.report.analysis.times import (
+    UNDISTURBED,
+    Cell,
+    IterationTimes,
+    LinkDelays,
+    TaskTimes,
+)
 from megatron.dpp.schedule import Action, Geometry, Kind, reference_order
 from megatron.dpp.sim.costs import Costs, Hop, Shape
 from megatron.dpp.sim.schedules import ScheduleConfig, replay

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.dpp.report.analysis.model import JobShape
-from megatron.dpp.report.analysis.work import Cell, Link, LinkDelays, TaskTimes, merge_links
+from megatron.dpp.report.analysis.times import Cell, Link, LinkDelays, TaskTimes, merge_links
 
 _SLOW = 1.15
 _SLOW_LINK = 3.0

@@ -17,8 +17,15 @@ from megatron.dpp.report.align import Alignment
 from megatron.dpp.report.analysis.experts import LayerRow, Loads, add_loads, layer_rows
 from megatron.dpp.report.analysis.model import JobShape, TracedIteration, read_iterations
 from megatron.dpp.report.analysis.stragglers import Culprit, StragglerSearch
-from megatron.dpp.report.analysis.times import IterationTimes, RankTimes, iteration_times
-from megatron.dpp.report.analysis.work import LinkDelays, TaskTimes, link_samples, work_of
+from megatron.dpp.report.analysis.times import (
+    IterationTimes,
+    LinkDelays,
+    RankTimes,
+    TaskTimes,
+    iteration_times,
+    link_samples,
+    work_of,
+)
 from megatron.dpp.report.reader import TraceFile
 from megatron.dpp.trace.schema import IdleCause
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from megatron.dpp.report.analysis.sentences import (
     HOW_TO_TRACE,
@@ -17,11 +19,77 @@ from megatron.dpp.report.analysis.sentences import (
     time_left,
 )
 from megatron.dpp.report.analysis.summary import Analysis
-from megatron.dpp.report.building import Report
 from megatron.dpp.report.pictures.picture import Picture, style_sheet
 from megatron.dpp.report.pictures.plots import plot_loss, plot_time
+from megatron.dpp.report.run_files import Training
 
 _TEMPLATE = Path(__file__).with_name("page.html")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two runs' metrics in the steps that both have: names of those that are equal bit by bit, and
+    the largest difference of each other one.
+    """
+
+    common: int
+    equal: list[str]
+    largest: dict[str, float]
+
+    @classmethod
+    def of(cls, *runs: Training) -> Difference:
+        """Compare losses, norms and learning rates of two runs."""
+        one, two = ({line["iteration"]: line for line in run.metrics} for run in runs)
+        steps, largest = sorted(one.keys() & two.keys()), {}
+        for name in ("loss", "grad_norm", "lr") if steps else ():
+            pairs = [(one[step].get(name), two[step].get(name)) for step in steps]
+            apart = [(a, b) for a, b in pairs if a != b]
+            numbers = [abs(a - b) for a, b in apart if a is not None and b is not None]
+            largest[name] = max(numbers, default=math.nan) if apart else 0.0
+        equal = [name for name, size in largest.items() if size == 0.0]
+        return cls(len(steps), equal, {n: size for n, size in largest.items() if n not in equal})
+
+    def sentences(self) -> list[str]:
+        """The findings in words."""
+        if not self.common:
+            return ["The two runs have no step in common."]
+        equal = f"Equal bit by bit in all {self.common} common steps: {', '.join(self.equal)}."
+        sizes = ", ".join(f"{name} by at most {size:.3g}" for name, size in self.largest.items())
+        unlike = f"Different in the {self.common} common steps: {sizes}."
+        return [equal] * bool(self.equal) + [unlike] * bool(self.largest)
+
+
+@dataclass
+class Report:
+    """All that is known of a run, and of a baseline to set beside it.
+
+    Args:
+        training: its metrics.
+        pipeline: its traces, None without any.
+        baseline: the other run, without a baseline of its own.
+        difference: of the two runs' metrics.
+        sentences: the findings in words, most important first.
+        timeline: one iteration.
+    """
+
+    training: Training
+    pipeline: Analysis | None = None
+    baseline: Report | None = None
+    difference: Difference | None = None
+    sentences: list[str] = field(default_factory=list)
+    timeline: Picture | None = None
+
+    def numbers(self) -> dict[str, Any]:
+        """As JSON, without series and timeline."""
+        found = self.pipeline.numbers() if self.pipeline else {}
+        found["training"] = self.training.numbers()
+        if self.sentences:
+            found["sentences"] = self.sentences
+        if self.baseline:
+            found["baseline"] = self.baseline.numbers()
+        if self.difference:
+            found["difference"] = asdict(self.difference)
+        return found
 
 
 def page(report: Report, *, live_s: float = 0.0, status: str = "") -> str:
