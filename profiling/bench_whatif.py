@@ -107,12 +107,12 @@ def _compare(args: argparse.Namespace, run: Path) -> str:
     troubled.find_culprits(1.15)
     cause, runs = _removed(troubled)
     lines = [f"{args.inject}, {args.pairs} pairs, removed: {cause}"]
-    lines.append(row("all iterations", runs, [1e-9 * times.total for times in quiet.times]))
+    lines.append(row("all iterations", runs, [1e-3 * times.total_ms for times in quiet.times]))
     if _only_links(args):  # tasks take what they sleep: more comes from the machine
-        most = _UNDISTURBED * min(times.ideal for times in [*quiet.times, *troubled.times])
-        alike = [1e-9 * times.total for times in quiet.times if times.ideal <= most]
+        most = _UNDISTURBED * min(times.ideal_ms for times in [*quiet.times, *troubled.times])
+        alike = [1e-3 * times.total_ms for times in quiet.times if times.ideal_ms <= most]
         kept = zip(runs, troubled.times, strict=True)
-        undisturbed = [run for run, times in kept if times.ideal <= most]
+        undisturbed = [run for run, times in kept if times.ideal_ms <= most]
         lines.append(row("undisturbed ones", undisturbed, alike))
     return "\n".join(lines)
 

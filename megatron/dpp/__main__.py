@@ -26,7 +26,6 @@ COMMANDS = {
     "run": (_ENGINE + "run", "run a script on Megatron-LM with the dynamic pipeline"),
     "monitor": (_ENGINE + "report.monitor_command", "show a run live"),
     "report": (_ENGINE + "report.report_command", "show runs, and where a traced one's time went"),
-    "runs": (_ENGINE + "report.runs_command", "list runs"),
     "aggregate": (_ENGINE + "report.aggregate_command", "merge the ranks' traces for Perfetto"),
     "sim": (_ENGINE + "sim_command", "simulate, compare and draw schedules"),
     "doctor": (_ENGINE + "doctor", "print what this machine offers, and switch the plugin on"),

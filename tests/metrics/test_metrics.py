@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import itertools
-import json
 import os
 import re
 import shutil
@@ -55,31 +54,42 @@ def test_megatron_lm_has_the_functions(archive: Path | None) -> None:
     assert all(names <= found[function] for function, names in NEEDED.items())
 
 
-def trained(file: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Trains for four steps with metrics in ``file``."""
+def test_a_file_has_what_megatron_logs_but_for_the_step_of_a_full_disk(tmp_path: Path) -> None:
+    """The disk is full in the second of four steps; the training goes on."""
     if importlib.util.find_spec("megatron.training") is None:
         pytest.skip("there is no megatron.training")
+    file = tmp_path / "new" / "metrics.jsonl"
     command = [sys.executable, "-m", "megatron.dpp.run", str(SCRIPT), "--metrics-file", str(file)]
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     done = subprocess.run(
-        [*command, *FLAGS.split()],
-        env={**os.environ, **place, **variables},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        [*command, *FLAGS.split()], env={**os.environ, **place, "FULL_DISK": str(file)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return done
-
-
-def test_a_full_disk_costs_a_line_and_not_the_training(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    done = trained(file, FULL_DISK=str(file))
     assert done.stderr.count(f"{file}: no metrics of this step ([Errno 27] File too large)") == 1
-    found = read_metrics(file)
-    assert [line["iteration"] for line in found if "loss" in line] == [1, 3, 4]
-    assert sum("validation_loss" in line for line in found) == 3
     assert len(file.read_text().splitlines()) == 8  # and 20 characters of the line that is lost
+    lines = read_metrics(file)
+    steps = [line for line in lines if "loss" in line]
+    logged = re.findall(
+        r"iteration +(\d+)/ +(\d+) .*learning rate: (\S+) .*lm loss: (\S+) .*grad norm: (\S+) ",
+        done.stdout,
+    )
+    found = [
+        (
+            str(step["iteration"]), str(step["train_iters"]), f"{step['lr']:.6E}",
+            f"{step['loss']:.6E}", f"{step['grad_norm']:.3f}",
+        )
+        for step in steps
+    ]  # fmt: skip
+    assert found == [logged[0], *logged[2:]] and [step["iteration"] for step in steps] == [1, 3, 4]
+    assert {step["tokens"] for step in steps} == {4 * 16}
+    assert all(0 < step["ms"] < 60_000 for step in steps)
+    evaluated = re.findall(r"loss at iteration (\d+) .*?lm loss value: (\S+)", done.stdout)
+    names = ("validation_loss", "test_loss")
+    losses = [(line["iteration"], line[n], n) for line in lines for n in names if n in line]
+    assert [(str(i), f"{loss:.6E}") for i, loss, _ in losses] == evaluated
+    assert [name for *_, name in losses] == ["validation_loss"] * 3 + ["test_loss"]
+    assert all(a["time"] <= b["time"] for a, b in itertools.pairwise(lines))
 
 
 def test_lost_curves_of_tensorboard_do_not_end_a_run(tmp_path: Path) -> None:
@@ -94,33 +104,3 @@ def test_lost_curves_of_tensorboard_do_not_end_a_run(tmp_path: Path) -> None:
             writer.add_scalar("loss", 1.0, step)
             writer.flush()
         writer.close()
-
-
-def test_a_file_has_what_megatron_logs(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "metrics.jsonl"
-    done = trained(file)
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    steps = [line for line in lines if "loss" in line]
-    logged = re.findall(
-        r"iteration +(\d+)/ +(\d+) .*learning rate: (\S+) .*lm loss: (\S+) .*grad norm: (\S+) ",
-        done.stdout,
-    )
-    found = [
-        (
-            str(step["iteration"]), str(step["train_iters"]), f"{step['lr']:.6E}",
-            f"{step['loss']:.6E}", f"{step['grad_norm']:.3f}",
-        )
-        for step in steps
-    ]  # fmt: skip
-    # Megatron's second line has the mean loss of the first two steps.
-    assert (found[0], *found[2:]) == (logged[0], *logged[2:])
-    assert sum(step["loss"] for step in steps[:2]) / 2 == pytest.approx(float(logged[1][3]))
-    assert [step["iteration"] for step in steps] == [1, 2, 3, 4]
-    assert {step["tokens"] for step in steps} == {4 * 16}
-    assert all(0 < step["ms"] < 60_000 for step in steps)
-    evaluated = re.findall(r"loss at iteration (\d+) .*?lm loss value: (\S+)", done.stdout)
-    names = ("validation_loss", "test_loss")
-    losses = [(line["iteration"], line[n], n) for line in lines for n in names if n in line]
-    assert [(str(i), f"{loss:.6E}") for i, loss, _ in losses] == evaluated
-    assert [name for *_, name in losses] == ["validation_loss"] * 3 + ["test_loss"]
-    assert all(a["time"] <= b["time"] for a, b in itertools.pairwise(lines))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import statistics
 from collections import Counter
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import DataError
+from megatron.dpp.report.align import align
 from megatron.dpp.report.analysis.model import (
     Arrival,
     JobShape,
@@ -24,14 +24,20 @@ from megatron.dpp.report.analysis.model import (
     Wait,
 )
 from megatron.dpp.report.analysis.sentences import EVEN_LAYERS, sentences, straggler_text
-from megatron.dpp.report.analysis.stragglers import Culprit
-from megatron.dpp.report.analysis.summary import PredictedTime, summary
-from megatron.dpp.report.analysis.times import iteration_times, painted
-from megatron.dpp.report.analysis.work import LinkSamples, link_samples
-from megatron.dpp.report.reader import read_events
+from megatron.dpp.report.analysis.stragglers import Culprit, StragglerSearch
+from megatron.dpp.report.analysis.summary import PredictedTime, analyse
+from megatron.dpp.report.analysis.times import (
+    LinkSamples,
+    TaskTimes,
+    iteration_times,
+    link_samples,
+    painted,
+)
+from megatron.dpp.report.reader import open_run, read_events
 from megatron.dpp.report.whatif import (
     WhatIf,
     cost_file,
+    hop_delay,
     predict_all,
     recorded_runs,
     removal,
@@ -55,11 +61,11 @@ def check_culprits(analysis, cause, expected):
 
 
 def gain(times, before):
-    return 1 - sum(t.total for t in times) / sum(t.total for t in before)
+    return 1 - sum(t.total_ms for t in times) / sum(t.total_ms for t in before)
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(s, marks=pytest.mark.slow) for s in range(4, 20))]
+    "seed", [0, 1, *(pytest.param(s, marks=pytest.mark.slow) for s in range(2, 12))]
 )
 def test_the_culprit_is_named_and_its_removal_gains_what_was_predicted(tmp_path, seed):
     run = run_for(seed)
@@ -91,12 +97,13 @@ def test_every_nanosecond_of_the_window_is_accounted_for(tmp_path):
     analysis = analysed(Run(chunks=2), tmp_path, skip=0)
     assert len(analysis.times) == 3
     for times in analysis.times:
-        assert times.ideal == max(rank.busy for rank in times.ranks.values())
-        assert times.window >= times.ideal
+        assert times.ideal_ms == max(rank.busy_ms for rank in times.ranks.values())
+        assert times.window_ms >= times.ideal_ms
         for rank in times.ranks.values():
-            assert rank.busy + rank.other + sum(rank.idle.values()) == rank.window
-            assert sum(rank.kinds.values()) == rank.busy
-            assert rank.tail == {"host": 50_000, "optimizer": 1_000_000}
+            whole = rank.busy_ms + rank.other_ms + sum(rank.idle_ms.values())
+            assert whole == pytest.approx(rank.window_ms, abs=1e-9)
+            assert sum(rank.kinds_ms.values()) == pytest.approx(rank.busy_ms, abs=1e-9)
+            assert rank.tail_ms == {"host": 0.05, "optimizer": 1.0}
 
 
 def test_other_work_after_a_ranks_last_task_is_drain():
@@ -104,13 +111,13 @@ def test_other_work_after_a_ranks_last_task_is_drain():
     early = RankIteration(0, 1, 0, 50, tasks=[task], spans=[OtherWork(5, 30, "batch")])
     late = RankIteration(1, 1, 0, 50, tasks=[task._replace(end=40)])
     times = iteration_times(TracedIteration(1, {0: early, 1: late})).ranks[0]
-    assert (times.busy, times.other, times.idle) == (10, 0, {"drain": 30})
-    assert times.tail == {"host": 10}
+    assert (times.busy_ms, times.other_ms, times.idle_ms) == (1e-5, 0, {"drain": 3e-5})
+    assert times.tail_ms == {"host": 1e-5}
 
 
 def test_totals_equal_those_summed_from_the_events(tmp_path):
     analysis = analysed(Run(chunks=2), tmp_path, skip=0)
-    report = summary(analysis)
+    report = analysis
     for file, row in zip(analysis.files, report.ranks, strict=True):
         events = list(read_events(file))
         for kind in "FBW":
@@ -120,7 +127,7 @@ def test_totals_equal_those_summed_from_the_events(tmp_path):
         assert row.sent_bytes * 3 == sent
         held = max(e["args"]["value"] for e in events if e["cat"] == "counter")
         assert row.peaks["held"] == held
-    json.dumps(dataclasses.asdict(report), allow_nan=False)
+    json.dumps(report.numbers(), allow_nan=False)
     assert sum(report.totals.bubble_by_cause.values()) == pytest.approx(report.totals.bubble)
     assert sentences(report)[-1] == "No straggler."
 
@@ -160,23 +167,21 @@ def test_a_finding_says_how_often_and_what_to_do():
     ],
 )
 def test_all_reports_name_a_rank_by_stage_and_replica(replicas, tensors, name):
-    """A table said ``rank 6, chunk 1`` and a picture ``stage 1, replica 1`` of one rank."""
     places = [(p, d, t) for p in range(2) for d in range(replicas) for t in range(tensors)]
     rank = int(name.split()[-1][:-1])
     replica = {each: place[1:] for each, place in enumerate(places)}
     shape = JobShape(2, 1, {each: place[0] for each, place in enumerate(places)}, replica, "dpp")
-    for culprit in (
-        Culprit("slow-rank", 1.5, 1.0, 5, rank=rank, victims=(rank,)),
-        Culprit("transient", 1.5, 1.0, 5, rank=rank),
-        Culprit("slow-link", 9.0, 1.0, 5, link=(0, rank)),
-    ):
-        text = straggler_text(culprit, shape)
-        assert name in text and culprit.where(shape) in text
-        assert text.count("rank ") - text.count("tensor rank ") == text.count("(rank ")
+    assert shape.name_of(rank) == name
+    slow = Culprit("slow-rank", 1.5, 1.0, 5, rank=rank, victims=(0,))
+    first = shape.name_of(0)
+    assert straggler_text(slow, shape).startswith(f"{name} computes 1.50 times slower")
+    assert straggler_text(slow, shape).endswith(f"waiting most meanwhile: {first}")
+    link = Culprit("slow-link", 9.0, 1.0, 5, link=(0, rank))
+    assert f"messages between {first} and {name} take" in straggler_text(link, shape)
 
 
 def test_a_heavy_stages_work_is_not_promised_away(tmp_path):
-    report = summary(analysed(Run(chunks=2), tmp_path))
+    report = analysed(Run(chunks=2), tmp_path)
     heavy = PredictedTime("without heavy-stage (stage 1, chunk 1)", 1000, 826)
     report.what_if = [heavy, PredictedTime(EVEN_LAYERS, 1000, 928)]
     assert sentences(report)[-1].endswith(
@@ -194,20 +199,16 @@ def test_the_recorded_costs_are_a_cost_file_of_the_simulator(tmp_path):
     assert (costs.num_ranks, costs.num_chunks, costs.split) == (4, 2, True)
     assert costs.tasks[3][0][0] == pytest.approx(0.005, rel=0.1)
     assert costs.tasks[3][0][0] == runs[0].tasks[0, 3, 0] + runs[0].overhead[3] > 0.005
-    assert costs.run is not None and costs.run.dynamic
-    assert costs.run.num_microbatches == runs[0].shape.num_microbatches
-    assert costs.run.seconds == pytest.approx(statistics.median_low(run.window for run in runs))
 
 
 def test_a_sliced_run_counts_its_microbatches(tmp_path):
     groups = (3, 1, 4)
     run = Run(iterations=1, policy="megatron", split=False, groups=groups)
     analysis = analysed(run, tmp_path)
-    found = summary(analysis)
-    assert (found.run.microbatches, found.run.sliced) == (3, True)
+    assert (analysis.facts["microbatches"], analysis.sliced) == (3, True)
     assert recorded_runs(analysis) == []
-    whole = summary(analysed(Run(iterations=1), tmp_path / "whole")).run
-    assert (whole.microbatches, whole.sliced) == (8, False)
+    whole = analysed(Run(iterations=1), tmp_path / "whole")
+    assert (whole.facts["microbatches"], whole.sliced) == (8, False)
 
 
 def test_a_run_that_kept_megatrons_order_is_simulated_with_it(tmp_path):
@@ -225,9 +226,6 @@ def test_a_run_that_kept_megatrons_order_is_simulated_with_it(tmp_path):
 
 
 def test_replicas_tell_a_heavy_stage_from_a_slow_rank():
-    from megatron.dpp.report.analysis.model import JobShape
-    from megatron.dpp.report.analysis.stragglers import StragglerSearch
-    from megatron.dpp.report.analysis.work import TaskTimes
 
     places = {rank: rank % 4 for rank in range(12)}
     shape = JobShape(4, 1, places, {rank: (rank // 4, 0) for rank in range(12)}, "dpp")
@@ -253,9 +251,6 @@ def test_iterations_that_not_all_ranks_finished_do_not_count(tmp_path):
     path.write_text(text[: text.index('"name":"iteration 2"') - 5])
     again = analysed(run, tmp_path / "other", skip=0)
     assert len(again.times) == 3
-    from megatron.dpp.report.align import align
-    from megatron.dpp.report.analysis.summary import analyse
-    from megatron.dpp.report.reader import open_run
 
     files = open_run(path.parent)
     assert [t.number for t in analyse(files, align(files), skip=0).times] == [0, 1]
@@ -273,10 +268,6 @@ def test_of_layers_that_cover_each_other_the_last_counts(layers):
 
 def test_a_link_whose_messages_came_during_tasks_is_not_known_to_be_slow():
     """A busy receiver sees a message when its task ends, which bounds the delay from above only."""
-    from megatron.dpp.report.analysis.model import JobShape
-    from megatron.dpp.report.analysis.stragglers import StragglerSearch
-    from megatron.dpp.report.analysis.work import TaskTimes
-    from megatron.dpp.report.whatif import hop_delay
 
     busy = LinkSamples(any=[11_000_000, 12_000_000, 9_000_000])
     quick = LinkSamples(any=[200_000] * 3, clean=[200_000] * 3)

@@ -8,12 +8,10 @@ import pytest
 
 from megatron.dpp.report.aggregate_command import merge
 from megatron.dpp.report.align import align
-from megatron.dpp.report.analysis.experts import LayerLoad, add_loads
-from megatron.dpp.report.analysis.model import ExpertsRun, RankIteration, TracedIteration
+from megatron.dpp.report.analysis.experts import LayerLoad
 from megatron.dpp.report.analysis.sentences import EVEN_EXPERTS
-from megatron.dpp.report.building import Report, build_report
 from megatron.dpp.report.reader import open_run
-from megatron.dpp.report.report_command import build_parser
+from megatron.dpp.report.report_command import Report, build_parser, build_report
 from tests.report.synthetic import MS, Run, write
 
 TOKEN_NS = 20_000
@@ -72,11 +70,6 @@ def test_a_rank_with_all_experts_waits_for_none(tmp_path: Path) -> None:
     assert not any(row.name == EVEN_EXPERTS for row in report.pipeline.what_if)
 
 
-def test_a_run_without_experts_does_not_speak_of_them(tmp_path: Path) -> None:
-    report = reported(write(Run(ranks=2), tmp_path))
-    assert "xpert" not in words(report)
-
-
 def test_experts_are_slices_within_their_forwards_in_the_merged_file(tmp_path: Path) -> None:
     files = open_run(write(run_of(350), tmp_path))
     merged = tmp_path / "merged.json"
@@ -105,19 +98,3 @@ def test_time_per_token_is_the_slope_over_ranks(
             for a, b in zip(load.points, (1, tokens, time, tokens**2, tokens * time), strict=True)
         ]
     assert load.ns_per_token() == pytest.approx(slope)
-
-
-@pytest.mark.parametrize("count", [1, 50])
-def test_what_is_kept_does_not_grow_with_microbatches(count: int) -> None:
-    ranks = {
-        rank: RankIteration(rank, 0, experts=[
-            ExpertsRun(0, 10 * tokens, 0, microbatch, 1, rank, 0, [tokens])
-            for microbatch in range(count)
-        ])
-        for rank, tokens in enumerate((30, 10))
-    }  # fmt: skip
-    loads: dict[int, LayerLoad] = {}
-    add_loads(loads, TracedIteration(0, ranks))
-    assert loads[1].meetings == {((0, 0), (1, 0)): [count, 10 * count]}
-    assert loads[1].ratios == [count, 1.5 * count]
-    assert (loads[1].points[0], loads[1].ns_per_token()) == (2 * count, 10)

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.stragglers import Culprit, StragglerSearch
-from megatron.dpp.report.analysis.work import LinkSamples, TaskTimes
+from megatron.dpp.report.analysis.times import LinkSamples, TaskTimes
 
 STEADY = 0.08
 """Spread of task times up to which they are not called unsteady."""

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.dpp.errors import ScheduleError
-from megatron.dpp.schedule import Action, Geometry, Kind, Replay, Scheduler
+from megatron.dpp.schedule import Action, Geometry, Kind, Scheduler
 from megatron.dpp.sim.clock import simulate
 from megatron.dpp.sim.conditions import CONDITIONS, condition_costs
 from megatron.dpp.sim.costs import Costs, Hop, Shape, even_costs
@@ -50,17 +50,6 @@ def test_messages_share_a_link_and_stay_in_order():
     assert forwards == pytest.approx([10.0, 13.0, 16.0])
 
 
-def test_choosing_early_uses_older_knowledge():
-    """With a lead the rank commits to a weight gradient although the gradient arrives before it
-    starts.
-    """
-    shape = Shape(8, 2, 16)
-    costs = condition_costs("lnk2", shape, 0)
-    late = ScheduleConfig(cap="megatron").run(shape, costs)
-    early = ScheduleConfig(cap="megatron").run(shape, costs, lead=0.5)
-    assert early.makespan > late.makespan
-
-
 def test_a_stuck_simulation_fails_with_its_grid():
     lanes = [
         Scheduler(Geometry(2, rank, 1, 2), policy=lambda view: view.forward(0)) for rank in range(2)
@@ -94,18 +83,6 @@ def test_any_condition_ends_within_the_cap_and_in_order(condition, numbers, cap,
                 order = [(a.microbatch, a.piece) for a in ran if a[:2] == (kind, chunk)]
                 assert order == sorted(set(order))
         assert len(ran) == shape.num_chunks * shape.num_microbatches * (4 if split else 2)
-
-
-def test_what_the_clock_ran_can_be_replayed():
-    shape = Shape(3, 2, 6)
-    costs = condition_costs("trN", shape, 3)
-    first = ScheduleConfig().run(shape, costs)
-    lanes = [
-        Scheduler(Geometry(3, rank, 2, 6), policy=Replay(ran))
-        for rank, ran in enumerate(first.actions)
-    ]
-    again = simulate(lanes, costs, split_backward=True)
-    assert again.slots == first.slots
 
 
 @pytest.mark.parametrize("name", STATIC)
@@ -209,11 +186,3 @@ def test_orders_that_wait_for_each_other_are_refused() -> None:
     order = [Action(Kind.B, 0, 0), Action(Kind.F, 0, 0)]
     with pytest.raises(ScheduleError, match="stuck"):
         replay([order, [Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)]], even_costs(2, 1), 1)
-
-
-def test_a_message_does_not_overtake_the_one_before() -> None:
-    late = Hop(1.0, 0.0, ([5.0, 0.0], [0.0, 0.0]))
-    zero = [[0.0] * 2] * 2
-    costs = Costs(([[1.0] * 2] * 2, zero, zero), [late])
-    orders = [[Action(Kind.F, 0, 0), Action(Kind.F, 0, 1)]] * 2
-    assert replay(orders, costs, 1) == 1.0 + 5.0 + 2 * 1.0

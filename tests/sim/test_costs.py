@@ -19,7 +19,7 @@ from megatron.dpp.sim.conditions import condition_costs, rank_forward, uniform
 from megatron.dpp.sim.costs import Costs, Hop, Shape, SlowTimes, even_costs
 from megatron.dpp.sim.fixed import FixedOrder, gpipe_order, zb_h1_order
 from megatron.dpp.sim.lengths import MIXES, LengthCosts, parse_lengths
-from megatron.dpp.sim.measured import parse_costs
+from megatron.dpp.sim.measured import MeasuredCosts
 from megatron.dpp.sim.schedules import ScheduleConfig, join_chunks, replay, run_static
 
 # Costs --------------------------------------------------------------------------------------------
@@ -311,28 +311,14 @@ def test_each_chunk_of_a_replay_has_as_many_pieces_as_it_was_recorded_with():
 # Cost files ---------------------------------------------------------------------------------------
 
 
-def cost_data(**changes):
-    stages = [{"F": [1.0, 3.0], "B": [2.0], "W": []} for _ in range(2)]
-    data = {"format": "dpp-costs", "version": 1, "num_ranks": 2, "num_chunks": 1}
-    return data | {"stages": stages, "hops": [[0.5, 0.25]]} | changes
-
-
-def test_a_cost_file_gives_medians_or_draws():
-    found = parse_costs(cost_data(), "x")
-    assert not found.split and found.run is None and found.activation_bytes == [None, None]
-    quiet = found.costs(2)
-    assert quiet.durations == ([[2.0, 2.0]] * 2, [[2.0, 2.0]] * 2, [[0.0, 0.0]] * 2)
-    assert quiet.hops == [Hop(0.1875, 0.1875)]
-    drawn = found.costs(50, random.Random(0)).durations[Kind.F]
+def test_a_cost_file_gives_draws_of_its_samples():
+    found = MeasuredCosts(2, 1, [([1.0, 3.0], [2.0], [])] * 2, [[0.5]])
+    assert not found.split and found.shape(7) == Shape(2, 1, 7)
+    costs = found.costs(50, random.Random(0))
+    drawn = costs.durations[Kind.F]
     assert {time for row in drawn for time in row} == {1.0, 3.0} and drawn[0] != drawn[1]
-    assert found.shape(7) == Shape(2, 1, 7)
-
-
-def test_the_time_of_a_run_is_the_shorter_of_two_and_the_median_of_more():
-    for seconds, found in (([9.0, 3.0], 3.0), ([9.0, 3.0, 5.0], 5.0), ([4.0, 1.0, 3.0, 2.0], 2.0)):
-        run = {"seconds": seconds, "num_microbatches": 4, "dynamic": 1}
-        read = parse_costs(cost_data(run=run), "x").run
-        assert read is not None and (read.seconds, read.dynamic) == (found, True)
+    assert costs.durations[1:] == ([[2.0] * 50] * 2, [[0.0] * 50] * 2)
+    assert costs.hops == [Hop(0.25, 0.25)]
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])

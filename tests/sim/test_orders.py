@@ -25,7 +25,7 @@ from megatron.dpp.sim.orders import (
 from megatron.dpp.sim.schedules import ScheduleConfig, run_static
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(
     sizes=st.lists(st.integers(1, 20_000), min_size=1, max_size=12),
     num_ranks=st.integers(1, 4),
@@ -64,14 +64,6 @@ def test_a_plan_depends_on_sizes_and_settings_alone() -> None:
     plans = [plan_order(sizes, 2, num_chunks=2, simulations=20) for _ in range(2)]
     assert plans[0] == plans[1]
     assert plans[0].order != sorted(range(10))
-
-
-def test_a_simulated_plan_is_that_of_its_schedule() -> None:
-    """The schedule takes what the planner promises, with the microbatches in that order."""
-    sizes = [5000, 100, 9000, 400, 3000, 700]
-    plan = plan_order(sizes, 2, simulations=30)
-    again = plan_order([sizes[i] for i in plan.order], 2, simulations=0)
-    assert again.drawn_time == pytest.approx(plan.time)
 
 
 @pytest.mark.parametrize(("sizes", "num_ranks"), [([7] * 8, 4), ([3, 9, 1], 1)])

@@ -24,7 +24,10 @@ Capsys = pytest.CaptureFixture[str]
 
 def output(capsys: Capsys, words: str, status: int = 0) -> str:
     """The command's output; its error line where ``status`` is not 0."""
-    assert main(words.split()) == status
+    try:
+        assert main(words.split()) == status
+    except SystemExit as end:
+        assert end.code == status
     out, err = capsys.readouterr()
     return err if status else out
 
@@ -40,7 +43,7 @@ def rows(out: str) -> dict[str, list[float]]:
 
 
 def cost_file(tmp_path: Path, **changes: object) -> str:
-    stages = [{"F": [1.0, 1.2], "B": [1.0], "W": [0.5], "activation_bytes": 9} for _ in range(4)]
+    stages = [{"F": [1.0, 1.2], "B": [1.0], "W": [0.5]} for _ in range(4)]
     data = {"format": "dpp-costs", "version": 1, "num_ranks": 2, "num_chunks": 2}
     path = tmp_path / "costs.json"
     path.write_text(json.dumps(data | {"stages": stages, "hops": [[0.1]] * 3} | changes))
@@ -115,6 +118,8 @@ def test_lengths_count_under_the_cap_and_have_better_orders(capsys: Capsys, tmp_
     words = "--pp 2 --microbatches 16 --compare --no-grid --lengths sft"
     found, climbed = (rows(output(capsys, f"{words} --climb {n}")) for n in (0, 40))
     assert found["dynamic"][0] < found["interleaved"][0]
+    for name, more in (("dynamic, cap static", "dynamic"), ("fused, cap static", "dynamic, fused")):
+        assert found[name][2] < found[more][2]
     for name in ("interleaved", "Megatron's order + W", "dynamic"):
         best = f"{name}, best order"
         assert climbed[best][0] <= found[best][0] <= found[name][0]
@@ -148,12 +153,13 @@ def test_lengths_come_from_lists_and_token_files(capsys: Capsys, tmp_path: Path)
 
 
 REFUSED = {
-    "--microbatches 0": "--microbatches 0: must be from 1",
-    "--pp 0": "--pp 0: must be from 1",
+    "--microbatches 0": "--microbatches: 0: must be from 1",
+    "--pp 0": "--pp: 0: must be from 1",
     "--pp 4000 --chunks 400": "at most 1,048,576 are simulated",
-    "--hop -1": "--hop -1: must be from 0",
-    "--jitter nan": "--jitter nan: must be from 0 to 5",
-    "--w-pieces 0": "--w-pieces 0: must be from 1",
+    "--hop -1": "--hop: -1: must be from 0",
+    "--beta 1.5": "--beta: 1.5: must be from 0 to 1",
+    "--jitter nan": "--jitter: nan: must be from 0 to 5",
+    "--split-backward stock": "stock: expected auto, on, off or stock:N",
     "--lengths 7": "a sigma must be from 0 to 5",
     "--lengths nowhere": "expected sft, long, packed, SIGMA",
     "--lengths 10,x": "not a list of lengths in tokens",
@@ -162,7 +168,7 @@ REFUSED = {
     "--policy fastest": "error: --policy fastest",
     "--cap 0.1p": "error: --cap: 0.1p",
     "--cap 20GiB": "--cap 20GiB: expected no bytes",
-    "--group 2": "--group 2: must be at least --pp 4",
+    "--group 2": "--group 2: must be at least --pp",
     "--slow-rank one": "expected a value like 1:1.5",
     "--slow-rank 4:2": "a rank of 0 .. 3",
     "--slow-link 0-2:1": "not neighbours",
@@ -175,7 +181,7 @@ REFUSED = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_the_command_refuses(capsys: Capsys, words: str) -> None:
     line = output(capsys, words, 2)
-    assert REFUSED[words] in line and line.count("\n") == 1
+    assert REFUSED[words] in line.splitlines()[-1] and line.count("\n") <= 2
 
 
 def test_costs_from_a_file(capsys: Capsys, tmp_path: Path) -> None:
@@ -185,7 +191,6 @@ def test_costs_from_a_file(capsys: Capsys, tmp_path: Path) -> None:
     # A rank's own work: two chunks of four microbatches, of 1 or 1.2, 1.0 and 0.5 seconds.
     makespan, ratio, *_ = rows(out)["dynamic"]
     assert 2 * 4 * 2.5 <= makespan / ratio <= 2 * 4 * 2.7
-    assert load_costs(path).costs(2).durations[0] == [[1.1, 1.1]] * 4
     fused = cost_file(tmp_path, stages=[{"F": [1], "B": [2], "W": []}] * 4)
     split = output(capsys, f"--costs {fused} --split-backward on", 2)
     assert "take --split-backward off" in split
@@ -206,9 +211,6 @@ def test_backwards_are_split_by_the_word(capsys: Capsys) -> None:
     stock, split = rows(out(f"{late} --split-backward stock:1")), rows(out(late))
     for name in ("Megatron's order + W", "dynamic, cap static", "dynamic"):
         assert stock[name] != split[name], name
-    with pytest.raises(SystemExit):
-        main(["--split-backward", "stock"])
-    assert "stock: expected auto, on, off or stock:N" in capsys.readouterr().err
 
 
 BROKEN: list[tuple[dict[str, object], str]] = [
@@ -218,8 +220,6 @@ BROKEN: list[tuple[dict[str, object], str]] = [
     ({"stages": [{"F": [], "B": [1], "W": []}] * 4}, "F needs 1 or more"),
     ({"stages": [{"F": [-1], "B": [1], "W": []}] * 4}, "none negative"),
     ({"stages": [{"B": [1], "W": []}] * 4}, "KeyError: 'F'"),
-    ({"run": {"seconds": [0.0], "num_microbatches": 4, "dynamic": True}}, "both are above 0"),
-    ({"run": {"seconds": [1.0], "num_microbatches": 0, "dynamic": True}}, "both are above 0"),
 ]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = {
-    "megatron-dpp": ["-m", "megatron.dpp", "runs"],
+    "megatron-dpp": ["-m", "megatron.dpp", "doctor"],
     "run": ["-m", "megatron.dpp.run", "x.py"],
     "a door": ["profiling/aggregate.py"],
     "train": ["train", "--help"],
@@ -61,7 +61,7 @@ def test_ctrl_c_during_the_search_for_python_is_no_python_that_is_too_old(tmp_pa
     python = tmp_path / "python"
     python.write_text(_PYTHON)
     python.chmod(0o755)
-    for command in (["tools/setup.sh"], ["megatron-dpp", "runs"], ["run_single.sh"]):
+    for command in (["tools/setup.sh"], ["megatron-dpp", "doctor"], ["run_single.sh"]):
         ended = subprocess.run(
             ["bash", *command], cwd=ROOT, capture_output=True, text=True,
             env={**os.environ, "PYTHON": str(python)}, timeout=60, preexec_fn=_heed,

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -235,13 +231,8 @@ def test_every_kind_of_event_is_written_and_read_back(tmp_path):
     events = {event["cat"]: event for event in found if event is not memory}
     assert set(events) == {"wait", "task", "send", "arrival", "counter", "span", "iteration"}
     assert events["task"]["name"] == "1F2"
-    assert events["task"]["args"] == {
-        "iteration": 4,
-        "kind": "F",
-        "chunk": 1,
-        "microbatch": 2,
-        "piece": 0,
-    }
+    what = {"iteration": 4, "kind": "F", "chunk": 1, "microbatch": 2, "piece": 0}
+    assert events["task"]["args"] == what
     assert before <= file.time_ns(events["task"]) <= after
     assert events["wait"]["args"]["cause"] == "message"
     assert events["wait"]["dur"] == 1.0
@@ -251,22 +242,6 @@ def test_every_kind_of_event_is_written_and_read_back(tmp_path):
     assert events["arrival"]["args"]["sent_ns"] == file.time_ns(events["arrival"]) - 300
     assert events["counter"]["args"] == {"value": 3}
     assert events["span"]["name"] == "optimizer"
-
-
-def test_a_closed_file_is_one_json_array(tmp_path):
-    recorder = open_recorder(tmp_path, rank=0, layout=LAYOUT)
-    record_iteration(recorder, 1)
-    recorder.close()
-    recorder.close()
-    events = json.loads(LAYOUT.path(tmp_path).read_text())
-    assert events[0]["args"]["schema"] == 1
-    assert events[-1] == {
-        "name": "end",
-        "ph": "M",
-        "pid": 0,
-        "tid": TASK_TRACK,
-        "args": {"dropped": 0},
-    }
 
 
 @pytest.mark.parametrize(
@@ -316,49 +291,33 @@ def test_a_full_queue_drops_events_and_says_how_many(tmp_path, monkeypatch, thre
     assert len(events_of(tmp_path)) == 10
 
 
-KILLED = """
-import sys, time
-sys.path.insert(0, {root!r})
-from tests.trace.test_recorder import LAYOUT, record_iteration
-from megatron.dpp.trace import open_recorder
-recorder = open_recorder({directory!r}, rank=0, layout=LAYOUT)
-for iteration in range(100000):
-    record_iteration(recorder, iteration)
-    time.sleep(0.002)
-"""
-
-
-def test_a_killed_process_leaves_a_readable_file(tmp_path):
-    root = str(Path(__file__).resolve().parents[2])
-    code = KILLED.format(root=root, directory=str(tmp_path))
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=root)
-    path = LAYOUT.path(tmp_path)
-    try:
-        deadline = time.monotonic() + 120
-        while not (path.exists() and path.stat().st_size > 20_000):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    (file,) = open_run(tmp_path)
-    assert not file.complete
-    assert len(list(read_events(file))) > 50
-
-
-def test_the_null_recorder_has_every_method_and_writes_nothing(tmp_path):
-    with NullRecorder() as recorder:
-        assert not recorder.enabled
-        record_iteration(recorder, 0)
-        recorder.mark()
-    assert list(tmp_path.iterdir()) == []
+def test_a_file_that_was_not_ended_is_readable(tmp_path):
+    """As of a process that was killed: lines are with the kernel a moment after their events."""
+    recorder = open_recorder(tmp_path, rank=0, layout=LAYOUT)
+    for iteration in range(20):
+        record_iteration(recorder, iteration)
+    deadline = time.monotonic() + 60
+    while sum(event["cat"] == "iteration" for event in events_of(tmp_path)) < 20:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not open_run(tmp_path)[0].complete
+    recorder.close()
+    recorder.close()
+    last = json.loads(LAYOUT.path(tmp_path).read_text())[-1]
+    end = {"name": "end", "ph": "M", "pid": 0, "tid": TASK_TRACK, "args": {"dropped": 0}}
+    assert last == end and open_run(tmp_path)[0].complete
+    record_iteration(NullRecorder(), 0)
 
 
 @pytest.mark.parametrize("text", ["", "a", "3-", "5-2", "1,,2"])
 def test_wrong_iteration_lists_are_refused(text):
     with pytest.raises(ValueError, match="iterations"):
         parse_iterations(text)
+
+
+def test_the_interval_is_positive(tmp_path):
+    with pytest.raises(ValueError, match="interval 0"):
+        open_recorder(tmp_path, rank=0, layout=LAYOUT, interval=0)
 
 
 def test_a_file_takes_the_place_of_an_earlier_runs(tmp_path):
@@ -368,8 +327,3 @@ def test_a_file_takes_the_place_of_an_earlier_runs(tmp_path):
                 record_iteration(recorder, iteration)
     assert len([event for event in events_of(tmp_path) if event["cat"] == "iteration"]) == 1
     assert json.loads(LAYOUT.path(tmp_path).read_text())[0]["args"]["schema"] == 1
-
-
-def test_the_interval_is_checked(tmp_path):
-    with pytest.raises(ValueError, match="interval 0"):
-        open_recorder(tmp_path, rank=0, layout=LAYOUT, interval=0)

@@ -24,12 +24,16 @@ from typing import Any
 from megatron.dpp.command_line import command, new_parser, progress_bar
 from megatron.dpp.files.safe_files import replacing
 from megatron.dpp.report.align import Alignment, align, message_key
-from megatron.dpp.report.analysis.model import JobShape, slice_names
+from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.reader import Event, TraceFile, open_run, read_events
 from megatron.dpp.report.run_files import find_run
-from megatron.dpp.schedule import groups_of
-from megatron.dpp.trace.schema import ARRIVAL_TRACK, SCHEMA_VERSION, SEND_TRACK, TASK_TRACK
-from megatron.dpp.trace.vocabulary import EventKind
+from megatron.dpp.trace.schema import (
+    ARRIVAL_TRACK,
+    SCHEMA_VERSION,
+    SEND_TRACK,
+    TASK_TRACK,
+    EventKind,
+)
 
 _TICK_US = 1.0
 _BLOCK = 8192
@@ -60,35 +64,13 @@ def _run(options: argparse.Namespace) -> int:
             bar.update(file.size)
 
         alignment, count = merge(files, output, progress=progress)
-    print(_describe(alignment))
-    short = [file.rank for file in files if not file.complete]
-    if short:
-        print(f"cut short (the run was killed or is still running): ranks {_ranges(short)}")
+    clocks, most = len(alignment.offsets), alignment.uncertainty_ns / 1000
+    aligned = f"{clocks}, aligned by messages within {most:.1f} us"
+    print(f"clocks: {'all ranks read one clock' if clocks == 1 else aligned}")
+    if short := [str(file.rank) for file in files if not file.complete]:
+        print(f"cut short (the run was killed or is still running): ranks {', '.join(short)}")
     print(f"{count} events of {len(files)} ranks in {output}; open it in https://ui.perfetto.dev")
     return 0
-
-
-def _describe(alignment: Alignment) -> str:
-    clocks = alignment.summary()
-    if len(clocks) == 1:
-        return "clocks: all ranks read one clock; nothing to align"
-    most = f"uncertainty at most {alignment.uncertainty_ns / 1000:.1f} us"
-    lines = [
-        f"  ranks {_ranges(clock['ranks'])}: offset {clock['offset_ns'] / 1e6:+.3f} ms, "
-        f"within {clock['uncertainty_ns'] / 1000:.1f} us"
-        for clock in clocks
-    ]
-    return "\n".join([f"clocks: {len(clocks)}, aligned by messages; {most}", *lines])
-
-
-def _ranges(ranks: list[int]) -> str:
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and parts[-1][1] == rank - 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
 def _metadata(file: TraceFile, name: str, order: int) -> Iterator[Event]:
@@ -144,16 +126,6 @@ def _ticks(block: list[Event]) -> Iterator[Event]:
     yield from block
 
 
-def _labelled(tasks: list[Event]) -> Iterator[Event]:
-    """The tasks of one rank's iteration, with their slices in their names."""
-    args = [event["args"] for event in tasks]
-    order = [one["microbatch"] for one in args if one["kind"] == "B" and one["chunk"] == 0]
-    names = dict(enumerate(slice_names(groups_of(order))))
-    for event in tasks:
-        event["name"] += names.get(event["args"]["microbatch"], "")
-        yield event
-
-
 def _events_of(file: TraceFile, alignment: Alignment, origin_ns: int) -> Iterator[Event]:
     """A rank's events on the common time line, in us from ``origin_ns``, with their arrows."""
 
@@ -161,7 +133,7 @@ def _events_of(file: TraceFile, alignment: Alignment, origin_ns: int) -> Iterato
         return (alignment.to_global(rank, time_ns) - origin_ns) / 1000
 
     counts: dict[str, Counter[tuple[Any, ...]]] = {}
-    block, tasks = list[Event](), list[Event]()
+    block = list[Event]()
     for event in read_events(file):
         cat, args = event["cat"], event["args"]
         event["ts"] = time_us(file.rank, file.time_ns(event))
@@ -173,17 +145,12 @@ def _events_of(file: TraceFile, alignment: Alignment, origin_ns: int) -> Iterato
             if arrow is not None:
                 yield arrow
             block.append(event)
-        elif cat == EventKind.TASK:
-            tasks.append(event)
         else:
             yield event
-        if cat == EventKind.ITERATION:
-            yield from _labelled(tasks)
-            tasks.clear()
         if cat == EventKind.ITERATION or len(block) >= _BLOCK:
             yield from _ticks(block)
             block.clear()
-    yield from (*tasks, *_ticks(block))
+    yield from _ticks(block)
 
 
 def merge(

@@ -30,7 +30,7 @@ import numpy as np
 
 from megatron.dpp.errors import DataError
 from megatron.dpp.report.reader import Event, TraceFile, message_of, read_events
-from megatron.dpp.trace.vocabulary import EventKind
+from megatron.dpp.trace.schema import EventKind
 
 WINDOW_NS = 10 * 10**9
 """Within a window clocks are taken to run at one rate; 1 ppm of drift makes 10 us of error."""

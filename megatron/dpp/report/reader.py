@@ -12,15 +12,14 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.dpp.errors import DataError, one_line, shown
 from megatron.dpp.files.safe_files import open_to_read
-from megatron.dpp.trace.schema import HEADER_NAME, SCHEMA_VERSION, TraceLayout
-from megatron.dpp.trace.vocabulary import EventKind
+from megatron.dpp.trace.schema import HEADER_NAME, SCHEMA_VERSION, EventKind, TraceLayout
 
 _LONGEST_HEAD = 1 << 16
 FILE_PATTERN = "benchmark-data-*-pipeline-*-tensor-*.json"
@@ -28,6 +27,7 @@ _SAME_START_NS = 600 * 10**9
 _NAMED = 8
 _SAID = 200
 _MOST_STAGES = 1 << 20
+_MOST = 1 << 63
 
 Event = dict[str, Any]
 _META_KEYS = frozenset({"ph", "name"})
@@ -76,7 +76,7 @@ class TraceFile:
 
 def is_whole(value: object) -> bool:
     """True for a whole number of at most 64 bits, as a run counts and C++ holds it."""
-    return type(value) is int and abs(value) < 1 << 63
+    return type(value) is int and abs(value) < _MOST
 
 
 _LAYOUT = {field.name: field.default for field in fields(TraceLayout)}
@@ -124,37 +124,32 @@ def read_header(path: Path) -> TraceFile:
     return TraceFile(path=path, layout=layout, complete=complete, **values)
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 31
-
-
-_MOST = 1e16
-"""Above all times in us and all values of counters."""
-_RULES: tuple[tuple[str, Callable[[Any], bool]], ...] = (
-    ("iteration sent_ns bytes layer first group", is_whole),
-    ("chunk microbatch piece part source destination", _is_count),
-    ("kind cause detail channel name cat", lambda value: type(value) is str),
-    (
-        "value queued_us ts dur",
-        lambda value: type(value) in (int, float) and -_MOST < value < _MOST,
-    ),
-    ("direction", lambda value: value in ("forward", "backward")),
-    ("tokens", lambda value: type(value) is list and value != [] and all(map(_is_count, value))),
-    ("ahead", lambda value: type(value) is bool),
-)
-_IS_GOOD = {field: rule for names, rule in _RULES for field in names.split()}
-_FIELDS: dict[str, tuple[str, ...]] = {
-    EventKind.TASK: ("kind", "chunk", "microbatch", "piece"),
-    EventKind.EXPERTS: ("chunk", "microbatch", "layer", "first", "group", "tokens"),
-    EventKind.WAIT: ("cause",),
-    EventKind.SEND: ("microbatch", "bytes", "kind"),
-    EventKind.ARRIVAL: ("microbatch", "bytes"),
-    EventKind.SPAN: (),
-    EventKind.ITERATION: (),
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("name", "cat", "kind", "cause", "detail", "channel", "direction"), (str,)),
+    **dict.fromkeys(("iteration", "chunk", "microbatch", "piece", "source", "destination"), (int,)),
+    **dict.fromkeys(("part", "sent_ns", "bytes", "layer", "first", "group"), (int,)),
+    **dict.fromkeys(("value", "ts", "dur"), (int, float)),
 }
-_NEEDED = {kind: ("iteration", *names) for kind, names in _FIELDS.items()}
-_NEEDED[EventKind.COUNTER] = ("value",)
+_FIELDS: dict[str, tuple[str, ...]] = {
+    EventKind.TASK: ("iteration", "kind", "chunk", "microbatch", "piece"),
+    EventKind.EXPERTS: ("iteration", "chunk", "microbatch", "layer", "first", "group", "tokens"),
+    EventKind.WAIT: ("iteration", "cause"),
+    EventKind.SEND: ("iteration", "microbatch", "bytes", "kind"),
+    EventKind.ARRIVAL: ("iteration", "microbatch", "bytes"),
+    EventKind.SPAN: ("iteration",),
+    EventKind.ITERATION: ("iteration",),
+    EventKind.COUNTER: ("value",),
+}
 """Category -> fields that its events have."""
+
+
+def _is_good(field: str, value: Any) -> bool:
+    """True for a value of the field's type, numbers within 64 bits and, whole ones, from 0."""
+    types = _TYPES.get(field)
+    if types is None:
+        return True
+    least = 0 if types == (int,) else -_MOST
+    return type(value) in types and (types == (str,) or least <= value < _MOST)
 
 
 def parse_event(line: str) -> Event:
@@ -170,9 +165,9 @@ def parse_event(line: str) -> Event:
         return event  # type: ignore[no-any-return]
     args = event["args"]
     for field, value in itertools.chain(event.items(), args.items()):
-        if field in _IS_GOOD and not _IS_GOOD[field](value):
+        if not _is_good(field, value):
             raise ValueError(f"{field} is {shown(value)}")
-    needed = _NEEDED.get(event["cat"], ())
+    needed = _FIELDS.get(event["cat"], ())
     for field in (*needed, *MessageId._fields) if "source" in args else needed:
         if field not in args:
             raise ValueError(f"it lacks {field}")
@@ -264,13 +259,9 @@ def open_run(directory: str | os.PathLike[str], *, allow_missing: bool = False) 
     root = Path(directory)
     if not root.is_dir():
         raise DataError(f"{root}: no such directory")
-    paths = sorted(root.glob(FILE_PATTERN))
+    paths = sorted(root.glob(FILE_PATTERN)) or sorted(root.glob(f"*/{FILE_PATTERN}"))
     if not paths:
-        runs = sorted({path.parent for path in root.glob(f"*/{FILE_PATTERN}")})
-        if len(runs) == 1:
-            return open_run(runs[0], allow_missing=allow_missing)
-        what = f"several runs, name one: {_names([str(r) for r in runs])}" if runs else "no trace"
-        raise DataError(f"{root}: {what} (files are called {FILE_PATTERN})")
+        raise DataError(f"{root}: no trace (files are called {FILE_PATTERN})")
     files = sorted((read_header(path) for path in paths), key=lambda file: file.rank)
     _check_one_run(files)
     layout = files[0].layout

@@ -11,15 +11,161 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
-from megatron.dpp.command_line import command, new_parser
-from megatron.dpp.errors import DataError
+from megatron.dpp.command_line import command, new_parser, progress_bar
+from megatron.dpp.errors import ConfigError, DataError, require
 from megatron.dpp.files.safe_files import replacing
-from megatron.dpp.report.analysis.sentences import NOT_OF_SLICES
-from megatron.dpp.report.building import build_report
-from megatron.dpp.report.pictures.page import page
-from megatron.dpp.report.whatif import cost_file
+from megatron.dpp.report.align import align
+from megatron.dpp.report.analysis.experts import lost_per_forward
+from megatron.dpp.report.analysis.model import read_iterations
+from megatron.dpp.report.analysis.sentences import (
+    EVEN_EXPERTS,
+    HOW_TO_TRACE,
+    LEAST,
+    NOT_OF_SLICES,
+    sentences,
+    straggler_text,
+    training_sentences,
+)
+from megatron.dpp.report.analysis.summary import Analysis, analyse
+from megatron.dpp.report.pictures.page import Difference, Report, page
+from megatron.dpp.report.pictures.picture import Picture
+from megatron.dpp.report.pictures.plots import plot_timeline
+from megatron.dpp.report.reader import TraceFile, open_run
+from megatron.dpp.report.run_files import RunPlace, Training, find_run, read_state, read_training
+from megatron.dpp.report.whatif import (
+    Recorded,
+    WhatIf,
+    cost_file,
+    effects,
+    predict_all,
+    recorded_runs,
+    without_imbalance,
+)
+
+
+def numbers_so_far(files: list[TraceFile]) -> Analysis | None:
+    """The numbers of a run that may go on; None before all ranks have finished an iteration."""
+    try:
+        return analyse(files, align(files))
+    except DataError:
+        return None
+
+
+def state_of(place: RunPlace, files: list[TraceFile], training: Training) -> tuple[str, list[int]]:
+    """The state of a run, and the ranks that died; where no state was written, by its ranks."""
+    open_files = [file for file in files if not file.complete]
+    dead = [file.rank for file in open_files if file.alive is False]
+    if not files or read_state(place.home) is not None:
+        return training.state, dead
+    running = len(dead) < len(open_files)
+    return ("running" if running else "ended") + (f", rank {dead[0]} died" if dead else ""), dead
+
+
+def _predict(analysis: Analysis) -> list[Recorded]:
+    """Add the predictions of changes, and what each culprit costs. One that costs next to nothing
+    is no straggler, however slow it is. Returns the recorded costs.
+    """
+    runs, culprits, shape = recorded_runs(analysis), analysis.culprits, analysis.shape
+    costs: list[float | None] = [None] * len(culprits)
+    if runs:
+        ranks, what_if = shape.pipelines()[0], WhatIf(runs)
+        predictions = predict_all(what_if, culprits, shape)
+        lost = lost_per_forward(analysis.loads)
+        if any(lost.values()):
+            change = without_imbalance(ranks, lost)
+            predictions.append(what_if.predict(EVEN_EXPERTS, change, in_recorded_order=True))
+        analysis.what_if = sorted(predictions, key=lambda row: -row.gain)
+        analysis.fidelity = what_if.fidelity
+        costs = effects(what_if, culprits, ranks)
+    for culprit, effect in zip(culprits, costs, strict=True):
+        name, text = culprit.where(shape), straggler_text(culprit, shape)
+        harmless = effect is not None and effect < LEAST
+        finding = replace(culprit, name=name, text=text, effect=effect)
+        (analysis.without_effect if harmless else analysis.stragglers).append(finding)
+    return runs
+
+
+def _timeline(analysis: Analysis, number: int | None) -> Picture:
+    """One iteration as a picture; the typical one without a number."""
+    number = analysis.typical().number if number is None else number
+    found = next(read_iterations(analysis.files, analysis.alignment, {number}), None)
+    if found is None:
+        raise ConfigError(f"--iteration {number}: not recorded by every rank")
+    return plot_timeline(found, analysis.shape, analysis.name)
+
+
+def names_of(options: argparse.Namespace) -> list[str]:
+    """The runs that the options name: one, or one and its baseline.
+
+    Raises:
+        ConfigError: they name more.
+    """
+    names = [*filter(None, [options.benchmark_dir]), *options.runs] or ["runs/latest"]
+    names += [options.baseline] if options.baseline else []
+    require(len(names) < 3, f"{len(names)} runs ({', '.join(names)}): expected one, or two")
+    return names
+
+
+def _read(
+    place: RunPlace, options: argparse.Namespace, metrics_file: str | None, *, live: bool
+) -> Report:
+    """A run's numbers; at least its metrics or its traces must be there. Traces of a live run that
+    say nothing yet are left out where there are metrics.
+    """
+    report, folder = Report(read_training(place.home, metrics_file)), place.traces()
+    if folder is None:
+        if not report.training.metrics:
+            place.need_traces()
+        return report
+    try:
+        files = open_run(folder)
+        report.training.state, _ = state_of(place, files, report.training)
+        size = sum(file.size for file in files)
+        with progress_bar(size, **{"disable": True} if live else {}) as bar:
+            alignment = align(files, lambda file: bar.update(file.size))
+        report.pipeline = analyse(files, alignment, skip=options.skip, threshold=options.threshold)
+    except DataError:
+        if not (live and report.training.metrics):
+            raise
+    return report
+
+
+def build_report(
+    options: argparse.Namespace, *, live: bool = False
+) -> tuple[Report, list[Recorded]]:
+    """All numbers and sentences of a run, its timeline, and its recorded costs; without traces
+    those of its metrics.
+
+    Args:
+        options: of ``megatron-dpp report``.
+        live: no progress bar; traces that say nothing yet are left out where there are metrics.
+
+    Raises:
+        DppError: an option that cannot be, or a run that cannot be read.
+    """
+    require(options.threshold > 1, f"--threshold {options.threshold:g}: must be above 1")
+    require((options.skip or 0) >= 0, f"--skip {options.skip}: must be at least 0")
+    name, *others = names_of(options)
+    place, runs = find_run(name), list[Recorded]()
+    report = _read(place, options, options.metrics_file, live=live)
+    if report.pipeline is None:
+        require(options.iteration is None, f"--iteration {options.iteration}: the run has no trace")
+    else:
+        runs = _predict(report.pipeline)
+        report.timeline = _timeline(report.pipeline, options.iteration)
+    report.sentences = training_sentences(report.training)
+    if others:
+        report.baseline = _read(find_run(others[0]), options, None, live=live)
+        if report.training.metrics and report.baseline.training.metrics:
+            report.difference = Difference.of(report.training, report.baseline.training)
+            report.sentences += report.difference.sentences()
+    report.sentences += sentences(report.pipeline) if report.pipeline else []
+    report.sentences += [HOW_TO_TRACE] if place.traces() is None else []
+    return report, runs
+
 
 _PAGE = "report.html"
 
@@ -47,13 +193,13 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     report, runs = build_report(options)
-    home = Path(report.pipeline.run.directory) if report.pipeline else report.training.home
+    found = report.pipeline
+    home = found.files[0].path.parent if found else report.training.home
     output = Path(options.output or home / _PAGE)
     _write(output, page(report))
     if options.costs:
         if not runs:
-            sliced = report.pipeline and report.pipeline.run.sliced
-            why = NOT_OF_SLICES if sliced else "no iteration was recorded in full"
+            why = NOT_OF_SLICES if found and found.sliced else "no iteration was recorded in full"
             raise DataError(f"--costs: {why}")
         _write(Path(options.costs), json.dumps(cost_file(runs)) + "\n")
     if options.json:

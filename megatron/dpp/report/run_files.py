@@ -53,11 +53,6 @@ class RunState:
         """True once nothing more will happen."""
         return self.state in STATES[2:]
 
-    @property
-    def since(self) -> float:
-        """The time at which it came into its state."""
-        return self.times[self.state]
-
     def __str__(self) -> str:
         by = f" by {self.by}" if self.state == "stopped" and self.by else ""
         return self.state + (f": {self.by}" if self.by and not by else by)
@@ -95,7 +90,7 @@ def read_state(directory: str | os.PathLike[str]) -> RunState | None:
         times = {name: float(found["times"][name]) for name in STATES if name in found["times"]}
         by = None if found["by"] is None else str(found["by"])
         state = RunState(found["state"], times, by)
-        last = state.since
+        last = times[state.state]
         here = found["host"] == socket.gethostname()
         lives = not here or (_began(found["process"]) or -1) == found["process_began"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -213,12 +208,6 @@ class Training:
         if not recent or self.total is None or not self.runs:
             return None
         return max(self.total - self.iteration, 0) * statistics.median(recent) / 1e3
-
-    @property
-    def progress(self) -> str:
-        """``iteration 40 of 100``."""
-        total = f" of {self.total}" if self.total else ""
-        return f"iteration {self.iteration}{total}" if self.metrics else "no iteration yet"
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Iterations and values of a metric, without those that are missing; ``tokens/s`` is one,

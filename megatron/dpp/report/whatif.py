@@ -22,12 +22,17 @@ from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.sentences import DYNAMIC, EVEN_LAYERS, STATIC
 from megatron.dpp.report.analysis.stragglers import Culprit
 from megatron.dpp.report.analysis.summary import Analysis, PredictedTime
-from megatron.dpp.report.analysis.times import IterationTimes
-from megatron.dpp.report.analysis.work import UNDISTURBED, Cell, LinkDelays, TaskTimes
+from megatron.dpp.report.analysis.times import (
+    UNDISTURBED,
+    Cell,
+    IterationTimes,
+    LinkDelays,
+    TaskTimes,
+)
 from megatron.dpp.schedule import Action, Geometry, Kind, reference_order
 from megatron.dpp.sim.costs import Costs, Hop, Shape
 from megatron.dpp.sim.schedules import ScheduleConfig, replay
-from megatron.dpp.trace.vocabulary import IdleCause
+from megatron.dpp.trace.schema import IdleCause
 
 SECOND = 1e9
 """Nanoseconds."""
@@ -128,7 +133,7 @@ def _recorded(
         keys = [(target // p, way, microbatch) for microbatch in range(count)]
         return [own[key] / SECOND if key in own else usual for key in keys]
 
-    hosts = [times.ranks[rank].idle.get(IdleCause.HOST, 0) / SECOND for rank in ranks]
+    hosts = [times.ranks[rank].idle_ms.get(IdleCause.HOST, 0) / 1e3 for rank in ranks]
     return Recorded(
         Shape(p, job.num_chunks, count),
         np.array(ns).reshape(3, stages, count) / SECOND,
@@ -142,8 +147,8 @@ def _recorded(
         [[Action(Kind[k], *rest) for k, *rest in work.orders[rank]] for rank in ranks],
         [t / max(len(work.orders[rank]), 1) for t, rank in zip(hosts, ranks, strict=True)],
         dynamic=job.schedule == "dpp",
-        window=times.window / SECOND,
-        tail=(times.total - times.window) / SECOND,
+        window=times.window_ms / 1e3,
+        tail=(times.total_ms - times.window_ms) / 1e3,
     )
 
 
@@ -184,11 +189,6 @@ def cost_file(runs: Sequence[Recorded]) -> dict[str, object]:
             {kind.name: samples(kind, stage) for kind in Kind} for stage in range(shape.num_stages)
         ],
         "hops": [[float(run.hops[hop]) for run in runs] for hop in range(len(first.hops))],
-        "run": {
-            "seconds": [run.window for run in runs],
-            "num_microbatches": shape.num_microbatches,
-            "dynamic": first.dynamic,
-        },
     }
 
 

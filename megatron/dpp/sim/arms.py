@@ -6,13 +6,12 @@ the parts of an arm add up to the whole.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.dpp.sim.costs import Costs, Shape
 from megatron.dpp.sim.result import Result
-from megatron.dpp.sim.schedules import find_schedule, run_static
+from megatron.dpp.sim.schedules import ScheduleConfig, run_static
 
 MEGATRON_W = "Megatron's order + W"
 FUSED_STATIC = "fused, cap static"
@@ -27,24 +26,6 @@ static schedule's memory; the memory that a larger cap allows."""
 
 Steps = Mapping[str, tuple[str, str]]
 """Arm -> the arm below it and the ingredient that it adds."""
-
-
-def steps(static: str, *, split: bool = True) -> dict[str, tuple[str, str]]:
-    """The steps of the simulated arms above the arm ``static``.
-
-    Args:
-        split: the costs have times of their own for ``W``.
-    """
-    fused = {FUSED_STATIC: (static, "order"), FUSED: (FUSED_STATIC, "memory")}
-    if not split:
-        return fused
-    return {
-        MEGATRON_W: (static, "W"),
-        **({EAGER: (MEGATRON_W, "memory")} if static == "1f1b" else {}),
-        **fused,
-        DYNAMIC_STATIC: (MEGATRON_W, "order"),
-        DYNAMIC: (DYNAMIC_STATIC, "memory"),
-    }
 
 
 def parts(times: Mapping[str, float], chain: Steps) -> dict[str, dict[str, float]]:
@@ -75,31 +56,23 @@ def parts(times: Mapping[str, float], chain: Steps) -> dict[str, dict[str, float
     return found
 
 
+_DEFAULT = ScheduleConfig()
+
+
 @dataclass(frozen=True)
 class Arms:
     """The simulated arms of one shape.
 
     Args:
         num_chunks: per rank; with one the static schedule is 1F1B.
-        cap: of the arms at the cap that a run has, as ``DppConfig.activation_cap``.
-        split: the costs have times of their own for ``W``.
-        stock: as in :class:`~megatron.dpp.sim.schedules.ScheduleConfig`.
-        beta: share of an activation that ``B`` frees.
-        w_pieces: pieces of a chunk's ``W``.
-        group: microbatch group size; ``None`` is the number of ranks.
+        config: settings of ``dynamic``. Without ``split_backward`` the costs have no times of their
+            own for ``W``.
         lead: ranks choose this long before their running task ends.
-        policy: of the dynamic arms.
     """
 
     num_chunks: int
-    cap: str = "auto"
-    split: bool = True
-    stock: float = math.inf
-    beta: float = 0.0
-    w_pieces: int = 1
-    group: int | None = None
+    config: ScheduleConfig = _DEFAULT
     lead: float = 0.0
-    policy: str = "dynamic"
 
     @property
     def static(self) -> str:
@@ -108,8 +81,17 @@ class Arms:
 
     @property
     def steps(self) -> dict[str, tuple[str, str]]:
-        """The steps of these arms."""
-        return steps(self.static, split=self.split)
+        """The steps of the arms above the static one."""
+        fused = {FUSED_STATIC: (self.static, "order"), FUSED: (FUSED_STATIC, "memory")}
+        if not self.config.split_backward:
+            return fused
+        return {
+            MEGATRON_W: (self.static, "W"),
+            **({EAGER: (MEGATRON_W, "memory")} if self.num_chunks == 1 else {}),
+            **fused,
+            DYNAMIC_STATIC: (MEGATRON_W, "order"),
+            DYNAMIC: (DYNAMIC_STATIC, "memory"),
+        }
 
     @property
     def names(self) -> list[str]:
@@ -118,16 +100,14 @@ class Arms:
 
     def run(self, name: str, shape: Shape, costs: Costs) -> Result:
         """Simulate one arm."""
+        config = self.config
         if name == self.static:
-            return run_static(name, shape, costs, beta=self.beta, group=self.group)
-        schedule = find_schedule(
-            {MEGATRON_W: "megatron", EAGER: "eager"}.get(name, self.policy),
-            cap=self.cap if name in (FUSED, DYNAMIC, EAGER) else "static",
+            return run_static(name, shape, costs, group=config.group)
+        schedule = replace(
+            config,
+            policy={MEGATRON_W: "megatron", EAGER: "eager"}.get(name, config.policy),
+            cap=config.cap if name in (FUSED, DYNAMIC, EAGER) else "static",
             split_backward=name not in (FUSED, FUSED_STATIC),
-            stock=self.stock,
-            beta=self.beta,
-            w_pieces=self.w_pieces,
-            group=self.group,
         )
         return schedule.run(shape, costs, lead=self.lead)
 

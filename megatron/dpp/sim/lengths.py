@@ -84,17 +84,7 @@ class LengthCosts:
     @classmethod
     def transformer(cls, hidden: int = 4096) -> LengthCosts:
         """Of a transformer layer with causal attention, in units of a token's share without it."""
-        return cls.of_layer(12 * hidden * hidden, hidden)
-
-    @classmethod
-    def of_layer(cls, weights: int, queries: int) -> LengthCosts:
-        """Of a layer by its products, in units of a token's share without attention.
-
-        Args:
-            weights: elements of its weight matrices that a token passes.
-            queries: width of all heads' queries.
-        """
-        square = queries / weights
+        square = hidden / (12 * hidden * hidden)  # heads' queries, over the weights of a layer
         return cls(per_square=(square, 2.5 * square, 0.0))
 
     def time(self, kind: Kind, lengths: Sequence[int]) -> float:

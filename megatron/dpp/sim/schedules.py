@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.schedule import (
@@ -151,15 +150,6 @@ STATIC = ("gpipe", "1f1b", "interleaved", "zb-h1")
 """Static schedules to compare with. All but ``interleaved`` have one chunk per rank, whatever
 the shape says.
 """
-
-
-def find_schedule(name: str, *, group: int | None = None, **settings: Any) -> ScheduleConfig:
-    """The schedule of a policy's name, or ``earlier-dpp``, the rule of earlier implementations: the
-    first ready backward, else the first ready forward, with a fused backward and no memory limit.
-    """
-    if name == "earlier-dpp":
-        return ScheduleConfig(policy="depth-first", cap="none", split_backward=False, group=group)
-    return ScheduleConfig(policy=name, group=group, **settings)
 
 
 def run_static(

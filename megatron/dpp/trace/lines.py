@@ -21,9 +21,9 @@ from megatron.dpp.trace.schema import (
     SCHEMA_VERSION,
     SEND_TRACK,
     TASK_TRACK,
+    EventKind,
     TraceLayout,
 )
-from megatron.dpp.trace.vocabulary import EventKind
 
 _MOST_LINKS = 1024
 

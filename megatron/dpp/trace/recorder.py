@@ -17,8 +17,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from megatron.dpp.trace.clock import DeviceClock, HostClock, clock_for
-from megatron.dpp.trace.schema import TraceLayout
-from megatron.dpp.trace.vocabulary import EventKind
+from megatron.dpp.trace.schema import EventKind, TraceLayout
 from megatron.dpp.trace.writer import TraceWriter
 
 _TASK, _EXPERTS, _WAIT, _SEND, _ARRIVAL, _SPAN, _ITERATION, _COUNTER = EventKind

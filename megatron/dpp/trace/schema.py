@@ -1,4 +1,4 @@
-"""The schema of trace files: names, versions and paths.
+"""The schema of trace files: names, versions, kinds of events, causes of idle time, and paths.
 
 A trace file holds the events of one rank, one JSON object per line, inside one JSON array in
 Chrome's Trace Event format: it opens in Perfetto as it is, it can be appended to, and a file whose
@@ -8,6 +8,7 @@ describes every event. The simulator writes the same schema. Imports no torch.
 
 from __future__ import annotations
 
+import enum
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,57 @@ TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK = 1_000_000, 1_000_001, 1_000_002
 """``tid`` of the three tracks of a rank (``pid`` is its global rank). Perfetto takes ``tid`` 0, and
 one that equals ``pid``, for the main thread.
 """
+
+
+class _Word(str, enum.Enum):
+    """A member of an enumeration that is its value as text."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+class EventKind(_Word):
+    """Kind of an event: the first entry of a recorded tuple, and its ``cat`` in the file."""
+
+    TASK = "task"
+    EXPERTS = "experts"
+    WAIT = "wait"
+    SEND = "send"
+    ARRIVAL = "arrival"
+    SPAN = "span"
+    ITERATION = "iteration"
+    COUNTER = "counter"
+
+
+class IdleCause(_Word):
+    """Cause of idle time. All but ``DRAIN`` are recorded; the analysis adds that one."""
+
+    WARM_UP = "warm-up"
+    DRAIN = "drain"
+    MESSAGE = "message"
+    MEMORY_CAP = "memory-cap"
+    LATE_MEMBER = "late-member"
+    LATE_LEADER = "late-leader"
+    LOOKAHEAD = "lookahead"
+    HOST = "host"
+    SEND = "send"
+
+
+CAUSES: dict[str, tuple[str, str]] = {
+    IdleCause.WARM_UP: ("warm-up", "filling the pipeline at the start"),
+    IdleCause.DRAIN: ("drain", "draining it at the end"),
+    IdleCause.MESSAGE: ("waits for a message", "waiting for a message from a neighbour"),
+    IdleCause.MEMORY_CAP: ("waits for memory", "held back by the activation cap"),
+    IdleCause.LATE_MEMBER: (
+        "waits for another rank's message",
+        "waiting for a message that another rank of the stage lacks",
+    ),
+    IdleCause.LATE_LEADER: ("waits for its leader", "waiting for the stage's leader to decide"),
+    IdleCause.LOOKAHEAD: ("waits for the device", "waiting for the device to catch up"),
+    IdleCause.HOST: ("host", "the host: launching, deciding, Python"),
+    IdleCause.SEND: ("waits for the receiver", "waiting for a receiver"),
+}
+"""Cause of idle time -> its name in a legend, and its meaning in a sentence."""
 
 
 AXES = ("data", "pipeline", "tensor", "context")

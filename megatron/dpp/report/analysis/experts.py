@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.dpp.report.analysis.model import TracedIteration
-from megatron.dpp.report.analysis.work import Cell
+from megatron.dpp.report.analysis.times import Cell
 
 _MS = 1e6
 

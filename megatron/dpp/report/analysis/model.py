@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 import resource
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron.dpp.report.align import Alignment
 from megatron.dpp.report.reader import Event, MessageId, TraceFile, message_of, read_events
 from megatron.dpp.schedule import groups_of
-from megatron.dpp.trace.vocabulary import EventKind
+from megatron.dpp.trace.schema import EventKind
 
 
 @dataclass(frozen=True)
@@ -65,15 +65,6 @@ class JobShape:
         for rank in sorted(self.pipeline, key=lambda r: self.pipeline[r]):
             groups.setdefault(self.replica[rank], []).append(rank)
         return [groups[key] for key in sorted(groups)]
-
-
-def slice_names(groups: Sequence[int]) -> list[str]:
-    """The ends of the labels of each unit's tasks: `` s2/3`` for the second of three slices.
-
-    >>> slice_names([1, 2])
-    ['', ' s1/2', ' s2/2']
-    """
-    return [f" s{i + 1}/{number}" * (number > 1) for number in groups for i in range(number)]
 
 
 class TaskRun(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from megatron.dpp.config import GRAPHS_PAY_FROM
 from megatron.dpp.report.analysis.model import JobShape
 from megatron.dpp.report.analysis.stragglers import Culprit
-from megatron.dpp.report.analysis.summary import Pipeline, RunTotals
+from megatron.dpp.report.analysis.summary import Analysis, RunTotals
 from megatron.dpp.report.run_files import Training
-from megatron.dpp.trace.vocabulary import CAUSES
+from megatron.dpp.trace.schema import CAUSES
 
 LEAST = 0.01
 """A cause that costs a smaller share of an iteration is none."""
@@ -40,13 +40,10 @@ _KINDS = {
 
 
 def duration(ms: float) -> str:
-    """A time with four digits: ``13.05 s``, ``930.7 ms``, ``4.215 ms``, ``31.2 us``."""
-    size = abs(ms)
-    if size >= 999.95:
-        return f"{ms / 1e3:.2f} s" if size < 99_995 else f"{ms / 1e3:.0f} s"
-    if size >= 9.9995:
-        return f"{ms:.1f} ms"
-    return f"{ms:.3f} ms" if size >= 0.1 or not ms else f"{ms * 1e3:.1f} us"
+    """A time with up to four digits: ``13.05 s``, ``930.7 ms``, ``4.215 ms``, ``31.2 us``."""
+    if abs(ms) >= 999.95:
+        return f"{ms / 1e3:.4g} s"
+    return f"{ms:.4g} ms" if abs(ms) >= 0.1 or not ms else f"{ms * 1e3:.4g} us"
 
 
 def percent(share: float) -> str:
@@ -56,12 +53,7 @@ def percent(share: float) -> str:
 
 def number(value: float) -> str:
     """A plain number, as short as its size allows: ``4,218``, ``62.1``, ``4.83``, ``0.0213``."""
-    size = abs(value)
-    if size >= 1000:
-        return f"{value:,.0f}"
-    if size >= 100 or value == int(value):
-        return f"{value:.0f}"
-    return f"{value:.1f}" if size >= 20 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 def time_left(seconds: float) -> str:
@@ -86,7 +78,7 @@ def straggler_text(culprit: Culprit, shape: JobShape) -> str:
     return text + (moved if culprit.kind == "heavy-stage" else "")
 
 
-def _race_lines(found: Pipeline) -> list[str]:
+def _race_lines(found: Analysis) -> list[str]:
     """The race that decided which schedule runs."""
     peaks = {name: value for row in found.ranks for name, value in row.peaks.items()}
     ways = [name.removeprefix("race: ") for name in peaks if name.startswith("race: ")]
@@ -102,22 +94,24 @@ def training_sentences(training: Training) -> list[str]:
     if not training.metrics:
         return []
     left, speed = training.seconds_left, training.median("tokens/s")
-    parts = [training.progress[0].upper() + training.progress[1:], training.state]
+    total = f" of {training.total}" if training.total else ""
+    parts = [f"Iteration {training.iteration}{total}", training.state]
     parts += [f"about {time_left(left)} left"] if left else []
     parts += [f"{number(speed)} tokens/s in the median"] if speed else []
+    parts += [f"checkpoint {training.checkpoint}"] if training.checkpoint is not None else []
     lines = [", ".join(parts) + "."]
     x, y = training.series("loss")
     if y:
-        lines.append(f"Loss {number(y[0])} at iteration {x[0]}, {number(y[-1])} at {x[-1]}.")
+        lines.append(f"Loss {y[0]:.4g} at iteration {x[0]}, {y[-1]:.4g} at {x[-1]}.")
     if training.evaluations:
         at, loss = training.evaluations[-1]
         lines.append(f"Validation loss {number(loss)} at iteration {at}.")
     return lines
 
 
-def sentences(found: Pipeline) -> list[str]:
+def sentences(found: Analysis) -> list[str]:
     """The summary of a traced run, most important first."""
-    lines = _time_lines(found.totals) + _other_order_lines(found) + _expert_lines(found)
+    lines = time_sentences(found.totals) + _other_order_lines(found) + _expert_lines(found)
     lines += _race_lines(found)
     launching = max((row.peaks.get("launching", 0.0) for row in found.ranks), default=0.0)
     if launching >= GRAPHS_PAY_FROM:
@@ -125,7 +119,7 @@ def sentences(found: Pipeline) -> list[str]:
             f"Launching takes up to {percent(launching)} of the tasks' time: CUDA graphs or a "
             "larger micro-batch shorten a step."
         )
-    lines += [f"{NOT_OF_SLICES[0].upper()}{NOT_OF_SLICES[1:]}."] if found.run.sliced else []
+    lines += [f"{NOT_OF_SLICES[0].upper()}{NOT_OF_SLICES[1:]}."] if found.sliced else []
     lines += [f"{finding.text[0].upper()}{finding.text[1:]}." for finding in found.stragglers]
     lines += [] if found.stragglers else ["No straggler."]
     lines += [
@@ -133,14 +127,12 @@ def sentences(found: Pipeline) -> list[str]:
         for finding in found.without_effect
     ]
     lines += _gain_lines(found)
-    if found.run.cut_short:
-        lines.append(
-            f"The traces of {len(found.run.cut_short)} ranks have no end: killed, or still running."
-        )
+    if short := found.cut_short:
+        lines.append(f"The traces of {len(short)} ranks have no end: killed, or still running.")
     return lines
 
 
-def _time_lines(totals: RunTotals) -> list[str]:
+def time_sentences(totals: RunTotals) -> list[str]:
     causes = ", ".join(
         f"{percent(share)} {CAUSES.get(cause, ('', cause))[1]}"
         for cause, share in totals.bubble_by_cause.items()
@@ -156,7 +148,7 @@ def _time_lines(totals: RunTotals) -> list[str]:
     ]
 
 
-def _other_order_lines(found: Pipeline) -> list[str]:
+def _other_order_lines(found: Analysis) -> list[str]:
     """The schedule that ran against the other one, with the same tasks."""
     other = DYNAMIC if found.name == "static" else STATIC
     gain = next((row.gain for row in found.what_if if row.name == other), None)
@@ -170,7 +162,7 @@ def _other_order_lines(found: Pipeline) -> list[str]:
     return [f"Replayed, {name} takes {than} than what ran.{verdict}"]
 
 
-def _expert_lines(found: Pipeline) -> list[str]:
+def _expert_lines(found: Analysis) -> list[str]:
     """The imbalance of experts, and its cost beside the pipeline's."""
     rows, totals = found.experts, found.totals
     if not rows:
@@ -198,7 +190,7 @@ def _expert_lines(found: Pipeline) -> list[str]:
     ]
 
 
-def _gain_lines(found: Pipeline) -> list[str]:
+def _gain_lines(found: Analysis) -> list[str]:
     """The best change. A heavy stage's work cannot vanish; moved, it gains less."""
     best = max(found.what_if, key=lambda row: row.gain, default=None)
     if best is None or best.gain <= LEAST:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.dpp.report.analysis.model import JobShape
-from megatron.dpp.report.analysis.work import Cell, Link, LinkDelays, TaskTimes, merge_links
+from megatron.dpp.report.analysis.times import Cell, Link, LinkDelays, TaskTimes, merge_links
 
 _SLOW = 1.15
 _SLOW_LINK = 3.0
@@ -128,7 +128,7 @@ class StragglerSearch:
         shape: the job's.
         works: recorded work per iteration, without the first ones, which build kernels and pools.
         links: link samples per iteration, in the same order.
-        waits: per rank, time waited for messages in ns, to name the victims.
+        waits: per rank, time waited for messages, to name the victims.
         threshold: factor above the expected time that counts as slow.
     """
 
@@ -137,7 +137,7 @@ class StragglerSearch:
         shape: JobShape,
         works: Sequence[TaskTimes],
         links: Sequence[LinkDelays],
-        waits: dict[int, int],
+        waits: Mapping[int, float],
         *,
         threshold: float = _SLOW,
     ) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from megatron.dpp.report.analysis.sentences import (
     HOW_TO_TRACE,
@@ -16,12 +18,78 @@ from megatron.dpp.report.analysis.sentences import (
     percent,
     time_left,
 )
-from megatron.dpp.report.analysis.summary import Pipeline
-from megatron.dpp.report.building import Report
+from megatron.dpp.report.analysis.summary import Analysis
 from megatron.dpp.report.pictures.picture import Picture, style_sheet
 from megatron.dpp.report.pictures.plots import plot_loss, plot_time
+from megatron.dpp.report.run_files import Training
 
 _TEMPLATE = Path(__file__).with_name("page.html")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two runs' metrics in the steps that both have: names of those that are equal bit by bit, and
+    the largest difference of each other one.
+    """
+
+    common: int
+    equal: list[str]
+    largest: dict[str, float]
+
+    @classmethod
+    def of(cls, *runs: Training) -> Difference:
+        """Compare losses, norms and learning rates of two runs."""
+        one, two = ({line["iteration"]: line for line in run.metrics} for run in runs)
+        steps, largest = sorted(one.keys() & two.keys()), {}
+        for name in ("loss", "grad_norm", "lr") if steps else ():
+            pairs = [(one[step].get(name), two[step].get(name)) for step in steps]
+            apart = [(a, b) for a, b in pairs if a != b]
+            numbers = [abs(a - b) for a, b in apart if a is not None and b is not None]
+            largest[name] = max(numbers, default=math.nan) if apart else 0.0
+        equal = [name for name, size in largest.items() if size == 0.0]
+        return cls(len(steps), equal, {n: size for n, size in largest.items() if n not in equal})
+
+    def sentences(self) -> list[str]:
+        """The findings in words."""
+        if not self.common:
+            return ["The two runs have no step in common."]
+        equal = f"Equal bit by bit in all {self.common} common steps: {', '.join(self.equal)}."
+        sizes = ", ".join(f"{name} by at most {size:.3g}" for name, size in self.largest.items())
+        unlike = f"Different in the {self.common} common steps: {sizes}."
+        return [equal] * bool(self.equal) + [unlike] * bool(self.largest)
+
+
+@dataclass
+class Report:
+    """All that is known of a run, and of a baseline to set beside it.
+
+    Args:
+        training: its metrics.
+        pipeline: its traces, None without any.
+        baseline: the other run, without a baseline of its own.
+        difference: of the two runs' metrics.
+        sentences: the findings in words, most important first.
+        timeline: one iteration.
+    """
+
+    training: Training
+    pipeline: Analysis | None = None
+    baseline: Report | None = None
+    difference: Difference | None = None
+    sentences: list[str] = field(default_factory=list)
+    timeline: Picture | None = None
+
+    def numbers(self) -> dict[str, Any]:
+        """As JSON, without series and timeline."""
+        found = self.pipeline.numbers() if self.pipeline else {}
+        found["training"] = self.training.numbers()
+        if self.sentences:
+            found["sentences"] = self.sentences
+        if self.baseline:
+            found["baseline"] = self.baseline.numbers()
+        if self.difference:
+            found["difference"] = asdict(self.difference)
+        return found
 
 
 def page(report: Report, *, live_s: float = 0.0, status: str = "") -> str:
@@ -98,7 +166,7 @@ def _tiles(report: Report) -> str:
         "tokens/s (median)": None if speed is None else number(speed),
         "step (median)": None if step is None else duration(step),
         "idle": percent(found.totals.bubble) if found else None,
-        "stragglers": str(found.totals.stragglers) if found else None,
+        "stragglers": str(len(found.stragglers)) if found else None,
     }
     shown = "".join(
         f'<div class="tile"><b>{escape(value)}</b><span class="dim small">{escape(name)}</span>'
@@ -127,9 +195,9 @@ def _comparison(report: Report, other: Report, names: Sequence[str]) -> str:
     return _section("Beside the baseline", _table(("", *names, "difference"), rows))
 
 
-def _is_clear(*pipelines: Pipeline) -> bool:
+def _is_clear(*pipelines: Analysis) -> bool:
     """True where the mean times of two runs' traced steps differ by twice their standard error."""
-    times = [[row.total_ms for row in pipeline.iterations] for pipeline in pipelines]
+    times = [[row.total_ms for row in pipeline.times] for pipeline in pipelines]
     if min(map(len, times)) < 2:
         return False
     one, two = map(statistics.fmean, times)
@@ -147,13 +215,13 @@ def _times(report: Report) -> dict[str, float | None]:
     }
 
 
-def _what_if(found: Pipeline) -> str:
+def _what_if(found: Analysis) -> str:
     rows = [
         (row.name, duration(row.now_ms), duration(row.then_ms), f"{row.gain * 100:+.1f} %")
         for row in found.what_if
     ]
     if not rows:
-        why = NOT_OF_SLICES if found.run.sliced else "no iteration was recorded in full"
+        why = NOT_OF_SLICES if found.sliced else "no iteration was recorded in full"
         return _section("What if", f"<p>No prediction: {escape(why)}.</p>")
     note = (
         f"Simulated with the recorded times. Replayed in its own order, the run takes "
@@ -170,15 +238,15 @@ def _facts(report: Report) -> str:
     if training.checkpoint is not None:
         facts["last checkpoint"] = f"iteration {training.checkpoint}"
     if found is not None:
-        run = found.run
+        run = found.facts
         facts |= {
-            "layout": f"data {run.data}, pipeline {run.pipeline} x {run.chunks} chunks, tensor "
-            f"{run.tensor}, context {run.context}, {run.microbatches} microbatches",
-            "ranks": f"{len(found.ranks)} on {', '.join(run.hosts)} ({run.device})",
-            "traces": f"{run.directory}, since {run.started}, {len(found.iterations)} iterations",
+            "layout": "data {data}, pipeline {pipeline} x {chunks} chunks, tensor {tensor}, "
+            "context {context}, {microbatches} microbatches".format_map(run),
+            "ranks": f"{len(found.ranks)} on {', '.join(run['hosts'])} ({run['device']})",
+            "traces": f"{run['directory']}, since {run['started']}, {len(found.times)} iterations",
         }
-        if run.clock_uncertainty_us:
-            facts["clocks"] = f"aligned within {run.clock_uncertainty_us:.1f} us"
+        if run["clock_uncertainty_us"]:
+            facts["clocks"] = f"aligned within {run['clock_uncertainty_us']:.1f} us"
     rows = "".join(f"<dt>{k}</dt><dd>{escape(v)}</dd>" for k, v in facts.items())
     flags = _table(("flag", "value"), training.flags.items())
     folded = f"<details><summary>{len(training.flags)} flags</summary>{flags}</details>"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.dpp.files.safe_files import open_text_to_write
-from megatron.dpp.trace.vocabulary import CAUSES
+from megatron.dpp.trace.schema import CAUSES
 
 THEMES = ("light", "dark")
 

@@ -1,12 +1,13 @@
-"""The pictures of a report: loss, one step's timeline, and where each rank's time went."""
+"""Pictures of a report (loss, a step's timeline, where time went) and of simulated schedules."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from megatron.dpp.report.analysis.model import JobShape, RankIteration, TracedIteration, slice_names
+from megatron.dpp.report.analysis.model import JobShape, RankIteration, TracedIteration
 from megatron.dpp.report.analysis.sentences import duration, number, percent
-from megatron.dpp.report.analysis.summary import Pipeline, RankRow
+from megatron.dpp.report.analysis.summary import Analysis
+from megatron.dpp.report.analysis.times import RankTimes
 from megatron.dpp.report.pictures.picture import (
     Bar,
     Picture,
@@ -16,6 +17,7 @@ from megatron.dpp.report.pictures.picture import (
     ticks,
 )
 from megatron.dpp.report.run_files import Training
+from megatron.dpp.sim.result import Result
 
 _MOST_ROWS = 32
 """Ranks that a picture shows."""
@@ -117,39 +119,34 @@ def _bars(rank: RankIteration, row: int, origin: int) -> list[Bar]:
         add(wait.start, wait.end, wait.cause, f"wait: {wait.cause}", wait.detail)
     for span in rank.spans:
         add(span.start, span.end, "span", span.name)
-    parts = dict(enumerate(slice_names(rank.groups)))
     for task in rank.tasks:
-        piece = f" piece {task.piece}" if task.piece else ""
+        piece = f"piece {task.piece}" if task.piece else ""
         name = f"{task.chunk}{task.kind}{task.microbatch}"
-        detail = f"{parts.get(task.microbatch, '')}{piece}".strip()
-        add(task.start, task.end, task.kind, name, detail)
+        add(task.start, task.end, task.kind, name, piece)
     return found
 
 
-def _parts(row: RankRow) -> dict[str, float]:
+def _parts(row: RankTimes) -> dict[str, float]:
     """Parts of a rank's iteration in ms."""
     times = {**row.kinds_ms, "span": row.other_ms, **row.idle_ms}
     return {**times, "tail": sum(row.tail_ms.values())}
 
 
-def _mean_row(name: str, pipeline: Pipeline) -> tuple[str, dict[str, float], float]:
-    parts = [_parts(row) for row in pipeline.ranks]
-    names = in_legend_order({name for own in parts for name in own})
-    mean = {name: sum(own.get(name, 0.0) for own in parts) / len(parts) for name in names}
-    return name, mean, pipeline.totals.bubble
-
-
-def plot_time(found: Pipeline, other: Pipeline | None) -> Picture:
+def plot_time(found: Analysis, other: Analysis | None) -> Picture:
     """Draws the parts of an iteration's time: the mean rank's, the baseline's, each rank's."""
     idlest = max(found.ranks, key=lambda row: row.bubble)
     picture = Picture(
-        f"The ranks idle {percent(found.totals.bubble)} of the pipeline's time; {idlest.name} "
-        f"most, {percent(idlest.bubble)}",
+        f"The ranks idle {percent(found.totals.bubble)} of the pipeline's time; "
+        f"{found.shape.name_of(idlest.rank)} most, {percent(idlest.bubble)}",
         note="mean time per iteration",
     )
-    rows = [_mean_row(f"{found.name}, mean", found)]
-    rows += [_mean_row(f"baseline, {other.name}", other)] if other else []
-    rows += [(row.name, _parts(row), row.bubble) for row in found.ranks[:_MOST_ROWS]]
+    runs = {f"{found.name}, mean": found} | ({f"baseline, {other.name}": other} if other else {})
+    rows = [
+        (name, _parts(RankTimes.mean_of(run.ranks)), run.totals.bubble)
+        for name, run in runs.items()
+    ]
+    name_of = found.shape.name_of
+    rows += [(name_of(row.rank), _parts(row), row.bubble) for row in found.ranks[:_MOST_ROWS]]
     present = {name for _, parts, _ in rows for name, value in parts.items() if value > 0}
     top = picture.legend({name: label_of(name) for name in in_legend_order(present)})
     left = max(text_width(name) for name, _, _ in rows) + 8
@@ -166,3 +163,40 @@ def plot_time(found: Pipeline, other: Pipeline | None) -> Picture:
             x += wide
         picture.text(x + 6, y + 11, f"{percent(bubble)} idle", bold=True)
     return picture
+
+
+def draw(results: Mapping[str, Result], unit: str = "") -> Picture:
+    """One panel per schedule over a common time axis, ranks from top to bottom.
+
+    Args:
+        results: schedules by name.
+        unit: of the times.
+    """
+    unit = f" {unit}" if unit else ""
+    ordered = sorted(results, key=lambda name: results[name].makespan)
+    best, longest = results[ordered[0]], results[ordered[-1]].makespan
+    if len(ordered) == 1:
+        title = f"One step takes {best.makespan:.4g}{unit}, {best.ratio:.3f} x the least possible"
+    else:
+        less = f"takes {percent(1 - best.makespan / longest)} less time per step than {ordered[-1]}"
+        title = f"{ordered[0][0].upper()}{ordered[0][1:]} {less}"
+    note = "the number in a task is its microbatch; later chunks are paler"
+    picture = Picture(title, note=note)
+    tasks = {name: _task_bars(result) for name, result in results.items()}
+    kinds = in_legend_order({bar.kind for bars in tasks.values() for bar in bars})
+    picture.legend({kind: label_of(kind) for kind in kinds})
+    for name, result in results.items():
+        own = f"{result.ratio:.3f} x the busiest rank's own work"
+        panel = f"{name}: {result.makespan:.4g}{unit}, {own}"
+        picture.text(0, picture.height + 18, panel, size=13, bold=True)
+        ranks = [f"rank {rank}" for rank in range(len(result.slots))]
+        picture.timeline(ranks, tasks[name], longest, unit)
+    return picture
+
+
+def _task_bars(result: Result) -> list[Bar]:
+    return [
+        Bar(rank, slot.start, slot.end, slot.action.kind.name, str(slot.action._replace(piece=0)))
+        for rank, slots in enumerate(result.slots)
+        for slot in slots
+    ]
