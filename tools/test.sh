@@ -7,9 +7,9 @@
 # -n N at the end sets another number. One process runs all with -n 0, with --gpu, --rdma or
 # --coverage, and on machines with GPUs.
 # --long runs the tests marked slow too; --gpu turns the skips of tests that find no GPU into
-# failures. --rdma boots an emulated machine with soft-RoCE devices and tests RDMA in it (about 8
-# minutes where two cores are free; installs missing Debian packages). --coverage prints the lines of
-# megatron/ that ran, in sub-processes too. Without it the last line is pytest's.
+# failures. --rdma boots an emulated machine with soft-RoCE devices and tests RDMA in it, with --long
+# training too (installs missing Debian packages). --coverage prints the lines of megatron/ that ran,
+# in sub-processes too. Without it the last line is pytest's.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

@@ -119,8 +119,8 @@ def late_producer(end):
             torch.cuda._sleep(BUSY_CYCLES)
             tensor = torch.full((1 << 18,), float(i), device=end.device) * 2
             end.put(0, tensor, i)
-            del tensor
-            # Would be the same memory if the transport let it go too early.
+            # As Megatron does after a send. Would be the same memory if the transport let it go.
+            tensor.data = torch.empty((1,), device=end.device)
             torch.full((1 << 18,), -1.0, device=end.device)
         end.transport.flush(30)
     else:
@@ -143,23 +143,6 @@ def late_consumer(end):
             assert torch.equal(tensor.cpu(), torch.full((SLOT // 4,), float(i))), i
 
 
-def slow_consumer(end):
-    """Twenty puts into two slots: none is lost, put never blocks, pending() says so."""
-    if end.rank == 0:
-        for i in range(20):
-            end.put(2, torch.full((1000,), float(i), device=end.device), i)
-        assert end.transport.pending() >= 18
-        end.meet()
-        end.transport.flush(30)
-        assert end.transport.pending() == 0
-    else:
-        end.meet()
-        for i in range(20):
-            message = end.take(2)
-            assert message.microbatch == i
-            assert message.tensor[0].item() == i and message.tensor[-1].item() == i
-
-
 def other_streams(end):
     """put and take follow the current stream, whichever it is."""
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -172,20 +155,6 @@ def other_streams(end):
                 tensor = end.take(0).tensor
                 torch.cuda._sleep(BUSY_CYCLES // 20)
                 assert (tensor + 1).sum().item() == 5000 * (i + 2)
-    end.transport.flush(30)
-
-
-def freed_storage(end):
-    """The caller may replace a sent tensor's data, as Megatron does after a send."""
-    for i in range(10):
-        if end.rank == 0:
-            torch.cuda._sleep(BUSY_CYCLES // 10)
-            tensor = torch.full((1 << 20,), float(i), device=end.device)
-            end.put(1, tensor, i)
-            tensor.data = torch.empty((1,), device=end.device)
-            torch.full((1 << 20,), -5.0, device=end.device)
-        else:
-            assert end.take(1).tensor.sum().item() == i * (1 << 20)
     end.transport.flush(30)
 
 
@@ -272,9 +241,7 @@ SCENARIOS = {
         any_payload,
         late_producer,
         late_consumer,
-        slow_consumer,
         other_streams,
-        freed_storage,
         taken_ahead,
         sender_dies,
     )

@@ -25,7 +25,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -52,7 +53,6 @@ from tests.fake_network import FakeNetwork
 GPU_KINDS = ("cuda_ipc", "staged")
 HAS_GPU = bool(glob.glob("/dev/nvidia[0-9]*"))
 """There is a driver of GPUs, which cannot be replaced; CUDA_VISIBLE_DEVICES may hide them all."""
-"""Over a double of the CUDA driver, whose device memory is shared host memory."""
 NIXL = "nixl"
 KINDS = ("fake", "shm", "tcp", "rdma", NIXL, *GPU_KINDS)
 NATIVE_KINDS = ("shm", "tcp")
@@ -67,16 +67,16 @@ PATIENCE = 30.0
 
 def build_fake_verbs(folder: Path) -> Path:
     """The double of libibverbs, as ``folder``/libibverbs.so.1."""
-    return _build("fake_verbs.cc", folder / "libibverbs.so.1")
+    return build_double("fake_verbs.cc", folder / "libibverbs.so.1")
 
 
 def build_fake_cuda(folder: Path) -> Path:
     """The double of the CUDA driver, as ``folder``/libcuda.so.1."""
-    return _build("fake_cuda.cc", folder / "libcuda.so.1")
+    return build_double("fake_cuda.cc", folder / "libcuda.so.1")
 
 
-def _build(source: str, library: Path) -> Path:
-    """Compile a double, unless that was done for the same sources before."""
+def build_double(source: str, library: Path) -> Path:
+    """Compile a double of csrc/tests, unless that was done for the same sources before."""
     csrc = REPOSITORY / "csrc"
     read = [csrc / "tests" / source, *sorted(csrc.rglob("*.h"))]
     name = hashlib.sha256(b"".join(path.read_bytes() for path in read)).hexdigest()[:16]
@@ -84,7 +84,7 @@ def _build(source: str, library: Path) -> Path:
     if not made.exists():
         made.parent.mkdir(parents=True, exist_ok=True)
         command = ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", f"-I{csrc}"]
-        command += [f"-Wl,-soname,{library.name}", str(read[0]), "-o", str(library)]
+        command += [f"-Wl,-soname,{library.name}", str(read[0]), "-o", str(library), "-ldl"]
         subprocess.run(command, check=True, timeout=600)
         scratch = made.with_suffix(f".{os.getpid()}")
         shutil.copy(library, scratch)
@@ -116,7 +116,7 @@ def fake_verbs() -> ctypes.CDLL:
 
 
 @functools.lru_cache(maxsize=1)
-def fake_cuda() -> None:
+def fake_cuda() -> ctypes.CDLL:
     """csrc/tests/fake_cuda.cc in the place of this process's CUDA driver, likewise. Skips where
     there is a GPU: test_cuda.py then tests the same kinds over the real one.
     """
@@ -125,7 +125,7 @@ def fake_cuda() -> None:
     if HAS_GPU:
         pytest.skip("a real GPU is here")
     with tempfile.TemporaryDirectory() as folder:
-        ctypes.CDLL(str(build_fake_cuda(Path(folder))))
+        return ctypes.CDLL(str(build_fake_cuda(Path(folder))))
 
 
 @contextlib.contextmanager
@@ -180,10 +180,14 @@ def several_hosts() -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def opened(
-    kind: str, channels: Sequence[ChannelSpec], *, counters: int = 0, **options: Any
-) -> Iterator[list[Transport]]:
+    kind: str, channels: Sequence[ChannelSpec], *, counters: int = 0,
+    by_rank: Mapping[int, dict[str, Any]] = types.MappingProxyType({}), **options: Any,
+) -> Iterator[list[Transport]]:  # fmt: skip
     """All ranks' transports in this process. With ``counters``, all ranks share a board. Each rank
     of a kind between hosts, or of ``auto``, takes itself to be on a host of its own.
+
+    Args:
+        by_rank: options of single ranks, beside those of all.
     """
     ranks = sorted({spec.source for spec in channels} | {spec.destination for spec in channels})
     board: dict[str, Any] = {"board_ranks": ranks, "board_counters": counters} if counters else {}
@@ -194,10 +198,11 @@ def opened(
         else:
             store, apart = HashStore(), kind == AUTO or find(kind).between_hosts
             address = {"node_ips": "127.0.0.1"} if apart else {}
-            settings = TransportOptions(**{"setup_timeout": PATIENCE, **address, **options})
+            given = {"setup_timeout": PATIENCE, **address, **options}
 
             def open_one(rank: int) -> Transport:
                 name_host(f"host {rank}" if apart else meet.host_identity())
+                settings = TransportOptions(**{**given, **by_rank.get(rank, {})})
                 mine = of_rank(channels, rank)
                 return open_transport(
                     mine, rank=rank, store=store, kind=kind, options=settings, **board

@@ -17,8 +17,10 @@ from torch.distributed import HashStore
 
 from megatron.dpp.errors import TransportError
 from megatron.dpp.transport import ChannelSpec, TransportOptions, open_transport
+from megatron.dpp.transport.handshake import Connection, Guest
 from megatron.dpp.transport.joining import Facts, PeerLink
 from megatron.dpp.transport.meet import Meeting
+from megatron.dpp.transport.messages import receive_message, send_message
 from tests.transport.kinds import PATIENCE, of_rank, pair, prepared
 
 TOKEN = b"0123456789abcdef"
@@ -29,7 +31,7 @@ def facts(rank: int, **changes: Any) -> Facts:
     """The facts of a rank with a GPU; all ranks are on one host."""
     fields = {
         "rank": rank, "abi": 1, "host": "h", "hostname": f"node{rank}", "uid": 7, "pid": 1,
-        "device": "cuda", "unix_address": "", "tcp_address": ("10.0.0.1", 1), "token": "t",
+        "device": "cuda", "unix_address": "", "tcp_address": ["10.0.0.1", 1], "token": "t",
         "settings": {}, "gpu": f"gpu{rank}",
     }  # fmt: skip
     return Facts(**{**fields, **changes})
@@ -55,6 +57,15 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
     """Two ends of a connection, of packets unless ``request.param`` says otherwise."""
     with connected(getattr(request, "param", socket.SOCK_SEQPACKET)) as made:
         yield made
+
+
+def accept(sock: socket.socket, token: bytes, rank: int) -> tuple[int, str]:
+    """Let a connector in that proves itself; its rank and its purpose."""
+    guest, answer = Guest(Connection(-1, "", sock)), dict[str, Any]()
+    while "welcome" not in answer:
+        answer = guest.answer(receive_message(sock)[0], token, rank)
+        send_message(sock, answer)
+    return guest.connection.peer, guest.connection.purpose
 
 
 def token_file(folder: Path, content: bytes = TOKEN, name: str = "token") -> Path:
@@ -125,14 +136,12 @@ def open_both(
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
     bother: Callable[[Meeting], None] = lambda meeting: None,
-    look: Callable[[], None] = lambda: None,
     setup_timeout: float = PATIENCE,
 ) -> dict[int, Any]:
     """Open two ranks and close them; returns them, or their errors.
 
     Args:
         bother: runs with the meeting of rank 1, before anybody connects.
-        look: runs before the transports are closed.
     """
     store, bothered, original = HashStore(), threading.Event(), Meeting.connect
 
@@ -151,7 +160,6 @@ def open_both(
     with monkeypatch.context() as patch:
         patch.setattr(Meeting, "connect", connect)
         found = both(open_one)
-    look()
     for end in found.values():
         if not isinstance(end, Exception):
             end.close()

@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 from megatron.dpp.errors import PeerDead, ProtocolError, TransportError, VersionMismatch
 from megatron.dpp.transport import Transport, TransportOptions, open_transport
 from megatron.dpp.transport.base import Board
-from megatron.dpp.transport.board_hosts import BoardHosts
+from megatron.dpp.transport.joining import BoardHosts
 from tests.transport.kinds import PATIENCE, several_hosts, until_failure
 from tests.transport.test_tcp import remembered
 

@@ -18,9 +18,7 @@ SCENARIOS = (
     "any_payload",
     "late_producer",
     "late_consumer",
-    "slow_consumer",
     "other_streams",
-    "freed_storage",
     "taken_ahead",
 )
 KINDS = ("cuda_ipc", "staged")

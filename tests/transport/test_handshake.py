@@ -6,29 +6,45 @@ import contextlib
 import errno
 import os
 import socket
-import threading
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
-from megatron.dpp.errors import AuthError, ProtocolError
-from megatron.dpp.transport import handshake
-from megatron.dpp.transport.handshake import Admission, Connection
+from megatron.dpp.errors import AuthError, ProtocolError, SetupError
+from megatron.dpp.transport import handshake, meet
+from megatron.dpp.transport.handshake import Admission, Connection, Guest
+from megatron.dpp.transport.meet import Meeting
 from megatron.dpp.transport.messages import receive_message, send_message
+from tests.transport import stranger
 from tests.transport.kinds import PATIENCE, proof_of
 from tests.transport.meeting import (
     TOKEN,
     Ends,
+    accept,
     both,
+    census,
+    connected,
     ends,
+    facts,
+    met,
+    none_failed,
+    open_both,
+    token_file,
+    until_no_more_than,
 )  # fmt: skip
 
 __all__ = ["ends"]
 
 OTHER_USER = 65534
+KINDS = ("shm", "tcp")
 
 
 @pytest.mark.parametrize(
@@ -38,7 +54,7 @@ OTHER_USER = 65534
 def test_both_sides_prove_themselves(accepts: int, token: bytes, text: str, ends: Ends) -> None:
     def act(side: int) -> Any:
         if side:
-            return handshake.accept_side(ends[1], TOKEN, accepts)
+            return accept(ends[1], TOKEN, accepts)
         try:
             return handshake.connect_side(ends[0], token, 3, 7, "data 1", PATIENCE)
         finally:
@@ -67,7 +83,7 @@ def test_a_proof_is_for_one_side_both_ranks_both_nonces_and_one_purpose(
 
     def connect(side: int) -> Any:
         if side:
-            return handshake.accept_side(ends[1], TOKEN, 2)
+            return accept(ends[1], TOKEN, 2)
         send_message(ends[0], {"rank": 1, "purpose": "p", "nonce": "n"})
         said, _ = receive_message(ends[0])
         assert said["proof"] == proof_of(side="acceptor", second=said["nonce"], **right)
@@ -98,7 +114,7 @@ def test_a_hello_names_a_rank_by_its_number_and_has_short_texts(
     else:
         send_message(ends[0], {"rank": 3, "purpose": "x" * 256, "nonce": "n", **said})
     with pytest.raises(ProtocolError, match=text):
-        handshake.accept_side(ends[1], TOKEN, 0)
+        accept(ends[1], TOKEN, 0)
 
 
 @pytest.mark.parametrize("answer", [{}, {"welcome": False}, {"welcome": 1}, {"welcome": "yes"}])
@@ -113,31 +129,6 @@ def test_only_a_welcome_lets_a_rank_in(
         handshake.connect_side(ends[0], TOKEN, 3, 7, "control", PATIENCE)
 
 
-@pytest.mark.parametrize("ends", [socket.SOCK_STREAM], indirect=True)
-def test_a_connection_that_drips_has_one_deadline(
-    ends: Ends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handshake, "HELLO_SECONDS", 0.5)
-    stop = threading.Event()
-
-    def drip() -> None:
-        ends[1].send(b"\xff\x0f")
-        with contextlib.suppress(OSError):
-            while not stop.wait(0.1):
-                ends[1].send(b"x")
-
-    thread = threading.Thread(target=drip)
-    thread.start()
-    patience = threading.Timer(10.0, stop.set)  # 100 bytes: without one deadline for all of them
-    patience.start()
-    with pytest.raises(ProtocolError, match="no answer in time"):
-        handshake.accept_side(ends[0], TOKEN, 0)
-    assert not stop.is_set()
-    stop.set()
-    patience.cancel()
-    thread.join(PATIENCE)
-
-
 # Places of a listener -----------------------------------------------------------------------------
 
 
@@ -145,29 +136,24 @@ class Lobby:
     """An admission whose clock is ``now`` seconds ahead, and its callers."""
 
     def __init__(self, stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self.short_of, self._stack = 0.0, 0, stack
+        self.now, self._stack = 0.0, stack
         self._listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         self._listener.bind("")
         self._listener.listen(8)
-        self.admission = Admission(self, TOKEN, 0)  # type: ignore[arg-type]
+        self._listener.setblocking(False)
+        self.admission = Admission([self._listener], TOKEN, 0)
         stack.callback(self.admission.close)
-        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + self.now)
+        clock = SimpleNamespace(
+            monotonic=lambda: time.monotonic() + self.now, sleep=lambda seconds: None
+        )
         monkeypatch.setattr(handshake, "time", clock)
-
-    def setblocking(self, flag: bool) -> None:
-        self._listener.setblocking(flag)
-
-    def accept(self) -> Any:
-        if self.short_of:
-            raise OSError(self.short_of, os.strerror(self.short_of))
-        return self._listener.accept()
 
     def call(self) -> socket.socket:
         """A caller that has said nothing yet; it was accepted if there was a place."""
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._stack.enter_context(caller).connect(self._listener.getsockname())
         caller.settimeout(PATIENCE)
-        self.admission.accept()
+        assert self.admission.look(0.0) == []
         return caller
 
 
@@ -186,121 +172,239 @@ def lobby(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lobby]:
         yield Lobby(stack, monkeypatch)
 
 
-def until_proven(ours: Admission, refused: int = 0) -> list[Connection]:
-    deadline, found = time.monotonic() + PATIENCE, []
-    while not found or ours.refused < refused:
-        assert time.monotonic() < deadline
-        found += ours.proven()
-        time.sleep(0.001)
-    return found
-
-
 def test_the_proven_are_handed_over_once_and_the_others_closed(lobby: Lobby) -> None:
     ours = lobby.admission
     silent, proven, other = (lobby.call() for _ in range(3))
     other.sendall(b"\x02\x00[]")
-    handshake.connect_side(proven, TOKEN, 7, 0, "data 1", PATIENCE)
-    (found,) = until_proven(ours, refused=1)
+    with ThreadPoolExecutor(1) as pool:
+        let_in = pool.submit(handshake.connect_side, proven, TOKEN, 7, 0, "data 1", PATIENCE)
+        while not (found := ours.look(0.01)):
+            pass
+        let_in.result(PATIENCE)
     assert other.recv(1) == b""
-    assert (found.peer, found.purpose) == (7, "data 1") and found.pidfd >= 0
-    assert ours.proven() == [] and ours.refused == 1 and not is_sent_away(silent)
-    found.close()
-    assert found.pidfd == -1 and found.sock.fileno() == -1
-    found.close()
+    assert [(each.peer, each.purpose) for each in found] == [(7, "data 1")]
+    assert found[0].pidfd >= 0 and ours.look(0.0) == [] and ours.refused == 1
+    assert not is_sent_away(silent)
+    ours.close()
+    assert is_sent_away(silent)
+    for _ in range(2):
+        found[0].close()
+        assert found[0].pidfd == -1 and found[0].sock.fileno() == -1
 
 
-def test_only_old_connections_lose_their_places_and_only_to_others(
+def test_only_old_connections_lose_their_places(
     lobby: Lobby, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handshake, "MOST_PROOFS", 2)
+    monkeypatch.setattr(handshake, "MOST_GUESTS", 2)
     ours, old = lobby.admission, lobby.call()
     lobby.now += 10.0
-    ours.accept()
-    assert not ours.crowded and not is_sent_away(old), "nobody waits for its place"
-    new, waits = lobby.call(), lobby.call()
-    assert ours.crowded and is_sent_away(old)
-    assert not is_sent_away(new) and not is_sent_away(waits)
-    while ours.crowded:
-        assert ours.proven() == []
-    ours.accept()
-    assert ours.crowded and ours.refused == 1
-
-
-def test_a_connection_that_has_proven_itself_keeps_its_place(
-    lobby: Lobby, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handshake, "MOST_PROOFS", 1)
-    caller = lobby.call()
-    handshake.connect_side(caller, TOKEN, 1, 0, "control", PATIENCE)
-    for thread in threading.enumerate():
-        if thread.name == "dpp-proof":
-            thread.join(PATIENCE)
-    lobby.now += 10.0
-    lobby.admission.accept()  # all places are taken, and nobody was handed over yet
-    (connection,) = lobby.admission.proven()
-    connection.sock.send(b"in")
-    assert caller.recv(2) == b"in"
-    connection.close()
-
-
-@pytest.mark.parametrize("name", ["EMFILE", "ENFILE", "ENOBUFS", "ENOMEM", "EINVAL"])
-def test_a_system_without_room_is_a_shortage_and_a_broken_listener_an_error(
-    name: str, lobby: Lobby
-) -> None:
-    """Without descriptors or memory the connection waits, and old ones give up their places."""
-    ours, old = lobby.admission, lobby.call()
-    lobby.now += 10.0
-    lobby.short_of = getattr(errno, name)
-    if name == "EINVAL":
-        with pytest.raises(OSError, match="Invalid argument"):
-            ours.accept()
-        return
-    ours.accept()
-    assert os.strerror(lobby.short_of) in ours.shortage and ours.crowded and is_sent_away(old)
-    lobby.short_of = 0
-    ours.accept()
-    assert not ours.crowded
+    ours.look(0.0)
+    assert not is_sent_away(old), "there are places"
+    new = lobby.call()
+    assert is_sent_away(old)
+    waits = [lobby.call() for _ in range(2)]
+    assert not any(map(is_sent_away, (new, *waits))) and ours.refused == 1
+    waits[1].sendall(b"\x02\x00[]")
+    ours.look(0.0)
+    assert not is_sent_away(waits[1]), "it waits for a place"
 
 
 def test_another_users_process_is_refused_before_it_is_read(
     lobby: Lobby, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    monkeypatch.setattr(threading.Thread, "start", None)  # no thread is made for it
+    monkeypatch.setattr(handshake, "receive_message", None)
     assert lobby.call().recv(16) == b""
     assert lobby.admission.refused == 1
 
 
-@pytest.mark.parametrize("winner", ["end", "welcome"])
-def test_either_the_welcome_or_the_request_to_come_again_is_sent(
-    winner: str, lobby: Lobby, monkeypatch: pytest.MonkeyPatch
+# Strangers ----------------------------------------------------------------------------------------
+
+
+def knock(kind: str, meeting: Meeting, hello: bytes = b"") -> socket.socket:
+    """A stranger's connection."""
+    if kind == "tcp":
+        caller = socket.create_connection(tuple(meeting.tcp_address))
+    else:
+        caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        caller.connect("\0" + meeting.unix_address)
+    if hello:
+        caller.send(hello)
+    return caller
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_crowd_that_says_nothing_keeps_no_place_and_is_hung_up_on(
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    receive, send = receive_message, send_message
+    monkeypatch.setattr(handshake, "MOST_GUESTS", 8)
+    crowd: list[socket.socket] = []
 
-    def end() -> None:
-        proof: Any = threading.current_thread()
-        assert proof.name == "dpp-proof"
-        proof.end()
+    def bother(meeting: Meeting) -> None:
+        for _ in range(50):  # a backlog of them
+            knock(kind, meeting, b"\x05\x00hello").close()
+        crowd.extend(knock(kind, meeting) for _ in range(60))
 
-    def receive_and_end(*given: Any, **named: Any) -> Any:
-        message, fds = receive(*given, **named)
-        if set(message) == {"proof"} and winner == "end":
-            end()
-        return message, fds
+    none_failed(open_both(kind, monkeypatch, bother))
+    for caller in crowd:
+        caller.settimeout(PATIENCE)
+        with contextlib.suppress(ConnectionResetError):
+            assert caller.recv(4096) == b""
+        caller.close()
 
-    def end_and_send(sock: socket.socket, message: Any, *rest: Any) -> None:
-        if "welcome" in message:
-            end()
-        send(sock, message, *rest)
 
-    monkeypatch.setattr(handshake, "receive_message", receive_and_end)
-    monkeypatch.setattr(handshake, "send_message", end_and_send)
-    caller = lobby.call()
-    if winner == "welcome":
-        handshake.connect_side(caller, TOKEN, 1, 0, "control", PATIENCE)
-        until_proven(lobby.admission)[0].close()
-        return
-    with pytest.raises(handshake.SentAway):
-        handshake.connect_side(caller, TOKEN, 1, 0, "control", PATIENCE)
-    while lobby.admission.refused == 0:
-        assert lobby.admission.proven() == []
+@contextlib.contextmanager
+def bothered(kind: str, *ways: Sequence[str]) -> Iterator[Callable[[Meeting], None]]:
+    """A ``bother`` for :func:`open_both`: a process of stranger.py for each of ``ways``, until the
+    end of the block.
+    """
+    programs: list[subprocess.Popen[bytes]] = []
+
+    def bother(meeting: Meeting) -> None:
+        host = ":".join(map(str, meeting.tcp_address))
+        address = host if kind == "tcp" else meeting.unix_address
+        for way in ways:
+            words = [sys.executable, "-S", stranger.__file__, address, *way]
+            programs.append(subprocess.Popen(words, stdout=subprocess.PIPE))
+        for program in programs:
+            assert program.stdout is not None and program.stdout.readline() == b"ready\n"
+
+    try:
+        yield bother
+    finally:
+        for program in programs:
+            program.kill()
+            program.communicate()
+
+
+@pytest.mark.parametrize(
+    "number", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 20))]
+)
+def test_a_start_succeeds_among_strangers(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While three processes connect, one of another user; nothing of them stays."""
+    kind = KINDS[number % 2]
+    other = ["flood", *(["--user", str(OTHER_USER)] if os.getuid() == 0 else [])]
+    open_both(kind, monkeypatch)
+    quiet = census()
+    with bothered(kind, ["flood"], ["drip"], other) as bother:
+        none_failed(open_both(kind, monkeypatch, bother))
+        until_no_more_than(quiet)
+
+
+# A true peer that is turned down ------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reached_for(kind: str, folder: Path, patience: float = PATIENCE) -> Iterator[Any]:
+    """The listener of rank 5, which is the test, and what rank 4 gets that reaches for it."""
+    with contextlib.ExitStack() as stack:
+        if kind == "tcp":
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            peer = facts(5, tcp_address=list(listener.getsockname()))
+        else:
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener.bind("")
+            listener.listen(8)
+            peer = facts(5, unix_address=listener.getsockname()[1:].decode())
+        secret = str(token_file(folder))
+        one = stack.enter_context(met(HashStore(), 4, setup_timeout=patience, token_file=secret))
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        yield listener, pool.submit(one.connect, [(peer, "control", kind == "tcp")])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_reset", [False, True])
+@pytest.mark.parametrize("heard", range(3))
+def test_a_true_peer_that_is_turned_down_comes_again(
+    heard: int, is_reset: bool, kind: str, tmp_path: Path
+) -> None:
+    """At once, after its hello, and before its welcome."""
+    with reached_for(kind, tmp_path) as (listener, reached):
+        for _ in range(2):
+            with listener.accept()[0] as sock:
+                guest = Guest(Connection(-1, "", sock))
+                for number in range(heard):
+                    answer = guest.answer(receive_message(sock)[0], TOKEN, 5)
+                    if number + 1 < heard:
+                        send_message(sock, answer)
+                if is_reset and kind == "tcp":  # as if it was closed before all was read
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        with listener.accept()[0] as sock:
+            assert accept(sock, TOKEN, 5) == (4, "control")
+            (found,) = reached.result(PATIENCE).values()
+            found.close()
+
+
+def test_another_token_is_an_error_at_once(tmp_path: Path) -> None:
+    with reached_for("tcp", tmp_path) as (listener, reached), listener.accept()[0] as sock:
+        with pytest.raises((AuthError, ProtocolError)):
+            accept(sock, b"another job's secret", 5)
+        with pytest.raises(AuthError, match="listens as rank 5 does not know this job's token"):
+            reached.result(PATIENCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_peer_that_lets_nobody_in_is_named_at_the_deadline(kind: str, tmp_path: Path) -> None:
+    with reached_for(kind, tmp_path, 0.2) as (listener, reached):
+        listener.settimeout(0.02)
+        while not reached.done():
+            with contextlib.suppress(TimeoutError):
+                listener.accept()[0].close()
+        with pytest.raises(SetupError, match="rank 4: cannot reach rank 5 on"):
+            reached.result()
+
+
+def fails_first(
+    monkeypatch: pytest.MonkeyPatch, call: str, error: Callable[[], OSError], times: int = 3
+) -> list[OSError]:
+    """A call of sockets fails so many times; returns the errors that are still to come."""
+    original, left = getattr(socket.socket, call), [error() for _ in range(times)]
+
+    def fall_short(self: socket.socket, *given: Any) -> Any:
+        if left:
+            raise left.pop()
+        return original(self, *given)
+
+    monkeypatch.setattr(socket.socket, call, fall_short)
+    return left
+
+
+def no_descriptor() -> OSError:
+    return OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [("accept", no_descriptor), ("connect", BlockingIOError), ("connect", ConnectionRefusedError)],
+)
+def test_what_lacks_at_first_is_survived(
+    call: str, error: Callable[[], OSError], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = fails_first(monkeypatch, call, error)
+    none_failed(open_both(kind, monkeypatch))
+    assert not left
+
+
+def test_a_shortage_that_lasts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails_first(monkeypatch, "accept", no_descriptor, 10_000)
+    found = open_both("shm", monkeypatch, setup_timeout=1.0)
+    assert type(found[0]) is type(found[1]) is SetupError
+    assert "Too many open files" in str(found[1]) and "ulimit -n" in str(found[1])
+
+
+def test_a_guest_that_nobody_waits_for_is_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The job's own ranks too: a second connection of one name, and one that no link has."""
+    names = [(9, "control"), (2, "control"), (2, "data 0"), (2, "control"), (3, "control")]
+    with contextlib.ExitStack() as stack:
+        pairs = [stack.enter_context(connected()) for _ in names]
+        guests = [Connection(*name, ends[0]) for name, ends in zip(names, pairs, strict=True)]
+        coming = iter([guests[:4], guests[4:]])
+        admission = SimpleNamespace(look=lambda seconds: next(coming), close=lambda: None)
+        monkeypatch.setattr(meet, "Admission", lambda *given: admission)
+        one = stack.enter_context(met(HashStore(), 4, token_file=str(token_file(tmp_path))))
+        made = one.connect([(facts(rank), "control", False) for rank in (2, 3)])
+        assert made == {(2, "control"): guests[1], (3, "control"): guests[4]}
+        assert [guest.sock.fileno() >= 0 for guest in guests] == [False, True, False, False, True]

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed import FileStore
 
 from megatron.dpp.errors import PeerDead, TransportError
-from megatron.dpp.transport import ChannelSpec, Direction, Transport
+from megatron.dpp.transport import (
+    ChannelSpec,
+    Direction,
+    Transport,
+    TransportOptions,
+    open_transport,
+)
+from tests.netns import ADDRESSES, Hosts, two_hosts
 from tests.shared_memory import none_left
 from tests.transport.kinds import (
     GPU_KINDS,
@@ -25,7 +30,9 @@ from tests.transport.kinds import (
     NATIVE_KINDS,
     NIXL,
     PATIENCE,
-    inheritance_kept,
+    Results,
+    forked,
+    of_rank,
     open_from_file,
     prepared,
 )
@@ -37,16 +44,6 @@ LARGEST = 1 << 18
 RING = [
     ChannelSpec(rank, (rank + 1) % RANKS, 0, Direction.FORWARD, LARGEST) for rank in range(RANKS)
 ]
-
-
-@dataclass(frozen=True)
-class Report:
-    """Error, time of notice and leaks of one survivor."""
-
-    error: str
-    text: str
-    noticed_ns: int
-    leaked: tuple[int, int]  # descriptors and threads
 
 
 def _descriptors_and_threads() -> tuple[int, int]:
@@ -80,65 +77,42 @@ def _exchange(transport: Transport, chance: random.Random) -> None:
         taken += 1
 
 
-def _live(kind: str, rank: int, path: str, seed: int, parent: Connection) -> None:
-    torch.set_num_threads(1)
-    before = _descriptors_and_threads()
-    transport = open_from_file(kind, RING, rank, path)
-    parent.send("open")
-    try:
-        _exchange(transport, random.Random(f"{seed}/{rank}"))
-    except (TransportError, AssertionError) as error:
-        noticed = time.monotonic_ns()
-        transport.close()
-        parent.send(Report(type(error).__name__, str(error), noticed, _leaked(before)))
-
-
-@contextlib.contextmanager
-def _ring(kind: str, seed: int, path: str) -> Iterator[list[tuple[int, Connection]]]:
-    """Process id and pipe of every rank, all of them open; killed with the block."""
-    context = multiprocessing.get_context("fork")
-    ranks = []
-    for rank in range(RANKS):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_live, args=(kind, rank, path, seed, theirs), daemon=True)
-        with inheritance_kept():
-            process.start()
-        theirs.close()
-        ranks.append((process, ours))
-    try:
-        for rank, (_, pipe) in enumerate(ranks):
-            assert pipe.poll(PATIENCE), f"rank {rank} does not open, seed {seed}, {kind}"
-            assert pipe.recv() == "open"
-        yield [(process.pid or 0, pipe) for process, pipe in ranks]
-    finally:
-        for process, pipe in ranks:
-            process.kill()
-            process.join(PATIENCE)
-            pipe.close()
-
-
 def _kill_one(seed: int, folder: Path, kinds: Sequence[str] = KILLED_KINDS) -> float:
     """Kill a random rank; check the others. Seconds until the last of them raised."""
     chance, kind = random.Random(seed), kinds[seed % len(kinds)]
-    with prepared(kind), _ring(kind, seed, str(folder / f"store{seed}")) as ranks:
+
+    def body(rank: int, path: str, results: Results) -> None:
+        before = _descriptors_and_threads()
+        transport = open_from_file(kind, RING, rank, path)
+        results.put("open")
+        try:
+            _exchange(transport, random.Random(f"{seed}/{rank}"))
+        except (TransportError, AssertionError) as error:
+            noticed = time.monotonic_ns()
+            transport.close()
+            said = type(error).__name__, str(error)
+            del transport
+            results.put((*said, noticed, _leaked(before)))
+
+    place = folder / str(seed)
+    place.mkdir()
+    with prepared(kind), forked(RANKS, body, place) as (ranks, results):
+        for _ in ranks:
+            assert results.get(PATIENCE) == "open", f"seed {seed}, {kind}"
         time.sleep(chance.random() * 0.03)
         victim = chance.randrange(RANKS)
         killed_ns = time.monotonic_ns()
-        os.kill(ranks.pop(victim)[0], signal.SIGKILL)
-        reports = []
-        for _, pipe in ranks:
-            assert pipe.poll(PATIENCE), f"a survivor says nothing, seed {seed}, {kind}"
-            reports.append(pipe.recv())
-    for report in reports:
-        assert report.error == PeerDead.__name__, (seed, report)
-        assert f"rank {victim} (pid" in report.text, (seed, report)
-        assert report.leaked == (0, 0), (seed, report)
-    return max(report.noticed_ns - killed_ns for report in reports) * 1e-9
+        os.kill(ranks[victim].pid or 0, signal.SIGKILL)
+        reports = [results.get(PATIENCE) for _ in range(RANKS - 1)]
+    for name, text, _, leaked in reports:
+        assert (name, leaked) == (PeerDead.__name__, (0, 0)), (seed, reports)
+        assert f"rank {victim} (pid" in text, (seed, reports)
+    return (max(noticed for _, _, noticed, _ in reports) - killed_ns) * 1e-9
 
 
 def test_survivors_of_a_kill_raise_and_leave_nothing(tmp_path: Path) -> None:
     with none_left():
-        for seed in range(4):
+        for seed in range(len(KILLED_KINDS)):
             _kill_one(seed, tmp_path)
 
 
@@ -156,3 +130,106 @@ def test_a_thousand_kills(tmp_path: Path) -> None:
         seconds = sorted(_kill_one(seed, tmp_path) for seed in range(1000))
     print(f"noticed after {seconds[500] * 1e3:.1f} ms (median), {seconds[-1] * 1e3:.1f} ms (most)")
     assert seconds[-1] < 1.0
+
+
+# Two stages of ``WIDTH`` members each, whose boards join all pipelines ----------------------------
+
+WIDTH, MEMBERS = 3, 6
+LINES = [
+    spec
+    for rank in range(WIDTH)
+    for spec in (
+        ChannelSpec(rank, rank + WIDTH, 0, Direction.FORWARD, 1 << 12),
+        ChannelSpec(rank + WIDTH, rank, 0, Direction.BACKWARD, 1 << 12),
+    )
+]
+ROLES = {0: "first leader", 2: "first follower", 3: "last leader", 5: "last follower"}
+
+
+def open_one(rank: int, path: str, address: str | None) -> Transport:
+    first = rank // WIDTH * WIDTH
+    return open_transport(
+        of_rank(LINES, rank),
+        rank=rank,
+        store=FileStore(path),
+        options=TransportOptions(setup_timeout=PATIENCE, peer_timeout=3.0, node_ips=address),
+        board_ranks=range(first, first + WIDTH),
+        board_counters=1,
+    )
+
+
+def exchange_with_board(transport: Transport, opened: Callable[[], object]) -> None:
+    """Send, take, post and read until something goes wrong; ``opened`` is called when words and
+    messages flow.
+    """
+    board, sent, taken, words = transport.board, 0, 0, 0
+    assert board is not None
+    while True:
+        if transport.pending() == 0:
+            transport.put(0, torch.full((8,), sent), iteration=0, microbatch=sent)
+            sent += 1
+        (arrived,) = transport.poll()
+        board.post([arrived])
+        if board.index == 0:
+            if board.common()[0] > words:
+                board.append(words)
+                words += 1
+        elif board.next() is not None:
+            words += 1
+        while taken < arrived:
+            transport.take(0)
+            taken += 1
+        if words == 20:
+            opened()
+        transport.wait(0.01)
+
+
+def kill_member(victim: int, folder: Path, host_of: Callable[[int], Hosts | None]) -> float:
+    """Kill a rank while all exchange; seconds until the last of the others named it."""
+
+    def body(rank: int, path: str, results: Any) -> None:
+        hosts, host = host_of(rank), rank % WIDTH % 2
+        if hosts is not None:
+            hosts.enter(host)
+        transport = open_one(rank, path, ADDRESSES[host] if hosts else None)
+        try:
+            exchange_with_board(transport, lambda: results.put(("flows", rank)))
+        except TransportError as error:
+            results.put(("ended", rank, str(error), time.monotonic()))
+        transport.close()
+
+    with forked(MEMBERS, body, folder) as (processes, results):
+        flowing: set[int] = set()
+        while len(flowing) < MEMBERS:
+            flowing.add(results.get(timeout=PATIENCE)[1])
+        killed = time.monotonic()
+        os.kill(processes[victim].pid or 0, signal.SIGKILL)
+        reports: dict[int, tuple[str, float]] = {}
+        while len(reports) < MEMBERS - 1:
+            report = results.get(timeout=PATIENCE)
+            if report[0] == "ended":
+                reports[report[1]] = report[2:]
+    for rank, (text, _) in reports.items():
+        assert f"rank {victim} (pid" in text, (rank, text)
+    return max(moment for _, moment in reports.values()) - killed
+
+
+@pytest.mark.parametrize("victim", ROLES, ids=ROLES.get)
+def test_a_killed_rank_of_any_role_is_named_on_all_others(victim: int, tmp_path: Path) -> None:
+    seconds = kill_member(victim, tmp_path, lambda _: None)
+    print(f"all others named it after {seconds * 1e3:.0f} ms")
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with two_hosts() as made:
+        yield made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", range(MEMBERS))
+def test_and_between_hosts(victim: int, hosts: Hosts, tmp_path: Path) -> None:
+    """Members 0 and 2 of each stage are on one host, member 1 is on the other."""
+    seconds = kill_member(victim, tmp_path, lambda _: hosts)
+    print(f"all others named it after {seconds * 1e3:.0f} ms")
+    assert seconds < 3.0

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import resource
-import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron.dpp.transport.native import load_native
-from tests.conftest import REPOSITORY
 
 MIB = 1 << 20
 PATIENCE = 60.0
-SECOND = ("", "memory.max", "memory.current", "", "memory.swap.max")
-FIRST = (
-    *("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    "memory.memsw.limit_in_bytes",
-)
+SECOND = ("", "memory.max", "memory.current", "")
+FIRST = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 def room(tmp_path: Path, line: str, free_swap: int = 0) -> tuple[int, str] | None:
@@ -35,7 +24,7 @@ def room(tmp_path: Path, line: str, free_swap: int = 0) -> tuple[int, str] | Non
 
 def group(folder: Path, version: tuple[str, ...], limit: str, used: int, cached: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    limit_file, used_file, prefix = version[1:4]
+    limit_file, used_file, prefix = version[1:]
     (folder / limit_file).write_text(f"{limit}\n")
     (folder / used_file).write_text(f"{used}\n")
     (folder / "memory.stat").write_text(
@@ -100,114 +89,3 @@ def test_free_swap_is_room_too(
     found = room(tmp_path, "0::/a/b", free)
     assert found is not None and found[0] == left
     assert found[1].endswith(f"and {left - 10 * MIB} bytes of swap are free")
-
-
-ASKS = """
-import socket, sys
-from tests.transport import raw
-native = raw.load(sys.argv[1])
-slots = [raw.channel(0, int(sys.argv[2]))]
-resident = lambda: int(open("/proc/self/statm").read().split()[1])
-before = resident()
-transport = raw.start(native, 1, slots, [socket.socketpair()[0] for _ in range(2)])
-print(resident() - before)
-transport.close()
-"""
-ELSEWHERE = """
-#include <cstdlib>
-#include <cstring>
-#include <string>
-#include <fcntl.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-extern "C" int open(const char* path, int flags, ...) {
-  std::string found = path;
-  if (found == "/proc/self/cgroup" || found.rfind("/sys/fs/cgroup/", 0) == 0)
-    found = std::getenv("GROUPS_BELOW") + found;
-  return static_cast<int>(syscall(SYS_openat, AT_FDCWD, found.c_str(), flags, 0666));
-}
-"""
-
-
-def build(source: str, folder: Path) -> Path:
-    """A library whose calls stand before those of the C library."""
-    library = folder / "calls.so"
-    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
-    subprocess.run(command, input=source, text=True, check=True, timeout=PATIENCE)
-    return library
-
-
-def ask(slot_bytes: int, *before: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Open a transport with two slots in a process of its own."""
-    return subprocess.run(
-        [*before, sys.executable, "-c", ASKS, load_native().__file__, str(slot_bytes)],
-        cwd=REPOSITORY, env=os.environ | settings, capture_output=True, text=True, timeout=PATIENCE,
-    )  # fmt: skip
-
-
-BEFORE_LINUX_5_14 = """
-#include <cerrno>
-#include <sys/syscall.h>
-#include <unistd.h>
-extern "C" int madvise(void* memory, size_t bytes, int advice) noexcept {
-  return advice == 23 ? (errno = EINVAL, -1) : static_cast<int>(
-      syscall(SYS_madvise, memory, bytes, advice));
-}
-"""
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the other madvise with")
-@pytest.mark.parametrize("known", [True, False])
-def test_the_pages_of_tcp_slots_exist_from_the_start(known: bool, tmp_path: Path) -> None:
-    library = build(BEFORE_LINUX_5_14, tmp_path)
-    done = ask(8 * MIB, **({} if known else {"LD_PRELOAD": str(library)}))
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) * resource.getpagesize() >= 16 * MIB  # two slots
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the other open with")
-def test_a_full_group_refuses_slots_but_no_small_block(tmp_path: Path) -> None:
-    library = build(ELSEWHERE, tmp_path)
-    full = tmp_path / "sys/fs/cgroup"
-    group(full, SECOND, str(64 * MIB), 64 * MIB)
-    (full / SECOND[4]).write_text("0")
-    (full / "memory.swap.current").write_text("0")
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
-    settings = {"LD_PRELOAD": str(library), "GROUPS_BELOW": str(tmp_path)}
-    done = ask(MIB, **settings)
-    assert done.returncode == 1 and "only 0 bytes are left, as the limit of" in done.stderr
-    done = ask(MIB // 4, **settings)
-    assert done.returncode == 0, done.stderr
-
-
-@contextlib.contextmanager
-def limited(mebibytes: int) -> Iterator[Path]:
-    """A control group of this machine with a limit; skips where none can be made."""
-    first = Path("/sys/fs/cgroup/memory")
-    folder = (first if first.is_dir() else first.parent) / f"dpp-test-{os.getpid()}"
-    version = FIRST if first.is_dir() else SECOND
-    try:
-        folder.mkdir()
-    except OSError as error:
-        pytest.skip(f"no control group can be made: {error}")
-    try:
-        try:
-            (folder / version[1]).write_text(str(mebibytes * MIB))
-        except OSError as error:
-            pytest.skip(f"no limit can be set: {error}")
-        if (folder / version[4]).exists():  # no swap
-            (folder / version[4]).write_text(str(mebibytes * MIB) if version is FIRST else "0")
-        yield folder
-    finally:
-        folder.rmdir()
-
-
-def test_slots_beyond_a_real_limit_are_refused_before_they_are_allocated() -> None:
-    with limited(256) as folder:
-        enter = f'echo $$ > {folder}/cgroup.procs && exec "$@"'
-        done = ask(256 * MIB, "sh", "-c", enter, "sh")
-    assert done.returncode == 1, done.stderr
-    assert "SetupError" in done.stderr
-    assert f"the limit of control group {folder} is {256 * MIB} bytes" in done.stderr
-    assert "(lower DppConfig(slots=...); docker's option memory)" in done.stderr

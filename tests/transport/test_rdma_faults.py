@@ -13,6 +13,7 @@ import torch
 
 from megatron.dpp.errors import PeerDead, ProtocolError, SetupError, TransportUnavailable
 from megatron.dpp.transport.joining import PeerLink
+from megatron.dpp.transport.kinds import rdma
 from megatron.dpp.transport.options import RdmaOptions
 from tests.transport.conftest import Trouble
 from tests.transport.kinds import PATIENCE, fake_verbs, opened, pair, take_next, until_failure
@@ -182,13 +183,16 @@ def test_a_link_that_is_none_is_tcp_by_auto_and_an_error_where_it_was_asked_for(
             assert knob in said and "has to deliver a test pattern" in said, said
 
 
-def test_the_test_waits_for_packets_that_are_sent_again(trouble: Trouble) -> None:
+def test_the_test_waits_for_packets_that_are_sent_again(
+    trouble: Trouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two losses of 4.3 s each, or of what the flag says, and no longer."""
+    monkeypatch.setattr(rdma, "_PATTERN_SECONDS", 0.5)
     trouble("lose-writes", 1000)
     options = RdmaOptions(timeout=18)  # 1.07 s
     with opened("auto", pair(), rdma=options, setup_timeout=40.0) as (a, _):
         reason = a.links()[0].reason
-    assert "has not completed after 7.1 s" in reason, reason
+    assert "has not completed after 2.6 s" in reason, reason
 
 
 # Addresses of queue pairs -------------------------------------------------------------------------

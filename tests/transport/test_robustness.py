@@ -1,13 +1,9 @@
-"""Odd texts, calls after the end, interrupts, and what a spin does with its core."""
+"""Odd texts, calls after the end, interrupts, and memory that is used again."""
 
 from __future__ import annotations
 
 import os
 import resource
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +11,6 @@ import torch
 
 from megatron.dpp.errors import PeerDead, TransportUnavailable
 from megatron.dpp.transport import open as opening
-from megatron.dpp.transport.native import load_native
 from tests.transport.kinds import PATIENCE, Library, Wrapped, opened, pair, take_next
 
 
@@ -95,70 +90,6 @@ def test_an_interrupt_after_a_put_frees_no_tensor_that_is_still_read(
             assert take_next(b, 0, index).tensor.tolist() == [float(index)] * 4
         a.flush(PATIENCE)
         assert a.pending_bytes() == 0
-
-
-YIELDS = """
-#include <atomic>
-#include <unistd.h>
-static std::atomic<int> calls;
-extern "C" int sched_yield() { ++calls; return KEPT ? usleep(KEPT) : 0; }
-extern "C" int num_yields() { return calls; }
-"""
-WAITS = """
-import ctypes, importlib.util, resource, sys, time
-specification = importlib.util.spec_from_file_location("_native", sys.argv[1])
-native = importlib.util.module_from_spec(specification)  # without PyTorch, which takes seconds
-specification.loader.exec_module(native)
-settings = dict(timeout=1.0, checksum=False, max_pending=2, spin=sys.argv[3] == "spin")
-transport = native.Transport(rank=0, incoming=[], outgoing=[], **settings)
-library, turns, start = ctypes.CDLL(sys.argv[2]), int(sys.argv[4]), time.monotonic()
-sleeps = lambda: resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-before = sleeps()
-for turn in range(1 << 30):  # a busy machine may take the core away for a whole spin
-    transport.poll(0)
-    transport.wait(0.001)
-    enough = library.num_yields() or not settings["spin"]
-    if time.monotonic() > start + 30 or (turn >= turns and enough):
-        break
-print(library.num_yields(), time.monotonic() - start, sleeps() - before)
-transport.close()
-"""
-
-
-def yields_while_waiting(
-    folder: Path, how: str, *, kept_us: int, turns: int
-) -> tuple[int, float, int]:
-    """Times that waits give their core to another process, which keeps it; the seconds; and times
-    that waits leave it until something wakes them."""
-    library = folder / "yields.so"
-    command = ["g++", f"-DKEPT={kept_us}", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
-    subprocess.run(command, input=YIELDS, text=True, check=True, timeout=PATIENCE)
-    done = subprocess.run(
-        [sys.executable, "-c", WAITS, load_native().__file__, str(library), how, str(turns)],
-        env=os.environ | {"LD_PRELOAD": str(library)},
-        capture_output=True, text=True, timeout=2 * PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    yields, seconds, sleeps = done.stdout.split()
-    return int(yields), float(seconds), int(sleeps)
-
-
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="no g++ to build the counting call with"
-)
-
-
-@needs_compiler
-@pytest.mark.parametrize("how", ["spin", "sleep"])
-def test_a_spin_gives_its_core_to_others(how: str, tmp_path: Path) -> None:
-    yields, _, sleeps = yields_while_waiting(tmp_path, how, kept_us=0, turns=20)
-    assert (yields > 0) == (how == "spin") and sleeps > 0
-
-
-@needs_compiler
-def test_waits_beside_a_busy_process_sleep_at_once(tmp_path: Path) -> None:
-    yields, seconds, _ = yields_while_waiting(tmp_path, "spin", kept_us=1000, turns=60)
-    assert 1 <= yields <= 1 + seconds / 0.25  # a spin tries again every quarter of a second
 
 
 def test_very_large_tensors_over_shm_reuse_memory() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that fail while their links are joined; channels, descriptors and memory of a set-up."""
+"""Ranks that fail while their links are joined; channels and descriptors of a set-up."""
 
 from __future__ import annotations
 
@@ -6,11 +6,7 @@ import dataclasses
 import errno
 import os
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +16,6 @@ from megatron.dpp.errors import PeerDead, ProtocolError, SetupError, TransportEr
 from megatron.dpp.transport import ChannelSpec, Direction
 from megatron.dpp.transport import open as opening
 from megatron.dpp.transport.joining import PeerLink
-from megatron.dpp.transport.native import load_native
 from tests.transport.kinds import PATIENCE, Library, Wrapped, opened, take_next
 from tests.transport.meeting import errors_of, num_open
 
@@ -57,8 +52,8 @@ def a_kinds_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 fails at the first message of a kind."""
     original = PeerLink.receive
 
-    def fail(self: PeerLink, max_fds: int = 0) -> Any:
-        message, fds = original(self, max_fds)
+    def fail(self: PeerLink, *most: Any) -> Any:
+        message, fds = original(self, *most)
         if self.rank == 1 and ({"handle", "rdma"} & set(message) or len(fds) == 2):
             for fd in fds:
                 os.close(fd)
@@ -85,7 +80,7 @@ def test_a_peer_that_fails_in_a_step_of_the_set_up_is_named(
 ) -> None:  # fmt: skip
     fails(monkeypatch)
     # Rank 1's error may keep its socket here, so that rank 0 waits as long as it may.
-    found = errors_of(kind, 3.0 if says == "rank 1" else PATIENCE)
+    found = errors_of(kind, 1.0 if says == "rank 1" else PATIENCE)
     assert str(found[1]) == REASON
     assert type(found[0]) is error and str(found[0]).startswith("rank 0: "), found
     assert says in str(found[0])
@@ -162,35 +157,3 @@ def test_different_settings_are_named_before_any_message(kind: str) -> None:
     found = errors_of(kind, options=({"checksum": True}, {"checksum": False}))
     for error in found.values():
         assert type(error) is VersionMismatch and "checksum is" in str(error)
-
-
-# Memory -------------------------------------------------------------------------------------------
-
-INTERRUPTED = """
-#include <cerrno>
-#include <fcntl.h>
-extern "C" int posix_fallocate(int fd, off_t from, off_t bytes) {
-  static int calls = 0;
-  if (calls++ < 2) return EINTR;
-  return fallocate(fd, 0, from, bytes) == 0 ? 0 : errno;
-}
-"""
-ALLOCATES = """
-import sys
-from tests.transport import raw
-settings = dict(timeout=1.0, checksum=False, max_pending=2, spin=False)
-raw.load(sys.argv[1]).Transport(rank=0, incoming=[], outgoing=[], **settings).close()
-"""
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the interrupted call with")
-def test_memory_is_allocated_although_signals_come(tmp_path: Path) -> None:
-    library = tmp_path / "interrupted.so"
-    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
-    subprocess.run(command, input=INTERRUPTED, text=True, check=True, timeout=PATIENCE)
-    done = subprocess.run(
-        [sys.executable, "-c", ALLOCATES, load_native().__file__],
-        env=os.environ | {"LD_PRELOAD": str(library)}, cwd=Path(__file__).parents[2],
-        capture_output=True, text=True, timeout=2 * PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr

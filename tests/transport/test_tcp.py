@@ -7,6 +7,8 @@ import ctypes
 import os
 import signal
 import socket
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch
 
 from megatron.dpp.errors import PeerDead, ProtocolError
 from megatron.dpp.transport.meet import Meeting
+from megatron.dpp.transport.native import load_native
 from tests.transport.kinds import (
     PATIENCE,
     close_and_wait,
@@ -105,14 +108,15 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def test_a_receiver_that_is_stopped_is_not_dead(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["shm", "tcp"])
+def test_a_receiver_that_is_stopped_is_not_dead(kind: str, tmp_path: Path) -> None:
     large = torch.ones(32 * MIB, dtype=torch.uint8)  # more than the kernels hold
 
     def body(rank: int, path: str, results: Any) -> None:
         names = [tmp_path / f"pid{rank}" for rank in range(2)]
         names[rank].write_text(str(os.getpid()))
         # A short one, so that the receiver needs to be stopped for a second only.
-        transport = open_from_file("tcp", pair(large.nbytes), rank, path, peer_timeout=0.3)
+        transport = open_from_file(kind, pair(large.nbytes), rank, path, peer_timeout=0.3)
         if rank == 1:
             results.put((1, float(take_next(transport, 0, 0).tensor.sum())))
             transport.wait(PATIENCE)  # until the other one leaves
@@ -123,7 +127,7 @@ def test_a_receiver_that_is_stopped_is_not_dead(tmp_path: Path) -> None:
             while not is_stopped(other):
                 time.sleep(0.01)
             transport.put(0, large, iteration=0, microbatch=0)
-            until = time.monotonic() + 1.5
+            until = time.monotonic() + (1.5 if kind == "tcp" else 0.2)
             while time.monotonic() < until:
                 transport.poll()
                 transport.wait(0.1)
@@ -217,3 +221,35 @@ def test_a_large_message_is_spread_over_the_connections_asked_for(connections: i
         a.put(0, large, iteration=0, microbatch=0)
         assert torch.equal(take_next(b, 0, 0).tensor, large)
         assert sum(purpose.startswith("data") for _, _, purpose in made) == 2 * connections
+
+
+def test_other_threads_run_while_the_slots_of_a_link_are_made() -> None:
+    """Their pages take most of a second per GiB. A thread that counts runs only while another one
+    gives Python's lock away."""
+    turns, stop = [0], threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            turns[0] += 1
+            time.sleep(0)
+
+    native = load_native().Transport(
+        rank=0, timeout=1.0, checksum=False, max_pending=16, spin=False, outgoing=[],
+        incoming=[(1, 0, 0, 0, 64 * MIB, 2)],
+    )  # fmt: skip
+    ours, theirs = socket.socketpair()
+    data, other = socket.socketpair()
+    native.add_peer(1, "rank 1", ours.detach(), -1, -1)
+    before, thread = sys.getswitchinterval(), threading.Thread(target=work)
+    sys.setswitchinterval(1000.0)
+    try:
+        thread.start()
+        counted = turns[0]
+        with theirs, other:
+            native.add_tcp_link(1, [0], [], [data.detach()])
+            assert turns[0] > counted
+            native.close()
+    finally:
+        stop.set()
+        sys.setswitchinterval(before)
+        thread.join()

@@ -5,22 +5,17 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import fcntl
-import json
 import os
 import platform
 import re
-import shutil
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import termios
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -196,79 +191,3 @@ def test_a_close_does_not_wait_for_a_peer_that_reads_nothing() -> None:
         closing.start()
         closing.join(raw.PATIENCE)
         assert not closing.is_alive()
-
-
-FAULTS = """
-#include <cerrno>
-#include <dlfcn.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
-static int milliseconds, shortages;
-static volatile int endless;
-extern "C" void endless_notes(int value) { endless = value; }
-extern "C" void slow_large_sends(int value) { milliseconds = value; }
-extern "C" void short_of_buffers(int value) { shortages = value; }
-extern "C" int shortages_left() { return shortages; }
-
-extern "C" ssize_t sendmsg(int fd, const msghdr* message, int flags) {
-  static const auto real = (ssize_t (*)(int, const msghdr*, int))dlsym(RTLD_NEXT, "sendmsg");
-  size_t bytes = 0;
-  for (size_t i = 0; i < message->msg_iovlen; ++i) bytes += message->msg_iov[i].iov_len;
-  if (bytes > 256 << 10) usleep(1000 * milliseconds);
-  return real(fd, message, flags);
-}
-
-extern "C" ssize_t recv(int fd, void* to, size_t bytes, int flags) {
-  static const auto real = (ssize_t (*)(int, void*, size_t, int))dlsym(RTLD_NEXT, "recv");
-  if (!endless || bytes != 4096) return real(fd, to, bytes, flags);
-  for (int i = 0; i < 4095; ++i) static_cast<char*>(to)[i] = i % 3 == 2;  // credit for nothing
-  return 4095;
-}
-
-extern "C" ssize_t send(int fd, const void* data, size_t bytes, int flags) {
-  static const auto real = (ssize_t (*)(int, const void*, size_t, int))dlsym(RTLD_NEXT, "send");
-  if (shortages > 0) {
-    --shortages;
-    errno = ENOBUFS;
-    return -1;
-  }
-  return real(fd, data, bytes, flags);
-}
-"""
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Results of ``wire_worker.py`` over a C library with faults."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++ to build the faulty calls with")
-    library = tmp_path_factory.mktemp("faults") / "faults.so"
-    command = ["g++", "-std=c++17", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
-    subprocess.run([*command, "-ldl"], input=FAULTS, text=True, check=True, timeout=raw.PATIENCE)
-    worker = Path(__file__).with_name("wire_worker.py")
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.transport.{worker.stem}", load_native().__file__,
-         str(library)],
-        env=os.environ | {"LD_PRELOAD": str(library)},
-        cwd=worker.parents[2], capture_output=True, text=True, timeout=4 * raw.PATIENCE,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result: dict[str, Any] = json.loads(done.stdout)
-    return result
-
-
-def test_a_small_put_does_not_wait_behind_a_large_send(found: dict[str, Any]) -> None:
-    assert found["small put"] < 0.5  # the large send is in the kernel for 1.5 s
-
-
-def test_a_thread_that_sends_for_the_other_wakes_it(found: dict[str, Any]) -> None:
-    assert found["pending"] == 0
-
-
-def test_a_credit_that_finds_no_buffer_is_sent_later(found: dict[str, Any]) -> None:
-    assert found["arrived"] == 2 and found["shortages left"] == 0
-
-
-def test_a_peer_whose_notes_never_end_does_not_keep_a_transport_open(found: dict[str, Any]) -> None:
-    assert found["closes"]

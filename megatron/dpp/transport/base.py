@@ -34,8 +34,7 @@ from megatron.dpp.errors import (
 from megatron.dpp.processes import are_stopped, stopped, stopped_of_job
 
 _MOST_RANKS = (1 << 31) - 1
-_MOST_BYTES = 1 << 47
-"""Of a channel's slots: the addresses of a process."""
+_MOST_BYTES = 1 << 40
 
 EXPLAIN_SECONDS = 1.0
 """Time in which another rank's reason may arrive after a failure."""
@@ -74,13 +73,6 @@ class ChannelSpec:
             if fault := number_fault(getattr(self, name), least, most):
                 slots = setting("slots")
                 raise ConfigError(f"{self}: {name} {fault} ({slots})", slots)
-        if self.slot_bytes * self.depth > _MOST_BYTES:
-            slots = setting("slots")
-            raise ConfigError(
-                f"{self}: {self.depth} slots of {self.slot_bytes} bytes; the most is "
-                f"{_MOST_BYTES} bytes ({slots})",
-                slots,
-            )
 
     def __str__(self) -> str:
         name = self.direction.name.lower()

@@ -9,8 +9,8 @@ HMAC-SHA256 over both nonces, both ranks and the purpose of the connection. The 
       {proof "connector"}    ->
                              <-    {welcome}
 
-Anybody who reaches a listener may connect. A stranger gets one of ``MOST_PROOFS`` places, for
-``HELLO_SECONDS`` in all, and is never a reason to give up.
+Anybody who reaches a listener may connect. A stranger gets one of ``MOST_GUESTS`` places, and is
+never a reason to give up.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ import hmac
 import json
 import os
 import secrets
+import select
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.dpp.errors import AuthError, ProtocolError, setting
-from megatron.dpp.transport.messages import PeerEnded, receive_message, send_message
+from megatron.dpp.transport.messages import (
+    PeerEnded,
+    message_waits,
+    receive_message,
+    send_message,
+)
 
-HELLO_SECONDS = 5.0
-"""Seconds in which a connection must prove itself."""
-
-MOST_PROOFS = 64
-"""Limit on the connections of one listener that are proving themselves."""
+MOST_GUESTS = 64
+"""Limit on the connections to a rank that have not proven themselves yet."""
 
 _GRACE_SECONDS = 0.25
-"""Age from which a connection loses its place to a new one while all places are taken."""
+"""Age from which a connection loses its place while all places are taken."""
 
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -52,18 +54,17 @@ class SentAway(AuthError):
 def connect_side(
     sock: socket.socket, token: bytes, rank: int, peer: int, purpose: str, seconds: float
 ) -> None:
-    """Authenticate with the rank that accepts, within ``seconds``.
+    """Authenticate with the rank that accepts; each of its messages may take ``seconds``.
 
     Raises:
         AuthError: the other side does not know the token, is not ``peer``, or refuses us.
         SentAway: it has no place for us now, or has hung up.
     """
     sock.settimeout(seconds)
-    until = time.monotonic() + seconds
     nonce = secrets.token_hex(16)
-    with _as_refusals(f"rank {peer}"):
+    try:
         send_message(sock, {"rank": rank, "purpose": purpose, "nonce": nonce})
-        answer, _ = receive_message(sock, until=until)
+        answer, _ = receive_message(sock)
         transcript = _transcript(rank, peer, nonce, _text(answer, "nonce"), purpose)
         if answer.get("rank") != peer or not _proves(token, "acceptor", transcript, answer):
             token_file = setting("token_file")
@@ -73,70 +74,12 @@ def connect_side(
                 token_file,
             )
         send_message(sock, {"proof": _proof(token, "connector", transcript)})
-        if receive_message(sock, until=until)[0].get("welcome") is not True:
+        if receive_message(sock)[0].get("welcome") is not True:
             raise AuthError(f"rank {rank}: rank {peer} did not let us in")
-
-
-def accept_side(
-    sock: socket.socket, token: bytes, rank: int, may_enter: Callable[[], bool] = lambda: True
-) -> tuple[int, str]:
-    """Authenticate a connection; returns its rank and its purpose.
-
-    Args:
-        may_enter: called once the connection has proven itself, before it is told so. False ends
-            the handshake: somebody else has sent it away.
-
-    Raises:
-        AuthError: it does not know the token, or was sent away.
-        ProtocolError: it sent an invalid message, or ended.
-    """
-    try:
-        return _accept_side(sock, token, rank, may_enter)
-    except OSError as error:
-        raise PeerEnded(f"its connection ended: {error}") from error
-
-
-def _accept_side(
-    sock: socket.socket, token: bytes, rank: int, may_enter: Callable[[], bool]
-) -> tuple[int, str]:
-    until = time.monotonic() + HELLO_SECONDS
-    hello, _ = receive_message(sock, until=until)
-    peer = hello.get("rank")
-    if type(peer) is not int:
-        raise ProtocolError(f"a hello without a rank: {str(hello)[:200]}")
-    nonce = secrets.token_hex(16)
-    purpose = _text(hello, "purpose")
-    transcript = _transcript(peer, rank, _text(hello, "nonce"), nonce, purpose)
-    proof = _proof(token, "acceptor", transcript)
-    send_message(sock, {"rank": rank, "nonce": nonce, "proof": proof})
-    answer, _ = receive_message(sock, until=until)
-    if not _proves(token, "connector", transcript, answer):
-        raise AuthError(
-            f"rank {rank}: a connection that claims to be rank {peer} has a wrong proof"
-        )
-    if not may_enter():
-        raise SentAway(f"rank {rank}: the connection of rank {peer} was sent away")
-    send_message(sock, {"welcome": True})
-    return peer, purpose
-
-
-def send_away(sock: socket.socket) -> None:
-    """End the connection, so that the connector comes again. For another thread than the one that
-    is in ``accept_side``, which fails.
-    """
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-
-
-@contextlib.contextmanager
-def _as_refusals(who: str) -> Iterator[None]:
-    """Tell a handshake that was broken off, after which one comes again, from a broken one."""
-    try:
-        yield
     except (PeerEnded, ConnectionError) as error:  # it may hang up before we can send
-        raise SentAway(f"{who} ended the handshake: {error}", error) from error
+        raise SentAway(f"rank {peer} ended the handshake: {error}", error) from error
     except ProtocolError as error:
-        raise AuthError(f"{who} ended the handshake: {error}", error) from error
+        raise AuthError(f"rank {peer} ended the handshake: {error}", error) from error
 
 
 def _text(message: dict[str, Any], key: str) -> str:
@@ -180,111 +123,127 @@ class Connection:
             self.pidfd = -1
 
 
+@dataclass(eq=False)
+class Guest:
+    """A connection that has to prove itself, at the side that accepts."""
+
+    connection: Connection
+    since: float = 0.0
+    is_proven: bool = False
+    _transcript: bytes = b""
+
+    def answer(self, message: dict[str, Any], token: bytes, rank: int) -> dict[str, Any]:
+        """The answer to the connector's next message: our proof, then its welcome. Sets peer and
+        purpose of the connection.
+
+        Raises:
+            AuthError: it does not know the token.
+            ProtocolError: the message is no hello.
+        """
+        connection = self.connection
+        if self._transcript:
+            if not _proves(token, "connector", self._transcript, message):
+                raise AuthError(
+                    f"rank {rank}: a connection that claims to be rank {connection.peer} has a "
+                    "wrong proof"
+                )
+            return {"welcome": True}
+        peer, nonce = message.get("rank"), secrets.token_hex(16)
+        if type(peer) is not int:
+            raise ProtocolError(f"a hello without a rank: {str(message)[:200]}")
+        connection.peer, connection.purpose = peer, _text(message, "purpose")
+        self._transcript = _transcript(
+            peer, rank, _text(message, "nonce"), nonce, connection.purpose
+        )
+        return {"rank": rank, "nonce": nonce, "proof": _proof(token, "acceptor", self._transcript)}
+
+
 class Admission:
-    """The connections of one listener until they are proven; ``close`` ends the unproven ones.
+    """The connections to a rank's listeners until they are proven; ``close`` ends the unproven.
 
     Attributes:
         refused: connections so far that could not prove themselves.
         shortage: the last reason why the system did not accept a connection, or "".
     """
 
-    def __init__(self, listener: socket.socket, token: bytes, rank: int) -> None:
+    def __init__(self, listeners: Sequence[socket.socket], token: bytes, rank: int) -> None:
         self.refused = 0
         self.shortage = ""
-        self._listener, self._token, self._rank = listener, token, rank
-        self._proofs: list[_Proof] = []  # oldest first
-        listener.setblocking(False)
+        self._listeners, self._token, self._rank = listeners, token, rank
+        self._guests: list[Guest] = []  # oldest first
 
-    def accept(self) -> None:
-        """Accept what is waiting while there are places.
-
-        Without a place, the oldest connections that have not proven themselves are sent away.
+    def look(self, seconds: float) -> list[Connection]:
+        """Wait for ``seconds`` at the most until somebody connects or speaks; returns the
+        connections that have proven themselves since the last call.
         """
+        poll = select.poll()
+        for sock in (*self._listeners, *(guest.connection.sock for guest in self._guests)):
+            poll.register(sock, select.POLLIN)
+        ready = poll.poll(1000 * seconds)
         self.shortage = ""
-        while len(self._proofs) < MOST_PROOFS:
+        came = [self._accept(listener) for listener in self._listeners]
+        spoke = [guest for guest in list(self._guests) if self._hear(guest)]
+        if ready and not any(came) and not spoke:  # parts of messages, or no place for the next
+            time.sleep(seconds)
+        return [guest.connection for guest in spoke if guest.is_proven]
+
+    def close(self) -> None:
+        """End all connections that have not proven themselves."""
+        for guest in self._guests:
+            guest.connection.close()
+        self._guests.clear()
+
+    def _accept(self, listener: socket.socket) -> bool:
+        """Accept who waits while there are places; true if somebody was accepted.
+
+        Without a place for the next one, old guests have to go.
+        """
+        came = False
+        while len(self._guests) < MOST_GUESTS:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
-                return
+                break
             except OSError as error:
                 if error.errno not in _SHORTAGES:
                     raise
                 self.shortage = f"{error} (ulimit -n)"
                 break
-            connection = Connection(-1, "", sock)
+            came = True
+            sock.setblocking(False)
+            guest = Guest(Connection(-1, "", sock), time.monotonic())
+            self._guests.append(guest)
             try:
-                identify(connection, self._rank)
-                proof = _Proof(connection, self._token, self._rank)
-                proof.start()
+                identify(guest.connection, self._rank)
             except (AuthError, OSError):  # another user; it has gone
-                connection.close()
-                self.refused += 1
-            except RuntimeError as error:  # no thread
-                send_away(sock)
-                connection.close()
-                self.shortage = f"{error} (ulimit -u)"
-                break
-            else:
-                self._proofs.append(proof)
-        self._make_room()
+                self._refuse(guest)
+        if len(self._guests) >= MOST_GUESTS:
+            oldest = time.monotonic() - _GRACE_SECONDS
+            for guest in [guest for guest in self._guests if guest.since < oldest]:
+                self._refuse(guest)
+        return came
 
-    @property
-    def crowded(self) -> bool:
-        """True while a waiting connection cannot be accepted."""
-        return len(self._proofs) >= MOST_PROOFS or bool(self.shortage)
+    def _hear(self, guest: Guest) -> bool:
+        """Answer a guest that has said something; false for one that has not."""
+        sock = guest.connection.sock
+        try:
+            if not message_waits(sock):
+                return False
+            answer = guest.answer(receive_message(sock)[0], self._token, self._rank)
+            send_message(sock, answer)
+        except (AuthError, ProtocolError, OSError):
+            self._refuse(guest)
+            return True
+        if "welcome" in answer:
+            guest.is_proven = True
+            self._guests.remove(guest)
+        return True
 
-    def proven(self) -> list[Connection]:
-        """The connections that have proven themselves since the last call."""
-        ended = [proof for proof in self._proofs if not proof.is_alive()]
-        self._proofs = [proof for proof in self._proofs if proof not in ended]
-        for proof in ended:
-            if not proof.proven:
-                proof.connection.close()
-                self.refused += 1
-        return [proof.connection for proof in ended if proof.proven]
-
-    def close(self) -> None:
-        """End all connections that are proving themselves."""
-        for proof in self._proofs:
-            proof.end()
-        for proof in self._proofs:
-            proof.join()
-            proof.connection.close()
-        self._proofs.clear()
-
-    def _make_room(self) -> None:
-        oldest = time.monotonic() - _GRACE_SECONDS
-        for proof in self._proofs:
-            if proof.since < oldest:
-                proof.end()
-
-
-class _Proof(threading.Thread):
-    """Proves one connection; only the thread that made this object closes its descriptors."""
-
-    def __init__(self, connection: Connection, token: bytes, rank: int) -> None:
-        super().__init__(name="dpp-proof", daemon=True)
-        self.connection = connection
-        self.proven = False
-        self.since = time.monotonic()
-        self._token, self._rank = token, rank
-        self._verdict = threading.Lock()  # taken once, for ever: by the welcome or by end()
-
-    def run(self) -> None:
-        with contextlib.suppress(AuthError, ProtocolError):
-            connection = self.connection
-            connection.peer, connection.purpose = accept_side(
-                connection.sock,
-                self._token,
-                self._rank,
-                lambda: self._verdict.acquire(blocking=False),
-            )
-            self.proven = True
-
-    def end(self) -> None:
-        """Ask a true peer to connect again, and end the thread; nothing once it is let in."""
-        if self._verdict.acquire(blocking=False):
-            send_away(self.connection.sock)
+    def _refuse(self, guest: Guest) -> None:
+        """End a guest's connection; a true peer comes again."""
+        guest.connection.close()
+        self._guests.remove(guest)
+        self.refused += 1
 
 
 def identify(connection: Connection, rank: int) -> None:

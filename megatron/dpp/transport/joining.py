@@ -17,14 +17,10 @@ import torch
 from megatron.dpp.errors import (
     ProtocolError,
     TransportError,
-    one_line,
 )
 from megatron.dpp.transport.base import ChannelSpec
-from megatron.dpp.transport.messages import joining, receive_message, send_message
+from megatron.dpp.transport.messages import fitting, joining, receive_message, send_message
 from megatron.dpp.transport.options import TransportOptions
-
-_LONGEST_FAULT = 400
-"""Characters of a fault that a set-up message has room for, also where each takes 6 bytes."""
 
 _SEED_BITS = 63
 
@@ -71,7 +67,7 @@ class Facts:
     Args:
         host: equal for processes that can pass each other shared memory over an abstract socket;
             differs between machines, and between network namespaces of one machine.
-        tcp_address: where it listens for other hosts; None if it does not.
+        tcp_address: host and port where it listens for other hosts; empty if it does not.
         token: a hash of the job's token and its file, by which a wrong one is known.
         settings: options that both sides of a link must share.
         gpu: UUID of its GPU; empty without a GPU of NVIDIA.
@@ -87,7 +83,7 @@ class Facts:
     pid: int
     device: str
     unix_address: str
-    tcp_address: tuple[str, int] | None
+    tcp_address: list[Any]
     token: str
     settings: dict[str, int | float | bool]
     gpu: str = ""
@@ -143,32 +139,80 @@ class PeerLink:
         with joining(self.rank, self.peer, self.sock):
             send_message(self.sock, message, fds)
 
-    def receive(self, max_fds: int = 0) -> tuple[dict[str, Any], list[int]]:
-        """Receive one set-up message and its descriptors, which the caller then owns."""
-        with joining(self.rank, self.peer, self.sock):
-            return receive_message(self.sock, max_fds)
+    def receive(self, most: int = 0, least: int | None = None) -> tuple[dict[str, Any], list[int]]:
+        """Receive one set-up message and its descriptors, which the caller then owns.
 
-    def receive_fds(self, count: int) -> list[int]:
-        """Receive a message with ``count`` descriptors.
+        Args:
+            most: descriptors that may come.
+            least: descriptors that have to come; by default ``most``.
 
         Raises:
             ProtocolError: there are fewer, or more.
         """
-        _, fds = self.receive(count)
-        self.require_fds(fds, count)
-        return fds
+        least = most if least is None else least
+        with joining(self.rank, self.peer, self.sock):
+            message, fds = receive_message(self.sock, most)
+        if len(fds) < least:
+            for fd in fds:
+                os.close(fd)
+            raise ProtocolError(
+                f"rank {self.rank}: rank {self.peer} sent {len(fds)} descriptors, expected {least}"
+            )
+        return message, fds
 
-    def require_fds(self, fds: Sequence[int], count: int) -> None:
-        """Close received descriptors and raise ``ProtocolError`` if there are fewer than
-        ``count``.
-        """
-        if len(fds) >= count:
-            return
-        for fd in fds:
-            os.close(fd)
-        raise ProtocolError(
-            f"rank {self.rank}: rank {self.peer} sent {len(fds)} descriptors, expected {count}"
+
+@dataclass(frozen=True, kw_only=True)
+class BoardHosts:
+    """One rank's view of a board, whose members may be on several hosts.
+
+    The members on one host share a block of memory, which the first of them, the host's head,
+    makes. The heads exchange notes with the board's leader, which is the first head.
+
+    Args:
+        members: on this rank's host, its head first.
+        is_head: this rank makes the block of its host.
+        followers: the members that read that block.
+        hosts: the heads of the other hosts, if this rank leads the board.
+        upstream: the member from which this rank gets the words; None for the leader.
+        is_relayed: the leader is on another host.
+        num_lines: of the block: one per member here and, on the leader's host, one per other host.
+        spans_hosts: there are several.
+    """
+
+    members: Sequence[int]
+    is_head: bool
+    followers: Sequence[int]
+    hosts: Sequence[int]
+    upstream: int | None
+    is_relayed: bool
+    num_lines: int
+    spans_hosts: bool
+
+    @classmethod
+    def of(cls, rank: int, ranks: Sequence[int], host_of: Mapping[int, str]) -> BoardHosts:
+        """The view of ``rank`` of a board of ``ranks``, leader first."""
+        by_host: dict[str, list[int]] = {}
+        for member in ranks:
+            by_host.setdefault(host_of[member], []).append(member)
+        leader, *others = (members[0] for members in by_host.values())
+        head, *followers = members = by_host[host_of[rank]]
+        above = leader if rank == head else head
+        return cls(
+            members=members,
+            is_head=rank == head,
+            followers=followers if rank == head else [],
+            hosts=others if rank == leader else [],
+            upstream=None if rank == leader else above,
+            is_relayed=head != leader,
+            num_lines=len(members) + (len(others) if head == leader else 0),
+            spans_hosts=bool(others),
         )
+
+    @property
+    def partners(self) -> list[int]:
+        """The members that this rank has a link with."""
+        upstream = [] if self.upstream is None else [self.upstream]
+        return [*upstream, *self.followers, *self.hosts]
 
 
 def link_faults(
@@ -198,7 +242,7 @@ def link_faults(
         fault = str(message.get("unwritten", ""))
         if not fault and (wrong := fault_of(link, _seed(link, message))):
             fault = f"rank {link.rank}: {wrong}"
-        faults[link.peer] = fault[:_LONGEST_FAULT]
+        faults[link.peer] = fitting(fault)
         link.send({"fault": faults[link.peer]})
     for link in links:
         said = [faults[link.peer], str(link.receive()[0].get("fault", ""))]
@@ -222,7 +266,7 @@ def _fault_in(link: PeerLink, call: Callable[..., object], *given: object) -> st
     try:
         call(link, *given)
     except TransportError as error:
-        return f"rank {link.rank}: {one_line(error)}"[:_LONGEST_FAULT]
+        return fitting(f"rank {link.rank}: {error}")
     return ""
 
 

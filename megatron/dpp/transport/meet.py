@@ -1,13 +1,11 @@
 """Ranks meet: a secret of the job, facts in its store, then authenticated connections.
 
 The lower rank of a pair connects, over an abstract unix socket on one host and over TCP between
-hosts. Others may be able to write into the store: no rank opens a path from there, but a file of
-its own user in the temporary directory.
+hosts. Others may be able to write into the store.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
 import hashlib
@@ -15,12 +13,9 @@ import json
 import math
 import os
 import platform
-import re
 import secrets
-import selectors
 import socket
 import stat
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -44,7 +39,7 @@ from megatron.dpp.processes import are_stopped, stopped
 from megatron.dpp.transport import handshake
 from megatron.dpp.transport.handshake import Admission, Connection, identify
 from megatron.dpp.transport.joining import Facts
-from megatron.dpp.transport.messages import read_object
+from megatron.dpp.transport.messages import read_fields, read_object
 from megatron.dpp.transport.options import TransportOptions
 from megatron.dpp.transport.rdma_ports import read_places
 
@@ -53,10 +48,7 @@ CONTROL = "control"
 
 _PREFIX = "dpp/main"
 _SHORTEST_TOKEN, _MOST_TOKEN_BYTES = 16, 1 << 16
-_TOKEN_PREFIX = "dpp-token-"
-_TOKEN_NAME = re.compile(rf"{_TOKEN_PREFIX}\w{{1,64}}", re.ASCII)
 _BACKLOG = 128
-_ACCEPT_SLICE = 0.02  # seconds; also how late a finished proof may be noticed
 _RETRY_SECONDS = 0.02
 
 
@@ -84,7 +76,7 @@ class Meeting:
         self._listeners: list[socket.socket] = []
         self._has_published = False
         self.unix_address = ""
-        self.tcp_address: tuple[str, int] | None = None
+        self.tcp_address: list[Any] = []
         try:
             self._token, self._token_source = self._agree_on_token()
             self.token_name = hashlib.sha256(b"name" + self._token).hexdigest()[:16]
@@ -101,9 +93,10 @@ class Meeting:
         if tcp_host is not None:
             tcp = self._listen_on(tcp_host)
             self._listeners.append(tcp)
-            self.tcp_address = (tcp_host, tcp.getsockname()[1])
+            self.tcp_address = [tcp_host, tcp.getsockname()[1]]
         for listener in self._listeners:
             listener.listen(_BACKLOG)
+            listener.setblocking(False)
 
     def _listen_on(self, host: str) -> socket.socket:
         """A listener on the first free port of ``listen_ports``; ranks begin at different ones."""
@@ -171,9 +164,6 @@ class Meeting:
                     made[peer.rank, purpose] = self._reach(peer, purpose, over_tcp=over_tcp)
             missing = {(peer.rank, purpose) for peer, purpose, _ in wanted} - set(made)
             self._admit(missing, made)
-            for (_, purpose), connection in made.items():
-                if purpose == CONTROL and connection.sock.family != socket.AF_UNIX:
-                    _end_when_unanswered(connection.sock, self._options.peer_timeout)
         except BaseException:
             for connection in made.values():
                 connection.close()
@@ -184,20 +174,9 @@ class Meeting:
         """The job's secret, and where it is from."""
         if named := self._options.token_file or os.environ.get("DPP_TOKEN_FILE"):
             return read_token(Path(named)), named
-        ranks = os.environ.get("WORLD_SIZE", "")
-        private = ranks.isdecimal() and os.environ.get("LOCAL_WORLD_SIZE") == ranks
         if self._count("token/claimed") == 1:
-            secret = secrets.token_hex(32)
-            if private:
-                secret = _write_token(self._rank, secret)
-            self._store.set(f"{self._prefix}/token", secret)
-        found = self._get("token", "the first rank")
-        if not private:
-            return found.encode(), "torchrun's store"
-        token, path = _read_shared_token(self._rank, found)
-        if self._count("token/read") == int(ranks):
-            path.unlink(missing_ok=True)
-        return token, str(path)
+            self._store.set(f"{self._prefix}/token", secrets.token_hex(32))
+        return self._get("token", "the first rank").encode(), "torchrun's store"
 
     def _count(self, key: str) -> int:
         """Add 1 to a counter of the store; returns its value."""
@@ -231,31 +210,33 @@ class Meeting:
             AuthError: what listens there does not know the job's token, or refuses us.
             SetupError: there is no way to it, or it has let nobody in until the deadline.
         """
-        where = peer.tcp_address if over_tcp else "\0" + peer.unix_address
+        where = tuple(peer.tcp_address) if over_tcp else "\0" + peer.unix_address
         while True:
             try:
-                return self._try_to_reach(peer.rank, where, purpose, over_tcp=over_tcp)
-            except (BlockingIOError, ConnectionError, handshake.SentAway) as error:
-                refusal: Exception = error
-            except OSError as error:
-                raise self._unreachable(peer, error, over_tcp=over_tcp) from error
-            if self._remaining() <= _RETRY_SECONDS:
-                raise self._unreachable(peer, refusal, over_tcp=over_tcp) from refusal
+                return self._try_to_reach(peer.rank, where, purpose)
+            except (OSError, OverflowError, TypeError, ValueError, handshake.SentAway) as error:
+                turned_down = BlockingIOError | ConnectionError | handshake.SentAway
+                if not isinstance(error, turned_down) or self._remaining() <= _RETRY_SECONDS:
+                    address = with_port(str(where[0]), where[-1]) if over_tcp else "this host"
+                    raise SetupError(
+                        f"rank {self._rank}: cannot reach rank {peer.rank} on {address}: {error}"
+                    ) from error
             time.sleep(_RETRY_SECONDS)
 
-    def _unreachable(self, peer: Facts, error: Exception, *, over_tcp: bool) -> SetupError:
-        address = with_port(*peer.tcp_address) if over_tcp and peer.tcp_address else "this host"
-        return SetupError(f"rank {self._rank}: cannot reach rank {peer.rank} on {address}: {error}")
-
-    def _try_to_reach(self, peer: int, where: Any, purpose: str, *, over_tcp: bool) -> Connection:
-        connection = Connection(peer, purpose, _new_socket(where, over_tcp=over_tcp))
+    def _try_to_reach(self, peer: int, where: Any, purpose: str) -> Connection:
+        sock = (
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            if isinstance(where, str)
+            else socket.socket(family_of(where[0]), socket.SOCK_STREAM)
+        )
+        connection = Connection(peer, purpose, sock)
         try:
             # The acceptor answers only after it has reached the ranks above it.
             patience = max(0.001, self._remaining())
             connection.sock.settimeout(patience)
             connection.sock.connect(where)
             identify(connection, self._rank)
-            _watch_tcp(connection.sock, self._options.peer_timeout)
+            _watch_tcp(connection, self._options.peer_timeout)
             handshake.connect_side(
                 connection.sock, self._token, self._rank, peer, purpose, patience
             )
@@ -268,82 +249,51 @@ class Meeting:
         self, missing: set[tuple[int, str]], made: dict[tuple[int, str], Connection]
     ) -> None:
         """Accept until no connection is missing."""
-        with contextlib.ExitStack() as stack:
-            selector = stack.enter_context(selectors.DefaultSelector())
-            admissions = []
-            for listener in self._listeners:
-                admission = Admission(listener, self._token, self._rank)
-                stack.callback(admission.close)
-                admissions.append(admission)
-                selector.register(listener, selectors.EVENT_READ, admission)
+        with contextlib.closing(Admission(self._listeners, self._token, self._rank)) as admission:
             while missing:
-                self._check_patience(missing, admissions)
-                for key, _ in selector.select(_ACCEPT_SLICE):
-                    key.data.accept()
-                for admission in admissions:
-                    for connection in admission.proven():
-                        name = (connection.peer, connection.purpose)
-                        if name not in missing:
-                            connection.close()
-                            continue
-                        missing.discard(name)
-                        _watch_tcp(connection.sock, self._options.peer_timeout)
-                        made[name] = connection
-                if any(admission.crowded for admission in admissions):
-                    time.sleep(_ACCEPT_SLICE)  # its listener stays readable
+                if self._remaining() <= 0:
+                    raise self._unmet(missing, admission)
+                for connection in admission.look(_RETRY_SECONDS):
+                    name = (connection.peer, connection.purpose)
+                    if name not in missing:
+                        connection.close()
+                        continue
+                    missing.discard(name)
+                    _watch_tcp(connection, self._options.peer_timeout)
+                    made[name] = connection
 
-    def _check_patience(
-        self, missing: set[tuple[int, str]], admissions: Sequence[Admission]
-    ) -> None:
-        if self._remaining() > 0:
-            return
-        refused = sum(admission.refused for admission in admissions)
-        shortages = {admission.shortage for admission in admissions} - {""}
-        raise SetupError(
+    def _unmet(self, missing: set[tuple[int, str]], admission: Admission) -> SetupError:
+        refused, shortage = admission.refused, admission.shortage
+        return SetupError(
             f"rank {self._rank}: ranks {sorted({rank for rank, _ in missing})} have not "
             f"connected after {self._options.setup_timeout:g} s"
             + (f"; {refused} connections could not prove themselves" if refused else "")
-            + "".join(f"; accepting failed: {shortage}" for shortage in sorted(shortages))
+            + (f"; accepting failed: {shortage}" if shortage else "")
         )
 
 
-def _new_socket(where: Any, *, over_tcp: bool) -> socket.socket:
-    if over_tcp:
-        return socket.socket(family_of(where[0]), socket.SOCK_STREAM)
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def _watch_tcp(sock: socket.socket, seconds: float) -> None:
+def _watch_tcp(connection: Connection, seconds: float) -> None:
     """Disable Nagle's delay, and notice a lost host after ``seconds`` of silence.
 
     An idle connection sends probes. The one after ``seconds`` may still be answered, so that it
-    ends up to two intervals later.
+    ends up to two intervals later. The control connection ends as late while data is in flight,
+    too: the kernel counts that time from the last answer.
+
+    Not so those that carry payloads: a stopped process leaves them unread, and that timer takes its
+    kernel's full receive window for silence.
     """
+    sock = connection.sock
     if sock.family == socket.AF_UNIX:
         return
-    interval = _probe_interval(seconds)
+    interval = max(1, round(seconds / 10))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, math.ceil(seconds / interval) + 1)
-
-
-def _probe_interval(seconds: float) -> int:
-    return max(1, round(seconds / 10))
-
-
-def _end_when_unanswered(sock: socket.socket, seconds: float) -> None:
-    """Notice a lost host also while data is in flight to it.
-
-    The kernel applies this time to probes too, and counts it from the last answer: an interval
-    before the loss, and two before the probe that may still be answered.
-
-    Not for connections that carry payloads: a stopped process leaves those unread, and this timer
-    takes its kernel's full receive window for silence.
-    """
-    most = seconds + 2 * _probe_interval(seconds)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(most * 1000))
+    if connection.purpose == CONTROL:
+        most = round(1000 * (seconds + 2 * interval))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, most)
 
 
 def _read_facts(text: str, peer: int, own: Facts, token_source: str) -> Facts:
@@ -356,16 +306,9 @@ def _read_facts(text: str, peer: int, own: Facts, token_source: str) -> Facts:
                 f"transport: {failed}"
             )
         _compare(own, fields, token_source)
-        if (address := fields["tcp_address"]) is not None:
-            fields["tcp_address"] = _read_address(*address)
-        facts = Facts(**fields)
-        for name, value in asdict(facts).items():
-            if name != "tcp_address" and type(value) is not type(getattr(own, name)):
-                raise TypeError(f"{name} is {str(value)[:80]!r}")
-        for kind, result in facts.found.items():
-            if not isinstance(result, dict):
-                raise TypeError(f"found {kind} is {str(result)[:80]!r}")
-            if "missing" not in result:
+        facts = read_fields(Facts, fields)
+        for result in facts.found.values():
+            if "missing" not in {**result}:
                 read_places(result["places"])
         if facts.rank != peer:
             raise ValueError(f"they are of rank {facts.rank}")
@@ -374,15 +317,6 @@ def _read_facts(text: str, peer: int, own: Facts, token_source: str) -> Facts:
             f"rank {own.rank}: the store holds broken facts of rank {peer}: {error}"
         ) from error
     return facts
-
-
-def _read_address(host: Any, port: Any) -> tuple[str, int]:
-    """A host and a port of TCP, such as a socket can connect to."""
-    if type(port) is not int or not 0 < port < 65536:
-        raise ValueError(f"tcp_address has port {str(port)[:80]}, expected 1 to 65535")
-    if not isinstance(host, str) or not host.isascii() or "\0" in host:
-        raise ValueError(f"tcp_address has host {str(host)[:80]!r}")
-    return host, port
 
 
 def _compare(own: Facts, peer: dict[str, Any], token_source: str) -> None:
@@ -409,11 +343,7 @@ def _compare(own: Facts, peer: dict[str, Any], token_source: str) -> None:
         )
 
 
-# ---- the job's token
-# --------------------------------------------------------------------------------------------------
-
-
-def read_token(path: Path, flags: int = 0) -> bytes:
+def read_token(path: Path) -> bytes:
     """The job's secret from a file that only its owner may read, and that is ours.
 
     Raises:
@@ -421,7 +351,7 @@ def read_token(path: Path, flags: int = 0) -> bytes:
     """
     try:
         # A named pipe would let open() wait for a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | flags)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
         with os.fdopen(fd, "rb") as file:
             facts = os.fstat(fd)
             mode = stat.S_IMODE(facts.st_mode)
@@ -442,44 +372,3 @@ def read_token(path: Path, flags: int = 0) -> bytes:
         if is_wrong:
             raise ConfigError(f"token file {path} {why}")
     return secret
-
-
-def _write_token(rank: int, secret: str) -> str:
-    """Write a new file of this user alone in the temporary directory, which goes when all ranks
-    have read it or this process ends; returns its name."""
-    try:
-        fd, path = tempfile.mkstemp(prefix=_TOKEN_PREFIX)
-        with os.fdopen(fd, "w") as file:
-            file.write(secret)
-    except OSError as error:
-        raise SetupError(
-            f"rank {rank}: cannot write the job's token into the temporary directory "
-            f"(TMPDIR): {error}"
-        ) from error
-    atexit.register(Path(path).unlink, missing_ok=True)
-    return Path(path).name
-
-
-def _read_shared_token(rank: int, name: str) -> tuple[bytes, Path]:
-    """The secret from a file that :func:`_write_token` of a rank of this host has made, and its
-    path.
-
-    Raises:
-        ProtocolError: ``name``, from anybody, is not the name of such a file.
-        SetupError: there is no such file, or it is not one that a rank of ours makes.
-    """
-    if not _TOKEN_NAME.fullmatch(name):
-        raise ProtocolError(
-            f"rank {rank}: the store names {name[:80]!r} as the file of the job's token, expected "
-            f"{_TOKEN_PREFIX}...; another process writes into it"
-        )
-    try:
-        path = Path(tempfile.gettempdir(), name)
-        return read_token(path, os.O_NOFOLLOW), path
-    except (ConfigError, OSError) as error:  # OSError: there is no temporary directory
-        token_file = setting("token_file")
-        raise SetupError(
-            f"rank {rank}: the job's token, from the store: {error}. All ranks of a host need one "
-            f"temporary directory (TMPDIR), or a file of their own ({token_file})",
-            token_file,
-        ) from error

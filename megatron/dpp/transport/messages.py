@@ -9,18 +9,21 @@ import json
 import os
 import socket
 import struct
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_origin, get_type_hints
 
 from megatron.dpp.errors import ProtocolError, SetupError
 
 _Read = TypeVar("_Read")
+_Kind = TypeVar("_Kind")
 
 MAX_MESSAGE = 4096
 LENGTH = struct.Struct("<H")
 _MOST_UNREAD = 8
 """Limit on the messages that a peer has sent before it gave up; no set-up sends more."""
+
+_LONGEST_FAULT = 300
+"""Characters, each of which may take 12 bytes."""
 
 _FAILED = 3
 _NOTES = (1, 2, _FAILED)
@@ -53,6 +56,12 @@ def joining(rank: int, peer: int, sock: socket.socket) -> Iterator[None]:
         raise ProtocolError(f"rank {rank}: rank {peer} sent {error}") from error
 
 
+def fitting(fault: object) -> str:
+    """The beginning of a fault, as one line that a set-up message has room for."""
+    text = str(fault).encode(errors="replace").decode()  # no half surrogate pairs
+    return " ".join(text.split())[:_LONGEST_FAULT]
+
+
 def send_message(sock: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
     """Send one set-up message, over a unix socket with descriptors."""
     body = json.dumps(message).encode()
@@ -65,14 +74,8 @@ def send_message(sock: socket.socket, message: dict[str, Any], fds: Sequence[int
         sock.sendall(frame)
 
 
-def receive_message(
-    sock: socket.socket, max_fds: int = 0, until: float | None = None
-) -> tuple[dict[str, Any], list[int]]:
-    """Receive one set-up message and its descriptors.
-
-    Args:
-        until: the time (``time.monotonic``) by which the whole message must be here; None applies
-            the socket's timeout to each read.
+def receive_message(sock: socket.socket, max_fds: int = 0) -> tuple[dict[str, Any], list[int]]:
+    """Receive one set-up message and its descriptors; each read may take the socket's timeout.
 
     Raises:
         PeerEnded: the other side ended the connection or gave up.
@@ -82,22 +85,31 @@ def receive_message(
     fds: list[int] = []
     try:
         if sock.type == socket.SOCK_SEQPACKET:
-            body = _receive_packet(sock, fds, max_fds, until)
+            body = _receive_packet(sock, fds, max_fds)
         else:
-            body = _receive_stream(sock, until)
+            body = _receive_stream(sock)
         return read_object(body), fds
     except BaseException as error:
         for fd in fds:
             os.close(fd)
         if isinstance(error, TimeoutError):
-            raise PeerEnded(
-                "no answer in time" if until else f"no answer after {sock.gettimeout():g} s"
-            ) from error
+            raise PeerEnded(f"no answer after {sock.gettimeout():g} s") from error
         if isinstance(error, OSError):
             raise PeerEnded(f"{error}; {_SAYS_WHY}") from error
         if isinstance(error, (ValueError, struct.error, RecursionError)):
             raise ProtocolError(f"a broken set-up message: {error}") from error
         raise
+
+
+def message_waits(sock: socket.socket) -> bool:
+    """True where a whole message, or the end, waits at a connection that does not block."""
+    try:
+        head = sock.recv(LENGTH.size + MAX_MESSAGE, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    if sock.type == socket.SOCK_SEQPACKET or not head:
+        return True
+    return len(head) >= LENGTH.size and len(head) >= LENGTH.size + LENGTH.unpack_from(head)[0]
 
 
 def read_object(text: bytes | str) -> dict[str, Any]:
@@ -113,15 +125,25 @@ def read_object(text: bytes | str) -> dict[str, Any]:
     return value
 
 
-def _receive_packet(
-    sock: socket.socket, fds: list[int], max_fds: int, until: float | None
-) -> bytes:
+def read_fields(kind: type[_Kind], fields: Any) -> _Kind:
+    """A dataclass of a JSON object's fields, each of the type that it is declared with.
+
+    Raises:
+        TypeError: a field is missing, unknown, or of another type.
+    """
+    made = kind(**fields)
+    for name, declared in get_type_hints(kind).items():
+        value = getattr(made, name)
+        if type(value) is not (get_origin(declared) or declared):
+            raise TypeError(f"{name} is {str(value)[:80]!r}")
+    return made
+
+
+def _receive_packet(sock: socket.socket, fds: list[int], max_fds: int) -> bytes:
     """The body of a message of a unix socket; its descriptors are added to ``fds``."""
     size = array.array("i").itemsize
     room = (LENGTH.size + MAX_MESSAGE, socket.CMSG_SPACE(max_fds * size))
-    packet, control, flags, _ = _read(
-        sock, until, lambda: sock.recvmsg(*room, socket.MSG_CMSG_CLOEXEC)
-    )
+    packet, control, flags, _ = _read(lambda: sock.recvmsg(*room, socket.MSG_CMSG_CLOEXEC))
     for level, kind, data in control:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.extend(array.array("i", data[: len(data) - len(data) % size]))
@@ -146,15 +168,15 @@ def _receive_packet(
     return body
 
 
-def _receive_stream(sock: socket.socket, until: float | None) -> bytes:
+def _receive_stream(sock: socket.socket) -> bytes:
     """The body of a message of a TCP connection."""
-    (length,) = LENGTH.unpack(_receive_exactly(sock, LENGTH.size, until))
+    (length,) = LENGTH.unpack(_receive_exactly(sock, LENGTH.size))
     if length > MAX_MESSAGE:
         raise ValueError(f"it announces {length} bytes")
-    first = _receive_exactly(sock, 1, until)
+    first = _receive_exactly(sock, 1)
     if first[0] in _NOTES:
-        _take_leave(first[0], _receive_exactly(sock, length, until))
-    return first + _receive_exactly(sock, length - 1, until)
+        _take_leave(first[0], _receive_exactly(sock, length))
+    return first + _receive_exactly(sock, length - 1)
 
 
 def _last_words(sock: socket.socket) -> str:
@@ -177,23 +199,19 @@ def _take_leave(note: int, body: bytes) -> NoReturn:
     raise PeerEnded(f"it has closed its transport; {_SAYS_WHY}")
 
 
-def _read(sock: socket.socket, until: float | None, read: Callable[[], _Read]) -> _Read:
-    """Read by ``until``, and again after a reset: Linux may report it before it delivers the peer's
-    last message."""
-    if until is not None:
-        if (left := until - time.monotonic()) <= 0:
-            raise TimeoutError
-        sock.settimeout(left)
+def _read(read: Callable[[], _Read]) -> _Read:
+    """Read, and again after a reset: Linux may report it before it delivers the peer's last
+    message."""
     try:
         return read()
     except ConnectionResetError:
         return read()
 
 
-def _receive_exactly(sock: socket.socket, count: int, until: float | None) -> bytes:
+def _receive_exactly(sock: socket.socket, count: int) -> bytes:
     parts = b""
     while len(parts) < count:
-        piece = _read(sock, until, lambda: sock.recv(count - len(parts)))  # noqa: B023 - called here
+        piece = _read(lambda: sock.recv(count - len(parts)))  # noqa: B023 - called here
         if not piece:
             raise PeerEnded(f"its connection was closed; {_SAYS_WHY}")
         parts += piece

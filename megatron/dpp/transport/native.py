@@ -6,15 +6,17 @@ place.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from megatron.dpp.config import missing_extension
-from megatron.dpp.errors import TransportUnavailable, shown
-from megatron.dpp.transport.abandon import Abandon
+from megatron.dpp.errors import FAILED, TransportUnavailable, print_error, shown
+from megatron.dpp.processes import stopped
 from megatron.dpp.transport.base import (
     OPENED,
     Board,
@@ -25,6 +27,8 @@ from megatron.dpp.transport.base import (
 )
 from megatron.dpp.transport.joining import Request
 from megatron.dpp.transport.kinds import find
+
+_LOOK_SECONDS = 0.5
 
 
 def load_native() -> Any:
@@ -48,6 +52,52 @@ def load_native() -> Any:
 def device_index(device: torch.device) -> int:
     """The driver's number of a torch device; both count what CUDA_VISIBLE_DEVICES leaves."""
     return device.index if device.index is not None else torch.cuda.current_device()
+
+
+class Abandon:
+    """A thread that ends the process some time after a failure, until ``stop``.
+
+    A failure is raised at the rank's next call into the transport. A rank that waits in a
+    collective of another library makes no such call, and that library may wait for half an hour.
+    The launcher then ends the node's other ranks.
+
+    Args:
+        failure: returns the failure's text, or an empty string; called from the thread.
+        rank: for the message.
+        grace: seconds between a failure and the end of the process; None starts no thread.
+    """
+
+    def __init__(self, failure: Callable[[], str], rank: int, grace: float | None) -> None:
+        self._failure, self._rank, self._grace = failure, rank, grace
+        self._pid, self._stopped = os.getpid(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="dpp-abandon", daemon=True)
+        if grace is not None:
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop watching; may be called twice. No effect in a forked child, whose parent has the
+        thread, and may have had the event's lock.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._stopped.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_LOOK_SECONDS):
+            if not (failure := self._failure()):
+                continue
+            why = "a collective with the lost one?"
+            if names := stopped(os.getpid()):
+                are = "is" if len(names) == 1 else "are"
+                why = f"{', '.join(names)}, which it started, {are} stopped"
+            if not self._stopped.wait(self._grace):
+                print_error(
+                    f"rank {self._rank}: {failure}. This rank has waited for something else for "
+                    f"{self._grace:g} s since ({why}): ended"
+                )
+                os._exit(FAILED)
 
 
 class NativeBoard(Board):
@@ -110,6 +160,10 @@ class NativeTransport(Transport):
         self._num_kept = 0
         self._abandon = Abandon(native.failure, self.rank, request.options.abandon_after)
         OPENED.add(self)
+
+    def check(self) -> None:
+        """Raise this transport's failure, if there is one."""
+        self._native.check()
 
     def put(
         self, channel: int, tensor: torch.Tensor, *, iteration: int, microbatch: int,
@@ -199,7 +253,7 @@ class NativeTransport(Transport):
         self._native.ring()
 
     def pending(self) -> int:
-        self._native.check()
+        self.check()
         self._drop_sent()
         return int(self._native.pending())
 

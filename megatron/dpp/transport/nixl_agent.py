@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import ctypes
-import errno
 import importlib
 import logging
 import mmap
@@ -25,9 +24,6 @@ from megatron.dpp.transport.native import load_native
 
 _LOOK_MICROSECONDS = 1000
 """NIXL's thread looks at its connections this often where UCX's descriptors do not wake it."""
-
-_POPULATE_WRITE = 23
-"""``MADV_POPULATE_WRITE``, of Linux 5.14, which Python does not name."""
 
 
 class Slots:
@@ -50,13 +46,12 @@ class Slots:
             if room and room[0] < total:
                 raise OSError(room[1])
             self._mapping = mmap.mmap(-1, max(total, page))
-            _make_pages(self._mapping)
         except OSError as error:
             slots = setting("slots")
             raise SetupError(
                 f"rank {rank}: no memory for {total} bytes of slots ({error}): lower {slots}", slots
             ) from error
-        self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8).zero_()  # makes the pages
         keep_for_ever(self._mapping)
 
     def slot(self, channel: int, sequence: int, num_bytes: int) -> torch.Tensor:
@@ -126,16 +121,6 @@ class NixlAgent:
         with contextlib.suppress(Exception):
             self._agent.deregisterMem(self._registered, self._backends)
         del self._agent
-
-
-def _make_pages(memory: mmap.mmap) -> None:
-    """Make the pages exist, so that a full machine is an error here and not a kill later."""
-    try:
-        memory.madvise(_POPULATE_WRITE)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # as of a kernel that does not know the request
-            raise
-        torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
 
 def keep_for_ever(kept: object) -> None:

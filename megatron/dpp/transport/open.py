@@ -31,9 +31,8 @@ from megatron.dpp.errors import (
     setting,
 )
 from megatron.dpp.transport.base import ChannelSpec, LinkInfo, Transport
-from megatron.dpp.transport.board_hosts import BoardHosts
 from megatron.dpp.transport.handshake import Connection
-from megatron.dpp.transport.joining import Facts, PeerLink, Request, Setup
+from megatron.dpp.transport.joining import BoardHosts, Facts, PeerLink, Request, Setup
 from megatron.dpp.transport.kinds import (
     AUTO,
     TransportKind,
@@ -114,7 +113,7 @@ def open_native(request: Request, kind: str) -> NativeTransport:
         TransportError: see ``errors.py``.
     """
     try:
-        return _Opening(request, kind).run(request.store)
+        return _Opening(request, kind).run()
     except (OSError, RuntimeError) as error:  # RuntimeError: of a thread, or of the store
         is_full = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
         raise SetupError(
@@ -198,24 +197,23 @@ class _Opening:
         self._board_ranks = list(request.board_ranks)
         self._incoming, self._outgoing = request.incoming, request.outgoing
         self._library = load_native()
+        self._own: Facts | None = None
         self._facts: dict[int, Facts] = {}  # of the peers, and of all members of the board
         self._host_of = {request.rank: host_identity()}
         self._board: BoardHosts | None = None
         self._choices: dict[int, Choice] = {}
         self._in_place: set[int] = set()
 
-    def run(self, store: Store | None) -> NativeTransport:
+    def run(self) -> NativeTransport:
         """Open the transport, or leave nothing behind."""
-        own: Facts | None = None
         connections: dict[tuple[int, str], Connection] = {}
         if self._request.others:
-            assert store is not None
-            own, connections = self._meet(store)
+            connections = self._meet()
         elif self._board_ranks:
             self._board = BoardHosts.of(self._rank, self._board_ranks, self._host_of)
         native = self._make_native()
         try:
-            self._join(native, own, connections)
+            self._join(native, connections)
             native.start()
         except BaseException as error:
             # A peer that has finished its own set-up would take a goodbye alone for good order.
@@ -227,10 +225,11 @@ class _Opening:
                 connection.close()
         return self._wrap(native)
 
-    def _meet(self, store: Store) -> tuple[Facts, dict[tuple[int, str], Connection]]:
-        """Choose the kinds of all links, and connect; returns our facts and the connections."""
+    def _meet(self) -> dict[tuple[int, str], Connection]:
+        """Choose the kinds of all links, and connect."""
+        store = self._request.store
         with Meeting(store, self._rank, self._options, self._tcp_host()) as meeting:
-            own = self._own_facts(meeting)
+            self._own = own = self._own_facts(meeting)
             self._facts = meeting.exchange(own, sorted(self._request.others))
             self._host_of |= {rank: facts.host for rank, facts in self._facts.items()}
             if self._board_ranks:
@@ -241,7 +240,7 @@ class _Opening:
                 kinds = kinds_of_links(self._kind) if is_peer else kinds_of_boards()
                 wanted = self._kind if is_peer else AUTO
                 self._choices[peer] = choose(own, self._facts[peer], kinds, wanted)
-            return own, meeting.connect(
+            return meeting.connect(
                 [
                     (self._facts[peer], purpose, choice.kind.between_hosts)
                     for peer, choice in self._choices.items()
@@ -256,7 +255,7 @@ class _Opening:
                 native,
                 index=self._board_ranks.index(self._rank),
                 size=len(self._board_ranks),
-                spans_hosts=len(self._board.heads) > 1,
+                spans_hosts=self._board.spans_hosts,
             )
         here = self._host_of[self._rank]
         return NativeTransport(
@@ -322,16 +321,14 @@ class _Opening:
             outgoing=[dataclasses.astuple(spec) for spec in self._outgoing],
         )
 
-    def _join(
-        self, native: Any, own: Facts | None, connections: dict[tuple[int, str], Connection]
-    ) -> None:
+    def _join(self, native: Any, connections: dict[tuple[int, str], Connection]) -> None:
         """Make all links; every round first sends to all peers, then receives from all."""
         links = {peer: self._link(peer, connections) for peer in self._choices}
         on_this_host = {p for p, choice in self._choices.items() if not choice.kind.between_hosts}
         for peer, link in links.items():
             link.send({}, [native.bell_fd()] if peer in on_this_host else ())
         for peer, link in links.items():
-            bell = link.receive_fds(int(peer in on_this_host))
+            _, bell = link.receive(int(peer in on_this_host))
             self._add_peer(native, connections[peer, CONTROL], bell)
         board_fd = -1
         board = self._board
@@ -343,8 +340,8 @@ class _Opening:
             self._send_offer(link, board_fd)
         for link in links.values():
             self._receive_offer(native, link)
-        if own is not None:
-            self._join_kinds(native, own, links)
+        if self._own is not None:
+            self._join_kinds(native, self._own, links)
 
     def _join_kinds(self, native: Any, own: Facts, links: dict[int, PeerLink]) -> None:
         setup = Setup(
@@ -424,7 +421,6 @@ class _Opening:
         try:
             self._compare_offer(message, link)
             if board is not None and follows:
-                link.require_fds(fds, 1)
                 index, counters = board.members.index(self._rank), self._request.board_counters
                 native.use_board(
                     fds.pop(), index, board.num_lines, counters, link.peer, board.is_relayed

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron.dpp.config import GPUDIRECT, LONGEST_WAIT
 from megatron.dpp.errors import ConfigError, number_fault
+
+_TUNED = ("workload", "tcp_connections", "peer_timeout")
+"""Fields of :class:`TransportOptions` that have a variable of the environment."""
 
 
 def _option(default: Any, *allowed: Any) -> Any:
@@ -54,17 +56,28 @@ class RdmaOptions:
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> RdmaOptions:
         """The values of the variables; an empty one counts as missing."""
-        given: dict[str, Any] = {}
-        for each in fields(cls):
-            if text := environment.get(variable(each.name)):
-                is_number = isinstance(each.default, int) and re.fullmatch("-?[0-9]{1,9}", text)
-                given[each.name] = int(text) if is_number else text
-        return cls(**given)
+        return cls(**_given(cls, variable, environment))
 
 
 def variable(name: str) -> str:
     """The variable of a field of :class:`RdmaOptions`."""
     return f"DPP_RDMA_{name.upper()}"
+
+
+def _given(
+    options: Any, named: Callable[[str], str], environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """The fields that variables of the environment give. A text that is no number where the field
+    is one stays a text, which the field's range then refuses.
+    """
+    given: dict[str, Any] = {}
+    for each in fields(options):
+        if text := environment.get(named(each.name)):
+            try:
+                given[each.name] = type(each.default)(text)
+            except ValueError:
+                given[each.name] = text
+    return given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +100,11 @@ class TransportOptions:
         listen_ports: first and last port that a rank may listen on for other hosts; None takes any.
         tcp_connections: connections of a tcp link that carry payloads, 1 to 16.
         token_file: file (mode 0600) with the job's secret; None takes ``DPP_TOKEN_FILE`` from the
-            environment, or agrees on a random secret: by a private file where torchrun's variables
-            say that all ranks are on one node, else through the store.
+            environment, or agrees on a random secret through the store.
         peer_timeout: seconds that a host may be out of reach over TCP before it counts as gone.
         max_pending: puts that may be waiting for credit on one channel before ``put`` itself waits.
         abandon_after: seconds after a failure at which a process that has not noticed it is ended
-            (see ``abandon.py``); None never ends it.
+            (``native.Abandon``); None never ends it.
         spin: spin before sleeping in ``wait``; None decides from the cores that are free.
     """
 
@@ -113,11 +125,16 @@ class TransportOptions:
     spin: bool | None = None
 
     def __post_init__(self) -> None:
-        _check(self, "transport option {}".format)
+        _check(self, lambda name: _tuning(name) or f"transport option {name}")
         if self.max_pending & (self.max_pending - 1):
             raise ConfigError(
                 f"transport option max_pending is {self.max_pending}; give a power of two"
             )
+
+
+def _tuning(name: str) -> str:
+    """The variable of a field that one may set, else ""."""
+    return f"DPP_{name.upper()}" if name in _TUNED else ""
 
 
 def tuned(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
@@ -128,13 +145,7 @@ def tuned(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     Raises:
         ConfigError: a value is no number, or no range of ports.
     """
-    options: dict[str, Any] = {}
-    for name, kind in (("workload", int), ("tcp_connections", int), ("peer_timeout", float)):
-        if text := environment.get(f"DPP_{name.upper()}"):
-            try:
-                options[name] = kind(text)
-            except ValueError:
-                raise ConfigError(f"DPP_{name.upper()}={text}: expected a number") from None
+    options = _given(TransportOptions, _tuning, environment)
     if ports := environment.get("DPP_LISTEN_PORTS"):
         first, dash, last = ports.partition("-")
         numbers = [int(port) if port.isdecimal() else 0 for port in (first, last or first)]

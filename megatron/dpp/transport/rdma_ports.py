@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from megatron.dpp.errors import Text, TransportError, setting
 from megatron.dpp.hosts import family_of, networks
+from megatron.dpp.transport.messages import read_fields
 from megatron.dpp.transport.options import RdmaOptions, TransportOptions, variable
 
 NEAREST = "nearest"
@@ -67,13 +68,7 @@ def read_places(found: Sequence[Mapping[str, Any]]) -> list[Place]:
     Raises:
         TypeError: a field is missing, unknown, or of the wrong type.
     """
-    places = [Place(**fields_of) for fields_of in found]
-    for place in places:
-        for each in fields(Place):
-            value = getattr(place, each.name)
-            if type(value).__name__ != each.type:
-                raise TypeError(f"{each.name} is {str(value)[:80]!r}")
-    return places
+    return [read_fields(Place, place) for place in found]
 
 
 def way(one: Sequence[Place], other: Sequence[Place]) -> tuple[Place, Place] | None:
@@ -160,14 +155,12 @@ def choose_places(
         address_of: as in ``TransportOptions``.
     """
     if options.devices:
-        usable, why = _named(ports, options.devices), _unnamed(ports, options.devices)
-        if not usable:
-            return [], why
+        usable, why = _named(ports, options.devices)
     else:
         own, why = choose_place(ports, address, node, gid_index=options.gid_index)
         usable = [] if address_of == "rank" else _by_path(ports, own, node, address_of)
-        if not usable:
-            return ([] if own is None else [own]), why
+        if not usable and own is not None:
+            return [own], why
     places, wanted = [], _gid_of(address)
     for distance, port in _nearest_first(usable, node):
         index = _best_address(port, wanted) if options.gid_index < 0 else options.gid_index
@@ -215,23 +208,18 @@ def choose_place(
     )
 
 
-def _named(ports: Sequence[Port], wanted: str) -> list[Port]:
-    """The active ports that ``DPP_RDMA_DEVICES`` names."""
-    names = wanted.split(",")
-    return [
+def _named(ports: Sequence[Port], wanted: str) -> tuple[list[Port], str]:
+    """The active ports that ``DPP_RDMA_DEVICES`` names; the reason if there is none."""
+    names = {*wanted.split(",")}
+    usable = [
         port
         for port in ports
-        if wanted == NEAREST
-        or port["device"] in names
-        or f"{port['device']}:{port['port']}" in names
+        if wanted == NEAREST or names & {port["device"], f"{port['device']}:{port['port']}"}
         if port["active"] and port["addresses"]
     ]
-
-
-def _unnamed(ports: Sequence[Port], wanted: str) -> str:
     there = [_name(port) + ("" if port["active"] else " (not active)") for port in ports]
     listed = ", ".join(there) or "none"
-    return f"{variable('devices')}={wanted}: no such active port (there are {listed})"
+    return usable, f"{variable('devices')}={wanted}: no such active port (there are {listed})"
 
 
 def _by_path(ports: Sequence[Port], own: Place | None, node: Node, address_of: str) -> list[Port]:
@@ -261,16 +249,15 @@ def _is_addressed(port: Port) -> bool:
 
 def _nearest_first(usable: Sequence[Port], node: Node) -> list[tuple[int, Port]]:
     """Ports with their distances; of equally near ones, each rank of a node begins at another."""
-    found = [(_distance(port, node), at, port) for at, port in enumerate(usable)]
-    found.sort(key=lambda entry: entry[:2])
-    num_nearest = sum(distance == found[0][0] for distance, *_ in found)
-    start = node.turn % num_nearest
+    gpu = node.gpu
+    distances = [
+        (0, 0) if gpu is None else pci_distance(gpu, node.cards[port["device"]]) for port in usable
+    ]
+    found = sorted(zip(distances, usable, strict=True), key=lambda entry: entry[0])
+    num_nearest = sum(distance == min(distances) for distance in distances)
+    start = node.turn % max(1, num_nearest)
     order = found[start:num_nearest] + found[:start] + found[num_nearest:]
-    return [(distance[0], port) for distance, _, port in order]
-
-
-def _distance(port: Port, node: Node) -> tuple[int, int]:
-    return (0, 0) if node.gpu is None else pci_distance(node.gpu, node.cards[port["device"]])
+    return [(distance[0], port) for distance, port in order]
 
 
 def _best_address(port: Port, wanted: str) -> int:
@@ -305,8 +292,7 @@ def _place_on(
     port: Port, gid_index: int, node: Node, distance: int = 0
 ) -> tuple[Place | None, str]:
     gids = {index: gid for index, gid, _ in port["addresses"]}
-    kinds = {index: kind for index, _, kind in port["addresses"]}
-    infiniband = port["infiniband"]
+    kinds, infiniband = {index: kind for index, _, kind in port["addresses"]}, port["infiniband"]
     if gid_index not in kinds or not (infiniband or kinds[gid_index] == _ROCE):
         there = ", ".join(f"{index} ({kind})" for index, kind in kinds.items())
         return None, (
@@ -315,7 +301,7 @@ def _place_on(
             f"({variable('gid_index')})"
         )
     gid = gids[gid_index]
-    place = Place(
+    return Place(
         device=port["device"],
         port=port["port"],
         gid_index=gid_index,
@@ -323,8 +309,7 @@ def _place_on(
         ipv6=not infiniband and not gid.startswith(_MAPPED),
         subnet=_subnet_of(gid, node, infiniband=infiniband),
         distance=distance,
-    )
-    return place, ""
+    ), ""
 
 
 def _subnet_of(gid: str, node: Node, *, infiniband: bool) -> str:

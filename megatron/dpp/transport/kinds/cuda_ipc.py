@@ -80,12 +80,9 @@ def _offer(cuda: Any, link: PeerLink, *, legacy: bool) -> None:
 
 def _open(cuda: Any, link: PeerLink) -> str:
     """Opens the slots that the peer offers; returns why they could not be opened."""
-    message, fds = link.receive(2)
+    message, fds = link.receive(2, 1) if link.outgoing else link.receive()
     if not link.outgoing:
-        for fd in fds:
-            os.close(fd)
         return ""
-    link.require_fds(fds, 1)
     try:
         handle = bytes.fromhex(str(message.get("handle", "")))
     except ValueError as error:

@@ -37,10 +37,8 @@ from megatron.dpp.errors import (
     SetupError,
     TransportError,
     TransportUnavailable,
-    UsedAfterFork,
     one_line,
 )
-from megatron.dpp.transport.abandon import Abandon
 from megatron.dpp.transport.base import (
     OPENED,
     ChannelSpec,
@@ -51,7 +49,7 @@ from megatron.dpp.transport.base import (
 )
 from megatron.dpp.transport.joining import Request
 from megatron.dpp.transport.kinds import AUTO, TransportKind
-from megatron.dpp.transport.native import NativeTransport, load_native
+from megatron.dpp.transport.native import Abandon, NativeTransport, load_native
 from megatron.dpp.transport.nixl_agent import NixlAgent, Slots, keep_for_ever
 
 _NAME = "nixl"
@@ -69,9 +67,13 @@ class _Incoming:
 
     spec: ChannelSpec
     announced: deque[Message] = field(default_factory=deque)
-    num_arrived: int = 0
     num_taken: int = 0
     num_credited: int = 0
+
+    @property
+    def num_arrived(self) -> int:
+        """Messages that were announced so far."""
+        return self.num_taken + len(self.announced)
 
 
 @dataclass
@@ -96,16 +98,15 @@ class _Outgoing:
     waiting: deque[_Put] = field(default_factory=deque)
     written: deque[_Put] = field(default_factory=deque)
     num_begun: int = 0
+    num_written: int = 0
     num_released: int = 0
-    num_pending: int = 0
-    pending_bytes: int = 0
     broken: bool = False
     """The receiver has left; what is pending stays so."""
 
     @property
-    def has_slot(self) -> bool:
-        """True if the receiver has a free slot."""
-        return self.num_begun - self.num_released < self.spec.depth
+    def pending(self) -> list[_Put]:
+        """The messages whose write is not done."""
+        return [*self.written, *self.waiting]
 
 
 class NixlTransport(Transport):
@@ -143,8 +144,6 @@ class NixlTransport(Transport):
             self._control.close()
             self._memory.close()
             raise
-        # The offers were heard.
-        self._heard = [0] * len(self.incoming) + [1] * len(self.outgoing)
         self._thread = threading.Thread(target=self._run, name="dpp-nixl", daemon=True)
         self._thread.start()
         seconds = request.options.abandon_after
@@ -230,31 +229,29 @@ class NixlTransport(Transport):
     def _hear(self, arrived: Sequence[int]) -> bool:
         """Take announcements and credit, and give credit; true if a caller should look."""
         changed = False
-        for index, total in enumerate(arrived):
-            for _ in range(total - self._heard[index]):
-                note = self._control.take(index)
-                self._heard[index] += 1
-                if index >= len(self._incoming):
-                    self._outgoing[index - len(self._incoming)].num_released += 1
-                    continue
+        for index, (source, total) in enumerate(zip(self._incoming, arrived, strict=False)):
+            while source.num_arrived < total:
                 with self._changed:
-                    self._incoming[index].announced.append(note)
-                    self._incoming[index].num_arrived += 1
+                    source.announced.append(self._control.take(index))
                 changed = True
-        for index, source in enumerate(self._incoming):
             while source.num_credited < source.num_taken:
                 channel = len(self._outgoing) + index
                 self._control.put(channel, torch.empty(0), iteration=0, microbatch=0)
                 source.num_credited += 1
+        first = len(self._incoming)
+        for index, out in enumerate(self._outgoing, first):
+            while out.num_released + 1 < arrived[index]:  # the first one was an offer
+                self._control.take(index)
+                out.num_released += 1
         return changed
 
     def _advance(self, index: int, out: _Outgoing) -> bool:
         """Begin writes that have a slot, and announce those that are done; true if one was."""
-        num_pending = out.num_pending
+        num_written = out.num_written
         if out.broken:
             return False
         try:
-            while out.waiting and out.has_slot:
+            while out.waiting and out.num_begun - out.num_released < out.spec.depth:
                 self._begin(index, out)
             while out.written:
                 write = out.written[0].write
@@ -265,7 +262,7 @@ class NixlTransport(Transport):
             raise
         except Exception as error:
             self._explain(out, error)
-        return out.num_pending != num_pending
+        return out.num_written != num_written
 
     def _begin(self, index: int, out: _Outgoing) -> None:
         put, index_of_slot = out.waiting[0], out.num_begun % out.spec.depth
@@ -284,11 +281,11 @@ class NixlTransport(Transport):
         out.num_begun += 1
 
     def _announce(self, index: int, out: _Outgoing) -> None:
-        put = out.written.popleft()
+        put = out.written[0]
         self._control.put(index, torch.tensor(put.note), **put.labels)
         with self._changed:
-            out.num_pending -= 1
-            out.pending_bytes -= put.tensor.nbytes
+            out.written.popleft()
+            out.num_written += 1
 
     def _explain(self, out: _Outgoing, error: Exception) -> None:
         """Raise the control's reason for an error of NIXL. None is needed for a peer that left."""
@@ -315,15 +312,9 @@ class NixlTransport(Transport):
     # The caller's thread.
 
     def _check(self) -> None:
-        if os.getpid() != self._pid:
-            raise UsedAfterFork(
-                f"rank {self.rank}: this transport was opened by the parent process; a forked "
-                "child must not use it (open one of its own)"
-            )
         if self._failure is not None:
             raise self._failure
-        if self._closed:
-            raise TransportUnavailable(f"rank {self.rank}: the transport is closed")
+        self._control.check()
 
     def poll(self) -> Sequence[int]:
         self._check()
@@ -341,14 +332,14 @@ class NixlTransport(Transport):
     def pending(self) -> int:
         self._check()
         with self._changed:
-            return sum(out.num_pending for out in self._outgoing)
+            return sum(len(out.pending) for out in self._outgoing)
 
     def pending_bytes(self) -> int:
         with self._changed:
-            return sum(out.pending_bytes for out in self._outgoing)
+            return sum(put.tensor.nbytes for out in self._outgoing for put in out.pending)
 
     def _has_unsent(self, channel: int) -> bool:
-        return self._outgoing[channel].num_pending > 0
+        return bool(self._outgoing[channel].pending)
 
     def put(
         self, channel: int, tensor: torch.Tensor, *, iteration: int, microbatch: int,
@@ -367,8 +358,6 @@ class NixlTransport(Transport):
         note = [time.monotonic_ns(), self._dtypes.index(tensor.dtype), -1, *tensor.shape]
         with self._changed:
             out.waiting.append(_Put(tensor.detach().to("cpu"), note, labels))
-            out.num_pending += 1
-            out.pending_bytes += tensor.nbytes
         self._control.ring()
 
     def take(self, channel: int) -> Message:
@@ -377,7 +366,7 @@ class NixlTransport(Transport):
         with self._changed:
             if not source.announced:
                 raise IndexError(f"rank {self.rank}: nothing has arrived on {source.spec}")
-            found = source.announced.popleft()
+            found = source.announced[0]
         try:
             dtype, checksum, shape, sent_ns = self._read(found.tensor.tolist(), source.spec)
             tensor = torch.empty(shape, dtype=dtype)
@@ -389,7 +378,9 @@ class NixlTransport(Transport):
             self._check()
         if tensor.nbytes:
             tensor.view(-1).view(torch.uint8).copy_(slot)
-        source.num_taken += 1
+        with self._changed:
+            source.announced.popleft()
+            source.num_taken += 1
         self._control.ring()
         return found._replace(tensor=tensor.to(self._device), sent_ns=sent_ns)
 

@@ -27,14 +27,13 @@ from megatron.dpp.errors import (
 )
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup, link_faults, undelivered
 from megatron.dpp.transport.kinds import TransportKind, tcp
+from megatron.dpp.transport.messages import fitting
 from megatron.dpp.transport.options import TransportOptions, variable
 from megatron.dpp.transport.rdma_ports import Place, find_places, read_places, way
 
 _NAME = "rdma"
 _ELEMENT_BYTES = 4
 """Bytes of the widest usual element; ``workload`` counts elements."""
-_LONGEST_FAULT = 300
-"""Characters of a fault that a set-up message has room for, also where each takes 12 bytes."""
 _PATTERN_SECONDS = 5.0
 _LOST_PACKETS = 2
 """Packets of a test pattern that may be lost."""
@@ -229,13 +228,13 @@ class Joining:
         except (SetupError, TransportUnavailable) as error:
             if not self._may_fail(link):
                 raise
-            self.setup.failed[link.peer] = _fitting(f"rank {link.rank}: {one_line(error)}")
+            self.setup.failed[link.peer] = fitting(f"rank {link.rank}: {error}")
 
     def hear(self, link: PeerLink, message: Mapping[str, Any]) -> None:
         """Note the fault in a peer's message, unless there is one already."""
         if not message.get("failed"):
             return
-        failed = _fitting(str(message["failed"])) or "no reason given"
+        failed = fitting(message["failed"]) or "no reason given"
         if link.peer not in self.setup.has_other_kind:
             raise SetupError(f"rank {link.rank}: RDMA with rank {link.peer} failed there: {failed}")
         self.setup.failed.setdefault(link.peer, failed)
@@ -271,12 +270,6 @@ def _patience(options: TransportOptions) -> float:
     num_lost = min(options.rdma.retries, _LOST_PACKETS)
     again = num_lost * math.ldexp(_TIMEOUT_UNIT, options.rdma.timeout)
     return min(_PATTERN_SECONDS + again, options.setup_timeout / 4)
-
-
-def _fitting(fault: str) -> str:
-    """The beginning of a fault as one line, for a set-up message."""
-    text = fault.encode(errors="replace").decode()  # no half surrogate pairs
-    return " ".join(text.split())[:_LONGEST_FAULT]
 
 
 def _connect(made: Any, link: PeerLink, message: Mapping[str, Any]) -> None:

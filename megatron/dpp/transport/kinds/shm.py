@@ -27,8 +27,7 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
             link.send({}, [setup.native.make_shm_slots(link.peer, link.incoming)])
     for link in links:
         if link.outgoing:
-            (fd,) = link.receive_fds(1)
-            setup.native.use_shm_slots(link.peer, link.outgoing, fd)
+            setup.native.use_shm_slots(link.peer, link.outgoing, *link.receive(1)[1])
     return {}
 
 

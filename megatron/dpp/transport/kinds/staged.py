@@ -5,9 +5,7 @@ The C++ side is ``csrc/transport/staged.h``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from megatron.dpp.transport.joining import Facts, PeerLink, Setup
 from megatron.dpp.transport.kinds import TransportKind, shm
@@ -33,19 +31,13 @@ def join(setup: Setup, links: Sequence[PeerLink]) -> Mapping[int, str]:
         made = link.incoming and cuda.make_staged_slots(link.peer, link.incoming, workload)
         link.send({}, made or ())
     for link in links:
-        _open(cuda, link, workload)
-        link.send({"ready": True})
+        _, fds = link.receive(2 if link.outgoing else 0)
+        if fds:
+            cuda.use_staged_slots(link.peer, link.outgoing, *fds, workload)
+        link.send({})
     for link in links:
         link.receive()
     return {}
-
-
-def _open(cuda: Any, link: PeerLink, workload: int) -> None:
-    if link.outgoing:
-        cuda.use_staged_slots(link.peer, link.outgoing, *link.receive_fds(2), workload)
-    else:
-        for fd in link.receive(2)[1]:
-            os.close(fd)
 
 
 KIND = TransportKind(

@@ -16,7 +16,7 @@ from megatron.dpp.transport.options import TransportOptions
 def obstacle(one: Facts, other: Facts) -> str | None:
     """Reason why two ranks cannot connect over TCP."""
     for side in (one, other):
-        if side.tcp_address is None:
+        if not side.tcp_address:
             node_ips = setting("node_ips")
             return Text(
                 f"rank {side.rank} on {side.hostname} listens on no address; name this host's "
