@@ -222,6 +222,6 @@ def how_to_go_on(save: str | None) -> str:
     """The checkpoint that an ended run leaves, and the option that goes on from it."""
     try:
         step = Path(save or "", "latest_checkpointed_iteration.txt").read_text(encoding="utf-8")
-    except OSError:
+    except (OSError, ValueError):  # or it is no text
         return ""
     return f"; go on from step {step.strip()} with --resume-from {save}" if save else ""
