@@ -1,4 +1,4 @@
-"""torchtitan's trainer on two CPU ranks, under its own schedule and with one changed line under ours.
+"""torchtitan's trainer on two CPU ranks, under its own schedule and, by one changed line, ours.
 
     python -m tests.torch.titan SOURCES TOKENIZER [--schedule Interleaved1F1B] [--steps 5]
 

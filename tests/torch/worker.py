@@ -31,6 +31,7 @@ from tests.torch.stages import (
     Case,
     batch,
     by_hand,
+    ends,
     first_difference,
     gradients,
     loss_fn,
@@ -168,25 +169,30 @@ def unlike(seed: int, **config: Any) -> None:
     for longest in (8, 8, 40):
         shapes = [(1, draw.randint(1, longest)) for _ in range(draw.randint(1, 2 * p))]
         tokens, targets = ([torch.randint(0, 32, shape) for shape in shapes] for _ in range(2))
+        generator = torch.Generator().manual_seed(draw.randrange(1000))
+        places = [ends(length, draw.randint(1, 9), generator) for _, length in shapes]
         dist.broadcast_object_list(given := [tokens, targets])
         tokens, targets = given
+        rows = [{"cu_seqlens": each} for each in places] if case.packed else []
         for each in (model, other):
             for part in each:
                 part.zero_grad()
         case_state = torch.get_rng_state()
-        wanted_losses, wanted = by_hand([part.eval() for part in model], given, len(shapes))
+        wanted_losses, wanted = by_hand([part.eval() for part in model], given, len(shapes), rows)
         torch.set_rng_state(case_state)
         for part in other:
             part.eval()
         losses: list[torch.Tensor] = []
         named: dict[str, Any] = {"target_mbs": targets} if last else {}
+        named |= {"kwarg_mbs": rows} if rows else {}
         if first:
             named["arg_mbs"] = [(row,) for row in tokens]
         if longest == 40:
             outputs = schedule.step(losses=losses, **named)
         else:
-            target = targets if last else None
-            outputs = schedule.step(*([tokens] if first else []), target=target, losses=losses)
+            target, keywords = targets if last else None, {"cu_seqlens": places} if rows else {}
+            args = [tokens] if first else []
+            outputs = schedule.step(*args, target=target, losses=losses, **keywords)
         difference = first_difference(gradients(own(model)), gradients(own(other)))
         if last:
             difference = difference or first_difference(wanted, outputs)

@@ -22,7 +22,7 @@ from megatron.dpp.runtime.executor import Executor, Iteration
 from megatron.dpp.torch.linear import WeightGradients
 from megatron.dpp.torch.microbatches import Microbatches
 from megatron.dpp.torch.session import Session, replica_of
-from megatron.dpp.torch.stages import StageRunner, Step
+from megatron.dpp.torch.stages import StageRunner
 from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder
 
 logger = logging.getLogger("megatron.dpp")
@@ -166,7 +166,7 @@ class DynamicSchedule(PipelineScheduleMulti):
             weights = WeightGradients([stage.submod for stage in self._own])
             weights = weights if any(weights.num_pieces) else None
         draws = self.config.task_rng and trains and len(self._own) > 1
-        step = Step(
+        runner = StageRunner(
             stages=self._own,
             shapes=session.shapes,
             microbatches=given,
@@ -181,24 +181,22 @@ class DynamicSchedule(PipelineScheduleMulti):
             seed=torch.initial_seed() if draws else None,
             measures=trains and session.decisions.wants_measuring,
         )
-        runner, recorder = StageRunner(step), self._recorded(trains)
+        recorder = self._recorded(trains)
         recorder.begin_iteration(iteration)
         with weights.bound() if weights else contextlib.nullcontext():
-            self._execute(runner, step, sizes, recorder)
+            self._execute(runner, sizes, recorder)
         recorder.end_iteration()
-        if step.measures:
+        if runner.measures:
             session.account(runner.activation_bytes, runner.deferred_bytes, sizes[0])
         return runner
 
-    def _execute(
-        self, runner: StageRunner, step: Step, sizes: list[int], recorder: Recorder
-    ) -> None:
-        session, links, weights = self.session, self.session.links, step.weights
+    def _execute(self, runner: StageRunner, sizes: list[int], recorder: Recorder) -> None:
+        session, links, weights = self.session, self.session.links, runner.weights
         assert links is not None
         backward = self._backward if weights else Backward(split=False)
         pieces = weights.num_pieces if weights else None
         geometry = session.topology.geometry(
-            step.number, forward_only=not step.trains, w_pieces=pieces
+            runner.number, forward_only=not runner.trains, w_pieces=pieces
         )
         scheduler = session.decisions.scheduler(
             geometry, backward=backward, largest=session.longest, sizes=sizes
@@ -213,10 +211,10 @@ class DynamicSchedule(PipelineScheduleMulti):
             timer=session.timer,
             injector=session.injector,
             iteration=Iteration(
-                number=step.iteration,
+                number=runner.iteration,
                 split_backward=backward.split,
                 timeout=self.config.timeout,
-                launch_ahead=session.launch_ahead and (backward.split or not step.trains),
+                launch_ahead=session.launch_ahead and (backward.split or not runner.trains),
             ),
         )
         executor.run()
