@@ -85,6 +85,7 @@ def lend_microbatches() -> None:
 
 def words_of(options: argparse.Namespace, folder: str) -> list[str]:
     """Settings of the trainer's debug model, in the words of its command line."""
+    last: list[str] = []
     given = {
         "training.local-batch-size": 8, "training.seq-len": 128, "training.steps": options.steps,
         "parallelism.pipeline-parallel-degree": RANKS, "metrics.log-freq": 1, "debug.seed": 7,
@@ -92,7 +93,8 @@ def words_of(options: argparse.Namespace, folder: str) -> list[str]:
     }  # fmt: skip
     if version() >= (0, 3):
         words = ["--module", "llama3", "--config", "llama3_debugmodel"]
-        words += ["--training.disable-cuda-graphs", "activation-checkpoint:none"]
+        words += ["--training.disable-cuda-graphs"]
+        last = ["activation-checkpoint:none"]
         given |= {"hf-assets-path": options.tokenizer, "dataloader.dataset-path": folder,
                   "dump-folder": folder}  # fmt: skip
     else:
@@ -100,7 +102,9 @@ def words_of(options: argparse.Namespace, folder: str) -> list[str]:
         words += ["--activation-checkpoint.mode", "none", "--training.dataset", "c4_test"]
         given |= {"model.hf-assets-path": options.tokenizer, "training.dataset-path": folder,
                   "job.dump-folder": folder}  # fmt: skip
-    return [*words, *(word for name, value in given.items() for word in (f"--{name}", str(value)))]
+    for name, value in given.items():
+        words += [f"--{name}", str(value)]
+    return words + last
 
 
 def version() -> tuple[int, ...]:

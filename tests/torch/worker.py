@@ -22,6 +22,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron.dpp import ConfigError, DppConfig, DppError
@@ -87,6 +92,29 @@ def fsdp(seed: int) -> None:
         return fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
 
     as_torch(seed, case, mesh.get_group("pp"), wrap, mesh.get_local_rank("dp"))
+
+
+def tensor(seed: int) -> None:
+    """Stages under PyTorch's tensor parallelism, and under FSDP2 that gathers in each task, run one
+    order of two ranks that nobody names.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    case = dataclasses.replace(
+        Case.random(seed, 2), v=2, m=6, frozen=0.0, dropout=0.0, dtype=torch.float32
+    )
+
+    def wrap(part: Any) -> Any:
+        for block in part.blocks:
+            if seed % 2:
+                fully_shard(block, mesh=mesh["tp"])
+            else:
+                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(block, mesh["tp"], plan)
+        return fully_shard(part, mesh=mesh["tp"]) if seed % 2 else part
+
+    config = {"policy": "dynamic", "inject": "jitter:0.5"}
+    replica = mesh.get_local_rank("tp") if seed % 2 else 0
+    as_torch(seed, case, mesh.get_group("pp"), wrap, replica, **config)
 
 
 def ddp(seed: int) -> None:

@@ -45,7 +45,8 @@ class DynamicSchedule(PipelineScheduleMulti):
         config: policy, memory cap, transport and the rest. A size is the number of elements of a
             microbatch's first tensor, such as tokens.
         together: ranks whose stages communicate within a forward or backward, by tensor or context
-            parallelism: they run one order of tasks.
+            parallelism: they run one order of tasks. None takes the group of parameters that are
+            ``DTensor``, as ``parallelize_module`` makes them.
         trace: directory of a trace, which ``megatron-dpp report`` reads; None records nothing.
         log: called with each line about links and caps; None uses the ``megatron.dpp`` logger.
 
@@ -78,8 +79,6 @@ class DynamicSchedule(PipelineScheduleMulti):
                 raise ConfigError(f"{given}: only models of megatron-core have this", given)
         if missing := missing_part(self.config.transport):
             raise ConfigError(missing)
-        if together is not None and together.size() == 1:
-            together = None
         self._own = found
         self.session = Session(
             found, self.config, together, torch.initial_seed(), log or logger.info
