@@ -22,7 +22,8 @@ def saved_bytes(
         model: whose parameters are not counted.
         apart: addresses of further storages that are not counted.
     """
-    seen = {p.untyped_storage().data_ptr() for p in model.parameters()} | set(apart)
+    own = _with_storage(model.parameters())
+    seen = {parameter.untyped_storage().data_ptr() for parameter in own} | set(apart)
     total = 0
     for tensor in _with_storage(_saved_tensors(outputs)):
         storage = tensor.untyped_storage()
@@ -66,7 +67,7 @@ def _with_storage(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
-            yield from _with_storage(getattr(tensor, name) for name in names)
+            yield from _with_storage(tensors_in([getattr(tensor, name) for name in names]))
         elif tensor.layout == torch.strided:
             yield tensor
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ class Case:
         hidden: width.
         pair: stages exchange a second tensor, which takes no gradient.
         keyword: all stages take a keyword argument.
+        packed: a microbatch is one row of documents, whose places all stages take.
         frozen: share of parameters that are not trained.
         dropout: of each block.
         dtype: of the parameters.
@@ -45,16 +47,17 @@ class Case:
     dropout: float
     dtype: torch.dtype
     scale: bool
+    packed: bool
 
     @classmethod
     def random(cls, seed: int, p: int) -> Case:
         """The case of a seed for ``p`` ranks, with a number of microbatches that PyTorch takes."""
         draw = random.Random(seed * 10 + p)
-        v = draw.choice([1, 1, 2])
+        v, packed = draw.choice([1, 1, 2]), seed % 4 == 3
         return cls(
             v=v,
             m=p * draw.randint(1, 3),
-            rows=draw.randint(1, 3),
+            rows=draw.randint(1, 3) if not packed else 1,
             length=draw.randint(1, 12),
             hidden=draw.choice([8, 16, 24]),
             pair=draw.random() < 0.3,
@@ -63,6 +66,7 @@ class Case:
             dropout=0.2 if v == 1 and draw.random() < 0.3 else 0.0,
             dtype=draw.choice([torch.float32, torch.float32, torch.bfloat16]),
             scale=draw.random() < 0.7,
+            packed=packed,
         )
 
 
@@ -77,10 +81,13 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(h, 2 * h), nn.Linear(2 * h, h, bias=draw.random() < 0.5)
         self.drop = nn.Dropout(case.dropout)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, documents: Sequence[int]) -> torch.Tensor:
+        """``documents``: tokens of each document of a row [rows, tokens, hidden]."""
         if self.qkv is not None:
-            q, k, v = self.qkv(self.norm(x)).unsqueeze(1).chunk(3, dim=-1)
-            x = x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1)
+            each = self.qkv(self.norm(x)).unsqueeze(1).split(documents, dim=2)
+            attend = partial(nn.functional.scaled_dot_product_attention, is_causal=True)
+            found = [attend(*document.chunk(3, dim=-1)) for document in each if document.numel()]
+            x = x + torch.cat(found, dim=2).squeeze(1)
         return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
 
 
@@ -91,12 +98,14 @@ class Part(nn.Module):
         super().__init__()
         self.pair, self.is_last = case.pair, index == num_stages - 1
         self.embedding = nn.Embedding(VOCABULARY, case.hidden) if index == 0 else None
-        self.blocks = nn.Sequential(*(Block(case, draw) for _ in range(draw.randint(1, 2))))
+        self.blocks = nn.ModuleList(Block(case, draw) for _ in range(draw.randint(1, 2)))
         self.head = nn.Linear(case.hidden, VOCABULARY, bias=False) if self.is_last else None
 
     def forward(
-        self, x: torch.Tensor, shift: torch.Tensor | None = None, *, bias: Any = None
-    ) -> Any:
+        self, x: torch.Tensor, shift: torch.Tensor | None = None, *, bias: Any = None,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        lengths = [x.shape[1]] if cu_seqlens is None else cu_seqlens.flatten().diff().tolist()
         if self.embedding is not None:
             shift = (x % 3).to(self.embedding.weight.dtype).unsqueeze(-1) if self.pair else None
             x = self.embedding(x)
@@ -104,7 +113,8 @@ class Part(nn.Module):
             x = x + shift
         if bias is not None:
             x = x * bias.to(x.dtype)
-        x = self.blocks(x)
+        for block in self.blocks:
+            x = block(x, lengths)
         if self.head is not None:
             return self.head(x)
         return (x, shift) if self.pair else x
@@ -139,7 +149,16 @@ def batch(case: Case, seed: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, 
     shape = (case.m * case.rows, case.length)
     tokens, targets = (torch.randint(0, VOCABULARY, shape, generator=generator) for _ in range(2))
     bias = torch.rand((shape[0], 1, 1), generator=generator) + 0.5
-    return tokens, targets, {"bias": bias} if case.keyword else {}
+    keywords = {"bias": bias} if case.keyword else {}
+    if case.packed:
+        keywords["cu_seqlens"] = torch.stack([ends(case.length, 3, generator) for _ in tokens])
+    return tokens, targets, keywords
+
+
+def ends(length: int, number: int, generator: torch.Generator) -> torch.Tensor:
+    """Where ``number`` documents of a packed row begin, and its length; some are empty."""
+    drawn = torch.randint(0, length + 1, (number - 1,), generator=generator)
+    return torch.cat([torch.tensor([0]), drawn.sort().values, torch.tensor([length])])
 
 
 def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -181,19 +200,20 @@ def run(
 
 
 def by_hand(
-    made: Sequence[nn.Module], given: Any, scale: int
+    made: Sequence[nn.Module], given: Any, scale: int, keywords: Sequence[Mapping[str, Any]] = ()
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Losses and outputs of one process that has all stages; gradients are left at the parameters.
 
     Args:
         given: lists of tokens and targets, by microbatch.
         scale: gradients are divided by it.
+        keywords: arguments of all stages, by microbatch.
     """
     losses, outputs = [], []
-    for tokens, target in zip(*given, strict=True):
+    for index, (tokens, target) in enumerate(zip(*given, strict=True)):
         x: Any = (tokens,)
         for part in made:
-            x = part(*x)
+            x = part(*x, **(keywords[index] if keywords else {}))
             x = x if isinstance(x, tuple) else (x,)
         outputs.append(x[0].detach())
         losses.append(loss_fn(x[0], target))

@@ -54,7 +54,7 @@ def test_gradients_of_replicas_are_reduced_as_by_torch() -> None:
 
 
 def test_ranks_that_communicate_within_tasks_run_one_order() -> None:
-    run(4, [("together", {"seed": seed}) for seed in range(2)])
+    run(4, [(how, {"seed": seed}) for how in ("together", "tensor") for seed in range(2)])
 
 
 def test_refused_in_one_line_on_all_ranks() -> None:

@@ -22,6 +22,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron.dpp import ConfigError, DppConfig, DppError
@@ -31,6 +36,7 @@ from tests.torch.stages import (
     Case,
     batch,
     by_hand,
+    ends,
     first_difference,
     gradients,
     loss_fn,
@@ -86,6 +92,29 @@ def fsdp(seed: int) -> None:
         return fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
 
     as_torch(seed, case, mesh.get_group("pp"), wrap, mesh.get_local_rank("dp"))
+
+
+def tensor(seed: int) -> None:
+    """Stages under PyTorch's tensor parallelism, and under FSDP2 that gathers in each task, run one
+    order of two ranks that nobody names.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    case = dataclasses.replace(
+        Case.random(seed, 2), v=2, m=6, frozen=0.0, dropout=0.0, dtype=torch.float32
+    )
+
+    def wrap(part: Any) -> Any:
+        for block in part.blocks:
+            if seed % 2:
+                fully_shard(block, mesh=mesh["tp"])
+            else:
+                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(block, mesh["tp"], plan)
+        return fully_shard(part, mesh=mesh["tp"]) if seed % 2 else part
+
+    config = {"policy": "dynamic", "inject": "jitter:0.5"}
+    replica = mesh.get_local_rank("tp") if seed % 2 else 0
+    as_torch(seed, case, mesh.get_group("pp"), wrap, replica, **config)
 
 
 def ddp(seed: int) -> None:
@@ -168,25 +197,30 @@ def unlike(seed: int, **config: Any) -> None:
     for longest in (8, 8, 40):
         shapes = [(1, draw.randint(1, longest)) for _ in range(draw.randint(1, 2 * p))]
         tokens, targets = ([torch.randint(0, 32, shape) for shape in shapes] for _ in range(2))
+        generator = torch.Generator().manual_seed(draw.randrange(1000))
+        places = [ends(length, draw.randint(1, 9), generator) for _, length in shapes]
         dist.broadcast_object_list(given := [tokens, targets])
         tokens, targets = given
+        rows = [{"cu_seqlens": each} for each in places] if case.packed else []
         for each in (model, other):
             for part in each:
                 part.zero_grad()
         case_state = torch.get_rng_state()
-        wanted_losses, wanted = by_hand([part.eval() for part in model], given, len(shapes))
+        wanted_losses, wanted = by_hand([part.eval() for part in model], given, len(shapes), rows)
         torch.set_rng_state(case_state)
         for part in other:
             part.eval()
         losses: list[torch.Tensor] = []
         named: dict[str, Any] = {"target_mbs": targets} if last else {}
+        named |= {"kwarg_mbs": rows} if rows else {}
         if first:
             named["arg_mbs"] = [(row,) for row in tokens]
         if longest == 40:
             outputs = schedule.step(losses=losses, **named)
         else:
-            target = targets if last else None
-            outputs = schedule.step(*([tokens] if first else []), target=target, losses=losses)
+            target, keywords = targets if last else None, {"cu_seqlens": places} if rows else {}
+            args = [tokens] if first else []
+            outputs = schedule.step(*args, target=target, losses=losses, **keywords)
         difference = first_difference(gradients(own(model)), gradients(own(other)))
         if last:
             difference = difference or first_difference(wanted, outputs)

@@ -21,7 +21,7 @@ from megatron.dpp.runtime.executor import Executor, Iteration
 from megatron.dpp.torch.linear import WeightGradients
 from megatron.dpp.torch.microbatches import Microbatches
 from megatron.dpp.torch.session import Session, replica_of
-from megatron.dpp.torch.stages import StageRunner, Step
+from megatron.dpp.torch.stages import StageRunner
 from megatron.dpp.trace import NullRecorder, Recorder, TraceLayout, open_recorder
 
 logger = logging.getLogger("megatron.dpp")
@@ -44,7 +44,8 @@ class DynamicSchedule(PipelineScheduleMulti):
         config: policy, memory cap, transport and the rest. A size is the number of elements of a
             microbatch's first tensor, such as tokens.
         together: ranks whose stages communicate within a forward or backward, by tensor or context
-            parallelism: they run one order of tasks.
+            parallelism: they run one order of tasks. None takes the group of parameters that are
+            ``DTensor``, as ``parallelize_module`` makes them.
         trace: directory of a trace, which ``megatron-dpp report`` reads; None records nothing.
         log: called with each line about links and caps; None uses the ``megatron.dpp`` logger.
 
@@ -77,8 +78,6 @@ class DynamicSchedule(PipelineScheduleMulti):
                 raise ConfigError(f"{given}: only models of megatron-core have this", given)
         if missing := missing_part(self.config.transport):
             raise ConfigError(missing)
-        if together is not None and together.size() == 1:
-            together = None
         self._own = found
         self.session = Session(
             found, self.config, together, torch.initial_seed(), log or logger.info
@@ -165,7 +164,7 @@ class DynamicSchedule(PipelineScheduleMulti):
             weights = WeightGradients([stage.submod for stage in self._own])
             weights = weights if any(weights.num_pieces) else None
         draws = self.config.task_rng and trains and len(self._own) > 1
-        step = Step(
+        runner = StageRunner(
             stages=self._own,
             shapes=session.shapes,
             microbatches=given,
@@ -180,24 +179,22 @@ class DynamicSchedule(PipelineScheduleMulti):
             seed=torch.initial_seed() if draws else None,
             measures=trains and session.decisions.wants_measuring,
         )
-        runner, recorder = StageRunner(step), self._recorded(trains)
+        recorder = self._recorded(trains)
         recorder.begin_iteration(iteration)
         with weights.bound() if weights else contextlib.nullcontext():
-            self._execute(runner, step, sizes, recorder)
+            self._execute(runner, sizes, recorder)
         recorder.end_iteration()
-        if step.measures:
+        if runner.measures:
             session.account(runner.activation_bytes, runner.deferred_bytes, sizes[0])
         return runner
 
-    def _execute(
-        self, runner: StageRunner, step: Step, sizes: list[int], recorder: Recorder
-    ) -> None:
-        session, links, weights = self.session, self.session.links, step.weights
+    def _execute(self, runner: StageRunner, sizes: list[int], recorder: Recorder) -> None:
+        session, links, weights = self.session, self.session.links, runner.weights
         assert links is not None
         backward = self._backward if weights else Backward(split=False)
         pieces = weights.num_pieces if weights else None
         geometry = session.topology.geometry(
-            step.number, forward_only=not step.trains, w_pieces=pieces
+            runner.number, forward_only=not runner.trains, w_pieces=pieces
         )
         scheduler = session.decisions.scheduler(
             geometry, backward=backward, largest=session.longest, sizes=sizes
@@ -210,9 +207,9 @@ class DynamicSchedule(PipelineScheduleMulti):
             timer=session.timer,
             injector=session.injector,
             iteration=Iteration(
-                number=step.iteration,
+                number=runner.iteration,
                 timeout=self.config.timeout,
-                launch_ahead=session.launch_ahead and (backward.split or not step.trains),
+                launch_ahead=session.launch_ahead and (backward.split or not runner.trains),
             ),
         )
         executor.run()

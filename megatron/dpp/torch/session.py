@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
 
 from megatron.dpp.config import DppConfig
 from megatron.dpp.direction import Direction
@@ -34,8 +36,8 @@ class Session:
     Args:
         stages: of this rank, in the order of its chunks.
         config: transport, cap, policy, recordings.
-        together: the ranks that share collectives inside of their tasks; None if this rank decides
-            alone.
+        together: the ranks that share collectives inside of their tasks; None for those that
+            parameters tell.
         seed: of injected delays.
         log: called with each line about links and caps.
     """
@@ -48,11 +50,12 @@ class Session:
         seed: int,
         log: Callable[[str], None],
     ) -> None:
-        self._config, self._together, self._log = config, together, log
-        self._members = dist.get_process_group_ranks(together) if together is not None else []
+        self._together = together = _together(communicating(stages), together)
+        self._config, self._log = config, log
+        self._members = list(_ranks(together)) if together is not None else []
         first = stages[0]
         group = first.group or dist.distributed_c10d._get_default_group()
-        ranks = tuple(dist.get_process_group_ranks(group))
+        ranks = _ranks(group)
         self.topology = Topology(ranks, first.group_rank, len(stages))
         self.device = torch.device(first.device)
         self.injector = injector_of(config, self.topology, seed)
@@ -204,6 +207,55 @@ class Session:
         links, self.links = self.links, None
         if links is not None:
             links.transport.close()
+
+
+def communicating(stages: Sequence[PipelineStage]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """The groups within which these stages communicate in a forward or backward, by their ranks,
+    as far as parameters tell: those of ``DTensor`` meshes, but for replicas under FSDP2 that gather
+    once per step.
+    """
+    groups, replicas, gather = {}, set(), set()
+    for stage in stages:
+        for module in stage.submod.modules():
+            if isinstance(module, FSDPModule):
+                state: Any = module._get_fsdp_state()
+                is_root = module is stage.submod and state._auto_reshard_after_forward
+                for sharded in state._fsdp_param_groups:
+                    found = {_ranks(group) for group in sharded.mesh_info.mesh.get_all_groups()}
+                    replicas |= found
+                    gather |= found if sharded._reshard_after_forward and not is_root else set()
+            for parameter in module.parameters(recurse=False):
+                if isinstance(parameter, DTensor):
+                    of_mesh = parameter.device_mesh.get_all_groups()
+                    groups |= {_ranks(group): group for group in of_mesh}
+    return {
+        ranks: group
+        for ranks, group in groups.items()
+        if len(ranks) > 1 and ranks not in replicas - gather
+    }
+
+
+def _together(
+    groups: dict[tuple[int, ...], dist.ProcessGroup], given: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    """The group whose ranks run one order of tasks; None if this rank decides alone.
+
+    Raises:
+        ConfigError: there is no group, or another one, of all the ranks that communicate.
+    """
+    ranks = set().union(*groups)
+    if given is None and len(groups) == 1:
+        (given,) = groups.values()
+    if not ranks <= set(_ranks(given) if given is not None else ()):
+        raise ConfigError(
+            f"stages communicate within their tasks with the ranks {sorted(ranks)}, as DTensor "
+            "parameters tell: give a process group of all of them as together="
+        )
+    return given if given is not None and given.size() > 1 else None
+
+
+def _ranks(group: dist.ProcessGroup) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def replica_of(ranks: Sequence[int]) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from megatron.dpp.torch.microbatches import Microbatches
 from megatron.dpp.torch.shapes import Boundary, Shapes, forward, outputs_of
 
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One step as one rank sees it.
+@dataclass(kw_only=True)
+class StageRunner:
+    """Runs the tasks of one step on one rank, and keeps tensors between F and B.
 
     Args:
         stages: of this rank, in the order of its chunks.
@@ -37,6 +37,9 @@ class Step:
         iteration: its number.
         seed: of each forward's random numbers; None leaves them in the order of tasks.
         measures: measure the memory of microbatch 0.
+
+    ``losses`` and ``outputs`` are the last stage's, by microbatch. ``activation_bytes`` is what a
+    forward saves and ``deferred_bytes`` what a backward defers, of the stage that keeps most.
     """
 
     stages: Sequence[PipelineStage]
@@ -52,19 +55,11 @@ class Step:
     iteration: int
     seed: int | None
     measures: bool
-
-
-class StageRunner:
-    """Runs the tasks of a step, and keeps tensors between F and B."""
-
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self._kept: dict[tuple[int, int], tuple[Any, list[torch.Tensor]]] = {}
-        self.losses: list[torch.Tensor] = []
-        self.outputs: list[Any] = []
-        """Both of the last stage, by microbatch."""
-        self.activation_bytes = self.deferred_bytes = 0
-        """What a forward saves and what a backward defers, of the stage that keeps most."""
+    losses: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    activation_bytes: int = 0
+    deferred_bytes: int = 0
+    _kept: dict[tuple[int, int], tuple[Any, list[torch.Tensor]]] = field(default_factory=dict)
 
     def forward(self, chunk: int, microbatch: int, received: Tensors | None) -> Tensors:
         """Run F. ``received`` is the output of the stage before; None on the first one.
@@ -75,15 +70,14 @@ class StageRunner:
         Raises:
             ConfigError: the stage returned what the next one cannot take, or the loss no scalar.
         """
-        step = self._step
-        stage, inputs = step.stages[chunk], self._inputs(chunk, received)
-        args = step.microbatches.arguments(microbatch) if received is None else inputs
+        stage, inputs = self.stages[chunk], self._inputs(chunk, received)
+        args = self.microbatches.arguments(microbatch) if received is None else inputs
         with self._random(stage, microbatch):
-            output = forward(stage, args, step.microbatches.keywords(microbatch))
+            output = forward(stage, args, self.microbatches.keywords(microbatch))
             result = self._result(stage, output, microbatch)
-        if step.trains:
+        if self.trains:
             self._kept[chunk, microbatch] = (result, inputs)
-            if step.measures and microbatch == 0:
+            if self.measures and microbatch == 0:
                 outputs = [leaf for leaf in tree_leaves(result) if torch.is_tensor(leaf)]
                 saved = saved_bytes(outputs, stage.submod)
                 self.activation_bytes = max(self.activation_bytes, saved)
@@ -92,41 +86,39 @@ class StageRunner:
     @contextlib.contextmanager
     def _random(self, stage: PipelineStage, microbatch: int) -> Iterator[None]:
         """Random numbers that do not depend on the order of tasks."""
-        step = self._step
-        if step.seed is None:
+        if self.seed is None:
             yield
             return
         devices = [stage.device] if stage.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            task = step.seed, step.iteration, stage.stage_index, microbatch
+            task = self.seed, self.iteration, stage.stage_index, microbatch
             torch.manual_seed(abs(hash(task)))
             yield
 
     def _inputs(self, chunk: int, received: Tensors | None) -> list[torch.Tensor]:
         if received is None:
             return []
-        boundary = self._step.shapes.boundaries[self._step.stages[chunk].stage_index - 1]
+        boundary = self.shapes.boundaries[self.stages[chunk].stage_index - 1]
         inputs = _listed(received)[: len(boundary.shapes)]
-        if self._step.trains:
+        if self.trains:
             for tensor, wants in zip(inputs, boundary.grads, strict=True):
                 tensor.requires_grad_(wants)
         return inputs
 
     def _result(self, stage: PipelineStage, output: Any, microbatch: int) -> Any:
         """The tensors for the next stage; of the last one the loss, or its output without one."""
-        step = self._step
         if not stage.is_last:
             outputs = outputs_of(stage, output)
             self._check(stage, outputs)
             return outputs
-        if step.return_outputs:
+        if self.return_outputs:
             kept = output
-            if step.trains:  # the graph behind it is freed by B
+            if self.trains:  # the graph behind it is freed by B
                 kept = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
             self.outputs.append(kept)
-        if step.loss_fn is None or step.microbatches.targets is None:
+        if self.loss_fn is None or self.microbatches.targets is None:
             return output
-        loss = step.loss_fn(output, step.microbatches.targets[microbatch], **step.loss_kwargs)
+        loss = self.loss_fn(output, self.microbatches.targets[microbatch], **self.loss_kwargs)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ConfigError(f"loss_fn returned {found}: a tensor with one element is needed")
@@ -135,8 +127,8 @@ class StageRunner:
 
     def _check(self, stage: PipelineStage, outputs: list[torch.Tensor]) -> None:
         """Refuse what the next stage does not expect."""
-        behind, found = self._step.shapes.boundaries[stage.stage_index], Boundary.of(outputs)
-        stale = self._step.trains and found.grads != behind.grads
+        behind, found = self.shapes.boundaries[stage.stage_index], Boundary.of(outputs)
+        stale = self.trains and found.grads != behind.grads
         if found.dtypes != behind.dtypes or stale:
             raise ConfigError(
                 f"stage {stage.stage_index} returned {found}, and {behind} in the first step: make "
@@ -145,7 +137,7 @@ class StageRunner:
 
     def _padded(self, tensors: Sequence[torch.Tensor]) -> Tensors:
         """As many tensors as each boundary carries; empty ones stand for none."""
-        most = self._step.shapes.num_tensors
+        most = self.shapes.num_tensors
         empty = [torch.empty(0)] * (most - len(tensors))
         return tensors[0] if most == len(tensors) == 1 else [*tensors, *empty]
 
@@ -161,11 +153,11 @@ class StageRunner:
         Returns:
             Gradients of its inputs; None on the first stage.
         """
-        step, weights = self._step, self._step.weights
-        stage, gradients = step.stages[chunk], None
+        weights = self.weights
+        stage, gradients = self.stages[chunk], None
         output, inputs = self._kept.pop((chunk, microbatch))
         if received is not None:
-            wanted = step.shapes.boundaries[stage.stage_index].grads
+            wanted = self.shapes.boundaries[stage.stage_index].grads
             pairs = zip(_listed(received), wanted, strict=False)
             output = tuple(output)
             gradients = tuple(gradient if wants else None for gradient, wants in pairs)
@@ -174,7 +166,7 @@ class StageRunner:
             found, _ = stage.backward_maybe_with_nosync(
                 "full",
                 {"stage_output": output, "output_grads": gradients, "input_values": inputs},
-                last_backward=microbatch == step.number - 1,
+                last_backward=microbatch == self.number - 1,
             )
         if weights and microbatch == 0:
             self.deferred_bytes = max(self.deferred_bytes, weights.held_bytes - held)
@@ -186,12 +178,12 @@ class StageRunner:
 
     def weight(self, chunk: int, microbatch: int, piece: int) -> None:
         """Run one piece of W: the deferred weight gradients of some layers."""
-        assert self._step.weights is not None
-        self._step.weights.run(chunk, microbatch, piece)
+        assert self.weights is not None
+        self.weights.run(chunk, microbatch, piece)
 
     def chunk_complete(self, chunk: int) -> None:
         """Reduce and scale the gradients of a stage, as PyTorch's schedules do."""
-        self._step.stages[chunk].perform_reduce_grad(self._step.grad_scale)
+        self.stages[chunk].perform_reduce_grad(self.grad_scale)
 
 
 def _listed(tensors: Tensors) -> list[torch.Tensor]:

@@ -18,6 +18,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 from unittest.mock import MagicMock
@@ -93,6 +94,9 @@ STUBBED: set[str] = set()
 
 ANNOUNCED: list[list[int]] = []
 """Lengths of each training step's microbatches that were announced before it."""
+
+ORDERS: list[list[int] | None] = []
+"""The planned order of each training step's microbatches; None for the host's."""
 
 
 class Stub(types.ModuleType):
@@ -299,7 +303,8 @@ class Record:
         """Write this rank's lines to ``RECORD.RANK``."""
         path = f"{os.environ['RECORD']}.{os.environ['RANK']}"
         stubbed = json.dumps(sorted(STUBBED))
-        lines = [*self._lines, f"announced {json.dumps(ANNOUNCED)}", f"stubbed {stubbed}"]
+        told = [f"orders {json.dumps(ORDERS)}", f"announced {json.dumps(ANNOUNCED)}"]
+        lines = [*self._lines, *told, f"stubbed {stubbed}"]
         Path(path).write_text("\n".join(lines) + "\n")
 
 
@@ -364,6 +369,7 @@ def begin(available: str = "", counted: str = "", *, connect: bool = True) -> No
     else:
         _use_cpu(available, counted)
     _note_announced()
+    _note_orders(os.environ.get("FOLLOW"))
     if connect:
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if ON_GPU else "gloo")
 
@@ -400,6 +406,37 @@ def _note_announced() -> None:
         own(schedule, sizes, *more, **rows)
 
     DppSchedule.announce = announce  # type: ignore[method-assign]
+
+
+def _note_orders(path: str | None) -> None:
+    """Keep planned orders in :data:`ORDERS`. With the record of another run megatron-core's own
+    schedule runs training steps in the orders of that.
+    """
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron.dpp.plugin_order import InOrder
+
+    own_init = InOrder.__init__
+
+    def init(step: Any, keywords: Any, order: Sequence[int] | None) -> None:
+        ORDERS.append(order and list(order))
+        own_init(step, keywords, order)
+
+    InOrder.__init__ = init  # type: ignore[method-assign]
+    if path is None:
+        return
+    lines = Path(f"{path}.{os.environ['RANK']}").read_text().splitlines()
+    told = iter(json.loads(lines[-3].removeprefix("orders ")))
+
+    def run(own: Callable[..., Any], **keywords: Any) -> Any:
+        if keywords.get("forward_only"):
+            return own(**keywords)
+        step = InOrder(keywords, next(told))
+        return step.restored(own(**step.step))
+
+    for kind in ("with", "without"):
+        name = f"forward_backward_pipelining_{kind}_interleaving"
+        setattr(schedules, name, partial(run, getattr(schedules, name)))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
 """Run another project's training code on two ranks, under its own schedule and the dynamic one.
 
     python -m tests.plugin.real.run verl --sources DIR [--device cpu] [--chunks 2] [--slices 16]
+    python -m tests.plugin.real.run verl --sources DIR --device cpu --planned
     python -m tests.plugin.real.run verl --sources DIR --time --layers 8 --hidden 2048
 
 ``DIR/HOST`` holds a folder per package of the host: an unpacked wheel or a checkout. Python must
 have the packages that the host imports; ``docs/plugin-tests.md`` has the list. Prints what was
 compared and what was stubbed, and fails at the first line that differs. Ranks share a GPU where
 there is one only. With ``--slices`` the first of the two is Megatron's order of slices.
+
+With ``--planned`` the dynamic schedule runs training steps in planned orders. The host's schedule
+that it is compared with has the host's order, and then that of the plans.
 
 ``--time`` then times the host's updates of a larger model in turns, without deterministic kernels:
 each turn starts both, passes over the rollouts untimed in which the dynamic schedule measures, and
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -114,8 +119,9 @@ class Setting(NamedTuple):
     timed: bool = False
 
 
-def run(setting: Setting, record: Path, *, dynamic: bool) -> None:
+def run(setting: Setting, record: Path, *, dynamic: bool, **more: str) -> None:
     """Run a host on all ranks; ``record`` and a rank's number name the files of its numbers.
+    ``more`` are further variables.
 
     Raises:
         AssertionError: a rank failed, with its output.
@@ -146,6 +152,7 @@ def run(setting: Setting, record: Path, *, dynamic: bool) -> None:
     if slices:
         order = {} if dynamic else {"USE_DPP": "1", "DPP_STRICT": "1", "DPP_POLICY": "megatron"}
         environment |= {**enters, **order, "DPP_SLICE_TOKENS": slices}
+    environment |= more
     worker = f"tests.plugin.real.{HOSTS[host].worker}"
     processes = []
     for rank in range(RANKS):
@@ -203,8 +210,7 @@ def compare(folder: Path, host: str, *, packs: bool) -> tuple[int, list[str]]:
     """
     num_equal, stubs = 0, set()
     for rank in range(RANKS):
-        both = [(folder / f"{arm}.{rank}").read_text().splitlines() for arm in ARMS]
-        lines = [list(filter(_is_number, one)) for one in both]
+        both, lines = _lines(folder, rank, *ARMS)
         differing = [pair for pair in zip(*lines, strict=True) if pair[0] != pair[1]]
         assert not differing, f"rank {rank}: {differing[0][0]}\nbut dynamic: {differing[0][1]}"
         num_equal += len(lines[0])
@@ -219,8 +225,52 @@ def compare(folder: Path, host: str, *, packs: bool) -> tuple[int, list[str]]:
     return num_equal, sorted(stubs)
 
 
-def _is_number(line: str) -> bool:
-    return not line.startswith(("stubbed ", "announced ", "time "))
+def _lines(folder: Path, rank: int, *arms: str) -> tuple[list[list[str]], list[list[str]]]:
+    """All lines of a rank's records, and those with numbers, by arm."""
+    every = [(folder / f"{arm}.{rank}").read_text().splitlines() for arm in arms]
+    others = ("stubbed ", "announced ", "orders ", "time ")
+    return every, [[line for line in one if not line.startswith(others)] for one in every]
+
+
+def compare_planned(folder: Path) -> str:
+    """Compare steps in planned orders with the host's schedule: in these orders bit by bit, and in
+    the host's: equal until the first sum of gradients, the losses of that step, too.
+
+    Returns:
+        What was compared.
+
+    Raises:
+        AssertionError: lines differ, or no step had another order than the host's.
+    """
+    num_equal, num_host, worst = 0, 0, 0.0
+    for rank in range(RANKS):
+        every, (own, planned, follows) = _lines(folder, rank, "own", "planned", "follows")
+        orders = json.loads(every[1][-3].removeprefix("orders "))
+        assert any(orders), f"rank {rank}: no step was planned"
+        assert planned == follows, f"rank {rank}: {_differing(planned, follows)}"
+        num_equal += len(planned)
+        first = next(n for n, line in enumerate(own) if line.startswith("gradients"))
+        assert own[:first] == planned[:first], f"rank {rank}: {_differing(own, planned)}"
+        assert own[first] != planned[first] or not orders[0]
+        num_host += first
+        values = [_NUMBER.findall("\n".join(one)) for one in (own, planned)]
+        for (name, a), (other, b) in zip(*values, strict=True):
+            assert name == other
+            gap = abs(float(a) - float(b)) / max(1.0, abs(float(a)))
+            worst = max(worst, gap)
+    assert worst < 0.01, f"a number is {worst:.1e} from the host's"
+    return (
+        f"{num_equal} lines equal bit by bit in the planned orders, {num_host} before the first "
+        f"update in the host's, later numbers within {worst:.1e}; last orders {orders}"
+    )
+
+
+_NUMBER = re.compile(r"([\w/()-]+:?) \[?(-?\d+\.\d[\de.+-]*)")
+
+
+def _differing(one: Sequence[str], other: Sequence[str]) -> str:
+    pairs = zip(one, other, strict=False)
+    return "\nbut ".join(next(((a, b) for a, b in pairs if a != b), ("lengths differ",)))
 
 
 def times(folder: Path, setting: Setting, turns: int) -> list[str]:
@@ -265,6 +315,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--chunks", type=int, default=1, help="virtual stages per rank")
     parser.add_argument("--slices", default="", help="tokens of a slice, for both runs")
+    parser.add_argument("--planned", action="store_true", help="compare planned orders")
     parser.add_argument("--keep", type=Path, help="a folder that keeps records, logs and traces")
     parser.add_argument("--time", action="store_true", help="time updates after the comparison")
     parser.add_argument("--turns", type=int, default=3)
@@ -287,6 +338,13 @@ def main() -> None:
         folder = (args.keep or Path(temporary)).resolve()
         folder.mkdir(exist_ok=True)
         _write_model(folder, size)
+        if args.planned:
+            setting = setting._replace(size=size._replace(samples=4 * size.samples))
+            run(setting, folder / "own", dynamic=False)
+            run(setting, folder / "planned", dynamic=True, DPP_CALL_ORDER="planned")
+            run(setting, folder / "follows", dynamic=False, FOLLOW=str(folder / "planned"))
+            print(f"{args.host}, {RANKS} ranks x {args.chunks} chunks: {compare_planned(folder)}")
+            return
         for arm in ARMS:
             run(setting, folder / arm, dynamic=arm == "dynamic")
         packs = HOSTS[args.host].packs or bool(args.slices)
