@@ -39,7 +39,7 @@ ENGINE_ROOMS = {
     "transport": {"config", "direction", "errors", "hosts", "processes"},
     "core": {"config", "direction", "errors", "memory", "processes", "trace", "transport"},
     "runtime": {
-        *("config", "direction", "errors", "hosts", "inject", "memory", "schedule"),
+        *("config", "direction", "errors", "hosts", "inject", "memory", "processes", "schedule"),
         *("trace", "transport", "core"),
     },
     "metrics": {"core", "errors", "files"},
