@@ -10,7 +10,7 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.dpp.config import DppConfig
-from megatron.dpp.core import groups
+from megatron.dpp.core import compat
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime import links as opening
@@ -257,7 +257,7 @@ def test_replicas_include_the_context_ranks_of_megatrons_own_groups(
 
     monkeypatch.setattr(parallel_state, "get_tensor_and_data_parallel_group", default)
     for given, expected in (({}, "with context"), ({"tp_dp_cp": "the call's"}, "the call's")):
-        assert groups.group_of(SimpleNamespace(**given), "tp_dp_cp") == expected
+        assert compat.group_of(SimpleNamespace(**given), "tp_dp_cp") == expected
 
 
 @pytest.mark.parametrize(
