@@ -62,7 +62,7 @@ class _Deferred:
         @functools.wraps(self._own[name])
         def first(*args: Any, **keywords: Any) -> Any:
             self._put(self._stand_ins, self._own)
-            install()
+            install_by_variables()
             return getattr(sys.modules[_SCHEDULES], name)(*args, **keywords)
 
         return first
@@ -76,7 +76,7 @@ class _Deferred:
                     setattr(module, name, after[name])
 
 
-def install(max_tokens: int = 0) -> None:
+def install_by_variables(max_tokens: int = 0) -> None:
     """Install the plugin with the settings of ``DPP_*``, and with this bound of a microbatch where
     they give none. An installation that exists stays.
 
@@ -109,7 +109,7 @@ def megatron_init(args: Any) -> None:
     """
     most = getattr(args, "max_tokens_per_gpu", None)
     if run.is_on("USE_DPP", os.environ, otherwise=True):
-        install(most * args.context_parallel_size if most else 0)
+        install_by_variables(most * args.context_parallel_size if most else 0)
 
 
 if any(run.is_on(name, os.environ) for name in ("USE_DPP", "DPP_TRACE_ONLY")):

@@ -55,7 +55,7 @@ _TRACE_VALUES = [field for field in dataclasses.fields(HostTrace) if field.name 
 _STATES = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}
 
 
-def usage() -> str:
+def _usage() -> str:
     """The help of the command."""
     names = " ".join(flag_of(field.name) for field in option_fields())
     return f"""\
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("--help", "-h"):
-        print(usage())
+        print(_usage())
         return 0 if words else BAD_USAGE
     script, *flags = words
     naming = naming_of(flags, os.environ)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -25,13 +24,3 @@ def test_megatrons_own_parser_reads_the_flags_of_every_row(hosts: Hosts) -> None
     for name, said in found.items():
         assert said in ("read", f"no {matrix.ROWS[name].script} in {NEWEST}"), name
     assert found["sft"] == "read"
-
-
-def test_the_chats_of_a_row_have_a_template(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    matrix.write_chats(tmp_path)
-    made = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    (first, *_) = (tmp_path / "chats.jsonl").read_text().splitlines()
-    ids = made.apply_chat_template(json.loads(first)["messages"], tokenize=True, return_dict=True)
-    words = " ".join(each["content"] for each in json.loads(first)["messages"])
-    assert ids["input_ids"] == [*map(int, words.split()), made.eos_token_id]
