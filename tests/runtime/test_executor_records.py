@@ -91,6 +91,28 @@ def test_a_fused_backwards_output_leaves_before_the_pieces_of_its_weight_gradien
     assert runner.complete == [0] and runner.complete_after == [8]
 
 
+def test_pieces_of_a_w_are_recorded_one_by_one_and_timed_together() -> None:
+    """With what is held after each of them."""
+
+    class Noting(TaskTimer):
+        told: ClassVar[list[Any]] = []
+
+        def goes_on(self, key: tuple[str, int], size: float, number: int) -> bool:
+            self.told.append(number)
+            return True
+
+        def launched(self, key: tuple[str, int], size: float = 1.0, number: int = 1) -> None:
+            self.told.append((key[0], number))
+
+    network, log = network_of(LAST), Log()
+    put(network, 1)
+    geometry = Geometry(2, 1, 1, 1, w_pieces=(3,))
+    rank_of(network, geometry, recorder=log, timer=Noting(), split_backward=True).run()
+    each = [("0W0", "end", f"held {held}") for held in ("0.666667", "0.333333", "0")]
+    assert log.events[log.events.index("0W0") :] == [event for piece in each for event in piece]
+    assert Noting.told == [("F", 1), ("B", 1), 1, 2, 3, ("W", 3)]
+
+
 @pytest.mark.parametrize("launch_ahead", [True, False])
 def test_a_task_is_launched_ahead_of_its_input_where_that_is_asked_for(
     clock: VirtualClock, launch_ahead: bool
