@@ -74,14 +74,6 @@ def replayed(text, num_microbatches=6, cap=None):
     return Scheduler(Geometry(3, 0, 1, num_microbatches), policy=Replay(actions, "tape"), cap=cap)
 
 
-def test_a_replay_waits_for_what_is_on_its_way():
-    scheduler = replayed("0F0 0B0")
-    assert str(scheduler.next()) == "0F0"
-    assert scheduler.next() is None
-    scheduler.arrived(Direction.BACKWARD, 0, 1)
-    assert str(scheduler.next()) == "0B0"
-
-
 @pytest.mark.parametrize(
     ("text", "why"),
     [
