@@ -26,6 +26,7 @@ from megatron.dpp import ConfigError, DppConfig, DppSchedule
 from megatron.dpp.core.graphs.slots import ChunkGraphs
 from megatron.dpp.errors import PeerDead, ScheduleError
 from megatron.dpp.runtime.static import StaticSchedule
+from tests.runtime import several
 from tests.runtime.losses import Rerun
 
 LENGTHS = (8, 8, 16, 8)
@@ -250,6 +251,12 @@ def a_script_may_end_by_exit(folder: Path) -> None:
         assert end.code == 0
 
 
+def stages_may_exchange_several_tensors(folder: Path) -> None:
+    parallel_state.destroy_model_parallel()
+    for case in several.CASES:
+        several.run_case(case)
+
+
 CHECKS = [
     recording_goes_on_when_links_are_opened_anew,
     static_links_are_opened_anew,
@@ -264,6 +271,7 @@ CHECKS = [
     a_check_opens_nothing,
     graphs_of_the_model_before_are_closed,
     a_script_may_end_by_exit,
+    stages_may_exchange_several_tensors,
 ]
 
 

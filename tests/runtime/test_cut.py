@@ -19,7 +19,7 @@ from megatron.dpp.core.slices import Slices, Unit, attend_in_slice, why_not_slic
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.memory import saved_bytes
 from megatron.dpp.runtime.slicing import Slicing
-from megatron.dpp.schedule.slice_sizes import slice_size
+from megatron.dpp.schedule.caps import slice_size
 
 USUAL = {
     "num_moe_experts": None, "multi_latent_attention": False, "mtp_num_layers": None,

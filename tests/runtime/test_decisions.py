@@ -119,13 +119,6 @@ def test_the_head_takes_room_beside_deferred_weight_gradients_alone() -> None:
     assert made.scheduler(last, backward=SPLIT).cap == made.cap < whole
 
 
-def test_before_it_is_measured_a_backward_counts_as_freeing_nothing() -> None:
-    """More may be held otherwise than fits."""
-    geometry = Geometry(1, 0, 1, 4, w_pieces=(1,))
-    scheduler = decisions().scheduler(geometry, backward=SPLIT)
-    assert held_after(scheduler, "0F0", "0B0", "0W0") == [1.0, 1.0, 0.0]
-
-
 def test_a_slot_is_held_until_the_last_weight_gradient_has_run() -> None:
     made = decisions()
     made.measured(Memory(activation_bytes=100, deferred_bytes=60))

@@ -148,22 +148,6 @@ def test_chunks_with_nothing_to_defer_complete_with_their_last_backward(
 # Arrivals ----------------------------------------------------------------------------------------
 
 
-def test_an_iteration_of_a_neighbour_that_is_ahead_waits_for_its_turn() -> None:
-    """Rank 0 has sent all inputs of three iterations before rank 1 begins."""
-    network = network_of(LAST, depth=6)
-    first, last = network.transport(0), network.transport(1)
-    for iteration in range(3):
-        for microbatch in range(2):
-            value = torch.tensor([float(10 * iteration + microbatch)])
-            first.put(0, value, iteration=iteration, microbatch=microbatch)
-    links, runner = Links(last, LAST), Arithmetic(LAST)
-    for iteration in range(3):
-        rank_of(None, GEOMETRY, links=links, runner=runner, number=iteration).run()
-        for microbatch in range(2):
-            assert runner.results["F", 0, microbatch] == 2 * (10 * iteration + microbatch) + 1
-    assert len(runner.log) == 3 * 4
-
-
 def links_of(receiving: list[tuple[int, int]], before: int = 0) -> Any:
     return SimpleNamespace(receiving=receiving, consumed=[before] * len(receiving))
 

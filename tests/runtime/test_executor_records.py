@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-import time
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-import torch
 
 from megatron.dpp.inject import Task
-from megatron.dpp.report.reader import read_events, read_header
 from megatron.dpp.runtime.agreement import Decider
 from megatron.dpp.runtime.gaps import Gaps
 from megatron.dpp.runtime.links import Links
 from megatron.dpp.runtime.timer import TaskTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry, Scheduler
-from megatron.dpp.trace import Recorder, TraceLayout, open_recorder
+from megatron.dpp.trace import Recorder
 from tests.fake_network import FakeNetwork, FakeTransport, VirtualClock
 from tests.runtime.pipelines import FIRST, LAST, Arithmetic, network_of, put, rank_of
 from tests.runtime.test_executor_contract import ONE, TWO
@@ -91,6 +87,28 @@ def test_a_fused_backwards_output_leaves_before_the_pieces_of_its_weight_gradien
     assert runner.complete == [0] and runner.complete_after == [8]
 
 
+def test_pieces_of_a_w_are_recorded_one_by_one_and_timed_together() -> None:
+    """With what is held after each of them."""
+
+    class Noting(TaskTimer):
+        told: ClassVar[list[Any]] = []
+
+        def goes_on(self, key: tuple[str, int], size: float, number: int) -> bool:
+            self.told.append(number)
+            return True
+
+        def launched(self, key: tuple[str, int], size: float = 1.0, number: int = 1) -> None:
+            self.told.append((key[0], number))
+
+    network, log = network_of(LAST), Log()
+    put(network, 1)
+    geometry = Geometry(2, 1, 1, 1, w_pieces=(3,))
+    rank_of(network, geometry, recorder=log, timer=Noting(), split_backward=True).run()
+    each = [("0W0", "end", f"held {held}") for held in ("0.666667", "0.333333", "0")]
+    assert log.events[log.events.index("0W0") :] == [event for piece in each for event in piece]
+    assert Noting.told == [("F", 1), ("B", 1), 1, 2, 3, ("W", 3)]
+
+
 @pytest.mark.parametrize("launch_ahead", [True, False])
 def test_a_task_is_launched_ahead_of_its_input_where_that_is_asked_for(
     clock: VirtualClock, launch_ahead: bool
@@ -139,45 +157,6 @@ def test_a_gap_keeps_its_first_cause_unless_that_was_the_lookahead(clock: Virtua
     assert seconds == [
         (0, 2, "lookahead", "since 0"), (2, 5, "message", "since 2"), (6, 8, "warm-up", ""),
     ]  # fmt: skip
-
-
-def test_a_trace_file_has_the_gaps_between_its_tasks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tasks, gaps and arrivals of a rank in the file: no gap overlaps a task, and each ends with
-    the arrival that it waited for.
-    """
-    layout = TraceLayout(
-        data=0, pipeline=1, tensor=0, data_size=1, pipeline_size=2, tensor_size=1, num_chunks=1
-    )
-    network, microbatches = network_of(LAST), iter(range(2))
-
-    def wait(own: FakeTransport, seconds: float) -> bool:
-        time.sleep(0.02)
-        network.transport(0).put(0, torch.zeros(1), iteration=0, microbatch=next(microbatches))
-        return True
-
-    monkeypatch.setattr(FakeTransport, "wait", wait)
-    with open_recorder(tmp_path, rank=1, layout=layout) as recorder:
-        executor = rank_of(network, TWO, recorder=recorder, number=0)
-        recorder.begin_iteration(0)
-        executor.run()
-        recorder.end_iteration()
-    file = read_header(layout.path(tmp_path))
-    events = [e for e in read_events(file) if e.get("cat") in ("task", "wait", "arrival")]
-    spans = {e["name"]: (file.time_ns(e), file.time_ns(e) + file.duration_ns(e)) for e in events}
-    assert set(spans) == {
-        "0F0", "0F1", "wait: warm-up", "wait: message", "arrival 0", "arrival 1"
-    }  # fmt: skip
-    details = {e["name"]: e["args"].get("detail") for e in events if e["cat"] == "wait"}
-    assert details == {"wait: warm-up": "F0", "wait: message": "F0"}
-    microsecond = 1000
-    for gap, task, number in (("wait: warm-up", "0F0", 0), ("wait: message", "0F1", 1)):
-        begin, end = spans[gap]
-        assert end - begin > 10**7
-        assert begin < spans[f"arrival {number}"][0] <= end + microsecond
-        assert end <= spans[task][0] + microsecond
-    assert spans["0F0"][1] <= spans["wait: message"][0] + microsecond
 
 
 def test_a_message_is_recorded_before_it_is_put(monkeypatch: pytest.MonkeyPatch) -> None:

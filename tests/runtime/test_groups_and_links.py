@@ -12,14 +12,12 @@ from megatron.core import parallel_state
 from megatron.dpp.config import DppConfig
 from megatron.dpp.core import compat
 from megatron.dpp.direction import Direction
-from megatron.dpp.errors import ConfigError
 from megatron.dpp.runtime import links as opening
 from megatron.dpp.runtime import stage_group
 from megatron.dpp.runtime.links import Links, open_links, own_address
 from megatron.dpp.runtime.stage_group import StageGroup, stage_group_of
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Geometry
-from megatron.dpp.transport import TransportOptions
 from megatron.dpp.transport.base import ChannelSpec
 from tests.fake_network import FakeNetwork
 
@@ -276,11 +274,3 @@ def test_overlapping_groups_are_joined(
     groups: list[list[int]], rank: int, together: tuple[int, ...]
 ) -> None:
     assert stage_group.joined(groups, rank) == together
-
-
-@pytest.mark.parametrize("number", [0, -1, 3, 6, 1 << 21])
-def test_the_most_pending_messages_are_a_power_of_two(number: int) -> None:
-    for allowed in (1, 2, 64, 1 << 20):
-        assert TransportOptions(max_pending=allowed).max_pending == allowed
-    with pytest.raises(ConfigError, match=f"max_pending is {number}"):
-        TransportOptions(max_pending=number)

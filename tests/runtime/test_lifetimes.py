@@ -10,4 +10,4 @@ WORKER = Path(__file__).with_name("lifetimes_worker.py")
 
 
 def test_a_schedule_outlives_what_it_began_with(tmp_path: Path) -> None:
-    assert run_ranks(WORKER, 2, [str(tmp_path)], timeout=300).count("ok ") == 2 * 13
+    assert run_ranks(WORKER, 2, [str(tmp_path)], timeout=300).count("ok ") == 2 * 14

@@ -127,14 +127,14 @@ class Traced:
     """A static schedule call that is traced: its steps make ``output`` and exchange nothing."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, rank: int = 1) -> None:
-        self.output, self.put, self.causes = torch.zeros(3), list[Any](), list[str]()
+        self.output, self.put = torch.zeros(3), list[Any]()
         self.received, self.gradient, self.taken = torch.ones(1), torch.ones(2), list[Any]()
         self.recorder: Any = SimpleNamespace(
             enabled=True, iteration=0, mark=lambda: 0,
             put=lambda channel, *given: self.put.append((channel, given)),
             taken=lambda channel, found: self.taken.append((ends(channel), found.microbatch)),
             begin_task=lambda *task: None, end_task=lambda: None,
-            gap=lambda start, end, cause, detail: self.causes.append(cause),
+            gap=lambda *_: None,
         )  # fmt: skip
         self.rank = rank
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
@@ -195,16 +195,6 @@ def test_a_message_has_arrived_from_its_side_when_a_step_uses_it(
         made.forward(2, 7)
         schedules.backward_step(made.received, made.output, made.gradient)
     assert made.taken == [((0, 1, 2, Direction.FORWARD), 7), ((2, 1, 2, Direction.BACKWARD), 7)]
-
-
-def test_a_wait_before_the_first_task_is_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Traced(monkeypatch)
-    with traced(made.recorder):
-        made.communicate(recv_prev=True)
-        made.communicate()
-        made.forward(0, 0)
-        made.communicate(recv_next=True)
-    assert made.causes == ["warm-up", "send", "message"]
 
 
 def test_a_backward_belongs_to_the_forward_that_made_its_output(

@@ -16,7 +16,6 @@ from megatron.dpp.schedule import (
     Recording,
     Replay,
     Scheduler,
-    check_recording,
     reference_order,
     replica_path,
 )
@@ -73,14 +72,6 @@ def test_a_recording_is_lines_of_json_that_other_programs_may_read(tmp_path):
 def replayed(text, num_microbatches=6, cap=None):
     actions = [Action.parse(word) for word in text.split()]
     return Scheduler(Geometry(3, 0, 1, num_microbatches), policy=Replay(actions, "tape"), cap=cap)
-
-
-def test_a_replay_waits_for_what_is_on_its_way():
-    scheduler = replayed("0F0 0B0")
-    assert str(scheduler.next()) == "0F0"
-    assert scheduler.next() is None
-    scheduler.arrived(Direction.BACKWARD, 0, 1)
-    assert str(scheduler.next()) == "0B0"
 
 
 @pytest.mark.parametrize(
@@ -178,21 +169,6 @@ def test_broken_files_are_named(tmp_path, content, why):
         (tmp_path / "order.rank0").write_text(content)
     with pytest.raises(DataError, match=why):
         Recording.load(str(tmp_path / "order"), 0)
-
-
-def test_a_run_of_another_shape_is_refused_before_it_starts(tmp_path):
-    path = str(tmp_path / "order")
-    with closing(DecisionRecorder(path, geometry(1))) as recorder:
-        recorder.write(geometry(1, 2, forward_only=True), [], Backward())
-        recorder.write(geometry(1), [], Backward())
-    check_recording(path, geometry(1))
-    with pytest.raises(DataError, match=r"order\.rank1.*num_microbatches was 6 and is 12"):
-        check_recording(path, geometry(1, 12))
-    check_recording(path, geometry(1, 12), ramped=True)
-    with pytest.raises(DataError, match=r"num_chunks was 2 and is 1; num_microbatches was 6 and"):
-        check_recording(path, Geometry(3, 1, 1, 12))
-    with pytest.raises(DataError, match=r"order\.rank2'\): No such file"):
-        check_recording(path, geometry(2))
 
 
 def test_what_cannot_be_written_is_named_and_what_is_written_is_there(tmp_path):

@@ -33,7 +33,9 @@ class Decider:
         channels = self._channels = links.receiving
         self._base = list(links.consumed)
         self._told = [0] * len(channels)
-        self._index_of = {channel: index for index, channel in enumerate(channels)}
+        self._index_of: dict[tuple[int, int], int] = {
+            channel: index for index, channel in enumerate(channels)
+        }
         self._seen: Sequence[int] = ()
 
     @property

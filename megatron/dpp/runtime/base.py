@@ -106,19 +106,12 @@ class PipelineSchedule(abc.ABC):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        exits = isinstance(error, SystemExit) and error.code in (None, 0)
         try:
-            if error is not None and not _is_clean_exit(error):
-                self._leave_by(error)
+            if error is None or exits:
+                return
+            cause = leave(error, self._links())  # the other ranks are told why this one ends
+            if cause is not error:
+                raise cause from error
         finally:
             self.close()
-
-    def _leave_by(self, error: BaseException) -> None:
-        """Tell the other ranks why this one ends, and raise what explains ``error``."""
-        cause = leave(error, self._links())
-        if cause is not error:
-            raise cause from error
-
-
-def _is_clean_exit(error: BaseException) -> bool:
-    """True for ``sys.exit()`` without an error status."""
-    return isinstance(error, SystemExit) and error.code in (None, 0)

@@ -24,8 +24,6 @@ from megatron.dpp.runtime.session import Session
 from megatron.dpp.schedule import LastRank, Memory
 from megatron.dpp.trace import Recorder
 
-_NO_PADDING = PaddedRows((), (), 1)
-
 
 class Prepared:
     """Deferred weight gradients and graphs of one model, and the memory that it was measured to
@@ -52,7 +50,8 @@ class Prepared:
         self.graphs: ChunkGraphs | None = None
         """Graphs of the chunks, where they are captured."""
         self._weights: WeightGradients | None = None
-        self._binds, self._padded = True, _NO_PADDING
+        self._binds = True
+        self._padded: PaddedRows | None = None
         self._model: Sequence[torch.nn.Module] = ()
         self._parameters: Sequence[torch.nn.Parameter] = ()
         self._trained: Sequence[bool] = ()
@@ -81,7 +80,7 @@ class Prepared:
             self._weights = self._weight_gradients(call)
             if self._config.cuda_graphs != "off" and can_capture(self._capture):
                 self.graphs = self._make_graphs(call)
-            self._padded = call.padded_rows(self._config) or _NO_PADDING
+            self._padded = call.padded_rows(self._config)
             self._model = list(call.model)
             self._parameters = [p for chunk in call.model for p in chunk.parameters()]
             self._trained = [p.requires_grad for p in self._parameters]
@@ -142,7 +141,7 @@ class Prepared:
                     around.enter_context(self._weights.bound())
                 if self.graphs is not None and graphs and call.cut is None:
                     around.enter_context(self.graphs.bound(call.boundary_example(self._config)))
-                if self.pads(call):
+                if self._padded is not None and self.pads(call):
                     around.enter_context(self._padded.bound())
                 around.enter_context(traced_experts(call.model, recorder))
             yield
@@ -152,7 +151,7 @@ class Prepared:
         captures = self.graphs is not None and self.graphs.captures
         chosen = self._config.length_buckets != "auto" or (self._binds and captures)
         trains = call.cut is None and not call.forward_only
-        return trains and chosen and self._padded is not _NO_PADDING
+        return trains and chosen and self._padded is not None
 
     @property
     def replays(self) -> bool:

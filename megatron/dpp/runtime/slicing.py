@@ -16,7 +16,7 @@ from megatron.dpp.core.cut import Cut, WholeSteps
 from megatron.dpp.core.slices import Slices, why_not_sliced
 from megatron.dpp.errors import ConfigError, Text, setting
 from megatron.dpp.schedule import Kind
-from megatron.dpp.schedule.slice_sizes import WHOLE_UP_TO, slice_size
+from megatron.dpp.schedule.caps import WHOLE_UP_TO, slice_size
 
 _KAPPA = 0.35
 """Memory of keys, values and their gradients over that of activations, until it is measured: that

@@ -88,10 +88,9 @@ class StaticSchedule(PipelineSchedule):
         topology: Topology,
         iteration: int,
     ) -> None:
-        if self.config.inject:
-            around.enter_context(
-                around_steps(lambda *_: self._timer.begin(), self._prolonger(topology, iteration))
-            )
+        if injector := self._injector_of(topology):
+            after = self._prolonger(injector, topology, iteration)
+            around.enter_context(around_steps(lambda *_: self._timer.begin(), after))
         if self.config.transport != "auto" and topology.num_ranks > 1:
             around.enter_context(over_channels(self._open(keywords, topology)))
         graphed = self.config.cuda_graphs == "on" and can_capture(self._capture)
@@ -118,8 +117,10 @@ class StaticSchedule(PipelineSchedule):
             self._graphed = list(call.model)
         return self._graphs
 
-    def _prolonger(self, topology: Topology, iteration: int) -> Callable[[Step, Any], None]:
-        injector, work = self._injector_of(topology), [0.0]
+    def _prolonger(
+        self, injector: Injector, topology: Topology, iteration: int
+    ) -> Callable[[Step, Any], None]:
+        work = [0.0]
 
         def after(step: Step, _: Any) -> None:
             kind, chunk, microbatch = step
@@ -131,10 +132,9 @@ class StaticSchedule(PipelineSchedule):
 
         return after
 
-    def _injector_of(self, topology: Topology) -> Injector:
-        if self._injector is None:
-            made = self._injector = injector_of(self.config, topology, self._seed)
-            assert made is not None
+    def _injector_of(self, topology: Topology) -> Injector | None:
+        if self._injector is None and (made := injector_of(self.config, topology, self._seed)):
+            self._injector = made
             if made.delays_messages and self.config.transport == "auto":
                 inject, transport = setting("inject", self.config.inject), setting("transport")
                 text = "delays no messages of megatron-core's own exchange"
@@ -151,7 +151,7 @@ class StaticSchedule(PipelineSchedule):
         if self._exchange is None:
             self._slot_bytes = slot_bytes
             specs = ring_channels(topology.ranks, topology.rank, slot_bytes, self.config.slots)
-            injector = self._injector_of(topology) if self.config.inject else None
+            injector = self._injector_of(topology)
             transport = delayed(open_links(specs, self.config), injector, topology.ranks)
             for link in transport.links():
                 self._log(f"static pipeline: link to {link.peer}: {link.kind} ({link.reason})")

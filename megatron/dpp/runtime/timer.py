@@ -203,12 +203,13 @@ class DeviceTimer(TaskTimer):
         """Uses the shortest time per kind and size of task, as first ones include initialisation.
         Launching takes the same time for all sizes, running the mean.
         """
-        return max(map(self._launch_share_of, chunks), default=0.0)
-
-    def _launch_share_of(self, chunk: int) -> float:
-        keys = [key for key in self._took_by_size if key[1] == chunk]
-        took = sum(statistics.fmean(self._took_by_size[key].values()) for key in keys)
-        return min(1.0, sum(self._least_launch[key] for key in keys) / took) if took else 0.0
+        most = 0.0
+        for chunk in chunks:
+            keys = [key for key in self._took_by_size if key[1] == chunk]
+            took = sum(statistics.fmean(self._took_by_size[key].values()) for key in keys)
+            if took:
+                most = max(most, sum(self._least_launch[key] for key in keys) / took)
+        return min(1.0, most)
 
     def begin(self, *, ahead: bool = False) -> None:
         self._began, self._launched_ahead = time.monotonic(), ahead

@@ -31,7 +31,6 @@ from megatron.dpp.schedule.recording import (
     DecisionRecorder,
     Recording,
     Replay,
-    check_recording,
     replica_path,
 )
 from megatron.dpp.schedule.reference import Reference, peak_in_flight, peak_size, reference_order
@@ -42,7 +41,7 @@ __all__ = [
     "BUILT_IN", "DIRECTION_OF", "HOLDS_ALL", "UNIT", "Action", "Allowance", "Budget", "Cause",
     "DecisionRecorder", "Geometry", "Kind", "LastRank", "Memory", "MemoryLimit", "Policy",
     "Recording", "Reference", "Replay", "Scheduler", "StaticSizes", "View", "beside_head",
-    "check_recording", "check_room", "chosen_policy", "find_policy", "group_sizes", "groups_of",
-    "key_sizes", "parse_cap", "peak_in_flight", "peak_size", "reference_order", "replica_path",
+    "check_room", "chosen_policy", "find_policy", "group_sizes", "groups_of", "key_sizes",
+    "parse_cap", "peak_in_flight", "peak_size", "reference_order", "replica_path",
     "sliced_allowance",
 ]  # fmt: skip

@@ -32,6 +32,10 @@ UNIT = 1 << 40
 """Size of a microbatch where sizes do not matter: fine enough for any share of an activation."""
 ROUNDING = 1e-6
 """Tolerance of a cap in chunk activations: caps are products of fractions."""
+WHOLE_UP_TO = 1.5
+"""A sequence of up to so many slices' tokens is not cut."""
+_SLICE_STEP = 64
+"""A slice has a multiple of so many tokens, as kernels like it."""
 _NUMBER = r"([0-9]*\.?[0-9]+)"
 _UNITS = {"B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -122,10 +126,30 @@ def key_sizes(groups: Sequence[int], sizes: Sequence[int], kappa: float) -> dict
 
 def group_sizes(groups: Sequence[int], sizes: Sequence[int]) -> list[int]:
     """Sizes of the microbatches of :attr:`Geometry.uncut`: of each group."""
-    if not groups:
-        return list(sizes)
     left = iter(sizes)
-    return [sum(itertools.islice(left, number)) for number in groups]
+    return [sum(itertools.islice(left, number)) for number in groups or (1,) * len(sizes)]
+
+
+def slice_size(length: int, tokens: int, multiple: int = 1) -> int:
+    """Tokens of each slice of a sequence but the last one; ``length`` where it is not cut.
+
+    Slices have equal tokens. The last one has half of a slice at least, unless the others would
+    have more than 1.5 times ``tokens`` then.
+
+    Args:
+        tokens: that a slice should have. Sequences of up to 1.5 times as many are not cut.
+        multiple: of which every slice but the last is one.
+
+    >>> slice_size(10000, 4096), slice_size(6000, 4096)
+    (3392, 6000)
+    """
+    if length <= WHOLE_UP_TO * tokens:
+        return length
+    step = math.lcm(min(_SLICE_STEP, tokens), multiple)
+    each = math.ceil(length / math.ceil(length / tokens) / step) * step
+    while 0 < length % each < each / 2 and each + step <= WHOLE_UP_TO * tokens:
+        each += step
+    return min(each, length)
 
 
 class StaticSizes:

@@ -47,30 +47,6 @@ def replica_path(path: str, replica: int) -> str:
     return f"{path}.replica{replica}" if replica else path
 
 
-def check_recording(path: str, geometry: Geometry, *, ramped: bool = False) -> None:
-    """Refuse a recording that a run of this shape cannot follow. Reads the file up to its first
-    training iteration.
-
-    Args:
-        path: as given to ``replay``, :func:`replica_path` applied.
-        geometry: of training; pieces of weight gradients are not compared.
-        ramped: the number of microbatches changes during the run, and is not compared.
-
-    Raises:
-        DataError: the file is missing, not a recording, or of another shape.
-    """
-    file = recording_path(path, geometry.rank)
-    lines = _read(file)
-    was, now = next(lines), _shape(geometry)
-    if not ramped:
-        was = was | next((line for line in lines if line.get("forward_only") is False), {})
-        if "num_microbatches" in was:  # otherwise it holds evaluations only
-            now["num_microbatches"] = geometry.num_microbatches
-    if changes := _changes(was, now):
-        replay = setting("replay", file)
-        raise DataError(f"{replay}: recorded with other settings: {changes}", replay)
-
-
 class DecisionRecorder:
     """Writes the decisions of one rank.
 

@@ -129,21 +129,16 @@ def static_peak(geometry: Geometry, sizes: Sequence[int]) -> int:
     """
     bare = dataclasses.replace(geometry, w_pieces=None)
     return max(
-        peak_size(_order_of(dataclasses.replace(bare, rank=rank)), sizes)
+        peak_size(Reference.of(dataclasses.replace(bare, rank=rank)).order, sizes)
         for rank in range(geometry.num_ranks)
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _order_of(geometry: Geometry) -> list[Action]:
-    return reference_order(geometry)
 
 
 class Reference:
     """Megatron's order of one rank, indexed. Immutable: all iterations of a shape share it."""
 
     @staticmethod
-    @functools.lru_cache(maxsize=64)
+    @functools.lru_cache(maxsize=256)
     def of(geometry: Geometry) -> Reference:
         """That of a geometry, made once."""
         return Reference(geometry)

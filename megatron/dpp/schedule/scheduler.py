@@ -142,12 +142,12 @@ class Scheduler(View):
             self.learn(microbatch, size, keys.get(microbatch, 0))
         if geometry.forward_only:
             return
-        for cap, least in self.least:
-            if cap < least - ROUNDING:
+        for budget in self._budgets:
+            if not budget.soft and budget.cap < budget.least - ROUNDING:
                 activation_cap = setting("activation_cap")
                 raise ConfigError(
-                    f"pipeline rank {geometry.rank} may hold {cap:g} chunk activations, but "
-                    f"Megatron's own order needs {least:g}; raise {activation_cap}",
+                    f"pipeline rank {geometry.rank} may hold {budget.cap:g} chunk activations, but "
+                    f"Megatron's own order needs {budget.least:g}; raise {activation_cap}",
                     activation_cap,
                 )
 
@@ -212,7 +212,8 @@ class Scheduler(View):
         room.
         """
         action = self.next_piece() if self._is_built_in else None
-        if action is None or (self.forward_waits() and self.policy(self) != action):
+        waits = any(map(int.__gt__, self.forwards_arrived, self.forwards_run))
+        if action is None or (waits and self.policy(self) != action):
             return None
         self.apply(action)
         return action

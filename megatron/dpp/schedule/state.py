@@ -247,13 +247,6 @@ class View:
         return self._budget.peak / self._budget.largest
 
     @property
-    def least(self) -> list[tuple[float, float]]:
-        """Of the cap and of each further limit that is not soft: its value, and the least under
-        which Megatron's order of these sizes fits.
-        """
-        return [(budget.cap, budget.least) for budget in self._budgets if not budget.soft]
-
-    @property
     def done(self) -> bool:
         """Every task of this iteration has been handed out or reported as run."""
         return self._left == 0 and not self._deferred
@@ -286,10 +279,6 @@ class View:
     def next_piece(self) -> Action | None:
         """The next piece of the weight gradient of which a piece ran last; None if none is left."""
         return self.weight() if self._next_piece else None
-
-    def forward_waits(self) -> bool:
-        """True if the input of a forward is here. A piece of ``W`` may make room for it."""
-        return any(map(int.__gt__, self.forwards_arrived, self.forwards_run))
 
     def first_forward(self) -> Action | None:
         """The forward that may run and comes first in depth-first order."""
