@@ -198,7 +198,7 @@ def _watch(options: argparse.Namespace) -> int:
         files: list[TraceFile] = []
         with contextlib.suppress(*([] if options.once else [DataError])):  # a header half written
             files = [] if folder is None else open_run(folder, allow_missing=True)
-        training = read_training(place.home, options.metrics_file, last_only=True)
+        training = read_training(place.home, options.metrics_file)
         state, dead = state_of(place, files, training)
         if not files and not training.metrics and state == "ended":
             place.need_traces()
