@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron.dpp.report import whatif
+from megatron.dpp.report.analysis.summary import PredictedTime
 from megatron.dpp.report.analysis.times import UNDISTURBED
 from megatron.dpp.report.whatif import (
     Recorded,
+    WhatIf,
+    effects,
     without_imbalance,
     without_jitter,
     without_link,
@@ -47,6 +53,36 @@ def test_a_fused_backward_saves_the_imbalance_of_both_its_parts(
     run = run_of([10.0], split=split)
     without_imbalance([3], {(3, 0): 3e9, (2, 0): 9e9})(run)
     assert run.tasks[:, 0].tolist() == [[7.0], [backward], [weights]]
+
+
+def test_the_last_iterations_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones have initialisation in them."""
+    monkeypatch.setattr(Recorded, "replayed", lambda run: run.window)
+    runs = [run_of([1.0], window=float(number)) for number in range(8)]
+    assert [run.window for run in WhatIf(runs).runs] == [3.0, 4.0, 5.0, 6.0, 7.0]
+
+
+def test_what_varies_is_removed_before_slowness_that_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kinds = ["slow-rank", "jitter", "slow-link", "transient", "elsewhere"]
+
+    def removal(culprit: Any, *_: Any) -> Any:
+        return None if culprit.kind == "elsewhere" else lambda run: run.append(culprit.kind)
+
+    monkeypatch.setattr(whatif, "removal", removal)
+    tried: list[list[str]] = []
+
+    def predict(name: str, change: Any) -> PredictedTime:
+        tried.append([])
+        change(tried[-1])
+        return PredictedTime(name, 10.0, 10.0 - len(tried[-1]))
+
+    model: Any = SimpleNamespace(runs=[], predict=predict)
+    culprits: Any = [SimpleNamespace(kind=kind) for kind in kinds]
+    assert effects(model, culprits, [0]) == [pytest.approx(0.1)] * 4 + [None]
+    assert tried[0] == ["jitter", "transient", "slow-rank", "slow-link"]
+    assert tried[1:3] == [["slow-rank"], ["jitter", "transient", "slow-link"]]
 
 
 @pytest.mark.parametrize("places", [(0, 1), (1, 0)])

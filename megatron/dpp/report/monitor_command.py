@@ -170,7 +170,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", metavar="ADDRESS",
         help="of the page (127.0.0.1: this machine alone; 0.0.0.0: everybody)")  # fmt: skip
     add("--baseline", metavar="RUN", help="another run beside it on the page")
-    parser.set_defaults(skip=None, iteration=None, threshold=1.15)
+    parser.set_defaults(iteration=None, threshold=1.15)
     return parser
 
 
