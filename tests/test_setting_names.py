@@ -44,7 +44,6 @@ def test_no_text_of_the_engine_names_a_flag(room: str) -> None:
         f"{path.relative_to(ROOT)}:{node.lineno}: {flag}"
         for path in engine_files()
         if path.is_relative_to(ROOT / "megatron" / "dpp" / room)
-        if path.name != "flags.py"  # of a program
         for node in ast.walk(tree_of(str(path)))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         for flag in flags_in(node.value)

@@ -127,7 +127,7 @@ def test_an_arrival_from_a_rank_without_a_file_has_no_latency(tmp_path):
 
 
 def test_tracks_are_sorted_pipeline_by_pipeline(tmp_path):
-    places = list(itertools.product(range(2), range(3), range(2), range(4)))
+    places = list(itertools.product(range(2), range(3), range(2), (3, 2, 1, 0)))
     sizes = {"data_size": 2, "tensor_size": 3, "context_size": 2, "pipeline_size": 4}
     layouts = [
         TraceLayout(data=d, tensor=t, context=c, pipeline=s, **sizes) for d, t, c, s in places
@@ -138,9 +138,21 @@ def test_tracks_are_sorted_pipeline_by_pipeline(tmp_path):
         for rank, (data, tensor, context, stage) in enumerate(places)
     ]
     orders = [e["args"]["sort_index"] for e in of(made, name="process_sort_index")]
-    assert orders == list(range(48))
+    assert orders == [rank // 4 * 4 + stage for rank, (*_, stage) in enumerate(places)]
     shape = JobShape.of(open_run(layouts[0].path(tmp_path).parent))
     assert len(shape.pipelines()) == 12 and {len(ranks) for ranks in shape.pipelines()} == {4}
+
+
+def test_arrivals_say_how_long_they_travelled_across_clocks(merged):
+    """A hop takes 100 us, give or take; clocks are known to within an uncertainty."""
+    arrivals = of(merged, cat="arrival")
+    slack = merged["otherData"]["uncertainty_ns"] / 1000
+    for event in arrivals:
+        args = event["args"]
+        across = 3 in (event["pid"], args["source"])
+        assert args["latency_us"] == pytest.approx(100, abs=10 + across * slack)
+        assert "sent_ns" not in args and args["queued_us"] >= 0
+    assert {event["pid"] for event in arrivals} == {0, 1, 2, 3}
 
 
 def test_the_alignment_is_stored(merged):

@@ -45,15 +45,6 @@ def test_iterations_are_read_once_and_in_order(tmp_path_factory: Any, written: l
     assert found == expected and list(found) == sorted(found)
 
 
-def test_a_look_at_the_end_skips_the_line_that_it_begins_in(tmp_path: Path) -> None:
-    """It reads the last 64 KiB."""
-    rows = [{"iteration": i, "loss": 1} for i in range(1000, 9000)]
-    found = [r["iteration"] for r in read_metrics(_write(tmp_path / "a", *rows), last_only=True)]
-    assert found == list(range(found[0], 9000))
-    assert (1 << 16) - 60 < len(found) * (len(json.dumps(rows[0])) + 1) <= 1 << 16
-    assert len(read_metrics(_write(tmp_path / "b", *rows[:8]), last_only=True)) == 8
-
-
 def test_the_command_names_flags_and_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "ck" / "iter_0000012").mkdir(parents=True)
     (tmp_path / "ck" / "iter_\u00b2").mkdir()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import http.client
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -22,12 +20,6 @@ from megatron.dpp.report.run_files import write_state
 from tests.report.synthetic import Run, write
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def monitor(*arguments: str, **settings) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "megatron.dpp", "monitor", *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, cwd=ROOT, text=True, **pipes, **settings)
 
 
 @pytest.fixture
@@ -104,17 +96,18 @@ def test_ports_that_cannot_be_had_are_named(page, tmp_path):
         open_server(live, "192.0.2.1", 0)
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
-def test_the_command_listens_on_this_machine_alone_and_stops(tmp_path, end):
+def test_the_command_listens_on_this_machine_alone_and_stops(tmp_path):
     write(Run(ranks=2), tmp_path)
-    heeding = functools.partial(signal.signal, end, signal.SIG_DFL)  # a shell's job ignores SIGINT
-    words = ("--web", "--port", "0", "--benchmark_dir", str(tmp_path))
-    process = monitor(*words, preexec_fn=heeding)
+    words = ("monitor", "--web", "--port", "0", "--benchmark_dir", str(tmp_path))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatron.dpp", *words], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
     try:
         address = process.stdout.readline().split()[-1]
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", address)
         assert process.stdout.readline() == "Ctrl-C ends it\n"
-        process.send_signal(end)
+        process.terminate()
         _, errors = process.communicate(timeout=150)
     finally:
         process.kill()

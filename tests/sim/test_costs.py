@@ -17,10 +17,17 @@ from megatron.dpp.sim import conditions
 from megatron.dpp.sim.clock import simulate
 from megatron.dpp.sim.conditions import condition_costs, rank_forward, uniform
 from megatron.dpp.sim.costs import Costs, Hop, Shape, SlowTimes, even_costs
-from megatron.dpp.sim.fixed import FixedOrder, gpipe_order, zb_h1_order
 from megatron.dpp.sim.lengths import MIXES, LengthCosts, parse_lengths
 from megatron.dpp.sim.measured import MeasuredCosts
-from megatron.dpp.sim.schedules import ScheduleConfig, join_chunks, replay, run_static
+from megatron.dpp.sim.schedules import (
+    FixedOrder,
+    ScheduleConfig,
+    gpipe_order,
+    join_chunks,
+    replay,
+    run_static,
+    zb_h1_order,
+)
 
 # Costs --------------------------------------------------------------------------------------------
 

@@ -101,7 +101,7 @@ def shares(seed: int) -> list[float]:
 
 
 def test_orders_of_packed_rows_gain_what_the_page_says() -> None:
-    """The table of docs/simulator.md, to a point."""
+    """Of five of the draws of the table in docs/simulator.md, whose means are within a point."""
     found = map(statistics.fmean, zip(*map(shares, range(5)), strict=True))
     assert list(found) == pytest.approx([0.940, 0.958, 0.854, 0.892, 0.847, 0.806], abs=0.01)
 

@@ -181,25 +181,6 @@ def test_an_event_without_both_of_its_times_is_dropped_and_gives_back_what_it_ha
     assert last["args"]["dropped"] == 5
 
 
-def test_events_wait_behind_one_that_the_device_has_not_reached(
-    tmp_path: Path, thread: ByHand
-) -> None:
-    marks = Marks()
-    queue: deque[tuple[object, ...]] = deque([task(0, 5, 6), task(1, 6, ("a",)), task(2, 8, 9)])
-    made = TraceWriter(
-        tmp_path / "x.json", queue, marks, rank=0, layout=LAYOUT, device="d", run="r"
-    )  # type: ignore[arg-type]
-    thread.drain()
-    assert [event[6] for event in queue] == [1, 2] and not made.dropped
-    marks.times["a"] = 7
-    thread.drain()
-    assert not queue and not marks.given_back
-    made.close()
-    _, *found, last = json.loads((tmp_path / "x.json").read_text())
-    assert [event["args"]["microbatch"] for event in found] == [0, 1, 2]
-    assert last["args"]["dropped"] == 0
-
-
 def record_iteration(recorder: Recorder, iteration: int) -> None:
     recorder.begin_iteration(iteration)
     start = time.monotonic_ns()

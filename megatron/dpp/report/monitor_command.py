@@ -170,7 +170,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", metavar="ADDRESS",
         help="of the page (127.0.0.1: this machine alone; 0.0.0.0: everybody)")  # fmt: skip
     add("--baseline", metavar="RUN", help="another run beside it on the page")
-    parser.set_defaults(skip=None, iteration=None, threshold=1.15)
+    parser.set_defaults(iteration=None, threshold=1.15)
     return parser
 
 
@@ -198,7 +198,7 @@ def _watch(options: argparse.Namespace) -> int:
         files: list[TraceFile] = []
         with contextlib.suppress(*([] if options.once else [DataError])):  # a header half written
             files = [] if folder is None else open_run(folder, allow_missing=True)
-        training = read_training(place.home, options.metrics_file, last_only=True)
+        training = read_training(place.home, options.metrics_file)
         state, dead = state_of(place, files, training)
         if not files and not training.metrics and state == "ended":
             place.need_traces()

@@ -126,7 +126,7 @@ def _read(
         size = sum(file.size for file in files)
         with progress_bar(size, **{"disable": True} if live else {}) as bar:
             alignment = align(files, lambda file: bar.update(file.size))
-        report.pipeline = analyse(files, alignment, skip=options.skip, threshold=options.threshold)
+        report.pipeline = analyse(files, alignment, threshold=options.threshold)
     except DataError:
         if not (live and report.training.metrics):
             raise
@@ -147,7 +147,6 @@ def build_report(
         DppError: an option that cannot be, or a run that cannot be read.
     """
     require(options.threshold > 1, f"--threshold {options.threshold:g}: must be above 1")
-    require((options.skip or 0) >= 0, f"--skip {options.skip}: must be at least 0")
     name, *others = names_of(options)
     place, runs = find_run(name), list[Recorded]()
     report = _read(place, options, options.metrics_file, live=live)
@@ -181,7 +180,6 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     add("runs", nargs="*", metavar="RUN", help="home or traces of a run (default: runs/latest)")
     add("--benchmark_dir", "--benchmark-dir", metavar="DIR", help="the same")
     add("--baseline", metavar="RUN", help="another run to compare with, number by number")
-    add("--skip", type=int, metavar="N", help="leave out N leading iterations (default: 1 of >= 3)")
     add("--iteration", type=int, metavar="N", help="timeline of iteration N (default: the median)")
     add("--metrics-file", metavar="FILE", help="losses (default: metrics.jsonl in the run's home)")
     add("--threshold", type=float, default=1.15, metavar="X", help="X times slower is a straggler")

@@ -27,7 +27,6 @@ from megatron.dpp.report.reader import FILE_PATTERN, is_whole
 METRICS, STATE, COMMAND = "metrics.jsonl", "state.json", "command"
 STATES = ("starting", "running", "finished", "stopped", "failed")
 """What a run can be in; the last three are ends."""
-_TAIL_BYTES = 1 << 16
 _TRACES = ("traces/*/", "traces/", "*/", "")
 """Places of trace files below the home of a run."""
 _FRESH_S = 60.0
@@ -244,16 +243,14 @@ class Training:
         }
 
 
-def read_metrics(path: Path, *, last_only: bool = False) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file in order, of steps and evaluations; empty where there is none.
 
     A run that resumed replaces the iterations that it repeats. A last line that is being written is
-    left out. ``last_only`` reads no more than the file's end.
+    left out.
     """
     found: list[dict[str, Any]] = []
     with contextlib.suppress(OSError, ValueError), open_to_read(path) as file:
-        if last_only:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         for line in file:
             with contextlib.suppress(ValueError, RecursionError):
                 values = json.loads(line)
@@ -267,12 +264,10 @@ def read_metrics(path: Path, *, last_only: bool = False) -> list[dict[str, Any]]
     return found
 
 
-def read_training(
-    home: Path, metrics_file: str | None = None, *, last_only: bool = False
-) -> Training:
-    """Reads the files of the run in ``home``; ``last_only``: of the metrics only the last."""
+def read_training(home: Path, metrics_file: str | None = None) -> Training:
+    """Reads the files of the run in ``home``."""
     path = Path(metrics_file) if metrics_file else home / METRICS
-    lines, flags, state = read_metrics(path, last_only=last_only), _flags(home), read_state(home)
+    lines, flags, state = read_metrics(path), _flags(home), read_state(home)
     training = Training(
         home=home,
         metrics=[line for line in lines if "loss" in line],

@@ -197,18 +197,8 @@ _UNSTEADY = ("jitter", "transient")
 _STRIDE = 7919
 """Step through undisturbed times; a prime, so that it reaches all of them."""
 
-CostChange = Callable[[Recorded], Recorded]
-
-
-def _retimed(edit: Callable[[TimeTable, Recorded], None]) -> CostChange:
-    """A change of task times, which ``edit`` makes in place."""
-
-    def change(run: Recorded) -> Recorded:
-        tasks = run.tasks.copy()
-        edit(tasks, run)
-        return replace(run, tasks=tasks)
-
-    return change
+CostChange = Callable[[Recorded], None]
+"""Changes task times and delays in place."""
 
 
 def _ratio(wanted: TimeTable, present: TimeTable) -> TimeTable:
@@ -219,32 +209,31 @@ def _ratio(wanted: TimeTable, present: TimeTable) -> TimeTable:
 def without_rank(place: int, num_ranks: int, factor: float) -> CostChange:
     """Makes the rank at ``place`` of the pipeline ``factor`` times faster."""
 
-    def edit(tasks: TimeTable, _: Recorded) -> None:
-        tasks[:, place::num_ranks] /= factor
+    def change(run: Recorded) -> None:
+        run.tasks[:, place::num_ranks] /= factor
 
-    return _retimed(edit)
+    return change
 
 
 def without_heavy_stage(heavy: int) -> CostChange:
     """Makes stage ``heavy`` as fast as the typical other stage."""
 
-    def edit(tasks: TimeTable, _: Recorded) -> None:
-        stages = np.median(tasks, axis=2)
+    def change(run: Recorded) -> None:
+        stages = np.median(run.tasks, axis=2)
         typical = np.median(np.delete(stages, heavy, axis=1), axis=1)
-        tasks[:, heavy] *= _ratio(typical, stages[:, heavy])[:, None]
+        run.tasks[:, heavy] *= _ratio(typical, stages[:, heavy])[:, None]
 
-    return _retimed(edit)
+    return change
 
 
 def without_link(places: tuple[int, int]) -> CostChange:
     """Makes messages between two ranks of the pipeline as fast as on the typical other hop."""
 
-    def change(run: Recorded) -> Recorded:
-        p, hops, delays = run.shape.num_ranks, run.hops.copy(), run.delays.copy()
-        slow = [{s % p, (s + 1) % p} == {*places} for s in range(len(hops))]
-        others = np.delete(hops, slow)
-        hops[slow] = delays[slow] = np.median(others) if others.size else 0.0
-        return replace(run, hops=hops, delays=delays)
+    def change(run: Recorded) -> None:
+        p = run.shape.num_ranks
+        slow = [{s % p, (s + 1) % p} == {*places} for s in range(len(run.hops))]
+        others = np.delete(run.hops, slow)
+        run.hops[slow] = run.delays[slow] = np.median(others) if others.size else 0.0
 
     return change
 
@@ -255,16 +244,16 @@ def without_jitter(runs: Sequence[Recorded], places: Collection[int]) -> CostCha
     """
     num_ranks = runs[0].shape.num_ranks
 
-    def edit(tasks: TimeTable, _: Recorded) -> None:
-        for kind, stage in itertools.product(*map(range, tasks.shape[:2])):
+    def change(run: Recorded) -> None:
+        for kind, stage in itertools.product(*map(range, run.tasks.shape[:2])):
             if stage % num_ranks in places:
-                seen = np.sort([run.tasks[kind, stage] for run in runs], axis=None)
+                seen = np.sort([other.tasks[kind, stage] for other in runs], axis=None)
                 calm = seen[seen <= 2 * seen[int(len(seen) * UNDISTURBED)] - seen[0]]
-                row = tasks[kind, stage]
+                row = run.tasks[kind, stage]
                 drawn = calm[_STRIDE * np.arange(len(row)) % len(calm)]
-                tasks[kind, stage] = np.where(row <= calm[-1], row, drawn)
+                run.tasks[kind, stage] = np.where(row <= calm[-1], row, drawn)
 
-    return _retimed(edit)
+    return change
 
 
 def without_imbalance(ranks: Sequence[int], lost: Mapping[Cell, float]) -> CostChange:
@@ -272,14 +261,14 @@ def without_imbalance(ranks: Sequence[int], lost: Mapping[Cell, float]) -> CostC
     saves in a forward, by (rank, chunk); B and W save as much each, in one task or in two.
     """
 
-    def edit(tasks: TimeTable, run: Recorded) -> None:
+    def change(run: Recorded) -> None:
         chunks = range(run.shape.num_chunks)
         saved = np.array([lost.get((rank, chunk), 0.0) for chunk in chunks for rank in ranks])
         passes = np.array([1, 1 if run.split else 2, 1])
-        tasks -= passes[:, None, None] * saved[None, :, None] / SECOND
-        np.maximum(tasks, 0.0, out=tasks)
+        less = passes[:, None, None] * saved[None, :, None] / SECOND
+        np.maximum(run.tasks - less, 0.0, out=run.tasks)
 
-    return _retimed(edit)
+    return change
 
 
 def with_even_layers(slowness: Sequence[float]) -> CostChange:
@@ -288,12 +277,12 @@ def with_even_layers(slowness: Sequence[float]) -> CostChange:
     ``slowness`` is the factor by which the rank at each place is slower than the others; it stays.
     """
 
-    def edit(tasks: TimeTable, run: Recorded) -> None:
-        means = tasks.mean(axis=2) / np.tile(slowness, run.shape.num_chunks)
+    def change(run: Recorded) -> None:
+        means = run.tasks.mean(axis=2) / np.tile(slowness, run.shape.num_chunks)
         even = np.broadcast_to(means.mean(axis=1, keepdims=True), means.shape)
-        tasks *= _ratio(even, means)[:, :, None]
+        run.tasks[...] *= _ratio(even, means)[:, :, None]
 
-    return _retimed(edit)
+    return change
 
 
 def schedule_of(run: Recorded) -> ScheduleConfig:
@@ -324,7 +313,7 @@ class WhatIf:
     def predict(
         self,
         name: str,
-        change: CostChange = lambda run: run,
+        change: CostChange = lambda run: None,
         config: ScheduleConfig | None = None,
         *,
         in_recorded_order: bool = False,
@@ -337,7 +326,9 @@ class WhatIf:
         """
         schedule, now, then = config or self.config, 0.0, 0.0
         for run, base in zip(self.runs, self._base, strict=True):
-            changed = change(run)
+            times = {name: getattr(run, name).copy() for name in ("tasks", "hops", "delays")}
+            changed = replace(run, **times)
+            change(changed)
             makespan = (
                 changed.replayed()
                 if in_recorded_order
@@ -374,12 +365,11 @@ def effects(
     order = sorted(range(len(culprits)), key=lambda index: culprits[index].kind not in _UNSTEADY)
 
     def without_all_but(left: int | None) -> PredictedTime:
-        def apply(run: Recorded) -> Recorded:
+        def apply(run: Recorded) -> None:
             for index in order:
                 change = changes[index]
                 if change is not None and index != left:
-                    run = change(run)
-            return run
+                    change(run)
 
         return what_if.predict("", apply)
 

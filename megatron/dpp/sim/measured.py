@@ -7,7 +7,7 @@ A cost file is JSON. Times are in seconds; a list of samples has at least one en
 
 ``stages`` has ``num_ranks * num_chunks`` entries in Megatron's order of virtual stages, ``hops``
 one fewer (stage ``s`` to ``s + 1``). ``W`` is empty for a run with a fused backward; only fused
-schedules can be simulated from it. ``megatron-dpp report --costs`` writes such files.
+schedules can be simulated from it. ``megatron-dpp report`` writes such files.
 """
 
 from __future__ import annotations

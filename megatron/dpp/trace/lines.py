@@ -7,6 +7,7 @@ virtual clock. ``docs/trace-format.md`` describes the result.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import socket
@@ -24,8 +25,6 @@ from megatron.dpp.trace.schema import (
     EventKind,
     TraceLayout,
 )
-
-_MOST_LINKS = 1024
 
 
 def clock_id() -> str:
@@ -97,7 +96,6 @@ class EventLines:
         self._start_ns = start_ns
         tracks = (TASK_TRACK, SEND_TRACK, ARRIVAL_TRACK)
         self._place = {track: f'"pid":{rank},"tid":{track}' for track in tracks}
-        self._links: dict[int, tuple[object, str]] = {}
         kinds = set(EventKind) - {EventKind.COUNTER}
         self._body = {kind: getattr(self, f"_{kind}") for kind in kinds}
 
@@ -140,7 +138,7 @@ class EventLines:
     def _send(self, event: tuple[Any, ...]) -> str:
         _, called, ready, iteration, channel, microbatch, num_bytes, kind = event
         args = (
-            f',{self._link(channel)},"microbatch":{microbatch},"bytes":{num_bytes},'
+            f',{_link(channel)},"microbatch":{microbatch},"bytes":{num_bytes},'
             f'"kind":"{kind}","queued_us":{_us(max(ready - called, 0))}'
         )
         return self._head(f"send {microbatch}", "send", SEND_TRACK, iteration, args)
@@ -149,7 +147,7 @@ class EventLines:
         _, _, _, iteration, channel, microbatch, sent_ns, num_bytes, part, ahead = event
         sent = "" if sent_ns is None else f',"sent_ns":{sent_ns}'
         args = (
-            f',{self._link(channel)},"microbatch":{microbatch},"bytes":{num_bytes},'
+            f',{_link(channel)},"microbatch":{microbatch},"bytes":{num_bytes},'
             f'"part":{part}{sent}' + (',"ahead":true' if ahead else "")
         )
         return self._head(f"arrival {microbatch}", "arrival", ARRIVAL_TRACK, iteration, args)
@@ -169,20 +167,16 @@ class EventLines:
             f'"args":{{"value":{float(value)}}},"ts":{_us(at - self._start_ns)}}}'
         )
 
-    def _link(self, channel: object) -> str:
-        """The ends, chunk and direction of an event's channel, or just its name."""
-        known = self._links.get(id(channel))
-        if known is None or known[0] is not channel:
-            if len(self._links) > _MOST_LINKS:
-                self._links.clear()
-            ends: dict[str, Any] = {"channel": str(channel)}
-            if hasattr(channel, "source"):
-                ends = {name: getattr(channel, name) for name in ("source", "destination", "chunk")}
-                forward = getattr(channel, "direction", 0) == Direction.FORWARD
-                ends["direction"] = "forward" if forward else "backward"
-            known = channel, json.dumps(ends, separators=(",", ":"))[1:-1]
-            self._links[id(channel)] = known
-        return known[1]
+
+@functools.lru_cache(1024)
+def _link(channel: object) -> str:
+    """The ends, chunk and direction of an event's channel, or just its name."""
+    ends: dict[str, Any] = {"channel": str(channel)}
+    if hasattr(channel, "source"):
+        ends = {name: getattr(channel, name) for name in ("source", "destination", "chunk")}
+        forward = getattr(channel, "direction", 0) == Direction.FORWARD
+        ends["direction"] = "forward" if forward else "backward"
+    return json.dumps(ends, separators=(",", ":"))[1:-1]
 
 
 def last_line(rank: int, dropped: int) -> str:

@@ -178,7 +178,7 @@ def _tiles(report: Report) -> str:
 
 
 def _comparison(report: Report, other: Report, names: Sequence[str]) -> str:
-    """The differences from the baseline, number by number."""
+    """The times of the baseline, number by number; its metrics are among the findings."""
     rows: list[tuple[str, ...]] = []
     times, others = _times(report), _times(other)
     for name in times:
@@ -187,12 +187,7 @@ def _comparison(report: Report, other: Report, names: Sequence[str]) -> str:
             rows.append((name, duration(one), duration(two), f"{(one / two - 1) * 100:+.1f} %"))
     if report.pipeline and other.pipeline and not _is_clear(report.pipeline, other.pipeline):
         rows.append(("the steps' times differ by less than twice their standard error", *[""] * 3))
-    found = report.difference
-    if found:
-        texts = dict.fromkeys(found.equal, "equal bit by bit")
-        texts |= {name: f"differs by at most {size:.3g}" for name, size in found.largest.items()}
-        rows += [(f"{n}, {found.common} common steps", "", "", text) for n, text in texts.items()]
-    return _section("Beside the baseline", _table(("", *names, "difference"), rows))
+    return _section("Beside the baseline", _table(("", *names, "difference"), rows)) if rows else ""
 
 
 def _is_clear(*pipelines: Analysis) -> bool:
