@@ -7,17 +7,18 @@ text that the template adds to that of the messages before it with ``add_generat
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateSyntaxError
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.data.chat_forms import is_whole, stands, variants
 from megatron.dpp_train.data.chat_lines import Chat, Message, plain_text, read_chat, texts_of
-from megatron.dpp_train.data.json_lines import BadLine
+from megatron.dpp_train.data.rows import BadLine
 from megatron.dpp_train.data.templates import TOOL_USE, ChatTemplate, Rendered, TemplateRefusal
 from megatron.dpp_train.data.tokenizer import Span, Tokenizer
 
@@ -46,8 +47,7 @@ _ENDLESS = (
 )
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A chat to train on: token ids, and 1 for each token of an answer, 0 for all others."""
 
     ids: list[int]
@@ -216,19 +216,15 @@ class ChatEncoder:
     def _unread(self, chat: Chat) -> list[str]:
         """Notes on fields of answers that neither the template reads nor this module."""
         text = self._template_of(chat).text
-        reads_reasoning = any(name in text for name in _REASONING)
+        known = {*_READ, *(_REASONING if any(name in text for name in _REASONING) else ())}
         names = {
             name
             for message in chat.messages
             if message["role"] == "assistant"
             for name, value in message.items()
-            if value not in (None, "", [], {}) and name not in _READ and name not in text
+            if value not in (None, "", [], {}) and name not in text
         }
-        return [
-            f'field "{name}" of answers is not used'
-            for name in sorted(names)
-            if not (reads_reasoning and name in _REASONING)
-        ]
+        return [f'field "{name}" of answers is not used' for name in sorted(names - known)]
 
     def _render(
         self, chat: Chat, count: int, *, ask: bool, answer: Message | None = None
@@ -321,21 +317,15 @@ def _says(message: Message) -> bool:
     return not message.get("tool_calls") and bool(plain_text(message.get("content")).strip())
 
 
-def _other(answer: Mapping[str, Any], text: str = ANSWER) -> Message:
+def _other(answer: Mapping[str, Any]) -> Message:
     """An answer in the same form, with another text."""
     parts = isinstance(answer.get("content"), list)
-    content: Any = [{"type": "text", "text": text}] if parts else text
-    return {"role": "assistant", "content": content}
+    return {
+        "role": "assistant",
+        "content": [{"type": "text", "text": ANSWER}] if parts else ANSWER,
+    }
 
 
 def _shared(*texts: str) -> int:
     """Characters with which all texts begin."""
-    first, *others = texts
-    same, most = 0, min(map(len, texts))
-    while same < most:  # in halves, as comparing each character takes a thousand times as long
-        middle = (same + most + 1) // 2
-        if all(each[same:middle] == first[same:middle] for each in others):
-            same = middle
-        else:
-            most = middle - 1
-    return same
+    return len(os.path.commonprefix(texts))  # noqa: RUF071, characters are meant
