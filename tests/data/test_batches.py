@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from megatron.core.datasets.utils import Split
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp_train.data.batches import KINDS, BatchSettings, share, spread
 from megatron.dpp_train.data.documents import DocumentDataset, DocumentsConfig
-from megatron.dpp_train.data.loader import RowLoader
+from megatron.dpp_train.data.loader import KINDS, BatchSettings, RowLoader, share, spread
 from megatron.dpp_train.data.token_files import Documents, TokenFileWriter, token_type
 
 LENGTHS = [max(2, min(60, round(12 * random.Random(n).lognormvariate(0, 1)))) for n in range(60)]

@@ -119,7 +119,7 @@ def test_answers_that_a_template_does_not_end_learn_the_next_messages_token(
     assert sample.ids[-1] == 1402 and sample.ids.count(1400) == 2
 
 
-def test_a_template_without_an_end_of_answers_is_told(tokenizer: Tokenizer) -> None:
+def test_a_template_without_an_end_of_answers_or_with_a_date_is_told(tokenizer: Tokenizer) -> None:
     for template in (
         "{% for m in messages %}{{ m.content }}{% endfor %}",
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
@@ -129,6 +129,8 @@ def test_a_template_without_an_end_of_answers_is_told(tokenizer: Tokenizer) -> N
         assert said.startswith("WARNING: the chat template marks no end of an answer")
     for template in (PLAIN, BRACKETS, MARKED):
         assert encoder(tokenizer, template).notes() == ()
+    (said,) = encoder(tokenizer, "{{ strftime_now('%Y') }} " + PLAIN).notes()
+    assert "today's date" in said  # the data keep the day on which they were made
 
 
 def test_an_answer_stands_behind_its_prompt_where_the_template_changes_that(
@@ -151,6 +153,12 @@ def test_an_answer_stands_behind_its_prompt_where_the_template_changes_that(
         (chat("Who?<|endoftext|>", "Ada."), "special token"),
         (chat("Who?", "Ada \ud800"), "message 2 holds half a surrogate pair"),
         ({"messages": '[{"role": "user", "role": "tool"}]'}, "the key 'role' stands twice"),
+        (
+            {"conversations": [{"from": ["human"], "value": "a"}]},
+            r"1 is from \['human'\]; expected",
+        ),
+        ({"conversations": [{"from": "bot", "value": "x"}]}, "message 1 is from 'bot'"),
+        ({"instruction": "a", "output": "b", "history": 5}, "no list of questions"),
     ],
 )
 def test_a_bad_chat_is_named(tokenizer: Tokenizer, document: dict[str, Any], why: str) -> None:
@@ -306,15 +314,13 @@ def test_fields_that_a_table_adds_to_tools_and_calls_are_left_out(
     assert any(note.startswith('left out fields of "null"') for note in more)
 
 
-@pytest.mark.parametrize("as_text", [False, True])
-def test_tools_beside_the_messages_reach_the_template(
-    tokenizer: Tokenizer, *, as_text: bool
-) -> None:
+def test_tools_beside_the_messages_reach_the_template(tokenizer: Tokenizer) -> None:
     """They were dropped without a word."""
     tools = [{"type": "function", "function": {"name": "rain", "description": "a <b>"}}]
-    document = {**chat("Rain?", "No."), "tools": json.dumps(tools) if as_text else tools}
-    text = "".join(marked(tokenizer, CALLS, document))
-    assert text.startswith(json.dumps(tools) + "[user]Rain?")
+    for given in (tools, json.dumps(tools)):
+        document = {**chat("Rain?", "No."), "tools": given}
+        text = "".join(marked(tokenizer, CALLS, document))
+        assert text.startswith(json.dumps(tools) + "[user]Rain?")
     with pytest.raises(BadLine, match='has no place for "tools"'):
         encoder(tokenizer, PLAIN).encode(document)
 
@@ -351,8 +357,10 @@ def test_an_answer_without_weight_has_no_loss(
         encoder(tokenizer, template).encode(parts)
 
 
-def test_fields_of_answers_that_nobody_reads_are_named(tokenizer: Tokenizer) -> None:
-    line = chat("Who?", "Ada.")
+def test_fields_that_nobody_reads_are_named(tokenizer: Tokenizer) -> None:
+    line = {**chat("Who?", "Ada."), "id": 7, "source": "x", "empty": None}
+    _, notes = encoder(tokenizer, PLAIN).encode(line)
+    assert notes == ("read as messages", 'field "id" is not used', 'field "source" is not used')
     line["messages"][1] |= {"mood": "calm", "reasoning": "Hm.", "name": "a"}
     _, notes = encoder(tokenizer, PLAIN).encode(line)
     wanted = [f'field "{name}" of answers is not used' for name in ("mood", "reasoning")]
@@ -401,27 +409,6 @@ def test_values_that_cannot_be_are_bad_lines(
         encoder(tokenizer, CALLS).encode(document)
 
 
-def test_names_and_histories_of_other_kinds_are_bad_lines(tokenizer: Tokenizer) -> None:
-    """They ended the program in a traceback."""
-    told = [{"from": ["human"], "value": "a"}, {"from": "gpt", "value": "b"}]
-    with pytest.raises(BadLine, match=r"message 1 is from \['human'\]; expected one of"):
-        encoder(tokenizer, CALLS).encode({"conversations": told})
-    with pytest.raises(BadLine, match="no list of questions"):
-        encoder(tokenizer, CALLS).encode({"instruction": "a", "output": "b", "history": 5})
-
-
-def test_other_fields_are_named(tokenizer: Tokenizer) -> None:
-    document = {**chat("Who?", "Ada."), "id": 7, "source": "x", "empty": None}
-    _, notes = encoder(tokenizer, PLAIN).encode(document)
-    assert notes == ("read as messages", 'field "id" is not used', 'field "source" is not used')
-
-
-def test_a_date_that_the_template_writes_is_told(tokenizer: Tokenizer) -> None:
-    """The data keep the day on which they were made."""
-    (said,) = encoder(tokenizer, "{{ strftime_now('%Y') }} " + PLAIN).notes()
-    assert "today's date" in said
-
-
 SHARE_GPT = {
     "system": "Be terse.",
     "conversations": [
@@ -446,8 +433,6 @@ def test_other_forms_are_chats(tokenizer: Tokenizer) -> None:
         "User: Hi\nAssistant:", " Ho<|endoftext|>",
         "User: Add.\n1 and 2\nAssistant:", " 3<|endoftext|>",
     ]  # fmt: skip
-    with pytest.raises(BadLine, match="message 1 is from 'bot'"):
-        encoder(tokenizer, PLAIN).encode({"conversations": [{"from": "bot", "value": "x"}]})
 
 
 def test_each_answer_has_a_sample_where_earlier_turns_change(tokenizer: Tokenizer) -> None:

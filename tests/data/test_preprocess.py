@@ -83,23 +83,15 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def test_documents_come_in_order_and_empty_ones_stay(tmp_path: Path) -> None:
-    source = corpus(tmp_path, {"text": "one"}, {"text": ""}, {"text": "two"})
-    always_on = ["--keep-sequential-samples", "--legacy-tokenizer"]
-    assert run(source, tmp_path / "out", *GPT, "--append-eod", *always_on) == 0
-    one, empty, two = documents_of(tmp_path / "out_text_document")
+def test_documents_of_all_keys_come_in_order_and_empty_ones_stay(tmp_path: Path) -> None:
+    source = corpus(tmp_path, *({"text": text, "title": "x"} for text in ("one", "", "two")))
+    always_on = ["--keep-sequential-samples", "--legacy-tokenizer", "--partitions", "2"]
+    flags = [*GPT, "--append-eod", *always_on, "--json-keys", "text", "title"]
+    assert run(source, tmp_path / "out", *flags) == 0
     tokenizer = build("GPT2BPETokenizer", vocab_file=str(VOCAB), merge_file=str(MERGES))
-    assert one == [[*tokenizer.encode("one"), tokenizer.eod]]
-    assert empty == []
-    assert two == [[*tokenizer.encode("two"), tokenizer.eod]]
-
-
-def test_all_json_keys_are_written(tmp_path: Path) -> None:
-    source = corpus(tmp_path, {"text": "body", "title": "head"})
-    assert run(source, tmp_path / "out", *GPT, "--json-keys", "text", "title") == 0
-    assert documents_of(tmp_path / "out_text_document") != documents_of(
-        tmp_path / "out_title_document"
-    )
+    one, two, title = ([[*tokenizer.encode(t), tokenizer.eod]] for t in ("one", "two", "x"))
+    assert documents_of(tmp_path / "out_text_document") == [one, [], two]
+    assert documents_of(tmp_path / "out_title_document") == [title] * 3
 
 
 def test_gzip_and_glob_give_what_the_plain_file_gives(tmp_path: Path) -> None:

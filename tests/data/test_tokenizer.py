@@ -13,6 +13,7 @@ import pytest
 
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp_train.data.tokenizer import Tokenizer, build
+from megatron.dpp_train.data.vocabulary import tokenizer_flags
 from tests.conftest import REPOSITORY
 from tests.hf import tiny
 
@@ -141,3 +142,23 @@ def test_a_pipe_among_a_tokenizers_files_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(DataError, match=r"tokenizer\.json: no regular file"):
         build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("files", "named", "kind"),
+    [
+        ("tokenizer.json vocab.json merges.txt tokenizer.model", "", "HuggingFaceTokenizer"),
+        ("vocab.json merges.txt tokenizer.model", "", None),
+        ("tokenizer.model", "", "Llama2Tokenizer"),
+        ("tokenizer.json tokenizer.model", "tokenizer.model", "Llama2Tokenizer"),
+        ("tokenizer.json vocab.json merges.txt", "vocab.json", None),
+        ("tokenizer.json tokenizer_config.json", "tokenizer_config.json", "HuggingFaceTokenizer"),
+        ("other.model vocab.json merges.txt", "other.model", "Llama2Tokenizer"),
+    ],
+)
+def test_a_tokenizer_is_told_by_its_files(
+    files: str, named: str, kind: str | None, tmp_path: Path
+) -> None:
+    for name in files.split():
+        (tmp_path / name).write_text("{}")
+    assert tokenizer_flags("gpt", str(tmp_path / named), None).get("--tokenizer-type") == kind

@@ -7,16 +7,17 @@ text that the template adds to that of the messages before it with ``add_generat
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateSyntaxError
 
 from megatron.dpp.errors import DataError
-from megatron.dpp_train.data.chat_forms import is_whole, stands, variants
+from megatron.dpp.files import strict_json
 from megatron.dpp_train.data.chat_lines import Chat, Message, plain_text, read_chat, texts_of
 from megatron.dpp_train.data.rows import BadLine
 from megatron.dpp_train.data.templates import TOOL_USE, ChatTemplate, Rendered, TemplateRefusal
@@ -28,6 +29,8 @@ CHAT_KEY, ANSWERS_KEY = "chat", "answers"
 _LEFT_OUT = (
     "the template leaves out a part of the messages (reasoning of earlier turns, for example)"
 )
+_PART = "'type': 'text'"
+"""What a template writes that prints a list of parts as it is."""
 _CONTENTS = "tools", "tool_calls", "documents"
 """Fields without which a chat is another one: a template must use them."""
 _READ = "role", "content", "tool_calls", "name"
@@ -162,13 +165,13 @@ class ChatEncoder:
         self._refuse_unused(chat)
         problem: BadLine | None = None
         usable: tuple[Chat, str] | None = None
-        for each in variants(chat):
+        for each in _variants(chat):
             try:
                 text = self._render(each, len(each.messages), ask=False).text
             except BadLine as error:
                 problem = problem or error
                 continue
-            if is_whole(each, text):
+            if _is_whole(each, text):
                 return each
             usable = usable or (each, text)
         if usable is None:
@@ -183,14 +186,14 @@ class ChatEncoder:
             BadLine: one of them has a role that the template may not know.
         """
         said = [(number, each) for number, each in enumerate(chat.messages, 1) if _says(each)]
-        missing = [(number, each) for number, each in said if not stands(each, text)]
+        missing = [(number, each) for number, each in said if not _stands(each, text)]
         for number, message in missing:
             if message["role"] not in _USUAL_ROLES:
                 raise BadLine(
                     f"the template leaves out message {number}, whose role is "
                     f"{message['role']!r}; usual ones are {', '.join(_USUAL_ROLES)}"
                 )
-        there = {each["role"] for _, each in said if stands(each, text)}
+        there = {each["role"] for _, each in said if _stands(each, text)}
         roles = dict.fromkeys(each["role"] for _, each in missing if each["role"] not in there)
         whole = [f'the template leaves out or changes messages of the role "{r}"' for r in roles]
         return whole or [_LEFT_OUT]
@@ -329,3 +332,92 @@ def _other(answer: Mapping[str, Any]) -> Message:
 def _shared(*texts: str) -> int:
     """Characters with which all texts begin."""
     return len(os.path.commonprefix(texts))  # noqa: RUF071, characters are meant
+
+
+# --- forms of messages ---
+
+
+def _variants(chat: Chat) -> Iterator[Chat]:
+    """The chat in each form, the likeliest first: texts, and arguments as they are given."""
+    given = chat.messages
+    for content, note in (
+        (_as_text, "put the parts of contents together"),
+        (_as_parts, "gave contents as lists of parts"),
+    ):
+        messages = [content(message) for message in given]
+        notes = (*chat.notes, *([note] if messages != given else []))
+        yield replace(chat, messages=messages, notes=notes)
+        turned = [_turned(message) for message in messages]
+        if turned != messages:
+            more = "turned arguments of calls"
+            yield replace(chat, messages=turned, notes=(*notes, more))
+
+
+def _stands(message: Message, text: str) -> bool:
+    """True if the text of a message is in a rendered text, as it is or within JSON."""
+    said = plain_text(message.get("content")).strip()
+    return said in text or _quoted(said)[1:-1] in text
+
+
+def _is_whole(chat: Chat, text: str) -> bool:
+    """True where a rendered text holds every message, none as a list of parts, and no arguments as
+    a text within JSON."""
+    if not all(_stands(message, text) for message in chat.messages):
+        return False
+    said = (plain_text(message.get("content")) for message in chat.messages)
+    if _PART in text and not all(_PART in each for each in said):
+        return False
+    return not any(
+        isinstance(arguments, str)
+        and isinstance(_parsed(arguments), dict)
+        and _quoted(arguments) in text
+        for arguments in _arguments(chat.messages)
+    )
+
+
+def _as_text(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": plain_text(content)} if isinstance(content, list) else message
+
+
+def _as_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
+
+
+def _turned(message: Message) -> Message:
+    """Arguments of calls that are text as objects, and objects as text."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_turned_call(call) for call in calls]} if calls else message
+
+
+def _turned_call(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _turned_call(call["function"])}
+    given = call.get("arguments")
+    if given is None:
+        return call
+    other = _parsed(given) if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    return {**call, "arguments": other}
+
+
+def _arguments(messages: list[Message]) -> Iterator[Any]:
+    for message in messages:
+        for call in message.get("tool_calls") or []:
+            function = call.get("function", call)
+            yield function.get("arguments") if isinstance(function, dict) else None
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return strict_json.loads(text)
+    except strict_json.RepeatedKey as error:
+        raise BadLine(f"arguments of a call: {error}") from error
+    except (ValueError, RecursionError):
+        return text
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
