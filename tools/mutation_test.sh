@@ -5,14 +5,12 @@
 #   tools/mutation_test.sh --against BRANCH
 #   tools/mutation_test.sh FILE ...                 # whole modules
 #   tools/mutation_test.sh FILE ... --sample 50 --seed 1
-#   tools/mutation_test.sh --again                  # what the last run did not notice or not reach
 #
 # Files of csrc/ can be named too: their operators are in tools/mutation_cpp.py, and the extension is
 # built with each fault, so build it in this tree first (setup.py build_ext --inplace).
 #
-# --tests PATH ... restricts the tests, --deadline SECONDS the time of tests per mutant. The first
-# run measures which test files execute which lines; build/mutation keeps that and the last result.
-# Your tree is never changed: tests run in a copy. cosmic-ray is installed into build/mutation.
+# Each fault meets the tests of the module's room, or --tests PATH ... Your tree is never changed:
+# tests run in a copy. cosmic-ray is installed into build/mutation.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 package=cosmic-ray==8.7.0
@@ -24,6 +22,5 @@ if [[ ! -e $packages/$package ]]; then
   "$python" -m pip install --quiet --target "$packages" "$package" >&2
   touch "$packages/$package"
 fi
-export MUTATION_TEST_RUN=$$ # exec keeps the number, and forks keep the mark
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} TOKENIZERS_PARALLELISM=false
 exec "$python" tools/mutation_test.py "$@"

@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 from megatron.core.datasets.utils import Split
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp_train.data.batches import KINDS, BatchSettings, share, spread
-from megatron.dpp_train.data.document_files import check_documents
 from megatron.dpp_train.data.documents import DocumentDataset, DocumentsConfig
-from megatron.dpp_train.data.loader import RowLoader
+from megatron.dpp_train.data.loader import KINDS, BatchSettings, RowLoader, share, spread
 from megatron.dpp_train.data.token_files import Documents, TokenFileWriter, token_type
 
 LENGTHS = [max(2, min(60, round(12 * random.Random(n).lognormvariate(0, 1)))) for n in range(60)]
@@ -123,12 +121,9 @@ def test_documents_are_cut_left_out_or_refused(tmp_path: Path) -> None:
         assert all(data[i]["mask"].any() for i in range(len(data)))
     with pytest.raises(DataError, match="4 of 7 documents exceed --seq-length 32, the longest"):
         dataset(path, overlong="error")
-    assert "4 of 7 documents exceed --seq-length 32: 2 are cut, 2 left out" in str(
-        check_documents(path, 32, "cut")
-    )
-    assert check_documents(path, 100, "error") is None
+    assert len(dataset(path, overlong="error", sequence_length=100)) == 6
     with pytest.raises(DataError, match="no document has 2 to 3 tokens with a part of an answer"):
-        check_documents(path, 2, "cut")
+        dataset(path, sequence_length=2)
 
 
 def test_marks_of_other_documents_are_refused(tmp_path: Path) -> None:

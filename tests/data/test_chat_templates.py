@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from megatron.dpp_train.data.chats import ChatEncoder, Sample
-from megatron.dpp_train.data.json_lines import BadLine
+from megatron.dpp_train.data.rows import BadLine
 from megatron.dpp_train.data.templates import ChatTemplate, TemplateRefusal
-from megatron.dpp_train.data.tokenizer import TokenizerFiles, build
+from megatron.dpp_train.data.tokenizer import build
 from tests.data.chats_of_all_kinds import CHATS, TEMPLATES
 from tests.hf import tiny
 
@@ -45,7 +45,7 @@ class Pair:
 
         tiny.add_tokenizer(folder, ["Who is Ada? A baker. <|start|>assistant\n"] * 3, 300)
         self.folder = folder
-        self.ours = build(TokenizerFiles(kind="HuggingFaceTokenizer", tokenizer_model=str(folder)))
+        self.ours = build("HuggingFaceTokenizer", tokenizer_model=str(folder))
         self.theirs: Any = transformers.AutoTokenizer.from_pretrained(folder)
 
     def apply(self, template: str, chat: dict[str, Any], count: int, **more: Any) -> Any:

@@ -14,9 +14,9 @@ import tokenizers
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.data import preprocess_command as preprocess
 from megatron.dpp_train.data.chats import ChatEncoder
-from megatron.dpp_train.data.json_lines import BadLine
+from megatron.dpp_train.data.rows import BadLine
 from megatron.dpp_train.data.templates import PLAIN, ChatTemplate, find_templates
-from megatron.dpp_train.data.tokenizer import Tokenizer, TokenizerFiles, build
+from megatron.dpp_train.data.tokenizer import Tokenizer, build
 from tests.conftest import REPOSITORY
 
 VOCAB = REPOSITORY / "datasets_gpt" / "vocab.json"
@@ -29,9 +29,7 @@ BRACKETS = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return build(
-        TokenizerFiles(kind="GPT2BPETokenizer", vocab_file=str(VOCAB), merge_file=str(MERGES))
-    )
+    return build("GPT2BPETokenizer", vocab_file=str(VOCAB), merge_file=str(MERGES))
 
 
 def text_of(ids: list[int]) -> str:
@@ -121,7 +119,7 @@ def test_answers_that_a_template_does_not_end_learn_the_next_messages_token(
     assert sample.ids[-1] == 1402 and sample.ids.count(1400) == 2
 
 
-def test_a_template_without_an_end_of_answers_is_told(tokenizer: Tokenizer) -> None:
+def test_a_template_without_an_end_of_answers_or_with_a_date_is_told(tokenizer: Tokenizer) -> None:
     for template in (
         "{% for m in messages %}{{ m.content }}{% endfor %}",
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
@@ -131,6 +129,8 @@ def test_a_template_without_an_end_of_answers_is_told(tokenizer: Tokenizer) -> N
         assert said.startswith("WARNING: the chat template marks no end of an answer")
     for template in (PLAIN, BRACKETS, MARKED):
         assert encoder(tokenizer, template).notes() == ()
+    (said,) = encoder(tokenizer, "{{ strftime_now('%Y') }} " + PLAIN).notes()
+    assert "today's date" in said  # the data keep the day on which they were made
 
 
 def test_an_answer_stands_behind_its_prompt_where_the_template_changes_that(
@@ -140,11 +140,6 @@ def test_an_answer_stands_behind_its_prompt_where_the_template_changes_that(
     texts = ["1[user]Who?<|endoftext|>[assistant]", "Ada.<|endoftext|>"]
     template = "{{ messages | length }}" + BRACKETS
     assert marked(tokenizer, template, chat("Who?", "Ada.")) == texts
-
-
-def test_prompt_and_completion_are_a_chat(tokenizer: Tokenizer) -> None:
-    line = {"prompt": "Who?", "completion": "Ada."}
-    assert samples(tokenizer, PLAIN, line) == samples(tokenizer, PLAIN, chat("Who?", "Ada."))
 
 
 @pytest.mark.parametrize(
@@ -158,6 +153,12 @@ def test_prompt_and_completion_are_a_chat(tokenizer: Tokenizer) -> None:
         (chat("Who?<|endoftext|>", "Ada."), "special token"),
         (chat("Who?", "Ada \ud800"), "message 2 holds half a surrogate pair"),
         ({"messages": '[{"role": "user", "role": "tool"}]'}, "the key 'role' stands twice"),
+        (
+            {"conversations": [{"from": ["human"], "value": "a"}]},
+            r"1 is from \['human'\]; expected",
+        ),
+        ({"conversations": [{"from": "bot", "value": "x"}]}, "message 1 is from 'bot'"),
+        ({"instruction": "a", "output": "b", "history": 5}, "no list of questions"),
     ],
 )
 def test_a_bad_chat_is_named(tokenizer: Tokenizer, document: dict[str, Any], why: str) -> None:
@@ -215,15 +216,6 @@ def test_chats_become_token_files(tmp_path: Path, capsys: pytest.CaptureFixture[
         file.write(json.dumps(chat("Who?", "")) + "\n")
     assert preprocess.main(words.split()) == 1
     assert "line 21: the answer in message 2 is empty" in capsys.readouterr().err
-
-
-def test_lengths_of_sample_chats_are_lognormal() -> None:
-    chats = list(make_sample_data.make_chats(400, 3, median=50))
-    words = sorted(
-        sum(len(m["content"].split()) for m in each["messages"] if m["role"] == "assistant")
-        for each in chats
-    )
-    assert 40 < words[200] < 60 and 2 < words[336] / words[200] < 3.5
 
 
 MARKED = (
@@ -322,15 +314,13 @@ def test_fields_that_a_table_adds_to_tools_and_calls_are_left_out(
     assert any(note.startswith('left out fields of "null"') for note in more)
 
 
-@pytest.mark.parametrize("as_text", [False, True])
-def test_tools_beside_the_messages_reach_the_template(
-    tokenizer: Tokenizer, *, as_text: bool
-) -> None:
+def test_tools_beside_the_messages_reach_the_template(tokenizer: Tokenizer) -> None:
     """They were dropped without a word."""
     tools = [{"type": "function", "function": {"name": "rain", "description": "a <b>"}}]
-    document = {**chat("Rain?", "No."), "tools": json.dumps(tools) if as_text else tools}
-    text = "".join(marked(tokenizer, CALLS, document))
-    assert text.startswith(json.dumps(tools) + "[user]Rain?")
+    for given in (tools, json.dumps(tools)):
+        document = {**chat("Rain?", "No."), "tools": given}
+        text = "".join(marked(tokenizer, CALLS, document))
+        assert text.startswith(json.dumps(tools) + "[user]Rain?")
     with pytest.raises(BadLine, match='has no place for "tools"'):
         encoder(tokenizer, PLAIN).encode(document)
 
@@ -367,8 +357,10 @@ def test_an_answer_without_weight_has_no_loss(
         encoder(tokenizer, template).encode(parts)
 
 
-def test_fields_of_answers_that_nobody_reads_are_named(tokenizer: Tokenizer) -> None:
-    line = chat("Who?", "Ada.")
+def test_fields_that_nobody_reads_are_named(tokenizer: Tokenizer) -> None:
+    line = {**chat("Who?", "Ada."), "id": 7, "source": "x", "empty": None}
+    _, notes = encoder(tokenizer, PLAIN).encode(line)
+    assert notes == ("read as messages", 'field "id" is not used', 'field "source" is not used')
     line["messages"][1] |= {"mood": "calm", "reasoning": "Hm.", "name": "a"}
     _, notes = encoder(tokenizer, PLAIN).encode(line)
     wanted = [f'field "{name}" of answers is not used' for name in ("mood", "reasoning")]
@@ -378,63 +370,43 @@ def test_fields_of_answers_that_nobody_reads_are_named(tokenizer: Tokenizer) -> 
     assert not any("of answers" in note for note in notes)
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        *({name: [1]} for name in ("chosen", "rejected", "images", "image", "videos", "audios")),
-        {"functions": [{}]}, {"function_call": {}}, {"label": False}, {"chat_template_kwargs": [1]},
-        {"tools": "no JSON"}, {"chat_template_kwargs": 5}, {"chat_template_kwargs": [{}]},
-    ],
-    ids=str,
-)  # fmt: skip
+REFUSED = (
+    *("chosen", "rejected", "images", "image", "videos", "audios", "audio", "functions"),
+    *("function_call", "refusal", "train_detail", "training_detail"),
+)
+
+
+@pytest.mark.parametrize("name", REFUSED)
 def test_fields_that_change_the_training_are_refused_by_name(
-    tokenizer: Tokenizer, field: dict[str, Any]
+    tokenizer: Tokenizer, name: str
 ) -> None:
-    if field == {"function_call": {}}:
-        field = {"function_call": {"name": "rain"}}
-    with pytest.raises(BadLine, match=next(iter(field))):
-        encoder(tokenizer, CALLS).encode({**chat("Who?", "Ada."), **field})
-
-
-def test_names_and_histories_of_other_kinds_are_bad_lines(tokenizer: Tokenizer) -> None:
-    """They ended the program in a traceback."""
-    told = [{"from": ["human"], "value": "a"}, {"from": "gpt", "value": "b"}]
-    with pytest.raises(BadLine, match=r"message 1 is from \['human'\]; expected one of"):
-        encoder(tokenizer, CALLS).encode({"conversations": told})
-    with pytest.raises(BadLine, match="no list of questions"):
-        encoder(tokenizer, CALLS).encode({"instruction": "a", "output": "b", "history": 5})
+    """In the line and in a message."""
+    line, message = {**chat("Who?", "Ada."), name: [1]}, chat("Who?", "Ada.")
+    message["messages"][1][name] = "x"
+    for document, where in ((line, "the line"), (message, "message 2")):
+        with pytest.raises(BadLine, match=f'{where} has "{name}": '):
+            encoder(tokenizer, CALLS).encode(document)
 
 
 @pytest.mark.parametrize(
-    "field",
+    ("of_line", "of_answer", "why"),
     [
-        {"weight": 0.5}, {"train_detail": [{"begin_offset": 0}]}, {"training_detail": [1]},
-        {"refusal": "No."}, {"audio": {"id": 1}}, {"function_call": {"name": "x"}},
-        {"tool_calls": {"name": "x"}},
-        {"content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        ({"label": False}, {}, 'has "label"'),
+        *(({"chat_template_kwargs": x}, {}, "chat_template_kwargs") for x in ([1], 5, [{}])),
+        ({"tools": "no JSON"}, {}, '"tools" is a text, but no JSON'),
+        ({}, {"weight": 0.5}, r"message 2: .weight. is 0\.5"),
+        ({}, {"tool_calls": {"name": "x"}}, "tool_calls"),
+        ({}, {"content": [{"type": "image_url", "image_url": {}}]}, "message 2 has a part"),
+        ({}, {"role": "a\nb"}, "message 2 lacks a line of text for role"),
     ],
-    ids=str,
 )  # fmt: skip
-def test_fields_of_an_answer_that_change_the_training_are_refused_by_name(
-    tokenizer: Tokenizer, field: dict[str, Any]
+def test_values_that_cannot_be_are_bad_lines(
+    tokenizer: Tokenizer, of_line: dict[str, Any], of_answer: dict[str, Any], why: str
 ) -> None:
-    document = chat("Who?", "Ada.")
-    document["messages"][1] |= field
-    name = next(iter(field))
-    with pytest.raises(BadLine, match="message 2 has a part" if name == "content" else name):
+    document = {**chat("Who?", "Ada."), **of_line}
+    document["messages"][1] |= of_answer
+    with pytest.raises(BadLine, match=why):
         encoder(tokenizer, CALLS).encode(document)
-
-
-def test_other_fields_are_named(tokenizer: Tokenizer) -> None:
-    document = {**chat("Who?", "Ada."), "id": 7, "source": "x", "empty": None}
-    _, notes = encoder(tokenizer, PLAIN).encode(document)
-    assert notes == ("read as messages", 'field "id" is not used', 'field "source" is not used')
-
-
-def test_a_date_that_the_template_writes_is_told(tokenizer: Tokenizer) -> None:
-    """The data keep the day on which they were made."""
-    (said,) = encoder(tokenizer, "{{ strftime_now('%Y') }} " + PLAIN).notes()
-    assert "today's date" in said
 
 
 SHARE_GPT = {
@@ -455,12 +427,12 @@ def test_other_forms_are_chats(tokenizer: Tokenizer) -> None:
         '[assistant]{"town": "Köln"}<|endoftext|>[tool]no<|endoftext|>'
         "[assistant]None.<|endoftext|>"
     )
+    line = {"prompt": "Who?", "completion": "Ada."}
+    assert samples(tokenizer, PLAIN, line) == samples(tokenizer, PLAIN, chat("Who?", "Ada."))
     assert marked(tokenizer, PLAIN, ALPACA) == [
         "User: Hi\nAssistant:", " Ho<|endoftext|>",
         "User: Add.\n1 and 2\nAssistant:", " 3<|endoftext|>",
     ]  # fmt: skip
-    with pytest.raises(BadLine, match="message 1 is from 'bot'"):
-        encoder(tokenizer, PLAIN).encode({"conversations": [{"from": "bot", "value": "x"}]})
 
 
 def test_each_answer_has_a_sample_where_earlier_turns_change(tokenizer: Tokenizer) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from megatron.dpp.errors import ConfigError, DataError
-from megatron.dpp_train.data.tokenizer import Tokenizer, TokenizerFiles, build
+from megatron.dpp_train.data.tokenizer import Tokenizer, build
+from megatron.dpp_train.data.vocabulary import tokenizer_flags
 from tests.conftest import REPOSITORY
 from tests.hf import tiny
 
@@ -66,7 +67,7 @@ def test_ids_are_megatrons(kind: str, tmp_path: Path) -> None:
         "NullTokenizer": {"vocab_size": 99},
     }
     given = of_kind[kind]
-    ours = build(TokenizerFiles(kind=kind, **given))
+    ours = build(kind, **given)
     theirs = of_megatron(tokenizer_type=kind, **given)
     assert (ours.vocab_size, ours.eod) == (theirs.vocab_size, theirs.eod)
     for text in ["3 5"] if kind == "NullTokenizer" else [*texts(50), "a<|endoftext|>b"]:
@@ -77,7 +78,7 @@ def test_ids_are_megatrons(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])
 def test_berts_ids_are_megatrons_without_ends(kind: str) -> None:
     """Megatron's class adds [CLS] and [SEP], which its data set adds again."""
-    ours = build(TokenizerFiles(kind=kind, vocab_file=WORDS))
+    ours = build(kind, vocab_file=WORDS)
     theirs = of_megatron(
         tokenizer_type=kind, vocab_file=WORDS, tokenizer_hf_no_include_special_tokens=True
     )
@@ -88,9 +89,9 @@ def test_berts_ids_are_megatrons_without_ends(kind: str) -> None:
 def test_a_long_text_has_the_tokens_of_its_whole() -> None:
     """A line of 24 MB took 5 GB."""
     tokenizers = pytest.importorskip("tokenizers")
-    text = "".join(random.Random(0).choices(PARTS, k=300_000))
+    text = "".join(random.Random(0).choices(PARTS, k=120_000))
     whole = tokenizers.ByteLevelBPETokenizer(VOCAB, MERGES)
-    ours = build(TokenizerFiles(kind="GPT2BPETokenizer", vocab_file=VOCAB, merge_file=MERGES))
+    ours = build("GPT2BPETokenizer", vocab_file=VOCAB, merge_file=MERGES)
     assert ours.encode(text) == whole.encode(text).ids
     assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
 
@@ -109,7 +110,7 @@ def test_a_chats_special_tokens_are_one_id_and_others_are_text() -> None:
 
 def test_wrong_input_is_refused_by_name(tmp_path: Path) -> None:
     def made(kind: str, **given: str) -> Tokenizer:
-        return build(TokenizerFiles(kind=kind, **given))  # type: ignore[arg-type]
+        return build(kind, **given)  # type: ignore[arg-type]
 
     with pytest.raises(ConfigError, match="GPT2BPETokenizer needs --merge-file"):
         made("GPT2BPETokenizer", vocab_file=VOCAB)
@@ -140,4 +141,24 @@ def test_a_pipe_among_a_tokenizers_files_is_refused(tmp_path: Path) -> None:
     """Opening it waited for ever, without taking processor time."""
     os.mkfifo(tmp_path / "tokenizer.json")
     with pytest.raises(DataError, match=r"tokenizer\.json: no regular file"):
-        build(TokenizerFiles(kind="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+        build("HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("files", "named", "kind"),
+    [
+        ("tokenizer.json vocab.json merges.txt tokenizer.model", "", "HuggingFaceTokenizer"),
+        ("vocab.json merges.txt tokenizer.model", "", None),
+        ("tokenizer.model", "", "Llama2Tokenizer"),
+        ("tokenizer.json tokenizer.model", "tokenizer.model", "Llama2Tokenizer"),
+        ("tokenizer.json vocab.json merges.txt", "vocab.json", None),
+        ("tokenizer.json tokenizer_config.json", "tokenizer_config.json", "HuggingFaceTokenizer"),
+        ("other.model vocab.json merges.txt", "other.model", "Llama2Tokenizer"),
+    ],
+)
+def test_a_tokenizer_is_told_by_its_files(
+    files: str, named: str, kind: str | None, tmp_path: Path
+) -> None:
+    for name in files.split():
+        (tmp_path / name).write_text("{}")
+    assert tokenizer_flags("gpt", str(tmp_path / named), None).get("--tokenizer-type") == kind

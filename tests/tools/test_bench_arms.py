@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from pathlib import Path
 
@@ -56,12 +55,6 @@ def test_an_arm_without_graphs_separates_them_from_w(graphs: bool) -> None:
     assert heads[6:-1] == ["graphs, %", "transport + W, %", "order + memory, %", "all, %"]
     assert rows[-1][6:-1] == ["35.0", "10.0", "5.0", "50.0"]
     assert rows[-2][6:-1] == ["35.0", "10.0", "-", "45.0"]
-
-
-def test_every_step_leads_to_an_arm() -> None:
-    for graphs, eager in itertools.product((False, True), repeat=2):
-        for name, (below, _) in arms.steps(graphs=graphs, eager=eager).items():
-            assert name in arms.ARMS and below in arms.ARMS
 
 
 @pytest.mark.parametrize(

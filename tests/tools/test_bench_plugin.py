@@ -21,14 +21,15 @@ from plugin_group import Line, timed  # noqa: E402
 from megatron.dpp.config import DppConfig  # noqa: E402
 
 
-def arguments(monkeypatch: pytest.MonkeyPatch, *words: str) -> object:
-    monkeypatch.setattr(sys, "argv", ["bench_plugin.py", *words])
+def arguments(monkeypatch: pytest.MonkeyPatch, folder: Path, *words: str) -> object:
+    (folder / "v").mkdir()
+    sources = ["--sources", str(folder), "--versions", "v"]
+    monkeypatch.setattr(sys, "argv", ["bench_plugin.py", *sources, *words])
     return bench_plugin.parse_arguments()
 
 
 def test_lengths_are_unlike_and_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "v").mkdir()
-    args = arguments(monkeypatch, "--sources", str(tmp_path), "--versions", "v")
+    args = arguments(monkeypatch, tmp_path)
     for row, most in (("unlike", 16 * 1500), ("packed", 16 * 2048)):
         drawn = bench_plugin.lengths(args, row)
         assert drawn == bench_plugin.lengths(args, row) and len(drawn) == 16 and sum(drawn) < most
@@ -43,32 +44,15 @@ def test_lengths_are_unlike_and_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_own_graphs_and_queues_are_process_groups(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "v").mkdir()
-    words = ("--sources", str(tmp_path), "--versions", "v", "--queues", "1,8")
-    args = arguments(monkeypatch, *words, "--arms", "static,static-graphs,megatron,dynamic")
+    args = arguments(
+        monkeypatch, tmp_path, "--queues=1,8", "--arms", "static,static-graphs,megatron,dynamic"
+    )
     assert [*bench_plugin.process_groups(args, "equal")] == [
         ("1", ["static", "dynamic"]),
         ("8", ["static", "megatron", "dynamic"]),
         ("8", ["static-graphs"]),
     ]
     assert len([*bench_plugin.process_groups(args, "unlike")]) == 2
-
-
-def test_arms_of_commands_are_process_groups_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "v").mkdir()
-    words = ["--sources", str(tmp_path), "--versions", "v", "--cases", "command-unlike"]
-    (args,) = bench_plugin.parse_cases(words)
-    groups = [*bench_plugin.process_groups(args, "unlike")]
-    names = ["padded-static", "padded-static-graphs", "static", "command"]
-    assert groups == [("8", [name]) for name in names]
-    flags = {name: bench_plugin.own_flags(args, name) for name in names}
-    assert flags["command"] == ["--use-dpp"] and not flags["static"] + flags["padded-static"]
-    assert "--cuda-graph-impl" in flags["padded-static-graphs"]
-    assert [bench_plugin.arm_of(name) for name in names] == [(name, "own", {}) for name in names]
-    (rows,) = bench_plugin.parse_cases([*words[:-1], "command-345m"])
-    assert "--micro-batch-size 4 --global-batch-size 64 " in " ".join(bench_plugin.flags(rows))
 
 
 def test_each_table_is_a_command_of_its_own(
@@ -86,12 +70,6 @@ def test_each_table_is_a_command_of_its_own(
     with pytest.raises(SystemExit):
         bench_plugin.parse_cases([*words, "--cases", "short"])
     assert "--cases short: expected of lengths, " in capsys.readouterr().err
-
-
-def test_an_arm_separates_w_from_graphs() -> None:
-    name, kind, settings = bench_plugin.arm_of("eager-megatron")
-    assert (name, kind, settings["policy"]) == ("eager-megatron", "dynamic", "megatron")
-    assert (settings["split_backward"], settings["cuda_graphs"]) == ("on", "off")
 
 
 def rank_that_ends(code: int) -> subprocess.Popen[str]:

@@ -10,20 +10,20 @@ import make_sample_data
 import pytest
 import tokenizers
 
-from megatron.dpp_train.data.tokenizer import Tokenizer, TokenizerFiles, build
+from megatron.dpp_train.data.tokenizer import Tokenizer, build
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def gpt(folder: Path) -> tuple[Tokenizer, tokenizers.ByteLevelBPETokenizer]:
     files = str(folder / "vocab.json"), str(folder / "merges.txt")
-    kind = {"kind": "GPT2BPETokenizer", "vocab_file": files[0], "merge_file": files[1]}
-    return build(TokenizerFiles(**kind)), tokenizers.ByteLevelBPETokenizer(*files)
+    ours = build("GPT2BPETokenizer", vocab_file=files[0], merge_file=files[1])
+    return ours, tokenizers.ByteLevelBPETokenizer(*files)
 
 
 def bert_knows(folder: Path, text: str) -> bool:
     words = str(folder / "vocab.txt")
-    made = build(TokenizerFiles(kind="BertWordPieceLowerCase", vocab_file=words))
+    made = build("BertWordPieceLowerCase", vocab_file=words)
     return made.special["[UNK]"] not in made.encode(text)
 
 

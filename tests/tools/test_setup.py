@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import subprocess
@@ -54,30 +53,25 @@ def built(repository: Path) -> str:
     return path.read_text()
 
 
-def test_first_run_builds_and_second_does_nothing(repository: Path) -> None:
+def test_only_what_is_missing_is_built(repository: Path) -> None:
     first = set_up(repository)
     assert first.returncode == 0, first.stderr
     assert first.stdout.strip() == sys.executable
     assert "built the extension" in first.stderr
     assert built(repository) == "one"
-    second = set_up(repository)
+    tools = repository / "bin"
+    tools.mkdir()
+    for name in ("bash", "dirname"):
+        (tools / name).symlink_to(str(shutil.which(name)))
+    second = set_up(repository, PATH=str(tools))  # without a compiler
     assert "nothing to do" in second.stderr
     assert len(second.stderr.splitlines()) == 1
-
-
-def test_a_changed_source_is_built_again(repository: Path) -> None:
-    set_up(repository)
     (repository / "csrc" / "a.cc").write_text("two")
     assert "built the extension" in set_up(repository).stderr
     assert built(repository) == "two"
-
-
-def test_a_lost_extension_is_built_again(repository: Path) -> None:
-    set_up(repository)
-    for path in (repository / "megatron" / "dpp").glob("_native*.so"):
-        path.unlink()
+    next((repository / "megatron" / "dpp").glob("_native*.so")).unlink()
     assert "built the extension" in set_up(repository).stderr
-    assert built(repository) == "one"
+    assert built(repository) == "two"
 
 
 def test_a_failed_build_shows_its_end_and_is_tried_again(repository: Path) -> None:
@@ -89,10 +83,19 @@ def test_a_failed_build_shows_its_end_and_is_tried_again(repository: Path) -> No
         assert "no such header: x.h" in result.stderr
 
 
-def test_without_a_compiler_it_says_so_at_once(repository: Path) -> None:
-    result = set_up(repository, CXX="no-such-compiler")
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("CXX", "no-such-compiler", "no C++ compiler: 'no-such-compiler' is not in PATH"),
+        ("PYTHON", "no-such-python", "'no-such-python' is not there"),
+    ],
+)
+def test_what_is_not_there_is_said_at_once(
+    repository: Path, name: str, value: str, said: str
+) -> None:
+    result = set_up(repository, **{name: value})
     assert result.returncode == 2
-    assert "no C++ compiler: 'no-such-compiler' is not in PATH" in result.stderr
+    assert said in result.stderr
     assert not (repository / "build" / "setup.log").exists()
 
 
@@ -105,18 +108,6 @@ def test_an_empty_compiler_is_none_that_is_named(monkeypatch: pytest.MonkeyPatch
         assert doctor.probe_compiler().text == "/usr/bin/g++"
 
 
-def test_no_compiler_is_needed_when_nothing_has_to_be_built(repository: Path) -> None:
-    set_up(repository)
-    stamp = next((repository / "build").glob("extension*.json"))
-    tools = repository / "bin"
-    tools.mkdir()
-    for name in ("bash", "dirname"):
-        (tools / name).symlink_to(str(shutil.which(name)))
-    assert json.loads(stamp.read_text())["files"]
-    result = set_up(repository, PATH=str(tools))
-    assert "nothing to do" in result.stderr
-
-
 def put_python3(repository: Path, text: str) -> str:
     """A PATH whose python3 is this script, with what set-up itself needs."""
     tools = repository / "bin"
@@ -126,20 +117,6 @@ def put_python3(repository: Path, text: str) -> str:
     (tools / "python3").write_text(f"#!{shutil.which('bash')}\n{text}\n")
     (tools / "python3").chmod(0o755)
     return str(tools)
-
-
-def test_an_interpreter_that_was_named_once_is_kept(repository: Path) -> None:
-    """Later set-ups, by ``./megatron-dpp`` and others, use it without ``PYTHON``."""
-    path = put_python3(repository, "exit 1")
-
-    def later() -> subprocess.CompletedProcess[str]:
-        return set_up(repository, PYTHON="", PATH=path)
-
-    assert "no Python 3.12 or newer was found" in later().stderr
-    assert set_up(repository).returncode == 0
-    assert later().stdout.strip() == sys.executable
-    (repository / "build" / "python").write_text("/no/such/python\n")
-    assert "no Python 3.12 or newer was found" in later().stderr
 
 
 @pytest.mark.parametrize(
@@ -169,8 +146,7 @@ def test_a_new_python_is_found_beside_an_old_one(place: str, repository: Path) -
     assert Path(ran.stdout.strip()).name.startswith("python3")
 
 
-@pytest.mark.parametrize("printed", ["ascii", "gbk"])
-def test_an_interpreter_is_kept_under_any_name_and_locale(repository: Path, printed: str) -> None:
+def test_an_interpreter_is_kept_under_any_name_and_locale(repository: Path) -> None:
     """Python cannot print or write the bytes of some names in some encodings."""
     if sys.prefix == sys.base_prefix:
         pytest.skip("these tests run outside of a virtual environment")
@@ -178,7 +154,7 @@ def test_an_interpreter_is_kept_under_any_name_and_locale(repository: Path, prin
     link.symlink_to(sys.prefix)
     named = os.fsencode(link / "bin" / "python")
     command = ["bash", str(repository / "tools" / "setup.sh")]
-    env = os.environb | {b"PYTHON": named, b"PYTHONIOENCODING": printed.encode()}
+    env = os.environb | {b"PYTHON": named, b"PYTHONIOENCODING": b"gbk"}
     env |= {b"LC_ALL": b"C", b"PYTHONUTF8": b"0", b"PYTHONCOERCECLOCALE": b"0"}
     for words in (["--which"], []):
         ran = subprocess.run([*command, *words], env=env, capture_output=True, timeout=150)
@@ -209,7 +185,10 @@ def which(repository: Path, **settings: str) -> str:
 def test_one_rule_says_which_python_starts(repository: Path) -> None:
     """PYTHON, else the active environment with PyTorch, else the one that set-up used first, else
     python3 of PATH."""
-    path, base = put_python3(repository, plain_python(repository)), Path(sys.base_prefix) / "bin"
+    path = put_python3(repository, "exit 1")
+    assert "no Python 3.12 or newer was found" in set_up(repository, PYTHON="", PATH=path).stderr
+    base, python3 = Path(sys.base_prefix) / "bin", repository / "bin" / "python3"
+    python3.write_text(f"#!{shutil.which('bash')}\n{plain_python(repository)}\n")
     assert Path(which(repository, PYTHON="", PATH=path)).parent == base
     assert set_up(repository).returncode == 0  # with PYTHON: kept
     assert which(repository, PYTHON="", PATH=path) == sys.executable
@@ -262,12 +241,6 @@ def test_a_second_user_may_not_enter_the_folder_of_the_kept_python(
     assert not setup_environment.has_kept()
     with pytest.raises(SetupFailed, match=rf"this user may not run {shut}.* PYTHON="):
         setup_environment.check_ready([], PermissionError(13, "Permission denied"), anew=False)
-
-
-def test_an_interpreter_that_is_not_there(repository: Path) -> None:
-    result = set_up(repository, PYTHON="no-such-python")
-    assert result.returncode == 2
-    assert "'no-such-python' is not there" in result.stderr
 
 
 def test_a_clone_that_cannot_be_written_to_is_used_when_all_is_there(repository: Path) -> None:
@@ -323,30 +296,21 @@ def test_a_users_pytorch_is_never_replaced() -> None:
         setup_environment.install(environment(torch="2.1.0", missing=["torch>=2.6"]))
 
 
-def test_installing_holds_the_users_versions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commands: list[list[str]] = []
-    monkeypatch.setattr(setup_environment, "BUILD", tmp_path)
-    monkeypatch.setattr(setup_environment, "run_shown", lambda command, _: commands.append(command))
-    setup_environment.install(environment(missing=["tqdm>=4"]))
-    (command,) = commands
-    assert command[-1] == "tqdm>=4"
-    constraints = Path(command[command.index("--constraint") + 1]).read_text()
-    assert "\nnumpy==" in "\n" + constraints
-    assert "\ntorch==" in "\n" + constraints
-
-
-def test_pytorch_is_installed_where_none_is(
+def test_installing_holds_the_users_versions_and_takes_pytorch_where_none_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(setup_environment, "BUILD", tmp_path)
     monkeypatch.setattr(setup_environment, "run_shown", lambda command, _: commands.append(command))
     monkeypatch.setenv("TORCH_INDEX_URL", "https://example.org/cpu")
+    setup_environment.install(environment(missing=["tqdm>=4"]))
     setup_environment.install(environment(torch=None, missing=["torch>=2.6", "tqdm>=4"]))
-    assert commands[0][-3:] == ["torch==2.13.0", "--index-url", "https://example.org/cpu"]
-    assert commands[1][-1] == "tqdm>=4"
+    first, torch, second = commands
+    assert (first[-1], second[-1]) == ("tqdm>=4", "tqdm>=4")
+    assert torch[-3:] == ["torch==2.13.0", "--index-url", "https://example.org/cpu"]
+    constraints = Path(first[first.index("--constraint") + 1]).read_text()
+    assert "\nnumpy==" in "\n" + constraints
+    assert "\ntorch==" in "\n" + constraints
 
 
 def test_pips_progress_is_shown_and_a_failure_points_to_it(
@@ -446,7 +410,6 @@ def test_tools_run_without_docstrings(name: str) -> None:
 
 def test_setup_works_where_nothing_can_be_said(repository: Path) -> None:
     """A line into a closed or full standard error ended it without a word."""
-    set_up(repository)
     for where in ("2>&-", "2>/dev/full"):
         code = f"PYTHON={sys.executable} bash {repository}/tools/setup.sh {where}"
         done = subprocess.run(["bash", "-c", code], stdout=subprocess.PIPE, text=True, timeout=150)

@@ -14,8 +14,6 @@ MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = 34
 """Bytes of an index before its lengths."""
 
-TOKEN_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 8: "u2"}
-"""NumPy's names of megatron-core's dtype codes that token ids can have."""
 TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 """Bytes per token of megatron-core's dtype codes."""
 _MOST_LOOKED_AT = 1 << 24
@@ -100,16 +98,3 @@ def read_lengths(prefix: str) -> Any:
     with open_to_read(prefix + ".idx") as index:
         (count,) = struct.unpack("<Q", index.read(_HEADER)[18:26])
         return numpy.fromfile(index, dtype=numpy.int32, count=count)
-
-
-def read_documents(prefix: str) -> tuple[Any, Any]:
-    """The tokens in ``prefix.bin``, mapped, and the place of each document's first; both files are
-    whole."""
-    import numpy
-
-    with open_to_read(prefix + ".idx") as index:
-        header = index.read(_HEADER)
-        (count,) = struct.unpack("<Q", header[18:26])
-        starts = numpy.fromfile(index, dtype=numpy.int64, count=count, offset=count * 4)
-    tokens = numpy.memmap(f"{prefix}.bin", dtype=TOKEN_TYPES[header[17]], mode="r")
-    return tokens, starts // tokens.itemsize

@@ -15,7 +15,7 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, NamedTuple, TextIO
+from typing import IO, TextIO
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -29,29 +29,6 @@ _FLAGS = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 """Without the first, ``open`` waits for the other end of a named pipe."""
 _POINTER = b"version https://git-lfs.github.com/spec/"
 """The start of what Git LFS leaves in the place of a file that it has not fetched."""
-
-
-class FileState(NamedTuple):
-    """The identity of a file and its last writing; of zeros for a file that cannot be found."""
-
-    device: int = 0
-    inode: int = 0
-    size: int = 0
-    written_ns: int = 0
-
-    @classmethod
-    def of(cls, path: str | Path) -> FileState:
-        """That of the file which has this name."""
-        try:
-            found = os.stat(path)
-        except (OSError, ValueError):  # a name that no file can have
-            return cls()
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-
-    def is_before(self, other: FileState) -> bool:
-        """True if the file was written between this state and ``other``; False where another file
-        has its name since."""
-        return self[:2] == other[:2] and self != other
 
 
 def open_to_read(path: str | Path) -> io.BufferedReader:

@@ -1,6 +1,8 @@
 """Rates and memory of the devices that a run has or is planned for. Needs no PyTorch.
 
-GPUs are listed through ``nvidia-smi``.
+GPUs are listed through ``nvidia-smi``. "H200 runs" are those of docs/benchmarks/scaling-h200.md
+("Times") and schedule-h200.md; the tests in ``tests/cost/test_measured.py`` hold the model to them.
+A new GPU is one row of :data:`GPUS`.
 """
 
 from __future__ import annotations
@@ -10,14 +12,14 @@ import re
 import shutil
 import subprocess
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.dpp.errors import ConfigError
-from megatron.dpp_train.cost import constants
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One device and its links.
+    """One device and its links; of what is not given, a GPU's as in H200 runs.
 
     Args:
         name: the driver's name of it.
@@ -25,14 +27,15 @@ class Device:
         memory_bytes: free for a run.
         bytes_per_second: bandwidth of its memory.
         link: bytes/s, one way, to another device of the node.
-        network: bytes/s, one way, to another node; every device has an adapter of its own.
+        source: origin of ``flops``, for the reader.
+        network: bytes/s, one way, to another node; every device has an adapter of its own: 400
+            Gbit/s at 80 %.
         collective: seconds of a collective beside its bytes.
-        launch: seconds in which the host launches a layer's forward, whatever the layer's size.
+        launch: seconds in which the host launches a layer's forward, whatever the layer's size,
+            without graphs.
         between: seconds from the end of one task to the next.
         bf16: its matrix units take bf16; otherwise bf16 is emulated, slower than fp16.
-        fp8: its matrix units take 8 bit.
         queues: the host launches ahead of the device (a GPU), and launches can be replayed.
-        source: origin of ``flops``, for the reader.
     """
 
     name: str
@@ -40,20 +43,58 @@ class Device:
     memory_bytes: float
     bytes_per_second: float
     link: float
-    network: float
-    collective: float
-    launch: float
-    between: float
-    bf16: bool
-    fp8: bool
-    queues: bool
     source: str
+    network: float = 4e10
+    collective: float = 4e-5
+    launch: float = 1.2e-3
+    between: float = 1.2e-4
+    bf16: bool = True
+    queues: bool = True
 
     def group_link(self, members: int, per_node: int) -> float:
         """Bytes/s of each of ``members`` devices in a ring, ``per_node`` of them on a node. Between
         nodes the ring uses the adapters of all devices that a node has of it.
         """
         return self.link if per_node >= members else min(self.link, per_node * self.network)
+
+
+class Gpu(NamedTuple):
+    """Figures of one kind of GPU: FLOP/s of matrix products, bytes/s of memory, bytes/s of a link
+    to a GPU of the same node (one way), and memory in GiB.
+    """
+
+    flops: float
+    memory_rate: float
+    link: float
+    memory_gib: float
+
+
+GPUS = {
+    "GB200": Gpu(1.8e15, 8e12, 7.2e11, 184),
+    "B200": Gpu(1.6e15, 8e12, 7.2e11, 179),
+    "H200": Gpu(7.1e14, 4.8e12, 3.6e11, 140),
+    "H100": Gpu(7.1e14, 3.3e12, 3.6e11, 80),
+    "H800": Gpu(7.1e14, 3.3e12, 1.6e11, 80),
+    "H20": Gpu(1.1e14, 4.0e12, 3.6e11, 95),
+    "A800": Gpu(2.2e14, 2.0e12, 1.6e11, 80),
+    "A100": Gpu(2.2e14, 2.0e12, 2.4e11, 80),
+    "MI300X": Gpu(9.4e14, 5.3e12, 3.5e11, 192),
+    "L40S": Gpu(2.6e14, 8.6e11, 2e10, 45),
+    "L40": Gpu(1.3e14, 8.6e11, 2e10, 45),
+    "A6000": Gpu(1.1e14, 7.7e11, 2e10, 48),
+    "A10": Gpu(9e13, 6.0e11, 2e10, 22),
+    "RTX 5090": Gpu(1.5e14, 1.8e12, 2e10, 31),
+    "RTX 4090": Gpu(1.2e14, 1.0e12, 2e10, 24),
+    "RTX 3090": Gpu(5.1e13, 9.4e11, 2e10, 24),
+    "V100": Gpu(9e13, 9e11, 1.2e11, 32),
+    "T4": Gpu(4.7e13, 3.2e11, 1.2e10, 15),
+}
+"""FLOP/s: 72 % of the dense 16-bit peak that accumulates in fp32 (data sheets and whitepapers; of
+the GB200 half a pair), as H200 runs reach. Links: data sheets at 80 %. H200 and H100 alone have
+been measured here.
+"""
+_BEFORE_BF16 = ("P100", "V100", "T4", "TITAN", "GTX", "GeForce RTX 20", "Quadro RTX")
+"""Parts of the names of GPUs without bf16 (older than Ampere)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,57 +144,50 @@ def named_devices(name: str, number: int, *, per_node: int | None = None) -> Dev
         ConfigError: a name that is not in the table.
     """
     plain = re.sub(r"^(NVIDIA|AMD)?(GEFORCE)?", "", re.sub(r"[ _-]", "", name.upper()))
-    names = {gpu.replace(" ", ""): gpu for gpu in constants.GPUS}
+    names = {gpu.replace(" ", ""): gpu for gpu in GPUS}
     spellings = (plain, f"RTX{plain}", plain.removeprefix("RTX"))
     known = next((names[word] for word in spellings if word in names), None) or _known(name)
     if known is None:
-        raise ConfigError(f"--gpu {name}: expected one of {', '.join(constants.GPUS)}")
-    device = gpu_device(known, constants.GPUS[known].memory_gib * 2**30)
+        raise ConfigError(f"--gpu {name}: expected one of {', '.join(GPUS)}")
+    device = gpu_device(known, GPUS[known].memory_gib * 2**30)
     return Devices(device=device, number=number, per_node=per_node or min(8, number))
 
 
 def gpu_device(name: str, memory_bytes: float) -> Device:
-    """The figures of a GPU by its driver's name."""
+    """The figures of a GPU by its driver's name; a guess for one that the table lacks."""
     known = _known(name)
-    gpu = constants.GPUS[known] if known else constants.UNKNOWN_GPU
+    gpu = GPUS[known] if known else Gpu(3e13, 5e11, 1e10, 0)
     return Device(
         name=name,
         flops=gpu.flops,
         memory_bytes=memory_bytes,
         bytes_per_second=gpu.memory_rate,
         link=gpu.link,
-        network=constants.NETWORK,
-        collective=constants.GPU_COLLECTIVE,
-        launch=constants.GPU_LAUNCH,
-        between=constants.GPU_BETWEEN,
-        bf16=not any(part in name for part in constants.BEFORE_BF16),
-        fp8=not any(part in name for part in constants.BEFORE_BF16 + constants.BEFORE_FP8),
-        queues=True,
         source=f"72 % of the {known}'s peak" if known else "a guess: not in the table of GPUs",
+        bf16=not any(part in name for part in _BEFORE_BF16),
     )
 
 
 def _known(name: str) -> str | None:
-    return next((gpu for gpu in constants.GPUS if re.search(rf"{gpu}(?![\dG])", name)), None)
+    return next((gpu for gpu in GPUS if re.search(rf"{gpu}(?![\dG])", name)), None)
 
 
 def cpu_device(processes: int = 1) -> Device:
-    """The share of this CPU that one of ``processes`` gets: at most a core."""
+    """The share of this CPU that one of ``processes`` gets: at most a core. Coarse: no page
+    measures these figures."""
     share = min(1.0, len(os.sched_getaffinity(0)) / processes)
     return Device(
         name="CPU",
-        flops=constants.CPU_FLOPS * share,
+        flops=3e10 * share,  # in fp32
         memory_bytes=_host_memory() / processes,
-        bytes_per_second=constants.CPU_MEMORY_RATE * share,
-        link=constants.CPU_LINK * share,
-        network=constants.CPU_NETWORK,
-        collective=constants.CPU_COLLECTIVE / share,
-        launch=constants.CPU_LAUNCH / share,
-        between=constants.CPU_BETWEEN / share,
-        bf16=True,
-        fp8=False,
-        queues=False,
+        bytes_per_second=1e10 * share,
+        link=2e9 * share,
         source="a guess for a core",
+        network=1e9,
+        collective=2e-3 / share,
+        launch=1.5e-3 / share,
+        between=2e-4 / share,
+        queues=False,
     )
 
 
@@ -167,7 +201,7 @@ def _gpus() -> list[tuple[str, float]]:
     found = []
     for name, text in re.findall(r"^(.+?), *(\d+|\[.+\]) *$", result.stdout, re.MULTILINE):
         known = _known(name)
-        whole = constants.GPUS[known].memory_gib * 2.0**30 if known else _host_memory()
+        whole = GPUS[known].memory_gib * 2.0**30 if known else _host_memory()
         found.append((name, int(text) * 2.0**20 if text.isdecimal() else whole))
     return found
 

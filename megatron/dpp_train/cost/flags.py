@@ -116,7 +116,6 @@ def shape_of(given: Given, world_size: int, per_node: int, *, on_gpu: bool, arch
         engine=engine,
         sequence_parallel=given.on("sequence_parallel") and tensor > 1,
         per_node=per_node,
-        mapped=given.on("use_tp_pp_dp_mapping"),
         micro_batch=micro,
         num_microbatches=batch // (micro * data),
         recompute_num_layers=given.number("recompute_num_layers", 1),
@@ -135,15 +134,16 @@ def _divides(what: str, number: int, of: int, unit: str) -> None:
 def _state(given: Given) -> dict[str, Any]:
     """Bytes of each number that a run keeps, and who shares or computes it again."""
     shard = "optimizer" if given.on("use_distributed_optimizer") else "none"
-    if given.on("use_torch_fsdp2"):
-        shard = "gradients" if given.on("torch_fsdp2_no_reshard_after_forward") else "parameters"
-    asked = "accumulate_allreduce_grads_in_fp32"
     half = (given.on("bf16") and given.on("grad_reduce_in_bf16")) or given.on("fp16")
+    half = half and not given.on("accumulate_allreduce_grads_in_fp32")
+    if given.on("use_torch_fsdp2"):  # its gradients have the parameters' type
+        shard = "gradients" if given.on("torch_fsdp2_no_reshard_after_forward") else "parameters"
+        half = given.on("bf16") or given.on("fp16")
     momentum = 0 if given.word("sgd_momentum") in ("0", "0.0") else 4
     selective = "selective" if given.on("recompute_activations") else "none"
     return {
         "element_bytes": 2 if given.on("bf16") or given.on("fp16") else 4,
-        "buffer_bytes": 2 if half and not given.on(asked) else 4,
+        "gradient_bytes": 2 if half else 4,
         "moment_bytes": 8 if given.word("optimizer") == "adam" else momentum,  # in fp32
         "copy_bytes": 2 if given.on("fp8_format") and not given.on("fp8_param_gather") else 0,
         "shard": shard,
@@ -228,7 +228,7 @@ def _model(given: Given, tensor: int, arch: str) -> Model:
         topk=given.number("moe_router_topk") if experts else 0,
         expert_width=given.number("moe_ffn_hidden_size", ffn),
         shared_width=given.number("moe_shared_expert_intermediate_size", 0, 0),
-        dense=_dense(given) if experts else (),
+        expert_share=_expert_share(given) if experts else 0.0,
     )
 
 
@@ -240,17 +240,17 @@ def _vocabulary(given: Given, tensor: int) -> int:
     return -(-given.number("vocab_size") // multiple) * multiple
 
 
-def _dense(given: Given) -> tuple[int, ...]:
-    """Layers without experts, of ``--moe-layer-freq`` N or a list like ``([0]*3+[1]*58)``."""
+def _expert_share(given: Given) -> float:
+    """Share of the layers with experts, of ``--moe-layer-freq`` N or a list like
+    ``([0]*3+[1]*58)``."""
     text, number = given.word("moe_layer_freq") or "1", given.number("num_layers")
     if text.isdecimal():
-        pattern = [int(i % max(1, int(text)) == 0) for i in range(number)]
-    else:
-        parts = re.findall(r"\[([01, ]+)\](?:\s*\*\s*([0-9]+))?", text)
-        pattern = [int(x) for one, n in parts for x in re.findall("[01]", one) * int(n or 1)]
+        return -(-number // max(1, int(text))) / number
+    parts = re.findall(r"\[([01, ]+)\](?:\s*\*\s*([0-9]+))?", text)
+    pattern = [x for one, n in parts for x in re.findall("[01]", one) * int(n or 1)]
     if len(pattern) != number:
         raise ConfigError(f"--moe-layer-freq {text}: expected {number} layers, or a number")
-    return tuple(i for i, experts in enumerate(pattern) if not experts)
+    return pattern.count("1") / number
 
 
 def _layers(given: Given, pipeline: int) -> tuple[int, ...]:

@@ -8,13 +8,9 @@ the output gradients of the linear layers until their ``W``, one layer at a time
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron.dpp_train.cost.shape import Model, RunShape
-
-_STATISTICS = 2 * 4
-"""Mean and reciprocal deviation of a norm, per token, in fp32."""
 
 
 class RankMemory(NamedTuple):
@@ -37,15 +33,11 @@ class RankMemory(NamedTuple):
         return sum(self)
 
 
-# Parameters of megatron-core's GPT and BERT, exact
+# Parameters of megatron-core's GPT and BERT
 
 
-def layer_parameters(shape: RunShape) -> int:
-    """Parameters of the larger kind of transformer layer on one rank of its stage."""
-    return max(_layer_parameters(kind) for kind, _ in shape.kinds)
-
-
-def _layer_parameters(shape: RunShape) -> int:
+def layer_parameters(shape: RunShape) -> float:
+    """Parameters of the mean transformer layer on one rank of its stage."""
     model, t, h = shape.model, shape.tensor, shape.model.hidden_size
     qkv = (model.queries + 2 * model.keys) // t
     count = h * qkv + model.queries // t * h + 2 * model.norm_vectors * h
@@ -53,17 +45,16 @@ def _layer_parameters(shape: RunShape) -> int:
     count += model.softmax_offsets * model.num_heads // t
     count += qkv if model.qkv_bias or model.linear_bias else 0
     count += h if model.linear_bias else 0
-    if not model.experts:
-        return count + _mlp_parameters(model, model.ffn_hidden_size, t)
-    count += (h + model.linear_bias) * model.experts  # the router
-    count += _mlp_parameters(model, model.shared_width, t) if model.shared_width else 0
-    return count + _expert_parameters(shape)
+    beside = (h + model.linear_bias) * model.experts  # the router
+    beside += _mlp_parameters(model, model.shared_width, t) if model.shared_width else 0
+    mlp = _mlp_parameters(model, model.ffn_hidden_size, t)
+    return count + model.mean(beside, mlp) + _expert_parameters(shape)
 
 
-def _expert_parameters(shape: RunShape) -> int:
-    """The part of a layer's parameters that belongs to experts of this rank."""
+def _expert_parameters(shape: RunShape) -> float:
+    """The part of the mean layer's parameters that belongs to experts of this rank."""
     each = _mlp_parameters(shape.model, shape.model.expert_width, shape.expert_tensor)
-    return shape.model.experts // shape.expert * each
+    return shape.model.mean(shape.model.experts // shape.expert * each, 0)
 
 
 def _mlp_parameters(model: Model, width: int, tensor: int) -> int:
@@ -96,7 +87,7 @@ def _head_parameters(shape: RunShape) -> int:
 
 def rank_parameters(shape: RunShape, rank: int) -> int:
     """Parameters of pipeline rank ``rank`` (of one of its tensor-parallel ranks)."""
-    count = round(_of_rank(shape, rank, _layer_parameters))
+    count = round(shape.rank_layers(rank) * layer_parameters(shape))
     count += _embedding_parameters(shape) if rank == 0 else 0
     return count + (_head_parameters(shape) if rank == shape.pipeline - 1 else 0)
 
@@ -105,24 +96,15 @@ def shared_parameters(shape: RunShape, rank: int) -> float:
     """The parameters of ``rank`` whose optimizer state it holds; experts have replicas of their
     own.
     """
-    of_experts = expert_parameters(shape, rank)
-    dense = rank_parameters(shape, rank) - of_experts
-    return dense / shape.sharers + of_experts / shape.expert_sharers
+    count, of_experts = rank_parameters(shape, rank), expert_parameters(shape, rank)
+    if shape.shard == "none":
+        return count
+    return (count - of_experts) / shape.replicas + of_experts / shape.expert_replicas
 
 
 def expert_parameters(shape: RunShape, rank: int) -> int:
     """Parameters of ``rank`` that belong to experts."""
-    if not shape.model.experts:
-        return 0
-    dense = sum(shape.dense_layers[rank :: shape.pipeline])
-    return (shape.rank_layers(rank) - dense) * _expert_parameters(shape)
-
-
-def _of_rank(shape: RunShape, rank: int, cost: Callable[[RunShape], float]) -> float:
-    """The sum of ``cost`` over a rank's layers, with experts and without."""
-    dense = sum(shape.dense_layers[rank :: shape.pipeline]) if shape.model.dense else 0
-    counts = (shape.rank_layers(rank) - dense, dense)
-    return sum(n * cost(kind) for n, (kind, _) in zip(counts, shape.kinds, strict=False))
+    return round(shape.rank_layers(rank) * _expert_parameters(shape))
 
 
 def model_parameters(shape: RunShape) -> int:
@@ -137,29 +119,23 @@ def model_parameters(shape: RunShape) -> int:
 
 
 def layer_bytes(shape: RunShape) -> float:
-    """Bytes that one layer keeps for its backward, of the kind that keeps most."""
-    return max(_layer_bytes(kind) for kind, _ in shape.kinds)
-
-
-def _layer_bytes(shape: RunShape) -> float:
+    """Bytes that the mean layer keeps for its backward."""
     if shape.recompute == "full":
         return shape.outside * shape.element_bytes / shape.recompute_num_layers
     return _norm_bytes(shape) * 2 + _attention_bytes(shape) + _mlp_bytes(shape)
 
 
 def _norm_bytes(shape: RunShape) -> float:
-    """A norm's input, statistics and output (the input of the linear layer behind it)."""
+    """A norm's input and output (the input of the linear layer behind it), and its statistics in
+    fp32, for each token mean and deviation or one of them."""
     tokens = shape.outside / shape.model.hidden_size
-    statistics = _STATISTICS if shape.model.norm_vectors == 2 else _STATISTICS // 2
-    return 2 * shape.outside * shape.element_bytes + statistics * tokens
+    return 2 * shape.outside * shape.element_bytes + 4 * shape.model.norm_vectors * tokens
 
 
 def _attention_bytes(shape: RunShape) -> float:
     """Queries, keys and values, the core of attention, the projection's input, a dropout mask."""
     model, e, t, tokens = shape.model, shape.element_bytes, shape.tensor, shape.tokens
-    total = e * tokens * 2 * (model.queries + model.keys) / t
-    if model.rotary:
-        total += e * tokens * (model.queries + model.keys) / t
+    total = e * tokens * (2 + model.rotary) * (model.queries + model.keys) / t
     total += shape.outside if model.hidden_dropout else 0
     if shape.recompute == "selective":
         return total
@@ -171,35 +147,26 @@ def _attention_bytes(shape: RunShape) -> float:
 
 def _mlp_bytes(shape: RunShape) -> float:
     """Inputs of the activation function and of the second linear layer, and a dropout mask."""
-    model, e = shape.model, shape.element_bytes
+    model, e, t, wide = shape.model, shape.element_bytes, shape.tensor, 1 + shape.model.into
     masks = shape.outside if model.hidden_dropout else 0
-    if not model.experts:
-        width = (1 + model.into) * model.ffn_hidden_size / shape.tensor
-        return e * shape.tokens * width + masks
-    shared = shape.tokens * (1 + model.into) * model.shared_width / shape.tensor
     # Of a token that is sent to an expert: its input, those of activation function and second
     # linear layer, and what is between as the token's probability weighs it.
     width = model.hidden_size + 3 * model.expert_width / shape.expert_tensor
     # Scores, probabilities and indices of router and dispatcher, as counted for 4 to 16 experts.
     each = model.experts * (e + 1) + model.topk * (2 * e + 9) + 5
-    routing = shape.tokens / shape.tensor * each + shape.routed * (e + 3)
-    return e * (shape.routed * width + shared) + routing + masks
+    of_experts = shape.tokens / t * each + shape.routed * (e + 3 + e * width)
+    of_experts += e * shape.tokens * wide * model.shared_width / t
+    return masks + model.mean(of_experts, e * shape.tokens * wide * model.ffn_hidden_size / t)
 
 
 def deferred_bytes(shape: RunShape) -> float:
-    """Bytes that a layer's backward keeps for its deferred weight gradients: the inputs of its four
-    linear layers and the gradients of their outputs, of the kind that keeps most.
+    """Bytes that the mean layer's backward keeps for its deferred weight gradients: the inputs of
+    its four linear layers and the gradients of their outputs.
     """
-    return max(_deferred_bytes(kind) for kind, _ in shape.kinds)
-
-
-def _deferred_bytes(shape: RunShape) -> float:
     model, t, into = shape.model, shape.tensor, shape.model.into
-    width, of_experts = model.ffn_hidden_size / t, 0.0
-    if model.experts:
-        width = model.shared_width / t
-        wide = (1 + into) * model.expert_width / shape.expert_tensor
-        of_experts = shape.routed * (2 * model.hidden_size + wide)
+    width = model.mean(model.shared_width, model.ffn_hidden_size) / t
+    wide = (1 + into) * model.expert_width / shape.expert_tensor
+    of_experts = model.mean(shape.routed * (2 * model.hidden_size + wide), 0)
     inputs = 2 * shape.outside + shape.tokens * (model.queries / t + width)
     column = (model.queries + 2 * model.keys) / t + width * into
     gradients = shape.tokens * column + 2 * shape.elements
@@ -222,22 +189,22 @@ def head_bytes(shape: RunShape) -> float:
 def rank_memory(shape: RunShape, rank: int, activations: float) -> RankMemory:
     """The memory of pipeline rank ``rank`` when its activations take so many bytes."""
     count, own = rank_parameters(shape, rank), shared_parameters(shape, rank)
+    layers = shape.rank_layers(rank) * layer_parameters(shape)
     held, gathered = float(count), 0.0
     if shape.shard in ("gradients", "parameters"):
-        gathered, held = _gathered_bytes(shape, count), own
-    copies = shape.copy_bytes * _of_rank(shape, rank, _layer_parameters)
+        # FSDP2 gathers all parameters (stage 2), or those of embeddings, head and two layers (3);
+        # the gradients of one layer come on top.
+        layer, held = layer_parameters(shape), own
+        whole = count if shape.shard == "gradients" else count - layers + 2 * layer
+        gathered = (whole + layer) * shape.element_bytes
+    of_optimizer = shape.moment_bytes + (4 if shape.element_bytes == 2 else 0)  # an fp32 copy
     return RankMemory(
-        weights=held * shape.element_bytes + copies,
+        weights=held * shape.element_bytes + layers * shape.copy_bytes,
         gradients=held * shape.gradient_bytes,
-        optimizer=own * optimizer_bytes(shape),
+        optimizer=own * of_optimizer,
         activations=activations,
         workspace=_workspace_bytes(shape, rank) + gathered,
     )
-
-
-def optimizer_bytes(shape: RunShape) -> int:
-    """Bytes that the optimizer keeps of a parameter, with its fp32 copy."""
-    return shape.moment_bytes + (4 if shape.element_bytes == 2 else 0)
 
 
 def least_bytes(shape: RunShape) -> float:
@@ -246,22 +213,11 @@ def least_bytes(shape: RunShape) -> float:
     """
     found = []
     for rank in range(shape.pipeline):
-        held = _of_rank(shape, rank, layer_bytes)
+        held = shape.rank_layers(rank) * layer_bytes(shape)
         held += head_bytes(shape) if rank == shape.pipeline - 1 else 0
         units = min(shape.num_microbatches, shape.pipeline - rank)
         found.append(rank_memory(shape, rank, units * held).total)
     return max(found)
-
-
-def _gathered_bytes(shape: RunShape, count: int) -> float:
-    """Parameters that FSDP2 has gathered at once, and the gradients of one of its units.
-
-    Stage 2 gathers all parameters; stage 3 the root's (embeddings, head) and two layers'.
-    """
-    layer = layer_parameters(shape)
-    root = count - sum(each * _layer_parameters(kind) for kind, each in shape.kinds)
-    whole = count if shape.shard == "gradients" else root + 2 * layer
-    return float((whole + layer) * shape.element_bytes)
 
 
 def _workspace_bytes(shape: RunShape, rank: int) -> float:
@@ -272,10 +228,10 @@ def _workspace_bytes(shape: RunShape, rank: int) -> float:
     of the logits, and what the loss keeps where F runs this backward; after it, with tied weights,
     the embedding's gradient until its second half is added.
     """
-    layer = max(_layer_workspace(kind) for kind, _ in shape.kinds)
+    layer, model = _layer_workspace(shape), shape.model
     if rank != shape.pipeline - 1:
         return layer
-    model, each = shape.model, shape.element_bytes if shape.element_bytes < 4 else 0
+    each = shape.element_bytes if shape.element_bytes < 4 else 0
     at_loss = shape.logits * (each + 4 * model.fused_loss + 4 * shape.head_in_forward)
     table = shape.element_bytes * model.vocab_size * model.hidden_size / shape.tensor
     below = layer - head_bytes(shape) + (table if model.tied and shape.pipeline == 1 else 0)

@@ -7,6 +7,7 @@ included.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -32,14 +33,14 @@ class Prediction(NamedTuple):
 
     Args:
         bubble: share of it that ranks wait, on average.
-        peak_bytes: of activations.
-        slot_bytes: the part of ``peak_bytes`` that CUDA graphs reserve.
+        peak_bytes: of activations, with what CUDA graphs reserve.
+        replayed: layers run as CUDA graphs.
     """
 
     seconds: float
     bubble: float
     peak_bytes: tuple[float, ...]
-    slot_bytes: tuple[float, ...]
+    replayed: bool
 
 
 def predict(run: RunShape, device: Device) -> Prediction:
@@ -49,30 +50,29 @@ def predict(run: RunShape, device: Device) -> Prediction:
     most = _SIMULATED[0] + _SIMULATED[1] * run.pipeline
     number = run.num_microbatches if policy in HOLDS_ALL else min(run.num_microbatches, most)
     shape = Shape(run.pipeline, run.chunks, number)
-    slot = constants.GRAPH_LAYERS if parts.replayed and run.pipeline > 1 else None
+    graphs = parts.replayed and run.pipeline > 1
     config = ScheduleConfig(
         policy=policy,
         cap=run.cap,
         split_backward=run.split,
         w_pieces=run.layers,
-        memory=tuple(_memory(run, rank, slot) for rank in range(run.pipeline)),
+        memory=tuple(_memory(run, rank, graphs=graphs) for rank in range(run.pipeline)),
     )
     result = config.run(shape, _costs(run, parts, number))
     times, busiest = run.num_microbatches / number, max(result.own)
     seconds = result.makespan + (times - 1) * busiest
-    peaks = _held_bytes(run, result, slots=slot is not None)
-    slots = [0.0] * run.pipeline
-    if slot is not None:
-        numbers = result.peak_held
+    peaks = _held_bytes(run, result, graphs=graphs)
+    if graphs:
+        slots = result.peak_held
         if policy != "megatron" or run.split:  # the steps that capture fill a rank's cap
-            most = run.num_microbatches * run.chunks
-            numbers = [min(math.floor(each), most) for each in config.caps(shape)]
-        slots = [n * _slot_bytes(run, rank, slot) for rank, n in enumerate(numbers)]
+            all_of_them = run.num_microbatches * run.chunks
+            slots = [min(math.floor(each), all_of_them) for each in config.caps(shape)]
+        peaks = [peaks[rank] + n * _slot_bytes(run, rank) for rank, n in enumerate(slots)]
     return Prediction(
         seconds=seconds,
         bubble=max(0.0, 1 - times * statistics.fmean(result.own) / seconds),
-        peak_bytes=tuple(map(sum, zip(peaks, slots, strict=True))),
-        slot_bytes=tuple(slots),
+        peak_bytes=tuple(peaks),
+        replayed=parts.replayed,
     )
 
 
@@ -101,51 +101,46 @@ def _sizes(run: RunShape) -> tuple[list[float], list[float]]:
     return sizes, [count * deferred_bytes(run) for count in run.layers]
 
 
-def _memory(run: RunShape, rank: int, slot: float | None) -> Memory:
+def _memory(run: RunShape, rank: int, *, graphs: bool) -> Memory:
     """A rank's memory as training measures it. Slots of CUDA graphs are kept whole until the last
     ``W``."""
     (sizes, deferred), own = _sizes(run), slice(rank, None, run.pipeline)
     last = LastRank.of(sizes[own], run.layers[own])
     activation = last.activation_bytes if rank == run.pipeline - 1 else max(sizes[own])
-    whole = _slot_bytes(run, rank, slot) if slot is not None else 0.0
+    whole = _slot_bytes(run, rank) if graphs else 0.0
     return Memory(
         activation_bytes=whole or activation,
         deferred_bytes=whole or max(deferred[own]),
         head_room=last.head_room,
         last_layers=last.layers,
-        slots=slot is not None,
+        slots=graphs,
     )
 
 
-def _slot_bytes(run: RunShape, rank: int, slot: float) -> float:
-    """Bytes of a slot: room for the rank's largest chunk and ``slot`` layers more."""
+def _slot_bytes(run: RunShape, rank: int) -> float:
+    """Bytes of a slot: room for the rank's largest chunk and what graphs need beside it."""
     layers = run.layers[rank :: run.pipeline]
-    return (max(layers) + slot) * layer_bytes(run) if any(layers) else 0.0
+    return (max(layers) + constants.GRAPH_LAYERS) * layer_bytes(run) if any(layers) else 0.0
 
 
-def _held_bytes(run: RunShape, result: Result, *, slots: bool) -> list[float]:
-    """Peak of each rank's activations. ``B`` frees an activation, but for what its layers' ``W``
-    need, of which each piece frees a layer's share. Slots hold the layers' activations.
+def _held_bytes(run: RunShape, result: Result, *, graphs: bool) -> list[float]:
+    """Peak of each rank's activations outside of graphs' slots. ``B`` frees an activation, but for
+    what its layers' ``W`` need, of which each piece frees a layer's share.
     """
     sizes, deferred = _sizes(run)
-    if slots:
+    if graphs:
         sizes = [0.0] * (len(sizes) - 1) + [head_bytes(run)]
-    if slots or not run.split:
+    if graphs or not run.split:
         deferred = [0.0] * len(sizes)
-    peaks = []
-    for rank, tasks in enumerate(result.slots):
-        held = peak = 0.0
-        for action, _, _ in tasks:
-            stage = action.chunk * run.pipeline + rank
-            if action.kind == Kind.W:
-                held -= deferred[stage] / run.layers[stage]
-            elif action.kind == Kind.B:
-                held += deferred[stage] - sizes[stage]
-            else:
-                held += sizes[stage]
-            peak = max(peak, held)
-        peaks.append(peak)
-    return peaks
+    more = {
+        Kind.F: sizes,
+        Kind.B: [late - size for size, late in zip(sizes, deferred, strict=True)],
+        Kind.W: [-late / max(1, n) for late, n in zip(deferred, run.layers, strict=True)],
+    }
+    return [
+        max(itertools.accumulate(more[a.kind][a.chunk * run.pipeline + rank] for a, _, _ in tasks))
+        for rank, tasks in enumerate(result.slots)
+    ]
 
 
 # Layouts

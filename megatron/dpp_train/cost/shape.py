@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
-import functools
-import itertools
-from collections import Counter
 from dataclasses import dataclass
 
 
@@ -24,7 +19,8 @@ class Model:
         topk: experts that a token passes.
         expert_width: width of one expert's MLP.
         shared_width: width of the MLP that every token passes beside its experts.
-        dense: numbers of the layers that have an MLP all the same, from 0.
+        expert_share: share of the layers that have experts; the others have an MLP. A layer is the
+            mean of both kinds.
         softmax_offsets: each head has one more, learned logit.
     """
 
@@ -54,7 +50,7 @@ class Model:
     topk: int = 0
     expert_width: int = 0
     shared_width: int = 0
-    dense: tuple[int, ...] = ()
+    expert_share: float = 0.0
 
     @property
     def queries(self) -> int:
@@ -72,13 +68,16 @@ class Model:
         return 2 if self.gated else 1
 
     @property
-    def layer_weights(self) -> int:
+    def layer_weights(self) -> float:
         """Elements of the weight matrices that a token passes in a layer: its multiply-adds."""
-        width = self.ffn_hidden_size
-        if self.experts:
-            width = self.topk * self.expert_width + self.shared_width
-        attention = self.hidden_size * 2 * (self.queries + self.keys)
-        return attention + self.hidden_size * width * (1 + self.into)
+        width = self.mean(self.topk * self.expert_width + self.shared_width, self.ffn_hidden_size)
+        router = self.mean(self.experts, 0)
+        wide = 2 * (self.queries + self.keys) + width * (1 + self.into) + router
+        return self.hidden_size * wide
+
+    def mean(self, of_experts: float, of_mlp: float) -> float:
+        """The mean over all layers of what those with experts and those with an MLP have."""
+        return self.expert_share * of_experts + (1 - self.expert_share) * of_mlp
 
     @property
     def core_products(self) -> int:
@@ -96,9 +95,8 @@ class RunShape:
         engine: layers of Transformer Engine, not the local ones.
         adds_gradients: a kernel of its own adds weight gradients to those of the step.
         per_node: ranks of one node.
-        mapped: ``--use-tp-pp-dp-mapping``: the pipeline's stages are nearer than the replicas.
         element_bytes: of a parameter and of an activation, 4 in fp32, else 2.
-        buffer_bytes: of an element of the gradient buffer.
+        gradient_bytes: of an element of the gradient buffer.
         moment_bytes: that the optimizer keeps of a parameter beside its fp32 copy.
         copy_bytes: of a layer's parameter, in 8 bit beside the parameter.
         shard: what data-parallel ranks share: ``none``, ``optimizer`` (ZeRO stage 1),
@@ -121,11 +119,10 @@ class RunShape:
     adds_gradients: bool = False
     sequence_parallel: bool = False
     per_node: int = 8
-    mapped: bool = False
     micro_batch: int = 1
     num_microbatches: int = 1
     element_bytes: int = 2
-    buffer_bytes: int = 4
+    gradient_bytes: int = 4
     moment_bytes: int = 8
     copy_bytes: int = 0
     shard: str = "none"
@@ -156,24 +153,6 @@ class RunShape:
         """Layers of all chunks of a pipeline rank."""
         return sum(self.layers[rank :: self.pipeline])
 
-    @functools.cached_property
-    def dense_layers(self) -> list[int]:
-        """Layers of each virtual stage without experts, in a model with them."""
-        ends = list(itertools.accumulate(self.layers))
-        stages = [bisect.bisect(ends, layer) for layer in self.model.dense]
-        return [stages.count(stage) for stage in range(len(ends))]
-
-    @functools.cached_property
-    def kinds(self) -> list[tuple[RunShape, int]]:
-        """The run with layers of one kind alone, and how many the model has: those with experts, if
-        there are any, first."""
-        dense = len(self.model.dense)
-        if not dense:
-            return [(self, self.num_layers)]
-        one = dataclasses.replace(self, model=dataclasses.replace(self.model, dense=()))
-        other = dataclasses.replace(one.model, experts=0)
-        return [(one, self.num_layers - dense), (dataclasses.replace(one, model=other), dense)]
-
     # Ranks
 
     @property
@@ -187,54 +166,16 @@ class RunShape:
         return self.data * self.context
 
     @property
-    def sharers(self) -> int:
-        """Ranks that share an optimizer's state."""
-        return 1 if self.shard == "none" else self.replicas
-
-    @property
     def expert_replicas(self) -> int:
         """Ranks that reduce the gradient of an expert between them."""
         return self.tensor * self.replicas // (self.expert * self.expert_tensor)
 
-    @property
-    def expert_sharers(self) -> int:
-        """Ranks that share the optimizer's state of an expert."""
-        return 1 if self.shard == "none" else self.expert_replicas
-
     def on_a_node(self, size: int, stride: int) -> int:
-        """The fewest ranks that a node has of any group of ``size`` ranks ``stride`` apart. Where
-        groups do not lie evenly on nodes, the slowest group sets the pace.
-        """
-        node, block = self.per_node, size * stride
-        whole = node % stride == 0 and (node % block == 0 or block % node == 0)
-        if whole or stride % node == 0:
-            return max(1, min(size, node // stride))
-        starts = range(0, self.world_size, block)
-        firsts = {(start + lane) % node for start in starts for lane in range(stride)}
-        return min(
-            count
-            for first in firsts
-            for count in Counter((first + i) // node for i in range(0, block, stride)).values()
-        )
-
-    @property
-    def replicas_per_node(self) -> int:
-        """Fewest ranks of a gradient-reducing group on one node."""
-        return self.on_a_node(self.replicas, self.tensor * (self.pipeline if self.mapped else 1))
-
-    @property
-    def pipeline_per_node(self) -> int:
-        """Fewest stages of a pipeline on one node; megatron-core lays it across nodes last."""
-        inner = self.tensor * self.context * (1 if self.mapped else self.data)
-        return self.on_a_node(self.pipeline, inner)
+        """The ranks that a node has of a group of ``size`` ranks ``stride`` apart. Tensor-parallel
+        ranks are neighbours, then come replicas, then the stages of a pipeline."""
+        return max(1, min(size, self.per_node // stride))
 
     # Numbers of a microbatch
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of a gradient. Sharded gradients have the parameters' type."""
-        sharded = self.shard in ("gradients", "parameters")
-        return self.element_bytes if sharded else self.buffer_bytes
 
     @property
     def tokens(self) -> int:
@@ -250,6 +191,11 @@ class RunShape:
     def global_batch(self) -> int:
         """Samples of an iteration."""
         return self.micro_batch * self.num_microbatches * self.data
+
+    @property
+    def global_tokens(self) -> int:
+        """Tokens of an iteration."""
+        return self.global_batch * self.model.seq_length
 
     @property
     def elements(self) -> int:

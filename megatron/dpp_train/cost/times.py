@@ -8,7 +8,7 @@ as the head's.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.dpp.config import GRAPHS_PAY_FROM
 from megatron.dpp.schedule import Kind
@@ -21,12 +21,11 @@ Times = tuple[float, float, float]
 """Seconds of ``F``, ``B`` and ``W`` for one microbatch."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
+class Parts(NamedTuple):
     """Times of a model's parts.
 
     Args:
-        layer: one transformer layer, the mean of those of two kinds.
+        layer: the mean transformer layer.
         lookup: the embedding, as far as launching does not hide it.
         head: final norm, output layer and loss, likewise.
         between: seconds from the end of a task to the next: the host's work while the device waits,
@@ -45,13 +44,10 @@ class Parts:
 
 def part_times(shape: RunShape, device: Device) -> Parts:
     """Times of the model's parts as they will be run."""
-    layer, lookup, head = (
-        _mean_layer(shape, device),
-        _lookup_seconds(shape, device),
-        _head_seconds(shape, device),
-    )
-    near = shape.pipeline_per_node == shape.pipeline
-    hop = hop_bytes(shape) / (device.link if near else device.network)
+    layer, head = _layer_seconds(shape, device), _head_seconds(shape, device)
+    lookup = _lookup_seconds(shape, device)
+    near = shape.on_a_node(shape.pipeline, shape.tensor * shape.replicas) == shape.pipeline
+    hop = shape.element_bytes * shape.outside / (device.link if near else device.network)
     between, replayed = device.between, _replays(shape, device, layer, head)
     if not replayed:
         paced = _paced(shape, layer, _launches(shape, device))
@@ -62,18 +58,13 @@ def part_times(shape: RunShape, device: Device) -> Parts:
             head = _exposed(head, shape.rank_layers(shape.pipeline - 1) * gained, loss)
         waits = paced != layer and (shape.dynamic or not device.queues)
         layer, between = paced, between if waits else 0.0
-    return Parts(layer=layer, lookup=lookup, head=head, between=between, hop=hop, replayed=replayed)
-
-
-def hop_bytes(shape: RunShape) -> float:
-    """Bytes of one activation on its way to the next stage."""
-    return shape.element_bytes * shape.outside
+    return Parts(layer, lookup, head, between, hop, replayed)
 
 
 # Collectives
 
 
-def collectives(shape: RunShape) -> tuple[int, int]:
+def _collectives(shape: RunShape) -> tuple[int, int]:
     """Tensor-parallel collectives of a layer's forward and backward.
 
     Sequence parallelism turns each all-reduce into an all-gather and a reduce-scatter, and gathers
@@ -84,32 +75,11 @@ def collectives(shape: RunShape) -> tuple[int, int]:
     return (4, 6) if shape.sequence_parallel else (2, 2)
 
 
-def collective_bytes(shape: RunShape) -> float:
-    """Bytes that a rank sends in one of them. In a ring, an all-reduce of a hidden state sends all
-    of it twice, less the rank's own share; a gather or scatter half of that.
-    """
-    passes = 1 if shape.sequence_parallel else 2
-    return passes * (shape.tensor - 1) / shape.tensor * shape.element_bytes * shape.elements
-
-
-def dispatch_bytes(shape: RunShape) -> float:
-    """Bytes that a rank sends in one of a layer's two all-to-alls: each token to its experts, or
-    what they make of it back.
-    """
-    ranks = shape.expert * shape.expert_tensor
-    return (ranks - 1) / ranks * shape.routed * shape.model.hidden_size * shape.element_bytes
-
-
-def ring_bytes(shape: RunShape) -> float:
-    """Bytes of the keys and values that a rank passes on round its context-parallel group, once."""
-    own = 2 * shape.tokens * shape.model.keys / shape.tensor * shape.element_bytes
-    return (shape.context - 1) * own
-
-
 def _seconds(
     shape: RunShape, device: Device, ranks: int, stride: int, num_bytes: float, steps: int = 1
 ) -> float:
-    """Seconds of a collective of ``ranks`` ranks ``stride`` apart."""
+    """Seconds of a collective of ``ranks`` ranks ``stride`` apart, each of which sends so many
+    bytes."""
     if ranks == 1:
         return 0.0
     link = device.group_link(ranks, shape.on_a_node(ranks, stride))
@@ -117,41 +87,37 @@ def _seconds(
 
 
 def collective_seconds(shape: RunShape, device: Device) -> float:
-    """Seconds of a tensor-parallel collective; none of it overlaps with other work."""
-    return _seconds(shape, device, shape.tensor, 1, collective_bytes(shape))
+    """Seconds of a tensor-parallel collective; none of it overlaps with other work. In a ring, an
+    all-reduce of a hidden state sends all of it twice, less the rank's own share; a gather or
+    scatter half of that.
+    """
+    passes, others = 1 if shape.sequence_parallel else 2, (shape.tensor - 1) / shape.tensor
+    sent = passes * others * shape.element_bytes * shape.elements
+    return _seconds(shape, device, shape.tensor, 1, sent)
+
+
+def _dispatch_seconds(shape: RunShape, device: Device) -> float:
+    """Seconds of the mean layer's two all-to-alls, in which a rank sends each token to its experts,
+    and back what they make of it."""
+    ranks = shape.expert * shape.expert_tensor if shape.model.experts else 1
+    sent = (ranks - 1) / ranks * shape.routed * shape.model.hidden_size * shape.element_bytes
+    return 2 * shape.model.expert_share * _seconds(shape, device, ranks, 1, sent)
 
 
 # On the device
 
 
-def _mean_layer(shape: RunShape, device: Device) -> Times:
-    """Times of the mean layer, of a model that has layers of two kinds."""
-    kinds = [(_layer_seconds(kind, device), count) for kind, count in shape.kinds]
-    forward, backward, weight = (
-        sum(times[part] * count for times, count in kinds) / max(1, shape.num_layers)
-        for part in range(3)
-    )
-    return forward, backward, weight
-
-
 def _layer_seconds(shape: RunShape, device: Device) -> Times:
     """Matrix products, collectives, and the kernels between the products."""
     model = shape.model
-    weights = model.layer_weights + model.experts * model.hidden_size  # with the router
-    linear = 2 * weights * shape.tokens / shape.tensor / device.flops
+    linear = 2 * model.layer_weights * shape.tokens / shape.tensor / device.flops
     core, core_backward = _core_seconds(shape, device)
     kept = layer_bytes(dataclasses.replace(shape, recompute="none"))
     before, after = (
         passes * (kept / device.bytes_per_second) for passes in constants.BETWEEN_PRODUCTS
     )
-    if not device.queues:
-        gathers, back = constants.FSDP_COLLECTIVES.get(shape.shard, (0, 0))
-        before, after = before + gathers * device.collective, after + back * device.collective
-    dispatch = 0.0
-    if model.experts:
-        ranks = shape.expert * shape.expert_tensor
-        dispatch = 2 * _seconds(shape, device, ranks, 1, dispatch_bytes(shape))
-    each, (sums, sums_backward) = collective_seconds(shape, device), collectives(shape)
+    dispatch = _dispatch_seconds(shape, device)
+    each, (sums, sums_backward) = collective_seconds(shape, device), _collectives(shape)
     forward = linear + core + sums * each + before + dispatch
     repeated = {"none": 0.0, "selective": core, "full": forward}[shape.recompute]
     weight = linear
@@ -163,16 +129,15 @@ def _layer_seconds(shape: RunShape, device: Device) -> Times:
 
 
 def _core_seconds(shape: RunShape, device: Device) -> tuple[float, float]:
-    """Forward and backward of attention's core. A ring passes keys and values beside it, and in the
-    backward their gradients too."""
+    """Forward and backward of attention's core. Context-parallel ranks pass keys and values round a
+    ring beside it, and in the backward their gradients too."""
     model = shape.model
     scores = (2 if model.arch == "gpt" else 4) * model.core_products * shape.tokens
     product = scores / shape.tensor / device.flops
-    slowdowns = constants.ATTENTION_SLOWDOWN
-    if shape.engine:
-        slowdowns = constants.ENGINE_ATTENTION_SLOWDOWN
-    ranks = shape.context
-    ring = _seconds(shape, device, ranks, shape.tensor, ring_bytes(shape), steps=ranks - 1)
+    slowdowns = constants.ATTENTION_SLOWDOWN[shape.engine]
+    steps = shape.context - 1
+    sent = steps * 2 * shape.tokens * model.keys / shape.tensor * shape.element_bytes
+    ring = _seconds(shape, device, shape.context, shape.tensor, sent, steps)
     return max(slowdowns[0] * product, ring), max(2 * slowdowns[1] * product, 2 * ring)
 
 
@@ -227,7 +192,7 @@ def _replays(shape: RunShape, device: Device, layer: Times, head: Times) -> bool
 
 def _launches(shape: RunShape, device: Device) -> Times:
     """Seconds in which the host launches a layer's F, B and W."""
-    around = constants.COLLECTIVE_LAUNCH * collectives(shape)[0]
+    around = constants.COLLECTIVE_LAUNCH * _collectives(shape)[0]
     around += constants.FSDP_LAUNCH.get(shape.shard, 0.0)
     alone = constants.ENGINE_LAUNCH if shape.engine else 1.0
     once = device.launch * (alone + around * device.queues)

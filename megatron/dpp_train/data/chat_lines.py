@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.dpp.files import strict_json
-from megatron.dpp_train.data.json_lines import BadLine, without_null
+from megatron.dpp_train.data.rows import BadLine, without_null
 
 Message = dict[str, Any]
 
@@ -19,43 +19,26 @@ _SETTINGS = "chat_template_kwargs"
 _ABOUT_ALL = "tools", "documents", _SETTINGS
 """Fields beside the messages of every form."""
 _REFUSED = {
-    "chosen": "pairs of preferences are not trained on",
-    "rejected": "pairs of preferences are not trained on",
+    **dict.fromkeys(("chosen", "rejected"), "pairs of preferences are not trained on"),
+    **dict.fromkeys(("images", "image", "videos", "audios", "audio"), "only text is trained on"),
+    **dict.fromkeys(("train_detail", "training_detail"), "an answer is trained on as a whole"),
     "functions": 'give them as "tools"',
     "function_call": 'give it as "tool_calls"',
-    "images": "only text is trained on",
-    "image": "only text is trained on",
-    "videos": "only text is trained on",
-    "audios": "only text is trained on",
-    "audio": "only text is trained on",
     "refusal": 'give it as "content"',
-    "train_detail": "an answer is trained on as a whole",
-    "training_detail": "an answer is trained on as a whole",
 }
 """Fields of a line or a message that change what is trained on, and are not supported."""
 LOSS = "weight", "train", "training", "loss"
 """Fields of a line, of an answer or of its parts that say whether it has a loss: those of OpenAI,
 axolotl and ms-swift."""
+_CALLS = "function_call", "tool_call"
 _ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant", *_CALLS), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response", "tool_response"), "tool"),
     "system": "system",
     "developer": "developer",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
 }
 """ShareGPT's names of roles, and the usual ones."""
-_CALLS = "function_call", "tool_call"
 
 
 @dataclass(frozen=True)
@@ -82,29 +65,29 @@ def read_chat(document: dict[str, Any]) -> Chat:
         BadLine: the line has none of the forms, or a field that cannot be honoured.
     """
     given = {name: value for name, value in document.items() if value is not None}
-    found = next((each for each in _FORMS if each[0] <= given.keys()), None)
-    if found is None:
+    form = next((each for each in _FORMS if each.needed <= given.keys()), None)
+    if form is None:
         keys = ", ".join(sorted(document)) or "none"
         raise BadLine(
             'neither "messages", "conversations", "prompt" and "completion", nor "instruction" and '
             f'"output" (its keys: {keys})'
         )
-    _, name, read = found
     _refuse_fields(given, "the line")
-    form = _Form(given)
-    messages = read(form)
-    more = {key: _read_json(form.take(key), key) for key in _ABOUT_ALL if given.get(key)}
-    more |= _settings(more.pop(_SETTINGS, {}))
-    notes = [f"read as {name}"]
+    messages = form.read(given)
+    more = {key: _read_json(given[key], key) for key in _ABOUT_ALL if given.get(key)}
+    settings = more.pop(_SETTINGS, {})
+    if not isinstance(settings, dict) or {"messages", "add_generation_prompt"} & settings.keys():
+        raise BadLine(f'"{_SETTINGS}" is no object of further variables of the template')
+    more |= settings
+    notes = [f"read as {form.name}"]
     if _has_fields_of_a_table(more.get("tools")):
         messages, more = without_null(messages), without_null(more)
         notes.append('left out fields of "null", which a table has added to "tools" and calls')
     trained = [_checked(number, message) for number, message in enumerate(messages, 1)]
-    trained[: form.prompt] = [False] * form.prompt
-    if not _has_loss(form.given, "the line"):
+    if not _has_loss(given, "the line"):
         trained = [False] * len(trained)
-    form.taken |= form.given.keys() & set(LOSS)
-    notes += [f'field "{key}" is not used' for key in sorted(given.keys() - form.taken)]
+    used = form.needed | form.more | {*_ABOUT_ALL, *LOSS}
+    notes += [f'field "{key}" is not used' for key in sorted(given.keys() - used)]
     return Chat([_without_loss(m) for m in messages], trained, more, tuple(notes))
 
 
@@ -121,59 +104,61 @@ def _has_fields_of_a_table(tools: Any) -> bool:
     )
 
 
-class _Form:
-    """The fields of a line, and which are used."""
-
-    def __init__(self, given: dict[str, Any]) -> None:
-        self.given = given
-        self.taken: set[str] = set()
-        self.prompt = 0
-        """Messages at the beginning that have no loss."""
-
-    def take(self, name: str, default: Any = None) -> Any:
-        self.taken.add(name)
-        return self.given.get(name, default)
+# Forms
 
 
-def _messages(form: _Form) -> list[Message]:
-    return _system(form) + _list(form.take("messages"), "messages")
+def _messages(given: dict[str, Any]) -> list[Message]:
+    return _system(given) + _list(given["messages"], "messages")
 
 
-def _conversations(form: _Form) -> list[Message]:
-    found = _list(form.take("conversations"), "conversations")
-    return _system(form) + [_of_share_gpt(n, each) for n, each in enumerate(found, 1)]
+def _conversations(given: dict[str, Any]) -> list[Message]:
+    found = _list(given["conversations"], "conversations")
+    return _system(given) + [_of_share_gpt(n, each) for n, each in enumerate(found, 1)]
 
 
-def _prompt_and_completion(form: _Form) -> list[Message]:
-    prompt = _side(form.take("prompt"), "prompt", "user")
-    form.prompt = len(prompt)
-    return prompt + _side(form.take("completion"), "completion", "assistant")
+def _prompt_and_completion(given: dict[str, Any]) -> list[Message]:
+    prompt = _side(given["prompt"], "prompt", "user")
+    without_a_loss = [{**message, LOSS[0]: 0} for message in prompt]
+    return without_a_loss + _side(given["completion"], "completion", "assistant")
 
 
-def _instruction_and_output(form: _Form) -> list[Message]:
-    found = _system(form)
-    history = form.take("history", [])
+def _instruction_and_output(given: dict[str, Any]) -> list[Message]:
+    found, history = _system(given), given.get("history", [])
     for turn in history if isinstance(history, list) else [history]:
         if not isinstance(turn, list) or len(turn) != 2:
             raise BadLine('"history" is no list of questions with their answers')
         found += _pair(*turn)
-    question, more = form.take("instruction"), form.take("input", "")
+    question, more = given["instruction"], given.get("input", "")
     if not isinstance(question, str) or not isinstance(more, str):
         raise BadLine('"instruction" or "input" is no text')
-    return found + _pair(f"{question}\n{more}" if more.strip() else question, form.take("output"))
+    return found + _pair(f"{question}\n{more}" if more.strip() else question, given["output"])
 
 
-_FORMS: tuple[tuple[set[str], str, Callable[[_Form], list[Message]]], ...] = (
-    ({"messages"}, "messages", _messages),
-    ({"conversations"}, "ShareGPT (conversations)", _conversations),
-    ({"prompt", "completion"}, "prompt and completion", _prompt_and_completion),
-    ({"instruction", "output"}, "Alpaca (instruction, input, output)", _instruction_and_output),
+class _Form(NamedTuple):
+    """A form: its name, the fields that tell it, others that it knows, and what reads it."""
+
+    name: str
+    needed: set[str]
+    more: set[str]
+    read: Callable[[dict[str, Any]], list[Message]]
+
+
+_SYSTEM = {"system", "system_prompt"}
+_FORMS = (
+    _Form("messages", {"messages"}, _SYSTEM, _messages),
+    _Form("ShareGPT (conversations)", {"conversations"}, _SYSTEM, _conversations),
+    _Form("prompt and completion", {"prompt", "completion"}, set(), _prompt_and_completion),
+    _Form(
+        "Alpaca (instruction, input, output)",
+        {"instruction", "output"},
+        {"input", "history", *_SYSTEM},
+        _instruction_and_output,
+    ),
 )
-"""Fields that tell a form, its name, and what reads it."""
 
 
-def _system(form: _Form) -> list[Message]:
-    text = form.take("system", "") or form.take("system_prompt", "")
+def _system(given: dict[str, Any]) -> list[Message]:
+    text = given.get("system") or given.get("system_prompt")
     return [{"role": "system", "content": text}] if text else []
 
 
@@ -213,12 +198,6 @@ def _of_share_gpt(number: int, given: Message) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": functions, **more}
 
 
-def _settings(given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict) or {"messages", "add_generation_prompt"} & given.keys():
-        raise BadLine(f'"{_SETTINGS}" is no object of further variables of the template')
-    return given
-
-
 def _read_json(value: Any, name: str) -> Any:
     """A value that tables often hold as the text of its JSON."""
     if not isinstance(value, str):
@@ -227,6 +206,9 @@ def _read_json(value: Any, name: str) -> Any:
         return strict_json.loads(value)
     except (ValueError, RecursionError) as error:
         raise BadLine(f'"{name}" is a text, but no JSON ({error})') from error
+
+
+# Checks
 
 
 def _refuse_fields(given: Mapping[str, Any], where: str) -> None:
@@ -240,11 +222,9 @@ def _refuse_fields(given: Mapping[str, Any], where: str) -> None:
 def _checked(number: int, message: Message) -> bool:
     """True for an answer with a loss; refuses a message that is broken."""
     where = f"message {number}"
-    content, calls = message.get("content"), message.get("tool_calls")
-    if not isinstance(message.get("role"), str):
-        raise BadLine(f"{where} lacks a text for role")
-    if message["role"].splitlines() != [message["role"]]:
-        raise BadLine(f"the role of {where} is not one line of text")
+    role, content, calls = (message.get(name) for name in ("role", "content", "tool_calls"))
+    if not isinstance(role, str) or role.splitlines() != [role]:
+        raise BadLine(f"{where} lacks a line of text for role")
     _refuse_fields(message, where)
     if calls is not None and (
         not isinstance(calls, list) or not all(isinstance(each, dict) for each in calls)
@@ -252,20 +232,19 @@ def _checked(number: int, message: Message) -> bool:
         raise BadLine(f'{where}: "tool_calls" is no list of objects')
     if not isinstance(content, (str, list)) and not (content is None and calls):
         raise BadLine(f"{where} lacks a text for content")
-    for part in content if isinstance(content, list) else []:
+    parts = content if isinstance(content, list) else []
+    for part in parts:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else part
             raise BadLine(f"{where} has a part that is no text ({kind}): only text is trained on")
-    for text in texts_of(message):
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise BadLine(f"{where} holds half a surrogate pair") from error
-    if message["role"] != "assistant":
+    try:
+        "".join(texts_of(message)).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadLine(f"{where} holds half a surrogate pair") from error
+    if role != "assistant":
         return False
     if not calls and not plain_text(content).strip():
         raise BadLine(f"the answer in {where} is empty")
-    parts = content if isinstance(content, list) else []
     of_parts = [_has_loss(part, f"a part of {where}") for part in parts] or [True]
     if any(of_parts) != all(of_parts):
         raise BadLine(f"{where} has parts with and without a loss: an answer has one as a whole")

@@ -7,17 +7,19 @@ text that the template adds to that of the messages before it with ``add_generat
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from jinja2 import TemplateSyntaxError
 
 from megatron.dpp.errors import DataError
-from megatron.dpp_train.data.chat_forms import is_whole, stands, variants
+from megatron.dpp.files import strict_json
 from megatron.dpp_train.data.chat_lines import Chat, Message, plain_text, read_chat, texts_of
-from megatron.dpp_train.data.json_lines import BadLine
+from megatron.dpp_train.data.rows import BadLine
 from megatron.dpp_train.data.templates import TOOL_USE, ChatTemplate, Rendered, TemplateRefusal
 from megatron.dpp_train.data.tokenizer import Span, Tokenizer
 
@@ -27,6 +29,8 @@ CHAT_KEY, ANSWERS_KEY = "chat", "answers"
 _LEFT_OUT = (
     "the template leaves out a part of the messages (reasoning of earlier turns, for example)"
 )
+_PART = "'type': 'text'"
+"""What a template writes that prints a list of parts as it is."""
 _CONTENTS = "tools", "tool_calls", "documents"
 """Fields without which a chat is another one: a template must use them."""
 _READ = "role", "content", "tool_calls", "name"
@@ -46,8 +50,7 @@ _ENDLESS = (
 )
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """A chat to train on: token ids, and 1 for each token of an answer, 0 for all others."""
 
     ids: list[int]
@@ -162,13 +165,13 @@ class ChatEncoder:
         self._refuse_unused(chat)
         problem: BadLine | None = None
         usable: tuple[Chat, str] | None = None
-        for each in variants(chat):
+        for each in _variants(chat):
             try:
                 text = self._render(each, len(each.messages), ask=False).text
             except BadLine as error:
                 problem = problem or error
                 continue
-            if is_whole(each, text):
+            if _is_whole(each, text):
                 return each
             usable = usable or (each, text)
         if usable is None:
@@ -183,14 +186,14 @@ class ChatEncoder:
             BadLine: one of them has a role that the template may not know.
         """
         said = [(number, each) for number, each in enumerate(chat.messages, 1) if _says(each)]
-        missing = [(number, each) for number, each in said if not stands(each, text)]
+        missing = [(number, each) for number, each in said if not _stands(each, text)]
         for number, message in missing:
             if message["role"] not in _USUAL_ROLES:
                 raise BadLine(
                     f"the template leaves out message {number}, whose role is "
                     f"{message['role']!r}; usual ones are {', '.join(_USUAL_ROLES)}"
                 )
-        there = {each["role"] for _, each in said if stands(each, text)}
+        there = {each["role"] for _, each in said if _stands(each, text)}
         roles = dict.fromkeys(each["role"] for _, each in missing if each["role"] not in there)
         whole = [f'the template leaves out or changes messages of the role "{r}"' for r in roles]
         return whole or [_LEFT_OUT]
@@ -216,19 +219,15 @@ class ChatEncoder:
     def _unread(self, chat: Chat) -> list[str]:
         """Notes on fields of answers that neither the template reads nor this module."""
         text = self._template_of(chat).text
-        reads_reasoning = any(name in text for name in _REASONING)
+        known = {*_READ, *(_REASONING if any(name in text for name in _REASONING) else ())}
         names = {
             name
             for message in chat.messages
             if message["role"] == "assistant"
             for name, value in message.items()
-            if value not in (None, "", [], {}) and name not in _READ and name not in text
+            if value not in (None, "", [], {}) and name not in text
         }
-        return [
-            f'field "{name}" of answers is not used'
-            for name in sorted(names)
-            if not (reads_reasoning and name in _REASONING)
-        ]
+        return [f'field "{name}" of answers is not used' for name in sorted(names - known)]
 
     def _render(
         self, chat: Chat, count: int, *, ask: bool, answer: Message | None = None
@@ -321,21 +320,104 @@ def _says(message: Message) -> bool:
     return not message.get("tool_calls") and bool(plain_text(message.get("content")).strip())
 
 
-def _other(answer: Mapping[str, Any], text: str = ANSWER) -> Message:
+def _other(answer: Mapping[str, Any]) -> Message:
     """An answer in the same form, with another text."""
     parts = isinstance(answer.get("content"), list)
-    content: Any = [{"type": "text", "text": text}] if parts else text
-    return {"role": "assistant", "content": content}
+    return {
+        "role": "assistant",
+        "content": [{"type": "text", "text": ANSWER}] if parts else ANSWER,
+    }
 
 
 def _shared(*texts: str) -> int:
     """Characters with which all texts begin."""
-    first, *others = texts
-    same, most = 0, min(map(len, texts))
-    while same < most:  # in halves, as comparing each character takes a thousand times as long
-        middle = (same + most + 1) // 2
-        if all(each[same:middle] == first[same:middle] for each in others):
-            same = middle
-        else:
-            most = middle - 1
-    return same
+    return len(os.path.commonprefix(texts))  # noqa: RUF071, characters are meant
+
+
+# --- forms of messages ---
+
+
+def _variants(chat: Chat) -> Iterator[Chat]:
+    """The chat in each form, the likeliest first: texts, and arguments as they are given."""
+    given = chat.messages
+    for content, note in (
+        (_as_text, "put the parts of contents together"),
+        (_as_parts, "gave contents as lists of parts"),
+    ):
+        messages = [content(message) for message in given]
+        notes = (*chat.notes, *([note] if messages != given else []))
+        yield replace(chat, messages=messages, notes=notes)
+        turned = [_turned(message) for message in messages]
+        if turned != messages:
+            more = "turned arguments of calls"
+            yield replace(chat, messages=turned, notes=(*notes, more))
+
+
+def _stands(message: Message, text: str) -> bool:
+    """True if the text of a message is in a rendered text, as it is or within JSON."""
+    said = plain_text(message.get("content")).strip()
+    return said in text or _quoted(said)[1:-1] in text
+
+
+def _is_whole(chat: Chat, text: str) -> bool:
+    """True where a rendered text holds every message, none as a list of parts, and no arguments as
+    a text within JSON."""
+    if not all(_stands(message, text) for message in chat.messages):
+        return False
+    said = (plain_text(message.get("content")) for message in chat.messages)
+    if _PART in text and not all(_PART in each for each in said):
+        return False
+    return not any(
+        isinstance(arguments, str)
+        and isinstance(_parsed(arguments), dict)
+        and _quoted(arguments) in text
+        for arguments in _arguments(chat.messages)
+    )
+
+
+def _as_text(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": plain_text(content)} if isinstance(content, list) else message
+
+
+def _as_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
+
+
+def _turned(message: Message) -> Message:
+    """Arguments of calls that are text as objects, and objects as text."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [_turned_call(call) for call in calls]} if calls else message
+
+
+def _turned_call(call: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _turned_call(call["function"])}
+    given = call.get("arguments")
+    if given is None:
+        return call
+    other = _parsed(given) if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    return {**call, "arguments": other}
+
+
+def _arguments(messages: list[Message]) -> Iterator[Any]:
+    for message in messages:
+        for call in message.get("tool_calls") or []:
+            function = call.get("function", call)
+            yield function.get("arguments") if isinstance(function, dict) else None
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return strict_json.loads(text)
+    except strict_json.RepeatedKey as error:
+        raise BadLine(f"arguments of a call: {error}") from error
+    except (ValueError, RecursionError):
+        return text
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

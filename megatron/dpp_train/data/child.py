@@ -11,27 +11,28 @@ import contextlib
 import math
 import multiprocessing
 import os
+import queue
 import resource
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.dpp.errors import DataError, DppError
-from megatron.dpp.processes import how_ended, stopped
+from megatron.dpp.processes import how_ended
 
-Batch = TypeVar("Batch")
+Name = TypeVar("Name")
 Begin = Callable[[], Callable[[Any], Any]]
 """Runs in a child, can be pickled, and gives what answers each request."""
 BEGIN_SECONDS = 60.0
 """Processor time for beginning, such as reading a tokenizer."""
 MEMORY_BYTES = 8 << 30
 """By which a child may grow."""
-_BATCHES_PER_WORKER = 4
-_LOOK_SECONDS = 5.0
+_REQUESTS_PER_WORKER = 4
 _PAGE_BYTES = resource.getpagesize()
 
 
@@ -62,7 +63,7 @@ class Child:
         context = multiprocessing.get_context("forkserver")
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:  # Ctrl-C is the parent's
-            self.connection, theirs = context.Pipe()
+            self._connection, theirs = context.Pipe()
             self._process = context.Process(
                 target=_serve, args=(theirs, begin, memory, BEGIN_SECONDS), daemon=True
             )
@@ -81,26 +82,17 @@ class Child:
     def send(self, request: Any) -> None:
         """Ask for an answer, which :meth:`receive` gives."""
         with contextlib.suppress(OSError):  # it has ended, as the answer tells
-            self.connection.send(request)
+            self._connection.send(request)
 
-    def receive(self, *, patience: float = 60.0) -> Any:
+    def receive(self) -> Any:
         """The answer to the last request.
-
-        Args:
-            patience: seconds for which the process may be stopped.
 
         Raises:
             Died: the process has ended.
-            DppError: what the work raised, or the process is stopped.
+            DppError: what the work raised.
         """
-        late = 0.0
-        while not self.connection.poll(_LOOK_SECONDS):
-            names = stopped(self._process.pid or 0)
-            late = late + _LOOK_SECONDS if names else 0.0
-            if late >= patience:
-                raise DataError(f"stopped for {late:g} s (SIGSTOP, a debugger): {', '.join(names)}")
         try:
-            answer, error = self.connection.recv()
+            answer, error = self._connection.recv()
         except (EOFError, OSError):
             self._process.join()
             raise Died(self._process.exitcode) from None
@@ -110,9 +102,9 @@ class Child:
 
     def close(self) -> None:
         """End the process. May be called twice."""
-        self.connection.close()
         self._process.kill()
         self._process.join()
+        self._connection.close()
 
 
 def limit_time(seconds: float) -> None:
@@ -131,70 +123,54 @@ def prepare(*modules: str) -> None:
 
 
 def in_order(
-    workers: int, begin: Begin, batches: Iterable[Batch], request: Callable[[Batch], Any]
-) -> Iterator[tuple[Batch, Any | Died]]:
-    """Each batch with the answer of one of ``workers`` children to what ``request`` makes of it, or
-    with its death.
+    workers: int, begin: Begin, requests: Iterable[tuple[Name, Any]]
+) -> Iterator[tuple[Name, Any | Died]]:
+    """The name of each request with the answer of one of ``workers`` children, or with its death.
 
-    At most ``_BATCHES_PER_WORKER`` batches per worker are in flight, so memory stays bounded.
+    At most ``_REQUESTS_PER_WORKER`` requests per worker are in flight, so memory stays bounded.
 
     Raises:
         DppError: what ``begin`` raises there, or a child ended while it began.
     """
-    idle: list[Child] = []
-    busy: dict[Child, int] = {}
-    window: deque[tuple[int, Batch]] = deque()
-    answers: dict[int, Any] = {}
+    places: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
+    for _ in range(workers):
+        places.put(None)
+    started: list[Child] = []
 
-    def oldest() -> tuple[Batch, Any]:
-        number, batch = window.popleft()
-        while number not in answers:
-            _collect(begin, idle, busy, answers)
-        return batch, answers.pop(number)
-
-    try:
-        for number, batch in enumerate(batches):
-            while len(window) >= _BATCHES_PER_WORKER * workers:
-                yield oldest()
-            if not idle and len(busy) < workers:
-                idle.append(_started(begin))
-            while not idle:
-                _collect(begin, idle, busy, answers)
-            child = idle.pop()
-            child.send(request(batch))
-            busy[child] = number
-            window.append((number, batch))
-        while window:
-            yield oldest()
-    finally:
-        for child in (*idle, *busy):
-            child.close()
-
-
-def _started(begin: Begin) -> Child:
-    try:
-        return Child(begin)
-    except Died as died:
-        raise DataError(f"a worker process cannot start: {died}") from died
-
-
-def _collect(
-    begin: Begin, idle: list[Child], busy: dict[Child, int], answers: dict[int, Any]
-) -> None:
-    """Wait for answers; a child that died is replaced."""
-    ready = connection.wait([child.connection for child in busy], _LOOK_SECONDS)
-    waiting: Sequence[Child] = [c for c in busy if c.connection in ready] or list(busy)[:1]
-    for child in waiting:
+    def answer(request: Any) -> Any:
+        child = places.get()
+        if child is None:
+            try:
+                child = Child(begin)
+            except Died as died:
+                raise DataError(f"a worker process cannot start: {died}") from died
+            started.append(child)
+        child.send(request)
         try:
-            answers[busy[child]] = child.receive()
+            found = child.receive()
         except Died as died:
-            answers[busy[child]] = died
             child.close()
-            del busy[child]
-            idle.append(_started(begin))
-            continue
-        del busy[child]
-        idle.append(child)
+            started.remove(child)
+            child, found = None, died
+        places.put(child)
+        return found
+
+    window: deque[tuple[Name, Future[Any]]] = deque()
+    with ThreadPoolExecutor(workers) as threads:
+        try:
+            for name, request in requests:
+                if len(window) == _REQUESTS_PER_WORKER * workers:
+                    first, found = window.popleft()
+                    yield first, found.result()
+                window.append((name, threads.submit(answer, request)))
+            for first, found in window:
+                yield first, found.result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for child in [*started]:
+                child.close()
+    for child in started:  # by a thread meanwhile
+        child.close()
 
 
 def _serve(channel: connection.Connection, begin: Begin, memory: int, seconds: float) -> None:

@@ -23,9 +23,8 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from megatron.dpp import plugin
 from megatron.dpp.errors import ConfigError
-from megatron.dpp_train.data.batches import KINDS, BatchSettings
 from megatron.dpp_train.data.documents import OVERLONG, DocumentDataset, DocumentsConfig
-from megatron.dpp_train.data.loader import Row, RowLoader
+from megatron.dpp_train.data.loader import KINDS, BatchSettings, Row, RowLoader
 from megatron.dpp_train.data.packed_attention import PackedRow
 
 _UNSUPPORTED = "full_validation", "multiple_validation_sets", "hybrid_context_parallel"

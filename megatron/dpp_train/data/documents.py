@@ -1,4 +1,4 @@
-"""Documents as samples: the data set under ``--rows``, and checks of its files before a run."""
+"""Documents as samples: the data set under ``--rows``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 
-from megatron.dpp_train.data.document_files import answers_prefix, check_documents, used_documents
+from megatron.dpp.errors import DataError
+from megatron.dpp.files.index_files import check_index
+from megatron.dpp_train.data.token_files import ANSWERS_SUFFIX, CHAT_SUFFIX
 
 OVERLONG = ("error", "cut", "skip")
 """What becomes of documents above ``--seq-length``."""
@@ -33,20 +35,53 @@ class DocumentsConfig(GPTDatasetConfig):  # type: ignore[misc]
 class TokenFile:
     """The documents of one prefix: token ids and, of chats, the marks of their answers.
 
+    Attributes:
+        lengths: tokens of each document that have a label: all but the last.
+        used: for each document, True if it has a label, is not skipped, and as a chat keeps an
+            answer in what it is cut to.
+
     Raises:
-        DataError: a file is missing or broken, no document is usable, or marks and tokens differ in
-            their lengths.
+        DataError: a file is missing or broken, marks and tokens differ in their lengths, documents
+            are too long with ``--overlong error``, or none is left.
     """
 
     def __init__(self, prefix: str, config: DocumentsConfig) -> None:
-        check_documents(prefix, config.sequence_length, config.overlong)
+        check_index(prefix)
         self.tokens = IndexedDataset(prefix, mmap=config.mmap_bin_files)
-        self.used = used_documents(prefix, config.sequence_length, config.overlong)
-        marks = answers_prefix(prefix)
-        self.answers = None if marks is None else IndexedDataset(marks, mmap=config.mmap_bin_files)
+        self.lengths = self.tokens.sequence_lengths - 1
+        self.answers = None
+        if prefix.endswith(CHAT_SUFFIX):
+            marks = prefix.removesuffix(CHAT_SUFFIX) + ANSWERS_SUFFIX
+            check_index(marks)
+            self.answers = IndexedDataset(marks, mmap=config.mmap_bin_files)
+            if not np.array_equal(self.lengths, self.answers.sequence_lengths - 1):
+                raise DataError(f"{marks}: marks other documents than {prefix}; make both again")
+        self.used = self._used(prefix, config.sequence_length, config.overlong)
+
+    def _used(self, prefix: str, most: int, overlong: str) -> np.ndarray:
+        long, longest = self.lengths > most, int(self.lengths.max())
+        if long.any() and overlong == "error":
+            raise DataError(
+                f"{prefix}.idx: {int(long.sum())} of {len(long)} documents exceed --seq-length "
+                f"{most}, the longest with {longest} tokens; raise it, or cut or skip them "
+                "(--overlong cut, --overlong skip)"
+            )
+        used: np.ndarray = self.lengths >= 1
+        if overlong == "skip":
+            used &= ~long
+        if self.answers is not None:
+            for number in np.flatnonzero(used & long):
+                used[number] = self.answers.get(int(number), 1, most).any()
+        if not used.any():
+            raise DataError(
+                f"{prefix}.idx: no document has 2 to {most + 1} tokens"
+                + (" with a part of an answer" if self.answers is not None else "")
+                + f", the longest {longest + 1}; raise --seq-length"
+            )
+        return used
 
     def __len__(self) -> int:
-        return len(self.tokens.sequence_lengths)
+        return len(self.lengths)
 
 
 class DocumentDataset(MegatronDataset):  # type: ignore[misc]
@@ -57,8 +92,7 @@ class DocumentDataset(MegatronDataset):  # type: ignore[misc]
         super().__init__(*given)
         most = self.config.sequence_length
         self._documents = self.indices[self.dataset.used[self.indices]]
-        lengths = self.dataset.tokens.sequence_lengths[self._documents] - 1  # the last is a label
-        self._lengths = np.minimum(lengths, most)
+        self._lengths = np.minimum(self.dataset.lengths[self._documents], most)
         self._orders: dict[int, np.ndarray] = {}
 
     @staticmethod

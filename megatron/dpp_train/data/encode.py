@@ -12,11 +12,11 @@ import numpy as np
 from megatron.dpp.errors import DataError, one_line
 from megatron.dpp_train.data.chats import ANSWERS_KEY, CHAT_KEY, ChatEncoder
 from megatron.dpp_train.data.child import limit_time
-from megatron.dpp_train.data.json_lines import BadLine, parse_line, text_of
+from megatron.dpp_train.data.rows import BadLine, parse_line, text_of
 from megatron.dpp_train.data.sentences import make_splitter
 from megatron.dpp_train.data.templates import find_templates
 from megatron.dpp_train.data.token_files import Documents, token_type
-from megatron.dpp_train.data.tokenizer import TokenizerFiles, build
+from megatron.dpp_train.data.tokenizer import build
 
 _SECONDS_PER_BYTE = 20e-6
 """Further processor time of a line."""
@@ -60,13 +60,11 @@ class Encoder:
     def __init__(self, args: argparse.Namespace, seconds: float) -> None:
         self._keys, self._append_eod, self._seconds = keys_of(args), args.append_eod, seconds
         self._tokenizer = build(
-            TokenizerFiles(
-                kind=args.tokenizer_type,
-                vocab_file=args.vocab_file,
-                merge_file=args.merge_file,
-                tokenizer_model=args.tokenizer_model,
-                vocab_size=args.vocab_size,
-            )
+            args.tokenizer_type,
+            vocab_file=args.vocab_file,
+            merge_file=args.merge_file,
+            tokenizer_model=args.tokenizer_model,
+            vocab_size=args.vocab_size,
         )
         self._dtype = token_type(self._tokenizer.vocab_size)
         self._chats = self._split = None

@@ -8,6 +8,7 @@ names only when all of it is written.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import glob
 import os
@@ -15,7 +16,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +26,6 @@ import numpy as np
 from megatron.dpp.command_line import guarded, new_parser, progress_bar
 from megatron.dpp.errors import ConfigError, DataError, plain, require
 from megatron.dpp.files.locks import scratch_directory
-from megatron.dpp.files.safe_files import FileState
 from megatron.dpp_train.data import child
 from megatron.dpp_train.data.chats import ANSWERS_KEY
 from megatron.dpp_train.data.child import Child, Died
@@ -113,24 +113,24 @@ class Work:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._kind, self._workers, self._deaths = args.tokenizer_type, args.workers, 0
+        self._workers, self._deaths = args.workers, 0
         self._begin = functools.partial(Encoder, args, LINE_SECONDS)
         modules = ["megatron.dpp_train.data.encode"]
-        if self._kind == "HuggingFaceTokenizer":
+        if args.tokenizer_type == "HuggingFaceTokenizer":
             modules.append("transformers.models.auto.tokenization_auto")
         child.prepare(*modules)
-        first = self._started()
+        what = f"{args.tokenizer_type} or the chat template"
         try:
-            first.send(None)
-            self.begun: Begun = first.receive()
+            with contextlib.closing(Child(self._begin)) as first:
+                first.send(None)
+                self.begun: Begun = first.receive()
         except Died as died:
-            raise DataError(f"{self._kind} cannot be used: {died}") from died
-        finally:
-            first.close()
+            raise DataError(f"{what} cannot be read: {died}") from died
 
-    def encoded(self, batches: Iterator[Batch]) -> Iterator[tuple[Batch, EncodedBatch]]:
+    def encoded(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, EncodedBatch]]:
         """The batches in their order, encoded; lines that end a worker are bad ones."""
-        for batch, found in child.in_order(self._workers, self._begin, batches, _lines_of):
+        requests = ((batch, batch.lines) for batch in batches)
+        for batch, found in child.in_order(self._workers, self._begin, requests):
             if isinstance(found, Died):
                 yield from self._line_by_line(batch)
             else:
@@ -138,42 +138,34 @@ class Work:
 
     def _line_by_line(self, batch: Batch) -> Iterator[tuple[Batch, EncodedBatch]]:
         """The lines of a batch that has ended its worker, each as a batch."""
-        worker, consumed = self._started(), batch.consumed
-        try:
-            for number, line in enumerate(batch.lines, batch.first_number):
-                one = replace(batch, first_number=number, lines=[line], consumed=consumed)
-                consumed = 0
-                worker.send(one.lines)
-                try:
-                    yield one, worker.receive()
-                except Died as died:
-                    where = f"{batch.path}, {batch.unit} {number}"
-                    if died.code == -signal.SIGKILL:
-                        raise DataError(
-                            f"{where}: its process was killed (by the system, for want of memory?):"
-                            f" try fewer than --workers {self._workers}"
-                        ) from died
-                    self._deaths += 1
-                    if self._deaths > _MOST_DEATHS:
-                        raise DataError(
-                            f"{where}: {died}, as with {_MOST_DEATHS} lines before: tokenizer or "
-                            "template cannot be used"
-                        ) from died
-                    yield one, EncodedBatch({}, Counter(), [(0, str(died))])
-                    worker.close()
-                    worker = self._started()
-        finally:
-            worker.close()
+        last = len(batch.lines) - 1
+        lines = (
+            replace(
+                batch,
+                first_number=batch.first_number + number,
+                lines=[line],
+                consumed=batch.consumed if number == last else 0,
+            )
+            for number, line in enumerate(batch.lines)
+        )
+        for one, found in child.in_order(1, self._begin, ((each, each.lines) for each in lines)):
+            yield one, self._as_bad(one, found) if isinstance(found, Died) else found
 
-    def _started(self) -> Child:
-        try:
-            return Child(self._begin)
-        except Died as died:
-            raise DataError(f"{self._kind} or the chat template cannot be read: {died}") from died
-
-
-def _lines_of(batch: Batch) -> list[bytes]:
-    return batch.lines
+    def _as_bad(self, batch: Batch, died: Died) -> EncodedBatch:
+        """A batch of one bad line, at which a worker has died."""
+        where = f"{batch.path}, {batch.unit} {batch.first_number}"
+        if died.code == -signal.SIGKILL:
+            raise DataError(
+                f"{where}: its process was killed (by the system, for want of memory?): try fewer "
+                f"than --workers {self._workers}"
+            )
+        self._deaths += 1
+        if self._deaths > _MOST_DEATHS:
+            raise DataError(
+                f"{where}: {died}, as with {_MOST_DEATHS} lines before: tokenizer or template "
+                "cannot be used"
+            )
+        return EncodedBatch({}, Counter(), [(0, str(died))])
 
 
 class Writer:
@@ -236,7 +228,6 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
     for note in work.begun.notes:
         print(f"note: {note}", file=sys.stderr)
     totals = Totals()
-    before = {path: FileState.of(Path(path)) for path in paths}
     bar = progress_bar(
         sum(map(os.path.getsize, paths)),
         mininterval=0.2 if sys.stderr.isatty() else 10.0,
@@ -249,9 +240,6 @@ def preprocess(args: argparse.Namespace) -> tuple[Totals, list[Path]]:
             _take_batch(batch, encoded, writer, totals, skip_bad_lines=args.skip_bad_lines)
             bar.set_postfix_str(f"{totals.documents} documents", refresh=False)
             bar.update(batch.consumed)
-        for file, was in before.items():
-            if was.is_before(FileState.of(Path(file))):
-                raise DataError(f"{file}: written while it was read; start again when it is whole")
         if not totals.sentences:
             raise DataError(f"{', '.join(paths)}: {totals.documents} documents and not one token")
         return totals, writer.publish()
@@ -316,9 +304,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
     require(args.output_prefix, "--output-prefix is empty: name the files to write")
     if len(set(args.json_keys)) != len(args.json_keys):
         raise ConfigError(f"--json-keys {' '.join(args.json_keys)}: a key is named twice")
-    for flag, value in (("--partitions", args.partitions), ("--log-interval", args.log_interval)):
-        if value not in (None, 1):
-            print(f"warning: {flag} has no effect: one run writes one output", file=sys.stderr)
     if args.sft and (args.split_sentences or args.tokenizer_type not in _CHAT_TOKENIZERS):
         kinds = " or ".join(_CHAT_TOKENIZERS)
         raise ConfigError(f"--sft needs --tokenizer-type {kinds} and whole documents")

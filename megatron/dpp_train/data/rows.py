@@ -1,5 +1,5 @@
 """Rows of data files, whatever their format, as lines of JSON: JSON lines, a JSON array, Parquet,
-which needs pyarrow."""
+which needs pyarrow. A line is an object, or a bad one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from megatron.dpp.errors import DataError, one_line
 from megatron.dpp.files import strict_json
 from megatron.dpp.files.safe_files import open_to_read
 from megatron.dpp_train.data.child import Child, Died, limit_time
-from megatron.dpp_train.data.json_lines import without_null
 
 JSON = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 """Endings of files of JSON lines, or of a JSON array."""
@@ -103,28 +102,11 @@ def _array(path: Path) -> list[str] | None:
         except (OSError, EOFError, UnicodeDecodeError, zlib.error):
             return None  # which reading its lines names
     try:
-        json.loads(text)
-        return _elements(text)
+        return [json.dumps(element) for element in strict_json.loads(text)]
+    except strict_json.RepeatedKey as error:
+        raise DataError(f"{path}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: begins as a JSON array, but is none ({error})") from error
-
-
-def _elements(array: str) -> list[str]:
-    """The texts of the elements of a JSON array, as they stand there."""
-    decoder, found = json.JSONDecoder(), []
-    start = _next(array, array.index("[") + 1)
-    while array[start] != "]":
-        end = decoder.raw_decode(array, start)[1]
-        found.append(array[start:end])
-        start = _next(array, end)
-    return found
-
-
-def _next(text: str, start: int) -> int:
-    """The index of the next value in a JSON array, or of the array's end."""
-    while text[start] in " \t\r\n,":
-        start += 1
-    return start
 
 
 def _spread(rows: list[str], size: int) -> Iterator[tuple[bytes, int]]:
@@ -197,3 +179,51 @@ def _text(value: Any) -> str:
     """The text of a value that JSON does not have. Tables of some programs hold texts as bytes; of
     bytes that are no UTF-8 the text holds half a surrogate pair, which makes the row a bad one."""
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
+
+
+# --- lines ---
+
+
+class BadLine(Exception):
+    """A line cannot be used; the text says why."""
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """The object of a line; raises :class:`BadLine`."""
+    if not line.strip():
+        raise BadLine("empty line")
+    try:
+        document = strict_json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadLine(f"not UTF-8: {error.reason} at byte {error.start}") from error
+    except strict_json.RepeatedKey as error:
+        raise BadLine(str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise BadLine(f"not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise BadLine(f"expected a JSON object, found {type(document).__name__}")
+    return document
+
+
+def text_of(document: dict[str, Any], key: str) -> str | list[str]:
+    """The text of a key, or its list of texts; raises :class:`BadLine`."""
+    if key not in document:
+        raise BadLine(f'no key "{key}" (it has {", ".join(sorted(document)) or "none"})')
+    text = document[key]
+    parts = text if isinstance(text, list) else [text]
+    if not all(isinstance(part, str) for part in parts):
+        raise BadLine(f'"{key}" holds neither a text nor a list of texts')
+    try:
+        "".join(parts).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadLine(f'"{key}" holds half a surrogate pair at {error.start}') from error
+    return parts if isinstance(text, list) else str(text)
+
+
+def without_null(value: Any) -> Any:
+    """A value without the fields that a table adds to it: all its rows have the same ones."""
+    if isinstance(value, dict):
+        return {key: without_null(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [without_null(each) for each in value]
+    return value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from megatron.dpp.errors import ConfigError, DataError
 
@@ -42,19 +42,17 @@ def make_splitter(name: str, language: str = "english", *, keep_newlines: bool =
         keep_newlines: leave the white space behind a sentence in place.
 
     Raises:
-        ConfigError: unknown name, or rules for a language other than English.
+        ConfigError: rules for a language other than English.
         DataError: NLTK or its data is not installed.
     """
     if name == "nltk":
         whole = _nltk_splitter(language, keep_newlines)
-    elif name == "rules":
-        if language != "english":
-            raise ConfigError(
-                f"--lang {language}: --sentence-splitter rules knows english only; use nltk"
-            )
+    elif language == "english":
         whole = _rules_splitter(keep_newlines)
     else:
-        raise ConfigError(f"--sentence-splitter {name}: expected one of {', '.join(SPLITTERS)}")
+        raise ConfigError(
+            f"--lang {language}: --sentence-splitter rules knows english only; use nltk"
+        )
 
     def split(text: str) -> list[str]:
         parts = range(0, len(text), _MAX_CHARACTERS)
@@ -83,16 +81,11 @@ def _nltk_splitter(language: str, keep_newlines: bool) -> Splitter:
             "network, copy the folder tokenizers/punkt_tab from a machine that has it, and point "
             f"NLTK_DATA at the folder above tokenizers), {remedy}"
         ) from error
-    if not keep_newlines:
-        return lambda text: list(tokenizer.tokenize(text))
-    return _keeping_white_space(tokenizer.span_tokenize)
-
-
-def _keeping_white_space(spans: Callable[[str], Iterable[tuple[int, int]]]) -> Splitter:
-    """Sentences that reach to the start of the next one, so that no newline is lost."""
 
     def split(text: str) -> list[str]:
-        starts = [start for start, _ in spans(text)]
+        if not keep_newlines:
+            return list(tokenizer.tokenize(text))
+        starts = [start for start, _ in tokenizer.span_tokenize(text)]
         return [text[a:b] for a, b in itertools.pairwise([*starts, len(text)])]
 
     return split
@@ -114,15 +107,10 @@ def _rules_splitter(keep_newlines: bool) -> Splitter:
 
 
 def _ends_sentence(text: str, match: re.Match[str]) -> bool:
-    if match["cjk"]:
+    if match["cjk"] or "\n\n" in match["gap"]:
         return True
-    if "\n\n" in match["gap"]:
-        return True
-    following = match["next"]
-    if following.islower():
-        return False
-    if match["mark"] != ".":
-        return True
+    if match["next"].islower() or match["mark"] != ".":
+        return not match["next"].islower()
     word = re.search(r"\S*$", text[max(0, match.start() - 40) : match.start()])
     last = word[0].lstrip("(\"'«“‘[").lower() if word else ""
     is_initial = len(last) == 1 and last.isalpha()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.dpp.errors import DataError, one_line, shown
 from megatron.dpp_train.data.tokenizer import Span
@@ -35,8 +34,7 @@ class TemplateRefusal(Exception):
     """The template cannot render a chat; the text says why."""
 
 
-@dataclass(frozen=True)
-class Rendered:
+class Rendered(NamedTuple):
     """A chat's text, and where ``{% generation %}`` blocks lie in it."""
 
     text: str

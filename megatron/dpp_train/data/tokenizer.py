@@ -12,7 +12,6 @@ import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,29 +41,6 @@ _LONG = 1 << 18
 """Characters of a long text that are tokenized at a time, at least."""
 _BETWEEN = re.compile("[a-z](?= [a-z])")
 """A place at which GPT-2's splitting rule always splits: behind this letter."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenizerFiles:
-    """The values that name a tokenizer, as the flags of the same names.
-
-    Args:
-        kind: ``--tokenizer-type``.
-        vocab_size: ids of a ``NullTokenizer``.
-    """
-
-    kind: str
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    tokenizer_model: str | None = None
-    vocab_size: int | None = None
-
-    def required(self, name: str) -> str:
-        """The value of a field; a ConfigError names its flag where there is none."""
-        value: str | None = getattr(self, name)
-        if not value:
-            raise ConfigError(f"--tokenizer-type {self.kind} needs --{name.replace('_', '-')}")
-        return value
 
 
 class Tokenizer:
@@ -198,25 +174,38 @@ class _Pieces(Tokenizer):
         return ids
 
 
-def build(files: TokenizerFiles) -> Tokenizer:
-    """The tokenizer that ``files`` name.
+def build(
+    kind: str,
+    *,
+    vocab_file: str | None = None,
+    merge_file: str | None = None,
+    tokenizer_model: str | None = None,
+    vocab_size: int | None = None,
+) -> Tokenizer:
+    """The tokenizer of ``--tokenizer-type`` ``kind`` and the flags of the same names.
 
     Raises:
         ConfigError: a flag is missing.
         DataError: a file is missing or broken.
     """
+
+    def required(value: str | None, flag: str) -> str:
+        if not value:
+            raise ConfigError(f"--tokenizer-type {kind} needs {flag}")
+        return value
+
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one text at a time needs no threads
-    if files.kind == "NullTokenizer":
-        size = files.vocab_size or 0
-        if size < 1:
-            raise ConfigError(f"--vocab-size {size}: NullTokenizer needs at least 1")
-        return Tokenizer(size, size - 1)
-    if files.kind == "GPT2BPETokenizer":
-        return _gpt2(files.required("vocab_file"), files.required("merge_file"))
-    if files.kind.startswith("BertWordPiece"):
-        return _bert(files.required("vocab_file"), lower=files.kind.endswith("LowerCase"))
-    path = Path(files.required("tokenizer_model"))
-    return _pieces_of(path) if files.kind in PIECE_TYPES else _hugging_face(path)
+    if kind == "NullTokenizer":
+        if (vocab_size or 0) < 1:
+            raise ConfigError(f"--vocab-size {vocab_size or 0}: NullTokenizer needs at least 1")
+        return Tokenizer(vocab_size or 0, (vocab_size or 0) - 1)
+    if kind == "GPT2BPETokenizer":
+        vocab = required(vocab_file, "--vocab-file")
+        return _gpt2(vocab, required(merge_file, "--merge-file"))
+    if kind.startswith("BertWordPiece"):
+        return _bert(required(vocab_file, "--vocab-file"), lower=kind.endswith("LowerCase"))
+    path = Path(required(tokenizer_model, "--tokenizer-model"))
+    return _pieces_of(path) if kind in PIECE_TYPES else _hugging_face(path)
 
 
 def _gpt2(vocab_file: str, merge_file: str) -> Tokenizer:

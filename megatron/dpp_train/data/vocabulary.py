@@ -50,8 +50,10 @@ def tokenizer_flags(arch: str, choice: str, text: Path | None) -> Flags:
             kind not in ("gpt2", "train"),
             f"--tokenizer {choice}: BERT needs a vocab.txt; name its file or directory",
         )
-        path = Path(choice)
-        return {"--vocab-file": str(_existing(path / "vocab.txt" if path.is_dir() else path))}
+        path = Path(choice, "vocab.txt") if Path(choice).is_dir() else Path(choice)
+        if not path.is_file():
+            raise DataError(f"--tokenizer: {path} is missing")
+        return {"--vocab-file": str(path)}
     if kind == "train":
         if text is None:
             raise ConfigError(f"--tokenizer {choice}: needs --data with JSON lines to train on")
@@ -59,35 +61,24 @@ def tokenizer_flags(arch: str, choice: str, text: Path | None) -> Flags:
             re.fullmatch(r"\d+", size) and int(size) >= _SMALLEST,
             f"--tokenizer {choice}: expected train:N with N of at least {_SMALLEST}",
         )
-        return _pair_flags(*_trained(text, int(size)))
-    if kind == "gpt2":
-        return _pair_flags(*_gpt2(text))
-    return _own(Path(choice))
+        return _trained(text, int(size))
+    return _gpt2(text) if kind == "gpt2" else _own(Path(choice))
 
 
-def _pair_flags(vocab: Path, merges: Path) -> Flags:
-    return {"--vocab-file": str(vocab), "--merge-file": str(merges)}
-
-
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise DataError(f"--tokenizer: {path} is missing")
-    return path
-
-
-def _pair_in(folder: Path) -> tuple[Path, Path] | None:
+def _pair_in(folder: Path) -> Flags:
+    """The flags of the vocabulary and the merges in a folder; empty without them."""
     for vocab, merges in _PAIRS:
         if (folder / vocab).is_file() and (folder / merges).is_file():
-            return folder / vocab, folder / merges
-    return None
+            return {"--vocab-file": str(folder / vocab), "--merge-file": str(folder / merges)}
+    return {}
 
 
-def _gpt2(text: Path | None) -> tuple[Path, Path]:
+def _gpt2(text: Path | None) -> Flags:
     hub = sorted(_HUB.expanduser().glob("models--*gpt2/snapshots/*"))
     places = [*([text.absolute().parent] if text else []), Path.cwd(), *hub]
     for folder in places:
         found = _pair_in(folder)
-        if found and len(read_json(found[0])) == 50257:
+        if found and len(read_json(found["--vocab-file"])) == 50257:
             return found
     raise DataError(
         "--tokenizer gpt2: GPT-2's vocab.json and merges.txt (50,257 tokens) are in none of "
@@ -101,22 +92,21 @@ def _own(path: Path) -> Flags:
     if not path.exists():
         raise DataError(f"--tokenizer {path}: no such file or directory; choose {CHOICES}")
     folder = path if path.is_dir() else path.parent
-    file = path if path.name == "tokenizer.json" else folder / "tokenizer.json"
-    pair = _pair_in(folder)
-    pieces = path if path.suffix == ".model" else folder / PIECES
-    if pieces.is_file() and (path == pieces or (pair is None and not file.is_file())):
-        return {"--tokenizer-type": "Llama2Tokenizer", "--tokenizer-model": str(pieces)}
-    if file.is_file() and (path.is_dir() or path == file or pair is None):
+    pair, pieces = _pair_in(folder), path if path.suffix == ".model" else folder / PIECES
+    is_json = path.is_dir() or path.name == "tokenizer.json" or not pair
+    if path != pieces and is_json and (folder / "tokenizer.json").is_file():
         return {"--tokenizer-type": "HuggingFaceTokenizer", "--tokenizer-model": str(folder)}
-    if pair is None:
-        raise DataError(
-            f"--tokenizer {path}: neither tokenizer.json, {PIECES} nor vocab.json with merges.txt "
-            "is there"
-        )
-    return _pair_flags(*pair)
+    if path != pieces and pair:
+        return pair
+    if pieces.is_file():
+        return {"--tokenizer-type": "Llama2Tokenizer", "--tokenizer-model": str(pieces)}
+    raise DataError(
+        f"--tokenizer {path}: neither tokenizer.json, {PIECES} nor vocab.json with merges.txt is "
+        "there"
+    )
 
 
-def _trained(text: Path, size: int) -> tuple[Path, Path]:
+def _trained(text: Path, size: int) -> Flags:
     """Train a byte-level BPE on a corpus, once; it is kept beside the corpus."""
     from tokenizers import ByteLevelBPETokenizer
 
@@ -124,8 +114,7 @@ def _trained(text: Path, size: int) -> tuple[Path, Path]:
     key = hashlib.sha256(f"{text.absolute()} {length} {latest} {size}".encode()).hexdigest()[:12]
     parent = text.parent if os.access(text.parent, os.W_OK) else Path.cwd()
     folder = parent / f"{text.name.split('.')[0]}-bpe{size}-{key}"
-    pair = _pair_in(folder)
-    if pair is not None:
+    if pair := _pair_in(folder):
         return pair
     share = min(1.0, _MOST_TEXT / max(1, length))
     part = f"{share:.1%} of the lines of " if share < 1 else ""
@@ -137,12 +126,12 @@ def _trained(text: Path, size: int) -> tuple[Path, Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with scratch_directory(folder, ".partial-") as scratch:
-            vocab, merges = map(Path, trained.save_model(str(scratch)))
-            pair = vocab.replace(folder / vocab.name), merges.replace(folder / merges.name)
+            for file in map(Path, trained.save_model(str(scratch))):
+                file.replace(folder / file.name)
     except Exception as error:  # the package raises plain Exception
         raise DataError(f"--tokenizer train:{size}: {folder} cannot be written: {error}") from error
     print(f"tokenizer: {trained.get_vocab_size()} tokens, {folder}", flush=True)
-    return pair
+    return _pair_in(folder)
 
 
 def _texts(path: Path, share: float) -> Iterator[str]:

@@ -16,7 +16,7 @@ import torch
 
 from megatron.dpp.errors import ConfigError, DataError
 from megatron.dpp.files.locks import scratch_directory
-from megatron.dpp_train.data.document_files import CHAT_SUFFIX
+from megatron.dpp_train.data.token_files import CHAT_SUFFIX
 from megatron.dpp_train.hf import checkpoint
 from megatron.dpp_train.hf.families import Sizes, find_families
 from megatron.dpp_train.hf.fields import CONFIG, HfConfig, parse_config
