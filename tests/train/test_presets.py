@@ -165,6 +165,16 @@ def test_token_files_of_ones_own_have_the_vocabulary_of_the_sample(
     assert "datasets_gpt/vocab.json" in out and "datasets_gpt/merges.txt" in out
 
 
+@pytest.mark.parametrize(("number", "split"), [(99, "1,0,0"), (999, "95,5,0"), (1000, "949,50,1")])
+def test_no_set_that_is_used_is_left_without_documents(
+    number: int, split: str, train: Train, tmp_path: Path
+) -> None:
+    prefix = write_corpus(tmp_path / "own", [4] * number).split()[1]
+    status, out, err = train(f"--mode simple --data {prefix} --dry-run")
+    assert status == 0, err
+    assert flags_of(out)["split"] == split
+
+
 def test_a_recipe_takes_paths_variables_and_flags(train: Train, tmp_path: Path) -> None:
     words = f"--preset gpt node {tmp_path}/ck {tmp_path}/tb --seed 7 --dry-run"
     status, _, err = train(words, GPUS_PER_NODE="4", NUM_LAYERS="32")
@@ -292,15 +302,18 @@ def test_a_second_run_in_a_directory_leaves_the_files_of_the_first(
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_text_with_a_dash_in_front_of_its_name_is_no_flag(
+def test_a_path_that_begins_with_a_dash_is_no_flag(
     train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("-a.jsonl").write_text('{"text": "a"}\n')
-    status, out, err = train("--mode simple --data ./-a.jsonl --tokenizer sample --dry-run")
+    Path("-ck").mkdir()
+    Path("-ck/latest_checkpointed_iteration.txt").write_text("20")
+    words = "--mode simple --data ./-a.jsonl --tokenizer sample --dry-run --resume-from ./-ck"
+    status, out, err = train(words)
     assert status == 0, err
-    assert f"--input {tmp_path}/-a.jsonl" in out
-    assert flags_of(out)["data_path"][0].startswith(f"{tmp_path}/-a-")
+    assert " --input=-a.jsonl --output-prefix=-a-" in out
+    assert flags_of(out)["data_path"][0].startswith("-a-") and flags_of(out)["load"] == "-ck"
 
 
 def test_resuming_names_the_step_and_takes_the_rate_of_now(train: Train, tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from megatron.dpp.errors import DataError
 from tests.runtime.launcher import REPOSITORY
 from tests.train.runs import MODEL, train, write_corpus
 
@@ -73,3 +75,25 @@ def test_a_run_is_saved_and_goes_on_in_another_layout(corpus: str, tmp_path: Pat
     assert again.numbers == whole.numbers[-3:]
     other = train(tmp_path, 1, MODEL, corpus, load, "--lr 1e-3 --override-opt-param-scheduler")
     assert other.column("lr") == [1e-3]
+
+
+def test_a_split_without_documents_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """megatron-core never ended to count the epochs of 120 documents' thousandth."""
+    from megatron.core.datasets import blended_megatron_dataset_builder, gpt_dataset
+
+    from megatron.dpp_train.pretrain.mended import no_empty_split
+
+    monkeypatch.setenv("RANK", "0")
+    prefix = write_corpus(tmp_path / "few", [40] * 120).split()[1]
+    config = gpt_dataset.GPTDatasetConfig(
+        random_seed=1, sequence_length=32, blend=([prefix], None), split="949,50,1",
+        tokenizer=SimpleNamespace(eod=0, vocab_size=127, unique_identifiers={}), reset_position_ids=False,
+        reset_attention_mask=False, eod_mask_loss=False, path_to_cache=str(tmp_path / "cache"),
+    )  # fmt: skip
+    builder = blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder(
+        gpt_dataset.GPTDataset, [12, 8, 8], lambda: True, config
+    )
+    with no_empty_split(), pytest.raises(DataError, match="949,50,1: leaves no document for test"):
+        builder.build()

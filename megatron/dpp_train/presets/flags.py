@@ -95,11 +95,12 @@ def to_argv(flags: Mapping[str, Any]) -> list[str]:
     """The flags as the words of a command line."""
     words: list[str] = []
     for name, value in flags.items():
-        words.append(name)
         if isinstance(value, list | tuple):
-            words += [str(each) for each in value]
-        elif value is not True:
-            words.append(str(value))
+            words += [name, *map(str, value)]
+        elif value is True:
+            words.append(name)
+        else:  # a path may begin like a flag
+            words += [f"{name}={value}"] if is_flag(str(value)) else [name, str(value)]
     return words
 
 

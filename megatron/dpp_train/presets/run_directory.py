@@ -88,4 +88,4 @@ def places(flags: Mapping[str, Any], path: Path, *, saves: bool) -> Flags:
 
 def write_command(path: Path, command: Sequence[str]) -> None:
     """Keep the command of a run in its directory, for a shell."""
-    (path / COMMAND).write_text(shlex.join(command) + "\n", encoding="utf-8")
+    (path / COMMAND).write_bytes(os.fsencode(shlex.join(command) + "\n"))

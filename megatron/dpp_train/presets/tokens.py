@@ -32,6 +32,8 @@ _HOW = {
     "bert": ["--split-sentences", "--sentence-splitter", "rules"],
 }
 _SPLIT, _FEW = "949,50,1", 100
+_NO_TEST, _FOR_TEST = "95,5,0", 1000
+"""The split of fewer documents than these; Megatron never ends to build a set without any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +74,6 @@ def find_tokens(
     loaders = [name for name in _LOADERS if name in flags]
     if path and loaders:
         raise ConfigError(f"--data and {loaders[0]} exclude each other")
-    if path and str(Path(path)).startswith("-"):  # which commands would take for a flag
-        path = str(Path(path).absolute())
     text = Path(path) if path else shared(f"datasets_{arch}") / "dataset.json"
     is_text = path is None or path.endswith((*JSON, PARQUET))
     if is_text and not loaders and not text.exists():
@@ -106,7 +106,7 @@ def _of_text(
     prefix = _prefix_of(text, _digest(text, found, how), own=own)
     tokens = f"{prefix}_{'chat_document' if chats else _LEVELS[arch]}"
     there = all(Path(tokens + suffix).is_file() for suffix in (".idx", ".bin"))
-    words = ["preprocess", "--input", str(text), "--output-prefix", str(prefix), *to_argv(found)]
+    words = ["preprocess", *to_argv({"--input": text, "--output-prefix": prefix} | found)]
     words += [*how, *(["--skip-bad-lines"] if skip else [])]
     found |= {"--data-path": tokens} | (_held_out(tokens) if there else {"--split": _SPLIT})
     source = str(text) if own else "sample corpus"
@@ -171,12 +171,12 @@ def _prefix_of(text: Path, digest: str, *, own: bool) -> Path:
 
 
 def _held_out(prefix: str) -> Flags:
-    """``--split`` of token files. Few documents are split so that validation gets one at least; of
-    fewer than a hundred all are trained on."""
+    """``--split`` of token files, of which no part is empty that is used: of fewer than a hundred
+    documents all are trained on."""
     documents = check_index(prefix)[1]
     if documents < _FEW:
         return {"--split": "1,0,0", "--eval-iters": 0}
-    return {"--split": _SPLIT}
+    return {"--split": _SPLIT if documents >= _FOR_TEST else _NO_TEST}
 
 
 def sample_vocabulary(arch: str) -> Flags:

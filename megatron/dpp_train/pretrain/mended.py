@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from megatron.dpp.errors import DataError
+
 _VOCABULARIES = {
     "GPT2BPETokenizer": "gpt2",
     "BertWordPieceLowerCase": "bert-uncased",
@@ -35,6 +37,7 @@ def mended() -> Iterator[None]:
             undo.enter_context(mock.patch.object(helpers, "compile_helpers", lambda: None))
         undo.enter_context(local_vocabularies())
         undo.enter_context(_given_rates())
+        undo.enter_context(no_empty_split())
         if any(word.startswith("--tensorboard-dir") for word in sys.argv):
             undo.enter_context(lossy_curves())
         undo.enter_context(mock.patch.object(argparse.HelpFormatter, "_expand_help", _help_of))
@@ -91,6 +94,26 @@ def lossy_curves() -> Iterator[None]:
     with contextlib.ExitStack() as undo:
         for each in ("write", "flush", "close"):
             undo.enter_context(mock.patch.object(kind, each, lossy(getattr(kind, each))))
+        yield
+
+
+@contextlib.contextmanager
+def no_empty_split() -> Iterator[None]:
+    """A split without documents is a DataError; core/datasets/gpt_dataset.py counts the epochs of
+    nothing for ever."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    own = GPTDataset._get_num_epochs
+
+    def counted(self: Any, tokens: int) -> int:
+        if not tokens:
+            raise DataError(
+                f"--split {self.config.split}: leaves no document for {self.index_split.name}; "
+                "add documents, or give that set none (--split 95,5,0)"
+            )
+        return int(own(self, tokens))
+
+    with mock.patch.object(GPTDataset, "_get_num_epochs", counted):
         yield
 
 
