@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.runtime.launcher import REPOSITORY, free_port
 
@@ -64,21 +65,23 @@ def lend_masks() -> None:
 
 
 def lend_microbatches() -> None:
-    """PyTorch 2.13's schedules do not know ``arg_mbs``, which torchtitan 0.3.0 gives."""
+    """PyTorch 2.13 has no ``set_timeout``, and its schedules do not know the ``arg_mbs`` that
+    torchtitan 0.3.0 gives.
+    """
     from torch.distributed.pipelining import schedules
 
+    torch.distributed.set_timeout = lambda *_, **__: None  # type: ignore[attr-defined]
     for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
 
         def step(
             self: Any, *, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, losses: Any,
             loss_kwargs: Any, return_outputs: bool,
         ) -> None:  # fmt: skip
-            own = self._loss_fn
-            self._loss_fn = lambda *given: own(*given, **loss_kwargs)
             for stage in getattr(self, "_stages", None) or [self._stage]:
+                stage.has_backward = True
                 stage.clear_runtime_states()
-            self._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses)
-            self._loss_fn = own
+            given = arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs
+            self._step_microbatches(*given, loss_kwargs=loss_kwargs)
 
         kind.step = step  # type: ignore[method-assign]
 
@@ -137,7 +140,9 @@ def train(options: argparse.Namespace) -> None:
     def clip(parameters: Any, *given: Any, **more: Any) -> Any:
         digest = hashlib.sha256()
         for parameter in (kept := list(parameters)):
-            digest.update(parameter.grad.numpy().tobytes())
+            gradient = parameter.grad
+            plain = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            digest.update(plain.numpy().tobytes())
         norm = own_clip(kept, *given, **more)
         lines.append(f"gradients {digest.hexdigest()[:16]}, norm {norm.item().hex()}")
         return norm

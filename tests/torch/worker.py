@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -112,6 +113,12 @@ def tensor(seed: int) -> None:
                 parallelize_module(block, mesh["tp"], plan)
         return fully_shard(part, mesh=mesh["tp"]) if seed % 2 else part
 
+    both = parts(case, seed, 2)[0]
+    parallelize_module(both.blocks[0].up, mesh["tp"], ColwiseParallel())
+    parallelize_module(both.blocks[0].down, mesh["pp"], ColwiseParallel())
+    for given in (None, mesh.get_group("tp")):
+        with pytest.raises(ConfigError, match=r"ranks \[.*\], as .* of all of them as together="):
+            DynamicSchedule(stages_of([both] * 2, mesh.get_group("pp")), 2, together=given)
     config = {"policy": "dynamic", "inject": "jitter:0.5"}
     replica = mesh.get_local_rank("tp") if seed % 2 else 0
     as_torch(seed, case, mesh.get_group("pp"), wrap, replica, **config)
@@ -250,6 +257,14 @@ def refused() -> None:
     table: list[tuple[list[Any], dict[str, Any], Any, Any, int, str]] = [
         ([None, "x"], mean, x, x, 0, "stage 0 returned NoneType: a stage that is not the last has"),
         ([(), "x"], mean, x, x, 0, "stage 0 returned no tensor"),
+        (
+            good,
+            {"loss_fn": lambda output, _: output.detach().mean()},
+            x,
+            x,
+            1,
+            "loss_fn returned a tensor without gradient",
+        ),
         (good, rows, x, x, 1, r"loss_fn returned \(2, 3\): a tensor with one element is needed"),
         (good, mean, x[:1], x, 0, "argument 0 can be cut into 1 microbatches, and 2 are asked for"),
         (good, mean, [x, x, x], [x, x], 1, "rank 1 was given targets of 2 .*, and rank 0 runs 3"),
@@ -266,12 +281,19 @@ def refused() -> None:
         else:
             raise AssertionError(f"row {index} was not refused")
         schedule.close()
+    schedule = DynamicSchedule(stages_of([Returns(each) for each in good]), 2, **mean)
+    if rank == 0:
+        with pytest.raises(PeerDead, match=r"rank 1 gave up: .*without a step"):
+            schedule.step(x)
+    del schedule
     stages = stages_of([Returns("x"), Returns("x")])
     many: list[tuple[Any, dict[str, Any], str]] = [
         (torch.nn.Linear(1, 1), {}, "stages: got Linear, expected torch.distributed.pipelining"),
         ([], {}, "stages: got nothing"),
+        (None, {}, "stages: got NoneType"),
         (stages_of([Returns("x")] * 4)[:1], {}, "as many stages for each rank are needed"),
         (stages, {"n_microbatches": 0}, "n_microbatches is 0: at least 1 is needed"),
+        (stages, {"n_microbatches": "2"}, "n_microbatches is '2': at least 1 is needed"),
         (stages, {"config": DppConfig(slice_tokens=8)}, "only models of megatron-core have this"),
     ]
     for stage, more, said in many:
@@ -293,6 +315,8 @@ def traced(folder: str) -> None:
     for step in (schedule.step, schedule.eval, schedule.step, schedule.step):
         step(*given[0], target=given[1], **keywords)
     schedule.close()
+    with pytest.raises(ConfigError, match="runs no more steps: it was closed"):
+        schedule.step(*given[0], target=given[1], **keywords)
 
 
 def dies() -> None:

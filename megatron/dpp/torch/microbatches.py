@@ -65,7 +65,7 @@ class Microbatches:
         ]
         rows = list(zip(*columns, strict=True))
         return cls(
-            args=[row[: len(args)] for row in rows],
+            args=[row[: len(args)] for row in rows] if args else (),
             kwargs=[dict(zip(kwargs, row[len(args) :], strict=True)) for row in rows],
             targets=None if target is None else _cut("target", target, None, number),
             listed=bool(lengths),

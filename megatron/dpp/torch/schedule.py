@@ -18,6 +18,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from megatron.dpp.config import Backward, DppConfig, missing_part
 from megatron.dpp.errors import ConfigError, setting
 from megatron.dpp.runtime.executor import Executor, Iteration
+from megatron.dpp.runtime.links import why_not_ahead
 from megatron.dpp.torch.linear import WeightGradients
 from megatron.dpp.torch.microbatches import Microbatches
 from megatron.dpp.torch.session import Session, replica_of
@@ -68,8 +69,8 @@ class DynamicSchedule(PipelineScheduleMulti):
         **named: Any,
     ) -> None:
         found = _checked(stages)
-        if n_microbatches < 1:
-            raise ConfigError(f"n_microbatches is {n_microbatches}: at least 1 is needed")
+        if not isinstance(n_microbatches, int) or n_microbatches < 1:
+            raise ConfigError(f"n_microbatches is {n_microbatches!r}: at least 1 is needed")
         super().__init__([*found], n_microbatches, *words, **named)
         self.config = config or DppConfig()
         for name in _OTHERS:
@@ -79,14 +80,11 @@ class DynamicSchedule(PipelineScheduleMulti):
         if missing := missing_part(self.config.transport):
             raise ConfigError(missing)
         self._own = found
-        self.session = Session(
-            found, self.config, together, torch.initial_seed(), log or logger.info
-        )
+        self.session = Session(found, self.config, together, log or logger.info)
         self._backward = Backward.of(self.config.split_backward) or Backward()
         self.iteration = 0
         """Number of the next step."""
-        self._trace = trace
-        self._recorder: Recorder = NullRecorder()
+        self._recorder = NullRecorder() if trace is None else self._open_trace(trace)
         self._failed: BaseException | None = None
         self._end = weakref.finalize(self, _close, self.session)
 
@@ -114,7 +112,7 @@ class DynamicSchedule(PipelineScheduleMulti):
             TransportError: a peer died, or a message did not arrive in time.
         """
         if self._failed is not None:
-            raise ConfigError(f"this schedule has failed before: {self._failed}")
+            raise ConfigError(f"this schedule runs no more steps: {self._failed}")
         trains = self._has_backward
         if trains and self._backward_requires_autograd and not torch.is_grad_enabled():
             raise ConfigError("step() needs gradients, and torch.no_grad() is on: call eval()")
@@ -179,7 +177,7 @@ class DynamicSchedule(PipelineScheduleMulti):
             seed=torch.initial_seed() if draws else None,
             measures=trains and session.decisions.wants_measuring,
         )
-        recorder = self._recorded(trains)
+        recorder = self._recorder if trains else NullRecorder()
         recorder.begin_iteration(iteration)
         with weights.bound() if weights else contextlib.nullcontext():
             self._execute(runner, sizes, recorder)
@@ -199,6 +197,7 @@ class DynamicSchedule(PipelineScheduleMulti):
         scheduler = session.decisions.scheduler(
             geometry, backward=backward, largest=session.longest, sizes=sizes
         )
+        ahead = why_not_ahead(links.transport) is None
         executor = Executor(
             runner=runner,
             scheduler=scheduler,
@@ -209,36 +208,31 @@ class DynamicSchedule(PipelineScheduleMulti):
             iteration=Iteration(
                 number=runner.iteration,
                 timeout=self.config.timeout,
-                launch_ahead=session.launch_ahead and (backward.split or not runner.trains),
+                launch_ahead=ahead and (backward.split or not runner.trains),
             ),
         )
         executor.run()
         session.decisions.ran(scheduler, executor.actions, backward=backward)
 
-    def _recorded(self, trains: bool) -> Recorder:
-        """The recorder of a step."""
-        if self._trace is None or not trains:
-            return NullRecorder()
-        if not self._recorder.enabled:
-            topology = self.session.topology
-            data, data_size = replica_of(topology.ranks)
-            layout = TraceLayout(
-                data=data,
-                pipeline=topology.rank,
-                tensor=0,
-                data_size=data_size,
-                pipeline_size=topology.num_ranks,
-                tensor_size=1,
-                num_chunks=topology.num_chunks,
-            )
-            self._recorder = open_recorder(
-                self._trace, rank=dist.get_rank(), layout=layout, device=self.session.device
-            )
-        return self._recorder
+    def _open_trace(self, folder: str) -> Recorder:
+        topology = self.session.topology
+        data, data_size = replica_of(topology.ranks)
+        layout = TraceLayout(
+            data=data,
+            pipeline=topology.rank,
+            tensor=0,
+            data_size=data_size,
+            pipeline_size=topology.num_ranks,
+            tensor_size=1,
+            num_chunks=topology.num_chunks,
+        )
+        device = self.session.device
+        return open_recorder(folder, rank=dist.get_rank(), layout=layout, device=device)
 
     def close(self) -> None:
         """Close links and trace. May be called twice."""
         self._end.detach()
+        self._failed = self._failed or ConfigError("it was closed")
         self.session.close()
         self._recorder.close()
 
@@ -250,10 +244,10 @@ def _checked(stages: Any) -> list[PipelineStage]:
         ConfigError: others than :class:`DynamicSchedule` describes.
     """
     found = list(stages) if isinstance(stages, list | tuple) else [stages]
-    wrong = next((each for each in found if not isinstance(each, PipelineStage)), None)
-    if wrong is not None or not found:
+    wrong = [type(each).__name__ for each in found if not isinstance(each, PipelineStage)]
+    if wrong or not found:
         raise ConfigError(
-            f"stages: got {'nothing' if not found else type(wrong).__name__}, expected "
+            f"stages: got {', '.join(wrong) or 'nothing'}, expected "
             "torch.distributed.pipelining.PipelineStage, one or a list of them"
         )
     found.sort(key=lambda stage: stage.stage_index)
@@ -269,8 +263,10 @@ def _checked(stages: Any) -> list[PipelineStage]:
 
 
 def _close(session: Session) -> None:
-    """Close the links at the end of the process, and tell other ranks of an error that ended it."""
+    """Close the links at the end of the process, and tell other ranks of what ended it."""
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if session.links is None:
+        error = error or RuntimeError("its process ends, or drops the schedule, without a step")
     if isinstance(error, BaseException):
-        session.abort(error)
+        session.leave(error)
     session.close()

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
@@ -16,8 +15,8 @@ from megatron.dpp.config import DppConfig
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ConfigError, ProtocolError
 from megatron.dpp.runtime.decisions import Decisions
-from megatron.dpp.runtime.failure import leave, reason
-from megatron.dpp.runtime.links import Links, await_message, injector_of, links_of, why_not_ahead
+from megatron.dpp.runtime.failure import leave
+from megatron.dpp.runtime.links import Links, await_message, injector_of, links_of
 from megatron.dpp.runtime.timer import DeviceTimer, TaskTimer
 from megatron.dpp.runtime.topology import Topology
 from megatron.dpp.schedule import Memory
@@ -38,7 +37,6 @@ class Session:
         config: transport, cap, policy, recordings.
         together: the ranks that share collectives inside of their tasks; None for those that
             parameters tell.
-        seed: of injected delays.
         log: called with each line about links and caps.
     """
 
@@ -47,18 +45,16 @@ class Session:
         stages: Sequence[PipelineStage],
         config: DppConfig,
         together: dist.ProcessGroup | None,
-        seed: int,
         log: Callable[[str], None],
     ) -> None:
         self._together = together = _together(communicating(stages), together)
         self._config, self._log = config, log
         self._members = list(_ranks(together)) if together is not None else []
         first = stages[0]
-        group = first.group or dist.distributed_c10d._get_default_group()
-        ranks = _ranks(group)
+        ranks = _ranks(first.group or dist.distributed_c10d._get_default_group())
         self.topology = Topology(ranks, first.group_rank, len(stages))
         self.device = torch.device(first.device)
-        self.injector = injector_of(config, self.topology, seed)
+        self.injector = injector_of(config, self.topology, torch.initial_seed())
         follow = dist.get_rank() not in self._members[:1] and bool(self._members)
         replica = replica_of(ranks)[0]
         self.decisions = Decisions(config, log, replica, decides=not follow)
@@ -66,12 +62,10 @@ class Session:
         self.timer: TaskTimer = DeviceTimer(follow=follow) if on_gpu else TaskTimer()
         self.links: Links | None = None
         self.shapes = Shapes(1, ())
-        self.launch_ahead = False
         self.longest = 0
         """Size of the longest microbatch so far, or of the longest that the configuration names."""
         self._room = 0
-        alone = self.topology.num_ranks == 1
-        store: Store = HashStore() if alone else dist.distributed_c10d._get_default_store()
+        store = dist.distributed_c10d._get_default_store()
         key = f"dpp/torch/{','.join(map(str, ranks))}"
         number = store.add(f"{key}/{self.topology.rank}", 1)
         self._probe = Probe(stages, store, f"{key}#{number}", config.timeout)
@@ -126,7 +120,7 @@ class Session:
         if links is None:
             if self.topology.rank == 0:
                 self._probe.tell("sizes", numbers)
-            return list(self._probe.told("sizes", f"rank {self.topology.ranks[0]}"))
+            return self._probe.told("sizes", f"rank {self.topology.ranks[0]}")
         on_gpu = self.device.type == "cuda"  # where nothing waits for what is queued
         aside: Any = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
         with torch.cuda.stream(aside):
@@ -153,7 +147,9 @@ class Session:
             device=self.device,
         )
         self._room = room
-        self.launch_ahead = why_not_ahead(self.links.transport) is None
+        for link in self.links.transport.links():
+            ends = f"rank {dist.get_rank()} -> {link.peer}"
+            self._log(f"dynamic pipeline: {ends}: {link.kind} ({link.reason})")
 
     def _put(self, links: Links, numbers: list[int], iteration: int) -> None:
         channel = links.outgoing(Direction.FORWARD, 0)
@@ -195,13 +191,6 @@ class Session:
             self._probe.fail(error)
         return leave(error, self.links.transport if self.links else None)
 
-    def abort(self, error: BaseException) -> None:
-        """Tell the ranks of this pipeline at the end of the process why it ends."""
-        if self.links is None:
-            self._probe.fail(error)
-        else:
-            self.links.transport.abort(reason(error))
-
     def close(self) -> None:
         """Close the links. May be called twice."""
         links, self.links = self.links, None
@@ -215,34 +204,25 @@ def communicating(stages: Sequence[PipelineStage]) -> dict[tuple[int, ...], dist
     once per step.
     """
     groups, replicas, gather = {}, set(), set()
-    for stage in stages:
-        for module in stage.submod.modules():
-            if isinstance(module, FSDPModule):
-                state: Any = module._get_fsdp_state()
-                is_root = module is stage.submod and state._auto_reshard_after_forward
-                for sharded in state._fsdp_param_groups:
-                    found = {_ranks(group) for group in sharded.mesh_info.mesh.get_all_groups()}
-                    replicas |= found
-                    gather |= found if sharded._reshard_after_forward and not is_root else set()
-            for parameter in module.parameters(recurse=False):
-                if isinstance(parameter, DTensor):
-                    of_mesh = parameter.device_mesh.get_all_groups()
-                    groups |= {_ranks(group): group for group in of_mesh}
-    return {
-        ranks: group
-        for ranks, group in groups.items()
-        if len(ranks) > 1 and ranks not in replicas - gather
-    }
+    for root in (stage.submod for stage in stages):
+        for module in (each for each in root.modules() if isinstance(each, FSDPModule)):
+            state: Any = module._get_fsdp_state()
+            first_only = module is root and state._auto_reshard_after_forward
+            for sharded in state._fsdp_param_groups:
+                found = {_ranks(group) for group in sharded.mesh_info.mesh.get_all_groups()}
+                replicas |= found
+                gather |= found if sharded._reshard_after_forward and not first_only else set()
+        for parameter in root.parameters():
+            if isinstance(parameter, DTensor):
+                groups |= {_ranks(group): group for group in parameter.device_mesh.get_all_groups()}
+    kept = groups.keys() - (replicas - gather)
+    return {ranks: groups[ranks] for ranks in kept if len(ranks) > 1}
 
 
 def _together(
     groups: dict[tuple[int, ...], dist.ProcessGroup], given: dist.ProcessGroup | None
 ) -> dist.ProcessGroup | None:
-    """The group whose ranks run one order of tasks; None if this rank decides alone.
-
-    Raises:
-        ConfigError: there is no group, or another one, of all the ranks that communicate.
-    """
+    """The group whose ranks run one order of tasks; None if this rank decides alone."""
     ranks = set().union(*groups)
     if given is None and len(groups) == 1:
         (given,) = groups.values()

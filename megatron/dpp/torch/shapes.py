@@ -7,9 +7,9 @@ store, once per schedule: later microbatches of other lengths need bytes in prop
 from __future__ import annotations
 
 import contextlib
-import json
+import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,40 +27,30 @@ _META = torch.device("meta")
 
 
 class Boundary(NamedTuple):
-    """The tensors that a stage hands to the next one: their shapes, names of their dtypes, and
-    which of them take a gradient.
+    """The tensors that a stage hands to the next one: their shapes, their dtypes, and which of them
+    take a gradient.
     """
 
-    shapes: tuple[tuple[int, ...], ...] = ()
-    dtypes: tuple[str, ...] = ()
-    grads: tuple[bool, ...] = ()
+    shapes: tuple[torch.Size, ...]
+    dtypes: tuple[torch.dtype, ...]
+    grads: tuple[bool, ...]
 
     def __str__(self) -> str:
-        return ", ".join(
-            f"{dtype}{'' if grad else ' without gradient'}"
-            for _, dtype, grad in zip(*self, strict=True)
-        )
+        each = zip(self.dtypes, self.grads, strict=True)
+        return ", ".join(f"{dtype}{'' if grad else ' without gradient'}" for dtype, grad in each)
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Boundary:
         """The boundary that these tensors cross."""
-        return cls(
-            tuple(tuple(tensor.shape) for tensor in tensors),
-            tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
-            tuple(tensor.requires_grad for tensor in tensors),
-        )
+        each = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
+        return cls(*zip(*each, strict=True))
 
     def zeros(self, device: torch.device) -> list[torch.Tensor]:
         """Tensors like those that cross it, which the next stage receives."""
         return [
-            torch.zeros(shape, dtype=getattr(torch, dtype), device=device, requires_grad=grad)
+            torch.zeros(shape, dtype=dtype, device=device, requires_grad=grad)
             for shape, dtype, grad in zip(*self, strict=True)
         ]
-
-
-def forward(stage: PipelineStage, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run a stage's module as PyTorch's schedules do; nothing is reduced."""
-    return stage.forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def outputs_of(stage: PipelineStage, output: Any) -> list[torch.Tensor]:
@@ -99,13 +89,8 @@ class Shapes(NamedTuple):
 
 
 class Probe:
-    """Learns a pipeline's shapes, together with the same call on its other ranks.
-
-    Args:
-        stages: of this rank.
-        store: of the job.
-        key: of this pipeline in the store.
-        timeout: seconds to wait for the stage before.
+    """Learns a pipeline's shapes, together with the same call on its other ranks. They meet under a
+    key of the job's store, and wait for ``timeout`` seconds for each other.
     """
 
     def __init__(
@@ -117,15 +102,13 @@ class Probe:
 
     def tell(self, name: str, value: Any) -> None:
         """Tell all ranks something."""
-        self._store.set(f"{self._key}/{name}", json.dumps(value))
+        self._store.set(f"{self._key}/{name}", pickle.dumps(value))
 
     def fail(self, error: BaseException) -> None:
         """Tell the ranks that wait in :meth:`told` why this one ends."""
-        text = to_json(
-            f"rank {dist.get_rank()} gave up: {type(error).__name__}: {one_line(error, 200)}"
-        )
-        with contextlib.suppress(RuntimeError):  # the store is gone
-            self.tell("failed", text)
+        with contextlib.suppress(RuntimeError, ValueError):  # the store or the group is gone
+            text = f"rank {dist.get_rank()} gave up: {type(error).__name__}: {one_line(error, 200)}"
+            self._store.compare_set(f"{self._key}/failed", "", to_json(text))  # the first one stays
 
     def told(self, name: str, whose: str) -> Any:
         """Wait for what a rank tells.
@@ -137,7 +120,7 @@ class Probe:
         deadline = time.monotonic() + self._timeout
         while not self._store.check([key]):
             if self._store.check([failed]):
-                reason = from_json(json.loads(self._store.get(failed)))
+                reason = from_json(self._store.get(failed).decode())
                 raise PeerDead(reason, reason)
             if time.monotonic() > deadline:
                 timeout = setting("timeout")
@@ -147,7 +130,7 @@ class Probe:
                     timeout,
                 )
             time.sleep(_NAP_SECONDS)
-        return json.loads(self._store.get(key))
+        return pickle.loads(self._store.get(key))
 
     def run(self, microbatches: Microbatches, number: int, size: int) -> Shapes:
         """The shapes of a microbatch.
@@ -160,8 +143,7 @@ class Probe:
         for index in range(self._num_stages - 1):
             if stage := self._stages.get(index):
                 self.tell(str(index), self._measure(stage, microbatches, number, boundaries))
-            shapes, dtypes, grads = self.told(str(index), f"stage {index}")
-            boundaries.append(Boundary(tuple(map(tuple, shapes)), tuple(dtypes), tuple(grads)))
+            boundaries.append(self.told(str(index), f"stage {index}"))
         return Shapes(size, tuple(boundaries))
 
     def _measure(
@@ -180,7 +162,8 @@ class Probe:
             torch.inference_mode(False),
             torch.enable_grad(),
         ):
-            output = forward(stage, args, microbatches.keywords(number))
+            keywords = microbatches.keywords(number)
+            output: Any = stage.forward_maybe_with_nosync(*args, **keywords)  # type: ignore[no-untyped-call]
             found = Boundary.of(outputs_of(stage, output))
         for module in stage.submod.modules():
             if isinstance(module, FSDPModule):

@@ -16,7 +16,7 @@ from megatron.dpp.memory import saved_bytes
 from megatron.dpp.runtime.mail import Tensors
 from megatron.dpp.torch.linear import WeightGradients
 from megatron.dpp.torch.microbatches import Microbatches
-from megatron.dpp.torch.shapes import Boundary, Shapes, forward, outputs_of
+from megatron.dpp.torch.shapes import Boundary, Shapes, outputs_of
 
 
 @dataclass(kw_only=True)
@@ -73,7 +73,8 @@ class StageRunner:
         stage, inputs = self.stages[chunk], self._inputs(chunk, received)
         args = self.microbatches.arguments(microbatch) if received is None else inputs
         with self._random(stage, microbatch):
-            output = forward(stage, args, self.microbatches.keywords(microbatch))
+            keywords = self.microbatches.keywords(microbatch)
+            output = stage.forward_maybe_with_nosync(*args, **keywords)  # type: ignore[no-untyped-call]
             result = self._result(stage, output, microbatch)
         if self.trains:
             self._kept[chunk, microbatch] = (result, inputs)
@@ -122,6 +123,9 @@ class StageRunner:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ConfigError(f"loss_fn returned {found}: a tensor with one element is needed")
+        trained = any(parameter.requires_grad for parameter in stage.submod.parameters())
+        if self.trains and trained and not loss.requires_grad:
+            raise ConfigError("loss_fn returned a tensor without gradient, which trains nothing")
         self.losses.append(loss)
         return loss
 
