@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron.dpp.report.align import align
-from megatron.dpp.report.analysis.summary import analyse, summary
+from megatron.dpp.report.analysis.summary import analyse
 from megatron.dpp.report.reader import open_run
 from tests.runtime.cases import (
     ALLGATHER,
@@ -92,7 +92,7 @@ def test_a_trace_tells_the_imbalance_of_experts(tmp_path: Path) -> None:
     for schedule in ("dpp", "pp"):
         files = open_run(tmp_path / f"data-2-pipeline-2-tensor-1-{schedule}")
         analysis = analyse(files, align(files))
-        rows = summary(analysis).experts
+        rows = analysis.experts
         assert [(row.layer, row.imbalance) for row in rows] == [(1, 4.0), (2, 4.0)]
         assert {row.rank_imbalance for row in rows} == {2.0}
         assert all(row.group_size == 2 for row in rows)
