@@ -25,7 +25,7 @@ from megatron.dpp.sim.orders import (
 from megatron.dpp.sim.schedules import ScheduleConfig, run_static
 
 
-@settings(max_examples=100)
+@settings(max_examples=300)
 @given(
     sizes=st.lists(st.integers(1, 20_000), min_size=1, max_size=12),
     num_ranks=st.integers(1, 4),
