@@ -128,9 +128,8 @@ class Executor:
         """The size of each microbatch, in the largest."""
         self._longer = iteration.longer
         self._work = 0.0
-        self._pieces, geometry = scheduler.pieces, self._geometry
-        owed = 0 if geometry.forward_only else geometry.num_microbatches
-        self._owed = [owed * max(pieces, 1) for pieces in self._pieces]
+        self._pieces, number = scheduler.pieces, self._geometry.num_microbatches
+        self._owed = [number * max(pieces, 1) for pieces in self._pieces]
         """Tasks after which a chunk's gradients are complete: its W pieces, or its fused B's."""
         self._run_kind = {Kind.F: self._forward, Kind.B: self._backward, Kind.W: self._weight}
 
