@@ -19,7 +19,6 @@ from megatron.dpp_train.cost.flags import Given, shape_of
 from megatron.dpp_train.cost.memory import (
     head_bytes,
     layer_bytes,
-    layer_parameters,
     least_bytes,
     model_parameters,
     rank_memory,
@@ -226,18 +225,6 @@ def test_this_machines_gpus_are_those_that_are_shown(
 
 
 # Parameters and memory, by definition
-
-
-def test_a_tied_table_is_on_the_first_rank_and_on_the_last() -> None:
-    whole = shape()
-    table, norm, each = 1024 * 256, 2 * 256, layer_parameters(whole)
-    places = 128 * 256
-    cut = dataclasses.replace(whole, layers=(3, 5), pipeline=2)
-    assert rank_parameters(whole, 0) == 8 * each + table + places + norm == model_parameters(cut)
-    assert rank_parameters(cut, 0) == 3 * each + table + places
-    assert rank_parameters(cut, 1) == 5 * each + table + norm
-    untied = shape("--untie-embeddings-and-output-weights")
-    assert model_parameters(untied) == model_parameters(whole) + table
 
 
 def test_experts_are_shared_by_their_own_replicas() -> None:

@@ -33,7 +33,6 @@ BEGIN_SECONDS = 60.0
 MEMORY_BYTES = 8 << 30
 """By which a child may grow."""
 _REQUESTS_PER_WORKER = 4
-_PAGE_BYTES = resource.getpagesize()
 
 
 class Died(Exception):
@@ -110,11 +109,18 @@ class Child:
 def limit_time(seconds: float) -> None:
     """Let the kernel end this process after so much more processor time, also in a call into C."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    most = math.ceil(used.ru_utime + used.ru_stime + seconds)
-    if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
-    resource.setrlimit(resource.RLIMIT_CPU, (most, hard))
+    _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + seconds))
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Refuse this process more memory than so many bytes beyond what it has."""
+    pages = int(Path("/proc/self/statm").read_bytes().split()[0])
+    _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + num_bytes)
+
+
+def _limit(kind: int, most: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def prepare(*modules: str) -> None:
@@ -201,13 +207,3 @@ def _answered(channel: connection.Connection, work: Callable[..., Any], *request
         return None
     channel.send((found if request else None, None))
     return found
-
-
-def limit_memory(num_bytes: int) -> None:
-    """Refuse this process more memory than so many bytes beyond what it has."""
-    used = int(Path("/proc/self/statm").read_bytes().split()[0]) * _PAGE_BYTES
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = used + num_bytes
-    if hard != resource.RLIM_INFINITY:
-        most = min(most, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))

@@ -40,7 +40,7 @@ _BERT_TOKENS = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")
 _LONG = 1 << 18
 """Characters of a long text that are tokenized at a time, at least."""
 _BETWEEN = re.compile("[a-z](?= [a-z])")
-"""A place at which GPT-2's splitting rule always splits: behind this letter."""
+"""A place at which GPT-2's splitting rule and BERT's always split: behind this letter."""
 
 
 class Tokenizer:
@@ -94,16 +94,14 @@ class Tokenizer:
 class _Rust(Tokenizer):
     """GPT-2's byte-level BPE and BERT's WordPiece, of the ``tokenizers`` package."""
 
-    def __init__(self, tokenizer: Any, *given: Any, in_pieces: bool = False) -> None:
+    def __init__(self, tokenizer: Any, *given: Any) -> None:
         super().__init__(tokenizer.get_vocab_size(with_added_tokens=True), *given)
-        self._tokenizer, self._in_pieces = tokenizer, in_pieces
+        self._tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
-        # the package keeps 200 bytes for a character of a text
-        pieces = _pieces(text) if self._in_pieces else (text,)
         return [
             index
-            for piece in pieces
+            for piece in _pieces(text)  # the package keeps 200 bytes for a character of a text
             for index in self._tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0].ids
         ]
 
@@ -227,7 +225,7 @@ def _gpt2(vocab_file: str, merge_file: str) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(END_OF_TEXT, normalized=False)])
     special = {text: index for text, index in vocab.items() if _SPECIAL.fullmatch(text)}
-    return _Rust(tokenizer, vocab[END_OF_TEXT], special, {"eos_token": END_OF_TEXT}, in_pieces=True)
+    return _Rust(tokenizer, vocab[END_OF_TEXT], special, {"eos_token": END_OF_TEXT})
 
 
 def _bert(vocab_file: str, *, lower: bool) -> Tokenizer:
