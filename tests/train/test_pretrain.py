@@ -89,8 +89,9 @@ def test_a_split_without_documents_is_named(
     prefix = write_corpus(tmp_path / "few", [40] * 120).split()[1]
     config = gpt_dataset.GPTDatasetConfig(
         random_seed=1, sequence_length=32, blend=([prefix], None), split="949,50,1",
-        tokenizer=SimpleNamespace(eod=0, vocab_size=127, unique_identifiers={}), reset_position_ids=False,
-        reset_attention_mask=False, eod_mask_loss=False, path_to_cache=str(tmp_path / "cache"),
+        tokenizer=SimpleNamespace(eod=0, vocab_size=127, unique_identifiers={}),
+        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
+        path_to_cache=str(tmp_path / "cache"),
     )  # fmt: skip
     builder = blended_megatron_dataset_builder.BlendedMegatronDatasetBuilder(
         gpt_dataset.GPTDataset, [12, 8, 8], lambda: True, config
