@@ -99,6 +99,16 @@ def test_items_that_do_not_fit_are_told() -> None:
         share([1] * 6, BatchSettings(kind="padded", longest=9, num_replicas=2, micro_batch_size=2))
 
 
+def test_packed_rows_are_alike_in_time_and_end_at_a_multiple() -> None:
+    settings = BatchSettings(
+        kind="packed", micro_batch_size=2, longest=64, document_multiple=2, row_multiple=8,
+        hidden_size=100,
+    )  # fmt: skip
+    assert share([60, 60, 4, 4], settings) == [[0, 2], [1, 3]]
+    assert settings.bounds([3, 5]) == (0, 4, 16)
+    assert settings.cost([1200]) == 2 * 1200  # attention takes as long as the rest
+
+
 def test_every_epoch_split_and_seed_draws_an_order_of_its_own(chats: str) -> None:
     size = len(dataset(chats))
 
@@ -169,6 +179,7 @@ def test_rows_hold_the_documents_and_padding_has_no_loss(chats: str, kind: str) 
         assert tensors["tokens"].shape == (row.num_rows, row.bounds[-1])
         padding = row.padding()
         assert not tensors["loss_mask"][padding].any()
+        assert tensors["position_ids"].max() == max(row.lengths) - 1
         assert (~padding).sum() == sum(row.lengths)
         for number, length in enumerate(row.lengths):
             at, begin = (0, row.bounds[number]) if kind == "packed" else (number, 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
 from megatron.dpp_train.data.token_files import Documents, TokenFileWriter, token_type
 
@@ -37,3 +37,13 @@ def test_files_are_those_of_megatron_core(vocab_size: int, tmp_path: Path) -> No
     for end in ("bin", "idx"):
         written = (tmp_path / f"ours.{end}").read_bytes()
         assert written == (tmp_path / f"theirs.{end}").read_bytes()
+
+
+def test_more_sequences_than_are_indexed_at_once(tmp_path: Path) -> None:
+    count = (1 << 20) + 3
+    file, ids = TokenFileWriter(tmp_path / "x.bin", token_type(100)), np.arange(count) % 100
+    one = np.ones(count, np.int64)
+    file.add(Documents(ids.astype(np.uint16), one.astype(np.int32), one))
+    file.finish(tmp_path / "x.idx")
+    found = IndexedDataset(str(tmp_path / "x"))
+    assert [int(found[i][0]) for i in range(count - 5, count)] == ids[-5:].tolist()
