@@ -340,9 +340,13 @@ def main() -> None:
         _write_model(folder, size)
         if args.planned:
             setting = setting._replace(size=size._replace(samples=4 * size.samples))
-            run(setting, folder / "own", dynamic=False)
-            run(setting, folder / "planned", dynamic=True, DPP_CALL_ORDER="planned")
-            run(setting, folder / "follows", dynamic=False, FOLLOW=str(folder / "planned"))
+            arms: dict[str, dict[str, str]] = {
+                "own": {},
+                "planned": {"DPP_CALL_ORDER": "planned"},
+                "follows": {"FOLLOW": str(folder / "planned")},
+            }
+            for arm, more in arms.items():
+                run(setting, folder / arm, dynamic=arm == "planned", PLANNED="1", **more)
             print(f"{args.host}, {RANKS} ranks x {args.chunks} chunks: {compare_planned(folder)}")
             return
         for arm in ARMS:

@@ -36,6 +36,8 @@ from verl.workers.utils.padding import (  # type: ignore[import-not-found]  # no
     no_padding_2_padding,
 )
 
+BALANCES = not os.environ.get("PLANNED")
+"""The host packs microbatches to one size; otherwise they are two rows each, of unlike length."""
 PROMPT, RESPONSE = SIZE.longest_prompt, SIZE.longest
 
 
@@ -69,8 +71,9 @@ def worker() -> TrainingWorker:
     engine = McoreEngineConfig(
         pipeline_model_parallel_size=int(os.environ["WORLD_SIZE"]),
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-        use_dynamic_bsz=True, max_token_len_per_gpu=SIZE.most,
+        use_dynamic_bsz=BALANCES, max_token_len_per_gpu=SIZE.most,
         infer_max_token_len_per_gpu=SIZE.most,
+        micro_batch_size_per_gpu=2, infer_micro_batch_size_per_gpu=2,
         override_transformer_config=kit.LAYERS | {"attention_backend": "auto"} | kit.SPEC,
     )  # fmt: skip
     found = TrainingWorker(
@@ -89,7 +92,7 @@ def worker() -> TrainingWorker:
 def main() -> None:
     record, actor = kit.Record(), worker()
     config = ActorConfig(
-        strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=1, use_dynamic_bsz=True
+        strategy="megatron", rollout_n=1, ppo_micro_batch_size_per_gpu=2, use_dynamic_bsz=BALANCES
     )
     record.watch(actor.engine.module)
     record.timed(actor, "infer_batch", "log-probabilities")
