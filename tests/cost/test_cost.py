@@ -174,7 +174,7 @@ def test_no_layout_that_is_left_out_is_better() -> None:
 
 @pytest.mark.parametrize("gib", [6, 10, 16])
 def test_what_is_chosen_fits(gib: int) -> None:
-    """Where faster layouts would fit by their lower bound alone."""
+    """Faster layouts would fit by their lower bound alone."""
     devices = named_devices("H200", 2)
     small = dataclasses.replace(devices.device, memory_bytes=gib * 2**30)
     search = Search(Given(of_words(MEDIUM)), dataclasses.replace(devices, device=small), "gpt")
