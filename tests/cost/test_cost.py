@@ -172,6 +172,15 @@ def test_no_layout_that_is_left_out_is_better() -> None:
             assert best.cost <= found.seconds * parts * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("gib", [6, 10, 16])
+def test_what_is_chosen_fits(gib: int) -> None:
+    """Faster layouts would fit by their lower bound alone."""
+    devices = named_devices("H200", 2)
+    small = dataclasses.replace(devices.device, memory_bytes=gib * 2**30)
+    search = Search(Given(of_words(MEDIUM)), dataclasses.replace(devices, device=small), "gpt")
+    assert all(way.found and way.found.peak_bytes <= 0.92 * gib * 2**30 for way in search.best())
+
+
 def test_tensor_parallel_groups_stay_on_a_node_and_shares_of_memory_free() -> None:
     devices = named_devices("H100", 8, per_node=2)
     ways = list(Search(Given(of_words(LLAMA)), devices, "gpt").ways())

@@ -81,9 +81,11 @@ def test_errors_come_back_and_the_child_goes_on() -> None:
     child.close()
 
 
-def test_a_worker_that_dies_at_its_start_ends_the_work() -> None:
+def test_a_worker_that_dies_at_its_start_or_fails_ends_the_work() -> None:
     with pytest.raises(DataError, match=r"worker process cannot start: .* SIGABRT"):
-        list(in_order(2, os.abort, [("first", "answers")]))
+        list(in_order(2, os.abort, enumerate(["answers"] * 20)))
+    with pytest.raises(RuntimeError, match="invalid literal"):
+        list(in_order(1, begin, enumerate(["refuses"] + ["answers"] * 20)))
 
 
 def test_answers_come_in_order_around_deaths() -> None:

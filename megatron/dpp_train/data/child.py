@@ -145,21 +145,20 @@ def in_order(
 
     def answer(request: Any) -> Any:
         child = places.get()
-        if child is None:
-            try:
-                child = Child(begin)
-            except Died as died:
-                raise DataError(f"a worker process cannot start: {died}") from died
-            started.append(child)
-        child.send(request)
         try:
-            found = child.receive()
+            if child is None:
+                child = _started(begin)
+                started.append(child)
+            child.send(request)
+            return child.receive()
         except Died as died:
+            assert child is not None
             child.close()
             started.remove(child)
-            child, found = None, died
-        places.put(child)
-        return found
+            child = None
+            return died
+        finally:
+            places.put(child)
 
     window: deque[tuple[Name, Future[Any]]] = deque()
     with ThreadPoolExecutor(workers) as threads:
@@ -177,6 +176,13 @@ def in_order(
                 child.close()
     for child in started:  # by a thread meanwhile
         child.close()
+
+
+def _started(begin: Begin) -> Child:
+    try:
+        return Child(begin)
+    except Died as died:
+        raise DataError(f"a worker process cannot start: {died}") from died
 
 
 def _serve(channel: connection.Connection, begin: Begin, memory: int, seconds: float) -> None:
