@@ -119,7 +119,7 @@ def test_a_rank_tells_the_others_why_it_ends(store: HashStore) -> None:
 def test_a_stopped_torchrun_and_its_stopped_ranks_are_named(
     store: HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a message is overdue, and where a collective fails."""
+    """In the error of an overdue message, and in that of a collective."""
     with subprocess.Popen(["sleep", "600"]) as torchrun:
         monkeypatch.setattr("os.getppid", lambda: torchrun.pid)
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
