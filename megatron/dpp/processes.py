@@ -56,12 +56,8 @@ def are_stopped(names: Sequence[str], of: str = "") -> str:
 
 
 def stopped_of_job(*, alone: bool = False) -> str:
-    """Text about torchrun, which started this process, and all ranks of it on this host, as far as
-    they are stopped; empty where none is.
-
-    Args:
-        alone: look at torchrun alone.
-    """
+    """Text about torchrun, which started this process, and, unless it is looked at ``alone``, its
+    ranks on this host, as far as they are stopped; else empty."""
     names = stopped(os.getppid(), alone=alone) if "TORCHELASTIC_RUN_ID" in os.environ else []
     return are_stopped(names) if names else ""
 

@@ -84,6 +84,15 @@ def test_answers_are_marked(tokenizer: Tokenizer, template: str, texts: list[str
     assert ids[-1] == tokenizer.eod
 
 
+def test_a_sample_ends_with_its_last_answer(tokenizer: Tokenizer) -> None:
+    marks = BRACKETS.replace("{{ m.content }}{{ eos_token }}", (
+        "{% if m.role == 'user' %}{{ m.content }}{% else %}"
+        "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% endif %}"
+    ))  # fmt: skip
+    found = marked(tokenizer, marks, chat("Who?", "Ada.", "Why?"))
+    assert found == ["[user]Who?[assistant]", "Ada.<|endoftext|>"]
+
+
 ROLES = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}{{ m.tool_calls or '' }}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"

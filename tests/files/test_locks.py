@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import resource
+import signal
 import socket
 import stat
 import subprocess
@@ -125,3 +126,16 @@ def test_what_a_killed_process_left_of_its_scratch_goes_with_the_next(tmp_path: 
         names = {path.name for path in tmp_path.iterdir()}
         assert names == {own.name, ".new.living", ".new.far"}
     assert not own.exists()
+
+
+def test_a_released_lock_is_free_though_a_child_has_inherited_it(tmp_path: Path) -> None:
+    held = locks.lock_directory(tmp_path, "here")
+    child = os.fork()
+    if not child:
+        signal.pause()
+    try:
+        held.close()
+        locks.lock_directory(tmp_path, "here").close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

@@ -128,6 +128,24 @@ def test_reading_a_checkpoint_runs_nothing_that_it_names(tmp_path: Path) -> None
     assert not (tmp_path / "made").exists()
 
 
+def test_parts_are_files_of_the_checkpoint_alone(tmp_path: Path) -> None:
+    folder = written(tmp_path / "ckpt", {"k": torch.ones(2)})
+    (folder / "__0_0.distcp").rename(tmp_path / "__0_0.distcp")
+    with metadata_of(folder) as metadata:
+        for info in metadata.storage_data.values():
+            info.relative_path = "../__0_0.distcp"
+    with pytest.raises(DataError, match=r"ckpt/__0_0\.distcp: No such file"):
+        checkpoint.Stored(folder).read(entry_of("k", 2))
+
+
+def test_groups_of_queries_count_where_they_are_used(
+    made: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Megatron's default of their number is 1, whatever it is without them."""
+    source = stored(made("gpt2"), tmp_path / "ckpt", num_query_groups=1)
+    assert same(export(source, tmp_path / "out", made("gpt2")), made("gpt2"))
+
+
 @pytest.mark.parametrize(
     ("rows", "width", "fits"), [(96, 8, True), (128, 8, True), (95, 8, False), (96, 9, False)]
 )

@@ -50,6 +50,16 @@ def test_each_call_has_the_policy_that_it_asks_for() -> None:
         assert made.scheduler(TRAINING, backward=FUSED, policy=asked).policy is BUILT_IN[policy]
 
 
+def test_a_head_takes_less_of_larger_slots() -> None:
+    made, last = decisions(activation_cap="megatron"), Geometry(4, 3, 1, 8)
+    made.measured(Memory(activation_bytes=100, deferred_bytes=0, head_room=2.0))
+    made.scheduler(last, backward=SPLIT)
+    assert made.cap == 2
+    made.measured_slots(200)
+    made.scheduler(last, backward=SPLIT)
+    assert made.cap == 3
+
+
 @pytest.mark.parametrize("policy", BUILT_IN)
 def test_only_a_policy_that_holds_all_waits_for_a_cap_in_bytes(policy: str) -> None:
     """Until the first step has measured activations; the others run from the start."""

@@ -14,14 +14,7 @@ import pytest
 import torch
 from torch.distributed import DistError, HashStore
 
-from megatron.dpp.errors import (
-    ConfigError,
-    PeerDead,
-    TransferTimeout,
-    from_json,
-    said,
-    setting,
-)
+from megatron.dpp.errors import ConfigError, PeerDead, TransportError, from_json, said, setting
 from megatron.dpp.runtime import failure
 from megatron.dpp.runtime.base import PipelineSchedule
 from megatron.dpp.runtime.topology import Topology
@@ -126,7 +119,7 @@ def test_a_rank_tells_the_others_why_it_ends(store: HashStore) -> None:
 def test_a_stopped_torchrun_and_its_stopped_ranks_are_named(
     store: HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a message is overdue, and where a collective fails."""
+    """In the error of an overdue message, and in that of a collective."""
     with subprocess.Popen(["sleep", "600"]) as torchrun:
         monkeypatch.setattr("os.getppid", lambda: torchrun.pid)
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
@@ -134,7 +127,7 @@ def test_a_stopped_torchrun_and_its_stopped_ranks_are_named(
         named = rf"process {torchrun.pid} \(sleep\) is stopped on \S+ \(SIGSTOP or a debugger"
         os.waitpid(torchrun.pid, os.WUNTRACED)
         try:
-            with pytest.raises(TransferTimeout, match=f"rank 0: {named}.*Read error"), Opened():
+            with pytest.raises(TransportError, match=f"rank 0: {named}.*Read error"), Opened():
                 raise RuntimeError(GLOO)
             overdue = Opened().transport.overdue(0, 1.0, iteration=0, microbatch=0)
             assert re.search(named, str(overdue))

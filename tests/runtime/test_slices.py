@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
 from megatron.dpp.core.cut import Cut
-from megatron.dpp.core.slices import Keys, Slices, Unit, attend_in_slice
+from megatron.dpp.core.slices import Keys, RowKeys, Slices, Unit, attend_in_slice
 from megatron.dpp.core.varlen import DocumentSpan, attend
 from tests.runtime.test_cut import USUAL, Chunk
 
@@ -263,3 +263,11 @@ def test_a_unit_knows_the_keys_before_it() -> None:
     assert [unit.earlier_keys for unit in units_of([40], 16)] == [0.0, 16.0, 32.0]
     assert Unit(0, 0, 16, 16).earlier_keys == 0.0
     assert Unit(0, 16, 32, 40, (0, 6, 24)).earlier_keys == 10 * 8 / 16
+
+
+def test_gradients_of_later_slices_add_up_in_32_bits() -> None:
+    none = torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)
+    row, units = RowKeys(4, none, none), [Unit(0, i, i + 1, 4) for i in range(4)]
+    for place, value in ((3, 256.0), (2, 1.0), (1, 1.0)):
+        row.share(units[place], [none.expand(place + 1, 1, 1, 1) + value] * 2)
+    assert [float(each) for each in row.share(units[0], [none] * 2)] == [258.0, 258.0]

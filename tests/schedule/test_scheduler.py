@@ -18,6 +18,7 @@ from megatron.dpp.schedule import (
     View,
     find_policy,
 )
+from megatron.dpp.schedule.policies import chosen_policy
 from megatron.dpp.schedule.state import Budget, KnownSizes
 from tests.schedule.pipelines import follow
 
@@ -425,3 +426,15 @@ def test_waiting_is_allowed_as_long_as_a_message_may_come() -> None:
 def test_unknown_policies_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"^DppConfig\(policy="):
         find_policy(name)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks", "least", "policy"),
+    [(4, 1, 1.0, "eager"), (4, 1, 0.2, "dynamic"), (4, 2, 0.2, "dynamic"), (4, 2, 1.0, "megatron"),
+     (2, 1, 1.0, "megatron"), (2, 1, 0.2, "eager"), (2, 2, 0.2, "megatron")],
+)  # fmt: skip
+def test_auto_is_chosen_by_ranks_chunks_and_lengths(
+    ranks: int, chunks: int, least: float, policy: str
+) -> None:
+    assert chosen_policy("auto", ranks, chunks, least) == policy
+    assert chosen_policy("eager", ranks, chunks, least) == "eager"

@@ -133,6 +133,13 @@ def test_a_run_whose_directory_is_lost_ends_as_torchrun_does(tmp_path: Path) -> 
     assert "its state cannot be written (No such file" in state and "exit code 3" in error
 
 
+def test_a_hang_up_under_nohup_ends_nothing(tmp_path: Path) -> None:
+    hangs_up = "import os, signal; os.kill(os.getppid(), signal.SIGHUP)"
+    words = [sys.executable, "-c", _LAUNCHER, str(tmp_path), hangs_up]
+    ignoring = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    assert subprocess.run(words, cwd=REPOSITORY, preexec_fn=ignoring, check=False).returncode == 0
+
+
 def test_a_line_holds_step_loss_rate_and_time_left(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

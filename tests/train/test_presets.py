@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,9 @@ from megatron.dpp.errors import ConfigError
 from megatron.dpp.files.locks import lock_directory
 from megatron.dpp_train.presets import flag_table, recipes
 from megatron.dpp_train.presets.checks import check_direct, parse
-from megatron.dpp_train.presets.nodes import find_nodes
+from megatron.dpp_train.presets.nodes import Nodes, find_nodes, meet
+from megatron.dpp_train.presets.plan import of_options
+from megatron.dpp_train.presets.start import environment
 from tests.conftest import REPOSITORY
 from tests.train.runs import write_corpus
 
@@ -66,6 +69,17 @@ LAYOUTS = {
     "--mode zero --procs 2": {"use_distributed_optimizer": True},
     "--mode deepspeed --procs 2 --zero-stage 3": {"use_torch_fsdp2": True},
     "--mode zero --procs 2 --zero-stage 0": {},
+    "--mode 3d --procs 4 --pp 4 --batch-size 8": {
+        "pipeline_model_parallel_size": 4,
+        "use_dpp": True,
+        "micro_batch_size": 2,
+    },
+    "--mode 3d --procs 3 --pp 3 --chunks 2 --num-layers 6 --no-dpp": {
+        "pipeline_model_parallel_size": 3,
+        "num_virtual_stages_per_pipeline_rank": 2,
+        "global_batch_size": 33,
+    },
+    "--mode simple --seq-length 64 --max-position-embeddings 32 --position-embedding-type rope": {},
     "--mode simple --num-gpus 8 --gpu H100": {
         "bf16": True,
         "transformer_impl": "transformer_engine",
@@ -269,6 +283,24 @@ def test_nodes_that_cannot_be(variables: dict[str, str], words: str) -> None:
         find_nodes(variables)
 
 
+def test_a_node_has_its_part_of_one_address_per_rank() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as master:
+        nodes = Nodes(
+            count=2, rank=1, master="127.0.0.1", port=master.getsockname()[1], wait=60,
+            ips=("203.0.113.1", "203.0.113.2", "127.0.0.1", "127.0.0.1"),
+        )  # fmt: skip
+        meet(nodes, per_node=2)
+
+
+@pytest.mark.parametrize(("mode", "queues"), [("simple", "1"), ("zero --zero-stage 2", "8")])
+def test_fsdp2_has_several_hardware_queues_beside_tensor_parallelism(
+    mode: str, queues: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    found = of_options(f"--mode {mode} --procs 2 --tp 2 --dry-run".split(), {})
+    assert environment(found)["CUDA_DEVICE_MAX_CONNECTIONS"] == queues
+
+
 def test_a_direct_call_is_checked_on_every_rank_and_answered_by_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -296,10 +328,14 @@ def test_an_index_without_its_tokens_is_named(train: Train, tmp_path: Path) -> N
 def test_a_second_run_in_a_directory_leaves_the_files_of_the_first(
     train: Train, tmp_path: Path
 ) -> None:
+    words = f"--mode simple --procs 1 --mock-data --run-dir {tmp_path}"
     with lock_directory(tmp_path, "here"):
-        status, _, err = train(f"--mode simple --procs 1 --mock-data --run-dir {tmp_path}")
+        status, _, err = train(words)
     assert status == 2 and "writes there" in err
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    (tmp_path / "metrics.jsonl").touch()
+    status, _, err = train(words)
+    assert status == 2 and "metrics.jsonl of an earlier run is there" in err
 
 
 def test_a_path_that_begins_with_a_dash_is_no_flag(

@@ -13,14 +13,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from megatron.dpp.errors import (
-    PeerDead,
-    Text,
-    TransferTimeout,
-    TransportError,
-    from_json,
-    to_json,
-)
+from megatron.dpp.errors import PeerDead, Text, TransportError, from_json, to_json
 from megatron.dpp.processes import stopped_of_job
 from megatron.dpp.transport.base import Transport
 
@@ -55,7 +48,7 @@ def explained(error: BaseException, transport: Transport | None) -> BaseExceptio
     if told := ask():
         return PeerDead(f"rank {dist.get_rank()}: {told}{met}", told)
     halted = stopped_of_job()
-    return TransferTimeout(f"rank {dist.get_rank()}: {halted}{met}") if halted else error
+    return TransportError(f"rank {dist.get_rank()}: {halted}{met}") if halted else error
 
 
 def leave(error: BaseException, transport: Transport | None) -> BaseException:

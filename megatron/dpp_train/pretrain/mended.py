@@ -76,11 +76,10 @@ def local_vocabularies() -> Iterator[None]:
 def lossy_curves() -> Iterator[None]:
     """A directory of TensorBoard that cannot be written any more costs its curves and a warning;
     its writer ends the training."""
-    name = "tensorboard.summary.writer.record_writer"
     if importlib.util.find_spec("tensorboard") is None:
         yield
         return
-    kind = importlib.import_module(name).RecordWriter
+    kind = importlib.import_module("tensorboard.summary.writer.record_writer").RecordWriter
 
     def lossy(original: Any) -> Any:
         def call(self: Any, *given: Any) -> None:
