@@ -120,7 +120,7 @@ class Session:
         if links is None:
             if self.topology.rank == 0:
                 self._probe.tell("sizes", numbers)
-            return self._probe.told("sizes", f"rank {self.topology.ranks[0]}")
+            return list(self._probe.told("sizes", f"rank {self.topology.ranks[0]}"))
         on_gpu = self.device.type == "cuda"  # where nothing waits for what is queued
         aside: Any = torch.cuda.Stream(self.device) if on_gpu else None  # type: ignore[no-untyped-call]
         with torch.cuda.stream(aside):
@@ -203,7 +203,8 @@ def communicating(stages: Sequence[PipelineStage]) -> dict[tuple[int, ...], dist
     as far as parameters tell: those of ``DTensor`` meshes, but for replicas under FSDP2 that gather
     once per step.
     """
-    groups, replicas, gather = {}, set(), set()
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    replicas, gather = set(), set()
     for root in (stage.submod for stage in stages):
         for module in (each for each in root.modules() if isinstance(each, FSDPModule)):
             state: Any = module._get_fsdp_state()

@@ -23,7 +23,6 @@ from megatron.dpp.errors import ConfigError, PeerDead, from_json, one_line, sett
 from megatron.dpp.torch.microbatches import Microbatches
 
 _NAP_SECONDS = 0.005
-_META = torch.device("meta")
 
 
 class Boundary(NamedTuple):
@@ -45,7 +44,7 @@ class Boundary(NamedTuple):
         each = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
         return cls(*zip(*each, strict=True))
 
-    def zeros(self, device: torch.device) -> list[torch.Tensor]:
+    def zeros(self, device: torch.device | str) -> list[torch.Tensor]:
         """Tensors like those that cross it, which the next stage receives."""
         return [
             torch.zeros(shape, dtype=dtype, device=device, requires_grad=grad)
@@ -83,7 +82,7 @@ class Shapes(NamedTuple):
 
     def slot_bytes(self, size: int) -> int:
         """Bytes of the largest tensor of a microbatch of ``size``."""
-        tensors = [each for boundary in self.boundaries for each in boundary.zeros(_META)]
+        tensors = [each for boundary in self.boundaries for each in boundary.zeros("meta")]
         most = max((tensor.nbytes for tensor in tensors), default=0)
         return -(-most * size // self.size)
 
@@ -102,7 +101,7 @@ class Probe:
 
     def tell(self, name: str, value: Any) -> None:
         """Tell all ranks something."""
-        self._store.set(f"{self._key}/{name}", pickle.dumps(value))
+        self._store.set(f"{self._key}/{name}", pickle.dumps(value))  # type: ignore[arg-type]
 
     def fail(self, error: BaseException) -> None:
         """Tell the ranks that wait in :meth:`told` why this one ends."""

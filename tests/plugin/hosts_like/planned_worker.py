@@ -7,7 +7,6 @@ Run by test_call_order.py, one process per rank: planned_worker.py JSON, a list 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +20,16 @@ from tests.plugin.hosts_like.worker import main
 from tests.runtime.equality_worker import MICRO_BATCH, SEQUENCE, VOCABULARY, initialize
 
 LENGTHS = [2, 16, 4, 15, 2, 12, 16, 3, 2, 7]
+
+
+class Items:
+    """An iterator without ``__iter__``, as Megatron-Bridge's."""
+
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self._own = iter(batches)
+
+    def __next__(self) -> torch.Tensor:
+        return next(self._own)
 
 
 class Unlike(Job):
@@ -37,8 +46,8 @@ class Unlike(Job):
         model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
         return cls(case, lambda: schedules.get_forward_backward_func())
 
-    def microbatches(self, chunk: int) -> Iterator[torch.Tensor]:
-        return iter(self.batches)
+    def microbatches(self, chunk: int) -> Any:
+        return Items(self.batches)
 
     def forward_step(self, iterator: Any, model: Any) -> Any:
         tokens = next(iterator)
