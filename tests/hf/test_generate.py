@@ -146,4 +146,4 @@ def test_a_model_tuned_on_chats_names_the_end_of_an_answer(model: Path, tmp_path
     assert (target / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
     ends = json.loads((target / "generation_config.json").read_text())["eos_token_id"]
     assert ends == [7, 1]
-    assert prompts.end_of_answers(model, "{{ messages[1].content }}") is None
+    assert prompts.encode(model, [], "{{ messages[1].content }}") == ([], None)

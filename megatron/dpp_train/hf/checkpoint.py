@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import io
 import json
 import math
 import pickle
 import re
-import resource
-import signal
-import threading
 import warnings
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -39,7 +35,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.dpp.errors import DataError, one_line
 from megatron.dpp.files.safe_files import open_to_read, read_bytes
-from megatron.dpp_train.data.child import limit_memory
 from megatron.dpp_train.hf.families import Sizes
 from megatron.dpp_train.hf.folder import some
 from megatron.dpp_train.hf.rules import cast
@@ -69,8 +64,6 @@ _NO_MODEL = re.compile(
     r"|.*\._extra_state"
 )
 """Starts of the names of tensors that are no parameters."""
-_SECONDS, _MEMORY_BYTES = 60.0, 1 << 32
-"""Bounds of one pickle: a damaged one may ask for a memo of 32 GiB."""
 
 Read = Callable[[Entry], torch.Tensor]
 
@@ -79,11 +72,11 @@ class _Planner(DefaultSavePlanner):
     """Plans a checkpoint from shapes, and asks for each tensor when it is written."""
 
     def __init__(
-        self, items: dict[MetadataIndex, Entry], states: list[str], kind: torch.dtype
+        self, entries: Sequence[Entry], states: list[str], dtype: torch.dtype, read: Read
     ) -> None:
         super().__init__(flatten_state_dict=False)
-        self._items, self._states, self._dtype = items, states, kind
-        self.read: Read = lambda entry: torch.empty(0)
+        self._entries = {MetadataIndex(each.key, _offset(each)): each for each in entries}
+        self._states, self._dtype, self._read = states, dtype, read
 
     def create_local_plan(self) -> SavePlan:
         items = [
@@ -96,7 +89,7 @@ class _Planner(DefaultSavePlanner):
                     size=torch.Size((*entry.counts, *entry.shape)),
                 ),
             )
-            for index, entry in self._items.items()
+            for index, entry in self._entries.items()
         ]
         items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._states]
         self.plan = SavePlan(items)
@@ -107,8 +100,8 @@ class _Planner(DefaultSavePlanner):
             nothing = io.BytesIO()
             torch.save([None], nothing)
             return nothing
-        entry = self._items[write_item.index]
-        return cast(self.read(entry), self._kind(entry), entry.key).reshape(_local(entry))
+        entry = self._entries[write_item.index]
+        return cast(self._read(entry), self._kind(entry), entry.key).reshape(_local(entry))
 
     def _kind(self, entry: Entry) -> torch.dtype:
         return torch.float32 if entry.full else self._dtype
@@ -153,12 +146,7 @@ def write(
         read: gives the tensor of an entry; called once for each, in their order.
         args: what ``--use-checkpoint-args`` is to find.
     """
-    planner = _Planner(
-        {MetadataIndex(entry.key, _offset(entry)): entry for entry in entries},
-        _states(sizes),
-        dtype,
-    )
-    planner.read = read
+    planner = _Planner(entries, _states(sizes), dtype, read)
     writer = FileSystemWriter(str(target), sync_files=False, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is ")  # as it should be
@@ -240,29 +228,6 @@ class _Unpickler(pickle.Unpickler):
         return None
 
 
-@contextlib.contextmanager
-def _bounded() -> Iterator[None]:
-    """Bound time and memory of the block; the time in the main thread alone, where Python handles
-    signals."""
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    in_main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGALRM, _too_long) if in_main else None
-    limit_memory(_MEMORY_BYTES)
-    try:
-        if in_main:
-            signal.setitimer(signal.ITIMER_REAL, _SECONDS)
-        yield
-    finally:
-        if in_main:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, handler)
-        resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def _too_long(*_: object) -> NoReturn:
-    raise TimeoutError("it takes too much time")
-
-
 def _unpickled(content: bytes, where: object) -> Any:
     """The content of a pickle, or of a file of ``torch.save`` without its tensors.
 
@@ -274,8 +239,7 @@ def _unpickled(content: bytes, where: object) -> Any:
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 inner = [n for n in archive.namelist() if n.endswith("/data.pkl")]
                 content = archive.read(inner[0])
-        with _bounded():
-            return _Unpickler(io.BytesIO(content)).load()
+        return _Unpickler(io.BytesIO(content)).load()
     except Exception as error:  # a broken file raises anything
         raise DataError(f"{where}: unreadable ({one_line(error, 200)})") from error
 
@@ -338,8 +302,9 @@ class Stored:
         path = self._path / _COMMON
         if info is None and not path.is_file():
             return {}
-        found = _unpickled(read_bytes(path), path) if info is None else None
-        if info is not None:
+        if info is None:
+            found = _unpickled(read_bytes(path), path)
+        else:
             found = _unpickled(self._bytes(info), self._path / info.relative_path)[0]
         return found if isinstance(found, dict) else {}
 

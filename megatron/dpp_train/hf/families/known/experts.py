@@ -11,10 +11,15 @@ MIXTRAL = Family(
     class_name="MixtralForCausalLM",
     fields=parts.FIELDS | parts.EXPERT_FIELDS | {"num_local_experts": "num-experts"},
     rows=(
-        *(*parts.ENDS, *parts.ATTENTION),
-        *parts.experts(
-            "block_sparse_moe.gate.weight",
-            *(f"{_EXPERT}{name}.weight" for name in ("w1", "w3", "w2")),
+        *(*parts.ENDS, *parts.ATTENTION, *parts.expert_norms()),
+        parts.router("block_sparse_moe.gate"),
+        parts.in_layer(
+            f"{parts.EXPERTS}.linear_fc1.weight",
+            *(f"{_EXPERT}{name}.weight: expert_ffn hidden" for name in ("w1", "w3")),
+            rule="stacked",
+        ),
+        parts.in_layer(
+            f"{parts.EXPERTS}.linear_fc2.weight", f"{_EXPERT}w2.weight: hidden expert_ffn"
         ),
     ),
     flags=parts.FLAGS | parts.EXPERT_FLAGS,
@@ -28,10 +33,7 @@ QWEN3_MOE = Family(
     fields=parts.FIELDS
     | parts.EXPERT_FIELDS
     | {"num_experts": "num-experts", "moe_intermediate_size": "moe-ffn-hidden-size"},
-    rows=(
-        *(*parts.ENDS, *parts.ATTENTION, *parts.QK_NORM),
-        *parts.experts(*parts.QWEN_EXPERTS),
-    ),
+    rows=(*parts.ENDS, *parts.ATTENTION, *parts.QK_NORM, *parts.experts()),
     flags=parts.FLAGS | parts.EXPERT_FLAGS | {"qk-layernorm": True},
     only=parts.EXPERT_ONLY,
     usual=parts.EXPERT_USUAL | {"num_key_value_heads": 4, "norm_topk_prob": False},

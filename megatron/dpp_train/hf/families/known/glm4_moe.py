@@ -6,8 +6,7 @@ from typing import Any
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.hf.families import parts
-from megatron.dpp_train.hf.families.base import Config, Family, Sizes, row
-from megatron.dpp_train.hf.families.parts import HF, OURS
+from megatron.dpp_train.hf.families.base import Config, Family, Sizes
 
 
 def _read(content: Config) -> dict[str, Any]:
@@ -65,30 +64,18 @@ def _unread(name: str, sizes: Sizes) -> str:
 
 
 _ROWS = (
-    row(
-        f"{OURS}mlp.router.expert_bias",
-        f"{HF}mlp.gate.e_score_correction_bias: experts",
+    parts.in_layer(
+        "mlp.router.expert_bias",
+        "mlp.gate.e_score_correction_bias: experts",
         layers="sparse",
         full=True,
     ),
-    row(
-        f"{OURS}mlp.shared_experts.linear_fc1.weight",
-        f"{HF}mlp.shared_experts.gate_proj.weight: moe-shared-expert-intermediate-size hidden",
-        f"{HF}mlp.shared_experts.up_proj.weight: moe-shared-expert-intermediate-size hidden",
-        rule="stacked",
-        layers="sparse",
-        only="moe-shared-expert-intermediate-size",
-    ),
-    row(
-        f"{OURS}mlp.shared_experts.linear_fc2.weight",
-        f"{HF}mlp.shared_experts.down_proj.weight: hidden moe-shared-expert-intermediate-size",
-        layers="sparse",
-        only="moe-shared-expert-intermediate-size",
-    ),
-    *parts.experts(*parts.QWEN_EXPERTS, layers="sparse"),
-    parts.mlp_norm("post_attention_layernorm.weight", layers="dense"),
+    *parts.gated_mlp("mlp.shared_experts", "mlp.shared_experts", "shared",
+                     layers="sparse", only="shared"),
+    *parts.experts("sparse"),
+    parts.mlp_norm(layers="dense"),
     *parts.gated_mlp(layers="dense"),
-)
+)  # fmt: skip
 
 FAMILY = Family(
     name="glm4_moe",
@@ -130,10 +117,6 @@ FAMILY = Family(
         "topk_group": 1,
         "norm_topk_prob": True,
     },
-    silent=(
-        *("first_k_dense_replace", "routed_scaling_factor", "n_shared_experts", "n_group"),
-        *("topk_group", "norm_topk_prob", "use_qk_norm", "attention_bias"),
-    ),
     prepare=parts.partial_rotary,
     read=_read,
     write=_write,

@@ -5,8 +5,7 @@ from typing import Any
 
 from megatron.dpp.errors import DataError, shown
 from megatron.dpp_train.hf.families import parts
-from megatron.dpp_train.hf.families.base import Config, Family, row
-from megatron.dpp_train.hf.families.parts import HF, OURS
+from megatron.dpp_train.hf.families.base import Config, Family
 
 LLAMA = Family(
     name="llama",
@@ -54,15 +53,6 @@ SEED_OSS = replace(
 
 # --- Granite 3: factors of embedding, attention, residual and logits ---
 
-
-def _read_granite(content: Config) -> dict[str, Any]:
-    return {"logit-scale": 1.0 / content["logits_scaling"]}
-
-
-def _write_granite(args: Any) -> Config:
-    return {"logits_scaling": 1.0 / args.logit_scale}
-
-
 _SCALES = {
     "attention_multiplier": "softmax-scale",
     "embedding_multiplier": "embedding-scale",
@@ -75,9 +65,8 @@ GRANITE = replace(
     class_name="GraniteForCausalLM",
     fields=parts.FIELDS | _SCALES,
     usual=parts.USUAL | dict.fromkeys((*_SCALES, "logits_scaling"), 1.0),
-    silent=("logits_scaling",),
-    read=_read_granite,
-    write=_write_granite,
+    read=lambda content: {"logit-scale": 1.0 / content["logits_scaling"]},
+    write=lambda args: {"logits_scaling": 1.0 / args.logit_scale},
 )
 
 # --- Phi-3 and Phi-4: projections are fused, heads may be rotated in part ---
@@ -89,14 +78,14 @@ PHI3 = replace(
     class_name="Phi3ForCausalLM",
     fields=parts.FIELDS | {"partial_rotary_factor": "rotary-percent"},
     rows=(
-        *(*parts.ENDS, parts.INPUT_NORM, parts.OUTPUT, parts.MLP_NORM),
-        row(
-            f"{OURS}self_attention.linear_qkv.weight",
-            f"{HF}self_attn.qkv_proj.weight: fused hidden",
-            rule="fused_by_group",
+        *(*parts.ENDS, parts.INPUT_NORM, parts.OUTPUT, parts.mlp_norm()),
+        parts.in_layer(
+            "self_attention.linear_qkv.weight",
+            "self_attn.qkv_proj.weight: fused hidden",
+            rule="same_by_group",
         ),
-        row(f"{OURS}mlp.linear_fc1.weight", f"{HF}mlp.gate_up_proj.weight: 2*ffn hidden"),
-        row(f"{OURS}mlp.linear_fc2.weight", f"{HF}mlp.down_proj.weight: hidden ffn"),
+        parts.in_layer("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight: 2*ffn hidden"),
+        parts.in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight: hidden ffn"),
     ),
     only={"hidden_act": ("silu",), "attention_bias": (False, None)},
     usual=parts.USUAL | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
