@@ -26,18 +26,6 @@ Made = Callable[[str], Path]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Gives the folder of a family's model, made once."""
-    root = tmp_path_factory.mktemp("models")
-
-    def find_or_make(family: str) -> Path:
-        folder = root / family
-        return folder if folder.is_dir() else tiny.make(family, folder)
-
-    return find_or_make
-
-
 @pytest.fixture
 def copied(made: Made, tmp_path: Path) -> Made:
     """Gives a copy of a family's folder that a test may change."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.dpp.errors import DataError, shown
-from megatron.dpp_train.hf.families.base import Config, Row, row
+from megatron.dpp_train.hf.families.base import Config, Family, Row, row
 
 HF = "model.layers.{layer}."
 """Start of the names of a layer's tensors in most Hugging Face models."""
@@ -148,7 +148,17 @@ USUAL: Config = {
     "tie_word_embeddings": False,
 }
 """Values of fields that a file may lack."""
-EXPERT_USUAL = USUAL | {"router_aux_loss_coef": 0.001}
+EXPERT_USUAL = {"router_aux_loss_coef": 0.001}
+
+
+def like_llama(name: str, models: str, class_name: str, **own: Any) -> Family:
+    """A family that differs from Llama by the fields of :class:`Family` in ``own``; ``fields``,
+    ``flags`` and ``usual`` are added to Llama's."""
+    llama: dict[str, Any] = {"fields": FIELDS, "flags": FLAGS, "usual": USUAL}
+    added = {part: table | own.pop(part, {}) for part, table in llama.items()}
+    rest = {"rows": LLAMA, "only": ONLY} | own
+    return Family(name=name, models=models, class_name=class_name, **added, **rest)
+
 
 # --- what several families read ---
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.hf.families import parts
-from megatron.dpp_train.hf.families.base import Config, Family, Sizes
+from megatron.dpp_train.hf.families.base import Config, Sizes
 
 
 def _read(content: Config) -> dict[str, Any]:
@@ -77,12 +77,11 @@ _ROWS = (
     *parts.gated_mlp(layers="dense"),
 )  # fmt: skip
 
-FAMILY = Family(
-    name="glm4_moe",
-    models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
-    class_name="Glm4MoeForCausalLM",
-    fields=parts.FIELDS
-    | {
+FAMILY = parts.like_llama(
+    "glm4_moe",
+    "GLM-4.5, GLM-4.5-Air, GLM-4.6",
+    "Glm4MoeForCausalLM",
+    fields={
         "n_routed_experts": "num-experts",
         "num_experts_per_tok": "moe-router-topk",
         "moe_intermediate_size": "moe-ffn-hidden-size",
@@ -93,8 +92,7 @@ FAMILY = Family(
         *(replace(each, only="qk-layernorm") for each in parts.QK_NORM),
         *(replace(each, only="add-qkv-bias") for each in parts.QKV_BIAS),
     ),
-    flags=parts.FLAGS
-    | {
+    flags={
         "moe-router-load-balancing-type": "none",
         "moe-token-dispatcher-type": "alltoall",
         "moe-router-score-function": "sigmoid",
@@ -103,8 +101,7 @@ FAMILY = Family(
         "moe-router-dtype": "fp32",
     },
     only={"hidden_act": ("silu",)},
-    usual=parts.USUAL
-    | {
+    usual={
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "partial_rotary_factor": 0.5,

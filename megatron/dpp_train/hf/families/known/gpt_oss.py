@@ -59,7 +59,8 @@ FAMILY = Family(
         "expert-tensor-parallel-size": 1,
     },
     only={"hidden_act": ("silu",), "attention_bias": (True,), "swiglu_alpha": (1.702,)},
-    usual=parts.EXPERT_USUAL
+    usual=parts.USUAL
+    | parts.EXPERT_USUAL
     | {
         "num_key_value_heads": 8,
         "head_dim": 64,
