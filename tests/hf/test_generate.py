@@ -127,7 +127,7 @@ def test_a_hostile_template_ends(
     template: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Work that no signal of Python interrupts, and more memory than there is."""
-    monkeypatch.setattr(prompts, "SECONDS", 3.0)
+    monkeypatch.setattr(prompts, "SECONDS", 1.0)
     with pytest.raises(DataError, match=f"more memory|{model}"):
         prompts.encode(model, [[{"role": "user", "content": "x"}]], template)
 

@@ -80,9 +80,10 @@ words = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(home
 sys.exit(run(words, os.environ, home, home / "train.log", flags))
 """
 RANK = """
-import sys, time
+import subprocess, sys, time
 from megatron.dpp.errors import ConfigError, print_error, tell_torchrun
 
+{begin}
 with open({metrics!r}, "w") as file:
     print('{{"iteration": 1, "loss": 2.5, "ms": 1.0}}', file=file)
 {end}
@@ -97,9 +98,9 @@ FAILURES = {
 """End of a rank -> how its error ends."""
 
 
-def launch(folder: Path, end: str) -> subprocess.Popen[str]:
+def launch(folder: Path, end: str, begin: str = "") -> subprocess.Popen[str]:
     metrics = str(folder / "metrics.jsonl")
-    (folder / "rank.py").write_text(RANK.format(metrics=metrics, end=end))
+    (folder / "rank.py").write_text(RANK.format(metrics=metrics, begin=begin, end=end))
     return spawn(folder, "-c", LAUNCH, str(folder))
 
 
@@ -117,7 +118,10 @@ def test_a_failed_rank_is_named_with_its_process_and_error(end: str, tmp_path: P
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> None:
-    process = launch(tmp_path, "time.sleep(1000)")
+    words = [sys.executable, "-c", "import time; time.sleep(1000)", str(tmp_path)]
+    orphan = f"subprocess.Popen({words}, start_new_session=True)"
+    begin = orphan if number != signal.SIGKILL else ""  # the kernel ends torchrun alone
+    process = launch(tmp_path, "time.sleep(1000)", begin)
     assert process.stdout is not None
     assert process.stdout.readline().startswith("step 1/9   loss 2.5000")
     process.send_signal(number)

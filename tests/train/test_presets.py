@@ -207,7 +207,7 @@ def test_a_config_wins_over_a_model_and_the_command_line_over_both(
     for text, said in (
         ("model: {num_layers: 2}", "expected lines of `flag: value`"),
         ("a: &a [x, x]\nb: [*a, *a]", "expected lines of `flag: value`"),
-        ("a: " + "[" * 3000, "no YAML file"),
+        ("a: " + "[" * 600, "no YAML file"),
     ):
         file.write_text(text)
         (line,) = train(f"--mode simple --config {file}")[2].splitlines()
