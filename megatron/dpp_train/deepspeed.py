@@ -45,14 +45,12 @@ def engine() -> Iterator[None]:
     from megatron.training import training
 
     run = _Run(training.setup_model_and_optimizer, training.get_optimizer_param_scheduler)
-    replaced: dict[str, Callable[..., Any]] = {
-        "setup_model_and_optimizer": run.set_up,
-        "get_forward_backward_func": lambda **_: accumulate,
-        "save_checkpoint": run.save,
-    }
-    with contextlib.ExitStack() as undo:
-        for name, value in replaced.items():
-            undo.enter_context(mock.patch.object(training, name, value))
+    with mock.patch.multiple(
+        training,
+        setup_model_and_optimizer=run.set_up,
+        get_forward_backward_func=lambda **_: accumulate,
+        save_checkpoint=run.save,
+    ):
         yield
 
 

@@ -427,7 +427,8 @@ def test_more_work_never_costs_less(micro: int, pipeline: int, chunks: int, dyna
 def test_lower_bounds_count_the_microbatches_and_hops_that_there_are() -> None:
     run = shape("--pipeline-model-parallel-size 4", 4)
     assert least_bytes(dataclasses.replace(run, num_microbatches=1)) < least_bytes(run)
-    assert least_seconds(run, plain_device(link=hop_bytes(run))) >= 3.0  # of a second each
+    link = run.element_bytes * run.outside  # three hops of a second each
+    assert least_seconds(run, plain_device(link=link)) >= 3.0
 
 
 def test_a_cpu_hides_no_head_and_replays_nothing() -> None:

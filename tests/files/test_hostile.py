@@ -25,7 +25,7 @@ from megatron.dpp.report.reader import read_events, read_header
 from megatron.dpp.report.run_files import read_metrics, read_state
 from megatron.dpp.schedule.recording import Recording
 from megatron.dpp.sim.measured import load_costs
-from megatron.dpp_train.hf.weights import read_model
+from megatron.dpp_train.hf.folder import read_model
 from megatron.dpp_train.text_files import read_json
 
 _LLAMA = {

@@ -15,30 +15,15 @@ from safetensors.torch import load_file, save_file
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train import hf
-from megatron.dpp_train.hf.convert import unfinished
+from megatron.dpp_train.hf.convert import write_shards
 from megatron.dpp_train.hf.convert_command import main
 from megatron.dpp_train.hf.families import find_families
 from megatron.dpp_train.hf.fields import read_config
-from megatron.dpp_train.hf.folder import Shards
-from megatron.dpp_train.hf.tables import entries
-from tests.failing_disk import Disk
 from tests.hf import tiny
 from tests.small_disk import small_disk
 
 Made = Callable[[str], Path]
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Gives the folder of a family's model, made once."""
-    root = tmp_path_factory.mktemp("models")
-
-    def find_or_make(family: str) -> Path:
-        folder = root / family
-        return folder if folder.is_dir() else tiny.make(family, folder)
-
-    return find_or_make
 
 
 @pytest.fixture
@@ -104,17 +89,6 @@ def test_each_family_comes_back_bit_by_bit(family: str, made: Made, tmp_path: Pa
     assert read_config(tmp_path / "found").words() == read_config(source).words()
 
 
-def test_parameters_are_counted_as_transformers_counts_them(made: Made) -> None:
-    for family in ("llama", "gemma3_text", "glm4_moe"):
-        config = read_config(made(family))
-        found = list(entries(config.family, config.sizes))
-        names = [part.name for each in found if not each.twin for part in each.parts]
-        assert len({(each.key, each.place) for each in found}) == len(found)
-        assert len(set(names)) == len(names)
-        count = tiny.num_parameters(config.family, config.sizes)
-        assert count == tiny.load(made(family)).num_parameters()
-
-
 def test_shards_and_types(tmp_path: Path) -> None:
     """Several files in, several out; bf16 on request, with a ``config.json`` that says so."""
     source = tiny.make("glm4_moe", tmp_path / "sharded", shard="60KB")
@@ -140,10 +114,7 @@ def test_a_file_may_be_as_large_as_asked(
     shard_bytes: int, groups: list[list[str]], tmp_path: Path
 ) -> None:
     tensors = {name: torch.full((size,), 1.0) for name, size in zip("abc", (1, 2, 2), strict=True)}
-    shards = Shards(tmp_path, {k: t.nbytes for k, t in tensors.items()}, shard_bytes)
-    for name, tensor in tensors.items():
-        shards.add(name, tensor)
-    shards.finish()
+    write_shards(tmp_path, tensors.items(), {k: t.nbytes for k, t in tensors.items()}, shard_bytes)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert [list(load_file(file)) for file in files] == groups
     assert (tmp_path / INDEX).exists() == (len(groups) > 1)
@@ -203,6 +174,10 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": "b.safetensors"}})),
         "b.safetensors: missing",
     ),
+    "another shard": (
+        lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": WEIGHTS}})),
+        f"{INDEX}: says that {WEIGHTS} holds a",
+    ),
     "another's": (
         lambda f: (f / INDEX).write_text(json.dumps({"weight_map": {"a": "../x"}})),
         "expected the name of a file",
@@ -259,7 +234,7 @@ def test_bad_checkpoints_and_targets_are_one_line(
 def test_links_out_of_a_folder_are_refused(
     copied: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Inside the folder and the hub's cache they are followed."""
+    """Inside the folder and the hub's cache they are followed; weights' may lead elsewhere."""
     cache = tmp_path / "models--a"
     source, blob = cache / "snapshots" / "1", cache / "blobs" / "w"
     source.parent.mkdir(parents=True), blob.parent.mkdir()
@@ -273,7 +248,7 @@ def test_links_out_of_a_folder_are_refused(
     assert not (tmp_path / "ours" / "hf" / "vocab.json").is_symlink()
     secret = tmp_path / "secret"
     secret.write_text("{}")
-    for name in ("LICENSE", "config.json", "tokenizer.json", WEIGHTS):
+    for name in ("LICENSE", "config.json", "tokenizer.json"):
         kept = (source / name).read_bytes() if (source / name).exists() else None
         (source / name).unlink(missing_ok=True)
         (source / name).symlink_to(secret)
@@ -343,40 +318,6 @@ def test_a_killed_conversion_leaves_nothing_that_loads(made: Made, tmp_path: Pat
             hf.to_hf(tmp_path / f".{target.name}.unfinished" / "new", tmp_path / "x")
         convert(source, target)
     assert sorted(tmp_path.iterdir()) == [back, ours]
-
-
-@pytest.mark.parametrize("lasts", [False, True])
-def test_whichever_call_fails_a_result_is_whole_and_the_next_attempt_succeeds(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lasts: bool
-) -> None:
-    def write(target: Path) -> None:
-        with unfinished(target) as new:
-            (new / "release").mkdir()
-            (new / "release" / "common.pt").write_text("whole")
-            (new / "tracker").write_text("release")
-
-    disk, number, failed = Disk(monkeypatch, tmp_path), 0, 0
-    while True:
-        target = tmp_path / str(number) / "result"
-        disk.fail_at(number, lasts=lasts)
-        try:
-            write(target)
-        except (DataError, OSError) as error:
-            failed += 1
-            assert isinstance(error, DataError), (disk.calls[number], error)
-            assert f"{number}/.result.unfinished" in str(error) or str(target) in str(error)
-        calls = len(disk.calls)
-        disk.heal()
-        if target.exists():
-            assert (target / "tracker").exists()
-        else:
-            write(target)
-        assert (target / "release" / "common.pt").read_text() == "whole"
-        if number >= calls:
-            break
-        number += 1
-    assert failed > 5
-    assert [each.name for each in target.parent.iterdir()] == ["result"]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

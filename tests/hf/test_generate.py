@@ -127,7 +127,7 @@ def test_a_hostile_template_ends(
     template: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Work that no signal of Python interrupts, and more memory than there is."""
-    monkeypatch.setattr(prompts, "SECONDS", 3.0)
+    monkeypatch.setattr(prompts, "SECONDS", 1.0)
     with pytest.raises(DataError, match=f"more memory|{model}"):
         prompts.encode(model, [[{"role": "user", "content": "x"}]], template)
 
@@ -146,4 +146,4 @@ def test_a_model_tuned_on_chats_names_the_end_of_an_answer(model: Path, tmp_path
     assert (target / "tokenizer.json").read_bytes() == (run / "tokenizer.json").read_bytes()
     ends = json.loads((target / "generation_config.json").read_text())["eos_token_id"]
     assert ends == [7, 1]
-    assert prompts.end_of_answers(model, "{{ messages[1].content }}") is None
+    assert prompts.encode(model, [], "{{ messages[1].content }}") == ([], None)

@@ -27,7 +27,6 @@ from megatron.dpp_train.hf.folder import Folder
 from megatron.dpp_train.hf.rules import join
 from megatron.dpp_train.hf.saved import attributes, check_same, completed, write_config
 from megatron.dpp_train.hf.tables import Entry, Part
-from tests.hf import tiny
 from tests.hf.test_fields import YARN
 
 
@@ -42,19 +41,6 @@ class Harmful:
 
 
 Change = Callable[[list[Entry]], list[Entry]]
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Gives the folder of a family's model of two layers, made once."""
-    root = tmp_path_factory.mktemp("models")
-
-    def find_or_make(family: str) -> Path:
-        folder = root / family
-        layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": 2}
-        return folder if folder.is_dir() else tiny.make(family, folder, **layers)
-
-    return find_or_make
 
 
 def stored(
@@ -246,7 +232,7 @@ def test_layers_stored_apart_are_read(made: Callable[[str], Path], tmp_path: Pat
         ("gpt2", "layernorm_zero_centered_gamma", True),
         ("qwen3_moe", "moe_shared_expert_intermediate_size", 8),
         ("qwen3_moe", "moe_router_score_function", "sigmoid"),
-        ("qwen3_moe", "moe_layer_freq", [0, 1]),
+        ("qwen3_moe", "moe_layer_freq", [0, 1, 1, 1]),
         ("mixtral", "moe_router_pre_softmax", True),
         ("granite", "hf_forms", "embedding-scale=2.0"),
     ],
@@ -255,7 +241,7 @@ def test_a_config_that_the_run_did_not_train_is_refused(
     family: str, name: str, value: Any, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source = made(family)
-    alike = {"moe_layer_freq": [1, 1], "add_qkv_bias": family == "gpt2", "window_size": None}
+    alike = {"moe_layer_freq": [1] * 4, "add_qkv_bias": family == "gpt2", "window_size": None}
     assert same(export(stored(source, tmp_path / "a", **alike), tmp_path / "b", source), source)
     ours = stored(source, tmp_path / "ours", **{name: value})
     with pytest.raises(DataError, match=f"{name} is .*, there "):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from megatron.dpp_train import hf
 from tests.hf import tiny
-from tests.hf.training import train_each
+from tests.hf.training import train
 
 STEPS, LENGTH = 3, 24
 PIPELINE = "--pipeline-model-parallel-size 2"
@@ -73,48 +74,42 @@ def run_of(folder: Path, ours: Path, layout: str, steps: int = STEPS) -> str:
     return f"{words} --seq-length {LENGTH} --train-iters {steps} --load {ours} --finetune {layout}"
 
 
-def compare(folder: Path, rows: Path, cases: list[tuple[str, str]]) -> None:
-    """Train all cases in one start of processes. A family of several layouts has the same numbers
-    in those of pipelines, to the last digit."""
-    runs, wanted, of_pipeline = {}, {}, {}
-    for name, layout in cases:
-        source, ours = folder / name, folder / f"{name}-ours"
-        if name not in wanted:
-            family, more = VARIANTS.get(name, (name, {}))
-            more = more if name in ("gpt2", "gpt_oss") else {"vocab_size": 95, **more}
-            tiny.make(family, source, **more)
-            hf.to_megatron(source, ours)
-            wanted[name] = plain_loop(source, torch.load(rows))
-        runs[f"{name} {layout}"] = run_of(source, ours, layout)
-    found = train_each(folder, 2, rows, runs, timeout=900)
-    for name, layout in cases:
-        one = found[f"{name} {layout}"]
-        losses, norms = wanted[name]
+def compare(folder: Path, rows: Path, name: str, layouts: Sequence[str]) -> None:
+    """Train a model in each layout. Those of pipelines have the same numbers, to the last digit."""
+    source, ours = folder / name, folder / f"{name}-ours"
+    family, more = VARIANTS.get(name, (name, {}))
+    more = more if name in ("gpt2", "gpt_oss") else {"vocab_size": 95, **more}
+    tiny.make(family, source, **more)
+    hf.to_megatron(source, ours)
+    losses, norms = plain_loop(source, torch.load(rows))
+    of_pipelines = []
+    for layout in layouts:
+        found = train(2, rows, run_of(source, ours, layout))
         # Megatron's log gives the mean of the first two steps' losses at the second
-        assert one.losses[::2] == pytest.approx(losses[::2], rel=1e-6), (name, layout)
-        assert one.norms == pytest.approx(norms, abs=6e-4), (name, layout)
-        if layout in (CHUNKS, DYNAMIC):
-            both = of_pipeline.setdefault(name, (one.losses, one.norms))
-            assert both == (one.losses, one.norms), name
+        assert found.losses[::2] == pytest.approx(losses[::2], rel=1e-6), layout
+        assert found.norms == pytest.approx(norms, abs=6e-4), layout
+        of_pipelines += [found] if layout in (CHUNKS, DYNAMIC) else []
+    assert all(each == of_pipelines[0] for each in of_pipelines)
 
 
 @pytest.mark.timeout(300)
-def test_models_have_the_losses_and_gradients_of_transformers(tmp_path: Path, rows: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("llama", DYNAMIC), ("gemma3_text", TENSOR), ("glm4_moe", EXPERTS), ("gpt2", CHUNKS)],
+)
+def test_models_have_the_losses_and_gradients_of_transformers(
+    name: str, layout: str, tmp_path: Path, rows: Path
+) -> None:
     """A vocabulary of 95 is padded where two ranks share it."""
-    cases = [("llama", DYNAMIC), ("gemma3_text", TENSOR), ("glm4_moe", EXPERTS), ("gpt2", CHUNKS)]
-    compare(tmp_path, rows, cases)
+    compare(tmp_path, rows, name, [layout])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.parametrize("part", range(4))
-def test_every_family_in_every_layout(part: int, tmp_path: Path, rows: Path) -> None:
-    cases = []
-    for name in [*tiny.MODELS, *VARIANTS][part::4]:
-        alone = f"{TENSOR} {EXPERTS}"
-        layouts = [CHUNKS, DYNAMIC, *([alone, EXPERTS] if name in tiny.SPARSE else [TENSOR])]
-        cases += [(name, layout) for layout in layouts]
-    compare(tmp_path, rows, cases)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [*tiny.MODELS, *VARIANTS])
+def test_every_family_in_every_layout(name: str, tmp_path: Path, rows: Path) -> None:
+    alone = [f"{TENSOR} {EXPERTS}", EXPERTS] if name in tiny.SPARSE else [TENSOR]
+    compare(tmp_path, rows, name, [CHUNKS, DYNAMIC, *alone])
 
 
 SAVED = {"llama": TENSOR, "mixtral": EXPERTS}
@@ -127,32 +122,28 @@ MORE = {
 }
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("layouts", [SAVED, pytest.param(MORE, marks=pytest.mark.slow)])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [*SAVED.items(), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE.items())],
+)
 def test_what_megatron_saves_comes_back_bit_by_bit(
-    layouts: dict[str, str], tmp_path: Path, rows: Path
+    name: str, layout: str, tmp_path: Path, rows: Path
 ) -> None:
     """A step with a learning rate of 0 leaves the model as it is; a run that goes on in another
     layout finds it. The family is found by the arguments of the run, too."""
-    still = "--lr 0 --min-lr 0 --save-interval 1 --save"
-    runs = {}
-    for name, layout in layouts.items():
-        more = {} if name in ("gpt2", "gpt_oss") else {"vocab_size": 95}
-        source, ours = tiny.make(name, tmp_path / name, **more), tmp_path / f"{name}-ours"
-        hf.to_megatron(source, ours)
-        runs[name] = f"{run_of(source, ours, layout, 1)} {still} {tmp_path / name}-saved"
-    again = run_of(tmp_path / name, tmp_path / f"{name}-saved", PIPELINE, 1)
-    runs["again"] = f"{again} {still} {tmp_path / 'again-saved'}"
-    train_each(tmp_path, 2, rows, runs, timeout=580)
-    for run in runs:
-        source, saved = tmp_path / (name if run == "again" else run), tmp_path / f"{run}-saved"
-        hf.to_hf(saved, tmp_path / f"{run}-back", like=source)
-        hf.to_hf(saved, tmp_path / f"{run}-kept")
-        shutil.rmtree(tmp_path / f"{source.name}-ours" / "hf", ignore_errors=True)
-        hf.to_hf(saved, tmp_path / f"{run}-found")
-        wanted = load_file(source / "model.safetensors")
-        for kind in ("back", "kept", "found"):
-            found = load_file(tmp_path / f"{run}-{kind}" / "model.safetensors")
-            assert found.keys() == wanted.keys(), (run, kind)
-            for key in wanted:
-                assert torch.equal(found[key], wanted[key]), (run, kind, key)
+    more = {} if name in ("gpt2", "gpt_oss") else {"vocab_size": 95}
+    source, ours = tiny.make(name, tmp_path / name, **more), tmp_path / "ours"
+    hf.to_megatron(source, ours)
+    wanted = load_file(source / "model.safetensors")
+    for start, saved, ranks in ((ours, "saved", layout), (tmp_path / "saved", "again", PIPELINE)):
+        words = f"--lr 0 --min-lr 0 --save-interval 1 --save {tmp_path / saved}"
+        train(2, rows, f"{run_of(source, start, ranks, 1)} {words}")
+        hf.to_hf(tmp_path / saved, tmp_path / f"{saved}-like", like=source)
+        hf.to_hf(tmp_path / saved, tmp_path / f"{saved}-kept")
+    shutil.rmtree(ours / "hf")
+    hf.to_hf(tmp_path / "saved", tmp_path / "saved-found")
+    for each in ("saved-like", "saved-kept", "saved-found", "again-like", "again-kept"):
+        found = load_file(tmp_path / each / "model.safetensors")
+        assert found.keys() == wanted.keys(), each
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted), each

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron.dpp_train.hf.families import Family, Sizes, find_families
-from megatron.dpp_train.hf.fields import read_config
-from megatron.dpp_train.hf.tables import entries
+from megatron.dpp_train.hf.families import find_families
 
 SIZES = {
     "vocab_size": 96,
@@ -170,11 +167,6 @@ def load(folder: Path) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
 
 
-def words(folder: Path) -> list[str]:
-    """The flags of the model in a folder."""
-    return read_config(folder).words()
-
-
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -218,9 +210,3 @@ def add_tokenizer(folder: Path, texts: list[str], size: int) -> None:
         "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
-def num_parameters(family: Family, sizes: Sizes) -> int:
-    """Parameters of a model, by the rows of its family."""
-    every = entries(family, sizes)
-    return sum(math.prod(each.shape) for each in every if not (each.twin or each.full))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.runtime.launcher import free_port, run_ranks
+from tests.runtime.launcher import run_ranks
 
 WORKER = Path(__file__).with_name("train_worker.py")
 FLAGS = (
@@ -24,28 +24,20 @@ FLAGS = (
 NUMBER = r"([\d.E+-]+)"
 
 
+@dataclass(frozen=True)
 class Losses:
     """Loss and gradient norm of each step in a run's log."""
 
-    def __init__(self, log: Path) -> None:
-        text = log.read_text()
-        self.losses = [float(x) for x in re.findall(rf"lm loss: {NUMBER}", text)]
-        self.norms = [float(x) for x in re.findall(rf"grad norm: {NUMBER}", text)]
+    losses: list[float]
+    norms: list[float]
 
 
-def train_each(
-    folder: Path, num_ranks: int, rows: Path, runs: dict[str, str], *, timeout: float = 300
-) -> dict[str, Losses]:
-    """Run all command lines after each other on the same ranks; what each logged, by its name."""
-    cases = [
-        [name, free_port(), f"{FLAGS} {words} --moe-aux-loss-coeff 0".split()]
-        for name, words in runs.items()
-    ]
-    (folder / "cases.json").write_text(json.dumps(cases))
+def train(num_ranks: int, rows: Path, words: str, *, timeout: float = 300) -> Losses:
+    """Run a command line on forked ranks; what it logged."""
+    arguments = f"{FLAGS} {words} --moe-aux-loss-coeff 0".split()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROWS", str(rows))
-        run_ranks(
-            WORKER, num_ranks, [str(folder / "cases.json")], timeout=timeout, preload="libraries"
-        )
-    last = num_ranks - 1
-    return {name: Losses(folder / f"{name}.{last}.log") for name in runs}
+        log = run_ranks(WORKER, num_ranks, arguments, timeout, preload="training")
+    return Losses(*(
+        list(map(float, re.findall(rf"{name}: {NUMBER}", log))) for name in ("lm loss", "grad norm")
+    ))  # fmt: skip

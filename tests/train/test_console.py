@@ -27,14 +27,18 @@ SMALL = (
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     flag_table.table()
+    return spawn(folder, "-m", "megatron.dpp", "train", *SMALL.split(), *words)
+
+
+def spawn(folder: Path, *words: str) -> subprocess.Popen[str]:
+    """A Python process without GPUs, in a folder."""
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
     # what a shell starts behind an ampersand ignores SIGINT
     heeding = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(
-        [sys.executable, "-m", "megatron.dpp", "train", *SMALL.split(), *words],
-        cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        preexec_fn=heeding,
+        [sys.executable, *words], cwd=folder, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heeding,
     )  # fmt: skip
 
 
@@ -65,24 +69,61 @@ def test_a_run_shows_its_progress_and_keeps_its_files(tmp_path: Path) -> None:
     assert not left_over(tmp_path)
 
 
-def test_a_failed_rank_is_named_with_its_process_and_error(tmp_path: Path) -> None:
-    process = start(tmp_path, *["--mode", "simple", "--procs", "1", "--bf16", "--fp16"])
+LAUNCH = """
+import os, sys
+from pathlib import Path
+from megatron.dpp_train.presets.launch import run
+
+home = Path(sys.argv[1])
+flags = {"--metrics-file": str(home / "metrics.jsonl"), "--train-iters": "9"}
+words = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(home / "rank.py")]
+sys.exit(run(words, os.environ, home, home / "train.log", flags))
+"""
+RANK = """
+import subprocess, sys, time
+from megatron.dpp.errors import ConfigError, print_error, tell_torchrun
+
+{begin}
+with open({metrics!r}, "w") as file:
+    print('{{"iteration": 1, "loss": 2.5, "ms": 1.0}}', file=file)
+{end}
+"""
+"""Stands for a training script: its metrics, then an error or a long run."""
+FAILURES = {
+    "assert False": "exit code 1: AssertionError: assert False",
+    "sys.exit(print_error(ConfigError('wrong')))": "exit code 2: rank.py: error: wrong",
+    "tell_torchrun('no room', printed=True); sys.exit(3)": "exit code 3: no room",
+    "import os; os.kill(os.getpid(), 9)": "ended by SIGKILL",
+}
+"""End of a rank -> how its error ends."""
+
+
+def launch(folder: Path, end: str, begin: str = "") -> subprocess.Popen[str]:
+    metrics = str(folder / "metrics.jsonl")
+    (folder / "rank.py").write_text(RANK.format(metrics=metrics, begin=begin, end=end))
+    return spawn(folder, "-c", LAUNCH, str(folder))
+
+
+@pytest.mark.parametrize("end", FAILURES)
+def test_a_failed_rank_is_named_with_its_process_and_error(end: str, tmp_path: Path) -> None:
+    process = launch(tmp_path, end)
     _, err = process.communicate(timeout=200)
     assert process.returncode == 1
     error, log = err.splitlines()
-    assert "rank 0 (process " in error and "exit code 1: AssertionError" in error
-    assert str(tmp_path / "run" / "train.log") in log
-    state = read_state(tmp_path / "run")
+    assert "rank 0 (process " in error and error.endswith(FAILURES[end])
+    assert log == f"log      {tmp_path / 'train.log'}"
+    state = read_state(tmp_path)
     assert state is not None and state.state == "failed" and "rank 0" in str(state.by)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> None:
-    process = start(tmp_path, *["--mode", "simple", "--procs", "1", "--max-steps", "100000"])
-    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 200
-    while not (metrics.exists() and metrics.stat().st_size):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.1)
+    words = [sys.executable, "-c", "import time; time.sleep(1000)", str(tmp_path)]
+    orphan = f"subprocess.Popen({words}, start_new_session=True)"
+    begin = orphan if number != signal.SIGKILL else ""  # the kernel ends torchrun alone
+    process = launch(tmp_path, "time.sleep(1000)", begin)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("step 1/9   loss 2.5000")
     process.send_signal(number)
     try:
         _, err = process.communicate(timeout=60)
@@ -96,7 +137,7 @@ def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> Non
         assert process.returncode == 128 + number
         by = "Ctrl-C" if number == signal.SIGINT else number.name
         assert err == f"stopped by {by}; nothing is left running\n"
-        state = read_state(tmp_path / "run")
+        state = read_state(tmp_path)
         assert state is not None and (state.state, state.by) == ("stopped", by)
 
 
@@ -150,11 +191,11 @@ def test_a_line_holds_step_loss_rate_and_time_left(
     text = "".join(json.dumps(row) + "\n" for row in rows)
     metrics.write_text(text[:-20])  # a line that is not whole yet
     progress.look()
-    assert capsys.readouterr().out == "step   1/100   loss 4.0000   4,096 tokens/s   0:50 left\n"
+    assert capsys.readouterr().out == "step   1/100   loss 4.0000   4,096 tokens/s   0:00:50 left\n"
     metrics.write_text(text + json.dumps({"iteration": 2, "validation_loss": 3.5}) + "\n")
     progress.look()
     assert capsys.readouterr().out == "step 2: validation loss 3.5000\n"
-    assert progress.line() == "step   2/100   loss 2.0000   4,096 tokens/s   0:49 left"
+    assert progress.line() == "step   2/100   loss 2.0000   4,096 tokens/s   0:00:49 left"
     assert "loss 4.0000 -> 2.0000, validation 3.5000" in progress.summary()
 
 

@@ -16,7 +16,7 @@ import yaml
 from megatron.dpp.__main__ import main
 from megatron.dpp.errors import ConfigError
 from megatron.dpp.files.locks import lock_directory
-from megatron.dpp_train.presets import flag_table, recipes
+from megatron.dpp_train.presets import flag_table
 from megatron.dpp_train.presets.checks import check_direct, parse
 from megatron.dpp_train.presets.nodes import Nodes, find_nodes, meet
 from megatron.dpp_train.presets.plan import of_options
@@ -107,19 +107,21 @@ REFUSED = {
     "--mode simpel": "--mode simpel (did you mean simple?)",
     "--mode simple x": "unexpected argument 'x'",
     "--model smal": "nearest: small",
+    "--mode simple --model .": "config.json",
     "--mode simple --engine deepspeed": "options of --mode deepspeed",
     "--procs 0": "--procs: give a value above 0",
     "--mode simple --tp 0": "--tensor-model-parallel-size 0: expected a whole number",
-    "--mode simple --lr abc": "--lr abc: expected a number",
+    "--mode simple --lr abc": "argument --lr: invalid float value: 'abc'",
     "--mode simple --lr 0": "--lr 0: must be above 0",
-    "--mode simple --seed x": "--seed x: expected a whole number",
-    "--mode simple --seed": "--seed: expected a value",
+    "--mode simple --seed x": "argument --seed: invalid int value: 'x'",
+    "--mode simple --seed": "argument --seed: expected one argument",
     "--mode simple --bf16=yes": "unexpected argument 'yes'",
-    "--mode simple --lr-decay-style cosin": "--lr-decay-style cosin: expected one of",
+    "--mode simple --lr-decay-style cosin": "argument --lr-decay-style: invalid choice: 'cosin'",
     "--mode simple --micro-batch-size 0": "--micro-batch-size 0: expected a whole number",
     "--mode simple --vocab-file no.json --merge-file no": "--vocab-file no.json: no such file",
     "--mode simple --data no.jsonl --tokenizer sample": "--data no.jsonl: no such file",
     "--mode simple --data-path no": "--data-path no: no.idx is missing",
+    "--mode simple --data-path half": "half.bin is missing",
     "--mode simple --resume-from no": "--resume-from no: no checkpoint is there",
     "--mode simple --load no --finetune": "--load no: no such directory",
     "--mode simple --bf16 --fp32": "--fp32 and --bf16 exclude each other",
@@ -138,7 +140,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_what_cannot_work_is_one_line_within_two_seconds(words: str, train: Train) -> None:
+def test_what_cannot_work_is_one_line_within_two_seconds(
+    words: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "half.idx").touch()
     began = time.process_time()
     status, out, err = train(words)
     assert time.process_time() - began < 2
@@ -151,22 +157,24 @@ VARIABLES = {
     "NUM_LAYERS=7": "NUM_LAYERS=7 cannot be divided by PIPELINE_PARALLEL=2 x 2 chunks = 4",
     "GLOBAL_BATCH_SIZE=30": "GLOBAL_BATCH_SIZE=30 cannot be divided by MICRO_BATCH_SIZE=4",
     "HIDDEN_SIZE=130": "HIDDEN_SIZE=130 cannot be divided by NUM_ATTENTION_HEADS=4",
-    "TRAIN_ITERS=x": "TRAIN_ITERS=x: expected a whole number",
+    "TRAIN_ITERS=x": "argument TRAIN_ITERS: invalid int value: 'x'",
     "PIPELINE_PARALLEL=3": "divided by TENSOR_PARALLEL=2 x PIPELINE_PARALLEL=3 = 6",
-    "PRECISION=fp8": "PRECISION=fp8: must be fp32, bf16 or fp16",
-    "USE_DPP=2": "USE_DPP=2: must be 0 or 1",
+    "PRECISION=fp8": "PRECISION=fp8: expected one of fp32, bf16, fp16",
+    "USE_DPP=2": "USE_DPP=2: expected one of 0, 1",
     "VOCAB_FILE=no": "VOCAB_FILE=no: no such file",
     "NUM_NODES=2": "NODE_RANK is not set",
-    "MASTER_PORT=x": "MASTER_PORT=x: must be a port number",
+    "MASTER_PORT=x": "MASTER_PORT=x: must be a whole number from 1 to 65535",
 }
 
 
 @pytest.mark.parametrize("setting", VARIABLES)
 def test_a_launch_script_names_the_variable(setting: str, train: Train) -> None:
     name, _, value = setting.partition("=")
-    status, _, err = train("--preset gpt-sample node", DRY_RUN="1", **{name: value})
+    more = {"DRY_RUN": "1", "PIPELINE_PARALEL": "4", name: value}
+    status, _, err = train("--preset gpt-sample node", **more)
     assert status == 2
-    (line,) = err.splitlines()
+    warning, line = err.splitlines()
+    assert warning.endswith("(did you mean PIPELINE_PARALLEL?)")
     assert VARIABLES[setting] in line
 
 
@@ -203,11 +211,6 @@ def test_a_recipe_takes_paths_variables_and_flags(train: Train, tmp_path: Path) 
     assert wanted.items() <= found.items()
 
 
-def test_a_misspelt_variable_is_named() -> None:
-    (line,) = recipes.misspelt({"PIPELINE_PARALEL": "4", "HOME": "/root"})
-    assert "did you mean PIPELINE_PARALLEL?" in line
-
-
 def test_the_help_fits_one_screen(train: Train) -> None:
     status, out, _ = train("--help")
     lines = out.splitlines()
@@ -229,8 +232,7 @@ def test_a_config_wins_over_a_model_and_the_command_line_over_both(
     for text, said in (
         ("model: {num_layers: 2}", "expected lines of `flag: value`"),
         ("a: &a [x, x]\nb: [*a, *a]", "expected lines of `flag: value`"),
-        ('tensorboard-dir: "a\\0b"', "holds a zero byte"),
-        ("a: " + "[" * 3000, "no YAML file"),
+        ("a: " + "[" * 600, "no YAML file"),
     ):
         file.write_text(text)
         (line,) = train(f"--mode simple --config {file}")[2].splitlines()
@@ -275,7 +277,7 @@ def test_nodes_of_the_environment(
         ({"NUM_NODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not set"),
         ({"NUM_NODES": "0"}, "NUM_NODES=0"),
         ({"SLURM_STEP_NUM_TASKS": "4"}, "start one per node"),
-        ({**SLURM, "NODE_IPS": "a,b"}, "'a' is not an IP address"),
+        ({**SLURM, "NODE_IPS": "a,b"}, "NODE_IPS=a,b: 'a' does not"),
     ],
 )
 def test_nodes_that_cannot_be(variables: dict[str, str], words: str) -> None:

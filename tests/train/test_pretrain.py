@@ -41,7 +41,7 @@ LAYOUTS = {
     ),
     "cp2": (4, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
 }
-LONG = ("pp2-dp2", "experts", "mtp", "cp2")
+LONG = ("pp2", "pp2-dp2", "experts", "mtp", "cp2")
 
 
 @pytest.fixture(scope="module")

@@ -56,17 +56,17 @@ def test_dynamic_is_static_bit_by_bit(case: str, chats: str, tmp_path: Path) -> 
     assert len(static.numbers) == 5 and dynamic.numbers == static.numbers
 
 
-def test_every_kind_trains_alike(chats: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "more"),
+    [(("padded", "as-they-are", "packed"), ""), (("padded", "as-they-are"), EXPERTS)],
+)  # experts' losses weigh microbatches alike, which packing forms anew
+def test_every_kind_trains_alike(
+    kinds: tuple[str, ...], more: str, chats: str, tmp_path: Path
+) -> None:
     """Up to the order of sums; routers leave padding out of their balance."""
-    for more in ("", EXPERTS):
-        runs = [
-            train(tmp_path, 1, MODEL, chats, f"--rows {kind} {more}")
-            for kind in ("padded", "as-they-are", "packed")
-        ]
-        first = [(run.column("loss")[0], run.column("grad_norm")[0]) for run in runs]
-        assert first[1] == pytest.approx(first[0], rel=1e-5)
-        if not more:  # experts' losses weigh microbatches alike, which packing forms anew
-            assert first[2] == pytest.approx(first[0], rel=1e-5)
+    runs = [train(tmp_path, 1, MODEL, chats, f"--rows {kind} {more}") for kind in kinds]
+    first, *others = [(run.column("loss")[0], run.column("grad_norm")[0]) for run in runs]
+    assert all(each == pytest.approx(first, rel=1e-5) for each in others)
 
 
 def test_a_run_resumes_in_the_middle_of_an_epoch(chats: str, tmp_path: Path) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron.dpp.__main__ import main
 from megatron.dpp_train.presets import flag_table
 from tests.conftest import REPOSITORY
+from tests.runtime.launcher import start, wait
 
 DRY = (
     "bash run_single_gpt.sh",
@@ -43,8 +46,9 @@ DRY = (
     "./train --mode 3d --procs 2 --pp 2 --multi-node --trace-granularity full",
 )
 """Commands that print the torchrun which they would become."""
+WHOLE = (DRY[0], DRY[1], DRY[-1])
+"""Commands that are run as they are; of the others a copy, up to the words for megatron-dpp."""
 HELP = (
-    "python pretrain_gpt.py --help",
     "python tools/preprocess_data.py --help",
     "python aggregate.py --help",
     "python profiling/aggregate.py --help",
@@ -52,12 +56,14 @@ HELP = (
 )
 
 
-def run(command: str, timeout: int = 120, **more: str) -> subprocess.CompletedProcess[str]:
+def run(
+    command: str, folder: Path = REPOSITORY, timeout: int = 120, **more: str
+) -> subprocess.CompletedProcess[str]:
     """A command line as a user pastes it, with this Python and without GPUs."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {"PATH": path, "HOME": os.environ.get("HOME", "/"), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        ["bash", "-c", command], cwd=REPOSITORY, env=environment | more,
+        ["bash", "-c", command], cwd=folder, env=environment | more,
         capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
 
@@ -69,19 +75,61 @@ def ready() -> None:
     flag_table.table()
 
 
-@pytest.mark.parametrize("command", DRY)
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The scripts beside a megatron-dpp that prints its words."""
+    root = tmp_path_factory.mktemp("scripts")
+    for name in ("examples", "scripts"):
+        shutil.copytree(REPOSITORY / name, root / name, symlinks=True)
+    for path in (*REPOSITORY.glob("run_*.sh"), REPOSITORY / "train"):
+        shutil.copy(path, root)
+    (root / "megatron-dpp").write_text("#!/usr/bin/env bash\nprintf '%s\\0' \"$@\"\n")
+    (root / "megatron-dpp").chmod(0o755)
+    return root
+
+
+def check_torchrun(out: str) -> None:
+    words = shlex.split(out.splitlines()[-1])
+    assert words[1:3] == ["-m", "torch.distributed.run"]
+    assert any(re.search(r"pretrain_(gpt|bert)\.py$", word) for word in words)
+
+
+@pytest.mark.parametrize("command", WHOLE)
 def test_a_command_prints_the_torchrun_that_it_becomes(command: str) -> None:
     done = run(command, DRY_RUN="1")
     assert done.returncode == 0 and not done.stderr, done.stderr
-    words = shlex.split(done.stdout.splitlines()[-1])
-    assert words[1:3] == ["-m", "torch.distributed.run"]
-    assert any(re.search(r"pretrain_(gpt|bert)\.py$", word) for word in words)
+    check_torchrun(done.stdout)
+
+
+@pytest.mark.parametrize("command", [each for each in DRY if each not in WHOLE])
+def test_a_script_hands_on_the_words_of_a_run(
+    command: str,
+    scripts: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    done = run(command, scripts)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    monkeypatch.setenv("DRY_RUN", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name, value in re.findall(r"([A-Z_]+)=(\S+)", command):
+        monkeypatch.setenv(name, value)
+    assert main(done.stdout.split("\0")[:-1]) == 0
+    out, err = capsys.readouterr()
+    assert not err
+    check_torchrun(out)
 
 
 @pytest.mark.parametrize("command", HELP)
 def test_a_tool_answers(command: str) -> None:
     done = run(command)
     assert done.returncode == 0 and done.stdout
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt.py", "pretrain_bert.py"])
+def test_a_training_script_answers(script: str) -> None:
+    (done,) = wait(start(REPOSITORY / script, 1, ["--help"], preload="training"), 120)
+    assert done.returncode == 0 and "--num-layers" in done.output
 
 
 def test_every_earlier_file_is_there() -> None:

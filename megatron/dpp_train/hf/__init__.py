@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.dpp_train.hf.weights import read_model
+from megatron.dpp_train.hf.folder import read_model
 
 if TYPE_CHECKING:
     from megatron.dpp_train.hf.convert import to_hf, to_megatron
@@ -16,20 +16,17 @@ if TYPE_CHECKING:
 __all__ = ["flags_of", "to_hf", "to_megatron"]
 
 
-def flags_of(
-    folder: str | Path, *, tensor_parallel: int = 1, family_file: Path | None = None
-) -> list[str]:
+def flags_of(folder: str | Path, *, tensor_parallel: int = 1) -> list[str]:
     """Megatron's flags of the model in a folder, as words of a command line.
 
     Args:
         folder: with a ``config.json``.
         tensor_parallel: ranks that must divide the rows of the vocabulary, which is padded.
-        family_file: a Python file with a further family.
 
     Raises:
         DataError: there is no ``config.json``, or a model of this kind cannot be trained here.
     """
-    return read_model(Path(folder), family_file).words(tensor_parallel)
+    return read_model(Path(folder)).words(tensor_parallel)
 
 
 def __getattr__(name: str) -> Any:

@@ -79,11 +79,11 @@ class _Planner(DefaultSavePlanner):
     """Plans a checkpoint from shapes, and asks for each tensor when it is written."""
 
     def __init__(
-        self, items: dict[MetadataIndex, Entry], states: list[str], kind: torch.dtype
+        self, entries: Sequence[Entry], states: list[str], dtype: torch.dtype, read: Read
     ) -> None:
         super().__init__(flatten_state_dict=False)
-        self._items, self._states, self._dtype = items, states, kind
-        self.read: Read = lambda entry: torch.empty(0)
+        self._entries = {MetadataIndex(each.key, _offset(each)): each for each in entries}
+        self._states, self._dtype, self._read = states, dtype, read
 
     def create_local_plan(self) -> SavePlan:
         items = [
@@ -96,7 +96,7 @@ class _Planner(DefaultSavePlanner):
                     size=torch.Size((*entry.counts, *entry.shape)),
                 ),
             )
-            for index, entry in self._items.items()
+            for index, entry in self._entries.items()
         ]
         items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._states]
         self.plan = SavePlan(items)
@@ -107,8 +107,8 @@ class _Planner(DefaultSavePlanner):
             nothing = io.BytesIO()
             torch.save([None], nothing)
             return nothing
-        entry = self._items[write_item.index]
-        return cast(self.read(entry), self._kind(entry), entry.key).reshape(_local(entry))
+        entry = self._entries[write_item.index]
+        return cast(self._read(entry), self._kind(entry), entry.key).reshape(_local(entry))
 
     def _kind(self, entry: Entry) -> torch.dtype:
         return torch.float32 if entry.full else self._dtype
@@ -153,12 +153,7 @@ def write(
         read: gives the tensor of an entry; called once for each, in their order.
         args: what ``--use-checkpoint-args`` is to find.
     """
-    planner = _Planner(
-        {MetadataIndex(entry.key, _offset(entry)): entry for entry in entries},
-        _states(sizes),
-        dtype,
-    )
-    planner.read = read
+    planner = _Planner(entries, _states(sizes), dtype, read)
     writer = FileSystemWriter(str(target), sync_files=False, per_thread_copy_ahead=0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is ")  # as it should be
@@ -338,8 +333,9 @@ class Stored:
         path = self._path / _COMMON
         if info is None and not path.is_file():
             return {}
-        found = _unpickled(read_bytes(path), path) if info is None else None
-        if info is not None:
+        if info is None:
+            found = _unpickled(read_bytes(path), path)
+        else:
             found = _unpickled(self._bytes(info), self._path / info.relative_path)[0]
         return found if isinstance(found, dict) else {}
 

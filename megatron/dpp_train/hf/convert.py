@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
-from megatron.dpp.errors import ConfigError, DataError
+from megatron.dpp.errors import ConfigError, DataError, one_line
 from megatron.dpp.files.locks import scratch_directory
 from megatron.dpp_train.data.token_files import CHAT_SUFFIX
 from megatron.dpp_train.hf import checkpoint
-from megatron.dpp_train.hf.families import Sizes, find_families
+from megatron.dpp_train.hf.families import find_families
 from megatron.dpp_train.hf.fields import CONFIG, HfConfig, parse_config
 from megatron.dpp_train.hf.folder import (
     GENERATION,
+    INDEX,
     TOKENIZER,
+    WEIGHTS,
     Folder,
-    Shards,
     copy_files,
     one_dtype,
+    read_model,
 )
 from megatron.dpp_train.hf.rules import cast, join, split
 from megatron.dpp_train.hf.saved import attributes, check_same, completed, write_config
 from megatron.dpp_train.hf.tables import Entry, Part, entries
-from megatron.dpp_train.hf.weights import read_model
 from megatron.dpp_train.text_files import read_object
 
 ORIGIN = "hf"
@@ -49,14 +53,12 @@ def to_megatron(
     target: str | Path,
     *,
     dtype: str | None = None,
-    family_file: Path | None = None,
     progress: Progress = _silent,
 ) -> HfConfig:
     """Convert the Hugging Face model in a folder to a checkpoint, which must not exist.
 
     Args:
         dtype: type of the tensors, as ``bfloat16``; that of the source by default.
-        family_file: a Python file with a further family.
         progress: called with the bytes of each tensor that is written.
 
     Returns:
@@ -66,9 +68,9 @@ def to_megatron(
         DataError: the source cannot be converted, or the target exists.
     """
     source = Path(source)
-    folder = Folder(source, family_file)
+    folder = Folder(source)
     config = replace(folder.config, notes=(*folder.config.notes, *folder.unused))
-    kind = getattr(torch, dtype) if dtype else one_dtype(folder.dtypes, source)
+    kind = getattr(torch, dtype or one_dtype(folder.dtypes, source))
 
     def read(entry: Entry) -> torch.Tensor:
         whole = join(entry.rule, folder.read(entry), config.sizes)
@@ -94,7 +96,6 @@ def to_hf(
     *,
     like: str | Path | None = None,
     family: str | None = None,
-    family_file: Path | None = None,
     step: int | None = None,
     dtype: str | None = None,
     shard_bytes: int = 5 * 10**9,
@@ -108,7 +109,6 @@ def to_hf(
             copied. By default it is that beside the checkpoint, or from which training started.
         family: the kind of model, for a checkpoint that never was one of Hugging Face's; by default
             the first that has its arguments.
-        family_file: a Python file with a further family.
         step: iteration of the checkpoint; the latest by default.
         dtype: type of the tensors; as they are in the checkpoint by default.
         shard_bytes: largest file of weights.
@@ -123,44 +123,65 @@ def to_hf(
     found = checkpoint.find(Path(source), step)
     stored = checkpoint.Stored(found)
     origin = Path(like) if like else _origin(found, stored.args)
-    config = _config_of(origin, family, family_file, stored.args, Path(source))
+    config = _config_of(origin, family, stored.args, Path(source))
     tensors = _checked(stored, config)
-    kinds = {each.key: stored.dtype(each) for each in tensors if not each.full}
-    kind = getattr(torch, dtype) if dtype else one_dtype(kinds, found)
+    kinds = {each.key: _name(stored.dtype(each)) for each in tensors if not each.full}
+    kind = getattr(torch, dtype or one_dtype(kinds, found))
+    own = [(each, torch.float32 if each.full else kind) for each in tensors]
+
+    def parts() -> Iterator[tuple[str, torch.Tensor]]:
+        for entry, kind in own:
+            whole = cast(stored.read(entry), kind, entry.key)
+            halves = split(entry.rule, whole, config.sizes)
+            for part, tensor in zip(entry.parts, halves, strict=True):
+                progress(tensor.nbytes)
+                yield part.name, tensor
+
+    sizes = {p.name: math.prod(p.shape) * k.itemsize for each, k in own for p in each.parts}
     with unfinished(Path(target)) as scratch:
-        _write_tensors(stored, tensors, config.sizes, kind, scratch, shard_bytes, progress)
+        write_shards(scratch, parts(), sizes, shard_bytes)
         content = config.content | config.family.written
         name = "dtype" if "dtype" in content else "torch_dtype"
-        _write_json(scratch / CONFIG, content | {name: str(kind).removeprefix("torch.")})
+        _write_json(scratch / CONFIG, content | {name: _name(kind)})
         if origin:
             copy_files(origin, scratch)
         notes = keep_tokenizer(stored.args, scratch)
     return replace(config, notes=(*config.notes, *notes))
 
 
-def _write_tensors(
-    stored: checkpoint.Stored,
-    tensors: list[Entry],
-    sizes: Sizes,
-    kind: torch.dtype,
-    folder: Path,
-    shard_bytes: int,
-    progress: Progress,
+def write_shards(
+    folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], sizes: dict[str, int], most: int
 ) -> None:
-    """Read the entries of a checkpoint, and write their parts into a folder."""
-    kinds = [torch.float32 if each.full else kind for each in tensors]
-    bytes_of = {
-        part.name: math.prod(part.shape) * own.itemsize
-        for each, own in zip(tensors, kinds, strict=True)
-        for part in each.parts
-    }
-    shards = Shards(folder, bytes_of, shard_bytes)
-    for entry, own in zip(tensors, kinds, strict=True):
-        whole = cast(stored.read(entry), own, entry.key)
-        for part, tensor in zip(entry.parts, split(entry.rule, whole, sizes), strict=True):
-            shards.add(part.name, tensor)
-            progress(tensor.nbytes)
-    shards.finish()
+    """Write tensors as safetensors files, with an index of several. Memory holds one file.
+
+    Args:
+        tensors: names and values.
+        sizes: bytes of all of them, in their order.
+        most: bytes of a file; one tensor may have more.
+    """
+    groups: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not groups or size > room:
+            groups.append([])
+            room = most
+        groups[-1].append(name)
+        room -= size
+    files = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    files = files if len(files) > 1 else [WEIGHTS]
+    rest = iter(tensors)
+    for file, group in zip(files, groups, strict=True):
+        held = itertools.islice(rest, len(group))
+        # a copy of each, as the parts of a tensor may not share their memory in a file
+        content = {k: each.clone(memory_format=torch.contiguous_format) for k, each in held}
+        try:
+            save_file(content, folder / file, {"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(None, one_line(error, 200), str(folder / file)) from error
+    if len(groups) > 1:
+        places = {name: file for file, group in zip(files, groups, strict=True) for name in group}
+        total = {"total_size": sum(sizes.values())}
+        _write_json(folder / INDEX, {"metadata": total, "weight_map": dict(sorted(places.items()))})
 
 
 def _origin(found: Path, args: Any) -> Path | None:
@@ -173,15 +194,13 @@ def _origin(found: Path, args: Any) -> Path | None:
     return next((each for each in folders if (each / CONFIG).is_file()), None)
 
 
-def _config_of(
-    like: Path | None, family: str | None, family_file: Path | None, args: Any, source: Path
-) -> HfConfig:
+def _config_of(like: Path | None, family: str | None, args: Any, source: Path) -> HfConfig:
     """The ``config.json`` of a checkpoint's model: that of ``like``, or one of its arguments."""
-    families = find_families(family_file)
+    families = find_families()
     if family is not None and family not in families:
         raise DataError(f"--family {family}: expected one of {', '.join(sorted(families))}")
     if like is not None:
-        config, where = read_model(like, family_file), str(like / CONFIG)
+        config, where = read_model(like), str(like / CONFIG)
         if family not in (None, str(config.family)):
             raise DataError(f"--family {family}: {where} is of {config.family}; leave it out")
         if args is not None:
@@ -191,7 +210,7 @@ def _config_of(
         where = f"--family {name}"
         try:
             content = write_config(families[name], completed(args))
-            config = parse_config(content, where, family_file)
+            config = parse_config(content, where)
             check_same(args, config, str(source), where)
         except DataError:
             if family:
@@ -235,10 +254,10 @@ def keep_tokenizer(args: Any, folder: Path) -> tuple[str, ...]:
     data = getattr(args, "data_path", None) or ()
     if not any(str(path).endswith(CHAT_SUFFIX) for path in data):
         return ()
-    from megatron.dpp_train.hf.prompts import end_of_answers
+    from megatron.dpp_train.hf.prompts import encode
 
     try:
-        end = end_of_answers(folder)
+        _, end = encode(folder, [])
     except (ConfigError, DataError) as error:
         return (f"{GENERATION} names no token that ends an answer ({error})",)
     if end is None:
@@ -255,6 +274,10 @@ def keep_tokenizer(args: Any, folder: Path) -> tuple[str, ...]:
         content.pop("_from_model_config", None)  # transformers may make such a file anew
         _write_json(path, content | {"eos_token_id": [*known, end] if known else end})
     return ()
+
+
+def _name(kind: torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -27,9 +27,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("source", type=Path, metavar="SOURCE", help="folder to read")
     parser.add_argument("target", type=Path, metavar="TARGET", help="folder to make")
     parser.add_argument("--dtype", choices=_DTYPES, help="type of the tensors (default: as is)")
-    parser.add_argument(
-        "--family-file", type=Path, metavar="FILE", help="Python file with a further family"
-    )
     group = parser.add_argument_group("from a checkpoint")
     group.add_argument(
         "--like", type=Path, metavar="DIR", help="Hugging Face folder of the same model"
@@ -63,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
             total += done
             bar.update(done)
 
-        values: dict[str, Any] = {"dtype": args.dtype, "family_file": args.family_file}
+        values: dict[str, Any] = {"dtype": args.dtype}
         if not from_hf:
             values |= {name: getattr(args, name) for name in ("like", "family", "step")}
             values["shard_bytes"] = int(args.shard_size * 10**9)

@@ -6,9 +6,10 @@ generate may be left, and a note names it.
 
 from __future__ import annotations
 
-import ast
+import contextlib
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,13 @@ class HfConfig:
 
     family: Family
     content: Config
-    sizes: Sizes
     flags: dict[str, Any]
     notes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        """The sizes among the flags."""
+        return Sizes(self.flags)
 
     @property
     def forms(self) -> Forms:
@@ -82,11 +87,8 @@ class HfConfig:
         return words
 
 
-def read_config(folder: str | Path, family_file: str | Path | None = None) -> HfConfig:
+def read_config(folder: str | Path) -> HfConfig:
     """The ``config.json`` in a folder of a Hugging Face model.
-
-    Args:
-        family_file: a Python file with a further family.
 
     Raises:
         DataError: there is none, or a model of this kind cannot be trained here.
@@ -95,11 +97,11 @@ def read_config(folder: str | Path, family_file: str | Path | None = None) -> Hf
     content = read_json(inside(Path(folder), CONFIG), most=_MOST_CONFIG_BYTES)
     if not isinstance(content, dict):
         raise DataError(f"{path}: expected a JSON object")
-    return parse_config(content, str(path), family_file)
+    return parse_config(content, str(path))
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of a file in a model's folder.
+    """The path of a file in a model's folder whose text is given away with a converted model.
 
     Raises:
         DataError: a link leads out of the folder, and of the hub's cache around it.
@@ -116,75 +118,70 @@ def inside(folder: Path, name: str) -> Path:
     return path
 
 
-def parse_config(content: Config, where: str, family_file: str | Path | None = None) -> HfConfig:
+def parse_config(content: Config, where: str) -> HfConfig:
     """Flags and sizes of a ``config.json``.
 
     Args:
         where: its name, for errors.
-        family_file: a Python file with a further family.
 
     Raises:
         DataError: a field is missing, or has a value that cannot be trained here.
     """
-    family = _family_of(content.get("model_type"), where, family_file)
-    original, content = content, _renamed(family, asked(family.prepare, content, family, where))
+    with located(where):
+        families, name = find_families(), content.get("model_type")
+        if str(name) not in families:
+            known = ", ".join(sorted(families))
+            raise DataError(f"model_type {shown(name)} is not supported; expected one of {known}")
+        family = families[str(name)]
+        flags, notes = _read(family, _renamed(family, family.prepare(content)))
+        found = HfConfig(family=family, content=content, flags=flags,
+                         notes=tuple(f"{where}: {text}" for text in notes))  # fmt: skip
+        layers, experts = found.sizes.layers, found.sizes.experts
+        if layers * experts > _MOST_EXPERTS:
+            raise DataError(f"{layers} layers of {experts} experts are too many")
+        return found
+
+
+@contextlib.contextmanager
+def located(where: str) -> Iterator[None]:
+    """Let errors of the block begin with ``where``; what a family's own function raises at values
+    that it does not know is a DataError, too."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        why = f"{type(error).__name__}: {one_line(error)}"
+        raise DataError(f"{where}: its fields cannot be read ({why})") from error
+
+
+def _read(family: Family, content: Config) -> tuple[dict[str, Any], list[str]]:
+    """Flags of a ``config.json``, and notes about it."""
     if content.get("quantization_config"):
-        raise DataError(f"{where}: a quantized model; convert needs one in 16 or 32 bits")
+        raise DataError("a quantized model; convert needs one in 16 or 32 bits")
     for key, values in family.only.items():
-        if content.get(key, values[0]) not in values:
-            raise DataError(
-                f"{where}: {key} is {shown(content[key])}, which cannot be trained here; expected "
-                f"{values[0]!r}"
-            )
-    filled = _filled(family, content, where)
-    flags = dict(family.flags)
-    for key, flag in family.fields.items():
-        flags[flag] = filled[key]
+        if (found := content.get(key, values[0])) not in values:
+            expected = f"which cannot be trained here; expected {values[0]!r}"
+            raise DataError(f"{key} is {shown(found)}, {expected}")
+    filled = _filled(family, content)
+    flags = dict(family.flags) | {flag: filled[key] for key, flag in family.fields.items()}
     if flags.get("position-embedding-type") == "rope":
-        add_rotary(flags, filled, where)
-    flags |= asked(family.read, filled, family, where)
-    notes = [f"{where}: {text}" for text in _window(flags, filled, where)]
+        add_rotary(flags, filled)
+    flags |= family.read(filled)
+    notes = _window(flags, filled)
     if flags.pop("num-query-groups", flags["num-attention-heads"]) != flags["num-attention-heads"]:
         flags |= {"group-query-attention": True, "num-query-groups": filled["num_key_value_heads"]}
     if not filled["tie_word_embeddings"]:
         flags["untie-embeddings-and-output-weights"] = True
     if not filled.get("norm_topk_prob", True):
         flags["moe-router-pre-softmax"] = True
-    known = {*family.fields, *family.only, *family.silent, *_SILENT}
+    known = {*family.fields, *family.only, *family.usual, *family.silent, *_SILENT}
     notes += [
-        f"{where}: {key} {shown(value)} is not mapped to a flag"
+        f"{key} {shown(value)} is not mapped to a flag"
         for key, value in content.items()
         if key not in known and value not in (None, False, 0, 0.0, [], {})
     ]
-    sizes = _sizes(flags)
-    if sizes.layers * sizes.experts > _MOST_EXPERTS:
-        raise DataError(f"{where}: {sizes.layers} layers of {sizes.experts} experts are too many")
-    return HfConfig(family=family, content=original, sizes=sizes, flags=flags, notes=tuple(notes))
-
-
-def _family_of(name: Any, where: str, family_file: str | Path | None) -> Family:
-    families = find_families(family_file)
-    if str(name) in families:
-        return families[str(name)]
-    raise DataError(
-        f"{where}: model_type {shown(name)} is not supported; expected one of "
-        f"{', '.join(sorted(families))}, or a family of your own (--family-file)"
-    )
-
-
-def asked(
-    function: Callable[[Any], dict[str, Any]], content: Any, family: Family, where: str
-) -> dict[str, Any]:
-    """The result of a family's own function; raises DataError where it fails."""
-    try:
-        return function(content)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from error
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise DataError(
-            f"{where}: family {family} cannot read its fields ({type(error).__name__}: "
-            f"{one_line(error)})"
-        ) from error
+    return flags, notes
 
 
 def _renamed(family: Family, content: Config) -> Config:
@@ -196,75 +193,41 @@ def _renamed(family: Family, content: Config) -> Config:
     return renamed
 
 
-def _filled(family: Family, content: Config, where: str) -> Config:
+def _filled(family: Family, content: Config) -> Config:
     """The mapped fields, with transformers' values for those that a file may lack."""
     filled = dict(family.usual) | content
     if "n_embd" in family.fields:
-        filled["n_inner"] = content.get("n_inner") or 4 * _whole(content, "n_embd", where)
+        filled["n_inner"] = content.get("n_inner") or 4 * _whole(content, "n_embd")
     else:
-        heads = _whole(content, "num_attention_heads", where)
+        heads = _whole(content, "num_attention_heads")
         filled["num_key_value_heads"] = filled.get("num_key_value_heads") or heads
-        if not filled.get("head_dim"):
-            filled["head_dim"] = _whole(content, "hidden_size", where) // heads
+        filled["head_dim"] = filled.get("head_dim") or _whole(content, "hidden_size") // heads
     for key in family.fields:
-        if not isinstance(family.usual.get(key), float):
-            _whole(filled, key, where)
+        usual = family.usual.get(key)
+        if not isinstance(usual, float):
+            _whole(filled, key)
             continue
-        if filled[key] is None:
-            filled[key] = family.usual[key]
-        if not isinstance(filled[key], int | float) or not 0 <= filled[key] < math.inf:
-            raise DataError(f"{where}: {key} is {shown(filled[key])}, expected a number from 0 on")
+        value = filled[key] = usual if filled[key] is None else filled[key]
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise DataError(f"{key} is {shown(value)}, expected a number from 0 on")
     return filled
 
 
-def _whole(content: Config, key: str, where: str) -> int:
-    value = content.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise DataError(f"{where}: {key} is {shown(value)}, expected a whole number above 0")
-    most = _MOST.get(key, _MOST_OF_ALL)
-    if value > most:
-        raise DataError(f"{where}: {key} is {value}, expected at most {most}")
+def _whole(content: Config, key: str) -> int:
+    value, most = content.get(key), _MOST.get(key, _MOST_OF_ALL)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
+        raise DataError(f"{key} is {shown(value)}, expected a whole number from 1 to {most}")
     return value
 
 
-def _window(flags: dict[str, Any], filled: Config, where: str) -> list[str]:
+def _window(flags: dict[str, Any], filled: Config) -> list[str]:
     """Bound the positions by a sliding window, within which attention sees all tokens."""
     if "window-size" in flags:
         return []
     if not filled.get("sliding_window") or filled.get("use_sliding_window") is False:
         return []
-    window = _whole(filled, "sliding_window", where)
+    window = _whole(filled, "sliding_window")
     if window >= flags["max-position-embeddings"]:
         return []
     flags["max-position-embeddings"] = window
     return [f"sliding_window {window} is not mapped: samples may have {window} tokens at most"]
-
-
-def _sizes(flags: dict[str, Any]) -> Sizes:
-    heads = flags["num-attention-heads"]
-    return Sizes(
-        layers=flags["num-layers"],
-        hidden=flags["hidden-size"],
-        ffn=flags["ffn-hidden-size"],
-        heads=heads,
-        groups=flags.get("num-query-groups", heads),
-        head=flags.get("kv-channels", flags["hidden-size"] // heads),
-        vocab=flags["padded-vocab-size"],
-        positions=flags["max-position-embeddings"],
-        experts=flags.get("num-experts", 0),
-        expert_ffn=flags.get("moe-ffn-hidden-size", flags["ffn-hidden-size"]),
-        untied="untie-embeddings-and-output-weights" in flags,
-        flags=flags,
-        sparse=_sparse(flags),
-    )
-
-
-def _sparse(flags: dict[str, Any]) -> tuple[bool, ...]:
-    """The layers that hold experts, where not all do."""
-    every = flags.get("moe-layer-freq", 1)
-    if "num-experts" not in flags or every == 1:
-        return ()
-    found = ast.literal_eval(str(every))
-    if isinstance(found, list):
-        return tuple(map(bool, found))
-    return tuple(layer % found == 0 for layer in range(flags["num-layers"]))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.dpp.errors import ConfigError, did_you_mean, shown
 
@@ -59,10 +61,9 @@ class Forms:
         return ",".join(words)
 
 
-NAMES = tuple(field.name.replace("_", "-") for field in dataclasses.fields(Forms))
+_KINDS = {f.name.replace("_", "-"): str(f.type).split()[0] for f in dataclasses.fields(Forms)}
+NAMES = tuple(_KINDS)
 """The forms, as the flag spells them."""
-_SWITCHES = ("tanh-gelu", "geglu", "no-input-norms", "output-norms", "qk-norm-over-heads")
-_COUNTS = ("tokens", "window-rotary-base")
 
 
 def parse_forms(text: str | None) -> Forms:
@@ -71,24 +72,24 @@ def parse_forms(text: str | None) -> Forms:
     Raises:
         ConfigError: a name is unknown, or a number is missing or wrong.
     """
-    found: dict[str, bool | int | float] = {}
+    found: dict[str, Any] = {}
     for word in filter(None, (text or "").split(",")):
         name, equals, value = word.partition("=")
-        if name not in NAMES or bool(equals) == (name in _SWITCHES):
+        kind = _KINDS.get(name)
+        number = True if kind == "bool" and not equals else _number(kind, value)
+        if number is None:
+            known = ", ".join(n if k == "bool" else f"{n}=NUMBER" for n, k in _KINDS.items())
             raise ConfigError(
-                f"{FLAG} {text}: {shown(word)} is no form: expected "
-                f"{', '.join(n if n in _SWITCHES else f'{n}=NUMBER' for n in NAMES)}"
+                f"{FLAG} {text}: {shown(word)} is no form: expected {known}, with numbers above 0"
                 f"{did_you_mean(name, NAMES)}"
             )
-        found[name.replace("-", "_")] = _number(name, value, text) if equals else True
-    return Forms(**found)  # type: ignore[arg-type]
+        found[name.replace("-", "_")] = number
+    return Forms(**found)
 
 
-def _number(name: str, value: str, text: str | None) -> int | float:
-    try:
-        number = int(value) if name in _COUNTS else float(value)
-    except ValueError:
-        number = 0
-    if not 0 < number < math.inf:
-        raise ConfigError(f"{FLAG} {text}: {name} is {shown(value)}, expected a number above 0")
-    return number
+def _number(kind: str | None, value: str) -> int | float | None:
+    """The number that a form of this kind takes; None for anything else."""
+    with contextlib.suppress(ValueError):
+        number = {"int": int, "float": float}.get(kind or "", lambda _: 0)(value)
+        return number if 0 < number < math.inf else None
+    return None

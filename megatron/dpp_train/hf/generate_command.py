@@ -52,7 +52,6 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     group.add_argument("--like", type=Path, metavar="DIR", help="folder of a checkpoint's model")
     group.add_argument("--family", metavar="NAME", help="kind of a checkpoint's model")
-    group.add_argument("--family-file", type=Path, metavar="FILE", help="a further family")
     group.add_argument("--step", type=int, metavar="N", help="iteration (default: the latest)")
     return parser
 
@@ -150,7 +149,7 @@ def _folder(args: argparse.Namespace) -> Iterator[Path]:
 
     with tempfile.TemporaryDirectory(prefix="megatron-dpp-generate-") as scratch:
         target = Path(scratch) / "model"
-        names = ("like", "family", "family_file", "step", "dtype")
+        names = ("like", "family", "step", "dtype")
         to_hf(args.model, target, **{name: getattr(args, name) for name in names})
         if args.tokenizer is None and not any((target / name).is_file() for name in TOKENIZER):
             raise DataError(

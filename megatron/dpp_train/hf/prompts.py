@@ -22,10 +22,10 @@ _ANSWER = "An answer."
 
 
 def encode(
-    folder: Path, prompts: Sequence[str | Chat], template: str | None
+    folder: Path, prompts: Sequence[str | Chat], template: str | None = None
 ) -> tuple[list[list[int]], int | None]:
-    """Token ids of texts, and of chats up to where the answer begins; with chats, also the token
-    that ends an answer, as of :func:`end_of_answers`.
+    """Token ids of texts, and of chats up to where the answer begins; but with texts alone, also
+    the special token with which the chat template ends an answer, or None.
 
     Args:
         folder: of a tokenizer with the names of transformers.
@@ -35,67 +35,46 @@ def encode(
         ConfigError: transformers is not installed.
         DataError: a prompt cannot be encoded, or takes too much time or memory.
     """
-    found: tuple[list[list[int]], int | None] = _in_child(_ids, folder, template, list(prompts))
-    return found
-
-
-def end_of_answers(folder: Path, template: str | None = None) -> int | None:
-    """The special token with which the chat template ends an answer; None where it has none.
-
-    Raises:
-        ConfigError: transformers is not installed.
-        DataError: the template cannot be read, or takes too much time or memory.
-    """
-    end: int | None = _in_child(_end, folder, template)
-    return end
-
-
-def _ids(tokenizer: Any, prompts: list[str | Chat]) -> tuple[list[list[int]], int | None]:
-    ask = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
-    found = [
-        tokenizer(each)["input_ids"]
-        if isinstance(each, str)
-        else list(tokenizer.apply_chat_template(each, **ask))
-        for each in prompts
-    ]
-    return found, None if all(isinstance(each, str) for each in prompts) else _end(tokenizer)
-
-
-def _end(tokenizer: Any, request: None = None) -> int | None:
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-    _, found, end = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(_ANSWER)
-    ids = tokenizer(end, add_special_tokens=False)["input_ids"] if found else []
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    return next((each for each in ids if each in special), None)
-
-
-def _in_child(
-    work: Callable[[Any, Any], Any], folder: Path, template: str | None, request: Any = None
-) -> Any:
-    """The result of ``work`` with the folder's tokenizer and the request."""
     prepare(__name__, "transformers.models.auto.tokenization_auto", "transformers.modeling_utils")
     try:
-        with contextlib.closing(Child(partial(_begin, work, folder, template, SECONDS))) as child:
-            child.send(request)
-            return child.receive()
+        with contextlib.closing(Child(partial(_begin, folder, template, SECONDS))) as child:
+            child.send(list(prompts))
+            found: tuple[list[list[int]], int | None] = child.receive()
+            return found
     except Died as error:
         raise DataError(f"{folder}: its tokenizer or chat template: {error}") from error
 
 
-def _begin(
-    work: Callable[[Any, Any], Any], folder: Path, template: str | None, seconds: float
-) -> Callable[[Any], Any]:
+def _begin(folder: Path, template: str | None, seconds: float) -> Callable[[Any], Any]:
     tokenizer = of_transformers(folder)
     if template is not None:
         tokenizer.chat_template = template
 
-    def answer(request: Any) -> Any:
+    def answer(prompts: list[str | Chat]) -> tuple[list[list[int]], int | None]:
         limit_time(seconds)
         try:
-            return work(tokenizer, request)
+            texts = [isinstance(each, str) for each in prompts]
+            end = None if texts and all(texts) else _end(tokenizer)
+            return [_ids(tokenizer, each) for each in prompts], end
         except MemoryError:
             raise
         except Exception as error:  # templates and tokenizers raise anything
             raise DataError(f"{folder}: {type(error).__name__}: {one_line(error, 200)}") from error
 
     return answer
+
+
+def _ids(tokenizer: Any, prompt: str | Chat) -> list[int]:
+    if isinstance(prompt, str):
+        found: list[int] = tokenizer(prompt)["input_ids"]
+        return found
+    ask = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
+    return list(tokenizer.apply_chat_template(prompt, **ask))
+
+
+def _end(tokenizer: Any) -> int | None:
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+    _, found, end = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(_ANSWER)
+    ids = tokenizer(end, add_special_tokens=False)["input_ids"] if found else []
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return next((each for each in ids if each in special), None)

@@ -2,28 +2,53 @@
 
 Megatron fuses queries, keys and values by group: the queries of a group, its key, its value, then
 the next group. Hugging Face keeps them apart, or fuses all queries, all keys, all values (GPT-2).
+
+A rule is one word or two: ``turned`` matrices are transposed; ``stacked`` ones (gate and up
+projection) are behind each other, ``pairs`` of their rows take turns; ``by_group`` joins queries,
+keys and values, of one tensor in ``same_by_group``. ``same``: as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.hf.families import Sizes
 
-Tensors = Sequence[torch.Tensor]
 
-
-def join(rule: str, parts: Tensors, sizes: Sizes) -> torch.Tensor:
+def join(rule: str, parts: Sequence[torch.Tensor], sizes: Sizes) -> torch.Tensor:
     """The Megatron tensor of these Hugging Face tensors."""
-    return _RULES[rule][0](parts, sizes).contiguous()
+    if rule.startswith("turned"):
+        parts = [part.mT for part in parts]
+    whole, rest = parts[0], parts[0].shape[1:]
+    if rule.endswith("by_group"):
+        if len(parts) == 1:
+            parts = torch.split_with_sizes(whole, [sizes.queries, sizes.keys, sizes.keys])
+        grouped = [part.reshape(sizes.groups, -1, *rest) for part in parts]
+        whole = torch.cat(grouped, dim=1).reshape(sizes.fused, *rest)
+    elif rule.endswith("pairs"):
+        whole = torch.cat([whole[:, 0::2], whole[:, 1::2]], 1)
+    elif rule == "stacked":
+        whole = torch.cat(list(parts))
+    return whole.contiguous()
 
 
 def split(rule: str, whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
     """The Hugging Face tensors of a Megatron tensor; some are views of it."""
-    return _RULES[rule][1](whole, sizes)
+    parts = [whole]
+    if rule.endswith("by_group"):
+        widths = [sizes.queries // sizes.groups, sizes.head, sizes.head]
+        grouped = whole.reshape(sizes.groups, -1, *whole.shape[1:])
+        found = torch.split_with_sizes(grouped, widths, dim=1)
+        parts = [part.reshape(-1, *whole.shape[1:]) for part in found]
+        parts = parts if rule == "by_group" else [torch.cat(parts)]
+    elif rule.endswith("pairs"):
+        parts = [torch.stack(whole.chunk(2, 1), 2).flatten(1, 2)]
+    elif rule == "stacked":
+        parts = list(whole.chunk(2))
+    return [part.mT for part in parts] if rule.startswith("turned") else parts
 
 
 def cast(tensor: torch.Tensor, kind: torch.dtype, name: str) -> torch.Tensor:
@@ -41,54 +66,3 @@ def cast(tensor: torch.Tensor, kind: torch.dtype, name: str) -> torch.Tensor:
                 f"{torch.finfo(kind).max:g}: choose another --dtype"
             )
     return found
-
-
-def _by_group(parts: Tensors, sizes: Sizes) -> torch.Tensor:
-    rest = parts[0].shape[1:]
-    grouped = [part.reshape(sizes.groups, -1, *rest) for part in parts]
-    return torch.cat(grouped, dim=1).reshape(sizes.fused, *rest)
-
-
-def _out_of_groups(whole: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
-    rest = whole.shape[1:]
-    grouped = whole.reshape(sizes.groups, -1, *rest)
-    queries = sizes.queries // sizes.groups
-    found = torch.split_with_sizes(grouped, [queries, sizes.head, sizes.head], dim=1)
-    return [part.reshape(-1, *rest) for part in found]
-
-
-def _apart(fused: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
-    return list(torch.split_with_sizes(fused, [sizes.queries, sizes.keys, sizes.keys]))
-
-
-def _halves(pairs: torch.Tensor) -> torch.Tensor:
-    """Gate and up projection behind each other, of those that take turns along the second axis."""
-    return torch.cat([pairs[:, 0::2], pairs[:, 1::2]], 1)
-
-
-def _pairs(halves: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`_halves`."""
-    return torch.stack(halves.chunk(2, 1), 2).flatten(1, 2)
-
-
-_Join = Callable[[Tensors, Sizes], torch.Tensor]
-_Split = Callable[[torch.Tensor, Sizes], list[torch.Tensor]]
-_RULES: dict[str, tuple[_Join, _Split]] = {
-    "same": (lambda parts, _: parts[0], lambda whole, _: [whole]),
-    "turned": (lambda parts, _: parts[0].mT, lambda whole, _: [whole.mT]),
-    "turned_pairs": (
-        lambda parts, _: _halves(parts[0].mT),
-        lambda whole, _: [_pairs(whole).mT],
-    ),
-    "pairs": (lambda parts, _: _halves(parts[0]), lambda whole, _: [_pairs(whole)]),
-    "stacked": (lambda parts, _: torch.cat(list(parts)), lambda whole, _: list(whole.chunk(2))),
-    "by_group": (_by_group, _out_of_groups),
-    "fused_by_group": (
-        lambda parts, sizes: _by_group(_apart(parts[0], sizes), sizes),
-        lambda whole, sizes: [torch.cat(_out_of_groups(whole, sizes))],
-    ),
-    "turned_by_group": (
-        lambda parts, sizes: _by_group(_apart(parts[0].t(), sizes), sizes),
-        lambda whole, sizes: [torch.cat(_out_of_groups(whole, sizes)).t()],
-    ),
-}

@@ -11,7 +11,7 @@ from typing import Any
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.hf.families import Config, Family
 from megatron.dpp_train.hf.families.rotary import rotary_fields
-from megatron.dpp_train.hf.fields import HfConfig, asked
+from megatron.dpp_train.hf.fields import HfConfig, located
 from megatron.dpp_train.hf.forms import NAMES, parse_forms
 
 _OTHER_NAMES = {
@@ -173,4 +173,5 @@ def write_config(family: Family, args: Any) -> Config:
         content |= rotary_fields(args)
     if "norm_topk_prob" in family.usual:
         content["norm_topk_prob"] = not args.moe_router_pre_softmax
-    return content | asked(family.write, args, family, f"--family {family}")
+    with located(f"--family {family}"):
+        return content | family.write(args)

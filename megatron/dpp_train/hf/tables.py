@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.dpp_train.hf.families import Family, Row, Sizes
 from megatron.dpp_train.hf.families.parts import OURS
 
-IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Ends of the names of buffers in older files, which hold no parameter."""
 
-
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One Hugging Face tensor."""
 
     name: str
@@ -61,24 +58,18 @@ def entries(family: Family, sizes: Sizes) -> Iterator[Entry]:
             yield _entry(row, sizes, None, None, twin=False)
     for layer in range(sizes.layers):
         seen: set[tuple[str, ...]] = set()
-        kinds = ("all", "sparse" if _is_sparse(sizes, layer) else "dense")
+        is_sparse = sizes.sparse[layer] if sizes.sparse else bool(sizes.experts)
         for row in in_layers:
-            if row.layers not in kinds:
-                continue
-            several = range(sizes.experts) if "{expert}" in row.names[0] else (None,)
-            for expert in several:
-                yield _entry(row, sizes, layer, expert, twin=row.names in seen)
-            seen.add(row.names)
-
-
-def _is_sparse(sizes: Sizes, layer: int) -> bool:
-    return sizes.sparse[layer] if sizes.sparse else bool(sizes.experts)
+            if row.layers in ("all", "sparse" if is_sparse else "dense"):
+                several = range(sizes.experts) if "{expert}" in row.names[0] else (None,)
+                for expert in several:
+                    yield _entry(row, sizes, layer, expert, twin=row.names in seen)
+                seen.add(row.names)
 
 
 def _entry(row: Row, sizes: Sizes, layer: int | None, expert: int | None, *, twin: bool) -> Entry:
     """The entry of a row. Where layers differ, each has tensors of its own: megatron-core then puts
     the number of the layer into the name instead of an axis."""
-    numbers = {"layer": layer, "expert": expert}
     key, axes = row.key, []
     if sizes.sparse and layer is not None:
         key = key.replace(OURS, f"{OURS}{layer}.")
@@ -86,15 +77,15 @@ def _entry(row: Row, sizes: Sizes, layer: int | None, expert: int | None, *, twi
         axes.append((layer, sizes.layers))
     if expert is not None:
         axes.append((expert, sizes.experts))
-    shapes = [tuple(map(sizes.value, shape.split())) for shape in row.shapes]
     parts = tuple(
-        Part(name.format(**numbers), shape) for name, shape in zip(row.names, shapes, strict=True)
+        Part(name.format(layer=layer, expert=expert), tuple(map(sizes.value, shape.split())))
+        for name, shape in zip(row.names, row.shapes, strict=True)
     )
-    shape = shapes[0]
+    shape = parts[0].shape
     if row.rule.startswith("turned"):
         shape = (*shape[:-2], shape[-1], shape[-2])
     elif len(parts) > 1:
-        shape = (sum(each[0] for each in shapes), *shape[1:])
+        shape = (sum(each.shape[0] for each in parts), *shape[1:])
     return Entry(
         key=key,
         place=tuple(place for place, _ in axes),

@@ -6,6 +6,7 @@ itself refuses later.
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import re
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.dpp.command_line import Parser
 from megatron.dpp.errors import (
     BAD_USAGE,
     ConfigError,
@@ -21,10 +23,8 @@ from megatron.dpp.errors import (
     DppError,
     did_you_mean,
     print_error,
-    require,
-    shown,
 )
-from megatron.dpp_train.presets.flag_table import Flag, Table, saved
+from megatron.dpp_train.presets.flag_table import Table, saved
 from megatron.dpp_train.text_files import nearest_path
 
 NOW = {
@@ -41,15 +41,6 @@ NOW = {
     "--ignore-forward-tensor-parallel": "",
 }
 """Flags of earlier versions -> what they are now; an empty text: not needed any more."""
-_GONE = {
-    "--variable-length": "--rows as-they-are",
-    "--packing": "--rows packed",
-    "--estimate": "megatron-dpp train --dry-run",
-    "--run-config": "megatron-dpp train --config",
-    "--load-hf": "an option of megatron-dpp train",
-    "--save-hf": "an option of megatron-dpp train",
-}
-"""Flags of earlier versions -> what does their work now."""
 _REMOTE = ("s3://", "msc://", "http://", "https://", "hf://")
 
 
@@ -62,18 +53,13 @@ def parse(argv: Sequence[str], table: Table, also: Iterable[str] = ()) -> dict[s
     Raises:
         ConfigError: an unknown flag, a value of another type, or none of its choices.
     """
-    values: dict[str, Any] = {}
-    words = list(argv)
-    while words:
-        name, equals, value = words.pop(0).partition("=")
-        flag = table.get(name)
-        if flag is None:
-            raise ConfigError(_unknown(name + equals + value, [*also, *table]))
-        given = [value] if equals else []
-        while words and not given_is_full(flag, given) and not is_flag(words[0]):
-            given.append(words.pop(0))
-        values[flag.dest] = _value(name, flag, given)
-    return values
+    parser = Parser(add_help=False, allow_abbrev=False)
+    for name, flag in table.items():
+        parser.add_argument(name, default=argparse.SUPPRESS, dest=flag.dest, **flag.reading(name))
+    values, rest = parser.parse_known_args(argv)
+    if rest:
+        raise ConfigError(_unknown(rest[0], [*also, *table]))
+    return vars(values)
 
 
 def is_flag(word: str) -> bool:
@@ -81,50 +67,15 @@ def is_flag(word: str) -> bool:
     return word.startswith("-") and not re.fullmatch(r"-[\d.]+(e[+-]?\d+)?", word)
 
 
-def given_is_full(flag: Flag, given: Sequence[str]) -> bool:
-    """True where the flag takes no further word."""
-    if flag.kind == "switch":
-        return True
-    most = 1 if flag.nargs in (None, "?") else flag.nargs
-    return isinstance(most, int) and len(given) >= most
-
-
 def _unknown(word: str, known: Sequence[str]) -> str:
     name = word.partition("=")[0]
     if not word.startswith("-"):
         return f"unexpected argument {word!r}: flags start with --"
-    if now := (NOW | _GONE).get(name):
+    if now := NOW.get(name):
         return f"{name} is {now} now"
     if name in NOW:
         return f"{name} is not needed any more"
     return f"unknown flag {name}{did_you_mean(name, known)}"
-
-
-def _value(name: str, flag: Flag, given: Sequence[str]) -> Any:
-    if flag.kind == "switch":
-        if given:
-            raise ConfigError(f"{name} is a switch, and takes no value ({given[0]!r})")
-        return not name.startswith("--no-") or flag.dest.startswith("no_")
-    if not given and flag.nargs not in ("*", "?"):
-        raise ConfigError(f"{name}: expected a value")
-    typed = [_typed(name, flag, text) for text in given]
-    return typed if flag.nargs not in (None, "?") else (typed or [None])[0]
-
-
-def _typed(name: str, flag: Flag, text: str) -> Any:
-    require("\0" not in text, f"{name} {shown(text)}: holds a zero byte")
-    if flag.choices and text not in flag.choices:
-        near = did_you_mean(text, flag.choices)
-        raise ConfigError(f"{name} {text}: expected one of {', '.join(flag.choices)}{near}")
-    try:
-        if flag.kind == "int":
-            return int(text)
-        if flag.kind == "float":
-            return float(text)
-    except ValueError:
-        kind = {"int": "a whole number", "float": "a number"}[flag.kind]
-        raise ConfigError(f"{name} {text}: expected {kind}") from None
-    return text
 
 
 def check(argv: Sequence[str], table: Table, *, world_size: int, also: Iterable[str] = ()) -> None:
@@ -200,51 +151,46 @@ def _check_values(sizes: Mapping[str, Any]) -> None:
 
 
 Part = tuple[str, int]
-"""A size, and its name: of a flag's value, or words with a space in front."""
+"""A size, and the words for it."""
 
 
 def _divisions(sizes: Mapping[str, Any], world_size: int) -> Iterator[tuple[Part, list[Part]]]:
     """Pairs of a number and those that must divide it."""
 
     def part(name: str) -> Part:
-        return name, sizes[name] or 1
+        return f"{flag_of(name)} {sizes[name]}", sizes[name] or 1
 
     tensor, pipeline = part("tensor_model_parallel_size"), part("pipeline_model_parallel_size")
     context = part("context_parallel_size")
-    yield (" processes", world_size), [tensor, pipeline, context]
-    heads, experts = part("num_attention_heads"), part("num_experts")
+    yield (f"{world_size} processes", world_size), [tensor, pipeline, context]
+    heads = part("num_attention_heads")
     if sizes["kv_channels"] is None:
         yield part("hidden_size"), [heads]
     if sizes["group_query_attention"]:
         yield heads, [part("num_query_groups")]
     yield heads, [tensor]
-    chunks = (" chunks", sizes["num_virtual_stages_per_pipeline_rank"] or 1)
-    per_chunk = part("num_layers_per_virtual_pipeline_stage")
+    each = sizes["num_virtual_stages_per_pipeline_rank"] or 1
+    chunks, per_chunk = (f"{each} chunks", each), part("num_layers_per_virtual_pipeline_stage")
     if not any(sizes[name] for name in _UNEVEN):
         yield part("num_layers"), [pipeline, chunks, per_chunk]
     if sizes["num_experts"]:
-        yield experts, [part("expert_model_parallel_size")]
+        yield part("num_experts"), [part("expert_model_parallel_size")]
     if context[1] > 1:
-        yield part("seq_length"), [(" halves", 2), context]
+        yield part("seq_length"), [("2 halves", 2), context]
     if sizes["global_batch_size"] and not sizes["rampup_batch_size"]:
-        replicas = (" replicas", world_size // (tensor[1] * pipeline[1] * context[1]))
-        parts = [part("micro_batch_size"), replicas]
-        static = (chunks[1] > 1 or per_chunk[1] > 1) and not sizes["use_dpp"]
+        replicas = world_size // (tensor[1] * pipeline[1] * context[1])
+        parts = [part("micro_batch_size"), (f"{replicas} replicas", replicas)]
+        static = (each > 1 or per_chunk[1] > 1) and not sizes["use_dpp"]
         yield part("global_batch_size"), [*parts, *([pipeline] if static else [])]
 
 
 def _require_divides(whole: Part, parts: list[Part]) -> None:
     product = math.prod(size for _, size in parts)
     if whole[1] % product:
-        names = [_said(part) for part in parts if part[1] > 1]
+        names = [words for words, size in parts if size > 1]
         total = f" = {product}" if len(names) > 1 else ""
-        near = "" if " " in whole[0] else f"; nearest: {nearest_multiple(whole[1], product)}"
-        raise ConfigError(f"{_said(whole)} cannot be divided by {' x '.join(names)}{total}{near}")
-
-
-def _said(part: Part) -> str:
-    name, size = part
-    return f"{size}{name}" if " " in name else f"{flag_of(name)} {size}"
+        near = f"; nearest: {nearest_multiple(whole[1], product)}" if whole[0][0] == "-" else ""
+        raise ConfigError(f"{whole[0]} cannot be divided by {' x '.join(names)}{total}{near}")
 
 
 def nearest_multiple(number: int, of: int) -> int:
@@ -263,8 +209,9 @@ _PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path"
 def check_files(values: Mapping[str, Any]) -> None:
     """Refuse input files that are not there or cannot be read (DataError)."""
     for name in _FILES:
-        if path := values.get(name):
-            require_file(Path(path), f"{flag_of(name)} {path}")
+        path = values.get(name)
+        if path and not Path(path).is_file():
+            raise DataError(f"{flag_of(name)} {path}: no such file{nearest_path(Path(path))}")
     model = values.get("tokenizer_model")
     if model and os.path.isabs(model) and not Path(model).exists():
         raise DataError(f"--tokenizer-model {model}: no such file or directory")
@@ -289,11 +236,3 @@ def _require_tokens(prefix: str, named: str) -> None:
                 f"{named}: {prefix}{suffix} is missing{near}; megatron-dpp preprocess makes token "
                 "files"
             )
-
-
-def require_file(path: Path, named: str) -> None:
-    """Refuse a path that is no readable file (DataError); ``named`` is how the user wrote it."""
-    if not path.is_file():
-        raise DataError(f"{named}: no such file{nearest_path(path)}")
-    if not os.access(path, os.R_OK):
-        raise DataError(f"{named}: this user may not read it")

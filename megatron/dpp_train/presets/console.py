@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import shutil
 import statistics
@@ -17,16 +18,8 @@ _MEAN_OF = 20
 
 
 def duration(seconds: float) -> str:
-    """Minutes and seconds, with hours and days where there are any.
-
-    >>> duration(75), duration(3_700), duration(200_000)
-    ('1:15', '1:01:40', '2 d 7:33:20')
-    """
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    clock = f"{hour}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
-    return f"{days} d {clock}" if days else clock
+    """Days, hours, minutes and seconds: ``1 day, 2:03:04``."""
+    return str(datetime.timedelta(seconds=round(seconds)))
 
 
 class Progress:
@@ -40,7 +33,6 @@ class Progress:
     def __init__(self, metrics: Path, steps: int | None) -> None:
         self._metrics, self._steps = metrics, steps
         self._offset = metrics.stat().st_size if metrics.exists() else 0
-        self._partial = ""
         self._recent: deque[tuple[float, float]] = deque(maxlen=_MEAN_OF)
         self._on_terminal = sys.stdout.isatty()
         self._said = 0.0
@@ -57,14 +49,16 @@ class Progress:
             if "validation_loss" in row:
                 self.validation = row["validation_loss"]
                 if row["iteration"] != self._steps:
-                    self.say(f"step {row['iteration']}: validation loss {_loss(self.validation)}")
+                    said = f"validation loss {_loss(self.validation)}"
+                    self.say(f"step {row['iteration']}: {said}")
             elif "loss" in row:
                 self.first = self.first or row
                 self.last, fresh = row, True
                 if row.get("ms"):
                     self._recent.append((row["ms"] / 1e3, row.get("tokens") or 0.0))
         if self._on_terminal:
-            self._rewrite(self.line() if self.last else self._waiting())
+            waited = duration(time.monotonic() - self._began)
+            self._rewrite(self.line() if self.last else f"starting   {waited}")
         elif fresh and self._is_due():
             print(self.line(), flush=True)
             self._said = time.monotonic()
@@ -74,15 +68,15 @@ class Progress:
         return not self._said or ended or time.monotonic() - self._said >= _SECONDS_BETWEEN
 
     def _rows(self) -> list[dict[str, Any]]:
+        """The whole lines that were written since."""
         try:
-            with self._metrics.open(encoding="utf-8") as file:
+            with self._metrics.open("rb") as file:
                 file.seek(self._offset)
-                text = file.read()
-                self._offset = file.tell()
+                lines, end, _ = file.read().rpartition(b"\n")
         except OSError:
             return []
-        *lines, self._partial = (self._partial + text).split("\n")
-        return [json.loads(line) for line in lines if line.strip()]
+        self._offset += len(lines) + len(end)
+        return [json.loads(line) for line in lines.splitlines()]
 
     def line(self) -> str:
         """Step, loss, tokens per second and time left, in at most 80 columns."""
@@ -99,9 +93,6 @@ class Progress:
             parts.append(f"{duration((self._steps - row['iteration']) * seconds)} left")
         return "   ".join(parts)[:80]
 
-    def _waiting(self) -> str:
-        return f"starting   {duration(time.monotonic() - self._began)}"
-
     def _rewrite(self, text: str) -> None:
         width = min(80, shutil.get_terminal_size().columns) - 1
         if text != self._shown:
@@ -110,14 +101,13 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line of its own, above the progress line."""
-        if self._on_terminal and self._shown:
-            print("\r\x1b[2K", end="")
-            self._shown = ""
+        if self._shown:
+            self._rewrite("")
         print(text, flush=True)
 
     def end(self) -> None:
         """Leave the progress line as it is."""
-        if self._on_terminal and self._shown:
+        if self._shown:
             print(flush=True)
             self._shown = ""
 
@@ -126,11 +116,9 @@ class Progress:
         took = duration(time.monotonic() - self._began)
         if not self.last:
             return f"finished in {took}"
-        text = (
-            f"finished: step {self.last['iteration']} in {took}, loss {_loss(self.first['loss'])}"
-        )
-        text += f" -> {_loss(self.last['loss'])}"
-        return text + (f", validation {_loss(self.validation)}" if self.validation else "")
+        losses = f"{_loss(self.first['loss'])} -> {_loss(self.last['loss'])}"
+        validation = f", validation {_loss(self.validation)}" if self.validation else ""
+        return f"finished: step {self.last['iteration']} in {took}, loss {losses}{validation}"
 
 
 def _loss(value: float | None) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import enum
 import hashlib
 import importlib
 import importlib.metadata
@@ -17,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from megatron.dpp.errors import DataError
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _WITH_FLAGS = ("data.datasets", "hf.layers", "deepspeed")
-_KINDS: dict[object, str] = {int: "int", float: "float", str: "str", None: "str"}
+"""Modules that add flags to Megatron's."""
+_KINDS: dict[object, str] = {int: "int", float: "float"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Flag:
     """The values that a flag takes.
 
     Args:
-        kind: ``switch``, ``int``, ``float``, ``str``, or ``other`` for values that are not checked.
+        kind: ``switch``, ``int``, ``float``, or ``str`` for all that is not checked.
         nargs: as of argparse; None for one value.
         choices: texts of the possible values; empty where all are.
         default: what the parser takes without the flag, where it is a plain value.
@@ -42,10 +43,19 @@ class Flag:
     """
 
     kind: str
-    nargs: str | int | None = None
-    choices: tuple[str, ...] = ()
-    default: Any = None
-    dest: str = ""
+    nargs: str | int | None
+    choices: Sequence[str]
+    default: Any
+    dest: str
+
+    def reading(self, name: str) -> dict[str, Any]:
+        """Keywords of ``add_argument`` for this flag, whose name tells on from off."""
+        if self.kind == "switch":
+            is_on = not name.startswith("--no-") or self.dest.startswith("no_")
+            return {"action": "store_const", "const": is_on}
+        kind = {"int": int, "float": float}.get(self.kind, str)
+        choices = [kind(each) for each in self.choices]
+        return {"type": kind, "nargs": self.nargs, "choices": choices or None}
 
 
 Table = dict[str, Flag]
@@ -54,21 +64,21 @@ Table = dict[str, Flag]
 
 def of_parser(parser: argparse.ArgumentParser) -> Table:
     """The table of a parser's flags."""
-    table = {}
+    table: Table = {}
     for action in parser._actions:
-        kind = "switch" if action.nargs == 0 else _KINDS.get(action.type, "other")
-        choices = [
-            each.name if isinstance(each, enum.Enum) else str(each) for each in action.choices or ()
-        ]
-        plain = isinstance(action.default, str | int | float | bool)
-        for name in action.option_strings:
-            table[name] = Flag(
-                kind=kind,
-                nargs=None if action.nargs == 0 else action.nargs,
-                choices=tuple(choices),
-                default=action.default if plain and action.default != "==SUPPRESS==" else None,
-                dest=action.dest,
-            )
+        kind = "switch" if action.nargs == 0 else _KINDS.get(action.type, "str")
+        names = (getattr(each, "name", each) for each in action.choices or ())
+        plain = action.default != "==SUPPRESS==" and isinstance(
+            action.default, str | int | float | bool
+        )
+        flag = Flag(
+            kind=kind,
+            nargs=action.nargs,
+            choices=[str(each) for each in names],
+            default=action.default if plain else None,
+            dest=action.dest,
+        )
+        table |= dict.fromkeys(action.option_strings, flag)
     return table
 
 
@@ -93,10 +103,7 @@ def saved() -> Table | None:
     for path in _places():
         with contextlib.suppress(OSError, ValueError, TypeError):
             rows = json.loads(path.read_text(encoding="utf-8"))
-            megatron = {
-                name: Flag(**row | {"choices": tuple(row["choices"])}) for name, row in rows.items()
-            }
-            return megatron | engine_flags()
+            return {name: Flag(**row) for name, row in rows.items()} | engine_flags()
     return None
 
 
@@ -128,8 +135,8 @@ def _places() -> list[Path]:
     except importlib.metadata.PackageNotFoundError:
         version = "none"
     digest = hashlib.sha256()
-    for path in _sources().values():
-        digest.update(path.read_bytes())
+    for name in _WITH_FLAGS:
+        digest.update(PACKAGE.joinpath(f"{name.replace('.', '/')}.py").read_bytes())
     name = f"flags-megatron-core-{version}-{digest.hexdigest()[:8]}.json"
     own = [ROOT / "build" / name] if (ROOT / "setup.py").is_file() else []
     return [*own, user_cache() / name]
@@ -143,18 +150,12 @@ def user_cache() -> Path:
     return home
 
 
-def _sources() -> dict[str, Path]:
-    """Modules that add flags to Megatron's, and their files."""
-    found = {name: PACKAGE / f"{name.replace('.', '/')}.py" for name in _WITH_FLAGS}
-    return {name: path for name, path in found.items() if path.is_file()}
-
-
 def main() -> int:
     """Make the table, and keep it at the first place that can be written."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    for name in _sources():
+    for name in _WITH_FLAGS:
         importlib.import_module(f"megatron.dpp_train.{name}").add_arguments(parser)
     text = json.dumps({name: asdict(flag) for name, flag in of_parser(parser).items()})
     for path in _places():

@@ -13,13 +13,6 @@ from megatron.dpp_train.presets.checks import is_flag
 from megatron.dpp_train.presets.flag_table import PACKAGE
 from megatron.dpp_train.text_files import read_text
 
-_OTHER_NAMES = {
-    **dict.fromkeys(("117m", "124m"), "small"),
-    **dict.fromkeys(("345m", "355m"), "medium"),
-    **dict.fromkeys(("gpt3", "1.3b"), "gpt3-1.3b"),
-}
-"""Common names of models -> files of ``configs/models``, for hints."""
-
 Flags = dict[str, Any]
 """Flag with its dashes -> its value: True for a switch, a list for several values."""
 
@@ -72,11 +65,9 @@ def model_flags(name: str) -> Flags:
     models = shared("configs") / "models"
     names = sorted(path.stem for path in models.glob("*.yaml"))
     if name not in names:
-        near = difflib.get_close_matches(name.lower(), [*names, *_OTHER_NAMES], n=4, cutoff=0.0)
-        some = ", ".join(_OTHER_NAMES.get(each, each) for each in near)
+        near = ", ".join(difflib.get_close_matches(name.lower(), names, n=4, cutoff=0.0))
         raise ConfigError(
-            f"--model {name}: neither a folder here nor one of {len(names)} in configs/models; "
-            f"nearest: {some}"
+            f"--model {name}: neither a folder nor in configs/models; nearest: {near}"
         )
     return read_flags(models / f"{name}.yaml")
 
@@ -125,13 +116,15 @@ def from_argv(words: Sequence[str]) -> Flags:
     return flags
 
 
-def number(flags: Mapping[str, Any], name: str, default: int = 1) -> int:
-    """A flag's value as a number of things.
+def number(values: Mapping[str, Any], name: str, default: int = 1) -> int:
+    """The value of a flag, or of a variable, as a number of things; an empty one counts as not set.
 
     Raises:
         ConfigError: it is no whole number, or below 1.
     """
-    text = str(flags.get(name, default))
-    if not text.lstrip("+-").isdecimal() or int(text) < 1:
-        raise ConfigError(f"{name} {text}: expected a whole number of at least 1")
+    given = values.get(name)
+    text = str(default if given in (None, "") else given)
+    if not text.isdecimal() or int(text) < 1:
+        joint = " " if name.startswith("-") else "="
+        raise ConfigError(f"{name}{joint}{text}: expected a whole number of at least 1")
     return int(text)

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -34,41 +33,12 @@ _BETWEEN, _LOOK_SECONDS = 0.2, 3.0
 _GRACE_SECONDS = 40.0
 """torchrun gives its ranks 30 seconds after a SIGTERM."""
 _PR_SET_CHILD_SUBREAPER = 36
-_NAMES = {signal.SIGINT: "Ctrl-C"}
 _ROOT_CAUSE = re.compile(
     r"Root Cause.*?rank\s*: (?P<rank>\d+).*?exitcode\s*: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)",
     re.DOTALL,
 )
 _ERROR_LINE = re.compile(r"[\w.]+(Error|Exception)(: .*)?|.{1,40}: error: .*")
 _TAIL_BYTES = 1 << 18
-
-
-@dataclass(frozen=True, kw_only=True)
-class Command:
-    """The command that a node runs.
-
-    Args:
-        words: torchrun and everything behind it.
-        directory: of the run.
-        log: file of all output of torchrun and its ranks.
-        flags: of the training script.
-    """
-
-    words: Sequence[str]
-    env: Mapping[str, str]
-    directory: Path
-    log: Path
-    flags: Mapping[str, Any]
-
-    @property
-    def save(self) -> str | None:
-        """Directory of its checkpoints."""
-        return self.flags.get("--save")
-
-    def progress(self) -> Progress:
-        """Follows its metrics."""
-        steps = self.flags.get("--train-iters")
-        return Progress(Path(self.flags["--metrics-file"]), None if steps is None else int(steps))
 
 
 class _Ended(BaseException):
@@ -94,53 +64,66 @@ def _signals_end_it() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run(command: Command) -> int:
-    """Start torchrun, show the progress, and wait until nothing of it is left; the exit status."""
+def run(
+    words: Sequence[str],
+    env: Mapping[str, str],
+    directory: Path,
+    log: Path,
+    flags: Mapping[str, Any],
+) -> int:
+    """Start torchrun, show the progress, and wait until nothing of it is left; the exit status.
+
+    Args:
+        words: torchrun and everything behind it.
+        directory: of the run.
+        log: file of all output of torchrun and its ranks.
+        flags: of the training script.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # ranks of a torchrun that died
-    scratch = command.directory / f".torchrun-{os.getpid()}"  # torchrun's own files
-    env = {**command.env, "PET_LOG_DIR": str(scratch)}
-    progress = command.progress()
-    _note(command, "starting")
-    with _signals_end_it(), command.log.open("ab") as log:
+    scratch = directory / f".torchrun-{os.getpid()}"  # torchrun's own files
+    steps, save = flags.get("--train-iters"), flags.get("--save")
+    progress = Progress(Path(flags["--metrics-file"]), None if steps is None else int(steps))
+    _note(directory, "starting")
+    with _signals_end_it(), log.open("ab") as output:
         process = subprocess.Popen(
-            command.words,
-            env=env,
-            stdout=log,
-            stderr=log,
+            words,
+            env={**env, "PET_LOG_DIR": str(scratch)},
+            stdout=output,
+            stderr=output,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=bound_to_this(),
         )
         try:
-            code = _follow(process, progress, command)
+            code = _follow(process, progress, directory)
         except _Ended as ended:
             progress.end()
-            return _stop(process, ended.number, command)
+            return _stop(process, ended.number, directory, save)
         finally:
             _end_all(process)
-            failure = "" if process.returncode == 0 else _failure(command.log, scratch)
+            failure = "" if process.returncode == 0 else _failure(log, scratch)
             shutil.rmtree(scratch, ignore_errors=True)
     progress.end()
     if code == 0:
-        _note(command, "finished")
+        _note(directory, "finished")
         print(progress.summary())
         return 0
-    _note(command, "failed", by=failure or None)
+    _note(directory, "failed", by=failure or None)
     print_error(failure or f"torchrun ended with exit code {code}")
-    print(f"log      {command.log}{how_to_go_on(command.save)}", file=sys.stderr)
+    print(f"log      {log}{how_to_go_on(save)}", file=sys.stderr)
     return FAILED
 
 
-def _note(command: Command, state: str, by: str | None = None) -> None:
+def _note(directory: Path, state: str, by: str | None = None) -> None:
     """Write the run's state. A directory that is lost meanwhile does not end the training."""
     try:
-        write_state(command.directory, state, by=by)
+        write_state(directory, state, by=by)
     except OSError as error:
-        why = f"{command.directory}: its state cannot be written ({error.strerror})"
+        why = f"{directory}: its state cannot be written ({error.strerror})"
         print(f"warning: {why}", file=sys.stderr)
 
 
-def _follow(process: subprocess.Popen[bytes], progress: Progress, command: Command) -> int:
+def _follow(process: subprocess.Popen[bytes], progress: Progress, directory: Path) -> int:
     """The exit code of torchrun, once it has ended."""
     running, halted, next_look = False, list[str](), 0.0
     while (code := process.poll()) is None:
@@ -152,22 +135,24 @@ def _follow(process: subprocess.Popen[bytes], progress: Progress, command: Comma
             next_look = time.monotonic() + _LOOK_SECONDS
         if progress.last and not running:
             running = True
-            _note(command, "running")
+            _note(directory, "running")
         time.sleep(_BETWEEN)
     progress.look()
     return code
 
 
-def _stop(process: subprocess.Popen[bytes], number: signal.Signals, command: Command) -> int:
+def _stop(
+    process: subprocess.Popen[bytes], number: signal.Signals, directory: Path, save: str | None
+) -> int:
     """End a run that a signal asks to end; a second one ends it at once."""
-    by = _NAMES.get(number, number.name)
+    by = "Ctrl-C" if number == signal.SIGINT else number.name
     with contextlib.suppress(_Ended, subprocess.TimeoutExpired):
         process.send_signal(signal.SIGTERM)
         process.wait(_GRACE_SECONDS)
     with contextlib.suppress(_Ended):
         _end_all(process)
-    _note(command, "stopped", by=by)
-    print(f"stopped by {by}; nothing is left running{how_to_go_on(command.save)}", file=sys.stderr)
+    _note(directory, "stopped", by=by)
+    print(f"stopped by {by}; nothing is left running{how_to_go_on(save)}", file=sys.stderr)
     return 128 + number
 
 
@@ -202,9 +187,8 @@ def _told(scratch: Path, rank: str | None) -> str:
     """The error that a rank left for torchrun."""
     for path in sorted(scratch.glob(f"*/attempt_*/{rank or '*'}/error.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            message: Any = json.loads(path.read_text(encoding="utf-8"))["message"]
-            message = message["message"] if isinstance(message, dict) else message
-            return " ".join(str(message).split())
+            told = json.loads(path.read_text(encoding="utf-8"))
+            return " ".join(str(told["message"]["message"]).split())
     return ""
 
 

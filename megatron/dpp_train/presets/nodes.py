@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
-import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -13,15 +12,14 @@ from dataclasses import dataclass
 
 from megatron.dpp.errors import ConfigError, require
 from megatron.dpp.hosts import addresses, is_loopback, own_interface, with_port
+from megatron.dpp_train.presets.flags import number
 
 _OF_SLURM = {
     "NUM_NODES": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
     "NODE_RANK": ("SLURM_NODEID",),
 }
 """Our variables, and those of SLURM that stand in for them."""
-_MOST = 1 << 20
 _ANNOUNCE_SECONDS = 5
-_IP = re.compile(r"\d+(\.\d+){3}|[\da-fA-F:]+:[\da-fA-F:.%a-z]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +48,6 @@ class Nodes:
         return [*words, "--master-port", str(self.port), "--rdzv-conf", f"timeout={self.wait}"]
 
 
-def whole(name: str, values: Mapping[str, str], default: int | None = None) -> int:
-    """A variable's value.
-
-    Raises:
-        ConfigError: it is no whole number of at least 1.
-    """
-    text = values.get(name) or ("" if default is None else str(default))
-    require(
-        re.fullmatch(r"[1-9]\d*", text) and int(text) <= _MOST,
-        f"{name}={text}: must be a whole number, 1 to {_MOST}",
-    )
-    return int(text)
-
-
 def find_nodes(env: Mapping[str, str]) -> Nodes:
     """The nodes that the environment names. Each of our variables wins over SLURM's.
 
@@ -74,20 +58,15 @@ def find_nodes(env: Mapping[str, str]) -> Nodes:
         name: next(filter(None, map(env.get, (name, *slurm))), "")
         for name, slurm in _OF_SLURM.items()
     }
-    count, port = whole("NUM_NODES", values, 1), values.get("MASTER_PORT") or ""
-    require(
-        not port or (re.fullmatch(r"[1-9]\d{0,4}", port) and int(port) <= 65535),
-        f"MASTER_PORT={port}: must be a port number, 1 to 65535",
-    )
+    count, port = number(values, "NUM_NODES"), values.get("MASTER_PORT") or ""
     _refuse_tasks(env, count)
+    if port:
+        _require_within("MASTER_PORT", port, 1, 65535)
     if count == 1:
         return Nodes(port=int(port) if port else None)
     rank = values["NODE_RANK"]
     require(rank, "NODE_RANK is not set: number the nodes from 0")
-    require(
-        re.fullmatch(r"\d+", rank) and int(rank) < count,
-        f"NODE_RANK={rank}: must be a whole number from 0 to {count - 1} (NUM_NODES={count})",
-    )
+    _require_within("NODE_RANK", rank, 0, count - 1)
     master = values.get("MASTER_ADDR") or _first_host(values.get("SLURM_JOB_NODELIST", ""))
     require(master, "MASTER_ADDR is not set: name the host of NODE_RANK=0")
     return Nodes(
@@ -95,15 +74,23 @@ def find_nodes(env: Mapping[str, str]) -> Nodes:
         rank=int(rank),
         master=master,
         port=int(port or 6000),
-        wait=whole("WAIT_SECONDS", values, 300),
+        wait=number(values, "WAIT_SECONDS", 300),
         ips=_ips(values.get("NODE_IPS", "")),
     )
+
+
+def _require_within(name: str, text: str, least: int, most: int) -> None:
+    good = text.isdecimal() and least <= int(text) <= most
+    require(good, f"{name}={text}: must be a whole number from {least} to {most}")
 
 
 def _ips(text: str) -> tuple[str, ...]:
     ips = tuple(text.split(",")) if text else ()
     for address in ips:
-        require(_IP.fullmatch(address), f"NODE_IPS={text}: {address!r} is not an IP address")
+        try:
+            ipaddress.ip_address(address)
+        except ValueError as error:
+            raise ConfigError(f"NODE_IPS={text}: {error}") from None
     return ips
 
 
@@ -111,7 +98,7 @@ def _refuse_tasks(env: Mapping[str, str], count: int) -> None:
     """Refuse several tasks of ``srun`` on one node, each of which would start a run of its own."""
     if env.get("NUM_NODES") or "SLURM_STEP_NUM_TASKS" not in env:
         return
-    tasks = whole("SLURM_STEP_NUM_TASKS", env, 1)
+    tasks = number(env, "SLURM_STEP_NUM_TASKS")
     require(
         tasks == count,
         f"SLURM runs {tasks} tasks on {count} nodes: start one per node, srun "
@@ -121,11 +108,6 @@ def _refuse_tasks(env: Mapping[str, str], count: int) -> None:
 
 def _first_host(hosts: str) -> str:
     """The first of SLURM's ``node[03-07,11],other``."""
-    if hosts and shutil.which("scontrol"):
-        command = ["scontrol", "show", "hostnames", hosts]
-        names = subprocess.run(command, capture_output=True, text=True).stdout.split()
-        if names:
-            return names[0]
     first = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", hosts)
     return "".join(part or "" for part in first.groups()) if first else ""
 

@@ -14,8 +14,8 @@ from megatron.dpp.errors import PROGRAM, ConfigError, DataError, DppError
 from megatron.dpp_train.cost import Devices, find_devices, named_devices
 from megatron.dpp_train.presets import flag_table, modes, options, recipes
 from megatron.dpp_train.presets.checks import check, parse
-from megatron.dpp_train.presets.flags import Flags, to_argv
-from megatron.dpp_train.presets.nodes import Nodes, find_nodes, whole
+from megatron.dpp_train.presets.flags import Flags, number, to_argv
+from megatron.dpp_train.presets.nodes import Nodes, find_nodes
 from megatron.dpp_train.presets.tokens import Tokens, find_tokens
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -127,7 +127,7 @@ def of_recipe(words: Sequence[str], env: Mapping[str, str]) -> Plan:
             title=Path(env.get(PROGRAM) or recipe).name,
             arch=model,
             flags=tokens.flags | flags,
-            devices=find_devices(whole("GPUS_PER_NODE", settings), nodes.count),
+            devices=find_devices(number(settings, "GPUS_PER_NODE"), nodes.count),
             nodes=nodes,
             tokens=tokens,
             dry_run=is_dry(env),

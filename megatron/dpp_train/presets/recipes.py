@@ -12,20 +12,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.dpp.errors import ConfigError, require
-from megatron.dpp_train.presets.flags import Flags, from_argv, shared
-from megatron.dpp_train.presets.nodes import own_address, whole
+from megatron.dpp_train.presets.flags import Flags, from_argv, number, shared
+from megatron.dpp_train.presets.nodes import own_address
 from megatron.dpp_train.presets.options import CHUNKS
 from megatron.dpp_train.presets.tokens import sample_vocabulary
 
 ROLES = ("node", "master", "worker")
 Variables = dict[str, str]
 
-MODELS = ("gpt", "bert")
 _PATHS = {
     "gpt": ("CHECKPOINT_PATH", "TENSORBOARD_PATH", "VOCAB_FILE", "MERGE_FILE", "DATA_PATH"),
     "bert": ("CHECKPOINT_PATH", "TENSORBOARD_PATH", "VOCAB_FILE", "DATA_PATH"),
 }
 """Variables that positional arguments give, as in Megatron-LM's examples."""
+_SWITCHES = {
+    "USE_DPP": "--use-dpp",
+    "TRACE": "--dpp-trace",
+    "RECOMPUTE": "--recompute-activations",
+}
+"""Variables that are 0 or 1 -> the flag of 1."""
 
 
 def tables() -> dict[str, Variables]:
@@ -46,18 +51,17 @@ def settings_of(recipe: str, role: str, env: Mapping[str, str], gpus: int) -> Va
         gpus: of this machine.
 
     Raises:
-        ConfigError: no recipe or role, no GPU to count, or a worker does not know its master.
+        ConfigError: no recipe or role, or no GPU to count.
     """
     known = tables()
     model, _, sample = recipe.partition("-")
-    if model not in MODELS or role not in ROLES:
+    if model not in _PATHS or role not in ROLES:
         raise ConfigError(f"--preset {recipe} {role}: expected gpt, bert, gpt-sample or "
                           f"bert-sample, and {', '.join(ROLES)}")  # fmt: skip
     given = {name: value for name, value in env.items() if value}
     if role != "node":
         given.setdefault("NUM_NODES", "2")
     if role == "worker":
-        require("MASTER_ADDR" in given, "MASTER_ADDR is not set: name the master's host")
         given.setdefault("NODE_RANK", "1")
     elif role == "master":
         given.setdefault("NODE_RANK", "0")
@@ -81,22 +85,22 @@ def settings_of(recipe: str, role: str, env: Mapping[str, str], gpus: int) -> Va
 def _sample_settings(sizes: Variables, given: Variables, gpus: int) -> Variables:
     """``given`` above the sizes of ``run_*.sh``: everything at hand in one pipeline. Without a GPU
     that is four processes on one node, two on each of several."""
-    nodes = whole("NUM_NODES", given, 1)
+    nodes = number(given, "NUM_NODES")
     values = {
         "GPUS_PER_NODE": str(gpus or (2 if nodes > 1 else 4)),
         "TENSOR_PARALLEL": "1" if gpus else "2",
         "PRECISION": "bf16" if gpus else "fp32",
         **given,
     }
-    ranks = whole("GPUS_PER_NODE", values) * nodes
-    pipeline = max(1, ranks // whole("TENSOR_PARALLEL", values))
+    ranks = number(values, "GPUS_PER_NODE") * nodes
+    pipeline = max(1, ranks // number(values, "TENSOR_PARALLEL"))
     values = {"PIPELINE_PARALLEL": str(pipeline), **values}
-    pipeline = whole("PIPELINE_PARALLEL", values)
+    pipeline = number(values, "PIPELINE_PARALLEL")
     values = {"MODEL_CHUNKS": "2" if pipeline > 1 else "1", **values}
-    stages = pipeline * whole("MODEL_CHUNKS", values)
+    stages = pipeline * number(values, "MODEL_CHUNKS")
     layers = 8 // stages * stages if stages < 4 else stages * 2
     values = {"NUM_LAYERS": str(layers), "MICRO_BATCH_SIZE": "4", **values}
-    batch = whole("MICRO_BATCH_SIZE", values) * pipeline * 4
+    batch = number(values, "MICRO_BATCH_SIZE") * pipeline * 4
     rest = {"GLOBAL_BATCH_SIZE": str(batch), "RECOMPUTE": "0", "EVAL_ITERS": "2", "TRACE": "1"}
     return {**rest, **sizes, **values}
 
@@ -120,13 +124,13 @@ def flags_of(model: str, settings: Mapping[str, str], further: Sequence[str]) ->
     Raises:
         ConfigError: a switch is neither 0 nor 1, or a precision is not known.
     """
-    for name in ("USE_DPP", "TRACE", "RECOMPUTE"):
-        require(settings[name] in ("0", "1"), f"{name}={settings[name]}: must be 0 or 1")
+    choices = dict.fromkeys(_SWITCHES, ("0", "1")) | {"PRECISION": ("fp32", "bf16", "fp16")}
+    for name, known in choices.items():
+        rule = f"expected one of {', '.join(known)}"
+        require(settings[name] in known, f"{name}={settings[name]}: {rule}")
     precision = settings["PRECISION"]
-    if precision not in ("fp32", "bf16", "fp16"):
-        raise ConfigError(f"PRECISION={precision}: must be fp32, bf16 or fp16")
-    known = tables()
-    flags: Flags = {flag: settings[n] for n, flag in known["flags"].items() if settings.get(n)}
+    named = tables()
+    flags: Flags = {flag: settings[n] for n, flag in named["flags"].items() if settings.get(n)}
     if settings["TRANSFORMER_IMPL"] == "auto":
         del flags["--transformer-impl"]
     if settings["DATA_PATH"]:
@@ -137,12 +141,10 @@ def flags_of(model: str, settings: Mapping[str, str], further: Sequence[str]) ->
         del flags[CHUNKS]
     if settings["CHECKPOINT_PATH"]:
         flags["--load"] = settings["CHECKPOINT_PATH"]
-    flags |= known[f"{model}-training"] | {"--split": "949,50,1", "--attention-backend": "auto"}
+    flags |= named[f"{model}-training"] | {"--split": "949,50,1", "--attention-backend": "auto"}
     flags |= {"--max-position-embeddings": settings["SEQ_LENGTH"],
               "--lr-decay-iters": settings["TRAIN_ITERS"]}  # fmt: skip
-    switches = {"USE_DPP": "--use-dpp", "TRACE": "--dpp-trace",
-                "RECOMPUTE": "--recompute-activations"}  # fmt: skip
-    flags |= {flag: True for name, flag in switches.items() if settings[name] == "1"}
+    flags |= {flag: True for name, flag in _SWITCHES.items() if settings[name] == "1"}
     if precision != "fp32":
         flags[f"--{precision}"] = True
     if precision == "fp16":

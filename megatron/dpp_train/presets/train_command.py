@@ -7,15 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron.dpp import __version__
-from megatron.dpp.errors import (
-    BAD_USAGE,
-    FAILED,
-    INTERRUPTED,
-    PROGRAM,
-    ConfigError,
-    DppError,
-    print_error,
-)
+from megatron.dpp.errors import BAD_USAGE, PROGRAM, ConfigError, DppError, print_error
 from megatron.dpp_train.presets.options import HELP
 
 PRESET = "--preset"
@@ -37,11 +29,8 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "megatron-dpp train")
     except DppError as error:
         print_error(error)
         return BAD_USAGE  # nothing has begun, whatever the reason
-    except KeyboardInterrupt:  # while nodes wait for each other, or tokens are made
-        return INTERRUPTED
-    except BrokenPipeError:  # piped into head: whoever read has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+    except BrokenPipeError:
+        raise
     except OSError as error:  # of the run's directory, which it may lose
         return print_error(error)
 
@@ -59,7 +48,3 @@ def _train(words: Sequence[str]) -> int:
     if words[:1] == [PRESET]:
         return start(plan.of_recipe(words[1:], os.environ))
     return start(plan.of_options(words, os.environ))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,6 +6,7 @@ that names a model is checked at once.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,60 +15,50 @@ Config = dict[str, Any]
 """The content of a ``config.json``."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes and options of one model. ``head`` is the width of a head.
+    """Sizes of one model.
 
     Args:
-        flags: all flags of the model, for rows that name one.
+        flags: all flags of the model, without dashes in front.
+
+    Attributes:
+        head, shared: widths of a head, and of the experts that all tokens share.
+        queries, keys, fused: widths of all heads' queries, of all groups' keys (the values are as
+            wide), and of the three together.
         sparse: True for each layer that holds experts; empty where all or none do.
     """
 
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    groups: int
-    head: int
-    vocab: int
-    positions: int
-    experts: int = 0
-    expert_ffn: int = 0
-    untied: bool = False
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    sparse: tuple[bool, ...] = ()
-
-    @property
-    def queries(self) -> int:
-        """Width of all heads' queries."""
-        return self.heads * self.head
-
-    @property
-    def keys(self) -> int:
-        """Width of all groups' keys; the values are as wide."""
-        return self.groups * self.head
-
-    @property
-    def fused(self) -> int:
-        """Width of queries, keys and values together."""
-        return self.queries + 2 * self.keys
+    def __init__(self, flags: Mapping[str, Any]) -> None:
+        self.flags = flags
+        self.layers: int = flags["num-layers"]
+        self.hidden: int = flags["hidden-size"]
+        self.ffn: int = flags["ffn-hidden-size"]
+        self.heads: int = flags["num-attention-heads"]
+        self.groups: int = flags.get("num-query-groups", self.heads)
+        self.head: int = flags.get("kv-channels", self.hidden // self.heads)
+        self.queries, self.keys = self.heads * self.head, self.groups * self.head
+        self.fused = self.queries + 2 * self.keys
+        self.vocab: int = flags["padded-vocab-size"]
+        self.positions: int = flags["max-position-embeddings"]
+        self.experts: int = flags.get("num-experts", 0)
+        self.expert_ffn: int = flags.get("moe-ffn-hidden-size", self.ffn)
+        self.shared: int = flags.get("moe-shared-expert-intermediate-size", 0)
+        self.untied = "untie-embeddings-and-output-weights" in flags
+        every = ast.literal_eval(str(flags.get("moe-layer-freq", 1)))
+        if isinstance(every, int):
+            every = [layer % every == 0 for layer in range(self.layers)] if every > 1 else []
+        self.sparse = tuple(map(bool, every))
 
     def value(self, word: str) -> int:
-        """The size of a word of a row: a field of this class, a flag, or a multiple like ``2*ffn``.
-
-        >>> gpt2 = Sizes(layers=12, hidden=768, ffn=3072, heads=12, groups=12, head=64, vocab=50257,
-        ...              positions=1024)
-        >>> gpt2.value("2*ffn")
-        6144
-        """
+        """The size of a word of a row: an attribute, a flag, or a multiple like ``2*ffn``."""
         times, _, name = word.rpartition("*")
         found = getattr(self, name, None)
         return int(times or 1) * int(self.flags.get(name, 0) if found is None else found)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
-    """One tensor of a Megatron checkpoint.
+    """One tensor of a Megatron checkpoint, as :func:`row` makes it.
 
     Args:
         key: its name, without the numbers of layers and experts.
@@ -89,27 +80,14 @@ class Row:
     full: bool = False
 
 
-def row(
-    key: str,
-    *parts: str,
-    rule: str = "same",
-    only: str = "",
-    layers: str = "all",
-    full: bool = False,
-) -> Row:
-    """A row whose parts are written ``NAME: SHAPE``.
+def row(key: str, *parts: str, **how: Any) -> Row:
+    """A :class:`Row` whose parts are written ``NAME: SHAPE``.
 
     >>> row("output_layer.weight", "lm_head.weight: vocab hidden").shapes
     ('vocab hidden',)
     """
-    pairs = [part.split(": ") for part in parts]
-    return Row(
-        key, tuple(p[0] for p in pairs), tuple(p[1] for p in pairs), rule, only, layers, full
-    )
-
-
-def _none(_: str, __: Sizes) -> str:
-    return ""
+    names, shapes = zip(*(part.split(": ") for part in parts), strict=True)
+    return Row(key=key, names=names, shapes=shapes, **how)
 
 
 def _nothing(_: Any) -> dict[str, Any]:
@@ -130,7 +108,8 @@ class Family:
         flags: Megatron's flags and forms (``--hf-forms``) that all its models have; True for a
             switch.
         only: field -> the values that can be trained; the first is that of a file without it.
-        usual: field -> transformers' value for a file without it.
+        usual: field -> transformers' value for a file without it, of ``fields`` and of those that
+            ``read`` knows.
         silent: further fields that ``read`` knows, or that say nothing about training.
         prepare: gives a ``config.json`` in the form that the tables read.
         read: further flags, from the fields of a file and the usual values of those that it lacks.
@@ -152,7 +131,7 @@ class Family:
     prepare: Callable[[Config], Config] = dict
     read: Callable[[Config], dict[str, Any]] = _nothing
     write: Callable[[Any], Config] = _nothing
-    unread: Callable[[str, Sizes], str] = _none
+    unread: Callable[[str, Sizes], str] = lambda name, sizes: ""
     written: Config = field(default_factory=dict)
 
     def __str__(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.dpp.errors import DataError, shown
-from megatron.dpp_train.hf.families.base import Config, Row, row
+from megatron.dpp_train.hf.families.base import Config, Family, Row, row
 
 HF = "model.layers.{layer}."
 """Start of the names of a layer's tensors in most Hugging Face models."""
@@ -18,108 +18,86 @@ OURS = "decoder.layers."
 
 # --- tensors ---
 
+
+def in_layer(ours: str, *theirs: str, **how: Any) -> Row:
+    """A row of each layer, by the names of its tensors within one."""
+    return row(f"{OURS}{ours}", *(f"{HF}{each}" for each in theirs), **how)
+
+
 ENDS = (
     row("embedding.word_embeddings.weight", "model.embed_tokens.weight: vocab hidden"),
     row("decoder.final_layernorm.weight", "model.norm.weight: hidden"),
     row("output_layer.weight", "lm_head.weight: vocab hidden", only="untied"),
 )
-INPUT_NORM = row(
-    f"{OURS}self_attention.linear_qkv.layer_norm_weight", f"{HF}input_layernorm.weight: hidden"
+INPUT_NORM = in_layer(
+    "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight: hidden"
 )
-OUTPUT = row(
-    f"{OURS}self_attention.linear_proj.weight", f"{HF}self_attn.o_proj.weight: hidden queries"
-)
-QKV = row(
-    f"{OURS}self_attention.linear_qkv.weight",
-    f"{HF}self_attn.q_proj.weight: queries hidden",
-    f"{HF}self_attn.k_proj.weight: keys hidden",
-    f"{HF}self_attn.v_proj.weight: keys hidden",
-    rule="by_group",
-)
-ATTENTION = (INPUT_NORM, QKV, OUTPUT)
-QKV_BIAS = (
-    row(
-        f"{OURS}self_attention.linear_qkv.bias",
-        f"{HF}self_attn.q_proj.bias: queries",
-        f"{HF}self_attn.k_proj.bias: keys",
-        f"{HF}self_attn.v_proj.bias: keys",
+OUTPUT = in_layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight: hidden queries")
+QKV, _BIAS = (
+    in_layer(
+        f"self_attention.linear_qkv.{kind}",
+        *(f"self_attn.{name}_proj.{kind}: {size}{width}"
+          for name, size in (("q", "queries"), ("k", "keys"), ("v", "keys"))),
         rule="by_group",
-    ),
-)
-QK_NORM = (
-    row(f"{OURS}self_attention.q_layernorm.weight", f"{HF}self_attn.q_norm.weight: head"),
-    row(f"{OURS}self_attention.k_layernorm.weight", f"{HF}self_attn.k_norm.weight: head"),
-)
-
-
-def mlp_norm(name: str, layers: str = "all") -> Row:
-    """The norm before a dense MLP, by its name in a layer of Hugging Face's."""
-    return row(f"{OURS}mlp.linear_fc1.layer_norm_weight", f"{HF}{name}: hidden", layers=layers)
-
-
-def gated_mlp(layers: str = "all") -> tuple[Row, ...]:
-    """The weights of a dense gated MLP."""
-    return (
-        row(
-            f"{OURS}mlp.linear_fc1.weight",
-            f"{HF}mlp.gate_proj.weight: ffn hidden",
-            f"{HF}mlp.up_proj.weight: ffn hidden",
-            rule="stacked",
-            layers=layers,
-        ),
-        row(
-            f"{OURS}mlp.linear_fc2.weight",
-            f"{HF}mlp.down_proj.weight: hidden ffn",
-            layers=layers,
-        ),
     )
-
-
+    for kind, width in (("weight", " hidden"), ("bias", ""))
+)  # fmt: skip
+ATTENTION, QKV_BIAS = (INPUT_NORM, QKV, OUTPUT), (_BIAS,)
+QK_NORM, QK_NORM_OVER_HEADS = (
+    tuple(
+        in_layer(f"self_attention.{name}_layernorm.weight", f"self_attn.{name}_norm.weight: {size}")
+        for name, size in (("q", queries), ("k", keys))
+    )
+    for queries, keys in (("head", "head"), ("queries", "keys"))
+)
 OUTPUT_NORMS = (
-    row(f"{OURS}self_attn_bda.norm.weight", f"{HF}post_attention_layernorm.weight: hidden"),
-    row(f"{OURS}mlp_bda.norm.weight", f"{HF}post_feedforward_layernorm.weight: hidden"),
+    in_layer("self_attn_bda.norm.weight", "post_attention_layernorm.weight: hidden"),
+    in_layer("mlp_bda.norm.weight", "post_feedforward_layernorm.weight: hidden"),
 )
 """Norms of what attention and MLP add."""
-MLP_NORM = mlp_norm("post_attention_layernorm.weight")
-MLP = (MLP_NORM, *gated_mlp())
 
 
-def experts(router: str, gate: str, up: str, down: str, *, layers: str = "all") -> tuple[Row, ...]:
-    """Rows of a layer's experts, by their names in a layer of Hugging Face's."""
-    inner = f"{OURS}mlp.experts.experts."
+def mlp_norm(name: str = "post_attention", layers: str = "all") -> Row:
+    """The norm before a dense MLP, by its name in a layer of Hugging Face's."""
+    theirs = f"{name}_layernorm.weight: hidden"
+    return in_layer("mlp.linear_fc1.layer_norm_weight", theirs, layers=layers)
+
+
+def gated_mlp(
+    ours: str = "mlp", theirs: str = "mlp", width: str = "ffn", **how: Any
+) -> tuple[Row, Row]:
+    """The weights of a gated MLP, by the start of their names in a layer."""
+    up = (f"{theirs}.{name}_proj.weight: {width} hidden" for name in ("gate", "up"))
+    down = f"{theirs}.down_proj.weight: hidden {width}"
     return (
-        *expert_norms(layers),
-        row(f"{OURS}mlp.router.weight", f"{HF}{router}: experts hidden", layers=layers),
-        row(
-            f"{inner}linear_fc1.weight",
-            f"{HF}{gate}: expert_ffn hidden",
-            f"{HF}{up}: expert_ffn hidden",
-            rule="stacked",
-            layers=layers,
-        ),
-        row(f"{inner}linear_fc2.weight", f"{HF}{down}: hidden expert_ffn", layers=layers),
+        in_layer(f"{ours}.linear_fc1.weight", *up, rule="stacked", **how),
+        in_layer(f"{ours}.linear_fc2.weight", down, **how),
     )
 
 
 def expert_norms(layers: str = "all") -> tuple[Row, Row]:
     """The norm before experts. It has one name in local layers, and one in Transformer Engine's; a
     checkpoint holds both."""
-    norm = f"{HF}post_attention_layernorm.weight: hidden"
-    return (
-        row(f"{OURS}mlp.linear_fc1.layer_norm_weight", norm, layers=layers),
-        row(f"{OURS}pre_mlp_layernorm.weight", norm, layers=layers),
-    )
+    theirs = "post_attention_layernorm.weight: hidden"
+    return mlp_norm(layers=layers), in_layer("pre_mlp_layernorm.weight", theirs, layers=layers)
 
 
-QWEN_EXPERTS = tuple(
-    f"mlp.{name}.weight"
-    for name in (
-        "gate",
-        *(f"experts.{{expert}}.{part}" for part in ("gate_proj", "up_proj", "down_proj")),
-    )
-)
-"""Names of a router and an expert in families that follow Qwen's."""
-LLAMA = (*ENDS, *ATTENTION, *MLP)
+def router(name: str, layers: str = "all") -> Row:
+    """The router of a layer's experts, by its name in a layer of Hugging Face's."""
+    return in_layer("mlp.router.weight", f"{name}.weight: experts hidden", layers=layers)
+
+
+EXPERTS = "mlp.experts.experts"
+"""Start of the names of experts in a layer of ours."""
+
+
+def experts(layers: str = "all") -> tuple[Row, ...]:
+    """Rows of a layer's experts in families that follow Qwen's."""
+    names = (EXPERTS, "mlp.experts.{expert}", "expert_ffn")
+    return *expert_norms(layers), router("mlp.gate", layers), *gated_mlp(*names, layers=layers)
+
+
+LLAMA = (*ENDS, *ATTENTION, mlp_norm(), *gated_mlp())
 """The tensors of Llama."""
 
 # --- fields and flags ---
@@ -170,7 +148,17 @@ USUAL: Config = {
     "tie_word_embeddings": False,
 }
 """Values of fields that a file may lack."""
-EXPERT_USUAL = USUAL | {"router_aux_loss_coef": 0.001}
+EXPERT_USUAL = {"router_aux_loss_coef": 0.001}
+
+
+def like_llama(name: str, models: str, class_name: str, **own: Any) -> Family:
+    """A family that differs from Llama by the fields of :class:`Family` in ``own``; ``fields``,
+    ``flags`` and ``usual`` are added to Llama's."""
+    llama: dict[str, Any] = {"fields": FIELDS, "flags": FLAGS, "usual": USUAL}
+    added = {part: table | own.pop(part, {}) for part, table in llama.items()}
+    rest = {"rows": LLAMA, "only": ONLY} | own
+    return Family(name=name, models=models, class_name=class_name, **added, **rest)
+
 
 # --- what several families read ---
 

@@ -7,134 +7,98 @@ from typing import Any
 
 from megatron.dpp.errors import DataError, shown
 
-_LLAMA3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""Values that megatron-core's scaling of Llama 3 has built in."""
 _ORIGINAL = "original_max_position_embeddings"
-_SCALED = ("llama3", "yarn")
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL: 8192}
+"""Values that megatron-core's scaling of Llama 3 has built in."""
 _Fields = dict[str, Any]
 
 
-def add_rotary(flags: dict[str, Any], filled: _Fields, where: str) -> None:
+def add_rotary(flags: dict[str, Any], filled: _Fields) -> None:
     """Add the flags of the rotary embedding.
 
     Args:
         filled: the fields of ``config.json``, ``rope_theta`` among them.
-        where: its name, for errors.
 
     Raises:
         DataError: no flag says what a field says.
     """
     new, old = filled.get("rope_parameters"), filled.get("rope_scaling")
     if new and old and new != old:
-        raise DataError(
-            f"{where}: rope_parameters is {shown(new)}, rope_scaling is {shown(old)}; remove one"
-        )
+        both = f"rope_parameters is {shown(new)}, rope_scaling is {shown(old)}"
+        raise DataError(f"{both}; remove one")
     rope = new or old or {}
     if not isinstance(rope, dict):
-        raise DataError(f"{where}: rope_parameters is {shown(rope)}, expected an object")
+        raise DataError(f"rope_parameters is {shown(rope)}, expected an object")
     rope = {key: value for key, value in rope.items() if value is not None}
     theta = rope.pop("rope_theta", filled["rope_theta"])
     if not isinstance(theta, int | float) or not float(theta).is_integer() or theta < 1:
-        raise DataError(f"{where}: rope_theta is {shown(theta)}, expected a whole number")
+        raise DataError(f"rope_theta is {shown(theta)}, expected a whole number")
     flags["rotary-base"] = int(theta)
     if rope.get("partial_rotary_factor") == 1:
         del rope["partial_rotary_factor"]
     older = rope.pop("type", "default")
     kind = rope.pop("rope_type", older)
-    if kind in _SCALED:
-        if filled.get(_ORIGINAL) is not None:  # as in transformers, it has priority
-            rope[_ORIGINAL] = filled[_ORIGINAL]
-        (_add_llama3 if kind == "llama3" else _add_yarn)(flags, rope, filled, where)
-    elif kind == "linear":
-        factor = _number(rope, "factor", kind, where, least=1)
-        if not factor.is_integer():
-            raise DataError(
-                f"{where}: factor of rope_type linear is {factor:g}; megatron-core knows whole ones"
-            )
-        flags["rotary-seq-len-interpolation-factor"] = int(factor)
+    if kind in ("llama3", "yarn") and filled.get(_ORIGINAL) is not None:
+        rope[_ORIGINAL] = filled[_ORIGINAL]  # as in transformers, it has priority
+    if kind == "linear":
+        flags["rotary-seq-len-interpolation-factor"] = _whole(rope, "factor")
+    elif kind == "llama3":
+        for key, value in _LLAMA3.items():
+            if (found := rope.pop(key, None)) != value:
+                raise DataError(f"{key} of rope_type llama3 is {shown(found)}, expected {value}")
+        flags |= {"use-rope-scaling": True, "rope-scaling-factor": _number(rope, "factor", least=1)}
+    elif kind == "yarn":
+        rope.setdefault(_ORIGINAL, filled["max_position_embeddings"])
+        flags |= _yarn(rope)
     elif kind != "default":
-        raise DataError(
-            f"{where}: rope_type {shown(kind)} cannot be trained here; expected default, linear, "
-            f"{' or '.join(_SCALED)}"
-        )
+        known = "default, linear, llama3 or yarn"
+        raise DataError(f"rope_type {shown(kind)} cannot be trained here; expected {known}")
     if rope:
-        raise DataError(
-            f"{where}: {', '.join(map(str, rope))} of rope_type {kind} cannot be trained here"
-        )
+        raise DataError(f"{', '.join(map(str, rope))} of rope_type {kind} cannot be trained here")
 
 
-def _add_llama3(flags: dict[str, Any], rope: _Fields, filled: _Fields, where: str) -> None:
-    """Add the flags of llama3's scaling, and take its fields out of ``rope``."""
-    for key, value in _LLAMA3.items():
-        found = rope.pop(key, None)
-        if found != value:
-            raise DataError(
-                f"{where}: {key} of rope_type llama3 is {shown(found)}; megatron-core knows "
-                f"{value} only"
-            )
-    factor = _number(rope, "factor", "llama3", where, least=1)
-    flags |= {"use-rope-scaling": True, "rope-scaling-factor": factor}
-
-
-def _add_yarn(flags: dict[str, Any], rope: _Fields, filled: _Fields, where: str) -> None:
-    """Add the flags of YaRN, and take its fields out of ``rope``."""
-    rope.setdefault(_ORIGINAL, filled["max_position_embeddings"])
-    original = _number(rope, _ORIGINAL, "yarn", where, least=1)
-    factor = _number(rope, "factor", "yarn", where, least=1)
-    fast = _number(rope, "beta_fast", "yarn", where, default=32) or 32.0
-    slow = _number(rope, "beta_slow", "yarn", where, default=1) or 1.0
-    if not original.is_integer():
-        raise DataError(f"{where}: {_ORIGINAL} of rope_type yarn is {original}, expected a whole")
+def _yarn(rope: _Fields) -> dict[str, Any]:
+    """The flags of YaRN, whose fields are taken out of ``rope``."""
+    factor, original = _number(rope, "factor", least=1), _whole(rope, _ORIGINAL)
+    fast, slow = (_number(rope, f"beta_{n}", d) or d for n, d in (("fast", 32.0), ("slow", 1.0)))
     if fast <= slow:
-        raise DataError(f"{where}: beta_fast {fast:g} of rope_type yarn is not above {slow:g}")
-    flags |= {
+        raise DataError(f"beta_fast of rope_type yarn is {fast:g}, expected more than {slow:g}")
+    flags: dict[str, Any] = {
         "position-embedding-type": "yarn",
         "rotary-scaling-factor": factor,
-        "yarn-original-max-position-embeddings": int(original),
+        "yarn-original-max-position-embeddings": original,
         "yarn-beta-fast": fast,
         "yarn-beta-slow": slow,
-        **_attention_scaling(rope, factor, where),
     }
+    # the factor of sine and cosine, by the rules of transformers
+    scale, all_dim = (_number(rope, name, 0.0) for name in ("mscale", "mscale_all_dim"))
+    wanted = _number(rope, "attention_factor", -1.0)
+    if wanted < 0 and scale and all_dim:
+        flags |= {"mscale": scale, "mscale-all-dim": all_dim}
+    elif wanted >= 0 and factor > 1:
+        flags["mscale"] = (wanted - 1) / (0.1 * math.log(factor))
+    elif wanted not in (-1, 1):
+        raise DataError(f"attention_factor {wanted:g} of rope_type yarn with factor 1: expected 1")
     if not rope.pop("truncate", True):
         flags["no-yarn-correction-range-round-to-int"] = True
+    return flags
 
 
-def _attention_scaling(rope: _Fields, factor: float, where: str) -> dict[str, float]:
-    """The flags of YaRN's factor of sine and cosine, by the rules of transformers."""
-    both = [_number(rope, name, "yarn", where, default=0) for name in ("mscale", "mscale_all_dim")]
-    wanted = _number(rope, "attention_factor", "yarn", where, default=-1)
-    if wanted < 0:
-        return {"mscale": both[0], "mscale-all-dim": both[1]} if all(both) else {}
-    if factor == 1 and wanted != 1:
-        raise DataError(
-            f"{where}: attention_factor {wanted:g} of rope_type yarn with factor 1; megatron-core "
-            "knows 1 only"
-        )
-    return {} if factor == 1 else {"mscale": (wanted - 1) / (0.1 * math.log(factor))}
-
-
-def _number(
-    rope: _Fields,
-    key: str,
-    kind: str,
-    where: str,
-    *,
-    least: float = 0,
-    default: float | None = None,
-) -> float:
+def _number(rope: _Fields, key: str, default: float | None = None, least: float = 0) -> float:
     """The number of a field, which is taken out of ``rope``."""
     value = rope.pop(key, default)
-    if value == default and default is not None:
-        return float(default)
+    if value == default is not None:
+        return float(value)
     if not isinstance(value, int | float) or not least <= value < math.inf:
-        raise DataError(
-            f"{where}: {key} of rope_type {kind} is {shown(value)}, expected {least:g} or more"
-        )
+        raise DataError(f"{key} is {shown(value)}, expected {least:g} or more")
     return float(value)
+
+
+def _whole(rope: _Fields, key: str) -> int:
+    value = _number(rope, key, least=1)
+    if not value.is_integer():
+        raise DataError(f"{key} is {value:g}; megatron-core knows whole ones")
+    return int(value)
 
 
 def rotary_fields(args: Any) -> _Fields:

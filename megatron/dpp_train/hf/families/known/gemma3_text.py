@@ -34,7 +34,7 @@ FAMILY = Family(
     fields=parts.FIELDS,
     rows=(
         *(*parts.ENDS, *parts.ATTENTION, *parts.QK_NORM, *parts.gated_mlp()),
-        *(parts.mlp_norm("pre_feedforward_layernorm.weight"), *parts.OUTPUT_NORMS),
+        *(parts.mlp_norm("pre_feedforward"), *parts.OUTPUT_NORMS),
     ),
     flags={
         "geglu": True,
@@ -62,10 +62,7 @@ FAMILY = Family(
         "sliding_window": 4096,
         "tie_word_embeddings": True,
     },
-    silent=(
-        *("query_pre_attn_scalar", "rope_local_base_freq"),
-        *("sliding_window_pattern", "_sliding_window_pattern"),
-    ),
+    silent=("sliding_window_pattern", "_sliding_window_pattern"),
     prepare=_prepare,
     read=_read,
     write=_write,

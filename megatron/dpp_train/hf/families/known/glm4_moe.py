@@ -6,8 +6,7 @@ from typing import Any
 
 from megatron.dpp.errors import DataError
 from megatron.dpp_train.hf.families import parts
-from megatron.dpp_train.hf.families.base import Config, Family, Sizes, row
-from megatron.dpp_train.hf.families.parts import HF, OURS
+from megatron.dpp_train.hf.families.base import Config, Sizes
 
 
 def _read(content: Config) -> dict[str, Any]:
@@ -65,37 +64,24 @@ def _unread(name: str, sizes: Sizes) -> str:
 
 
 _ROWS = (
-    row(
-        f"{OURS}mlp.router.expert_bias",
-        f"{HF}mlp.gate.e_score_correction_bias: experts",
+    parts.in_layer(
+        "mlp.router.expert_bias",
+        "mlp.gate.e_score_correction_bias: experts",
         layers="sparse",
         full=True,
     ),
-    row(
-        f"{OURS}mlp.shared_experts.linear_fc1.weight",
-        f"{HF}mlp.shared_experts.gate_proj.weight: moe-shared-expert-intermediate-size hidden",
-        f"{HF}mlp.shared_experts.up_proj.weight: moe-shared-expert-intermediate-size hidden",
-        rule="stacked",
-        layers="sparse",
-        only="moe-shared-expert-intermediate-size",
-    ),
-    row(
-        f"{OURS}mlp.shared_experts.linear_fc2.weight",
-        f"{HF}mlp.shared_experts.down_proj.weight: hidden moe-shared-expert-intermediate-size",
-        layers="sparse",
-        only="moe-shared-expert-intermediate-size",
-    ),
-    *parts.experts(*parts.QWEN_EXPERTS, layers="sparse"),
-    parts.mlp_norm("post_attention_layernorm.weight", layers="dense"),
+    *parts.gated_mlp("mlp.shared_experts", "mlp.shared_experts", "shared",
+                     layers="sparse", only="shared"),
+    *parts.experts("sparse"),
+    parts.mlp_norm(layers="dense"),
     *parts.gated_mlp(layers="dense"),
-)
+)  # fmt: skip
 
-FAMILY = Family(
-    name="glm4_moe",
-    models="GLM-4.5, GLM-4.5-Air, GLM-4.6",
-    class_name="Glm4MoeForCausalLM",
-    fields=parts.FIELDS
-    | {
+FAMILY = parts.like_llama(
+    "glm4_moe",
+    "GLM-4.5, GLM-4.5-Air, GLM-4.6",
+    "Glm4MoeForCausalLM",
+    fields={
         "n_routed_experts": "num-experts",
         "num_experts_per_tok": "moe-router-topk",
         "moe_intermediate_size": "moe-ffn-hidden-size",
@@ -106,8 +92,7 @@ FAMILY = Family(
         *(replace(each, only="qk-layernorm") for each in parts.QK_NORM),
         *(replace(each, only="add-qkv-bias") for each in parts.QKV_BIAS),
     ),
-    flags=parts.FLAGS
-    | {
+    flags={
         "moe-router-load-balancing-type": "none",
         "moe-token-dispatcher-type": "alltoall",
         "moe-router-score-function": "sigmoid",
@@ -116,8 +101,7 @@ FAMILY = Family(
         "moe-router-dtype": "fp32",
     },
     only={"hidden_act": ("silu",)},
-    usual=parts.USUAL
-    | {
+    usual={
         "num_key_value_heads": 8,
         "rms_norm_eps": 1e-5,
         "partial_rotary_factor": 0.5,
@@ -130,10 +114,6 @@ FAMILY = Family(
         "topk_group": 1,
         "norm_topk_prob": True,
     },
-    silent=(
-        *("first_k_dense_replace", "routed_scaling_factor", "n_shared_experts", "n_group"),
-        *("topk_group", "norm_topk_prob", "use_qk_norm", "attention_bias"),
-    ),
     prepare=parts.partial_rotary,
     read=_read,
     write=_write,

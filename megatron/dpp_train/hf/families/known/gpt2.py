@@ -4,6 +4,13 @@ from megatron.dpp_train.hf.families.base import Family, row
 from megatron.dpp_train.hf.families.parts import OURS
 
 _GPT2 = "transformer.h.{layer}."
+_LINEAR = {
+    "self_attention.linear_qkv": ("attn.c_attn", "hidden fused", "fused", "_by_group"),
+    "self_attention.linear_proj": ("attn.c_proj", "queries hidden", "hidden", ""),
+    "mlp.linear_fc1": ("mlp.c_fc", "hidden ffn", "ffn", ""),
+    "mlp.linear_fc2": ("mlp.c_proj", "ffn hidden", "hidden", ""),
+}
+"""Name of a linear layer here -> name there, shapes of weight and bias, end of the rule."""
 
 FAMILY = Family(
     name="gpt2",
@@ -22,38 +29,23 @@ FAMILY = Family(
     rows=(
         row("embedding.word_embeddings.weight", "transformer.wte.weight: vocab hidden"),
         row("embedding.position_embeddings.weight", "transformer.wpe.weight: positions hidden"),
-        row("decoder.final_layernorm.weight", "transformer.ln_f.weight: hidden"),
-        row("decoder.final_layernorm.bias", "transformer.ln_f.bias: hidden"),
         row("output_layer.weight", "lm_head.weight: vocab hidden", only="untied"),
         *(
-            row(f"{OURS}{norm}_{kind}", f"{_GPT2}{name}.{kind}: hidden")
-            for norm, name in (
-                ("self_attention.linear_qkv.layer_norm", "ln_1"),
-                ("mlp.linear_fc1.layer_norm", "ln_2"),
+            row(f"{ours}{kind}", f"{theirs}.{kind}: hidden")
+            for ours, theirs in (
+                ("decoder.final_layernorm.", "transformer.ln_f"),
+                (f"{OURS}self_attention.linear_qkv.layer_norm_", f"{_GPT2}ln_1"),
+                (f"{OURS}mlp.linear_fc1.layer_norm_", f"{_GPT2}ln_2"),
             )
             for kind in ("weight", "bias")
         ),
-        row(
-            f"{OURS}self_attention.linear_qkv.weight",
-            f"{_GPT2}attn.c_attn.weight: hidden fused",
-            rule="turned_by_group",
-        ),
-        row(
-            f"{OURS}self_attention.linear_qkv.bias",
-            f"{_GPT2}attn.c_attn.bias: fused",
-            rule="fused_by_group",
+        *(
+            row(f"{OURS}{ours}.weight", f"{_GPT2}{name}.weight: {shape}", rule=f"turned{rule}")
+            for ours, (name, shape, _, rule) in _LINEAR.items()
         ),
         *(
-            each
-            for ours, theirs, shape, out in (
-                ("self_attention.linear_proj", "attn.c_proj", "queries hidden", "hidden"),
-                ("mlp.linear_fc1", "mlp.c_fc", "hidden ffn", "ffn"),
-                ("mlp.linear_fc2", "mlp.c_proj", "ffn hidden", "hidden"),
-            )
-            for each in (
-                row(f"{OURS}{ours}.weight", f"{_GPT2}{theirs}.weight: {shape}", rule="turned"),
-                row(f"{OURS}{ours}.bias", f"{_GPT2}{theirs}.bias: {out}"),
-            )
+            row(f"{OURS}{ours}.bias", f"{_GPT2}{name}.bias: {out}", rule=f"same{rule}")
+            for ours, (name, _, out, rule) in _LINEAR.items()
         ),
     ),
     flags={"tanh-gelu": True},

@@ -3,10 +3,8 @@ layer."""
 
 from typing import Any
 
-from megatron.dpp.errors import DataError, shown
 from megatron.dpp_train.hf.families import parts
-from megatron.dpp_train.hf.families.base import Config, Family, row
-from megatron.dpp_train.hf.families.parts import HF, OURS
+from megatron.dpp_train.hf.families.base import Config, Family
 
 _YARN = {
     "rope_type": "yarn",
@@ -25,13 +23,9 @@ def _prepare(content: Config) -> Config:
 
 
 def _read(content: Config) -> dict[str, Any]:
-    if content["swiglu_alpha"] != 1.702:
-        raise DataError(f"swiglu_alpha is {shown(content['swiglu_alpha'])}, expected 1.702")
     return parts.window_flags(content, 2)
 
 
-_EXPERTS = f"{OURS}mlp.experts.experts."
-_SAVED = f"{HF}mlp.experts."
 FAMILY = Family(
     name="gpt_oss",
     models="gpt-oss 20B and 120B, in 16 bit",
@@ -40,24 +34,20 @@ FAMILY = Family(
     | parts.EXPERT_FIELDS
     | {"num_local_experts": "num-experts", "swiglu_limit": "activation-func-clamp-value"},
     rows=(
-        *(*parts.ENDS, *parts.ATTENTION, *parts.QKV_BIAS),
-        row(f"{OURS}self_attention.linear_proj.bias", f"{HF}self_attn.o_proj.bias: hidden"),
-        row(f"{OURS}self_attention.core_attention.softmax_offset", f"{HF}self_attn.sinks: heads"),
-        *parts.expert_norms(),
-        row(f"{OURS}mlp.router.weight", f"{HF}mlp.router.weight: experts hidden"),
-        row(f"{OURS}mlp.router.bias", f"{HF}mlp.router.bias: experts"),
-        row(
-            f"{_EXPERTS}linear_fc1.weight",
-            f"{_SAVED}gate_up_proj: experts hidden 2*ffn",
-            rule="turned_pairs",
+        *(*parts.ENDS, *parts.ATTENTION, *parts.QKV_BIAS, *parts.expert_norms()),
+        parts.in_layer("self_attention.linear_proj.bias", "self_attn.o_proj.bias: hidden"),
+        parts.in_layer("self_attention.core_attention.softmax_offset", "self_attn.sinks: heads"),
+        parts.router("mlp.router"),
+        parts.in_layer("mlp.router.bias", "mlp.router.bias: experts"),
+        *(
+            parts.in_layer(f"{parts.EXPERTS}.{ours}", f"mlp.experts.{theirs}", rule=rule)
+            for ours, theirs, rule in (
+                ("linear_fc1.weight", "gate_up_proj: experts hidden 2*ffn", "turned_pairs"),
+                ("linear_fc1.bias", "gate_up_proj_bias: experts 2*ffn", "pairs"),
+                ("linear_fc2.weight", "down_proj: experts ffn hidden", "turned"),
+                ("linear_fc2.bias", "down_proj_bias: experts hidden", "same"),
+            )
         ),
-        row(
-            f"{_EXPERTS}linear_fc1.bias", f"{_SAVED}gate_up_proj_bias: experts 2*ffn", rule="pairs"
-        ),
-        row(
-            f"{_EXPERTS}linear_fc2.weight", f"{_SAVED}down_proj: experts ffn hidden", rule="turned"
-        ),
-        row(f"{_EXPERTS}linear_fc2.bias", f"{_SAVED}down_proj_bias: experts hidden"),
     ),
     flags={
         **parts.EXPERT_FLAGS,
@@ -68,18 +58,17 @@ FAMILY = Family(
         "position-embedding-type": "rope",
         "expert-tensor-parallel-size": 1,
     },
-    only={"hidden_act": ("silu",), "attention_bias": (True,)},
-    usual=parts.EXPERT_USUAL
+    only={"hidden_act": ("silu",), "attention_bias": (True,), "swiglu_alpha": (1.702,)},
+    usual=parts.USUAL
+    | parts.EXPERT_USUAL
     | {
         "num_key_value_heads": 8,
         "head_dim": 64,
         "rms_norm_eps": 1e-5,
         "rope_theta": 150000.0,
         "sliding_window": 128,
-        "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     },
-    silent=("swiglu_alpha",),
     prepare=_prepare,
     read=_read,
     write=parts.window_fields,

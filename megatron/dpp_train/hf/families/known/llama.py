@@ -1,105 +1,81 @@
 """Llama, and families that differ from it by few flags, fields or names."""
 
-from dataclasses import replace
 from typing import Any
 
 from megatron.dpp.errors import DataError, shown
 from megatron.dpp_train.hf.families import parts
-from megatron.dpp_train.hf.families.base import Config, Family, row
-from megatron.dpp_train.hf.families.parts import HF, OURS
+from megatron.dpp_train.hf.families.base import Config
+from megatron.dpp_train.hf.families.parts import like_llama
 
-LLAMA = Family(
-    name="llama",
-    models="Llama 2 and 3",
-    class_name="LlamaForCausalLM",
-    fields=parts.FIELDS,
-    rows=parts.LLAMA,
-    flags=parts.FLAGS,
-    only=parts.ONLY,
-    usual=parts.USUAL,
+LLAMA = like_llama("llama", "Llama 2 and 3", "LlamaForCausalLM")
+MISTRAL = like_llama(
+    "mistral",
+    "Mistral 7B",
+    "MistralForCausalLM",
+    usual={"num_key_value_heads": 8, "sliding_window": 4096},
 )
-MISTRAL = replace(
-    LLAMA,
-    name="mistral",
-    models="Mistral 7B",
-    class_name="MistralForCausalLM",
-    usual=parts.USUAL | {"num_key_value_heads": 8, "sliding_window": 4096},
-)
-QWEN2 = replace(
-    LLAMA,
-    name="qwen2",
-    models="Qwen2 and 2.5",
-    class_name="Qwen2ForCausalLM",
+QWEN2 = like_llama(
+    "qwen2",
+    "Qwen2 and 2.5",
+    "Qwen2ForCausalLM",
     rows=(*parts.LLAMA, *parts.QKV_BIAS),
-    flags=parts.FLAGS | {"add-qkv-bias": True},
-    usual=parts.USUAL | {"num_key_value_heads": 32},
+    flags={"add-qkv-bias": True},
+    usual={"num_key_value_heads": 32},
 )
-QWEN3 = replace(
-    LLAMA,
-    name="qwen3",
-    models="Qwen3",
-    class_name="Qwen3ForCausalLM",
+QWEN3 = like_llama(
+    "qwen3",
+    "Qwen3",
+    "Qwen3ForCausalLM",
     rows=(*parts.LLAMA, *parts.QK_NORM),
-    flags=parts.FLAGS | {"qk-layernorm": True},
-    usual=parts.USUAL | {"num_key_value_heads": 32, "head_dim": 128},
+    flags={"qk-layernorm": True},
+    usual={"num_key_value_heads": 32, "head_dim": 128},
 )
-SEED_OSS = replace(
-    QWEN2,
-    name="seed_oss",
-    models="Seed-OSS 36B",
-    class_name="SeedOssForCausalLM",
+SEED_OSS = like_llama(
+    "seed_oss",
+    "Seed-OSS 36B",
+    "SeedOssForCausalLM",
+    rows=QWEN2.rows,
+    flags={"add-qkv-bias": True},
     only=parts.ONLY | {"attention_bias": (True,), "attention_out_bias": (False, None)},
-    usual=parts.USUAL | {"num_key_value_heads": 8, "head_dim": 128},
+    usual={"num_key_value_heads": 8, "head_dim": 128},
 )
 
 # --- Granite 3: factors of embedding, attention, residual and logits ---
-
-
-def _read_granite(content: Config) -> dict[str, Any]:
-    return {"logit-scale": 1.0 / content["logits_scaling"]}
-
-
-def _write_granite(args: Any) -> Config:
-    return {"logits_scaling": 1.0 / args.logit_scale}
-
 
 _SCALES = {
     "attention_multiplier": "softmax-scale",
     "embedding_multiplier": "embedding-scale",
     "residual_multiplier": "residual-scale",
 }
-GRANITE = replace(
-    LLAMA,
-    name="granite",
-    models="Granite 3, dense",
-    class_name="GraniteForCausalLM",
-    fields=parts.FIELDS | _SCALES,
-    usual=parts.USUAL | dict.fromkeys((*_SCALES, "logits_scaling"), 1.0),
-    silent=("logits_scaling",),
-    read=_read_granite,
-    write=_write_granite,
+GRANITE = like_llama(
+    "granite",
+    "Granite 3, dense",
+    "GraniteForCausalLM",
+    fields=_SCALES,
+    usual=dict.fromkeys((*_SCALES, "logits_scaling"), 1.0),
+    read=lambda content: {"logit-scale": 1.0 / content["logits_scaling"]},
+    write=lambda args: {"logits_scaling": 1.0 / args.logit_scale},
 )
 
 # --- Phi-3 and Phi-4: projections are fused, heads may be rotated in part ---
 
-PHI3 = replace(
-    LLAMA,
-    name="phi3",
-    models="Phi-3 (4k), Phi-4 14B",
-    class_name="Phi3ForCausalLM",
-    fields=parts.FIELDS | {"partial_rotary_factor": "rotary-percent"},
+PHI3 = like_llama(
+    "phi3",
+    "Phi-3 (4k), Phi-4 14B",
+    "Phi3ForCausalLM",
+    fields={"partial_rotary_factor": "rotary-percent"},
     rows=(
-        *(*parts.ENDS, parts.INPUT_NORM, parts.OUTPUT, parts.MLP_NORM),
-        row(
-            f"{OURS}self_attention.linear_qkv.weight",
-            f"{HF}self_attn.qkv_proj.weight: fused hidden",
-            rule="fused_by_group",
+        *(*parts.ENDS, parts.INPUT_NORM, parts.OUTPUT, parts.mlp_norm()),
+        parts.in_layer(
+            "self_attention.linear_qkv.weight",
+            "self_attn.qkv_proj.weight: fused hidden",
+            rule="same_by_group",
         ),
-        row(f"{OURS}mlp.linear_fc1.weight", f"{HF}mlp.gate_up_proj.weight: 2*ffn hidden"),
-        row(f"{OURS}mlp.linear_fc2.weight", f"{HF}mlp.down_proj.weight: hidden ffn"),
+        parts.in_layer("mlp.linear_fc1.weight", "mlp.gate_up_proj.weight: 2*ffn hidden"),
+        parts.in_layer("mlp.linear_fc2.weight", "mlp.down_proj.weight: hidden ffn"),
     ),
     only={"hidden_act": ("silu",), "attention_bias": (False, None)},
-    usual=parts.USUAL | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
+    usual={"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
     prepare=parts.partial_rotary,
 )
 
@@ -125,13 +101,11 @@ def _write_smollm3(args: Any) -> Config:
     return {"no_rope_layers": [1 - each for each in skipped]}
 
 
-SMOLLM3 = replace(
-    LLAMA,
-    name="smollm3",
-    models="SmolLM3",
-    class_name="SmolLM3ForCausalLM",
-    usual=parts.USUAL
-    | {"num_key_value_heads": 4, "rope_theta": 2000000.0, "tie_word_embeddings": True},
+SMOLLM3 = like_llama(
+    "smollm3",
+    "SmolLM3",
+    "SmolLM3ForCausalLM",
+    usual={"num_key_value_heads": 4, "rope_theta": 2000000.0, "tie_word_embeddings": True},
     silent=("no_rope_layers", "no_rope_layer_interval"),
     read=_read_smollm3,
     write=_write_smollm3,

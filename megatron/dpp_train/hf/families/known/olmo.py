@@ -5,24 +5,23 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.dpp_train.hf.families import parts
-from megatron.dpp_train.hf.families.base import Config, Family, row
-from megatron.dpp_train.hf.families.parts import FULL, HF, OURS, SLIDING
+from megatron.dpp_train.hf.families.base import Config
+from megatron.dpp_train.hf.families.parts import FULL, SLIDING
 from megatron.dpp_train.hf.families.rotary import rotary_fields
 
-OLMO2 = Family(
-    name="olmo2",
-    models="OLMo 2",
-    class_name="Olmo2ForCausalLM",
-    fields=parts.FIELDS,
+OLMO2 = parts.like_llama(
+    "olmo2",
+    "OLMo 2",
+    "Olmo2ForCausalLM",
     rows=(
         *(*parts.ENDS, parts.QKV, parts.OUTPUT, *parts.gated_mlp(), *parts.OUTPUT_NORMS),
-        row(f"{OURS}self_attention.q_layernorm.weight", f"{HF}self_attn.q_norm.weight: queries"),
-        row(f"{OURS}self_attention.k_layernorm.weight", f"{HF}self_attn.k_norm.weight: keys"),
+        *parts.QK_NORM_OVER_HEADS,
     ),
-    flags=parts.FLAGS
-    | dict.fromkeys(("no-input-norms", "output-norms", "qk-layernorm", "qk-norm-over-heads"), True),
+    flags=dict.fromkeys(
+        ("no-input-norms", "output-norms", "qk-layernorm", "qk-norm-over-heads"), True
+    ),
     only={"hidden_act": ("silu",), "attention_bias": (False, None)},
-    usual=parts.USUAL | {"rms_norm_eps": 1e-5},
+    usual={"rms_norm_eps": 1e-5},
 )
 
 
