@@ -366,7 +366,7 @@ def pipeline_size(groups: Any = None) -> int:
 
 
 def listed(given: Any) -> list[Any]:
-    """What a schedule takes one of, or one for each chunk: a list of them."""
+    """A model chunk or an iterator, or several of them, as a list."""
     return given if isinstance(given, list) else [given]
 
 
