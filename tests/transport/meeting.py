@@ -136,14 +136,12 @@ def open_both(
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
     bother: Callable[[Meeting], None] = lambda meeting: None,
-    setup_timeout: float = PATIENCE,
+    patience: float = PATIENCE,
 ) -> dict[int, Any]:
-    """Open two ranks and close them; returns them, or their errors.
-
-    Args:
-        bother: runs with the meeting of rank 1, before anybody connects.
+    """Errors of opening and closing two ranks, None without one; ``bother`` runs with the meeting
+    of rank 1, before anybody connects.
     """
-    store, bothered, original = HashStore(), threading.Event(), Meeting.connect
+    bothered, original = threading.Event(), Meeting.connect
 
     def connect(self: Meeting, wanted: Any) -> Any:
         if self._rank == 1:
@@ -152,23 +150,12 @@ def open_both(
         assert bothered.wait(PATIENCE)
         return original(self, wanted)
 
-    def open_one(rank: int) -> Any:
-        options = TransportOptions(setup_timeout=setup_timeout)
-        mine = of_rank(pair(), rank)
-        return open_transport(mine, rank=rank, store=store, kind=kind, options=options)
-
     with monkeypatch.context() as patch:
         patch.setattr(Meeting, "connect", connect)
-        found = both(open_one)
-    for end in found.values():
-        if not isinstance(end, Exception):
-            end.close()
-    return found
+        return errors_of(kind, patience, seconds=0.0)
 
 
-def none_failed(found: dict[int, Any]) -> None:
-    """Both ranks have opened."""
-    assert not [end for end in found.values() if isinstance(end, Exception)], found
+NONE = {0: None, 1: None}
 
 
 def num_open() -> int:

@@ -56,7 +56,7 @@ def two(kind: str, chunks: int = CHUNKS, **options: Any) -> Iterator[list[Transp
 
 
 def refusals(kind: str, trouble: Trouble, faults: dict[str, int], *gpudirect: str) -> str:
-    """What both ranks say whose link is refused."""
+    """The errors of both ranks, whose link is refused."""
     for name, value in faults.items():
         trouble(name, value)
     options = [{"gpudirect": way, "workload": 5000} for way in gpudirect]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import encodings.idna  # noqa: F401  another user may not be able to read it later
 import errno
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +23,9 @@ from megatron.dpp.transport import handshake, meet
 from megatron.dpp.transport.handshake import Admission, Connection, Guest
 from megatron.dpp.transport.meet import Meeting
 from megatron.dpp.transport.messages import receive_message, send_message
-from tests.transport import stranger
-from tests.transport.kinds import PATIENCE, proof_of
+from tests.transport.kinds import PATIENCE, Results, inheritance_kept, proof_of
 from tests.transport.meeting import (
+    NONE,
     TOKEN,
     Ends,
     accept,
@@ -35,7 +35,6 @@ from tests.transport.meeting import (
     ends,
     facts,
     met,
-    none_failed,
     open_both,
     token_file,
     until_no_more_than,
@@ -221,15 +220,30 @@ def test_another_users_process_is_refused_before_it_is_read(
 # Strangers ----------------------------------------------------------------------------------------
 
 
-def knock(kind: str, meeting: Meeting, hello: bytes = b"") -> socket.socket:
-    """A stranger's connection."""
+Address = str | tuple[str, int]
+
+
+def address_of(kind: str, meeting: Meeting) -> Address:
     if kind == "tcp":
-        caller = socket.create_connection(tuple(meeting.tcp_address))
-    else:
-        caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        caller.connect("\0" + meeting.unix_address)
-    if hello:
-        caller.send(hello)
+        host, port = meeting.tcp_address
+        return host, port
+    return "\0" + meeting.unix_address
+
+
+def knock(address: Address, hello: bytes = b"") -> socket.socket:
+    """A stranger's connection."""
+    family = (socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not isinstance(address, str):
+        family = (socket.AF_INET, socket.SOCK_STREAM)
+    caller = socket.socket(*family)
+    caller.settimeout(0.1)
+    try:
+        caller.connect(address)
+        if hello:
+            caller.send(hello)
+    except OSError:
+        caller.close()
+        raise
     return caller
 
 
@@ -238,14 +252,15 @@ def test_a_crowd_that_says_nothing_keeps_no_place_and_is_hung_up_on(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handshake, "MOST_GUESTS", 8)
+    monkeypatch.setattr(handshake, "GRACE_SECONDS", 0.05)
     crowd: list[socket.socket] = []
 
     def bother(meeting: Meeting) -> None:
         for _ in range(50):  # a backlog of them
-            knock(kind, meeting, b"\x05\x00hello").close()
-        crowd.extend(knock(kind, meeting) for _ in range(60))
+            knock(address_of(kind, meeting), b"\x05\x00hello").close()
+        crowd.extend(knock(address_of(kind, meeting)) for _ in range(60))
 
-    none_failed(open_both(kind, monkeypatch, bother))
+    assert open_both(kind, monkeypatch, bother) == NONE
     for caller in crowd:
         caller.settimeout(PATIENCE)
         with contextlib.suppress(ConnectionResetError):
@@ -253,41 +268,80 @@ def test_a_crowd_that_says_nothing_keeps_no_place_and_is_hung_up_on(
         caller.close()
 
 
+def flood(address: Address) -> Iterator[None]:
+    """Connect, say something wrong or nothing, and hang up some connections later."""
+    kept: list[socket.socket] = []
+    while True:
+        for hello in (b"", b"\xff", b"\0\0", b"\xff\xff", b"\2\0{}", b"\x0a\0not json!!"):
+            with contextlib.suppress(OSError):
+                kept.append(knock(address, hello))
+            if len(kept) > 20:
+                kept.pop(0).close()
+            time.sleep(0.0005)
+        yield
+
+
+def drip(address: Address) -> Iterator[None]:
+    """Keep 40 connections that send one byte after the other."""
+    places: list[socket.socket | None] = [None] * 40
+    while True:
+        for index, place in enumerate(places):
+            try:
+                places[index] = place or knock(address)
+                places[index].send(b"\5")  # type: ignore[union-attr]
+            except BlockingIOError:
+                pass
+            except OSError:
+                places[index] = None
+        yield
+        time.sleep(0.005)
+
+
 @contextlib.contextmanager
-def bothered(kind: str, *ways: Sequence[str]) -> Iterator[Callable[[Meeting], None]]:
-    """A ``bother`` for :func:`open_both`: a process of stranger.py for each of ``ways``, until the
-    end of the block.
+def bothered(kind: str) -> Iterator[Callable[[Meeting], None]]:
+    """A ``bother`` for :func:`open_both`: three processes that connect until the end of the block,
+    one of another user.
     """
-    programs: list[subprocess.Popen[bytes]] = []
+    addresses, ready, ways = Results(), Results(), (flood, drip, flood)
+
+    def run(number: int) -> None:
+        address = addresses.get(PATIENCE)
+        if number == 2 and os.getuid() == 0:
+            os.setuid(OTHER_USER)
+        for turn, _ in enumerate(ways[number](address)):
+            if turn == 0:
+                ready.put(number)
 
     def bother(meeting: Meeting) -> None:
-        host = ":".join(map(str, meeting.tcp_address))
-        address = host if kind == "tcp" else meeting.unix_address
-        for way in ways:
-            words = [sys.executable, "-S", stranger.__file__, address, *way]
-            programs.append(subprocess.Popen(words, stdout=subprocess.PIPE))
-        for program in programs:
-            assert program.stdout is not None and program.stdout.readline() == b"ready\n"
+        for _ in ways:
+            addresses.put(address_of(kind, meeting))
+        assert {ready.get(PATIENCE) for _ in ways} == {0, 1, 2}
 
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=run, args=(at,), daemon=True) for at in range(len(ways))]
+    with inheritance_kept():
+        for process in processes:
+            process.start()
     try:
         yield bother
     finally:
-        for program in programs:
-            program.kill()
-            program.communicate()
+        for process in processes:
+            process.kill()
+            process.join()
+        for results in (addresses, ready):
+            results.close()
 
 
 @pytest.mark.parametrize(
     "number", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 20))]
 )
 def test_a_start_succeeds_among_strangers(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While three processes connect, one of another user; nothing of them stays."""
+    """Nothing of them stays."""
     kind = KINDS[number % 2]
-    other = ["flood", *(["--user", str(OTHER_USER)] if os.getuid() == 0 else [])]
     open_both(kind, monkeypatch)
-    quiet = census()
-    with bothered(kind, ["flood"], ["drip"], other) as bother:
-        none_failed(open_both(kind, monkeypatch, bother))
+    with bothered(kind) as bother:
+        quiet = census()
+        assert open_both(kind, monkeypatch, bother) == NONE
         until_no_more_than(quiet)
 
 
@@ -382,13 +436,13 @@ def test_what_lacks_at_first_is_survived(
     call: str, error: Callable[[], OSError], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = fails_first(monkeypatch, call, error)
-    none_failed(open_both(kind, monkeypatch))
+    assert open_both(kind, monkeypatch) == NONE
     assert not left
 
 
 def test_a_shortage_that_lasts_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     fails_first(monkeypatch, "accept", no_descriptor, 10_000)
-    found = open_both("shm", monkeypatch, setup_timeout=1.0)
+    found = open_both("shm", monkeypatch, patience=1.0)
     assert type(found[0]) is type(found[1]) is SetupError
     assert "Too many open files" in str(found[1]) and "ulimit -n" in str(found[1])
 

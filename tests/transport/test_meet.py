@@ -302,12 +302,12 @@ def test_the_lower_rank_connects_and_a_silent_host_is_not_lost_before_its_time(
 @pytest.mark.parametrize(
     ("number", "ports", "tried", "says"),
     [
-        (98, (7000, 7002), [7002, 7000, 7001], "all ports from 7000 to 7002 of h are in use"),
-        (13, (7000, 7002), [7002], "rank 5: cannot listen on h:7002 .*Permission denied"),
+        (98, (7000, 7002), [7000, 7001, 7002], "all ports from 7000 to 7002 of h are in use"),
+        (13, (7000, 7002), [7000], "rank 5: cannot listen on h:7000 .*Permission denied"),
         (98, None, [0], "rank 5: cannot listen on h:0 .*Address already in use"),
     ],
 )
-def test_ranks_of_a_host_begin_at_different_ports(
+def test_a_rank_listens_on_the_first_free_port(
     number: int, ports: Any, tried: list[int], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []

@@ -187,6 +187,9 @@ NEAR_2 = node_of(below(2, 1), 0, CARDS)
         # A GPU passes over ports that reach nobody, unless they are named.
         (DOWN, "10.0.0.5", NEAR_2, "node", {}, ["mlx5_0", "mlx5_1"]),
         (DOWN, "10.0.0.5", NEAR_2, "node", {"devices": "mlx5_3"}, ["mlx5_3"]),
+        (DOWN, "10.0.0.5", NEAR_2, "node", {"devices": "mlx5_2"},
+         "DPP_RDMA_DEVICES=mlx5_2: no such active port (there are mlx5_0 port 1, mlx5_1 port 1, "
+         "mlx5_2 port 1 (not active), mlx5_3 port 1)"),
         # An address that the user names says which network is meant.
         (MIXED, "10.0.0.5", NEAR_2, "route", {}, ["mlx5_2", "mlx5_3", "mlx5_0", "mlx5_1"]),
         (MIXED, "10.0.0.5", NEAR_2, "node", {}, ["mlx5_0", "mlx5_1"]),

@@ -41,7 +41,7 @@ from megatron.dpp.transport.messages import (
 MOST_GUESTS = 64
 """Limit on the connections to a rank that have not proven themselves yet."""
 
-_GRACE_SECONDS = 0.25
+GRACE_SECONDS = 0.25
 """Age from which a connection loses its place while all places are taken."""
 
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -199,7 +199,7 @@ class Admission:
         Without a place for the next one, old guests have to go.
         """
         came = False
-        while len(self._guests) < MOST_GUESTS:
+        for _ in range(MOST_GUESTS - len(self._guests)):
             try:
                 sock, _ = listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
@@ -218,7 +218,7 @@ class Admission:
             except (AuthError, OSError):  # another user; it has gone
                 self._refuse(guest)
         if len(self._guests) >= MOST_GUESTS:
-            oldest = time.monotonic() - _GRACE_SECONDS
+            oldest = time.monotonic() - GRACE_SECONDS
             for guest in [guest for guest in self._guests if guest.since < oldest]:
                 self._refuse(guest)
         return came

@@ -99,11 +99,9 @@ class Meeting:
             listener.setblocking(False)
 
     def _listen_on(self, host: str) -> socket.socket:
-        """A listener on the first free port of ``listen_ports``; ranks begin at different ones."""
+        """A listener on the first free port of ``listen_ports``."""
         first, last = self._options.listen_ports or (0, 0)
-        ports = range(first, last + 1)
-        start = self._rank % len(ports)
-        for port in (*ports[start:], *ports[:start]):
+        for port in range(first, last + 1):
             try:
                 return socket.create_server((host, port), family=family_of(host), backlog=_BACKLOG)
             except OSError as error:
@@ -252,7 +250,13 @@ class Meeting:
         with contextlib.closing(Admission(self._listeners, self._token, self._rank)) as admission:
             while missing:
                 if self._remaining() <= 0:
-                    raise self._unmet(missing, admission)
+                    refused, shortage = admission.refused, admission.shortage
+                    raise SetupError(
+                        f"rank {self._rank}: ranks {sorted({rank for rank, _ in missing})} have "
+                        f"not connected after {self._options.setup_timeout:g} s"
+                        + (f"; {refused} connections could not prove themselves" if refused else "")
+                        + (f"; accepting failed: {shortage}" if shortage else "")
+                    )
                 for connection in admission.look(_RETRY_SECONDS):
                     name = (connection.peer, connection.purpose)
                     if name not in missing:
@@ -261,15 +265,6 @@ class Meeting:
                     missing.discard(name)
                     _watch_tcp(connection, self._options.peer_timeout)
                     made[name] = connection
-
-    def _unmet(self, missing: set[tuple[int, str]], admission: Admission) -> SetupError:
-        refused, shortage = admission.refused, admission.shortage
-        return SetupError(
-            f"rank {self._rank}: ranks {sorted({rank for rank, _ in missing})} have not "
-            f"connected after {self._options.setup_timeout:g} s"
-            + (f"; {refused} connections could not prove themselves" if refused else "")
-            + (f"; accepting failed: {shortage}" if shortage else "")
-        )
 
 
 def _watch_tcp(connection: Connection, seconds: float) -> None:

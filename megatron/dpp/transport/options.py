@@ -73,8 +73,9 @@ def _given(
     given: dict[str, Any] = {}
     for each in fields(options):
         if text := environment.get(named(each.name)):
+            number: Any = type(each.default)
             try:
-                given[each.name] = type(each.default)(text)
+                given[each.name] = number(text)
             except ValueError:
                 given[each.name] = text
     return given

@@ -19,9 +19,6 @@ from megatron.dpp.transport.options import RdmaOptions, TransportOptions, variab
 NEAREST = "nearest"
 """Value of ``DPP_RDMA_DEVICES`` that allows every port."""
 
-SYS = Path("/sys")
-"""Root of the kernel's files about devices."""
-
 _MAPPED = "00000000000000000000ffff"  # an IPv4 address as a GID begins so
 _LINK_LOCAL = "fe80"
 _FLID, _NO_FLID = slice(8, 12), "0000"
@@ -132,7 +129,7 @@ def find_places(
     node = Node(
         gpu=gpu_path(device),
         turn=int(os.environ.get("LOCAL_RANK", "0")),
-        cards={name: pci_path(f"class/infiniband/{name}/device") for name in names},
+        cards={name: Path(f"/sys/class/infiniband/{name}/device").resolve() for name in names},
         subnets={address: network for address, (_, network) in own.items()},
         infiniband=_infiniband_interfaces(own.get(address, ("", ""))[0]),
         refused=refused,
@@ -192,19 +189,15 @@ def choose_place(
             found = indices.get(_ROCE)
         if found is not None:
             if not port["active"]:
-                return None, (
-                    f"{_name(port)}, which has {address}, is not active (cable, switch, "
-                    "ibv_devinfo)"
-                )
+                why = "is not active (cable, switch, ibv_devinfo)"
+                return None, f"{_name(port)}, which has {address}, {why}"
             return _place_on(port, found if gid_index < 0 else gid_index, node)
     there = "; ".join([", ".join(map(_name, ports)), *node.refused])
     node_ips = setting("node_ips")
-    return None, (
-        Text(
-            f"no RDMA port has the address {address} (there are {there}): name the address of the "
-            f"RDMA interface with {node_ips}, or its device with {variable('devices')}",
-            node_ips,
-        )
+    return None, Text(
+        f"no RDMA port has the address {address} (there are {there}): name the address of the "
+        f"RDMA interface with {node_ips}, or its device with {variable('devices')}",
+        node_ips,
     )
 
 
@@ -358,15 +351,10 @@ def pci_distance(one: Path, other: Path) -> tuple[int, int]:
     return (0 if shared > root + 1 else 1 if shared > root else 2), bridges
 
 
-def pci_path(entry: str) -> Path:
-    """Path of a device under ``/sys/devices``, by an entry of ``/sys`` that leads there."""
-    return (SYS / entry).resolve()
-
-
 def gpu_path(device: torch.device) -> Path | None:
     """Path of a GPU in the tree of PCI devices; None on a CPU, and where PyTorch does not say."""
     facts: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     if not hasattr(facts, "pci_bus_id"):
         return None
     address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-    return pci_path(f"bus/pci/devices/{address}")
+    return Path(f"/sys/bus/pci/devices/{address}").resolve()

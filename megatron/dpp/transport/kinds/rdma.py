@@ -113,12 +113,10 @@ class Joining:
         """Set links up; returns by peer the text about those that work."""
         setup = self.setup
         ours = self._set_up(links, setup.options.gpudirect)
-        untrue = self._untrue([link for link in links if link.peer in ours], ours)
-        again = [link for link in links if link.peer in untrue]
-        for link in again:
-            del ours[link.peer]
-            setup.native.drop_link(link.peer)
-        ours |= self._set_up(again, "off")
+        untrue = self._untrue(links, ours)
+        for peer in untrue:
+            self._drop(peer, ours)
+        ours |= self._set_up([link for link in links if link.peer in untrue], "off")
         said = {}
         for peer, made in ours.items():
             place, how = self.places[peer], untrue.get(peer) or made.gpu_way
@@ -148,23 +146,25 @@ class Joining:
         for link in links:
             self.hear(link, link.receive()[0])
             if self.fault(link):
-                ours.pop(link.peer, None)
-                self.setup.native.drop_link(link.peer)
-        self._keep_those_that_deliver(links, ours)
+                self._drop(link.peer, ours)
+        # Test the memory of the host.
+        self._keep_those_that_deliver([link for link in links if link.peer in ours], ours, "path")
+        staged = [link for link in links if link.peer in ours and ours[link.peer].in_host_memory]
+        self._keep_those_that_deliver(staged, ours, "slots")
         return ours
 
-    def _keep_those_that_deliver(self, links: Sequence[PeerLink], ours: dict[int, Any]) -> None:
-        """Test the memory of the host on all links, and drop those that do not deliver."""
-        for test in ("path", "slots"):
-            tested = [link for link in links if link.peer in ours]
-            if test == "slots":
-                tested = [link for link in tested if ours[link.peer].in_host_memory]
-            found = self._undelivered(tested, ours, test)
-            for link in tested:
-                if link.peer in found:
-                    self._agree(link, found[link.peer])
-                    del ours[link.peer]
-                    self.setup.native.drop_link(link.peer)
+    def _keep_those_that_deliver(
+        self, links: Sequence[PeerLink], ours: dict[int, Any], test: str
+    ) -> None:
+        found = self._undelivered(links, ours, test)
+        for link in links:
+            if link.peer in found:
+                self._agree(link, found[link.peer])
+                self._drop(link.peer, ours)
+
+    def _drop(self, peer: int, ours: dict[int, Any]) -> None:
+        ours.pop(peer, None)
+        self.setup.native.drop_link(peer)
 
     def _undelivered(
         self, links: Sequence[PeerLink], ours: Mapping[int, Any], test: str
@@ -197,7 +197,8 @@ class Joining:
         Raises:
             TransportUnavailable: it was asked for.
         """
-        tested = [link for link in links if not ours[link.peer].in_host_memory]
+        tested = [link for link in links if link.peer in ours]
+        tested = [link for link in tested if not ours[link.peer].in_host_memory]
         faults = self._undelivered(tested, ours, "slots")
         found = {
             link.peer: undelivered(link, "GPUDirect", faults[link.peer])
