@@ -91,6 +91,8 @@ def test_a_late_message_has_arrived_when_its_delay_is_over_since_it_was_sent() -
     network = FakeNetwork([spec])
     sender, inner = network.transport(0), network.transport(1)
     receiver = delayed(inner, Injector("slow-link:0-1:20ms", 1, 2), (0, 1))
+    for other in (None, Injector("jitter:0.3", 1, 2)):
+        assert delayed(inner, other, (0, 1)) is inner, "nothing is late"
     begin = time.monotonic_ns()
     for microbatch in range(2):
         sender.put(0, torch.arange(4.0), iteration=0, microbatch=microbatch)

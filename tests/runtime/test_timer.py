@@ -189,7 +189,8 @@ def test_tasks_go_on_only_while_the_next_one_could_be_chosen(device: Device) -> 
     timer.launched(KEY, 1.0, 2)
     timer.begin()
     assert not timer.goes_on(KEY, 1.0, 1), "two are queued before it"
-    assert DeviceTimer(0.0, follow=True).goes_on(KEY, 1.0, 9), "the leader decides"
+    timer.follow = True
+    assert timer.goes_on(KEY, 1.0, 9), "the leader decides"
 
 
 def test_a_follower_never_waits_and_learns_all_the_same(device: Device) -> None:
