@@ -68,7 +68,7 @@ COMMAND = "command"
 """The arm of the command that a user types: the script with ``--use-dpp``, all else by default."""
 _PADDED = "padded-"
 """Beginning of the name of a static arm whose rows are padded to the longest."""
-_SLICED = re.compile(r"s([1-9][0-9]*)-")
+_SLICED = re.compile(r"^s([1-9][0-9]*)-")
 """Beginning of the name of a dynamic arm that cuts sequences, and the tokens of a slice."""
 NAMES = {name.replace(", ", "-").replace(" ", "-"): name for name in arms.ARMS}
 """Name on the command line -> name of the arm."""

@@ -212,8 +212,7 @@ def test_a_sliced_run_counts_its_microbatches(tmp_path):
 
 
 def test_a_run_that_kept_megatrons_order_is_simulated_with_it(tmp_path):
-    """As the policy auto does on two ranks."""
-    analysis = analysed(Run(ranks=2, iterations=1, policy="auto"), tmp_path / "2")
+    analysis = analysed(Run(ranks=2, iterations=1, policy="megatron"), tmp_path / "2")
     (run,) = recorded_runs(analysis)
     config = schedule_of(run)
     assert (run.dynamic, config.policy, config.split_backward) == (True, "megatron", True)

@@ -154,19 +154,18 @@ def run_pipeline(
 
     def body(index: int) -> None:
         top, *room = places[index]
-        first, own = index - index % members, top.ranks[top.rank]
-        counters = 2 * sum(spec.destination == own for spec in opened[index])
+        first = index - index % members
+        counters = 2 * sum(spec.destination == top.ranks[top.rank] for spec in opened[index])
         board = range(first, first + members)
-        shared: dict[str, Any] = {"board_ranks": board if members > 1 else None}
-        transport = network.transport(index, board_counters=counters, **shared)
-        if spend is not None:
-            runners[index].late = partial(spend, transport)
+        ranks = board if members > 1 else None
+        transport = network.transport(index, board_counters=counters, board_ranks=ranks)
+        runners[index].late = partial(spend, transport) if spend else runners[index].late
         try:
             links = Links(transport, top, *map(len, room))
             w_pieces = tuple(pieces or (2,) * v) if split else None
             for iteration in range(iterations):
-                evaluates = forward_only or iteration in evaluations
-                geometry = Geometry(p, top.rank, v, m, w_pieces=w_pieces, forward_only=evaluates)
+                only = forward_only or iteration in evaluations
+                geometry = Geometry(p, top.rank, v, m, w_pieces=w_pieces, forward_only=only)
                 scheduler = made(geometry) if not schedulers else schedulers[index]
                 rank_of(
                     links=links, scheduler=scheduler, runner=runners[index], timer=StartsLater(),

@@ -18,10 +18,19 @@ from hypothesis import strategies as st
 
 from megatron.dpp.direction import Direction
 from megatron.dpp.errors import ScheduleError
-from megatron.dpp.schedule import Budget, Geometry, Kind, MemoryLimit, Scheduler, parse_cap
+from megatron.dpp.schedule import (
+    BUILT_IN,
+    HOLDS_ALL,
+    Budget,
+    Geometry,
+    Kind,
+    MemoryLimit,
+    Scheduler,
+    parse_cap,
+)
 from tests.schedule.pipelines import Pipeline, Walk, wild
 
-POLICIES = ["wild", "dynamic", "depth-first", "megatron", "eager", "auto"]
+POLICIES = ["wild", *sorted({*BUILT_IN} - HOLDS_ALL)]
 CUTS = [
     cut for number in (2, 3) for cut in itertools.product((1, 2, 3), repeat=number) if max(cut) > 1
 ]

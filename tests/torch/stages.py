@@ -156,7 +156,7 @@ def batch(case: Case, seed: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, 
 
 
 def ends(length: int, number: int, generator: torch.Generator) -> torch.Tensor:
-    """Where ``number`` documents of a packed row begin, and its length; some are empty."""
+    """Starts of the ``number`` documents of a packed row, and its length; some are empty."""
     drawn = torch.randint(0, length + 1, (number - 1,), generator=generator)
     return torch.cat([torch.tensor([0]), drawn.sort().values, torch.tensor([length])])
 

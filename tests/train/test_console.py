@@ -144,10 +144,10 @@ def test_a_signal_ends_everything(number: signal.Signals, tmp_path: Path) -> Non
 _LAUNCHER = """
 import os, sys
 from pathlib import Path
-from megatron.dpp_train.presets.launch import Command, run
+from megatron.dpp_train.presets.launch import run
 home, words = Path(sys.argv[1]), [sys.executable, "-c", *sys.argv[2:]]
 flags = {"--metrics-file": str(home / "metrics.jsonl")}
-sys.exit(run(Command(words=words, env=os.environ, directory=home, log=home / "log", flags=flags)))
+sys.exit(run(words, os.environ, home, home / "log", flags))
 """
 
 

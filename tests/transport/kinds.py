@@ -56,7 +56,7 @@ HAS_GPU = bool(glob.glob("/dev/nvidia[0-9]*"))
 NIXL = "nixl"
 KINDS = ("fake", "shm", "tcp", "rdma", NIXL, *GPU_KINDS)
 NATIVE_KINDS = ("shm", "tcp")
-IN_PROCESS_KINDS = (*NATIVE_KINDS, "rdma", *GPU_KINDS)
+IN_PROCESS_KINDS = tuple(kind for kind in KINDS if kind not in ("fake", NIXL))
 """``rdma`` runs over a double of libibverbs that knows one process only."""
 NIXL_KIND = pytest.param(NIXL, marks=pytest.mark.nixl)
 """For parameters: skipped where the package is not installed."""

@@ -147,12 +147,7 @@ class Decisions:
             raise ConfigError("slices need their sizes, which ranks of this stage do not share")
         if geometry.forward_only:
             sizes = None  # no cap applies
-        chosen: str | Policy = policy or self._config.policy
-        if self._replay is not None:
-            recording = self._loaded(self._replay, geometry.rank)
-            chosen = recording.replay(self._num_calls, geometry, backward)
-        elif geometry.forward_only:
-            chosen = policy or "depth-first"
+        chosen = self._chosen(policy, geometry, backward)
         cuts = bool(geometry.groups) or self._cuts  # the cap depends on sizes then
         linked = (tuple(sizes or ()), kappa) if cuts else ()
         key = (geometry, backward, largest, chosen, linked)
@@ -180,6 +175,12 @@ class Decisions:
             )
         self._schedulers[key] = scheduler, allowance
         return scheduler
+
+    def _chosen(self, policy: str | None, geometry: Geometry, backward: Backward) -> str | Policy:
+        if self._replay is not None:
+            recording = self._loaded(self._replay, geometry.rank)
+            return recording.replay(self._num_calls, geometry, backward)
+        return policy or ("depth-first" if geometry.forward_only else self._config.policy)
 
     def _allowance(
         self,

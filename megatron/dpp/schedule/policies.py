@@ -109,7 +109,7 @@ def chosen_policy(name: str, num_ranks: int, num_chunks: int = 1, least: float =
         return name
     if num_ranks > 2 and least < _SPREAD:
         return "dynamic"
-    return "eager" if num_chunks == 1 and (num_ranks > 2 or least < 1.0) else "megatron"
+    return "eager" if num_chunks == 1 else "megatron"
 
 
 BUILT_IN: Mapping[str, Policy] = MappingProxyType(

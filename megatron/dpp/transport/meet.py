@@ -208,7 +208,7 @@ class Meeting:
             AuthError: what listens there does not know the job's token, or refuses us.
             SetupError: there is no way to it, or it has let nobody in until the deadline.
         """
-        where = tuple(peer.tcp_address) if over_tcp else "\0" + peer.unix_address
+        where: Any = tuple(peer.tcp_address) if over_tcp else "\0" + peer.unix_address
         while True:
             try:
                 return self._try_to_reach(peer.rank, where, purpose)

@@ -102,7 +102,8 @@ def no_empty_split() -> Iterator[None]:
     nothing for ever."""
     from megatron.core.datasets.gpt_dataset import GPTDataset
 
-    own = GPTDataset._get_num_epochs
+    name = "_get_num_epochs"
+    own = getattr(GPTDataset, name)
 
     def counted(self: Any, tokens: int) -> int:
         if not tokens:
@@ -112,7 +113,7 @@ def no_empty_split() -> Iterator[None]:
             )
         return int(own(self, tokens))
 
-    with mock.patch.object(GPTDataset, "_get_num_epochs", counted):
+    with mock.patch.object(GPTDataset, name, counted):
         yield
 
 
