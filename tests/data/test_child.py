@@ -31,6 +31,7 @@ DOES: dict[str, Callable[[], Any]] = {
     "hangs": hangs,
     "kills": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "aborts": os.abort,
+    "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "leaves": lambda: os._exit(3),
     "refuses": lambda: int("x"),
     "grows": lambda: len(bytearray(1 << 34)),
@@ -79,6 +80,12 @@ def test_errors_come_back_and_the_child_goes_on() -> None:
     assert child.receive() == 42
     child.close()
     child.close()
+
+
+def test_a_stopped_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.dpp_train.data.child.LOOK_SECONDS", 0.5)
+    with pytest.raises(DataError, match=r"does not answer: process \d+ \(.*\) is stopped on"):
+        list(in_order(1, begin, enumerate(["answers", "stops", "answers"])))
 
 
 def test_a_worker_that_dies_at_its_start_or_fails_ends_the_work() -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.dpp.errors import DataError, DppError
-from megatron.dpp.processes import how_ended
+from megatron.dpp.processes import are_stopped, how_ended, stopped
 
 Name = TypeVar("Name")
 Begin = Callable[[], Callable[[Any], Any]]
@@ -32,6 +32,8 @@ BEGIN_SECONDS = 60.0
 """Processor time for beginning, such as reading a tokenizer."""
 MEMORY_BYTES = 8 << 30
 """By which a child may grow."""
+LOOK_SECONDS = 10.0
+"""After which a process that has not answered is looked at: it may be stopped."""
 _REQUESTS_PER_WORKER = 4
 
 
@@ -88,9 +90,12 @@ class Child:
 
         Raises:
             Died: the process has ended.
-            DppError: what the work raised.
+            DppError: what the work raised, or somebody has stopped the process.
         """
         try:
+            while not self._connection.poll(LOOK_SECONDS):
+                if names := stopped(self._process.pid or 0, alone=True):
+                    raise DataError(f"a worker does not answer: {are_stopped(names)}")
             answer, error = self._connection.recv()
         except (EOFError, OSError):
             self._process.join()
