@@ -76,7 +76,7 @@ def test_describe_names_what_a_run_needs() -> None:
     flags = MEDIUM + "--pipeline-model-parallel-size 2 --use-dpp --tensor-model-parallel-size 2 "
     flags += "--transformer-impl local"
     text = describe(of_words(flags), named_devices("h100", 8))
-    assert text[0] == "layout      tensor 2 x pipeline 2 x data 2 = 8 ranks, policy megatron"
+    assert text[0] == "layout      tensor 2 x pipeline 2 x data 2 = 8 ranks, policy eager"
     assert "354,871,296 in 16 bit" in text[2]
     assert [line.split()[:2] for line in text[4:6]] == [["stage", "0"], ["stage", "1"]]
     assert text[4].count("GiB") + text[4].count("MiB") == 6
