@@ -17,6 +17,7 @@ from tests.sources import ROOT, text_of, tree_of
 
 MOST_FUNCTION_LINES = 60
 MOST_FILE_LINES = 500
+MOST_FILE_BYTES = 2 << 20
 
 QUESTION = re.compile(
     r"(?:What|Whether|How|Why|Which|When|Where|Who|Is|Are|Does|Do|Were|Was|Can|Has|Have)\b"
@@ -133,6 +134,11 @@ def test_files_are_short() -> None:
         if lines > MOST_FILE_LINES:
             wrong.append(f"{name}:{lines}: the file has more than {MOST_FILE_LINES} lines")
     assert not wrong, "\n".join(wrong)
+
+
+def test_tracked_files_are_small() -> None:
+    """A wheel that came along with a commit would be in every clone."""
+    assert [name for name in tracked() if (ROOT / name).stat().st_size > MOST_FILE_BYTES] == []
 
 
 def lacks_encoding(call: ast.Call) -> bool:
