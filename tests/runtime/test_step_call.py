@@ -229,9 +229,9 @@ def test_a_microbatch_beyond_the_bound_names_the_setting_that_gave_it(
     tokens = call.tokens(call.longest(most), most)
     assert tokens.count(torch.zeros(2, 3, 8)) == 6
     with pytest.raises(ConfigError) as caught:
-        tokens.count(torch.zeros(5, 3, 8))
-    assert f"15 tokens, and links and the memory cap have room for 6 ({named})" in str(caught.value)
-    assert "DppConfig(max_tokens=15), or more" in str(caught.value)
+        tokens.count(torch.zeros(7, 1, 8))
+    assert f"7 tokens, and links and the memory cap have room for 6 ({named})" in str(caught.value)
+    assert "DppConfig(max_tokens=7), or more" in str(caught.value)
 
 
 @pytest.mark.parametrize(
