@@ -48,6 +48,22 @@ def for_old_python(folder: Path) -> Path:
     return folder
 
 
+def place(rank: int, ranks: int) -> dict[str, str]:
+    """Variables of a local rank, which shares its GPU with others where there are too few.
+
+    NCCL refuses two ranks on one GPU of a host. To it they are on hosts of their own, which it
+    connects by sockets: correct, but slow.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if not 0 < gpus < ranks:
+        return {"LOCAL_RANK": str(rank)}
+    turn, gpu = divmod(rank, gpus)
+    host = f"{os.uname().nodename}.{turn}"
+    return {"LOCAL_RANK": str(gpu), "NCCL_HOSTID": host, "NCCL_SOCKET_IFNAME": "lo"}
+
+
 def start(
     root: Path,
     entry: Path,
@@ -77,7 +93,7 @@ def start(
     }  # fmt: skip
     processes = []
     for rank in range(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(more[rank] if more else {})
+        own = {"RANK": str(rank), **place(rank, ranks), **(more[rank] if more else {})}
         with Path(f"{log}.{rank}.log").open("w", encoding="utf-8") as file:
             processes.append(
                 subprocess.Popen(

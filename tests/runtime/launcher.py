@@ -112,8 +112,7 @@ Place = Callable[[int], tuple[str, dict[str, str]]]
 def shared_gpus(rank: int) -> tuple[str, dict[str, str]]:
     """A place on one of this host's GPUs, which ranks share where there are too few of them.
 
-    To NCCL, which refuses two ranks on one GPU of a host, they are on hosts of their own; see
-    ``profiling/shared_gpus``.
+    To NCCL, which refuses two ranks on one GPU of a host, they are on hosts of their own.
     """
     import torch
 

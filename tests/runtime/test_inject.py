@@ -85,17 +85,19 @@ def test_a_seed_may_be_any_64_bits() -> None:
     assert derive(5, 1) == 3085186920139808632 != derive((1 << 64) - 7, 1)
 
 
-def test_a_late_message_has_arrived_when_its_delay_is_over_since_it_was_sent() -> None:
+def test_a_late_message_has_arrived_when_its_delay_is_over_since_it_was_sent(monkeypatch) -> None:
     """However long its receiver is busy; a trace shows an injected slow link."""
     spec = ChannelSpec(0, 1, 0, Direction.FORWARD, 64)
     network = FakeNetwork([spec])
     sender, inner = network.transport(0), network.transport(1)
+    monkeypatch.setattr(inner, "coming", inner.poll)  # as over CUDA IPC
     receiver = delayed(inner, Injector("slow-link:0-1:20ms", 1, 2), (0, 1))
     for other in (None, Injector("jitter:0.3", 1, 2)):
         assert delayed(inner, other, (0, 1)) is inner, "nothing is late"
     begin = time.monotonic_ns()
     for microbatch in range(2):
         sender.put(0, torch.arange(4.0), iteration=0, microbatch=microbatch)
+        assert not any(receiver.coming()), "no task is launched ahead of it"
         with pytest.raises(IndexError, match="nothing has arrived"):
             receiver.take(0)
         if microbatch:

@@ -63,6 +63,10 @@ class _Delayed:
                 self._visible[index] += 1
         return tuple(self._visible)
 
+    def coming(self) -> Sequence[int]:
+        """Empty: what is in flight may not be taken before its delay is over."""
+        return ()
+
     def _hide(self, index: int, number: int) -> None:
         """Take a message, due when its delay is over and those before it have arrived."""
         message = self._inner.take(index)
