@@ -8,7 +8,7 @@
 DIR holds archives ``NAME.tar.xz`` of Megatron-LM, or folders NAME. Rows: sequences of one length;
 of unlike length, one a microbatch; the same padded to geometric length buckets, for each of which
 dynamic arms may capture CUDA graphs; and unlike lengths packed into rows of at most --sequence
-tokens (best fit; attention within a row does not end at a sequence's end).
+tokens (best fit; attention ends at a sequence's end with --documents alone).
 
 The arms of a row train the same model on the same microbatches within one process group, in turns
 of ``--block`` steps; the learning rate is 0, so all steps have the same loss. Arms with the host's
@@ -97,7 +97,7 @@ _EXPERTS = (
 _COMMANDS: dict[str, tuple[str, ...]] = {
     "equal": ("--rows", "equal", "--arms", _OWN_BEST),
     "unlike": _UNLIKE,
-    "packed": ("--rows", "packed", "--arms", f"{_PADDED}static-graphs,static,{COMMAND}"),
+    "packed": ("--rows", "packed", "--documents", "--arms", f"static,{COMMAND}"),
     "fp8": (*_UNLIKE, "--more", _FP8),
     "345m": (*_345M, "--micro-batch", "4"),
     "345m-one-row": _345M,
@@ -191,6 +191,7 @@ def measure(
                     [arm_of(name, row) for name in names], processes=args.ranks, queues=queues,
                     block=args.block, rounds=args.rounds, microbatches=args.microbatches,
                     lengths=[] if padded else lengths(args, row), seconds=args.seconds, stop=stop,
+                    documents=rows_of(args, padded) if args.documents and row == "packed" else (),
                 )  # fmt: skip
                 found.append((queues, lines))
                 case = f"{args.cases} " if args.cases else ""
@@ -230,6 +231,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         sequence=(2048, "longest sequence, or row"), ranks=(2, "pipeline size"), microbatches=16,
         micro_batch=(1, "rows of a microbatch"),
         alone=(False, "run a process group of its own for each arm"),
+        documents=(False, "attention in packed rows ends at a sequence's end (THD, which layers of "
+                          "Transformer Engine take)"),
         chunks=(2, "model chunks per rank"), vocabulary=8191, seed=1,
         layout=("", "as --pipeline-model-parallel-layout, for all arms"),
         rows=("equal,unlike,packed", f"of {', '.join(ROWS)}, separated by commas"),
@@ -298,12 +301,19 @@ def lengths(args: argparse.Namespace, row: str) -> list[int]:
             return drawn
         buckets = DppConfig(length_buckets=_BUCKETS).buckets(longest)
         return [min(each for each in buckets if each >= length) for length in drawn]
+    return [sum(documents) for documents in rows_of(args)]
+
+
+def rows_of(args: argparse.Namespace, padded: bool = False) -> list[list[int]]:
+    """The lengths of the sequences in each packed row, the last of which may be padding."""
+    rng = random.Random(args.seed)
     sequences = [_drawn(rng, args)]
-    while len(rows := _packed(sequences, longest)) <= microbatches:
+    while len(rows := _packed(sequences, args.sequence)) <= args.microbatches:
         full = rows
         sequences.append(_drawn(rng, args))
     rng.shuffle(full)
-    return full
+    more = [args.sequence - sum(row) if padded else 0 for row in full]
+    return [[*row, *filter(None, [rest])] for row, rest in zip(full, more, strict=True)]
 
 
 def _drawn(rng: random.Random, args: argparse.Namespace) -> int:
@@ -311,15 +321,15 @@ def _drawn(rng: random.Random, args: argparse.Namespace) -> int:
     return max(16, min(args.sequence, round(length / 16) * 16))
 
 
-def _packed(sequences: Sequence[int], most: int) -> list[int]:
-    """Tokens of the rows into which the sequences are packed, the longest first, by best fit."""
-    rows: list[int] = []
+def _packed(sequences: Sequence[int], most: int) -> list[list[int]]:
+    """The sequences of each row into which they are packed, the longest first, by best fit."""
+    rows: list[list[int]] = []
     for length in sorted(sequences, reverse=True):
-        fits = [place for place, tokens in enumerate(rows) if tokens + length <= most]
+        fits = [row for row in rows if sum(row) + length <= most]
         if fits:
-            rows[max(fits, key=lambda place: rows[place])] += length
+            max(fits, key=sum).append(length)
         else:
-            rows.append(length)
+            rows.append([length])
     return rows
 
 

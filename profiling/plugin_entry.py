@@ -3,8 +3,9 @@
 Variables: ``BENCH_SCRIPT``, its path; ``BENCH_ARMS``, a JSON list of [name, kind, settings], kind
 being ``own``, ``static`` or ``dynamic``, and settings those of a ``DppConfig``; ``BENCH_BLOCK``,
 steps of an arm's turn; ``BENCH_LENGTHS``, sequence lengths separated by commas, which microbatches
-take in turn; ``BENCH_RECORD``, a file to write (``.RANK`` is added), with a line per step: the
-fields of ``plugin_group.Line``.
+take in turn; ``BENCH_DOCUMENTS``, a JSON list of the lengths of each microbatch's documents,
+at whose ends attention ends; ``BENCH_RECORD``, a file to write (``.RANK`` is added), with a line
+per step: the fields of ``plugin_group.Line``.
 
 Without ``--no-gradient-accumulation-fusion`` the kernel that this takes of Apex is PyTorch's where
 Apex is missing, for all arms.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import json
 import logging
 import os
@@ -54,6 +56,29 @@ def vary_lengths() -> None:
         config.variable_seq_lengths = True
 
     TransformerConfig.__post_init__ = with_shapes  # type: ignore[method-assign]
+
+
+def pack(rows: Sequence[Sequence[int]]) -> None:
+    """Tell the model where the documents of its microbatches end, which a chunk gets in turn."""
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    own, numbers = DistributedDataParallel.forward, defaultdict(itertools.count)
+    bounds = [list(itertools.accumulate(row, initial=0)) for row in rows]
+    device = "cuda" if ON_GPU else "cpu"
+    ends: list[Any] = []
+
+    def forward(self: Any, *args: Any, **options: Any) -> Any:
+        if not ends:
+            ends.extend(torch.tensor(each, dtype=torch.int32, device=device) for each in bounds)
+        number = next(numbers[id(self)]) % len(rows)
+        options["packed_seq_params"] = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=ends[number], cu_seqlens_kv=ends[number],
+            max_seqlen_q=max(rows[number]), max_seqlen_kv=max(rows[number]),
+        )  # fmt: skip
+        return own(self, *args, **options)
+
+    DistributedDataParallel.forward = forward
 
 
 class Batches:
@@ -199,6 +224,8 @@ if os.environ["RANK"] == "0":
 LENGTHS = [int(length) for length in os.environ["BENCH_LENGTHS"].split(",") if length]
 if LENGTHS:
     vary_lengths()
+if documents := json.loads(os.environ["BENCH_DOCUMENTS"]):
+    pack(documents)
 if "--no-gradient-accumulation-fusion" not in sys.argv:
     fused_products.provide()
 take_turns(Batches(int(os.environ["BENCH_MICROBATCHES"]), LENGTHS))

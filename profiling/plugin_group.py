@@ -58,6 +58,7 @@ def run(
     rounds: int,
     microbatches: int,
     lengths: Sequence[int] = (),
+    documents: Sequence[Sequence[int]] = (),
     seconds: float,
     stop: harness.Stop,
 ) -> tuple[list[Line], str]:
@@ -67,6 +68,7 @@ def run(
         block: steps of an arm's turn.
         rounds: turns of each arm.
         microbatches: of a step, on each rank.
+        documents: lengths of the documents in each packed row.
         seconds: the most that it may take.
         stop: ends it, too.
 
@@ -81,6 +83,7 @@ def run(
             "BENCH_RECORD": str(record), "BENCH_BLOCK": str(block),
             "BENCH_MICROBATCHES": str(microbatches),
             "BENCH_LENGTHS": ",".join(map(str, lengths)), "BENCH_ARMS": json.dumps(arms),
+            "BENCH_DOCUMENTS": json.dumps(documents),
         }  # fmt: skip
         steps = block * rounds * len(arms)
         started = megatron_sources.start(

@@ -21,6 +21,7 @@ from megatron.dpp.core.graphs.capture import CapturedRng
 from megatron.dpp.core.graphs.pools import Pools
 from megatron.dpp.errors import SetupError
 from tests.runtime.graphed import SHAPE, Block, Captures, Chunk, graphs_of, step
+from tests.runtime.layers import packed_params
 from tests.runtime.losses import Rerun
 
 pytestmark = pytest.mark.usefixtures("captured_at_once")
@@ -80,6 +81,26 @@ def test_other_arguments_than_the_first_run_eagerly_and_are_named_once(
         expected = other * once if isinstance(other, float) else once
         assert torch.equal(step(made, chunk, scale=other)[0], expected)
     assert len([line for line in said if "unlike" in line]) == 1
+
+
+def test_packed_rows_replay_by_their_number_of_documents(chunk: Chunk) -> None:
+    """Bounds are copied in before each replay. A row whose longest document is not said to be as
+    long as the row itself runs eagerly, as do more than three numbers of documents."""
+    ends, captures = [[3, 3, 3], [1, 2, 3], [2, 3], [3] * 4, [3] * 5], Captures()
+    made, said = graphs_of(chunk, capture=captures)
+
+    def gradient(bounds: list[int], longest: int = SHAPE[0]) -> float:
+        params = packed_params(torch.tensor([0, *bounds]), longest)
+        return float(step(made, chunk, packed_seq_params=params)[0].sum())
+
+    one = gradient([1, 2, 3])
+    for bounds in ends:
+        captures.replays.clear()
+        assert gradient(bounds) == pytest.approx(bounds[0] * one, rel=1e-4)
+        assert len(captures.replays) == 2 * (len(bounds) < 5), "F and B"
+    assert captures.number == 6 and "unlike" in said[-1]
+    gradient([1, 2, 3], longest=2)
+    assert captures.number == 6 and len(captures.replays) == 0
 
 
 def test_repeated_draws_are_those_of_the_inputs_shape(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +19,16 @@ from megatron.core.transformer import TransformerConfig
 from megatron.dpp.core import cpu
 from megatron.dpp.core.padded import PaddedRows, why_not_padded
 from tests.runtime.launcher import run_ranks
+from tests.runtime.layers import block_spec, packed_params
 
 
-def gpt(**settings: Any) -> GPTModel:
+def gpt(spec: Any = None, **settings: Any) -> GPTModel:
     torch.manual_seed(1)
     config = TransformerConfig(
         num_layers=2, hidden_size=16, num_attention_heads=2, hidden_dropout=0.0,
         attention_dropout=0.0, persist_layer_norm=False, use_cpu_initialization=True, **settings,
     )  # fmt: skip
-    return GPTModel(config, get_gpt_layer_local_spec(), 32, 32)
+    return GPTModel(config, spec(config) if spec else get_gpt_layer_local_spec(), 32, 32)
 
 
 def row(length: int, padded: int, *, masked: bool) -> dict[str, Any]:
@@ -58,6 +62,24 @@ def compare(length: int, padded: int, *, masked: bool) -> None:
     assert "forward" not in vars(ours)
 
 
+def compare_packed(lengths: Sequence[int], padded: int) -> None:
+    """Documents in one row: the padding is one more."""
+    ends = list(itertools.accumulate(lengths, initial=0))
+    spec = partial(block_spec, vp_stage=None)
+    own, ours = gpt(spec), gpt(spec)
+    for model, size, bounds in ((own, padded, [*ends, padded]), (ours, ends[-1], ends)):
+        given = {name: value[:1] for name, value in row(ends[-1], size, masked=False).items()
+                 if value is not None}  # fmt: skip
+        params = packed_params(torch.tensor(bounds, dtype=torch.int32), max(lengths))
+        given |= {"attention_mask": None, "packed_seq_params": params}
+        with PaddedRows([ours], [8, 16], parts=1).bound():
+            losses = model(**given)
+        assert losses.shape == (1, size), "as long as the host's row"
+        losses[:, : ends[-1]].sum().backward()
+    for expected, parameter in zip(own.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(parameter.grad, expected.grad)
+
+
 def leave_alone() -> None:
     """Models that would notice padding are named."""
     model = gpt()
@@ -82,4 +104,6 @@ if __name__ == "__main__":
     for lengths in ((5, 8), (8, 8), (9, 16), (17, 17)):
         for own_mask in (False, True):
             compare(*lengths, masked=own_mask)
+    for documents, padded in (((2, 3), 8), ((1,) * 15, 16), ((4, 4), 8)):
+        compare_packed(documents, padded)
     leave_alone()

@@ -216,9 +216,10 @@ class StepCall:
         return padded.why_not_padded(self.model, self.config, self.pg_collection.cp.size())
 
     def padded_rows(self, settings: DppConfig) -> padded.PaddedRows | None:
-        """Pads this call's rows to :meth:`buckets`; None where they stay as they are."""
+        """Pads this call's rows to :meth:`buckets`, and packed ones of one length to few numbers of
+        documents; None where they stay as they are."""
         lengths = self.buckets(settings)
-        if not lengths or self.why_not_padded() is not None:
+        if (self.varies and not lengths) or self.why_not_padded() is not None:
             return None
         return padded.PaddedRows(self.model, lengths, self._parts)
 

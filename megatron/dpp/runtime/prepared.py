@@ -149,7 +149,7 @@ class Prepared:
     def pads(self, call: StepCall) -> bool:
         """Rows of a call are padded to the lengths of graphs."""
         captures = self.graphs is not None and self.graphs.captures
-        chosen = self._config.length_buckets != "auto" or (self._binds and captures)
+        chosen = self._config.length_buckets not in ("auto", "off") or (self._binds and captures)
         trains = call.cut is None and not call.forward_only
         return trains and chosen and self._padded is not None
 

@@ -8,6 +8,8 @@ made.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +33,10 @@ from megatron.dpp.core.wgrad.te_layer import adding
 from megatron.dpp.errors import Text, one_line, setting
 
 _BUCKETS = setting("length_buckets")
+_MOST_OF_DOCUMENTS = 3
+"""Numbers of documents that are captured for rows of one length."""
+Key = tuple[int, Any]
+"""Rows of a block's input and the signature of its arguments."""
 
 
 class _Graphs:
@@ -39,7 +45,7 @@ class _Graphs:
     Args:
         owner: the chunk's block, its own forward and its parameters.
         slot, pools: the memory.
-        rows: of the input.
+        key: rows of the input, and the signature of all arguments.
         options: the arguments of the block besides its input.
     """
 
@@ -48,18 +54,16 @@ class _Graphs:
         owner: GraphedBlock,
         slot: Slot,
         pools: Pools,
-        rows: int,
+        key: Key,
         options: Mapping[str, Any],
     ) -> None:
         self._owner, self._slot, self._pools = owner, slot, pools
+        self.key, rows = key, key[0]
         self.parameters = owner.parameters
         self._input = slot.input[:rows].requires_grad_()
         self._output, self._grad_output = slot.output[:rows], slot.grad_output[:rows]
         self._grad_input = pools.grad_input[:rows]
-        self.options = {
-            name: torch.empty_like(value) if isinstance(value, torch.Tensor) else value
-            for name, value in options.items()
-        }
+        self.options = {name: _blank(value) for name, value in options.items()}
         self._copied: dict[str, tuple[torch.Tensor, int]] = {}
         self._aliases = owner.aliases()
         self._live: torch.Tensor | None = None
@@ -116,20 +120,20 @@ class _Graphs:
     def forward(self, hidden: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
         """Replay F. The result is the slot's buffer, valid until the microbatch's backward."""
         self._input.copy_(hidden)
-        for name, value in options.items():
+        for (name, value), (_, own) in zip(_leaves(options), _leaves(self.options), strict=True):
             if isinstance(value, torch.Tensor):
-                self._copy_option(name, value)
+                self._copy_option(name, value, own)
         self._begun = self._draws.states() if self._draws else {}
         rng = self._owner.rng
         with rng.replaying() if rng else contextlib.nullcontext():
             self._forward.replay()
         return self._output.detach()
 
-    def _copy_option(self, name: str, value: torch.Tensor) -> None:
+    def _copy_option(self, name: str, value: torch.Tensor, own: torch.Tensor) -> None:
         """Copy an argument in; a constant one (rotary embeddings) is copied once."""
         known = self._copied.get(name)
         if known is None or known[0] is not value or known[1] != value._version:
-            self.options[name].copy_(value)
+            own.copy_(value)
             self._copied[name] = (value, value._version)
 
     @torch.no_grad()
@@ -218,7 +222,8 @@ class GraphedBlock:
         self.parameters = [p for p in block.parameters() if p.requires_grad]
         self.reductions = Reductions(chunk, self.parameters)
         self._pools: Pools | None = None
-        self._signatures: dict[int, Any] = {}
+        self._signatures: dict[int, list[Any]] = {}
+        """Of inputs, by rows."""
         self._failed = False
         config = get_model_config(chunk)
         caches = config.fp8 and not config.disable_parameter_transpose_cache
@@ -256,15 +261,16 @@ class GraphedBlock:
         yet, between two steps: within a step a capture would delay the whole pipeline.
         """
         options = {
-            rows: graphs.options
+            graphs.key: graphs.options
             for slot in pools.made
-            for (block, rows), graphs in slot.graphs.items()
+            for (block, _), graphs in slot.graphs.items()
             if block is self
         }
-        for slot, rows in itertools.product(pools.made, sorted(options, reverse=True)):
-            known = rows > slot.rows or (self, rows) in slot.graphs
+        longest_first = sorted(options, key=lambda key: key[0], reverse=True)
+        for slot, key in itertools.product(pools.made, longest_first):
+            known = key[0] > slot.rows or (self, key) in slot.graphs
             if not (known or self._failed or self._moved):
-                self._capture_in(slot, pools, rows, options[rows])
+                self._capture_in(slot, pools, key, options[key])
 
     def addresses(self) -> list[int]:
         """Of parameters, also frozen ones, and buffers, which graphs use."""
@@ -374,36 +380,40 @@ class GraphedBlock:
             self._say(Text(f"{what} ({_BUCKETS} names lengths)", _BUCKETS))
             return None
         signature, rows = _signature(hidden, options), len(hidden)
-        known = self._signatures[rows] = self._signatures.get(rows) or signature
-        if signature is None or signature != known:
+        known, packed = self._signatures.setdefault(rows, []), _packed(options) is not None
+        is_new = signature is not None and signature not in known
+        if is_new and len(known) < (_MOST_OF_DOCUMENTS if packed else 1):
+            known.append(signature)
+        if signature not in known:
             self._say("inputs unlike the first run without graphs")
             return None
         if self._failed or self._moved:
             return None
-        slot = pools.take(self, rows)
+        key = rows, signature
+        slot = pools.take((self, key), rows)
         if slot is None:
             what = "microbatches for which the activation cap has no memory left run without graphs"
             self._say(Text(f"{what} ({_BUCKETS})", _BUCKETS))
             return None
-        if (self, rows) not in slot.graphs:
+        if (self, key) not in slot.graphs:
             before, fresh = _reserved(hidden), not slot.graphs
-            self._capture_in(slot, pools, rows, options)
+            self._capture_in(slot, pools, key, options)
             if self._failed:
                 if not fresh:
                     pools.give_back(slot)
                 return None
             if fresh:
                 pools.add(slot, _reserved(hidden) - before)
-        found: _Graphs = slot.graphs[self, rows]
+        found: _Graphs = slot.graphs[self, key]
         return found
 
-    def _capture_in(self, slot: Slot, pools: Pools, rows: int, options: Mapping[str, Any]) -> None:
+    def _capture_in(self, slot: Slot, pools: Pools, key: Key, options: Mapping[str, Any]) -> None:
         """Add this block's graphs to a slot; if that fails, it runs eagerly from then on."""
         stay = self._weights.staying() if self._weights is not None else contextlib.nullcontext()
         try:
             with stay:
-                made = _Graphs(self, slot, pools, rows, options)
-            slot.graphs[self, rows] = made
+                made = _Graphs(self, slot, pools, key, options)
+            slot.graphs[self, key] = made
         except Exception as error:  # whatever it is, this chunk can be run without
             first: BaseException = error
             while first.__context__ is not None:
@@ -433,14 +443,43 @@ def _reserved(tensor: torch.Tensor) -> int:
     return torch.cuda.memory_reserved() if tensor.is_cuda else 0
 
 
+def _packed(options: Mapping[str, Any]) -> Any:
+    return options.get("packed_seq_params")
+
+
+def _leaves(options: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The arguments by name, with the fields of a packed row's parameters in their place."""
+    for name, value in options.items():
+        if dataclasses.is_dataclass(value):
+            yield from ((f"{name}.{field}", inner) for field, inner in vars(value).items())
+        else:
+            yield name, value
+
+
+def _blank(value: Any) -> Any:
+    """An argument whose tensors are to be filled before a replay."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_like(value)
+    if not dataclasses.is_dataclass(value):
+        return value
+    blank = copy.copy(value)
+    vars(blank).update((field, _blank(inner)) for field, inner in vars(value).items())
+    return blank
+
+
 def _signature(hidden: Any, options: Mapping[str, Any]) -> Any:
-    """The properties that must be equal to replay a graph; None if a value cannot be compared."""
+    """The properties that must be equal to replay a graph; None if a value cannot be compared, or
+    the row is packed and its documents do not fill it, as those that ``padded.py`` adds to do.
+    """
+    packed = _packed(options)
+    if packed is not None and (packed.max_seqlen_q or 0) < len(hidden):
+        return None
     described: list[Any] = []
-    for name, value in {"": hidden, **options}.items():
+    for name, value in [("", hidden), *_leaves(options)]:
         if isinstance(value, torch.Tensor):
             described.append((name, value.shape, value.dtype, value.device))
         elif name and isinstance(value, bool | int | float | str | None):
             described.append((name, value))
         else:
             return None
-    return described
+    return tuple(described)

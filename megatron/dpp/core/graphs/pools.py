@@ -30,8 +30,8 @@ class Slot:
         self.input, self.output, self.grad_output = (
             torch.empty_like(example, requires_grad=False) for _ in range(3)
         )
-        self.graphs: dict[tuple[Any, int], Any] = {}
-        """The graphs that have been captured here, by block and rows of its input."""
+        self.graphs: dict[tuple[Any, Any], Any] = {}
+        """The graphs that have been captured here, by block and what they replay."""
         self.num_bytes = 0
         """Device memory that the first of them took."""
 
@@ -73,7 +73,7 @@ class Pools:
 
     @property
     def num_graphs(self) -> int:
-        """Pairs of a block and a length that were captured, over all slots."""
+        """Pairs of a block and its inputs' shape that were captured, over all slots."""
         return sum(len(slot.graphs) for slot in self.made)
 
     def knows(self, hidden: Any) -> bool:
@@ -83,13 +83,13 @@ class Pools:
         rows = len(hidden)
         return rows in self._rows and alike(hidden, self._example[:rows])
 
-    def take(self, block: Any, rows: int) -> Slot | None:
-        """The shortest free slot that holds so many rows, preferably with graphs of this block for
-        them; a new one if none is free; None if there is no memory for that.
+    def take(self, graphs: tuple[Any, Any], rows: int) -> Slot | None:
+        """The shortest free slot that holds so many rows, preferably with these graphs; a new one
+        if none is free; None if there is no memory for that.
         """
         fits = [slot for slot in self._free if slot.rows >= rows]
         if fits:
-            found = min(fits, key=lambda slot: (slot.rows, (block, rows) not in slot.graphs))
+            found = min(fits, key=lambda slot: (slot.rows, graphs not in slot.graphs))
             self._free.remove(found)
             return found
         return Slot(self._example[:rows]) if self._may_add(rows) else None
