@@ -61,8 +61,10 @@ def test_refused_in_one_line_on_all_ranks() -> None:
     run(2, [("refused", {})])
 
 
-def test_a_killed_rank_is_named_at_once() -> None:
-    first, second = wait(start(WORKER, 2, ['[["dies", {}]]'], preload="libraries"), 60.0)
+@pytest.mark.parametrize("step", [-1, 0, 1])
+def test_a_killed_rank_is_named_at_once(step: int) -> None:
+    cases = json.dumps([("dies", {"step": step})])
+    first, second = wait(start(WORKER, 2, [cases], preload="libraries"), 60.0)
     assert second.returncode == -9
     assert first.returncode == 1 and "PeerDead: rank 0: rank 1 (pid" in first.output
 

@@ -319,15 +319,17 @@ def traced(folder: str) -> None:
         schedule.step(*given[0], target=given[1], **keywords)
 
 
-def dies() -> None:
-    """Rank 1 is killed in its second step."""
+def dies(step: int) -> None:
+    """Rank 1 is killed in its second step, in the set-up of its first one, or before."""
     case = Case.random(0, 2)
     model, (tokens, targets, keywords) = parts(case, 0, 2 * case.v), batch(case, 0)
     schedule = DynamicSchedule(stages_of(model), case.m, loss_fn)
-    for step in range(2):
-        if step and dist.get_rank():
+    for number in range(2):
+        if number == max(step, 0) and dist.get_rank():
             kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-            model[-1].register_forward_pre_hook(kill)
+            model[1].register_forward_pre_hook(kill)
+            if step < 0:
+                kill()
         given = ([tokens], None) if dist.get_rank() == 0 else ([], targets)
         schedule.step(*given[0], target=given[1], **keywords)
 
