@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -65,6 +66,10 @@ def as_torch(
         wrapped = [wrap(part) if index in mine else part for index, part in enumerate(each)]
         made.append(stages_of(wrapped, group))
     words = {"n_microbatches": case.m, "loss_fn": loss_fn, "scale_grads": case.scale}
+    if seed % 2:  # on ranks that are given no arguments, too
+        rows, named = TensorChunkSpec(0), given[2]
+        by_name = {"kwargs_chunk_spec": dict.fromkeys(named, rows)}
+        words |= by_name if named else {"args_chunk_spec": (rows,)}
     if case.v == 1:
         kind: Any = random.Random(seed).choice([ScheduleGPipe, Schedule1F1B])
         wanted = run(kind(*made[0], **words), made[0], given)
