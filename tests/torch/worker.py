@@ -14,7 +14,9 @@ import random
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -337,6 +339,28 @@ def dies(step: int) -> None:
                 kill()
         given = ([tokens], None) if dist.get_rank() == 0 else ([], targets)
         schedule.step(*given[0], target=given[1], **keywords)
+
+
+def processes() -> None:
+    """A rank whose process is gone from this host is dead; one of another host is waited for."""
+    rank, x = dist.get_rank(), torch.ones(2, 3)
+    for here in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank:
+                patch.setattr(os, "getpid", lambda: 1 << 30)
+            if rank and not here:
+                patch.setattr(Path, "read_text", lambda *_, **__: "another boot")
+            mean: Any = lambda output, _: output.mean()  # noqa: E731
+            schedule = DynamicSchedule(stages_of([Returns("x")] * 2), 1, mean)
+        args, target = ([], x) if rank else ([x], None)
+        if not here:
+            time.sleep(0.3 * rank)  # rank 0 looks first
+            schedule.step(*args, target=target)
+        elif not rank:
+            with pytest.raises(PeerDead, match=r"rank 1 \(pid 1073741824\) died before its first"):
+                schedule.step(*args, target=target)
+        dist.barrier()
+        schedule.close()
 
 
 if __name__ == "__main__":
