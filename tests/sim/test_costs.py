@@ -188,6 +188,16 @@ def test_unlike_microbatches_take_of_a_heavy_head_by_their_tokens():
     assert heavy[0] == [[1.0, 3.0], [1.5, 4.5]] and heavy[2] == heavy[0]
 
 
+def test_conditions_draw_anew_for_each_shape_and_one_changes_nothing():
+    shapes = [Shape(8, 1, m) for m in range(1, 9)]
+    assert all(condition_costs("unif", shape, 0) == uniform(shape) for shape in shapes)
+    slow = {
+        max(range(8), key=lambda rank, costs=costs: costs.durations[Kind.F][rank][0])
+        for costs in (condition_costs("str2", shape, 0) for shape in shapes)
+    }
+    assert len(slow) > 1
+
+
 def test_one_rank_or_one_link_is_slow():
     shape = Shape(3, 2, 4)
     slow = condition_costs("str1.5", shape, 7).durations[Kind.B]

@@ -6,6 +6,7 @@ Python serves many of them. Prints ``CASE n ok``.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import json
@@ -13,6 +14,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -293,6 +295,13 @@ def refused() -> None:
         with pytest.raises(PeerDead, match=r"rank 1 gave up: .*without a step"):
             schedule.step(x)
     del schedule
+    model = [Returns(each) for each in good]
+    schedule = DynamicSchedule(stages_of(model), 2, **mean)
+    for kind in (contextlib.nullcontext(), pytest.raises((ConfigError, PeerDead), match="a new")):
+        with kind:
+            schedule.step(*([x] if rank == 0 else []), target=x if rank else None)
+        model[0].weight.requires_grad_(False)
+    schedule.close()
     stages = stages_of([Returns("x"), Returns("x")])
     many: list[tuple[Any, dict[str, Any], str]] = [
         (torch.nn.Linear(1, 1), {}, "stages: got Linear, expected torch.distributed.pipelining"),
@@ -342,12 +351,16 @@ def dies(step: int) -> None:
 
 
 def processes() -> None:
-    """A rank whose process is gone from this host is dead; one of another host is waited for."""
+    """A rank whose process has ended on this host, or is gone, is dead; one of another host is
+    waited for.
+    """
     rank, x = dist.get_rank(), torch.ones(2, 3)
-    for here in (True, False):
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # which leaves it to be waited for
+    for pid, here in ((ended.pid, True), (1 << 30, True), (1 << 30, False)):
         with pytest.MonkeyPatch.context() as patch:
             if rank:
-                patch.setattr(os, "getpid", lambda: 1 << 30)
+                patch.setattr(os, "getpid", lambda pid=pid: pid)
             if rank and not here:
                 patch.setattr(Path, "read_text", lambda *_, **__: "another boot")
             mean: Any = lambda output, _: output.mean()  # noqa: E731
@@ -357,10 +370,11 @@ def processes() -> None:
             time.sleep(0.3 * rank)  # rank 0 looks first
             schedule.step(*args, target=target)
         elif not rank:
-            with pytest.raises(PeerDead, match=r"rank 1 \(pid 1073741824\) died before its first"):
+            with pytest.raises(PeerDead, match=r"rank 1 \(pid \d+\) died before its first"):
                 schedule.step(*args, target=target)
         dist.barrier()
         schedule.close()
+    ended.wait()
 
 
 if __name__ == "__main__":
