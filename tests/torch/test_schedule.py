@@ -58,7 +58,7 @@ def test_ranks_that_communicate_within_tasks_run_one_order() -> None:
 
 
 def test_refused_in_one_line_on_all_ranks() -> None:
-    run(2, [("refused", {}), ("processes", {})])
+    run(2, [("refused", {}), ("frozen", {}), ("processes", {})])
 
 
 @pytest.mark.parametrize("step", [-1, 0, 1])

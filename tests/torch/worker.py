@@ -263,17 +263,11 @@ def refused() -> None:
     good = ["x", "x"]
     mean = {"loss_fn": lambda output, target: (output - target).mean()}
     rows = {"loss_fn": lambda output, target: output - target}
+    flat = {"loss_fn": lambda output, _: output.detach().mean()}
     table: list[tuple[list[Any], dict[str, Any], Any, Any, int, str]] = [
         ([None, "x"], mean, x, x, 0, "stage 0 returned NoneType: a stage that is not the last has"),
         ([(), "x"], mean, x, x, 0, "stage 0 returned no tensor"),
-        (
-            good,
-            {"loss_fn": lambda output, _: output.detach().mean()},
-            x,
-            x,
-            1,
-            "loss_fn returned a tensor without gradient",
-        ),
+        (good, flat, x, x, 1, "loss_fn returned a tensor without gradient"),
         (good, rows, x, x, 1, r"loss_fn returned \(2, 3\): a tensor with one element is needed"),
         (good, mean, x[:1], x, 0, "argument 0 can be cut into 1 microbatches, and 2 are asked for"),
         (good, mean, [x, x, x], [x, x], 1, "rank 1 was given targets of 2 .*, and rank 0 runs 3"),
@@ -295,13 +289,6 @@ def refused() -> None:
         with pytest.raises(PeerDead, match=r"rank 1 gave up: .*without a step"):
             schedule.step(x)
     del schedule
-    model = [Returns(each) for each in good]
-    schedule = DynamicSchedule(stages_of(model), 2, **mean)
-    for kind in (contextlib.nullcontext(), pytest.raises((ConfigError, PeerDead), match="a new")):
-        with kind:
-            schedule.step(*([x] if rank == 0 else []), target=x if rank else None)
-        model[0].weight.requires_grad_(False)
-    schedule.close()
     stages = stages_of([Returns("x"), Returns("x")])
     many: list[tuple[Any, dict[str, Any], str]] = [
         (torch.nn.Linear(1, 1), {}, "stages: got Linear, expected torch.distributed.pipelining"),
@@ -348,6 +335,17 @@ def dies(step: int) -> None:
                 kill()
         given = ([tokens], None) if dist.get_rank() == 0 else ([], targets)
         schedule.step(*given[0], target=given[1], **keywords)
+
+
+def frozen() -> None:
+    """A stage whose output takes no gradient any more, unlike in the first step, is refused."""
+    rank, x, model = dist.get_rank(), torch.ones(4, 3), [Returns("x"), Returns("x")]
+    schedule = DynamicSchedule(stages_of(model), 2, lambda output, _: output.mean())
+    for kind in (contextlib.nullcontext(), pytest.raises((ConfigError, PeerDead), match="a new")):
+        with kind:
+            schedule.step(*([x] if rank == 0 else []), target=x if rank else None)
+        model[0].weight.requires_grad_(False)
+    schedule.close()
 
 
 def processes() -> None:
