@@ -32,6 +32,9 @@ KIND_PACKAGES = {"nixl": "pip install --no-deps nixl nixl-cu12 (or nixl-cu13)"}
 EXTENSION = "_native"
 """Module of the transport that is built from ``csrc/``."""
 
+POLICIES = ("auto", "dynamic", "depth-first", "breadth-first", "megatron", "eager")
+"""Built-in values of ``policy``."""
+
 SPLIT_BACKWARD = ("auto", "on", "off", "stock:N")
 """Values of ``split_backward``; N is a number of deferred backwards."""
 
@@ -145,9 +148,9 @@ class DppConfig:
     policy: str = _option(
         "auto",
         _SCHEDULE,
-        "which ready task runs next: {policies}, or your own as module:function; auto: megatron, "
-        "with one chunk per rank eager, where lengths are far apart on more than two ranks "
-        "dynamic, or megatron-core's own schedule where it wins a race of whole steps",
+        f"which ready task runs next: {', '.join(POLICIES)}, or your own as module:function; "
+        "auto: megatron, with one chunk per rank eager, where lengths are far apart on more than "
+        "two ranks dynamic, or megatron-core's own schedule where it wins a race of whole steps",
     )
     activation_cap: str = _option(
         "auto",
@@ -271,6 +274,8 @@ class DppConfig:
         for each in option_fields():
             fault = _fault(each, getattr(self, each.name))
             self._require(not fault, each.name, fault)
+        rule = f"expected one of {', '.join(POLICIES)} or your own as module:function"
+        self._require(self.policy in POLICIES or ":" in str(self.policy), "policy", rule)
         try:
             Backward.of(self.split_backward)
         except ValueError as error:
@@ -370,6 +375,6 @@ def option_fields() -> tuple[dataclasses.Field[Any], ...]:
     """The fields of :class:`DppConfig`, section by section.
 
     ``metadata["section"]`` names that of a field, ``metadata["help"]`` says what it does, where
-    ``{policies}`` stands for the built-in policies' names, ``{FIELD}`` for another field's flag.
+    ``{FIELD}`` stands for another field's flag.
     """
     return dataclasses.fields(DppConfig)
