@@ -29,6 +29,7 @@ from megatron.dpp.report.analysis.sentences import (
     straggler_text,
     training_sentences,
 )
+from megatron.dpp.report.analysis.stragglers import SLOW
 from megatron.dpp.report.analysis.summary import Analysis, analyse
 from megatron.dpp.report.pictures.page import Difference, Report, page
 from megatron.dpp.report.pictures.picture import Picture
@@ -182,7 +183,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     add("--baseline", metavar="RUN", help="another run to compare with, number by number")
     add("--iteration", type=int, metavar="N", help="timeline of iteration N (default: the median)")
     add("--metrics-file", metavar="FILE", help="losses (default: metrics.jsonl in the run's home)")
-    add("--threshold", type=float, default=1.15, metavar="X", help="X times slower is a straggler")
+    add("--threshold", type=float, default=SLOW, metavar="X", help="X times slower is a straggler")
     add("--output", metavar="FILE", help="the HTML (default: report.html in the run's directory)")
     add("--json", action="store_true", help="print the numbers as JSON instead of sentences")
     add("--costs", metavar="FILE", help="also write the recorded costs, for megatron-dpp sim")
