@@ -173,20 +173,10 @@ def test_a_run_cut_short_is_merged_and_reported(tmp_path):
     assert count > 100
 
 
-def damage_line(path):
+def damage(path):
     lines = path.read_text().splitlines(keepends=True)
     lines[10] = lines[10][:20] + "\n"
     path.write_text("".join(lines))
-
-
-def foreign_line(path):
-    lines = path.read_text().splitlines(keepends=True)
-    lines[10] = '{"name":"x"},\n'
-    path.write_text("".join(lines))
-
-
-def other_run(path):
-    path.write_text(path.read_text().replace('"run":"synthetic"', '"run":"else"', 1))
 
 
 def old_schema(path):
@@ -196,13 +186,10 @@ def old_schema(path):
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (Path.unlink, r"missing: benchmark-data-0-pipeline-1-tensor-0\.json"),
         (lambda path: path.write_text(""), r"pipeline-1-tensor-0\.json: not a readable"),
         (lambda path: path.write_text("[\n[]\n"), r"pipeline-1-tensor-0\.json: not a trace"),
         (old_schema, r"pipeline-1-tensor-0\.json: schema version 0"),
-        (other_run, r"several runs are mixed.*pipeline-1-tensor-0\.json"),
-        (damage_line, r"pipeline-1-tensor-0\.json: line 11 is not an event"),
-        (foreign_line, r"pipeline-1-tensor-0\.json: line 11 is not an event"),
+        (damage, r"pipeline-1-tensor-0\.json: line 11 is not an event"),
     ],
 )
 def test_what_cannot_be_merged_is_named_and_leaves_no_output(tmp_path, harm, message):
