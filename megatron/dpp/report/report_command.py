@@ -14,7 +14,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.dpp.command_line import command, new_parser, progress_bar
+from megatron.dpp.command_line import command, new_parser
 from megatron.dpp.errors import ConfigError, DataError, require
 from megatron.dpp.files.safe_files import replacing
 from megatron.dpp.report.align import align
@@ -124,10 +124,7 @@ def _read(
     try:
         files = open_run(folder)
         report.training.state, _ = state_of(place, files, report.training)
-        size = sum(file.size for file in files)
-        with progress_bar(size, **{"disable": True} if live else {}) as bar:
-            alignment = align(files, lambda file: bar.update(file.size))
-        report.pipeline = analyse(files, alignment, threshold=options.threshold)
+        report.pipeline = analyse(files, align(files), threshold=options.threshold)
     except DataError:
         if not (live and report.training.metrics):
             raise
@@ -142,7 +139,7 @@ def build_report(
 
     Args:
         options: of ``megatron-dpp report``.
-        live: no progress bar; traces that say nothing yet are left out where there are metrics.
+        live: traces that say nothing yet are left out where there are metrics.
 
     Raises:
         DppError: an option that cannot be, or a run that cannot be read.
