@@ -44,6 +44,7 @@ from megatron.dpp.report.whatif import (
     schedule_of,
 )
 from megatron.dpp.sim.measured import load_costs
+from megatron.dpp.trace.schema import IdleCause
 from tests.report.injected import CAUSES, analysed, culprit_of, inject
 from tests.report.synthetic import Run
 
@@ -128,6 +129,8 @@ def test_totals_equal_those_summed_from_the_events(tmp_path):
         assert row.peaks["held"] == held
     json.dumps(report.numbers(), allow_nan=False)
     assert sum(report.totals.bubble_by_cause.values()) == pytest.approx(report.totals.bubble)
+    causes = [cause for cause, share in report.totals.bubble_by_cause.items() if share > 0.001]
+    assert causes and all(IdleCause(cause).meaning in sentences(report)[2] for cause in causes)
     assert sentences(report)[-1] == "No straggler."
 
 

@@ -178,6 +178,10 @@ def damage(path):
     path.write_text("".join(lines))
 
 
+def other_run(path):
+    path.write_text(path.read_text().replace('"run":"synthetic"', '"run":"else"', 1))
+
+
 def old_schema(path):
     path.write_text(path.read_text().replace('"schema":1', '"schema":0', 1))
 
@@ -188,6 +192,7 @@ def old_schema(path):
         (lambda path: path.write_text(""), r"pipeline-1-tensor-0\.json: not a readable"),
         (lambda path: path.write_text("[\n[]\n"), r"pipeline-1-tensor-0\.json: not a trace"),
         (old_schema, r"pipeline-1-tensor-0\.json: schema version 0"),
+        (other_run, r"several runs are mixed.*pipeline-1-tensor-0\.json"),
         (damage, r"pipeline-1-tensor-0\.json: line 11 is not an event"),
     ],
 )
