@@ -31,6 +31,7 @@ from megatron.dpp.report.analysis.sentences import (
     time_sentences,
     training_sentences,
 )
+from megatron.dpp.report.analysis.stragglers import SLOW
 from megatron.dpp.report.analysis.summary import Analysis
 from megatron.dpp.report.analysis.times import RankTimes
 from megatron.dpp.report.pictures.page import fill, page
@@ -170,7 +171,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", metavar="ADDRESS",
         help="of the page (127.0.0.1: this machine alone; 0.0.0.0: everybody)")  # fmt: skip
     add("--baseline", metavar="RUN", help="another run beside it on the page")
-    parser.set_defaults(iteration=None, threshold=1.15)
+    parser.set_defaults(iteration=None, threshold=SLOW)
     return parser
 
 
