@@ -91,8 +91,9 @@ with open({metrics!r}, "w") as file:
 """Stands for a training script: its metrics, then an error or a long run."""
 FAILURES = {
     "assert False": "exit code 1: AssertionError: assert False",
-    "sys.exit(print_error(ConfigError('wrong')))": "exit code 2: rank.py: error: wrong",
+    "sys.exit(print_error(ConfigError('wrong')))": "exit code 2: wrong",
     "tell_torchrun('no room', printed=True); sys.exit(3)": "exit code 3: no room",
+    "raise KeyError('part ' * 9999)": " part",
     "import os; os.kill(os.getpid(), 9)": "ended by SIGKILL",
 }
 """End of a rank -> how its error ends."""

@@ -14,10 +14,11 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 from unittest import mock
 
-from megatron.dpp.errors import DataError
+from megatron.dpp.errors import DataError, one_line
 
 _VOCABULARIES = {
     "GPT2BPETokenizer": "gpt2",
@@ -38,6 +39,8 @@ def mended() -> Iterator[None]:
         undo.enter_context(local_vocabularies())
         undo.enter_context(_given_rates())
         undo.enter_context(no_empty_split())
+        loading = importlib.import_module("megatron.training.checkpointing")
+        undo.enter_context(mock.patch.object(loading, "sys", SimpleNamespace(exit=_not_loaded)))
         if any(word.startswith("--tensorboard-dir") for word in sys.argv):
             undo.enter_context(lossy_curves())
         undo.enter_context(mock.patch.object(argparse.HelpFormatter, "_expand_help", _help_of))
@@ -54,6 +57,17 @@ def _help_of(formatter: argparse.HelpFormatter, action: argparse.Action) -> str:
         return _expanded(formatter, action)
     except ValueError:
         return action.help or ""
+
+
+def _not_loaded() -> NoReturn:
+    """Fail where training/checkpointing.py ends a run with status 0: its checkpoint is broken or
+    missing."""
+    from megatron.training import global_vars
+
+    path = getattr(global_vars._GLOBAL_ARGS, "load", None) or "the checkpoint"
+    error = sys.exception()
+    why = one_line(error, 300) if error else "the line before says why"
+    raise DataError(f"--load {path}: cannot be loaded ({why})") from error
 
 
 @contextlib.contextmanager
