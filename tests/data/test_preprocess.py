@@ -223,25 +223,6 @@ def test_a_partial_folder_of_a_living_run_stays(tmp_path: Path) -> None:
     assert not scratch.exists()
 
 
-def test_a_worker_that_cannot_build_its_tokenizer_says_why(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    vocab = tmp_path / "vocab.json"
-    vocab.write_bytes(VOCAB.read_bytes())
-    real = preprocess.progress_bar
-
-    def after_the_first_tokenizer(*words: Any, **settings: Any) -> Any:
-        vocab.unlink(missing_ok=True)
-        return real(*words, **settings)
-
-    monkeypatch.setattr(preprocess, "progress_bar", after_the_first_tokenizer)
-    flags = [*GPT, "--workers", "2", "--vocab-file", str(vocab)]
-    assert run(corpus(tmp_path, {"text": "good"}), tmp_path / "out", *flags) == 1
-    said = capfd.readouterr().err
-    assert f"error: --vocab-file {vocab}: No such file" in said
-    assert "Traceback" not in said
-
-
 def test_bert_sentences_by_rules(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     vocab = ROOT / "datasets_bert" / "vocab.txt"
     source = corpus(tmp_path, {"text": "Dr. Ada sat down. She slept."}, {"text": ""})

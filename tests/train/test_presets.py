@@ -316,17 +316,6 @@ def test_a_direct_call_is_checked_on_every_rank_and_answered_by_one(
     check_direct(["--help"])
 
 
-def test_a_folder_that_is_no_model_is_refused(train: Train, tmp_path: Path) -> None:
-    status, _, err = train(f"--mode simple --model {tmp_path}")
-    assert status == 2 and "config.json" in err
-
-
-def test_an_index_without_its_tokens_is_named(train: Train, tmp_path: Path) -> None:
-    (tmp_path / "a.idx").touch()
-    status, _, err = train(f"--mode simple --data-path {tmp_path}/a")
-    assert status == 2 and f"{tmp_path}/a.bin is missing" in err
-
-
 def test_a_second_run_in_a_directory_leaves_the_files_of_the_first(
     train: Train, tmp_path: Path
 ) -> None:
