@@ -49,7 +49,8 @@ def left_over(folder: Path) -> list[int]:
 
 
 def test_a_run_shows_its_progress_and_keeps_its_files(tmp_path: Path) -> None:
-    process = start(tmp_path, *["--mode", "3d", "--procs", "2", "--pp", "2", "--max-steps", "3"])
+    words = "--mode 3d --procs 2 --pp 2 --max-steps 3 --save-interval 4"
+    process = start(tmp_path, *words.split())
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0, err
     lines = out.splitlines()
@@ -63,6 +64,7 @@ def test_a_run_shows_its_progress_and_keeps_its_files(tmp_path: Path) -> None:
     assert [row["iteration"] for row in rows if "loss" in row] == [1, 2, 3]
     assert "iteration        3/" in (run / "train.log").read_text()
     assert "torch.distributed.run" in (run / "command").read_text()
+    assert not (run / "checkpoints").exists()  # nothing is saved within three steps
     state = read_state(run)
     assert state is not None and state.state == "finished"
     assert list(state.times) == ["starting", "running", "finished"]
