@@ -123,18 +123,32 @@ BAD_LINES: dict[str, Any] = {
 def test_bad_lines_are_named_or_skipped_and_leave_no_new_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = corpus(tmp_path, {"text": "good"}, *BAD_LINES.values(), {"text": "good"})
+    good = [{"text": "good"}] * 300  # more than are read at a time
+    source = corpus(tmp_path, *good, *BAD_LINES.values(), {"text": "good"})
     assert run(source, tmp_path / "out", *GPT) == 1
-    assert f"{source}, line 2: not JSON" in capsys.readouterr().err
+    assert f"{source}, line 301: not JSON" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["corpus.jsonl"]
     assert run(source, tmp_path / "out", *GPT, "--skip-bad-lines") == 0
     said = capsys.readouterr()
     assert f"{len(BAD_LINES)} bad lines skipped" in said.out
     shown = [line for line in said.err.splitlines() if "skipped: " in line]
-    for (number, reason), line in zip(enumerate(BAD_LINES, 2), shown, strict=True):
+    for (number, reason), line in zip(enumerate(BAD_LINES, 301), shown, strict=True):
         assert f"{source}, line {number}: " in line and reason in line
     assert run(source, tmp_path / "out", *GPT) == 1  # the earlier output stays
-    assert len(documents_of(tmp_path / "out_text_document")) == 2
+    assert len(documents_of(tmp_path / "out_text_document")) == 301
+
+
+def test_an_index_never_stands_beside_data_of_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, index = corpus(tmp_path, {"text": "good"}), tmp_path / "out_text_document.idx"
+    assert run(source, tmp_path / "out", *GPT) == 0 and index.exists()
+
+    def fails(source: Path, target: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fails)
+    assert run(source, tmp_path / "out", *GPT) == 1 and not index.exists()
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,8 @@ def test_no_set_that_is_used_is_left_without_documents(
     status, out, err = train(f"--mode simple --data {prefix} --dry-run")
     assert status == 0, err
     assert flags_of(out)["split"] == split
+    words = f"--mode simple --data-path 1 {prefix} 2 {prefix} --tokenizer sample --dry-run"
+    assert flags_of(train(words)[1])["data_path"] == ["1", prefix, "2", prefix]
 
 
 def test_a_recipe_takes_paths_variables_and_flags(train: Train, tmp_path: Path) -> None:
@@ -214,6 +216,7 @@ def test_a_recipe_takes_paths_variables_and_flags(train: Train, tmp_path: Path) 
               f"{tmp_path}/tb", "seed": 7, "num_layers": 32, "fp16": True, "use_dpp": True,
               "num_virtual_stages_per_pipeline_rank": 4, "recompute_activations": True}  # fmt: skip
     assert wanted.items() <= found.items()
+    assert found["train_iters"] == found["lr_decay_iters"] > 1
 
 
 def test_the_help_fits_one_screen(train: Train) -> None:
