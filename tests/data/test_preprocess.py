@@ -124,7 +124,7 @@ def test_bad_lines_are_named_or_skipped_and_leave_no_new_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = [{"text": "good"}] * 300  # more than are read at a time
-    source = corpus(tmp_path, *good, *BAD_LINES.values(), {"text": "good"})
+    source = corpus(tmp_path, *good, *BAD_LINES.values(), *good)
     assert run(source, tmp_path / "out", *GPT) == 1
     assert f"{source}, line 301: not JSON" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["corpus.jsonl"]
@@ -135,7 +135,7 @@ def test_bad_lines_are_named_or_skipped_and_leave_no_new_output(
     for (number, reason), line in zip(enumerate(BAD_LINES, 301), shown, strict=True):
         assert f"{source}, line {number}: " in line and reason in line
     assert run(source, tmp_path / "out", *GPT) == 1  # the earlier output stays
-    assert len(documents_of(tmp_path / "out_text_document")) == 301
+    assert len(documents_of(tmp_path / "out_text_document")) == 600
 
 
 def test_an_index_never_stands_beside_data_of_another_run(

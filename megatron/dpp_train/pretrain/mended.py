@@ -61,7 +61,7 @@ def _help_of(formatter: argparse.HelpFormatter, action: argparse.Action) -> str:
 
 def _not_loaded() -> NoReturn:
     """Fail where training/checkpointing.py ends a run with status 0, for want of a checkpoint."""
-    error = sys.exception()
+    error = sys.exc_info()[1]
     why = one_line(error, 300) if error else "the log says why"
     raise DataError(f"the checkpoint of --load cannot be loaded: {why}") from error
 
