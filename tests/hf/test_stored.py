@@ -277,8 +277,17 @@ def test_rotary_embeddings_come_back_as_they_were(
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-9)
 
 
-def test_a_list_of_tensors_that_is_none_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        pytest.param(pickle.dumps(7), r"damaged \('int' object", id="a number"),
+        pytest.param(b"\x80\x02Nr\0\0\0\x20.", "unreadable .MemoryError", id="a memo of 8 GiB"),
+    ],
+)
+def test_a_list_of_tensors_that_is_none_is_refused(
+    content: bytes, said: str, tmp_path: Path
+) -> None:
     folder = written(tmp_path / "x", {"k": torch.ones(2)})
-    (folder / ".metadata").write_bytes(pickle.dumps(7))
-    with pytest.raises(DataError, match=r"\.metadata: damaged \('int' object"):
+    (folder / ".metadata").write_bytes(content)
+    with pytest.raises(DataError, match=rf"\.metadata: {said}"):
         checkpoint.Stored(folder)

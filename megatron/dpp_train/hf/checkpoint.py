@@ -11,14 +11,12 @@ import math
 import pickle
 import re
 import resource
-import signal
-import threading
 import warnings
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -69,8 +67,8 @@ _NO_MODEL = re.compile(
     r"|.*\._extra_state"
 )
 """Starts of the names of tensors that are no parameters."""
-_SECONDS, _MEMORY_BYTES = 60.0, 1 << 32
-"""Bounds of one pickle: a damaged one may ask for a memo of 32 GiB."""
+_MEMORY_BYTES = 1 << 32
+"""By which reading a pickle may grow: a damaged one may ask for a memo of 32 GiB."""
 
 Read = Callable[[Entry], torch.Tensor]
 
@@ -236,26 +234,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 @contextlib.contextmanager
-def _bounded() -> Iterator[None]:
-    """Bound time and memory of the block; the time in the main thread alone, where Python handles
-    signals."""
+def _little_memory() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_AS)
-    in_main = threading.current_thread() is threading.main_thread()
-    handler = signal.signal(signal.SIGALRM, _too_long) if in_main else None
     limit_memory(_MEMORY_BYTES)
     try:
-        if in_main:
-            signal.setitimer(signal.ITIMER_REAL, _SECONDS)
         yield
     finally:
-        if in_main:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, handler)
         resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def _too_long(*_: object) -> NoReturn:
-    raise TimeoutError("it takes too much time")
 
 
 def _unpickled(content: bytes, where: object) -> Any:
@@ -265,11 +250,11 @@ def _unpickled(content: bytes, where: object) -> Any:
         DataError: it is broken.
     """
     try:
-        if content[:2] == b"PK":
-            with zipfile.ZipFile(io.BytesIO(content)) as archive:
-                inner = [n for n in archive.namelist() if n.endswith("/data.pkl")]
-                content = archive.read(inner[0])
-        with _bounded():
+        with _little_memory():
+            if content[:2] == b"PK":
+                with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                    inner = [n for n in archive.namelist() if n.endswith("/data.pkl")]
+                    content = archive.read(inner[0])
             return _Unpickler(io.BytesIO(content)).load()
     except Exception as error:  # a broken file raises anything
         raise DataError(f"{where}: unreadable ({one_line(error, 200)})") from error
