@@ -207,8 +207,7 @@ class DppConfig:
         "auto",
         _GRAPHS,
         "on a GPU: capture each chunk's forward, backward and weight gradients once and replay "
-        "them: auto (in the dynamic pipeline, where launching them takes nearly as long as running "
-        "them), on (in static schedules, too), off",
+        "them: auto (where launching them takes nearly as long as running them), on, off",
         *("auto", "on", "off"),
     )
     length_buckets: str = _option(

@@ -217,6 +217,8 @@ def test_a_recipe_takes_paths_variables_and_flags(train: Train, tmp_path: Path) 
               "num_virtual_stages_per_pipeline_rank": 4, "recompute_activations": True}  # fmt: skip
     assert wanted.items() <= found.items()
     assert found["train_iters"] == found["lr_decay_iters"] > 1
+    status, out, err = train(words, GPUS_PER_NODE="4", USE_DPP="0", TRACE="1", DRY_RUN="1")
+    assert " --dpp-trace-only" in out and "--dpp-trace " not in out, err
 
 
 def test_the_help_fits_one_screen(train: Train) -> None:

@@ -116,7 +116,8 @@ def _read(
     """A run's numbers; at least its metrics or its traces must be there. Traces of a live run that
     say nothing yet are left out where there are metrics.
     """
-    report, folder = Report(read_training(place.home, metrics_file)), place.traces()
+    training = read_training(place.home, metrics_file or place.metrics)
+    report, folder = Report(training), place.traces()
     if folder is None:
         if not report.training.metrics:
             place.need_traces()
@@ -175,7 +176,7 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     )
     parser = new_parser(prog, text, "[RUN] [options]")
     add = parser.add_argument
-    add("runs", nargs="*", metavar="RUN", help="home or traces of a run (default: runs/latest)")
+    add("runs", nargs="*", metavar="RUN", help="home, traces or metrics (default: runs/latest)")
     add("--benchmark_dir", "--benchmark-dir", metavar="DIR", help="the same")
     add("--baseline", metavar="RUN", help="another run to compare with, number by number")
     add("--iteration", type=int, metavar="N", help="timeline of iteration N (default: the median)")

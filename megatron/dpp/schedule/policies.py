@@ -100,7 +100,7 @@ def auto(view: View) -> Action | None:
 
 
 def chosen_policy(name: str, num_ranks: int, num_chunks: int = 1, least: float = 1.0) -> str:
-    """The policy that ``name`` runs: another one for ``auto`` alone (docs/decisions/0024).
+    """The policy that ``name`` runs: another one for ``auto`` alone (docs/decisions/schedule.md).
 
     Args:
         num_ranks, num_chunks: of the pipeline.
