@@ -283,6 +283,7 @@ def test_rotary_embeddings_come_back_as_they_were(
         lambda tensor, part: delattr(part, "relative_path"),
         lambda tensor, part: setattr(part, "relative_path", 5),
         lambda tensor, part: setattr(tensor.properties, "dtype", 5),
+        lambda tensor, part: delattr(tensor, "size"),
     ],
 )
 def test_a_damaged_part_is_refused(spoil: Callable[[Any, Any], None], tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ def _unpickled(content: bytes, where: object) -> Any:
 
 
 class _Place(NamedTuple):
-    """Where the bytes of a tensor or an object are."""
+    """The bytes of a tensor or an object in a file."""
 
     file: Path
     offset: int
@@ -315,6 +315,7 @@ class Stored:
         for key, each in self._tensors.items():
             if not isinstance(each.properties.state[0], torch.dtype):
                 raise TypeError(f"{key} has no type of PyTorch")
+            each.size = tuple(each.size)
         common = None
         for index, info in metadata.storage_data.items():
             # in one of the checkpoint's own files
@@ -358,7 +359,7 @@ class Stored:
     def check(self, entry: Entry) -> None:
         """Refuse a checkpoint that lacks an entry, or has it in another shape."""
         key, place = self._find(entry)
-        shape = tuple(self._tensors[key].size)
+        shape = self._tensors[key].size
         wanted = (*entry.counts[len(entry.counts) - len(place) :], *entry.shape)
         fits = shape == wanted
         if entry.by_vocab:
