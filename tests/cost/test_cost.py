@@ -19,6 +19,7 @@ from megatron.dpp_train.cost.flags import Given, shape_of
 from megatron.dpp_train.cost.memory import (
     head_bytes,
     layer_bytes,
+    layer_parameters,
     least_bytes,
     model_parameters,
     rank_memory,
@@ -98,6 +99,28 @@ def test_switches_may_be_off_and_values_of_several_words() -> None:
     assert zero.word("attention_dropout") == "0.1" and zero.number("num_experts", 3, 0) == 0
 
 
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        ("--num-layers-per-virtual-pipeline-stage 2", (2, 2, 2, 2)),
+        ("--decoder-first-pipeline-num-layers 3", (3, 5)),
+        ("--decoder-last-pipeline-num-layers 2", (6, 2)),
+        ("--account-for-embedding-in-pipeline-split --num-layers 7", (3, 4)),
+        ("--account-for-loss-in-pipeline-split --num-layers 7", (4, 3)),
+        ("--pipeline-model-parallel-layout Et*3|(tt|)*2,tL", (3, 2, 2, 1)),
+    ],
+)
+def test_layers_of_stages_are_those_of_megatron(flags: str, layers: tuple[int, ...]) -> None:
+    assert shape(f"--pipeline-model-parallel-size 2 {flags}", 2).layers == layers
+
+
+def test_a_vocabulary_is_padded_to_a_multiple_for_each_rank() -> None:
+    for more, rows in (("", 50304), ("--vocab-size 1025", 1280)):
+        words = of_words(f"{MEDIUM} --tensor-model-parallel-size 2 {more}")
+        run = shape_of(Given(words), 2, 2, on_gpu=True, arch="gpt")
+        assert run.model.vocab_size == rows
+
+
 REFUSED = {
     "--num-layers 0": "--num-layers 0: expected a whole number of at least 1",
     "--seq-length many": "--seq-length many: expected a whole number",
@@ -105,6 +128,7 @@ REFUSED = {
     "--tensor-model-parallel-size 8 --num-attention-heads 4": "does not divide 4 attention heads",
     "--pipeline-model-parallel-size 8 --num-layers 12": "does not divide 12 layers",
     "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 5": "divide 4 layers",
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 9": "divide 4 layers",
     "--micro-batch-size 3": "--micro-batch-size 3 x 8 replicas does not divide 64 samples",
     "--expert-model-parallel-size 2": "does not divide 1 experts",
     "--multi-latent-attention": "models with it are not estimated",
@@ -187,6 +211,9 @@ def test_tensor_parallel_groups_stay_on_a_node_and_shares_of_memory_free() -> No
     assert {way.shape.tensor for way in ways} == {1, 2}
     assert max(least_bytes(way.shape) for way in ways) <= 0.92 * 80 * 2**30
     assert all(way.shape.num_microbatches >= way.shape.pipeline for way in ways)
+    static = of_words(f"{LLAMA}--global-batch-size 96") | {"--use-dpp": False}
+    shapes = [way.shape for way in Search(Given(static), devices, "gpt").ways()]
+    assert all(run.chunks == 1 or run.num_microbatches % run.pipeline == 0 for run in shapes)
 
 
 def test_what_fits_nowhere_names_the_nearest_number_that_does() -> None:
@@ -278,6 +305,11 @@ def test_state_bytes_of_a_parameter(flags: str, state: float) -> None:
     held = memory.weights + memory.gradients + memory.optimizer
     assert held == pytest.approx(state * model_parameters(run))
     assert memory.total == held + 7.0 + memory.workspace
+
+
+def test_weights_of_layers_in_8_bit_stand_beside_those_in_16() -> None:
+    plain, eight = (rank_memory(shape(f), 0, 0.0).weights for f in ("", "--fp8-format hybrid"))
+    assert eight - plain == 2 * 8 * layer_parameters(shape())
 
 
 def test_activations_of_a_layer_are_what_the_paper_counts() -> None:

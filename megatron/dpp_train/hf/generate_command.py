@@ -46,7 +46,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     group = parser.add_argument_group("model")
     group.add_argument("--tokenizer", type=Path, metavar="DIR", help="default: the model's")
     group.add_argument("--chat-template", type=Path, metavar="FILE", help="default: the model's")
-    group.add_argument("--device", default="auto", help="auto (default), cuda or cpu")
+    group.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     group.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     group.add_argument("--like", type=Path, metavar="DIR", help="folder of a checkpoint's model")
     group.add_argument("--family", metavar="NAME", help="kind of a checkpoint's model")
