@@ -139,9 +139,6 @@ class Inner:
     def poll(self) -> list[int]:
         return [len(messages) for messages in self.arrived]
 
-    def coming(self) -> list[int]:
-        return [1 for _ in self.incoming]
-
     def take(self, channel: int) -> Message:
         self.taken[channel] += 1
         return self.arrived[channel][self.taken[channel] - 1]
@@ -187,12 +184,6 @@ def test_a_message_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch) 
     assert seen == [0, 1, 1, 1, 3]
     due = [late.transport.take(0).arrived_ns - 10**9 for _ in range(3)]
     assert due == [10**7, 5 * 10**7, 5 * 10**7]
-
-
-def test_a_late_message_in_flight_is_not_taken_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Links between GPUs tell what is in flight: a task launched ahead of it would find nothing."""
-    transport = Late(monkeypatch, {}).transport
-    assert not transport.coming()
 
 
 def test_a_wait_ends_when_a_delayed_message_is_due(monkeypatch: pytest.MonkeyPatch) -> None:

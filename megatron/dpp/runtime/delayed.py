@@ -63,10 +63,6 @@ class _Delayed:
                 self._visible[index] += 1
         return tuple(self._visible)
 
-    def coming(self) -> Sequence[int]:
-        """Nothing: when a message in flight is due is known once it is here."""
-        return ()
-
     def _hide(self, index: int, number: int) -> None:
         """Take a message, due when its delay is over and those before it have arrived."""
         message = self._inner.take(index)
