@@ -365,9 +365,10 @@ def _is_routable(text: str) -> bool:
         address: Any = ipaddress.ip_address(text)
     except ValueError:
         return False
-    # A scope names an interface ("%eth0"); what is mapped stands for an IPv4 address.
-    of_six = address.version == 6 and (address.scope_id or address.ipv4_mapped)
-    return not (of_six or address.is_link_local or address.is_unspecified or address.is_multicast)
+    # A scope names an interface ("%eth0"), which IPv4 does without; mapped ones stand for IPv4.
+    if address.version == 6 and (address.scope_id or address.is_link_local or address.ipv4_mapped):
+        return False
+    return not (address.is_unspecified or address.is_multicast)
 
 
 def option_fields() -> tuple[dataclasses.Field[Any], ...]:
